@@ -1,0 +1,43 @@
+"""Train a Vision Transformer, or go on with a run that was stopped or killed.
+
+    python launch/train.py --config configs/demo.yaml
+    torchrun --nproc_per_node=8 launch/train.py --config configs/vit_b16.yaml data.root=/data/imagenet run.dir=runs/b16
+    python launch/train.py --config configs/vit_b16.yaml --print-config
+
+Settings are `section.key=value` and win over the file; `vit/config.py` lists them all. The same command again resumes at the exact step.
+SIGTERM, SIGUSR1 and Ctrl-C save at the next step and stop. Exit status: 0 finished or stopped and saved, 2 something to set right.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from vit import distributed
+from vit.config_io import load_config
+from vit.distributed import World
+from vit.train import build, default_run_dir, describe, train
+
+
+def main() -> World | None:
+    """The command line above; returns the world it started."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with what differs from the defaults")
+    parser.add_argument("--print-config", action="store_true", help="show every value, its origin and the derived numbers, and stop")
+    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help="resume although this setting differs from the checkpoint's")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
+    args = parser.parse_args()
+
+    config, origins = load_config(args.config, args.overrides)
+    if config.run.dir is None:
+        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": default_run_dir(args.config)})})
+    if args.print_config:
+        if distributed.is_main_process():
+            print(describe(config, origins, distributed.world_size()), end="")
+        return None
+    world = distributed.start(config.train.device)
+    train(build(config, world, args.allow_change))
+    return world
+
+
+if __name__ == "__main__":
+    distributed.run_command(main)

@@ -1,0 +1,88 @@
+"""The digits: real ones, legible ones, each person's writing in one split only, the same bytes every time."""
+
+import io
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_prep.digits import TEXTURES, Rendering, Uniform, catalogue, digit_mask, main, read, texture
+from vit.data.shards import open_split
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("digits") / "root"
+    assert main(["--out", str(root), "--renderings", "1", "--val-renderings", "1", "--image-size", "40", "--workers", "1"]) == 0
+    return root
+
+
+def original_of(key: str) -> int:
+    return int(key.removeprefix("digit").split("_")[0])
+
+
+def test_originals_are_in_one_split_only(root):
+    from sklearn.datasets import load_digits
+
+    labels = load_digits().target
+    seen: Counter[int] = Counter()
+    for name in ("train", "val"):
+        split = open_split(root, name)
+        originals = [original_of(split.key(i)) for i in range(split.num_samples)]
+        assert split.index["label"].tolist() == labels[originals].tolist()
+        assert set(split.index["width"]) == set(split.index["height"]) == {40}
+        assert split.class_names == list("0123456789")
+        seen.update(originals)
+    assert seen == Counter(range(1797))
+
+
+def test_default_counts_and_balance():
+    splits = catalogue().splits
+    assert {split: len(samples) for split, samples in splits.items()} == {"train": 8628, "val": 1795}
+    val = Counter(sample.label for sample in splits["val"])
+    assert min(val.values()) == 175 and max(val.values()) == 185  # 35 to 37 originals of each digit
+    assert not {s.origin.original for s in splits["train"]} & {s.origin.original for s in splits["val"]}
+    assert catalogue(seed=1).splits["val"] != splits["val"]
+
+
+def test_same_options_same_bytes(root, tmp_path):
+    main(["--out", str(tmp_path / "b"), "--renderings", "1", "--val-renderings", "1", "--image-size", "40", "--workers", "2"])
+    for path in root.iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+    options = json.loads((root / "_info.json").read_text())["options"]
+    assert options["renderings"] == 1 and options["image_size"] == 40 and options["seed"] == 0
+
+
+def test_renderings_differ_by_copy_and_seed_alone():
+    pixels = bytes(range(16)) * 4
+    images = [read(Rendering(pixels, *which)) for which in ((7, 0, 48, 0), (7, 1, 48, 0), (7, 0, 48, 1), (8, 0, 48, 0), (7, 0, 48, 0))]
+    assert len(set(images)) == 4 and images[0] == images[4]
+
+
+def test_uniform_numbers_are_splitmix64():
+    uniform = Uniform((1234567).to_bytes(8, "little"))
+    first = [6457827717110365317, 3203168211198807973, 9817491932198370423]  # the reference C program's, seed 1234567
+    assert uniform.array(2).tolist() + uniform.array(1).tolist() == [(z >> 11) * 2.0**-53 for z in first]
+
+
+@pytest.mark.parametrize("kind", TEXTURES)
+def test_textures_are_calm(kind):
+    for n in range(20):
+        pattern = texture(kind, 48, Uniform(n.to_bytes(8, "little")))
+        assert pattern.shape == (48, 48) and pattern.min() >= 0 and pattern.max() <= 1 and np.ptp(pattern) > 0.2
+        assert max(np.abs(np.diff(pattern, axis=axis)).max() for axis in (0, 1)) < 0.75
+
+
+def test_digits_stand_out_and_lie_inside():
+    """Ink and ground differ clearly in luminance, whatever colours and texture were drawn; the border is ground."""
+    for sample in catalogue(seed=3).splits["val"][::20]:
+        pixels = np.asarray(Image.open(io.BytesIO(read(sample.origin))), np.float64) / 255
+        luminance = pixels @ (0.2126, 0.7152, 0.0722)
+        border = np.concatenate([luminance[0], luminance[-1], luminance[:, 0], luminance[:, -1]])
+        assert np.ptp(border) < 0.35, f"{sample}: ink, or a loud texture, at the border"
+        ink = np.abs(luminance - np.median(border)) > 0.35
+        assert 0.03 < ink.mean() < 0.5, f"{sample}: {ink.mean():.0%} of the image is ink"
+        mask = digit_mask(np.frombuffer(sample.origin.pixels, np.uint8).reshape(8, 8), 48, Uniform(b"%08d" % sample.origin.original))
+        assert mask.min() >= 0 and mask.max() <= 1 and 0.03 < mask.mean() < 0.5

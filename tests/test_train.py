@@ -1,0 +1,201 @@
+"""The loop as its users run it: real processes over gloo, killed, stopped, resumed, compared bit by bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from processes import TINY, Background, final_state, last_step, metrics, run, train, write_config
+
+from vit import config_io
+from vit.record import read_metrics
+from vit.train import make_plan
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shards: Path):
+    """Final state of an undisturbed run on so many ranks, made once."""
+    made: dict[int, dict[str, bytes]] = {}
+
+    def state(ranks: int) -> dict[str, bytes]:
+        if ranks not in made:
+            folder = tmp_path_factory.mktemp(f"whole{ranks}")
+            train(write_config(folder, shards, steps=STEPS), folder / "run", ranks=ranks)
+            made[ranks] = final_state(folder / "run", STEPS)
+        return made[ranks]
+
+    return state
+
+
+def assert_equal_state(run_dir: Path, expected: dict[str, bytes]) -> None:
+    state = final_state(run_dir, STEPS)
+    assert state.keys() == expected.keys()
+    assert not [name for name in state if state[name] != expected[name]], "these tensors differ from the uninterrupted run's"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("victims", ["one rank", "all"])
+def test_killed_and_resumed_equals_uninterrupted(ranks, victims, tmp_path, config, uninterrupted):
+    expected = uninterrupted(ranks)
+    background = Background(config, tmp_path / "run", ranks=ranks)
+    background.wait_for_step(random.randrange(4, 11))
+    if victims == "all":
+        background.kill_all()
+    else:
+        os.kill(random.choice(background.trainers()), signal.SIGKILL)
+        background.end()
+        assert background.process.returncode != 0
+    train(config, tmp_path / "run", ranks=ranks)
+    assert metrics(tmp_path / "run", "start")[-1]["restarts"] == 1, "it started over instead of resuming"
+    assert_equal_state(tmp_path / "run", expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(number, tmp_path, config, uninterrupted):
+    background = Background(config, tmp_path / "run", "checkpoint.every_steps=100", ranks=2)
+    background.wait_for_step(4)
+    os.kill(background.trainers()[0], number)
+    output = background.end()
+    marker = json.loads((tmp_path / "run" / "stopped_early").read_text())
+    assert 4 < marker["step"] < STEPS
+    assert f"stopped at step {marker['step']} of {STEPS}, saved" in output
+    assert background.process.returncode == 0, output
+    train(config, tmp_path / "run", "checkpoint.every_steps=100", ranks=2)
+    assert not (tmp_path / "run" / "stopped_early").exists()
+    assert_equal_state(tmp_path / "run", uninterrupted(2))
+
+
+@pytest.mark.slow
+def test_a_signal_during_the_last_evaluation_is_obeyed_and_the_evaluation_made_up_for(tmp_path, shards):
+    config = write_config(tmp_path, shards, steps=3)
+    background = Background(config, tmp_path / "run", "eval.batch_size=1", ranks=1)
+    background.wait_for_step(3)
+    os.kill(background.trainers()[0], signal.SIGTERM)
+    background.end()
+    stopped = (tmp_path / "run" / "stopped_early").exists()
+    train(config, tmp_path / "run", "eval.batch_size=1", ranks=1)
+    evals = metrics(tmp_path / "run", "eval")
+    assert [line["step"] for line in evals] == [3], f"stopped in the evaluation: {stopped}"
+    assert evals[0]["num_images"] == 23
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_sees_the_same_batches_and_a_finished_run_stays_finished(tmp_path, shards):
+    checksums, losses = set(), []
+    config = write_config(tmp_path, shards, steps=STEPS)
+    for ranks in (0, 1, 2, 3):
+        train(config, tmp_path / f"run{ranks}", "model.drop_path_rate=0", "model.proj_drop_rate=0", ranks=ranks)
+        checksums.add(tuple(line["sample_checksum"] for line in metrics(tmp_path / f"run{ranks}", "epoch")))
+        losses.append([line["loss"] for line in metrics(tmp_path / f"run{ranks}", "train")])
+    assert len(checksums) == 1
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-4), "without dropout the ranks only change the rounding"
+    before = final_state(tmp_path / "run2", STEPS)
+    again = train(config, tmp_path / "run2", "model.drop_path_rate=0", "model.proj_drop_rate=0", ranks=2)
+    assert "is finished: 12 steps" in again.stderr
+    assert final_state(tmp_path / "run2", STEPS) == before
+
+
+def test_accumulation_and_workers_change_nothing_but_rounding(tmp_path, shards):
+    config = write_config(tmp_path, shards, steps=4)
+    off = ["model.drop_path_rate=0", "model.proj_drop_rate=0"]
+    train(config, tmp_path / "whole", *off)
+    train(config, tmp_path / "parts", *off, "data.micro_batch_size=5", "data.num_workers=2")
+    whole, parts = ([line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("whole", "parts"))
+    assert parts == pytest.approx(whole, rel=1e-4)
+    assert [line["sample_checksum"] for line in metrics(tmp_path / "whole", "epoch")] == [line["sample_checksum"] for line in metrics(tmp_path / "parts", "epoch")]
+
+
+def test_a_changed_setting_is_refused_on_resume_unless_allowed(tmp_path, config):
+    train(config, tmp_path / "run", "train.steps=3")
+    arguments = ["--config", config, f"run.dir={tmp_path / 'run'}"]
+    refused = run("launch/train.py", *arguments, *TINY, "train.steps=6", "optim.lr=0.5")
+    assert refused.returncode == 2
+    assert "optim.lr: 0.001 there, 0.5 here" in refused.stderr
+    assert "train.steps: 3 there, 6 here" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    allowed = run("launch/train.py", *arguments, *TINY, "train.steps=6", "--allow-change", "train.steps")
+    assert allowed.returncode == 0, allowed.stderr
+    assert last_step(tmp_path / "run") == 6
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(tmp_path, config):
+    train(config, tmp_path / "run", "train.steps=6")
+    newest = tmp_path / "run" / "checkpoints" / "step_00000006" / "state.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    done = train(config, tmp_path / "run", "train.steps=6")
+    assert "it is truncated or missing; set aside as damaged_step_00000006" in done.stderr
+    assert "resumed at step 3 of 6" in done.stderr
+    assert newest.exists(), "the step was made again"
+
+
+def test_non_finite_gradients_are_skipped_counted_and_end_the_run(tmp_path, config):
+    done = run("launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *TINY, "optim.lr=1e30", "optim.clip_grad_norm=null", "schedule.warmup_steps=0",
+               "train.max_skipped_steps=3", "train.steps=40", "optim.weight_decay=0.0")  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "the gradient was not finite 3 times in a row" in done.stderr
+    assert len(metrics(tmp_path / "run", "fault")) >= 3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precisions_train(precision, tmp_path, config):
+    train(config, tmp_path / "run", f"train.precision={precision}", "train.steps=3")
+    assert all(line["loss"] is not None for line in metrics(tmp_path / "run", "train"))
+
+
+def test_it_learns(tmp_path, shards):
+    """Three colours are easy: far above chance after a few epochs."""
+    config = write_config(tmp_path, shards, steps=60)
+    train(config, tmp_path / "run", "eval.every_steps=60", "model.drop_path_rate=0", "model.proj_drop_rate=0", "log.every_steps=20", "optim.lr=3e-3")
+    assert metrics(tmp_path / "run", "eval")[-1]["top1"] > 80
+    assert (tmp_path / "run" / "report" / "curves.png").stat().st_size > 10_000
+
+
+def test_finetuning_at_a_higher_resolution_starts_from_the_run(tmp_path, config):
+    train(config, tmp_path / "base", "train.steps=6")
+    tuned = train(config, tmp_path / "tuned", "train.steps=3", "model.image_size=[32, 24]", f"init.checkpoint={tmp_path / 'base'}")
+    assert "positions resampled from 2x2 to 4x3" in tuned.stderr
+    assert metrics(tmp_path / "tuned", "eval")[-1]["num_images"] == 23
+
+
+def test_the_order_of_the_record_survives_a_restart(tmp_path, config):
+    background = Background(config, tmp_path / "run", ranks=1)
+    background.wait_for_step(5)
+    background.kill_all()
+    time.sleep(0.1)
+    train(config, tmp_path / "run", ranks=1)
+    steps = [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    assert steps == list(range(1, STEPS + 1)), "each step once, although some were trained twice"
+
+
+class TestPlan:
+    def plan(self, tmp_path: Path, world_size: int, *overrides: str, num_samples: int = 1000):
+        path = tmp_path / "plan.yaml"
+        path.write_text("data: {root: x}\ntrain: {epochs: 2}\n")
+        return make_plan(config_io.load_config(path, overrides).config, num_samples, world_size)[0]
+
+    def test_steps_and_micro_batches_follow(self, tmp_path):
+        plan = self.plan(tmp_path, 4, "data.global_batch_size=96", "data.micro_batch_size=10", "schedule.warmup_epochs=0.5", "eval.every_epochs=1")
+        assert (plan.steps_per_epoch, plan.dropped_per_epoch, plan.total_steps, plan.warmup_steps, plan.eval_every_steps) == (10, 40, 20, 5, 10)
+        assert (plan.micro_batch_size, plan.accumulation_steps) == (8, 3)
+
+    def test_an_impossible_division_names_the_sizes_that_work(self, tmp_path):
+        with pytest.raises(ValueError, match=r"data.global_batch_size=100 is not a multiple of 3 ranks: use 99 or 102, or a number of ranks out of \[1, 2, 4"):
+            self.plan(tmp_path, 3, "data.global_batch_size=100")
+        with pytest.raises(ValueError, match=r"2 ranks times augment.mix_group_size=4: use 8 or 16"):
+            self.plan(tmp_path, 2, "data.global_batch_size=12", "augment.mixup_alpha=0.5")
+        with pytest.raises(ValueError, match=r"data.micro_batch_size=3 is below augment.mix_group_size=4: sizes that work are \[4, 8\]"):
+            self.plan(tmp_path, 1, "data.global_batch_size=8", "data.micro_batch_size=3", "augment.cutmix_alpha=1.0")
+
+    def test_a_batch_larger_than_the_data_is_refused(self, tmp_path):
+        with pytest.raises(ValueError, match="exceeds the 10 training samples"):
+            self.plan(tmp_path, 1, "data.global_batch_size=16", num_samples=10)

@@ -1,0 +1,304 @@
+"""Weights from elsewhere: resampled as timm does, read without running code, loaded strictly, written whole."""
+
+import argparse
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from timm.layers import resample_abs_pos_embed
+
+from vit.model import VisionTransformer, create_model
+from vit.weights import WeightsError, load_weights, read_state_dict, resample_posemb, save_weights
+
+TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
+
+
+def tiny(seed: int = 0, **fields) -> VisionTransformer:
+    """A model in which no weight is zero, so that a head that was not copied is seen."""
+    model = VisionTransformer(**{"num_classes": 10, **TINY, **fields})
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.1, generator=generator)
+    return model
+
+
+def posemb(height: int, width: int, prefix: int = 1, dim: int = 8) -> torch.Tensor:
+    return torch.randn(1, prefix + height * width, dim, generator=torch.Generator().manual_seed(0))
+
+
+# Position embeddings
+
+
+GRIDS = [((14, 14), (24, 24)), ((14, 14), (7, 7)), ((16, 16), (14, 21)), ((6, 10), (10, 6)), ((5, 7), (11, 3)), ((37, 37), (16, 16))]
+
+
+@pytest.mark.parametrize(("old", "new"), GRIDS)
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("antialias", [True, False])
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_resampling_equals_timm(old, new, interpolation, antialias, prefix):
+    source = posemb(*old, prefix)
+    ours = resample_posemb(source, old, new, prefix, interpolation, antialias)
+    theirs = resample_abs_pos_embed(source, list(new), list(old), prefix, interpolation, antialias)
+    assert ours.shape == (1, prefix + new[0] * new[1], 8)
+    assert torch.equal(ours, theirs)
+
+
+def test_resampling_to_the_same_grid_is_the_identity():
+    source = posemb(6, 10)
+    assert torch.equal(resample_posemb(source, (6, 10), (6, 10), 1), source)
+
+
+@pytest.mark.parametrize(("old", "new"), GRIDS)
+@pytest.mark.parametrize("antialias", [True, False])
+def test_resampling_keeps_constants_prefix_and_order(old, new, antialias):
+    y, x = torch.meshgrid(torch.arange(old[0], dtype=torch.float32), torch.arange(old[1], dtype=torch.float32), indexing="ij")
+    patches = torch.stack((torch.full(old, 0.7), y, x), dim=2).reshape(1, -1, 3)
+    prefix = posemb(1, 1, dim=3)
+    result = resample_posemb(torch.cat((prefix, patches), dim=1), old, new, 2, antialias=antialias)
+    assert torch.equal(result[:, :2], prefix)
+    constant, down, right = result[0, 2:].reshape(*new, 3).unbind(2)
+    torch.testing.assert_close(constant, torch.full(new, 0.7))
+    # A ramp along one side still rises along that side, and is the same on every line across it: a swap of h and w breaks this.
+    assert (down.diff(dim=0) > 0).all()
+    assert (right.diff(dim=1) > 0).all()
+    torch.testing.assert_close(down, down[:, :1].expand(new))
+    torch.testing.assert_close(right, right[:1].expand(new))
+
+
+def test_resampling_computes_in_float32_and_keeps_the_dtype():
+    source = posemb(14, 14).bfloat16()
+    result = resample_posemb(source, (14, 14), (24, 24), 1)
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, resample_posemb(source.float(), (14, 14), (24, 24), 1).bfloat16())
+
+
+def test_resampling_refuses_another_grid():
+    with pytest.raises(WeightsError, match=r"pos_embed is \(1, 197, 8\), expected \(1, 170, dim\)"):
+        resample_posemb(posemb(14, 14), (13, 13), (24, 24), 1)
+
+
+# Files
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin"])
+@pytest.mark.parametrize("container", [(), ("state_dict",), ("model",), ("model_ema", "state_dict")])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."])
+def test_containers_and_prefixes_are_removed(tmp_path, suffix, container, prefix):
+    expected = tiny().state_dict()
+    content = {prefix + name: tensor for name, tensor in expected.items()}
+    for key in reversed(container):
+        content = {"epoch": 3, key: content}
+    torch.save(content, tmp_path / f"w{suffix}")
+    weights, metadata = read_state_dict(tmp_path / f"w{suffix}")
+    assert metadata == {}
+    assert list(weights) == list(expected)
+    assert all(torch.equal(weights[name], expected[name]) and weights[name].device.type == "cpu" for name in expected)
+
+
+def test_prefixes_inside_names_and_older_files_are_read(tmp_path):
+    content = {"blocks.0._orig_mod.attn._checkpoint_wrapped_module.proj.bias": torch.ones(3)}
+    torch.save(content, tmp_path / "w.pth", _use_new_zipfile_serialization=False)
+    weights, _ = read_state_dict(str(tmp_path / "w.pth"))
+    assert list(weights) == ["blocks.0.attn.proj.bias"]
+    torch.save({"module.a": torch.ones(3), "a": torch.zeros(3)}, tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match="the same weight twice"):
+        read_state_dict(tmp_path / "w.pth")
+
+
+def test_save_and_read_back(tmp_path):
+    weights = tiny().state_dict() | {"transposed": torch.arange(6.0).reshape(2, 3).t()}
+    save_weights(tmp_path / "w.safetensors", weights, {"step": "12", "model": "vit_b16"})
+    assert os.listdir(tmp_path) == ["w.safetensors"]
+    (tmp_path / "ordinary").touch()
+    assert (tmp_path / "w.safetensors").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+    again, metadata = read_state_dict(tmp_path / "w.safetensors")
+    assert metadata == {"step": "12", "model": "vit_b16"}
+    assert again.keys() == weights.keys() == load_file(tmp_path / "w.safetensors").keys()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+def test_a_failed_save_leaves_the_old_file_alone(tmp_path):
+    save_weights(tmp_path / "w.safetensors", {"a": torch.ones(3)}, {})
+    with pytest.raises(TypeError):
+        save_weights(tmp_path / "w.safetensors", {"a": torch.zeros(3)}, {"step": 12})
+    assert os.listdir(tmp_path) == ["w.safetensors"]
+    assert torch.equal(read_state_dict(tmp_path / "w.safetensors")[0]["a"], torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pth", "old.pth"])
+@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.99])
+def test_truncated_files_are_refused(tmp_path, name, kept):
+    path = tmp_path / name
+    if name == "w.safetensors":
+        save_weights(path, tiny().state_dict(), {})
+    else:
+        torch.save(tiny().state_dict(), path, _use_new_zipfile_serialization=name == "w.pth")
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(WeightsError, match=f"{name} is cut short or no") as caught:
+        read_state_dict(path)
+    assert "\n" not in str(caught.value)
+
+
+class Harmful:
+    """Unpickling this runs a command."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_pickled_objects_are_refused_and_not_run(tmp_path):
+    torch.save({"model": tiny().state_dict(), "args": argparse.Namespace(lr=1)}, tmp_path / "namespace.pth")
+    with pytest.raises(WeightsError, match=r"namespace.pth holds pickled objects \(argparse.Namespace\)") as caught:
+        read_state_dict(tmp_path / "namespace.pth")
+    assert "\n" not in str(caught.value)
+    torch.save({"model": Harmful(tmp_path / "harm")}, tmp_path / "harmful.pth")
+    with pytest.raises(WeightsError, match="pickled objects"):
+        read_state_dict(tmp_path / "harmful.pth")
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [({}, "holds nothing"), ([1], "holds a list"), ({"epoch": 3, "a": torch.ones(1)}, r"also holds epoch \(int\)")]
+)
+def test_what_is_no_state_dict_is_refused(tmp_path, content, message):
+    torch.save(content, tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match=message):
+        read_state_dict(tmp_path / "w.pth")
+
+
+def test_wrong_paths_are_refused(tmp_path):
+    with pytest.raises(WeightsError, match="does not exist"):
+        read_state_dict(tmp_path / "none.pth")
+    with pytest.raises(WeightsError, match="is a folder"):
+        read_state_dict(tmp_path)
+    (tmp_path / "w.npz").write_bytes(b"")
+    with pytest.raises(WeightsError, match=r"suffix '.npz': expected .safetensors"):
+        read_state_dict(tmp_path / "w.npz")
+    (tmp_path / "text.pth").write_text("<html>404</html>")
+    with pytest.raises(WeightsError, match="no checkpoint"):
+        read_state_dict(tmp_path / "text.pth")
+
+
+# Loading
+
+
+def equal(model: torch.nn.Module, weights: dict, names=None) -> bool:
+    return all(torch.equal(model.state_dict()[name], weights[name]) for name in names or weights)
+
+
+def test_equal_models_load_without_notes():
+    source, model = tiny(0).state_dict(), tiny(1)
+    assert load_weights(model, source) == []
+    assert equal(model, source)
+
+
+def test_positions_are_resampled_and_all_else_is_copied():
+    source, model = tiny(0).state_dict(), tiny(1, image_size=(96, 128))
+    before = {name: tensor.clone() for name, tensor in source.items()}
+    assert load_weights(model, source) == ["positions resampled from 4x4 to 6x8 (bicubic, antialiased)"]
+    assert torch.equal(model.pos_embed, resample_posemb(source["pos_embed"], (4, 4), (6, 8), 1))
+    assert equal(model, source, source.keys() - {"pos_embed"})
+    assert all(torch.equal(source[name], before[name]) for name in before)
+
+
+def test_fixed_positions_are_resampled_too():
+    source = tiny(0, pos_embed="sincos2d").state_dict()
+    model = tiny(1, pos_embed="sincos2d", image_size=128)
+    load_weights(model, source)
+    assert torch.equal(model.pos_embed, resample_posemb(source["pos_embed"], (4, 4), (8, 8), 1))
+
+
+def test_source_grids_that_are_not_square():
+    source = tiny(0, image_size=(32, 96)).state_dict()
+    same, other = tiny(1, image_size=(32, 96)), tiny(1)
+    assert load_weights(same, source) == []
+    assert equal(same, source)
+    with pytest.raises(WeightsError, match=r"13 positions, which is not a square grid .* give its grid"):
+        load_weights(other, source)
+    with pytest.raises(WeightsError, match="not a grid of 5x3"):
+        load_weights(other, source, grid=(5, 3))
+    assert load_weights(other, source, grid=(2, 6)) == ["positions resampled from 2x6 to 4x4 (bicubic, antialiased)"]
+    # 16 positions again, in another arrangement: only the grid can tell.
+    flat = tiny(0, image_size=(32, 128)).state_dict()
+    assert load_weights(other, flat, grid=(2, 8)) == ["positions resampled from 2x8 to 4x4 (bicubic, antialiased)"]
+
+
+def test_a_class_token_without_position_gets_zeros():
+    guest = create_model("timm/deit3_small_patch16_224", 64, 10, embed_dim=32, depth=1, num_heads=2).eval()
+    model = VisionTransformer(num_classes=10, init_values=1.0, **TINY).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in guest.parameters():
+            parameter.normal_(0, 0.1)
+    assert load_weights(model, guest.state_dict()) == ["the source has no position for its class token: it gets zeros"]
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), guest(images))
+
+
+def test_half_precision_sources_become_float32():
+    source, model = {name: tensor.half() for name, tensor in tiny(0).state_dict().items()}, tiny(1)
+    load_weights(model, source)
+    assert all(tensor.dtype == torch.float32 and torch.equal(tensor, source[name].float()) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("representation_size", [None, 16])
+def test_reset_head_keeps_the_models_zero_head(representation_size):
+    source = tiny(0, representation_size=representation_size).state_dict()
+    model = VisionTransformer(num_classes=3, **TINY)
+    with pytest.raises(WeightsError, match=r"init.reset_head=true"):
+        load_weights(model, source)
+    notes = load_weights(model, source, reset_head=True)
+    assert len(notes) == 1
+    assert notes[0].startswith("head starts anew: dropped ")
+    assert not model.head.weight.any()
+    assert not model.head.bias.any()
+    assert equal(model, source, [name for name in source if not name.startswith(("head.", "pre_logits."))])
+
+
+def test_reset_head_takes_sources_without_a_head():
+    source = {name: tensor for name, tensor in tiny(0).state_dict().items() if not name.startswith("head.")}
+    with pytest.raises(WeightsError, match=r"init.reset_head=true.*2 missing from the source: head.weight, head.bias"):
+        load_weights(tiny(1), source)
+    assert load_weights(tiny(1), source, reset_head=True) == ["head starts anew: the source has none"]
+
+
+def test_other_classes_are_named_in_the_error():
+    with pytest.raises(WeightsError, match=r"the source has 10 classes, the model 3: for a new head set init.reset_head=true"):
+        load_weights(tiny(1, num_classes=3), tiny(0).state_dict())
+
+
+@pytest.mark.parametrize("reset_head", [False, True])
+def test_loading_is_strict_and_all_or_nothing(reset_head):
+    source, model = tiny(0).state_dict(), tiny(1)
+    del source["blocks.0.norm1.bias"]
+    source |= {f"extra.{i}": torch.ones(1) for i in range(6)} | {"norm.weight": torch.ones(3)}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(WeightsError) as caught:
+        load_weights(model, source, reset_head=reset_head)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "1 missing from the source: blocks.0.norm1.bias" in message
+    assert "6 unknown to the model: extra.0, extra.1, extra.2, extra.3 and 2 more" in message
+    assert "1 of another shape: norm.weight (3,), expected (32,)" in message
+    assert equal(model, before)
+
+
+def test_guests_are_resampled_and_reset_too():
+    source = create_model("timm/vit_tiny_patch16_224", 64, 10, depth=1).state_dict()
+    guest = create_model("timm/vit_tiny_patch16_224", (64, 96), 3, depth=1)
+    assert load_weights(guest, source, reset_head=True) == [
+        "head starts anew: dropped head.weight, head.bias",
+        "positions resampled from 4x4 to 4x6 (bicubic, antialiased)",
+    ]
+    assert torch.equal(guest.pos_embed, resample_abs_pos_embed(source["pos_embed"], [4, 6]))
+    convolutional = create_model("timm/resnet10t", 64, 3)
+    notes = load_weights(convolutional, create_model("timm/resnet10t", 64, 10).state_dict(), reset_head=True)
+    assert notes == ["head starts anew: dropped fc.weight, fc.bias"]

@@ -1,0 +1,213 @@
+"""Full state for resuming, complete or absent.
+
+The data's story: `TrainStep` holds everything an update changes; its tensors get flat names and go into one safetensors file, numbers and the config
+into `checkpoint.json` beside it. Both are written into a hidden folder, flushed to disk, and the folder is renamed: what carries the
+final name is whole. Only then does `latest` name it and do older ones go.
+
+    runs/<name>/checkpoints/
+      step_00012500/
+        state.safetensors       model.<name>  ema.<name>  optim.<exp_avg|...>.<name>  scaler.<name>
+        checkpoint.json         format_version, step, progress, config, size and sha256 of each file
+      latest                    "step_00012500"
+
+No pickles. The tensor file is what torch.distributed.checkpoint's `HuggingFaceStorageReader` reads, which also reads the sharded files that its writer
+makes under FSDP2, on another number of ranks; so sharded training keeps this format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vit.distributed import World
+from vit.optim import allocate_state
+from vit.step import TrainStep
+
+FORMAT_VERSION = 1
+STATE_FILE, INFO_FILE = "state.safetensors", "checkpoint.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or written; one line for people."""
+
+
+@dataclass
+class Progress:
+    """Where the run is: the part of a checkpoint that is not tensors."""
+
+    step: int = 0
+    """Global batches attempted."""
+    batches_skipped: int = 0
+    """Batches passed over on top of that; the data position is `step + batches_skipped`."""
+    updates_skipped: int = 0
+    """Updates whose gradient was not finite, over the whole run."""
+    updates_skipped_in_a_row: int = 0
+    """The same, since the last good one."""
+    bad_images: int = 0
+    """Training images that could not be decoded and counted nowhere."""
+    evaluated_step: int = -1
+    """The step of the newest evaluation."""
+    best_top1: float = -1.0
+    """Best top-1 accuracy on the validation split so far, in percent."""
+    restarts: int = 0
+    """How often the run was resumed."""
+    elapsed_s: float = 0.0
+    """Time spent training, over all restarts."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What must be the same after a resume: the data's fingerprint, the model's classes."""
+
+
+def tensors_of(train_step: TrainStep) -> dict[str, Tensor]:
+    """All tensors of the state by their names in the file. They are the live ones, not copies."""
+    tensors = {f"model.{name}": value for name, value in train_step.model.state_dict().items()}
+    if train_step.ema is not None:
+        tensors |= {f"ema.{name}": value for name, value in train_step.ema.module.state_dict().items()}
+    for name, parameter in train_step.model.named_parameters():
+        for key, value in train_step.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optim.{key}.{name}"] = value
+    tensors["scaler.loss_scale"] = train_step.loss_scale
+    tensors["scaler.steps_since_overflow"] = train_step.steps_since_overflow
+    return {name: value.detach() for name, value in tensors.items()}
+
+
+def save_checkpoint(run_dir: Path, train_step: TrainStep, progress: Progress, config: dict[str, Any], world: World, keep_last: int) -> Path:
+    """Write `step_<n>` from rank 0 and remove what is older than the newest `keep_last`. Every rank calls it; returns the folder.
+
+    Raises CheckpointError where there is no room or no permission; the previous checkpoint stays as it was.
+    """
+    folder = run_dir / "checkpoints" / f"step_{progress.step:08d}"
+    if world.is_main:
+        try:
+            if folder.exists():  # the same step again, after its evaluation: the tensors are the same
+                _write_info(folder, {**json.loads((folder / INFO_FILE).read_text()), **asdict(progress)})
+                return folder
+            _write(folder, {name: value.cpu().contiguous() for name, value in tensors_of(train_step).items()}, progress, config, world.size)
+            for old in complete_checkpoints(run_dir)[keep_last:]:
+                shutil.rmtree(old)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot save ({error.strerror or error}); earlier checkpoints are untouched") from None
+    return folder
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], progress: Progress, config: dict[str, Any], world_size: int) -> None:
+    parent = folder.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    for left_over in parent.glob(".tmp_*"):
+        shutil.rmtree(left_over)
+    needed, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(parent).free
+    if free < needed * 1.01 + 2**20:
+        raise CheckpointError(f"{folder}: needs {needed / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB free; earlier checkpoints are untouched. "
+                              "Free some space and run the same command again")  # fmt: skip
+    hidden = parent / f".tmp_{folder.name}"
+    hidden.mkdir()
+    save_file(tensors, hidden / STATE_FILE)
+    info = {
+        "format_version": FORMAT_VERSION,
+        **asdict(progress),
+        "world_size": world_size,
+        "torch": torch.__version__,
+        "files": {STATE_FILE: {"bytes": (hidden / STATE_FILE).stat().st_size, "sha256": _sha256(hidden / STATE_FILE)}},
+        "config": config,
+    }
+    _flush(hidden / STATE_FILE)
+    _write_info(hidden, info)
+    os.replace(hidden, folder)
+    _flush(parent)
+    (parent / ".latest").write_text(folder.name + "\n")
+    os.replace(parent / ".latest", parent / "latest")
+
+
+def _write_info(folder: Path, info: dict[str, Any]) -> None:
+    hidden = folder / f".{INFO_FILE}"
+    hidden.write_text(json.dumps(info, indent=1))
+    _flush(hidden)
+    os.replace(hidden, folder / INFO_FILE)
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    """Force a file or a folder's entries to disk: after a power cut a renamed folder must not hold empty files."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoint folders of a run, newest first."""
+    return sorted((p for p in (run_dir / "checkpoints").glob("step_*") if (p / INFO_FILE).is_file()), reverse=True)
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """`checkpoint.json` of a folder, after its files were compared with it. Raises CheckpointError for a damaged or foreign one."""
+    try:
+        info = json.loads((folder / INFO_FILE).read_text())
+        version, files = info["format_version"], info["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{folder}: {INFO_FILE} is missing or damaged, so this is not a checkpoint of this project") from None
+    if version > FORMAT_VERSION:
+        raise CheckpointError(f"{folder}: written by a newer release (format {version}, this one reads up to {FORMAT_VERSION}): update the code")
+    for name, expected in files.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else 0
+        if size != expected["bytes"]:
+            raise CheckpointError(f"{path}: has {size:,} bytes, {INFO_FILE} says {expected['bytes']:,}: it is truncated or missing")
+        if _sha256(path) != expected["sha256"]:
+            raise CheckpointError(f"{path}: its content does not match the sha256 in {INFO_FILE}: it is damaged")
+    return info
+
+
+def newest_checkpoint(run_dir: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest whole checkpoint of a run and its info; damaged ones are renamed, named to `say` and passed over.
+
+    Returns None for a run without checkpoints; raises CheckpointError if there are some and all are damaged.
+    """
+    candidates = complete_checkpoints(run_dir)
+    for folder in candidates:
+        try:
+            return folder, read_info(folder)
+        except CheckpointError as error:
+            aside = folder.with_name(f"damaged_{folder.name}")
+            folder.rename(aside)
+            say(f"{error}; set aside as {aside.name}, trying the one before")
+    if candidates:
+        raise CheckpointError(f"{run_dir}: all {len(candidates)} checkpoints are damaged; the same command again starts over")
+    return None
+
+
+def load_checkpoint(folder: Path, info: dict[str, Any], train_step: TrainStep) -> Progress:
+    """Copy a checkpoint's tensors into `train_step`, in place, and return its progress. Raises CheckpointError if names or shapes differ."""
+    allocate_state(train_step.optimizer)
+    targets = tensors_of(train_step)
+    try:
+        with safe_open(folder / STATE_FILE, framework="pt") as file:
+            names = set(file.keys())
+            wrong = [f"lacks {name}" for name in sorted(set(targets) - names)] + [f"has {name}, unknown here" for name in sorted(names - set(targets))]
+            wrong += [f"{name} is {file.get_slice(name).get_shape()} there, {list(targets[name].shape)} here" for name in sorted(names & set(targets))
+                      if file.get_slice(name).get_shape() != list(targets[name].shape)]  # fmt: skip
+            if wrong:
+                more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+                raise CheckpointError(f"{folder}: does not fit this model and optimizer: it {'; '.join(wrong[:3])}{more}")
+            for name, target in targets.items():
+                target.copy_(file.get_tensor(name))
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder / STATE_FILE}: {error}") from None
+    return Progress(**{key: info[key] for key in Progress.__dataclass_fields__})

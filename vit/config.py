@@ -1,0 +1,322 @@
+"""Every setting of a run: its type, default, unit and one sentence.
+
+The data's story: `vit.config_io` reads one YAML file and the command line's `key=value` overrides, and makes a `Config` of them. A `Config`
+is frozen, complete and checked; every other module takes the section it needs. What a file does not say has the default written here, and
+nowhere else. `None` means "derived": from the data, the model's preset or the number of ranks.
+
+Images and patches are in pixels. A *step* is one global batch attempted. Durations carry their unit in the key.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[int, Field(gt=0)]
+Size = Annotated[int, Field(gt=0)] | tuple[Positive, Positive]
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The network. What is `None` is left to the preset or to the model's own default."""
+
+    name: str = "vit_b16"
+    """`vit_{ti,s,b,l,h}{patch}` (Table 1 of the ViT paper), or `timm/<any>` for any model of timm."""
+    image_size: Size = 224
+    """Side of the square training image, or `[height, width]`."""
+    in_chans: Literal[1, 3] = 3
+    """1: images are read as grey; 3: as RGB."""
+    num_classes: Positive | None = None
+    """Size of the head; `None`: as many classes as the data has."""
+    patch_size: Size | None = None
+    """Overrides the patch size in the name."""
+    embed_dim: Positive | None = None
+    """Width of the tokens."""
+    depth: Positive | None = None
+    """Number of blocks."""
+    num_heads: Positive | None = None
+    """Attention heads per block; divides `embed_dim`."""
+    mlp_ratio: Annotated[float, Field(gt=0)] | None = None
+    """Width of the hidden layer of a block's MLP over `embed_dim`."""
+    qkv_bias: bool | None = None
+    """Bias of the query, key and value projections."""
+    class_token: bool | None = None
+    """Prepend a learned token; needed by `global_pool: token`."""
+    global_pool: Literal["token", "avg"] | None = None
+    """What the head reads: the class token, or the mean of the patch tokens."""
+    pos_embed: Literal["learn", "sincos2d"] | None = None
+    """Learned positions, or fixed 2-D sine-cosine ones."""
+    pos_drop_rate: Rate | None = None
+    """Dropout after the positions are added."""
+    proj_drop_rate: Rate | None = None
+    """Dropout after the dense layers of a block, query-key-value apart."""
+    attn_drop_rate: Rate | None = None
+    """Dropout of attention weights."""
+    drop_path_rate: Rate | None = None
+    """Stochastic depth of the last block; grows linearly from 0 at the first."""
+    init_values: Annotated[float, Field(gt=0)] | None = None
+    """Initial LayerScale; `None`: no LayerScale."""
+    representation_size: Positive | None = None
+    """Width of the pre-logits layer (dense + tanh); `None`: the head is one linear layer."""
+
+    def fields(self) -> dict[str, Any]:
+        """The keyword arguments for `vit.model.create_model` beyond name, image size and classes: what is not `None`."""
+        own = self.model_dump(exclude={"name", "image_size", "num_classes"})
+        return {key: value for key, value in own.items() if value is not None}
+
+
+class DataConfig(Section):
+    """Where samples come from and how they are dealt into batches."""
+
+    root: str
+    """Folder of shards with its `_info.json` (see docs/data.md)."""
+    train_split: str = "train"
+    """Split to train on."""
+    val_split: str = "val"
+    """Split to evaluate on."""
+    global_batch_size: Positive = 1024
+    """Images in one step, over all ranks and micro-steps. The hardware divides it; it never changes with the number of GPUs."""
+    micro_batch_size: Positive | None = None
+    """Images in one forward pass of one rank: a ceiling; the largest divisor of a rank's share is taken. `None`: the whole share."""
+    num_workers: Annotated[int, Field(ge=0)] = 4
+    """Loader processes per rank; 0 decodes in the training process. Changes the speed, never the batches."""
+    prefetch_batches: Positive = 2
+    """Batches each worker prepares ahead. Without effect at `num_workers: 0`."""
+    num_lanes: Positive | None = None
+    """Parallel reading positions of the order; divides the batch. `None`: the largest divisor of it up to 64."""
+    block_samples: Positive | None = None
+    """Consecutive samples that stay together on disk reads. `None`: 1 below 262,144 samples (a true permutation), else 64."""
+    window_blocks: Positive = 16
+    """Blocks per shuffling window of a lane. Without effect at one sample a block, which already is a true permutation."""
+    on_bad_image: Literal["error", "skip"] = "error"
+    """A training image that cannot be decoded: stop and name it, or give its row weight 0 and count it."""
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    """Per-channel mean of images scaled to [0, 1]."""
+    std: tuple[Annotated[float, Field(gt=0)], ...] = (0.229, 0.224, 0.225)
+    """Per-channel standard deviation of images scaled to [0, 1]."""
+    interpolation: Literal["bilinear", "bicubic"] = "bicubic"
+    """Antialiased resize of training and evaluation images."""
+
+
+class AugmentConfig(Section):
+    """What is drawn anew for each training image. The defaults crop and flip, nothing else."""
+
+    crop_scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
+    """Random-resized crop: range of the area of the window over the image's (Inception)."""
+    crop_ratio: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (3 / 4, 4 / 3)
+    """Random-resized crop: range of the window's width over its height."""
+    hflip_prob: Probability = 0.5
+    """Probability of a horizontal flip."""
+    randaugment_layers: Annotated[int, Field(ge=0)] = 0
+    """RandAugment operations per image; 0: off."""
+    randaugment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0
+    """RandAugment strength on timm's scale of 0 to 10."""
+    randaugment_magnitude_std: Annotated[float, Field(ge=0)] = 0.5
+    """Standard deviation of the strength from one operation to the next."""
+    mixup_alpha: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """MixUp: lambda ~ Beta(alpha, alpha); 0: off."""
+    cutmix_alpha: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """CutMix: area of the pasted box ~ Beta(alpha, alpha); 0: off."""
+    mix_prob: Probability = 1.0
+    """Probability that a group is mixed at all."""
+    cutmix_switch_prob: Probability = 0.5
+    """Where both are on: probability of CutMix rather than MixUp."""
+    mix_group_size: Annotated[int, Field(ge=2)] = 4
+    """Images that share a lambda and mix with each other; divides the micro-batch, so batches do not depend on the ranks."""
+
+
+class LossConfig(Section):
+    """Cross-entropy with soft targets."""
+
+    label_smoothing: Rate = 0.0
+    """Share of the target spread evenly over all classes."""
+
+
+class AdamWConfig(Section):
+    """AdamW (Loshchilov & Hutter 2019), decay multiplied by the learning rate."""
+
+    name: Literal["adamw"] = "adamw"
+    """The optimizer."""
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak learning rate, as used: nothing scales it."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.05
+    """Decay of weight matrices; biases, norms, positions and class token have none."""
+    betas: tuple[Rate, Rate] = (0.9, 0.999)
+    """Decay of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
+    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest global norm of the gradient; `None`: no clipping."""
+
+
+class SgdConfig(Section):
+    """SGD with momentum, decay multiplied by the learning rate through the gradient (L2)."""
+
+    name: Literal["sgd"]
+    """The optimizer."""
+    lr: Annotated[float, Field(gt=0)] = 1e-2
+    """Peak learning rate, as used: nothing scales it."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """L2 decay of weight matrices; biases, norms, positions and class token have none."""
+    momentum: Rate = 0.9
+    """Momentum."""
+    nesterov: bool = False
+    """Nesterov's form of the momentum."""
+    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest global norm of the gradient; `None`: no clipping."""
+
+
+def _optimizer_tag(value: Any) -> str:
+    name = value.get("name", "adamw") if isinstance(value, dict) else getattr(value, "name", "adamw")
+    return name if isinstance(name, str) else "adamw"
+
+
+OptimConfig = Annotated[
+    Annotated[AdamWConfig, Tag("adamw")] | Annotated[SgdConfig, Tag("sgd")], Discriminator(_optimizer_tag)
+]
+
+
+class ScheduleConfig(Section):
+    """Learning rate over the steps: linear warm-up from 0, then one of three shapes."""
+
+    name: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Length of the warm-up in steps; this or `warmup_epochs`, or neither for none."""
+    warmup_epochs: Annotated[float, Field(ge=0)] | None = None
+    """Length of the warm-up in epochs."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the last step of `cosine` and `linear`."""
+
+
+class TrainConfig(Section):
+    """How long, on what, and in which number format."""
+
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Length in epochs; this or `steps`."""
+    steps: Positive | None = None
+    """Length in steps."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seeds initial weights, order, augmentation, mixing, dropout and drop path."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: a GPU where there is one."""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Format of activations and matrix products; weights, sums and the optimizer stay in fp32. fp16 scales the loss."""
+    compile: bool = False
+    """`torch.compile` the model."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of the exponential average of the weights per step; `None`: no average."""
+    max_skipped_steps: Positive = 10
+    """Stop after so many updates in a row whose gradient was not finite."""
+
+
+class EvalConfig(Section):
+    """Evaluation on `data.val_split`, exact on any number of ranks."""
+
+    every_epochs: Annotated[float, Field(gt=0)] | None = None
+    """Evaluate each so many epochs; this or `every_steps`, or neither for the end only. The end is always evaluated."""
+    every_steps: Positive | None = None
+    """Evaluate each so many steps."""
+    batch_size: Positive = 64
+    """Images in one forward pass of one rank."""
+    crop_ratio: Annotated[float, Field(gt=0, le=1)] = 0.875
+    """Side of the centre crop over the shorter side of the resized image (224 of 256)."""
+
+
+class CheckpointConfig(Section):
+    """Full state for resuming; the last step and a stop by a signal are always saved."""
+
+    every_steps: Positive = 1000
+    """Save each so many steps."""
+    keep_last: Annotated[int, Field(ge=1)] = 2
+    """Newest checkpoints kept; an older one goes only after the newer is complete."""
+
+
+class InitConfig(Section):
+    """Weights to start from."""
+
+    checkpoint: str | None = None
+    """Run folder, checkpoint folder or weights file; positions are resampled to `model.image_size`."""
+    reset_head: bool = False
+    """Start with a zero head instead of the checkpoint's, for other classes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> InitConfig:
+        if self.reset_head and self.checkpoint is None:
+            raise ValueError("reset_head has no effect without init.checkpoint: give one, or remove reset_head")
+        return self
+
+
+class RunConfig(Section):
+    """Where the run lives."""
+
+    dir: str | None = None
+    """Folder of checkpoints, weights and record; the same command resumes it. `None`: `runs/<name of the config file>`."""
+
+
+class LogConfig(Section):
+    """The record and its views."""
+
+    every_steps: Positive = 50
+    """Steps between two lines of training metrics."""
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"
+    """Weights & Biases: `auto` is online with a key and a network, else offline; the record is complete without it."""
+    wandb_project: str = "vit"
+    """Project the run is filed under."""
+
+
+class Config(Section):
+    """One run, complete."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig
+    augment: AugmentConfig = AugmentConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = AdamWConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    init: InitConfig = InitConfig()
+    run: RunConfig = RunConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _check_across_sections(self) -> Config:
+        problems = []
+        for section, first, second, needed in (
+            ("train", "epochs", "steps", True),
+            ("schedule", "warmup_epochs", "warmup_steps", False),
+            ("eval", "every_epochs", "every_steps", False),
+        ):
+            group = getattr(self, section)
+            given = [key for key in (first, second) if getattr(group, key) is not None]
+            if len(given) == 2:
+                problems.append(f"{section}.{first} and {section}.{second} are both given: keep one of them")
+            if needed and not given:
+                problems.append(f"neither {section}.{first} nor {section}.{second} is given: give one of them")
+        if self.schedule.name == "constant" and self.schedule.min_lr > 0:
+            problems.append("schedule.min_lr has no effect with schedule.name=constant: remove it")
+        for key in ("mean", "std"):
+            values = getattr(self.data, key)
+            if len(values) not in (1, self.model.in_chans):
+                problems.append(f"data.{key} has {len(values)} values, model.in_chans is {self.model.in_chans}: give 1 or {self.model.in_chans}")
+        for key in ("crop_scale", "crop_ratio"):
+            low, high = getattr(self.augment, key)
+            if low > high:
+                problems.append(f"augment.{key} is [{low}, {high}]: the first must not exceed the second")
+        if self.augment.randaugment_layers and self.model.in_chans != 3:
+            problems.append("augment.randaugment_layers needs colour images (model.in_chans=3): set it to 0")
+        if self.optim.name == "sgd" and self.optim.nesterov and self.optim.momentum == 0:
+            problems.append("optim.nesterov needs optim.momentum above 0")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self

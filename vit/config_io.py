@@ -1,0 +1,258 @@
+"""One strict YAML file and `key=value` overrides in, a checked `Config` out.
+
+The data's story: the file is parsed with the line of every key; overrides are laid on top; pydantic checks the result; whatever is wrong is
+turned back into `file:line: key: what was given, what is allowed, the nearest key`, all problems at once, in one `ConfigError`.
+Defaults < file < command line. There is no inheritance between files.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from vit.config import AdamWConfig, Config, SgdConfig
+
+Key = tuple[str, ...]
+
+
+class ConfigError(ValueError):
+    """What is wrong with a configuration; one line for each problem."""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML 1.1 without its traps: duplicate keys are errors, `1e-3` is a number, `on`/`off`/`yes`/`no` stay words."""
+
+
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float",
+                                                                       "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false)$"), list("tf"))
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789"))
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?$"),
+    list("-+0123456789."),
+)
+
+
+def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
+    """Parse one YAML document into nested dicts and the line number of each key path."""
+    lines: dict[Key, int] = {}
+    problems: list[str] = []
+
+    def build(node: yaml.Node, path: Key) -> Any:
+        if not isinstance(node, yaml.MappingNode):
+            return loader.construct_object(node, deep=True)
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key, line = str(key_node.value), key_node.start_mark.line + 1
+            if key in result:
+                problems.append(f"{source}:{line}: {'.'.join((*path, key))} is given twice (first in line {lines[(*path, key)]}): keep one")
+            lines[(*path, key)] = line
+            result[key] = build(value_node, (*path, key))
+        return result
+
+    loader = _StrictLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return {}, lines
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{source}:1: expected sections such as 'data:' with keys below them, found {root.value!r}")
+        tree = build(root, ())
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{source}:{line}: not valid YAML: {error.problem}") from None
+    finally:
+        loader.dispose()
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tree, lines
+
+
+def _sections() -> dict[str, list[type[BaseModel]]]:
+    """The classes behind each section of `Config`: one, or the members of a union."""
+    sections: dict[str, list[type[BaseModel]]] = {}
+    for name, field in Config.model_fields.items():
+        sections[name] = [AdamWConfig, SgdConfig] if get_args(field.annotation) else [field.annotation]  # type: ignore[list-item]
+    return sections
+
+
+def all_keys() -> list[str]:
+    """Every dotted key a file or an override may set, in the order of `vit.config`."""
+    keys = (f"{section}.{key}" for section, classes in _sections().items() for cls in classes for key in cls.model_fields)
+    return list(dict.fromkeys(keys))
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """A hint with the closest known names, or an empty string. Full dotted keys also match by their last part."""
+    known = list(known)
+    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == given.rsplit(".", 1)[-1]]
+    matches = same_leaf or difflib.get_close_matches(given, known, n=2, cutoff=0.6)
+    if not matches:
+        leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
+        matches = [leaves[leaf] for leaf in difflib.get_close_matches(given.rsplit(".", 1)[-1], leaves, n=2, cutoff=0.6)]
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def _set(tree: dict[str, Any], path: Key, value: Any) -> None:
+    for part in path[:-1]:
+        child = tree.setdefault(part, {})
+        if not isinstance(child, dict):
+            child = tree[part] = {}
+        tree = child
+    tree[path[-1]] = value
+
+
+def _flatten(tree: Mapping[str, Any], path: Key = ()) -> Iterator[tuple[Key, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+_OTHER_FORM = {"train.epochs": "train.steps", "schedule.warmup_epochs": "schedule.warmup_steps", "eval.every_epochs": "eval.every_steps"}
+_OTHER_FORM |= {second: first for first, second in _OTHER_FORM.items()}
+
+
+def _explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> list[str]:
+    """Pydantic's findings as lines for people."""
+    keys, lines, seen = all_keys(), [], set()
+    for item in error.errors(include_url=False):
+        path = tuple(str(part) for part in item["loc"])
+        if path[:1] == ("optim",) and len(path) > 1 and path[1] in ("adamw", "sgd"):
+            path = ("optim", *path[2:])
+        path = next((path[:n] for n in range(len(path), 0, -1) if ".".join(path[:n]) in keys or path[:n] in origins), path)
+        dotted, given = ".".join(path), item["input"]
+        where = origins.get(path) or next((o for p, o in origins.items() if p[: len(path)] == path), source)
+        if item["type"] == "extra_forbidden":
+            if dotted in keys:  # a key of the other optimizer
+                text = f"{dotted} has no effect with this optim.name: remove it, or change optim.name"
+            else:
+                text = f"unknown key {dotted!r}{nearest(dotted, keys if len(path) > 1 else _sections())}"
+        elif item["type"] == "missing":
+            text = f"{dotted} is required" + (f"; {dotted}.root, for one" if dotted == "data" else "")
+            where = source
+        elif item["type"] == "value_error":
+            lines += [f"{where}: {line}" for line in str(item["ctx"]["error"]).splitlines()]
+            continue
+        else:
+            shown = json.dumps(given, default=str)
+            message = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+            if (path in seen) and lines:
+                lines[-1] += f" or {message}"
+                continue
+            text = f"{dotted} is {shown}, expected {message}"
+        seen.add(path)
+        lines.append(f"{where}: {text}")
+    return lines
+
+
+class LoadedConfig:
+    """A checked `config` with `origins`: dotted key -> "file:line" or "command line" for every key that was given."""
+
+    def __init__(self, config: Config, origins: dict[str, str]):
+        self.config, self.origins = config, origins
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.config, self.origins))
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig:
+    """Read `path`, lay `overrides` (`"train.steps=100"`) over it and check the result.
+
+    An override of `train.steps` removes the file's `train.epochs`, as of each pair of which only one may be given.
+    Raises `ConfigError` with all problems found, one line each.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        there = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        hint = f"; there are: {', '.join(there)}" if there else ""
+        raise ConfigError(f"{path}: cannot read the config file ({error.strerror}){hint}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text file") from None
+    tree, line_of = _parse(text, str(path))
+    origins: dict[Key, str] = {key: f"{path}:{line}" for key, line in line_of.items()}
+    problems: list[str] = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or "." not in key:
+            hint = nearest(key, all_keys())
+            problems.append(f"command line: {override!r} is not of the form section.key=value{hint}")
+            continue
+        where = f"command line ({override})"
+        try:
+            parsed = _StrictLoader(value)
+            _set(tree, tuple(key.split(".")), parsed.get_single_data())
+        except yaml.YAMLError:
+            problems.append(f"{where}: {value!r} is not a YAML value; quote it if it is text")
+            continue
+        origins[tuple(key.split("."))] = where
+        other = _OTHER_FORM.get(key)
+        if other and other not in {o.partition("=")[0] for o in overrides}:
+            section, _, leaf = other.partition(".")
+            tree.get(section, {}).pop(leaf, None)
+            origins.pop((section, leaf), None)
+    try:
+        config = Config.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        problems += _explain(error, origins, str(path))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return LoadedConfig(config, {".".join(key): where for key, where in origins.items() if not isinstance(_get(tree, key), dict)})
+
+
+def _get(tree: Any, path: Key) -> Any:
+    for part in path:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """`config` as nested plain values: JSON- and YAML-safe."""
+    return config.model_dump(mode="json")
+
+
+def from_dict(values: Mapping[str, Any], source: str) -> Config:
+    """The inverse of `to_dict`; raises `ConfigError` naming `source`."""
+    try:
+        return Config.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error, {}, source))) from None
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ between two `to_dict` results: key -> (old, new)."""
+    before, after = dict(_flatten(old)), dict(_flatten(new))
+    keys = dict.fromkeys([*before, *after])
+    return {".".join(key): (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+
+
+def dump_yaml(values: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
+    """Nested values as YAML text that `load_config` reads back; `comments` (dotted key -> text) go to the ends of lines."""
+    lines = []
+    for section, group in values.items():
+        lines.append(f"{section}:")
+        for key, value in group.items():
+            comment = f"  # {comments[f'{section}.{key}']}" if comments and f"{section}.{key}" in comments else ""
+            lines.append(f"{f'  {key}: {_scalar(value)}':<44}{comment}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: Any) -> str:
+    """JSON is YAML; words stay bare where the strict loader reads them back as the same word."""
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./-]*", value) and value not in ("true", "false", "null"):
+        return value
+    return json.dumps(value)

@@ -1,0 +1,194 @@
+"""Which sample stands where in which batch: pure arithmetic on (seed, epoch, position).
+
+The data's story: blocks of consecutive samples lie over the numbering of all samples. In each epoch a Feistel permutation keyed by
+(seed, epoch) shuffles the blocks. The shuffled sequence is cut into `num_lanes` lanes of equal length; inside a lane, samples are permuted
+in tumbling windows, whose borders are staggered from lane to lane so that disk reads do not come in bursts. A batch takes an equal share from
+each lane, rows grouped by lane; rank r has rows [r G/R, (r+1) G/R). So the content of a batch depends neither on ranks nor on workers, any
+batch of any epoch is found without looking at another, and memory does not grow with the number of samples.
+
+An epoch is N // G full batches of distinct samples; the tail that does not fill a batch differs from epoch to epoch.
+
+The hash is our own because generators of libraries promise no stable streams; `tests/data/golden_order.json` holds its output.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+U64 = np.uint64
+PERMUTATION_BELOW = 262_144
+"""Below so many samples the default order is a true permutation: blocks of one sample, no windows."""
+DEFAULT_BLOCK_SAMPLES = 64
+MAX_DEFAULT_LANES = 64
+
+
+def hash64(values: ArrayLike) -> NDArray[np.uint64]:
+    """Mix 64-bit integers (any shape) into uniformly distributed ones: the output function of SplitMix64 (Steele, Lea & Flood 2014)."""
+    with np.errstate(over="ignore"):
+        x = np.asarray(values, dtype=U64) + U64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> U64(27))) * U64(0x94D049BB133111EB)
+        return x ^ (x >> U64(31))
+
+
+def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
+    """One key from several integers or arrays of integers (broadcast together). The order of the parts matters."""
+    key: NDArray[np.uint64] = np.zeros((), dtype=U64)
+    for part in parts:
+        key = hash64(key ^ hash64(np.asarray(part).astype(U64)))
+    return key
+
+
+def uniform(key: ArrayLike, *index: ArrayLike) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1) with 53 random bits, one for each (key, *index), broadcast together."""
+    return (fold(key, *index) >> U64(11)).astype(np.float64) * 2.0**-53
+
+
+class Permutation:
+    """A keyed permutation of range(n) in O(1) memory: a six-round Feistel network, walked until the value is below n."""
+
+    def __init__(self, n: int, key: ArrayLike, rounds: int = 6):
+        bits = max(2, (n - 1).bit_length())
+        self.n, self.half = n, U64((bits + 1) // 2)
+        self.mask = U64((1 << ((bits + 1) // 2)) - 1)
+        self.keys = fold(key, np.arange(rounds))
+
+    def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
+        """Map positions in [0, n), any shape, to values in [0, n); each value comes once."""
+        out = np.array(positions, dtype=U64)
+        todo = np.ones(out.shape, dtype=bool)
+        while todo.any():  # the network permutes a power of four below 4 n, so four rounds of this are expected at the most
+            left, right = out[todo] >> self.half, out[todo] & self.mask
+            for key in self.keys:
+                left, right = right, left ^ (hash64(right ^ key) & self.mask)
+            out[todo] = (left << self.half) | right
+            todo[todo] = out[todo] >= U64(self.n)
+        return out.astype(np.int64)
+
+
+class _EpochBlocks:
+    """The block-permuted epoch: position -> sample. The last block may be short; it gets a drawn slot of its own."""
+
+    def __init__(self, num_samples: int, block: int, seed: int, epoch: int):
+        self.block, self.num_blocks = block, -(-num_samples // block)
+        self.short_length = num_samples - (self.num_blocks - 1) * block
+        self.short_slot = int(fold(seed, epoch, 2) % U64(self.num_blocks))
+        self.permutation = Permutation(max(self.num_blocks - 1, 1), fold(seed, epoch, 1))
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        start = self.short_slot * self.block
+        after = positions >= start + self.short_length
+        spread = np.where(after, positions + self.block - self.short_length, positions)  # as if the short block were full
+        slot, inside = spread // self.block, spread % self.block
+        if self.num_blocks == 1:
+            return inside
+        full = np.clip(np.where(slot > self.short_slot, slot - 1, slot), 0, self.num_blocks - 2)
+        return np.where(slot == self.short_slot, self.num_blocks - 1, self.permutation(full)) * self.block + inside
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of `num_samples` samples in batches of `global_batch_size`, for all epochs. `make_order` fills in defaults and checks.
+
+    `window_blocks` counts blocks per shuffling window and has no effect where blocks hold one sample.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    seed: int
+    num_lanes: int
+    block_samples: int
+    window_blocks: int
+    _windows: OrderedDict[tuple[int, int, int], NDArray[np.int64]] = field(default_factory=OrderedDict, repr=False, compare=False)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full batches in an epoch."""
+        return self.num_samples // self.global_batch_size
+
+    @property
+    def dropped_per_epoch(self) -> int:
+        """Samples of an epoch that do not fill a batch; others each time."""
+        return self.num_samples % self.global_batch_size
+
+    def batch(self, position: int) -> NDArray[np.int64]:
+        """Sample ids (G,) of the batch at `position`, counted from the first batch of epoch 0."""
+        return self.rows(position, 0, self.global_batch_size)
+
+    def rows(self, position: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Sample ids of rows [start, stop) of the batch at `position`. Only the lanes that overlap the rows are computed."""
+        epoch, step = divmod(position, self.steps_per_epoch)
+        share = self.global_batch_size // self.num_lanes
+        first, last = start // share, -(-stop // share)
+        places = np.concatenate([self._lane(epoch, lane, step * share, (step + 1) * share) for lane in range(first, last)])
+        blocks = _epoch_blocks(self.num_samples, self.block_samples, self.seed, epoch)
+        return blocks(places[start - first * share : stop - first * share])
+
+    def checksum(self, start: int, stop: int) -> int:
+        """Sum of the hashed sample ids of the batches at positions [start, stop), modulo 2**64: the plan's value for `sample_checksum`."""
+        return sum(sample_checksum(self.batch(position)) for position in range(start, stop)) % 2**64
+
+    def _lane(self, epoch: int, lane: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Positions in the block-permuted epoch of places [start, stop) of a lane, windows permuted."""
+        length = self.steps_per_epoch * (self.global_batch_size // self.num_lanes)
+        if self.block_samples == 1:
+            return lane * length + np.arange(start, stop)
+        window = self.window_blocks * self.block_samples
+        phase = lane * window // self.num_lanes if length > window else 0
+        out, place = np.empty(stop - start, dtype=np.int64), start
+        while place < stop:
+            number = (place + phase) // window
+            low, high = max(number * window - phase, 0), min((number + 1) * window - phase, length)
+            until = min(high, stop)
+            shuffled = self._window(epoch, lane, number, high - low)
+            out[place - start : until - start] = lane * length + low + shuffled[place - low : until - low]
+            place = until
+        return out
+
+    def _window(self, epoch: int, lane: int, number: int, length: int) -> NDArray[np.int64]:
+        """The permutation inside one window: consecutive batches share it, so the last ones of each lane are kept."""
+        key = (epoch, lane, number)
+        if key not in self._windows:
+            self._windows[key] = np.argsort(fold(self.seed, epoch, 3, lane, number, np.arange(length)), kind="stable")
+            if len(self._windows) > 2 * self.num_lanes:
+                self._windows.popitem(last=False)
+        return self._windows[key]
+
+
+def make_order(num_samples: int, global_batch_size: int, seed: int = 0, num_lanes: int | None = None, block_samples: int | None = None,
+               window_blocks: int = 16) -> Order:
+    """An `Order`, with `None` replaced by the defaults: as many lanes as the largest divisor of the batch up to 64; blocks of one sample below
+    262,144 samples, else of 64. Raises ValueError for sizes that cannot work, with those that do.
+    """
+    n, g = num_samples, global_batch_size
+    if g > n:
+        raise ValueError(f"data.global_batch_size={g} exceeds the {n} training samples: choose at most {n}")
+    if num_lanes is None:
+        num_lanes = max(d for d in range(1, MAX_DEFAULT_LANES + 1) if g % d == 0)
+    elif g % num_lanes:
+        raise ValueError(f"data.num_lanes={num_lanes} does not divide data.global_batch_size={g}: choose one of {divisors(g)}")
+    if block_samples is None:
+        block_samples = 1 if n < PERMUTATION_BELOW else DEFAULT_BLOCK_SAMPLES
+    return Order(n, g, seed, num_lanes, block_samples, window_blocks)
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+@lru_cache(maxsize=4)
+def _epoch_blocks(num_samples: int, block: int, seed: int, epoch: int) -> _EpochBlocks:
+    return _EpochBlocks(num_samples, block, seed, epoch)
+
+
+def sample_checksum(ids: NDArray[np.int64]) -> int:
+    """Sum of the hashed `ids` modulo 2**64: equal for equal multisets in any order and any partition, which ranks add up."""
+    with np.errstate(over="ignore"):
+        return int(hash64(ids).sum(dtype=U64))

@@ -1,0 +1,526 @@
+"""The on-disk format of a data set: what `data_prep` writes and the loader reads. Free of torch.
+
+The data's story: images and their labels are dealt to tar files ("shards"), two members for each sample; one index
+row for each sample says where its bytes lie; the loader asks for sample i and gets its encoded bytes with one `pread`.
+
+    <root>/
+      _info.json            splits, shard lengths, sizes and sha256, class names, source, options; written last
+      train-00000.tar       <key>.jpg, <key>.cls (the label in ASCII), <key>.jpg, ...   plain ustar
+      train-00000.idx       the same shard for NVIDIA DALI (text, v1.2)
+      train-00000.json      sidecar, written when the shard is whole; `_info.json` is made from these
+      train.index.npy       INDEX_DTYPE, one row a sample, in (shard, position) order
+      val-00000.tar ...
+
+The tars are the truth: `.idx` and `.index.npy` are rebuilt from them. `_info.json` has timm's layout plus our own keys,
+and one without our keys is accepted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import io
+import itertools
+import json
+import logging
+import os
+import re
+import resource
+import socket
+import tarfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+FORMAT_VERSION = 1
+INDEX_DTYPE = np.dtype(
+    [  # 24 bytes a sample: 31 MB for ImageNet-1k
+        ("shard", "<u4"),  # position in the split's `filenames`
+        ("size", "<u4"),
+        ("offset", "<u8"),  # bytes of the encoded image, and where they start in the tar
+        ("label", "<i4"),
+        ("width", "<u2"),
+        ("height", "<u2"),  # pixels, as in the image's own header
+    ]
+)
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+TAR_BLOCK = 512  # bytes; every header and every start of data in a tar lies on a multiple of this
+
+log = logging.getLogger(__name__)
+
+
+class ShardError(ValueError):
+    """Shards, index or `_info.json` are not as they should be; says which file, what was expected and what to do."""
+
+
+class Member(NamedTuple):
+    """One file inside a tar. `offset` and `size` are bytes; `ext` is lower case and begins after the first dot."""
+
+    ext: str
+    offset: int
+    size: int
+    name: str
+
+
+class ScannedSample(NamedTuple):
+    """One sample of a tar: key, label, its image's member and size in pixels, and all its members in tar order."""
+
+    key: str
+    label: int
+    width: int
+    height: int
+    image: Member
+    members: tuple[Member, ...]
+
+
+# ---- writing whole files or none ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file beside `path` that takes its place when the block ends well and vanishes when it does not.
+
+    The name carries host and process, so ranks that rebuild the same index at once do not write into each other's file.
+    """
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # the rename must not reach the disk before the data
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a failed write ("No space left on device") does not say of which file
+        raise
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` as JSON to `path`, whole or not at all."""
+    with replacing(path) as file:
+        file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in the JSON file `path`, or None if there is no such file. Raises ShardError if it is something else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ShardError(f"{path}: not valid JSON ({error}); restore it from its source") from error
+    if not isinstance(content, dict):
+        raise ShardError(f"{path}: expected a JSON object, found {type(content).__name__}; restore it from its source")
+    return content
+
+
+# ---- one tar ------------------------------------------------------------------------------------------------------
+
+# webdataset's own rule (tariterators.base_plus_ext): the extension begins at the first dot after the last slash.
+_KEY_AND_EXT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
+
+
+def _walk_tar(fd: int, path: Path) -> Iterator[tuple[str, Member]]:
+    """(key, member) of each regular file of a tar, in order; reads headers only.
+
+    Own arithmetic, because `tarfile` ends silently at a damaged header, and the samples after it would be lost.
+    """
+    end = os.fstat(fd).st_size
+    position, long_name = 0, None
+
+    def damage(what: str) -> ShardError:
+        return ShardError(f"{path}: {what} at byte {position} of {end}; copy or write the shard again")
+
+    if end == 0:
+        raise damage("an empty file")
+    while position < end:
+        block = os.pread(fd, TAR_BLOCK, position)
+        if not any(block):  # the end-of-archive mark: only zeros may follow
+            if any(any(os.pread(fd, 1 << 20, start)) for start in range(position, end, 1 << 20)):
+                raise damage("damaged: zeros instead of a header, with data after them,")
+            return
+        try:
+            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            raise damage(f"{'not a plain tar (compressed?)' if position == 0 else 'truncated or damaged'}: {error}") from error
+        offset = position + TAR_BLOCK
+        if offset + header.size > end:
+            raise damage(f"truncated: {header.name!r} has {header.size} bytes and lies")
+        if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE):  # the next member's name, when over 100 bytes
+            extra = os.pread(fd, header.size, offset)
+            if header.type == tarfile.XHDTYPE:
+                found = re.search(rb"\d+ path=([^\n]*)\n", extra)
+                extra = found[1] if found else b""
+            long_name = extra.rstrip(b"\0").decode("utf-8", "surrogateescape") or long_name
+        elif header.type not in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
+            name, long_name = long_name or header.name, None
+            named = _KEY_AND_EXT.fullmatch(name)
+            if header.isreg() and named:  # webdataset passes over the others as well
+                yield named[1], Member(named[2].lower(), offset, header.size, name)
+        position = offset + -(-header.size // TAR_BLOCK) * TAR_BLOCK
+
+
+def _image_size(fd: int, image: Member) -> tuple[int, int]:
+    """(width, height) in pixels, from the first 16 KiB if they suffice: most headers are short, most images are not."""
+    for num_bytes in (min(16384, image.size), image.size):
+        try:
+            with Image.open(io.BytesIO(os.pread(fd, num_bytes, image.offset))) as opened:
+                width, height = opened.size
+                break
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            if num_bytes == image.size:
+                reason = "no image Pillow knows" if isinstance(error, Image.UnidentifiedImageError) else error
+                raise ShardError(f"cannot read the size of {image.name!r}: {reason}") from error
+    if max(width, height) > np.iinfo(np.uint16).max:
+        raise ShardError(f"{image.name!r} is {width} x {height} pixels; at most 65535 fit the index")
+    return width, height
+
+
+def _scan_sample(fd: int, key: str, members: tuple[Member, ...]) -> ScannedSample:
+    """Check and read one sample's members. Raises ShardError without the name of the tar."""
+    by_ext = {member.ext: member for member in members}
+    images = [member for member in members if member.ext in IMAGE_EXTENSIONS]
+    found = f"(its members: {', '.join(member.ext for member in members)})"
+    if len(by_ext) < len(members):
+        raise ShardError(f"sample {key!r} has an extension twice, or two samples have this key {found}")
+    if len(images) != 1:
+        raise ShardError(f"sample {key!r} has {len(images) or 'no'} images {found}; expected one of {', '.join(IMAGE_EXTENSIONS)}")
+    if "cls" not in by_ext:
+        raise ShardError(f"sample {key!r} has no .cls {found}")
+    label = os.pread(fd, by_ext["cls"].size, by_ext["cls"].offset).strip()
+    if not re.fullmatch(rb"-?\d{1,9}", label):
+        raise ShardError(f"label of sample {key!r} is {label[:40]!r}; expected an integer")
+    width, height = _image_size(fd, images[0])
+    return ScannedSample(key, int(label), width, height, images[0], members)
+
+
+def scan_tar(path: Path | str) -> list[ScannedSample]:
+    """The samples of a tar, in order, from its headers, its labels and the heads of its images; no image is decoded.
+
+    Raises ShardError, naming the file and every sample at fault, when the tar is truncated or damaged, a sample lacks its
+    image (jpg, jpeg, png, webp) or its `.cls`, or a label is no integer. A tar without end-of-archive blocks is accepted
+    if its last sample is complete.
+    """
+    path = Path(path)
+    samples: list[ScannedSample] = []
+    problems: list[str] = []
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for key, members in itertools.groupby(_walk_tar(fd, path), key=lambda found: found[0]):
+            try:
+                samples.append(_scan_sample(fd, key, tuple(member for _, member in members)))
+            except ShardError as error:
+                problems.append(str(error))
+    finally:
+        os.close(fd)
+    if not samples and not problems:
+        problems.append("holds no samples; expected pairs of <key>.jpg and <key>.cls")
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ShardError(f"{path}: {'; '.join(problems[:5])}{more}. Truncated or made wrongly: copy or write the shard again")
+    return samples
+
+
+def index_rows(samples: list[ScannedSample]) -> np.ndarray:
+    """(num_samples,) INDEX_DTYPE rows of one tar's samples; `shard` is 0 until `write_index` numbers the shards."""
+    return np.array([(0, s.image.size, s.image.offset, s.label, s.width, s.height) for s in samples], INDEX_DTYPE)
+
+
+def write_idx(tar: Path, samples: list[ScannedSample]) -> None:
+    """Write `<tar without .tar>.idx`, DALI's index v1.2: a line a sample, `ext offset size name` for each member."""
+    lines = [f"v1.2 {len(samples)}"]
+    for sample in samples:  # DALI splits the line at blanks; a blank in a foreign name must not shift the fields
+        names = (re.sub(r"\s", "_", member.name) for member in sample.members)
+        lines.append(" ".join(f"{m.ext} {m.offset} {m.size} {name}" for m, name in zip(sample.members, names, strict=True)))
+    with replacing(tar.with_suffix(".idx")) as file:
+        file.write("\n".join(lines).encode("utf-8", "surrogateescape") + b"\n")
+
+
+# ---- what describes the tars --------------------------------------------------------------------------------------
+
+
+def write_sidecar(tar: Path, num_samples: int, **extra: Any) -> dict[str, Any]:
+    """Write and return the sidecar of a whole tar: filename, num_samples, bytes, sha256 and what `extra` holds."""
+    with open(tar, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    sidecar = dict(filename=tar.name, num_samples=num_samples, bytes=tar.stat().st_size, sha256=sha256, **extra)
+    write_json(tar.with_suffix(".json"), sidecar)
+    return sidecar
+
+
+def read_sidecar(tar: Path) -> dict[str, Any] | None:
+    """The sidecar of `tar`, or None. Raises ShardError if that file exists and is something else."""
+    sidecar = read_json(tar.with_suffix(".json"))
+    if sidecar is not None and not {"filename", "num_samples", "bytes", "sha256"} <= sidecar.keys():
+        raise ShardError(f"{tar.with_suffix('.json')}: not a sidecar of ours, and its place is needed: move it away")
+    return sidecar
+
+
+def write_info(
+    root: Path,
+    splits: dict[str, list[str]],
+    *,
+    source: str,
+    options: dict[str, Any],
+    class_names: list[str],
+    num_classes: int,
+    **extra: Any,
+) -> None:
+    """Write `<root>/_info.json` from the sidecars of the shards.
+
+    splits: shard file names of each split, in order. source, options: where the data come from, recorded as given.
+    class_names: name of each label, or [] if unknown. Raises ShardError naming the shards that have no sidecar yet.
+    """
+    sidecars = {name: read_sidecar(root / name) for names in splits.values() for name in names}
+    if missing := [name for name, sidecar in sidecars.items() if sidecar is None]:
+        text = f"{len(missing)} of {len(sidecars)} shards have no sidecar (first: {missing[0]})"
+        raise ShardError(f"{root}: not complete, {text}; run the command that writes them again, it continues")
+    info = {"format_version": FORMAT_VERSION, "source": source, "options": options, **extra, "num_classes": num_classes}
+    info |= {"class_names": class_names, "splits": {}}
+    for split, names in splits.items():
+        lengths, sizes, sha256 = ([sidecars[name][key] for name in names] for key in ("num_samples", "bytes", "sha256"))
+        described = {"name": split, "num_samples": sum(lengths), "filenames": names, "shard_lengths": lengths}
+        info["splits"][split] = described | {"shard_bytes": sizes, "shard_sha256": sha256}
+    write_json(root / "_info.json", info)
+
+
+def read_info(root: Path | str) -> dict[str, Any]:
+    """`<root>/_info.json`. Raises ShardError if it is missing, broken or of a later format than this code knows."""
+    root = Path(root)
+    index_it = f"run `python -m data_prep.index {root}`"
+    if not root.is_dir():
+        raise ShardError(f"{root}: {'not a directory' if root.exists() else 'no such directory'}; expected a folder of shards")
+    info = read_json(root / "_info.json")
+    if info is None:
+        raise ShardError(f"{root}: no _info.json; if the shards are complete, {index_it}, else repeat the command that writes them")
+    if not isinstance(info.get("splits"), dict) or not info["splits"]:
+        raise ShardError(f"{root}/_info.json: no `splits`; move it away and {index_it}")
+    version = info.get("format_version", FORMAT_VERSION)
+    if version > FORMAT_VERSION:
+        raise ShardError(f"{root}/_info.json: format_version {version}, this code reads up to {FORMAT_VERSION}; update the code")
+    return info
+
+
+# ---- the index ----------------------------------------------------------------------------------------------------
+
+
+def write_index(root: Path, split: str, rows_by_shard: Iterable[np.ndarray]) -> np.ndarray:
+    """Write `<root>/<split>.index.npy` from the `index_rows` of each shard, in order, and return it.
+
+    Where the folder cannot be written the index is only returned: a read-only data set stays usable.
+    """
+    numbered = []
+    for shard, rows in enumerate(rows_by_shard):
+        rows["shard"] = shard
+        numbered.append(rows)
+    index = np.concatenate(numbered)
+    path = root / f"{split}.index.npy"
+    try:
+        with replacing(path) as file:
+            np.save(file, index)
+    except OSError as error:
+        log.warning("%s is kept in memory only (%s); it is rebuilt each time the data are opened", path, error.strerror)
+    return index
+
+
+def build_index(root: Path | str, split: str, filenames: list[str] | None = None) -> np.ndarray:
+    """Scan the tars of a split, write `<root>/<split>.index.npy` and return it: (num_samples,) INDEX_DTYPE.
+
+    filenames: the shards in order; by default those in `_info.json`. Raises ShardError like `scan_tar`.
+    """
+    root = Path(root)
+    names = read_info(root)["splits"][split]["filenames"] if filenames is None else filenames
+    return write_index(root, split, (index_rows(scan_tar(root / name)) for name in names))
+
+
+def _load_index(root: Path, split: str, filenames: list[str], lengths: list[int], sizes: list[int]) -> np.ndarray | None:
+    """The index file, mapped, or None with the reason logged if it does not fit the tars (sizes: bytes of each)."""
+    path = root / f"{split}.index.npy"
+    try:
+        index = np.load(path, mmap_mode="r")
+    except FileNotFoundError:
+        reason = "absent"
+    except (ValueError, OSError, EOFError) as error:
+        reason = f"unreadable ({error})"
+    else:
+        if index.dtype != INDEX_DTYPE or index.ndim != 1:
+            reason = "of another format"
+        elif not np.array_equal(index["shard"], np.repeat(np.arange(len(lengths)), lengths)):
+            reason = "stale (other shard lengths than _info.json)"
+        elif (index["offset"] + index["size"] > np.array(sizes, np.uint64)[index["shard"]]).any():
+            reason = "stale (images beyond the end of their shard)"
+        # A shard replaced by another of equal length: the header in front of its last image tells, at one read a shard.
+        elif any(_size_in_header(root / name, row) != row["size"] for name, row in zip(filenames, index[np.cumsum(lengths) - 1], strict=True)):
+            reason = "stale (images lie elsewhere in their shard)"
+        else:
+            return index
+    log.warning("%s is %s: rebuilding it from %d shards", path, reason, len(lengths))
+    return None
+
+
+def _size_in_header(tar: Path, row: np.void) -> int:
+    """Size in bytes of an index row's image as the tar header in front of it says, -1 if there is no header."""
+    with open(tar, "rb") as file:
+        file.seek(max(0, int(row["offset"]) - TAR_BLOCK))
+        try:
+            return tarfile.TarInfo.frombuf(file.read(TAR_BLOCK), "utf-8", "surrogateescape").size
+        except tarfile.HeaderError:
+            return -1
+
+
+# ---- reading ------------------------------------------------------------------------------------------------------
+
+
+class Split:
+    """One split of a data set, opened by `open_split`: the encoded bytes of any sample, by its number.
+
+    May be read from any number of threads, after a fork and after pickling (to DataLoader workers): reads carry their own
+    position, file descriptors stay behind when pickling, and a mapped index travels as its path.
+    """
+
+    root: Path
+    name: str
+    filenames: list[str]
+    index: np.ndarray
+    """(num_samples,) INDEX_DTYPE, normally memory-mapped."""
+    num_samples: int
+    num_classes: int
+    class_names: list[str]
+    """Name of each label; [] if unknown."""
+
+    def __init__(self, root: Path, name: str, filenames: list[str], index: np.ndarray, num_classes: int, class_names: list[str]):
+        self.root, self.name, self.filenames, self.index = root, name, filenames, index
+        self.num_samples, self.num_classes, self.class_names = len(index), num_classes, class_names
+        self._fds: dict[int, int] = {}
+
+    def read(self, i: int) -> bytes:
+        """Encoded image bytes of sample `i` (0 <= i < num_samples), as stored.
+
+        Raises ShardError with shard, key and offset if the shard is gone, truncated or cannot be read.
+        """
+        row = self.index[i]
+        shard, offset, size = int(row["shard"]), int(row["offset"]), int(row["size"])
+        try:
+            data = self._pread(shard, size, offset)
+            problem = f"gave {len(data)}"
+        except OSError as error:
+            data, problem = b"", f"failed: {error.strerror}"
+        if len(data) == size:
+            return data
+        try:
+            key = self.key(i)
+        except (ShardError, OSError):
+            key = "unknown"
+        where = f"{self.root / self.filenames[shard]}: sample {i} (key {key})"
+        raise ShardError(f"{where}: reading {size} bytes at offset {offset} {problem}; restore the shard and start again")
+
+    def key(self, i: int) -> str:
+        """Key of sample `i`, from the tar header in front of its image."""
+        row = self.index[i]
+        shard, offset = int(row["shard"]), int(row["offset"])
+        block = self._pread(shard, TAR_BLOCK, offset - TAR_BLOCK)
+        try:
+            name = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape").name
+        except tarfile.HeaderError as error:
+            where = f"{self.root / self.filenames[shard]}: no tar header in front of offset {offset}"
+            raise ShardError(f"{where} ({error}); restore the shard, or delete {self.name}.index.npy if it was replaced") from error
+        if len(name.encode("utf-8", "surrogateescape")) >= 100:  # perhaps cut, and its whole name in another header
+            first = int(np.searchsorted(self.index["shard"], shard))
+            return scan_tar(self.root / self.filenames[shard])[i % self.num_samples - first].key
+        return _KEY_AND_EXT.fullmatch(name)[1]
+
+    def close(self) -> None:
+        """Close the shards' file descriptors; the next read opens them again."""
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "_fds": {}}
+        if isinstance(self.index, np.memmap):
+            state["index"] = Path(self.index.filename)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self.index, Path):
+            self.index = np.load(self.index, mmap_mode="r")
+
+    def _pread(self, shard: int, size: int, offset: int) -> bytes:
+        fd = self._fds.get(shard)
+        if fd is not None:
+            return os.pread(fd, size, offset)
+        fd = os.open(self.root / self.filenames[shard], os.O_RDONLY)
+        # Keep it open, opening costs a round trip on a network file system; but leave half of the process's
+        # descriptors to others, and never take one away from a thread that may be reading.
+        if len(self._fds) < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 and self._fds.setdefault(shard, fd) == fd:
+            return os.pread(fd, size, offset)
+        try:
+            return os.pread(fd, size, offset)
+        finally:
+            os.close(fd)
+
+
+def open_split(root: Path | str, split: str) -> Split:
+    """Open one split of the data set in `root` after checks that read no image.
+
+    An index that is absent or does not fit the tars is rebuilt from them (a pass over their headers, logged as a warning).
+    Raises ShardError listing all problems at once: missing folder, `_info.json`, split or shards, shards of another size
+    than recorded, lengths that do not add up, labels outside [0, num_classes).
+    """
+    root = Path(root)
+    info = read_info(root)
+    if split not in info["splits"]:
+        near = difflib.get_close_matches(split, info["splits"], n=1, cutoff=0.3)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ShardError(f"{root}: no split {split!r}; there are {', '.join(info['splits'])}{hint}")
+    described = info["splits"][split]
+    where = f"{root}/_info.json, split {split!r}"
+    if missing := [key for key in ("filenames", "shard_lengths", "num_samples") if key not in described]:
+        raise ShardError(f"{where}: no {', '.join(missing)}; move it away and run `python -m data_prep.index {root}`")
+    filenames, lengths, num_samples = list(described["filenames"]), list(described["shard_lengths"]), described["num_samples"]
+    recorded = described.get("shard_bytes") or [None] * len(filenames)
+    problems = []
+
+    # 1. The shards themselves.
+    if not 0 < len(filenames) == len(lengths) == len(recorded) or sum(lengths) != num_samples:
+        counts = f"{len(filenames)} filenames, {len(lengths)} shard_lengths (sum {sum(lengths)}), {len(recorded)} shard_bytes"
+        problems.append(f"{where}: {counts} and num_samples {num_samples} do not fit together; restore it from its source")
+    sizes = []
+    remedy = "copy it again or repeat the command that wrote it"
+    for name, expected in zip(filenames, recorded, strict=False):  # other lengths are reported already
+        try:
+            sizes.append(os.stat(root / name).st_size)
+        except OSError as error:
+            problems.append(f"{root / name}: {error.strerror}; {remedy}")
+        else:
+            if expected not in (None, sizes[-1]):
+                problems.append(f"{root / name}: {sizes[-1]} bytes, expected {expected} (truncated or replaced); {remedy}")
+    if problems:
+        raise ShardError("\n".join(problems))
+
+    # 2. The index, made anew if it does not fit them.
+    index = _load_index(root, split, filenames, lengths, sizes)
+    if index is None:
+        index = build_index(root, split, filenames)
+        found = np.bincount(index["shard"], minlength=len(lengths)).tolist()
+        problems += [
+            f"{root / name}: holds {n} samples, _info.json says {length}; restore the one that is wrong"
+            for name, n, length in zip(filenames, found, lengths, strict=True)
+            if n != length
+        ]
+
+    # 3. The labels.
+    class_names = list(info.get("class_names") or [])
+    num_classes = len(class_names) or info.get("num_classes") or int(index["label"].max()) + 1
+    outside = np.flatnonzero((index["label"] < 0) | (index["label"] >= num_classes))
+    if len(outside):
+        first = f"the first is {index['label'][outside[0]]} (sample {outside[0]}, {filenames[index['shard'][outside[0]]]})"
+        problems.append(f"{where}: {len(outside)} labels lie outside [0, {num_classes}), {first}; correct them or the class_names")
+    if problems:
+        raise ShardError("\n".join(problems))
+    return Split(root, split, filenames, index, num_classes, class_names)

@@ -1,0 +1,187 @@
+"""torch.distributed lives here: who am I, start, stop, sums, wrapping.
+
+The data's story: torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; `start` reads them once into a `World`, which every other module is handed
+instead of asking torch. Without torchrun the world is one process and no process group exists. CPU with gloo is a supported target, a GPU
+uses NCCL; nothing else differs.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""A dead process is noticed at once; a dead cable or a hung rank only after this long (gloo's own default is 30 minutes)."""
+
+
+class AlreadyReported(ValueError):
+    """Raised on the other ranks for a mistake that the main rank found and reports."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, seen from one of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes files and prints."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over the ranks in place. Queued on the device like any other operation."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast_text(self, text: str) -> str:
+        """The main rank's `text`, on every rank."""
+        if self.size == 1:
+            return text
+        box = [text]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def main_first(self, function: Callable[[], T]) -> T:
+        """`function()` on the main rank, then on the others. A ValueError of the main rank becomes AlreadyReported on them."""
+        problem = ""
+        if self.is_main:
+            try:
+                result = function()
+            except ValueError as error:
+                self.broadcast_text(str(error) or type(error).__name__)
+                raise
+        problem = self.broadcast_text("")
+        if problem:
+            raise AlreadyReported(problem)
+        return result if self.is_main else function()
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if `flag` is true on one."""
+        return bool(self.sum_(torch.tensor(float(flag), device=self.device)).item() > 0)
+
+
+def world_size() -> int:
+    """Ranks that torchrun has started, 1 without torchrun; known before `start`."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """True on rank 0; known before `start`, for messages about what went wrong on the way there."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def start(device: str = "auto") -> World:
+    """Join the process group that torchrun describes, or be a world of one. `device`: auto, cpu or cuda.
+
+    Raises ValueError where a GPU is asked for and there is none, or fewer than ranks on this host.
+    """
+    local_rank, size = int(os.environ.get("LOCAL_RANK", "0")), world_size()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and not gpus:
+        raise ValueError("train.device=cuda, but torch sees no GPU here: use train.device=cpu, or check the driver with nvidia-smi")
+    if device == "cuda" or (device == "auto" and gpus):
+        if local_rank >= gpus:
+            raise ValueError(f"local rank {local_rank} has no GPU: this host has {gpus}; start torchrun with --nproc_per_node={gpus}")
+        where = torch.device("cuda", local_rank)
+        torch.cuda.set_device(where)  # before the first CUDA call, or every rank opens a context on GPU 0
+    else:
+        where = torch.device("cpu")
+    if size > 1:
+        backend = "nccl" if where.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=where if where.type == "cuda" else None)
+    return World(int(os.environ.get("RANK", "0")), size, where)
+
+
+def stop(world: World) -> None:
+    """End this process with status 0, after every rank has come here. Does not return when there is a process group.
+
+    gloo's worker threads race with the interpreter's finalisation: a plain exit aborts about a quarter of two-rank runs in torch 2.15
+    ("terminate called without an active exception"). A barrier, dropping the DDP objects, and leaving without finalisation together ended it.
+    """
+    if world.size == 1:
+        return
+    world.barrier()
+    gc.collect()
+    dist.destroy_process_group()
+    leave(0)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once, without waiting for other ranks: they notice the closed connections. Never returns."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def wrap(model: nn.Module, world: World) -> nn.Module:
+    """`model` under DDP, or itself in a world of one. Rank 0's weights go to all ranks."""
+    if world.size == 1:
+        return model
+    devices = [world.device] if world.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """A context in which backward passes of a wrapped `model` add up locally. The forward pass belongs inside, too."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def run_command(command: Callable[[], World | None]) -> None:
+    """Run `command`, which returns the world it started, and end the process with its exit status.
+
+    0: it returned. 2: a mistake that a person can mend, told in one message without a stack. 1: anything else, with its stack.
+    A mistake is a ValueError raised by our own code; one from inside a library is a bug and keeps its stack.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        world = command()
+        if world is not None:
+            stop(world)
+    except AlreadyReported:
+        leave(2)
+    except ValueError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if not Path(frames[-1].filename).is_relative_to(Path(__file__).parent.parent / "vit"):
+            traceback.print_exc()
+            leave(1)
+        if rank == 0 or dist.is_initialized():  # before that, all ranks find the same
+            print(f"{_who(rank)}error: {error}", file=sys.stderr)
+        leave(2)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).split(". ")[0]
+        print(f"{_who(rank)}error: {reason}. Lower data.micro_batch_size (the batch and the result stay the same)", file=sys.stderr)
+        leave(2)
+    except Exception as error:
+        if rank and any(sign in str(error) for sign in ("onnection closed by peer", "onnection reset by peer", "ncclRemoteError", "Broken pipe")):
+            print(f"{_who(rank)}lost the connection to another rank; its own message says why", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        leave(1)
+
+
+def _who(rank: int) -> str:
+    return f"rank {rank}: " if rank else ""

@@ -1,0 +1,69 @@
+"""Counting right answers exactly.
+
+The data's story: evaluation hands in logits, labels and weights of each batch; integers add up on the device, also the loss, in fixed point, so
+that the sums do not depend on the order in which batches and ranks are added; they are reduced over the ranks once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from vit.distributed import World
+from vit.loss import cross_entropy
+
+LOSS_UNIT = 2.0**-24
+"""Resolution of a summed loss. 2**27 samples with losses up to 2**10 stay below 2**61."""
+
+
+def correct_in_top_k(logits: Tensor, labels: Tensor, k: int) -> Tensor:
+    """Whether each label (B,) is among the k largest of its logits (B, classes): (B,) bool.
+
+    Ties go to the smaller class number, so that a zero-initialised head scores as chance, not as right; a row with NaN is wrong.
+    """
+    own = logits.gather(1, labels[:, None])
+    earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
+    ahead = (logits > own) | ((logits == own) & earlier)
+    return (ahead.sum(1) < k) & ~logits.isnan().any(1)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Result of an exact evaluation. `top1`, `top5` in percent, `loss` the mean cross-entropy (NaN if a logit was not finite)."""
+
+    num_images: int
+    correct_top1: int
+    correct_top5: int
+    top1: float
+    top5: float
+    loss: float
+
+    def to_dict(self) -> dict[str, float]:
+        """The six numbers by name."""
+        return asdict(self)
+
+
+class AccuracyCounter:
+    """Adds up batches on the device; `result` sums over the ranks."""
+
+    def __init__(self, device: torch.device):
+        self.sums = torch.zeros(5, dtype=torch.int64, device=device)  # images, top-1, top-5, loss, rows whose loss is not finite
+
+    def add(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
+        """`logits` (B, classes), `labels` (B,) int64, `weights` (B,): rows of weight 0 do not count."""
+        logits, valid = logits.float(), weights > 0
+        one_hot = torch.nn.functional.one_hot(labels, logits.shape[1]).float()
+        loss = cross_entropy(logits, one_hot)
+        finite = loss.isfinite()
+        fixed = torch.where(finite, loss, 0.0).double().div(LOSS_UNIT).round().long()
+        top1, top5 = (correct_in_top_k(logits, labels, k) for k in (1, 5))
+        self.sums += torch.stack([(row.long() * valid).sum() for row in (valid, top1, top5, fixed, ~finite)])
+
+    def result(self, world: World) -> Accuracy:
+        """Totals over all ranks. Waits for the device."""
+        images, top1, top5, loss, not_finite = world.sum_(self.sums.clone()).tolist()
+        share = 100.0 / max(images, 1)
+        mean = float("nan") if not_finite else loss * LOSS_UNIT / max(images, 1)
+        return Accuracy(images, top1, top5, top1 * share, top5 * share, mean)

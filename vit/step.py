@@ -1,0 +1,131 @@
+"""One training step: a global batch in, one update out.
+
+The data's story: a rank's batch is cut into micro-batches; each is augmented on the device, goes through the model under autocast, and its loss,
+divided by the global batch, adds to the gradients; only the last backward lets DDP sum them. Then one norm decides everything: it
+clips, it tells a non-finite gradient, which makes the fused optimizer skip its update on the device and, for fp16, lowers the loss scale. What
+happened goes into a small vector that is summed over the ranks and read by the host one step late: no step waits for Python.
+
+The gradients are the same on all ranks, so all ranks skip together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vit.data.augment import Augment
+from vit.data.loader import Batch
+from vit.data.order import fold
+from vit.distributed import World, no_sync
+from vit.ema import Ema
+from vit.loss import cross_entropy
+from vit.optim import set_lr
+
+AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FP16_SCALE, FP16_GROWTH_STEPS = 2.0**16, 2000
+"""torch.amp.GradScaler's start and growth interval."""
+_SEED_DROPOUT = 0x0D0
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
+    """Autocast for `precision` fp32, bf16 or fp16 on `device`."""
+    return torch.autocast(device.type, AUTOCAST_DTYPE[precision]) if precision in AUTOCAST_DTYPE else nullcontext()
+
+
+@dataclass
+class StepResult:
+    """What a step did, on the device until `read`. The vector holds sums over all ranks."""
+
+    sums: Tensor
+    """(4,) float32: loss sum, row weights, ranks that want to stop, bad images."""
+    grad_norm: Tensor
+    """() float32, before clipping."""
+
+    def read(self) -> dict[str, float]:
+        """loss (mean over the global batch), grad_norm, stop and bad_images as numbers. Waits for the device to come to this step."""
+        loss, weights, stop, bad_images = self.sums.tolist()
+        return {"loss": loss / max(weights, 1.0), "grad_norm": self.grad_norm.item(), "stop": stop, "bad_images": bad_images}
+
+
+class TrainStep:
+    """Everything an update changes: weights, optimizer, average, loss scale.
+
+    `model` is the module itself, `wrapped` the same under DDP and `torch.compile`; `lr_at` maps a step to its learning rate.
+    """
+
+    def __init__(self, model: nn.Module, wrapped: nn.Module, optimizer: torch.optim.Optimizer, augment: Augment, world: World, *,
+                 lr_at: Callable[[int], float], micro_batch_size: int, precision: str = "fp32", label_smoothing: float = 0.0,
+                 clip_grad_norm: float | None = None, ema: Ema | None = None, seed: int = 0):  # fmt: skip
+        self.model, self.wrapped, self.optimizer, self.augment, self.world = model, wrapped, optimizer, augment, world
+        self.lr_at, self.micro_batch_size, self.precision, self.label_smoothing = lr_at, micro_batch_size, precision, label_smoothing
+        self.clip_grad_norm, self.ema, self.seed = clip_grad_norm, ema, seed
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        scale = FP16_SCALE if precision == "fp16" else 1.0
+        self.loss_scale = torch.tensor(scale, device=world.device)
+        self.steps_since_overflow = torch.tensor(0.0, device=world.device)
+
+    def settle(self, batch: Batch) -> None:
+        """Throw-away passes that fix DDP's bucket layout, before the first step of a process.
+
+        DDP re-orders its buckets after the first synchronised backward; from 3 ranks on, another layout sums in another order. Without
+        this a resumed run would differ in the last bit from the run that went on. Two passes reach the fixed point.
+        """
+        micro = batch.rows(0, self.micro_batch_size).to(self.world.device)
+        for _ in range(2 if self.world.size > 1 else 0):
+            self._loss(micro).sum().backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def __call__(self, batch: Batch, step: int, stop: bool = False) -> StepResult:
+        """The update at `step` with this rank's rows of the global batch. `stop`: this rank has been asked to end."""
+        torch.manual_seed(int(fold(self.seed, self.world.rank, step, _SEED_DROPOUT) >> 1))
+        rows, micro = len(batch.labels), self.micro_batch_size
+        global_rows = rows * self.world.size
+        sums = torch.zeros(4, device=self.world.device)
+        for start in range(0, rows, micro):
+            part = batch.rows(start, start + micro).to(self.world.device)
+            with nullcontext() if start + micro >= rows else no_sync(self.wrapped):
+                losses = self._loss(part)
+                # DDP averages over the ranks, hence the factor; a row without a readable image has weight 0 and no gradient.
+                ((losses * part.weights).sum() * (self.world.size / global_rows) * self.loss_scale).backward()
+            sums[0] += (losses.detach() * part.weights).sum()
+            sums[1] += part.weights.sum()
+        sums[2], sums[3] = float(stop), float(len(batch.bad_keys))
+        grad_norm = self._update(step)
+        return StepResult(self.world.sum_(sums), grad_norm)
+
+    def _loss(self, part: Batch) -> Tensor:
+        inputs, targets = self.augment(part.images, part.labels, part.table)
+        with autocast(self.precision, self.world.device):
+            logits = self.wrapped(inputs)
+        return cross_entropy(logits, targets, self.label_smoothing)
+
+    @torch.no_grad()
+    def _update(self, step: int) -> Tensor:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients) / self.loss_scale
+        factor = 1.0 / self.loss_scale
+        if self.clip_grad_norm is not None:
+            factor = factor * (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        if self.clip_grad_norm is not None or self.precision == "fp16":
+            torch._foreach_mul_(gradients, factor)
+        found_inf = (~norm.isfinite()).float()
+        set_lr(self.optimizer, self.lr_at(step))
+        self.optimizer.grad_scale, self.optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]  # as GradScaler tells it
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.precision == "fp16":
+            self._rescale(found_inf)
+        if self.ema is not None:
+            self.ema.update(step)
+        return norm
+
+    def _rescale(self, found_inf: Tensor) -> None:
+        """Halve the loss scale after an overflow, double it after 2,000 good steps (Micikevicius et al. 2018, section 3.2)."""
+        self.steps_since_overflow.add_(1).mul_(1 - found_inf)
+        grow = (self.steps_since_overflow >= FP16_GROWTH_STEPS).float()
+        self.loss_scale.mul_(1 - 0.5 * found_inf).mul_(1 + grow)
+        self.steps_since_overflow.mul_(1 - grow)

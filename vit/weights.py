@@ -1,0 +1,277 @@
+"""Other people's weights in and out: read a file, fit it to a model, write one that every tool can read.
+
+The data's story:
+
+1. A file, `.safetensors` or torch's `.pth`/`.pt`/`.bin`, is opened without running any code that it may hold       read_state_dict
+2. Its containers (`model`, `state_dict`) and the prefixes of wrappers (`module.`, `_orig_mod.`) are taken off       read_state_dict
+3. Position embeddings are resampled to the model's grid, and the head is dropped if the classes are others          load_weights
+4. Everything else must fit exactly: a key too many or too few is an error, never a warning                          load_weights
+5. Trained weights leave as safetensors, complete or not at all                                                      save_weights
+
+What a person can get wrong is a `WeightsError` of one line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+CONTAINERS = ("state_dict", "model", "model_ema")
+"""Keys under which training programs keep the weights (timm; DeiT and MAE), the first of them wins."""
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""What DDP, torch.compile, FSDP1 and activation checkpointing add to parameter names, at any depth."""
+
+
+class WeightsError(ValueError):
+    """Weights that cannot be read, or do not fit the model; the message is for people."""
+
+
+def resample_posemb(
+    pos_embed: Tensor,
+    old_grid: tuple[int, int],
+    new_grid: tuple[int, int],
+    num_prefix_tokens: int,
+    interpolation: str = "bicubic",
+    antialias: bool = True,
+) -> Tensor:
+    """Position embeddings for another grid: (1, P + h*w, D) -> (1, P + h'*w', D), same dtype (paper, section 3.2).
+
+    Tokens lie row by row. The first P = `num_prefix_tokens` rows have no place in the image and stay as they are. `interpolation` is "bicubic" or
+    "bilinear"; the defaults are those of timm's `resample_abs_pos_embed` (huggingface/pytorch-image-models:timm/layers/pos_embed.py).
+    `antialias` matters only towards a smaller grid; DeiT and MAE have none. The result has exactly h' x w' positions: a scale factor would round.
+
+    Raises:
+        WeightsError: `pos_embed` is not of `old_grid`.
+    """
+    if pos_embed.ndim != 3 or pos_embed.shape[:2] != (1, num_prefix_tokens + math.prod(old_grid)):
+        raise WeightsError(
+            f"pos_embed is {tuple(pos_embed.shape)}, expected (1, {num_prefix_tokens + math.prod(old_grid)}, dim): "
+            f"{num_prefix_tokens} prefix tokens and a grid of {old_grid[0]}x{old_grid[1]}"
+        )
+    if tuple(old_grid) == tuple(new_grid):
+        return pos_embed
+    prefix, positions = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
+    image = positions.float().unflatten(1, tuple(old_grid)).permute(0, 3, 1, 2)
+    image = F.interpolate(image, size=tuple(new_grid), mode=interpolation, align_corners=False, antialias=antialias)
+    return torch.cat((prefix, image.flatten(2).transpose(1, 2).to(pos_embed.dtype)), dim=1)
+
+
+def read_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The weights in a file, on the CPU and memory-mapped where the format allows, and its metadata (none but in `.safetensors`).
+
+    Containers are opened and the prefixes of wrappers removed, whatever their nesting. Never more than tensors is unpickled.
+
+    Raises:
+        WeightsError: no such file, cut short, no checkpoint, or one that holds pickled objects.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise WeightsError(f"{path} {'is a folder' if path.is_dir() else 'does not exist'}: expected a file of weights")
+    metadata: dict[str, str] = {}
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                content, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not iterable)
+        except SafetensorError as error:
+            raise WeightsError(f"{path} is cut short or no safetensors file ({error}): copy it again") from error
+    elif path.suffix in (".pth", ".pt", ".bin"):
+        content = _torch_load(path)
+    else:
+        raise WeightsError(f"{path} has the suffix {path.suffix!r}: expected .safetensors, .pth, .pt or .bin")
+
+    while container := next((name for name in CONTAINERS if isinstance(content, dict) and isinstance(content.get(name), dict)), None):
+        content = content[container]
+    if not isinstance(content, dict) or not content:
+        held = "nothing" if content == {} else f"a {type(content).__name__}"
+        raise WeightsError(f"{path} holds {held}: expected a state dict, or one under {' or '.join(CONTAINERS)}")
+    others = [f"{name} ({type(value).__name__})" for name, value in content.items() if not isinstance(value, Tensor)]
+    if others:
+        raise WeightsError(f"{path} is no state dict, it also holds {_few(others)}: keep only tensors, or put them under {' or '.join(CONTAINERS)}")
+    weights = {".".join(part for part in name.split(".") if part not in WRAPPERS): tensor for name, tensor in content.items()}
+    if len(weights) < len(content):
+        raise WeightsError(f"{path} holds the same weight twice once prefixes are removed: {len(content)} names become {len(weights)}")
+    return weights, metadata
+
+
+def _torch_load(path: Path) -> Any:
+    is_zip = zipfile.is_zipfile(path)  # torch's format since 1.6; the older one cannot be memory-mapped
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if found:
+            raise WeightsError(
+                f"{path} holds pickled objects ({found[1]}), which can run code, and is refused: "
+                "if you trust it, open it with torch.load(weights_only=False) and save its state dict alone"
+            ) from error
+        raise WeightsError(f"{path} is cut short or no checkpoint: copy it again") from error
+    except (RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeError) as error:  # all of these come from damaged files
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise WeightsError(f"{path} is cut short or no checkpoint ({type(error).__name__}: {reason}): copy it again") from error
+
+
+def load_weights(model: nn.Module, state_dict: Mapping[str, Tensor], grid: tuple[int, int] | None = None, reset_head: bool = False) -> list[str]:
+    """Copies weights into a model, before it is wrapped or compiled; returns a sentence for each thing that was adapted.
+
+    Positions are resampled to the model's grid from `grid` (h, w), by default a square one. A source without a position for its class token
+    (DeiT III) gets zeros there, which computes the same. With `reset_head`, head and pre-logits layer stay the model's own: our head is zero.
+    Neither `state_dict` nor its tensors change; values are cast to the model's dtype.
+
+    Raises:
+        WeightsError: anything missing, left over or of another shape, all at once. The model is then unchanged.
+    """
+    source, target, notes = dict(state_dict), model.state_dict(), []
+    head = _head_prefixes(model)
+    if reset_head:
+        dropped = [name for name in source if name.startswith(head)]
+        for name in dropped:
+            del source[name]
+        notes.append(f"head starts anew: dropped {_few(dropped)}" if dropped else "head starts anew: the source has none")
+    if "pos_embed" in source and "pos_embed" in target:
+        source["pos_embed"] = _fit_posemb(source["pos_embed"], target["pos_embed"], grid_size(model), grid, notes)
+
+    missing = [name for name in target if name not in source and not (reset_head and name.startswith(head))]
+    unexpected = [name for name in source if name not in target]
+    shapes = {name: (tuple(source[name].shape), tuple(target[name].shape)) for name in source if name in target}
+    shapes = {name: (given, wanted) for name, (given, wanted) in shapes.items() if given != wanted}
+    problems = []
+    if any(name.startswith(head) for name in (*missing, *unexpected, *shapes)):
+        counts = [(given[0], wanted[0]) for name, (given, wanted) in shapes.items() if name.startswith(head) and given[1:] == wanted[1:]]
+        reason = f"the source has {counts[0][0]} classes, the model {counts[0][1]}" if counts else "the head is another"
+        problems.append(f"{reason}: for a new head set init.reset_head=true")
+    if missing:
+        problems.append(f"{len(missing)} missing from the source: {_few(missing)}")
+    if unexpected:
+        problems.append(f"{len(unexpected)} unknown to the model: {_few(unexpected)}")
+    if shapes:
+        problems.append(f"{len(shapes)} of another shape: " + _few([f"{name} {given}, expected {wanted}" for name, (given, wanted) in shapes.items()]))
+    if problems:
+        raise WeightsError("the weights do not fit the model: " + "; ".join(problems))
+    model.load_state_dict(source, strict=not reset_head)
+    return notes
+
+
+def save_weights(path: str | os.PathLike[str], model_state_dict: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes plain (unsharded) tensors and string metadata as safetensors; `path` has the whole file or, if this fails, what it had before."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model_state_dict.items()}, temporary, metadata)
+        temporary.chmod(mode)  # safetensors 0.8 lets nobody but the owner read its files, whatever the umask
+        _fsync(temporary)
+        os.replace(temporary, path)
+        _fsync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run of ours left behind, or a bare state dict of somebody else's (`config` is then None)."""
+
+    path: Path
+    weights: dict[str, Tensor]
+    averaged: bool = False
+    """Whether these are the averaged weights (EMA)."""
+    config: dict[str, Any] | None = None
+    num_classes: int | None = None
+    grid_size: tuple[int, int] | None = None
+    step: int | None = None
+
+
+def read_trained(path: str | os.PathLike[str]) -> Trained:
+    """Weights of a run folder, a checkpoint folder or a file, as they are meant to be used: the averaged ones where there are some.
+
+    A run folder gives `weights/last_ema.safetensors`, else `weights/last.safetensors`, else its newest checkpoint.
+    Raises WeightsError for anything else, saying what was expected.
+    """
+    path = Path(path)
+    candidates = [path / "weights" / "last_ema.safetensors", path / "weights" / "last.safetensors", path / "state.safetensors"]
+    candidates += sorted(path.glob("checkpoints/step_*/state.safetensors"), reverse=True)
+    file = path if not path.is_dir() else next((c for c in candidates if c.is_file()), None)
+    if file is None:
+        raise WeightsError(f"{path}: neither a run folder (with weights/ or checkpoints/) nor a checkpoint folder")
+    weights, metadata = read_state_dict(file)
+    if file.name == "state.safetensors":
+        return _from_checkpoint(file, weights)
+    if "config" not in metadata:
+        return Trained(file, weights)
+    grid = json.loads(metadata["grid_size"])
+    return Trained(file, weights, metadata["averaged"] == "true", json.loads(metadata["config"]), int(metadata["num_classes"]),
+                   tuple(grid) if grid else None, int(metadata["step"]))
+
+
+def _from_checkpoint(file: Path, tensors: dict[str, Tensor]) -> Trained:
+    try:
+        info = json.loads((file.parent / "checkpoint.json").read_text())
+        config, facts, step = info["config"], info["facts"], info["step"]
+    except (OSError, ValueError, KeyError):
+        raise WeightsError(f"{file.parent}: checkpoint.json is missing or damaged, so this is not a checkpoint of this project") from None
+    averaged = any(name.startswith("ema.") for name in tensors)
+    prefix = "ema." if averaged else "model."
+    weights = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    grid = facts["grid_size"]
+    return Trained(file, weights, averaged, config, facts["num_classes"], tuple(grid) if grid else None, step)
+
+
+def _fit_posemb(
+    source: Tensor, target: Tensor, new_grid: tuple[int, int] | None, grid: tuple[int, int] | None, notes: list[str]
+) -> Tensor:
+    if new_grid is None or source.ndim != 3 or source.shape[2] != target.shape[2]:
+        return source  # nothing that resampling could mend: the comparison of shapes reports it
+    length, num_prefix_tokens = source.shape[1], target.shape[1] - math.prod(new_grid)
+    # Without `grid` a square is assumed, before the model's own grid: 8x32 and 16x16 are both 256, and published weights are square.
+    squares = [(math.isqrt(n), math.isqrt(n)) for n in (max(length - num_prefix_tokens, 0), length)]
+    candidates = [*squares, new_grid] if grid is None else [tuple(grid)]
+    old_grid = next((hw for hw in candidates if math.prod(hw) in (length - num_prefix_tokens, length)), None)
+    if old_grid is None:
+        assumed = "a square grid" if grid is None else f"a grid of {grid[0]}x{grid[1]}"
+        prefix = f"with or without {num_prefix_tokens} for prefix tokens"
+        raise WeightsError(f"the source's pos_embed has {length} positions, which is not {assumed} {prefix}: give its grid (height, width)")
+    if num_prefix_tokens and math.prod(old_grid) == length:
+        source = torch.cat((source.new_zeros(1, num_prefix_tokens, source.shape[2]), source), dim=1)
+        notes.append("the source has no position for its class token: it gets zeros")
+    if old_grid != tuple(new_grid):
+        notes.append(f"positions resampled from {old_grid[0]}x{old_grid[1]} to {new_grid[0]}x{new_grid[1]} (bicubic, antialiased)")
+    return resample_posemb(source, old_grid, new_grid, num_prefix_tokens)
+
+
+def grid_size(model: nn.Module) -> tuple[int, int] | None:
+    """(h, w) of our models and of timm's; None for a guest without one."""
+    return getattr(model, "grid_size", None) or getattr(getattr(model, "patch_embed", None), "grid_size", None)
+
+
+def _head_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """How the names of head weights begin; timm's models say theirs."""
+    classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or "head"
+    names = (classifier,) if isinstance(classifier, str) else classifier
+    return tuple(f"{name}." for name in (*names, "pre_logits"))
+
+
+def _few(names: list[str], limit: int = 4) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
