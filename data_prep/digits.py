@@ -4,9 +4,10 @@
                                [--image-size 48] [--renderings 6] [--val-renderings 5]
 
 The data's story: scikit-learn carries 1,797 digits that people wrote (8x8 grey; UCI optdigits). A fifth of each class goes to
-val, by original, so no handwriting is in both splits. Each original is rendered several times: enlarged smoothly, turned,
-scaled and shifted a little, in a random colour, on a calm texture whose brightness is clearly different. A ViT of 128 dimensions
-learns it in minutes on a CPU. After https://github.com/explainingai-code/VIT-Pytorch, which does so with MNIST.
+val, by original, so no original is in both splits (who wrote it is not recorded, so a writer may be). Each original is rendered
+several times: enlarged smoothly, turned, scaled and shifted a little, in a random colour, on a calm and clearly darker texture.
+A ViT of 128 dimensions learns it in minutes on a CPU. After https://github.com/explainingai-code/VIT-Pytorch, which does so
+with MNIST.
 
 Every random number comes from a hash of (seed, original, rendering), so an image depends on nothing else. Equal bytes need
 equal versions of Pillow.
@@ -110,11 +111,11 @@ def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def render(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
-    """(8, 8) digit, 0 to 16 -> (size, size, 3) uint8. Digit and background differ by 0.45 in luminance at least."""
+    """(8, 8) digit, 0 to 16 -> (size, size, 3) uint8. The digit is lighter than its background, by 0.45 in luminance at least."""
     kind = TEXTURES[int(uniform.between(0, len(TEXTURES)))]
-    dark = uniform.between(0.08, 0.25)
-    light = dark + uniform.between(0.5, 0.65)
-    ground, ink = (dark, light) if uniform.between(0, 1) < 1.5 else (light, dark)
+    # Light on dark, always: with either way round a small ViT needs twice the epochs, and this data set is for first steps.
+    ground = uniform.between(0.06, 0.34)
+    ink = ground + uniform.between(0.5, 0.62)
     hue = uniform.between(0, 1)
     near, saturation = hue + uniform.between(-0.08, 0.08), uniform.between(0.25, 0.8)
     swing = uniform.between(0.03, 0.05)

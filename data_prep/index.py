@@ -35,11 +35,12 @@ def find_shards(root: Path) -> dict[str, list[str]]:
     names = sorted(path.name for path in root.glob("*.tar"))
     if not names:
         raise PrepError(f"{root}: no .tar files; expected <split>-00000.tar or <anything>-<split>-00000.tar")
-    if unclear := [name for name in names if split_of(name) is None]:
+    split_by_name = {name: split_of(name) for name in names}
+    if unclear := [name for name, split in split_by_name.items() if split is None]:
         raise PrepError(f"{root}: no split in the name of {', '.join(unclear[:5])}; rename to <split>-00000.tar, or move away what is no shard")
     splits: dict[str, list[str]] = {}
-    for name in names:
-        splits.setdefault(split_of(name), []).append(name)
+    for name, split in split_by_name.items():
+        splits.setdefault(str(split), []).append(name)
     return splits
 
 

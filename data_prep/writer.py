@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class Catalogue:
     """The source's own settings that decide what is written (JSON values)."""
     class_names: list[str]
     """Name of each label."""
-    splits: dict[str, Sequence[Sample]]
+    splits: Mapping[str, Sequence[Sample]]
     """Samples by split; the first is the training split."""
     read: Callable[[Any], bytes]
     """Encoded image of a sample's `origin`; a module-level function, as it runs in worker processes."""
@@ -219,7 +219,7 @@ def _rows_of_whole_shard(tar: Path) -> np.ndarray:
     return shards.index_rows(shards.scan_tar(tar))
 
 
-_images_done = None
+_images_done: Any = None  # a multiprocessing.Value, in worker processes
 
 
 def _count_one() -> None:
@@ -233,7 +233,13 @@ def _start_worker(images_done: Any) -> None:
     _images_done = images_done
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the workers too, and one report of it is enough
     parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    assert parent is not None
+
+    def follow_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow_parent, daemon=True).start()
 
 
 # ---- all shards -----------------------------------------------------------------------------------------------------

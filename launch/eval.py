@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import Progress
@@ -49,16 +50,17 @@ def main() -> World:
     if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
         parser.error("--image-size takes a side, or height and width, in pixels")
 
+    said = sys.stderr if args.json else sys.stdout
     path = Path(args.checkpoint) if args.checkpoint else newest_run()
     trained = read_trained(path)
     config = with_flags(config_of(trained), args)
     world = distributed.start(args.device)
-    results = {"before" if args.finetune else "result": evaluate_trained(trained, config, world)}
+    results = {"before" if args.finetune else "result": evaluate_trained(trained, config, world, said)}
     if args.finetune:
         tuned, tuned_path = finetune(args.finetune, [f"init.checkpoint={path}", *args.overrides], world)
         same_size = with_flags(config, argparse.Namespace(**{**vars(args), "image_size": list(image_format(tuned).size)}))
-        results["before, at the higher resolution"] = evaluate_trained(trained, same_size, world)
-        results["after"] = evaluate_trained(read_trained(tuned_path), tuned, world)
+        results["before, at the higher resolution"] = evaluate_trained(trained, same_size, world, said)
+        results["after"] = evaluate_trained(read_trained(tuned_path), tuned, world, said)
     if world.is_main and args.json:
         print(json.dumps(results.popitem()[1].to_dict()))
     return world
@@ -93,8 +95,8 @@ def with_flags(config: Config, args: argparse.Namespace) -> Config:
     return config_io.from_dict(values, "command line")
 
 
-def evaluate_trained(trained: Trained, config: Config, world: World) -> Accuracy:
-    """Evaluate weights under `config`, which may name another image size than they were trained at, and tell the result."""
+def evaluate_trained(trained: Trained, config: Config, world: World, said: TextIO) -> Accuracy:
+    """Evaluate weights under `config`, which may name another image size than they were trained at, and tell the result to `said`."""
     split = world.main_first(lambda: open_split(config.data.root, config.data.val_split))
     if trained.num_classes is not None and split.num_classes > trained.num_classes:
         raise ValueError(f"{split.root}: has {split.num_classes} classes, {trained.path} was trained on {trained.num_classes}: evaluate it on its own kind of data")
@@ -112,10 +114,10 @@ def evaluate_trained(trained: Trained, config: Config, world: World) -> Accuracy
     result = results["model"]
     if world.is_main:
         which = ", averaged weights" if trained.averaged else ""
-        print(f"{trained.path} (step {trained.step}{which}) on {split.root} {split.name!r}: {result.num_images} images at {size}", file=sys.stderr)
+        print(f"{trained.path} (step {trained.step}{which}) on {split.root} {split.name!r}: {result.num_images} images at {size}", file=said)
         for note in notes:
-            print(f"  {note}", file=sys.stderr)
-        print(f"  top-1 {result.top1:.2f} % ({result.correct_top1}), top-5 {result.top5:.2f} % ({result.correct_top5}), loss {result.loss:.4f}", file=sys.stderr)
+            print(f"  {note}", file=said)
+        print(f"  top-1 {result.top1:.2f} % ({result.correct_top1}), top-5 {result.top5:.2f} % ({result.correct_top5}), loss {result.loss:.4f}", file=said)
     return result
 
 

@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vit.distributed import World
 from vit.optim import allocate_state
 from vit.step import TrainStep
+from vit.weights import flush, save_weights
 
 FORMAT_VERSION = 1
 STATE_FILE, INFO_FILE = "state.safetensors", "checkpoint.json"
@@ -93,7 +93,7 @@ def save_checkpoint(run_dir: Path, train_step: TrainStep, progress: Progress, co
             if folder.exists():  # the same step again, after its evaluation: the tensors are the same
                 _write_info(folder, {**json.loads((folder / INFO_FILE).read_text()), **asdict(progress)})
                 return folder
-            _write(folder, {name: value.cpu().contiguous() for name, value in tensors_of(train_step).items()}, progress, config, world.size)
+            _write(folder, tensors_of(train_step), progress, config, world.size)
             for old in complete_checkpoints(run_dir)[keep_last:]:
                 shutil.rmtree(old)
         except OSError as error:
@@ -112,7 +112,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], progress: Progress, config:
                               "Free some space and run the same command again")  # fmt: skip
     hidden = parent / f".tmp_{folder.name}"
     hidden.mkdir()
-    save_file(tensors, hidden / STATE_FILE)
+    save_weights(hidden / STATE_FILE, tensors, {"format": "pt"})
     info = {
         "format_version": FORMAT_VERSION,
         **asdict(progress),
@@ -121,10 +121,9 @@ def _write(folder: Path, tensors: dict[str, Tensor], progress: Progress, config:
         "files": {STATE_FILE: {"bytes": (hidden / STATE_FILE).stat().st_size, "sha256": _sha256(hidden / STATE_FILE)}},
         "config": config,
     }
-    _flush(hidden / STATE_FILE)
     _write_info(hidden, info)
     os.replace(hidden, folder)
-    _flush(parent)
+    flush(parent)
     (parent / ".latest").write_text(folder.name + "\n")
     os.replace(parent / ".latest", parent / "latest")
 
@@ -132,18 +131,9 @@ def _write(folder: Path, tensors: dict[str, Tensor], progress: Progress, config:
 def _write_info(folder: Path, info: dict[str, Any]) -> None:
     hidden = folder / f".{INFO_FILE}"
     hidden.write_text(json.dumps(info, indent=1))
-    _flush(hidden)
+    flush(hidden)
     os.replace(hidden, folder / INFO_FILE)
-    _flush(folder)
-
-
-def _flush(path: Path) -> None:
-    """Force a file or a folder's entries to disk: after a power cut a renamed folder must not hold empty files."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(folder)
 
 
 def _sha256(path: Path) -> str:

@@ -222,7 +222,8 @@ class EvalConfig(Section):
     """Evaluation on `data.val_split`, exact on any number of ranks."""
 
     every_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Evaluate each so many epochs; this or `every_steps`, or neither for the end only. The end is always evaluated."""
+    """Evaluate each so many epochs; this or `every_steps`, or neither for the end only. The end is evaluated, too, unless the run is
+    shorter than that."""
     every_steps: Positive | None = None
     """Evaluate each so many steps."""
     batch_size: Positive = 64

@@ -97,10 +97,10 @@ def nearest(given: str, known: Iterable[str]) -> str:
     """A hint with the closest known names, or an empty string. Full dotted keys also match by their last part."""
     known = list(known)
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == given.rsplit(".", 1)[-1]]
-    matches = same_leaf or difflib.get_close_matches(given, known, n=2, cutoff=0.6)
+    matches = same_leaf or difflib.get_close_matches(given, known, n=1, cutoff=0.6)
     if not matches:
         leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
-        matches = [leaves[leaf] for leaf in difflib.get_close_matches(given.rsplit(".", 1)[-1], leaves, n=2, cutoff=0.6)]
+        matches = [leaves[leaf] for leaf in difflib.get_close_matches(given.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.6)]
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 

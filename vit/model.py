@@ -149,10 +149,9 @@ class VisionTransformer(nn.Module):
     Args:
         class_token: prepend a learned token, which `global_pool="token"` reads.
         global_pool: what the head sees: "token", or "avg", the mean of the patch tokens.
-        fc_norm: normalise after pooling instead of before; None: only with "avg", as timm does (big_vision pools normalised tokens: False).
         pos_embed: "learn", or "sincos2d" (fixed, see `sincos2d_posemb`; a buffer, so that it travels in checkpoints all the same).
         pos_drop_rate: dropout after the positions; proj_drop_rate: after every dense layer but qkv (the paper's, appendix B.1, is both).
-        drop_path_rate: stochastic depth of the last block, growing linearly from 0 at the first; of all blocks if `drop_path_uniform` (DeiT III).
+        drop_path_rate: stochastic depth of the last block, growing linearly from 0 at the first.
         init_values: initial LayerScale; None: no LayerScale.
         representation_size: width of the tanh layer before the head; None: no such layer (the paper's section 3.1: only for pre-training).
 
@@ -173,20 +172,18 @@ class VisionTransformer(nn.Module):
         qkv_bias: bool = True,
         class_token: bool = True,
         global_pool: str = "token",
-        fc_norm: bool | None = None,
         pos_embed: str = "learn",
         pos_drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
-        drop_path_uniform: bool = False,
         init_values: float | None = None,
         representation_size: int | None = None,
     ):
         super().__init__()
         self.image_size, self.patch_size = _height_width(image_size, "image_size"), _height_width(patch_size, "patch_size")
         problems = []
-        for side, size, patch in zip(("height", "width"), self.image_size, self.patch_size, strict=False):
+        for side, size, patch in zip(("height", "width"), self.image_size, self.patch_size, strict=True):
             if size % patch:
                 nearest = [str(n) for n in (size // patch * patch, size // patch * patch + patch) if n]
                 problems.append(f"image {side} {size} is no multiple of patch {side} {patch}: the nearest that work are {' and '.join(nearest)}")
@@ -210,7 +207,7 @@ class VisionTransformer(nn.Module):
         self.in_chans, self.num_classes, self.embed_dim, self.depth = in_chans, num_classes, embed_dim, depth
         self.num_prefix_tokens = 1 if class_token else 0
         self.global_pool = global_pool
-        fc_norm = global_pool == "avg" if fc_norm is None else fc_norm
+        pools = global_pool == "avg"  # timm then normalises after pooling, and calls that norm fc_norm
 
         self.patch_embed = PatchEmbed(self.patch_size, in_chans, embed_dim)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
@@ -220,12 +217,12 @@ class VisionTransformer(nn.Module):
         else:
             self.register_buffer("pos_embed", positions)
         self.pos_drop = nn.Dropout(pos_drop_rate)
-        drop_path_rates = [drop_path_rate if drop_path_uniform else drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
+        drop_path_rates = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(
             *(Block(embed_dim, num_heads, mlp_ratio, qkv_bias, proj_drop_rate, attn_drop_rate, rate, init_values) for rate in drop_path_rates)
         )
-        self.norm = nn.Identity() if fc_norm else layer_norm(embed_dim)
-        self.fc_norm = layer_norm(embed_dim) if fc_norm else nn.Identity()
+        self.norm = nn.Identity() if pools else layer_norm(embed_dim)
+        self.fc_norm = layer_norm(embed_dim) if pools else nn.Identity()
         self.pre_logits: nn.Module = nn.Identity()
         if representation_size is not None:
             self.pre_logits = nn.Sequential(OrderedDict(fc=nn.Linear(embed_dim, representation_size), act=nn.Tanh()))
@@ -243,17 +240,16 @@ class VisionTransformer(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
             elif isinstance(module, LayerScale):
                 nn.init.constant_(module.gamma, module.init_values)
+            if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         proj = self.patch_embed.proj
         # Cutting a normal at two deviations leaves .8796 of its deviation; torch does not make up for that, Flax does.
         std = math.sqrt(1.0 / proj.weight[0].numel()) / 0.87962566103423978
         nn.init.trunc_normal_(proj.weight, std=std, a=-2 * std, b=2 * std)
-        nn.init.zeros_(proj.bias)
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=1e-6)
         if isinstance(self.pos_embed, nn.Parameter):
@@ -261,14 +257,13 @@ class VisionTransformer(nn.Module):
         else:
             self.pos_embed.copy_(sincos2d_posemb(self.grid_size, self.embed_dim, self.num_prefix_tokens))
         nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters of more than one dimension that are no weights of a linear map (timm's convention)."""
         return {"pos_embed", "cls_token"}
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """images: (B, C, H, W) float -> tokens: (B, N, D), prefix first; normalised unless `fc_norm` does that after pooling."""
+        """images: (B, C, H, W) float -> tokens: (B, N, D), prefix first; normalised here with `global_pool="token"`, after pooling with "avg"."""
         expected = (self.in_chans, *self.image_size)
         if tuple(images.shape[1:]) != expected:
             raise ValueError(
@@ -341,6 +336,7 @@ def _create_guest(name: str, image_size: int | tuple[int, int], num_classes: int
     if not timm.is_model(name):
         raise ValueError(f"timm {timm.__version__} has no model {name!r}{_did_you_mean(name, timm.list_models())}")
     fields = {"num_classes": num_classes, "in_chans": 3, **fields}
+    model: Any
     try:
         try:
             model = timm.create_model(name, img_size=image_size, **fields)
@@ -359,10 +355,10 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def flops_per_image(model: nn.Module) -> int:
+def flops_per_image(model: Any) -> int:
     """Floating-point operations of one image's forward pass in matrix products and convolutions: 2 for each multiply-add.
 
-    Nothing is computed and nothing allocated: the pass runs on the meta device, also for guests. `model` is not wrapped (DDP, FSDP2) yet.
+    `model` comes from `create_model` and is not wrapped (DDP, FSDP2) yet. Nothing is computed and nothing allocated: the pass runs on the meta device.
     """
     weights = {name: torch.empty_like(tensor, device="meta") for name, tensor in chain(model.named_parameters(), model.named_buffers())}
     images = torch.empty(2, model.in_chans, *model.image_size, device="meta")  # two, since a batch norm in training refuses one
@@ -389,6 +385,7 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, nargs="+", default=[224], metavar="PIXELS", help="side, or height and width (default: 224)")
     parser.add_argument("--num-classes", type=int, default=1000, help="(default: %(default)s)")
     args = parser.parse_args()
+    model: Any
     try:
         with torch.device("meta"):
             model = create_model(args.name, args.image_size[0] if len(args.image_size) == 1 else args.image_size, args.num_classes)

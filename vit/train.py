@@ -42,7 +42,6 @@ from vit.data.shards import Split, open_split
 from vit.distributed import World, wrap
 from vit.ema import Ema
 from vit.evaluate import evaluate
-from vit.metrics import Accuracy
 from vit.model import count_parameters, create_model, flops_per_image
 from vit.optim import create_optimizer
 from vit.record import METRICS_FILE, Record, duration, provenance
@@ -70,6 +69,11 @@ class Plan:
     eval_every_steps: int
     num_lanes: int
     block_samples: int
+
+    def evaluates_at(self, step: int) -> bool:
+        """Each `eval_every_steps`, and at the end of a run that is at least that long: a trial of two steps of ViT-B is not evaluated for an hour."""
+        at_end = step == self.total_steps and self.total_steps >= self.eval_every_steps
+        return at_end or (step > 0 and step % self.eval_every_steps == 0)
 
 
 def make_plan(config: Config, num_samples: int, world_size: int) -> tuple[Plan, Order]:
@@ -311,7 +315,7 @@ def train(run: Run) -> str:
             if position % plan.steps_per_epoch == 0 or progress.step == plan.total_steps:
                 _check_samples(run, checksum, checksum_from, position)
                 checksum, checksum_from = 0, position
-            evaluation_due = progress.step % plan.eval_every_steps == 0 or progress.step == plan.total_steps
+            evaluation_due = plan.evaluates_at(progress.step)
             save_due = progress.step % config.checkpoint.every_steps == 0 or progress.step == plan.total_steps
             if evaluation_due or save_due or stop:
                 read_pending()
@@ -320,12 +324,14 @@ def train(run: Run) -> str:
                     stop = not _evaluate(run, signals)
                 if save_due or stop:
                     save()
+                    _write_weights(run, "last")
                 interval.began += time.perf_counter() - paused
             if stop:
                 break
-    elif progress.evaluated_step < progress.step:  # stopped during the last evaluation
+    elif plan.evaluates_at(progress.step) and progress.evaluated_step < progress.step:  # stopped during the last evaluation
         stop = not _evaluate(run, signals)
         save()
+        _write_weights(run, "last")
     else:
         record.say(f"{run.folder} is finished: {progress.step} steps, best top-1 {progress.best_top1:.2f} %. A longer run needs another run.dir")
     loader.close()
@@ -387,15 +393,13 @@ class _Interrupted(Exception):
 def _evaluate(run: Run, signals: StopSignals) -> bool:
     """Evaluate the weights and their average, record it, write weights files. False if a signal broke it off; a resumed run does it again."""
     config, progress, record = run.config, run.progress, run.record
-    models = {"model": run.train_step.model} | ({"ema": run.train_step.ema.module} if run.train_step.ema is not None else {})
-
     def on_batch(done: int, total: int) -> None:
         record.progress(progress.step, f"evaluating: batch {done}/{total}")
         if done % 8 == 0 and run.world.any(bool(signals.received)):
             raise _Interrupted
 
     try:
-        results = evaluate(models, run.val_split, run.image, run.train_step.augment, run.world, batch_size=config.eval.batch_size,
+        results = evaluate(_models(run), run.val_split, run.image, run.train_step.augment, run.world, batch_size=config.eval.batch_size,
                            crop_ratio=config.eval.crop_ratio, precision=config.train.precision, num_workers=config.data.num_workers, on_batch=on_batch)  # fmt: skip
     except _Interrupted:
         run.train_step.model.train()
@@ -406,20 +410,29 @@ def _evaluate(run: Run, signals: StopSignals) -> bool:
     parts = [f"{'' if name == 'model' else name + ' '}top-1 {r.top1:.2f} %, top-5 {r.top5:.2f} %, loss {r.loss:.4f}" for name, r in results.items()]
     record.say(f"step {progress.step}: {'; '.join(parts)} on {best.num_images} images of {config.data.val_split!r}")
     progress.evaluated_step = progress.step
-    improved = best.top1 > progress.best_top1
-    progress.best_top1 = max(progress.best_top1, best.top1)
-    if run.world.is_main:
-        _write_weights(run, models, results, improved)
+    if best.top1 > progress.best_top1:
+        progress.best_top1 = best.top1
+        _write_weights(run, "best")
     return True
 
 
-def _write_weights(run: Run, models: dict[str, torch.nn.Module], results: dict[str, Accuracy], improved: bool) -> None:
-    for name, model in models.items():
-        metadata = {"format": "pt", "config": json.dumps(config_io.to_dict(run.config)), "averaged": json.dumps(name == "ema"),
-                    "num_classes": str(run.progress.facts["num_classes"]), "grid_size": json.dumps(run.progress.facts["grid_size"]),
-                    "class_names": json.dumps(run.train_split.class_names), "step": str(run.progress.step), "top1": str(results[name].top1)}  # fmt: skip
-        for file in ["last", "best"] if improved else ["last"]:
-            save_weights(run.folder / "weights" / f"{file}{'' if name == 'model' else '_' + name}.safetensors", model.state_dict(), metadata)
+def _models(run: Run) -> dict[str, torch.nn.Module]:
+    """The weights, and their average if there is one."""
+    average = run.train_step.ema
+    return {"model": run.train_step.model} | ({"ema": average.module} if average is not None else {})
+
+
+def _write_weights(run: Run, name: str) -> None:
+    """`weights/<name>.safetensors` and, of the average, `weights/<name>_ema.safetensors`, which say themselves what they are."""
+    if not run.world.is_main:
+        return
+    facts = run.progress.facts
+    metadata = {"format": "pt", "config": json.dumps(config_io.to_dict(run.config)), "num_classes": str(facts["num_classes"]),
+                "grid_size": json.dumps(facts["grid_size"]), "class_names": json.dumps(run.train_split.class_names), "step": str(run.progress.step)}  # fmt: skip
+    for kind, model in _models(run).items():
+        averaged = kind == "ema"
+        path = run.folder / "weights" / f"{name}{'_ema' if averaged else ''}.safetensors"
+        save_weights(path, model.state_dict(), {**metadata, "averaged": json.dumps(averaged)})
 
 
 def describe(config: Config, origins: dict[str, str], world_size: int) -> str:

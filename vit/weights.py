@@ -175,9 +175,9 @@ def save_weights(path: str | os.PathLike[str], model_state_dict: Mapping[str, Te
         mode = temporary.stat().st_mode
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model_state_dict.items()}, temporary, metadata)
         temporary.chmod(mode)  # safetensors 0.8 lets nobody but the owner read its files, whatever the umask
-        _fsync(temporary)
+        flush(temporary)
         os.replace(temporary, path)
-        _fsync(path.parent)
+        flush(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -239,7 +239,7 @@ def _fit_posemb(
     length, num_prefix_tokens = source.shape[1], target.shape[1] - math.prod(new_grid)
     # Without `grid` a square is assumed, before the model's own grid: 8x32 and 16x16 are both 256, and published weights are square.
     squares = [(math.isqrt(n), math.isqrt(n)) for n in (max(length - num_prefix_tokens, 0), length)]
-    candidates = [*squares, new_grid] if grid is None else [tuple(grid)]
+    candidates = [*squares, new_grid] if grid is None else [(grid[0], grid[1])]
     old_grid = next((hw for hw in candidates if math.prod(hw) in (length - num_prefix_tokens, length)), None)
     if old_grid is None:
         assumed = "a square grid" if grid is None else f"a grid of {grid[0]}x{grid[1]}"
@@ -269,7 +269,8 @@ def _few(names: list[str], limit: int = 4) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _fsync(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Force a file, or a folder's entries, to the disk: after a power cut a renamed file must not be empty."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -64,9 +64,11 @@ def root(made, tmp_path) -> Path:
 def test_reads_what_was_written(root):
     split = open_split(root, "train")
     assert (split.num_samples, split.num_classes, split.class_names) == (15, 4, list("abcd"))
-    assert split.index.dtype == INDEX_DTYPE and isinstance(split.index, np.memmap)
+    assert split.index.dtype == INDEX_DTYPE
+    assert isinstance(split.index, np.memmap)
     for n in range(15):
-        assert split.read(n) == jpeg(n) and split.key(n) == f"key{n}"
+        assert split.read(n) == jpeg(n)
+        assert split.key(n) == f"key{n}"
     assert split.index["label"].tolist() == [n % 4 for n in range(15)]
     assert split.index["width"].tolist() == [20 + n for n in range(15)]
     assert split.index["height"].tolist() == [30 + 2 * n for n in range(15)]
@@ -112,7 +114,9 @@ def test_long_and_foreign_names(tmp_path, format):
     info = {"splits": {"train": {"name": "train", "filenames": [tar.name], "shard_lengths": [2], "num_samples": 2}}}
     (tmp_path / "_info.json").write_text(json.dumps(info))  # timm's own keys and no others
     split = open_split(tmp_path, "train")
-    assert [split.key(i) for i in range(2)] == ["./dir.d/a", long] and split.num_classes == 3 and split.class_names == []
+    assert [split.key(i) for i in range(2)] == ["./dir.d/a", long]
+    assert split.num_classes == 3
+    assert split.class_names == []
 
 
 def test_travels_to_workers_by_pickle_fork_and_threads(root):
@@ -279,6 +283,16 @@ def test_stale_index_is_rebuilt(root, spoil, caplog):
     assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
     assert path.read_bytes() == before
     assert "rebuilding" in caplog.text
+    assert isinstance(split.index, np.memmap)
+    assert not list(root.glob(".*.tmp"))
+
+
+def test_index_that_cannot_be_written_stays_in_memory(root, caplog):
+    (root / "train.index.npy").unlink()
+    (root / "train.index.npy").mkdir()  # root may write to any folder, but nobody renames a file onto a folder
+    split = pickle.loads(pickle.dumps(open_split(root, "train")))
+    assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
+    assert "kept in memory only" in caplog.text
     assert not list(root.glob(".*.tmp"))
 
 

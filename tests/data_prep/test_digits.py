@@ -1,4 +1,4 @@
-"""The digits: real ones, legible ones, each person's writing in one split only, the same bytes every time."""
+"""The digits: real ones, legible ones, each original in one split only, the same bytes every time."""
 
 import io
 import json
@@ -42,7 +42,8 @@ def test_default_counts_and_balance():
     splits = catalogue().splits
     assert {split: len(samples) for split, samples in splits.items()} == {"train": 8628, "val": 1795}
     val = Counter(sample.label for sample in splits["val"])
-    assert min(val.values()) == 175 and max(val.values()) == 185  # 35 to 37 originals of each digit
+    assert min(val.values()) == 175
+    assert max(val.values()) == 185
     assert not {s.origin.original for s in splits["train"]} & {s.origin.original for s in splits["val"]}
     assert catalogue(seed=1).splits["val"] != splits["val"]
 
@@ -52,13 +53,16 @@ def test_same_options_same_bytes(root, tmp_path):
     for path in root.iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
     options = json.loads((root / "_info.json").read_text())["options"]
-    assert options["renderings"] == 1 and options["image_size"] == 40 and options["seed"] == 0
+    assert options["renderings"] == 1
+    assert options["image_size"] == 40
+    assert options["seed"] == 0
 
 
 def test_renderings_differ_by_copy_and_seed_alone():
     pixels = bytes(range(16)) * 4
     images = [read(Rendering(pixels, *which)) for which in ((7, 0, 48, 0), (7, 1, 48, 0), (7, 0, 48, 1), (8, 0, 48, 0), (7, 0, 48, 0))]
-    assert len(set(images)) == 4 and images[0] == images[4]
+    assert len(set(images)) == 4
+    assert images[0] == images[4]
 
 
 def test_uniform_numbers_are_splitmix64():
@@ -71,7 +75,10 @@ def test_uniform_numbers_are_splitmix64():
 def test_textures_are_calm(kind):
     for n in range(20):
         pattern = texture(kind, 48, Uniform(n.to_bytes(8, "little")))
-        assert pattern.shape == (48, 48) and pattern.min() >= 0 and pattern.max() <= 1 and np.ptp(pattern) > 0.2
+        assert pattern.shape == (48, 48)
+        assert pattern.min() >= 0
+        assert pattern.max() <= 1
+        assert np.ptp(pattern) > 0.2
         assert max(np.abs(np.diff(pattern, axis=axis)).max() for axis in (0, 1)) < 0.75
 
 
@@ -85,4 +92,6 @@ def test_digits_stand_out_and_lie_inside():
         ink = np.abs(luminance - np.median(border)) > 0.35
         assert 0.03 < ink.mean() < 0.5, f"{sample}: {ink.mean():.0%} of the image is ink"
         mask = digit_mask(np.frombuffer(sample.origin.pixels, np.uint8).reshape(8, 8), 48, Uniform(b"%08d" % sample.origin.original))
-        assert mask.min() >= 0 and mask.max() <= 1 and 0.03 < mask.mean() < 0.5
+        assert mask.min() >= 0
+        assert mask.max() <= 1
+        assert 0.03 < mask.mean() < 0.5

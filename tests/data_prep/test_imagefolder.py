@@ -42,8 +42,10 @@ def test_train_and_val(tmp_path, capsys):
     assert train.class_names == ["a", "b"]
     labels = {train.key(i): int(train.index["label"][i]) for i in range(train.num_samples)}
     assert sorted(labels.values()) == [0, 0, 0, 1, 1]
-    assert {"b_x", "b_deep_x", "a_x_y"} <= labels.keys() and len(labels) == 5  # a/x.jpg and a/x.png got two keys
-    assert [val.key(i) for i in range(val.num_samples)] == ["b_x"] and val.index["label"].tolist() == [1]
+    assert {"b_x", "b_deep_x", "a_x_y"} <= labels.keys()
+    assert len(labels) == 5
+    assert [val.key(i) for i in range(val.num_samples)] == ["b_x"]
+    assert val.index["label"].tolist() == [1]
     assert val.read(0) == (source / "val/b/x.jpg").read_bytes()
 
 
@@ -57,9 +59,11 @@ def test_other_names_of_val(tmp_path, name):
 def test_classes_alone_are_split_by_class(flat):
     found = catalogue(flat, 0.2)
     counts = {split: [sum(s.label == label for s in samples) for label in (0, 1)] for split, samples in found.splits.items()}
-    assert found.class_names == ["ape", "zebra"] and counts == {"train": [25, 16], "val": [6, 4]}
+    assert found.class_names == ["ape", "zebra"]
+    assert counts == {"train": [25, 16], "val": [6, 4]}
     keys = {split: {s.key for s in samples} for split, samples in found.splits.items()}
-    assert not keys["train"] & keys["val"] and len(keys["train"] | keys["val"]) == 51
+    assert not keys["train"] & keys["val"]
+    assert len(keys["train"] | keys["val"]) == 51
     add(flat / "ape" / "another.jpg")  # one image more moves at most one other
     assert len(keys["val"] - {s.key for s in catalogue(flat, 0.2).splits["val"]}) <= 1
     assert list(catalogue(flat, 0).splits) == ["train"]
@@ -94,7 +98,8 @@ def test_errors_are_one_line_and_status_2(tmp_path, paths, argument, message, ca
         add(source / path) if path.endswith("jpg") else ((source / path).parent.mkdir(parents=True, exist_ok=True), (source / path).write_text(""))
     assert main([str(source / argument), "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
     assert re.search(message, error), error
     assert not (tmp_path / "out").exists()
 

@@ -120,7 +120,9 @@ def test_errors_are_one_line_and_status_2(foreign, prepare, message, capsys):
     prepare(foreign)
     assert main([str(foreign), "--workers", "1"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
     assert not (foreign / "_info.json").exists()
 
 
@@ -132,4 +134,5 @@ def test_split_names():
 
 def test_help_is_readable():
     done = subprocess.run([sys.executable, "-m", "data_prep.index", "--help"], capture_output=True, text=True, check=True)
-    assert "ROOT" in done.stdout and "--workers N" in done.stdout
+    assert "ROOT" in done.stdout
+    assert "--workers N" in done.stdout

@@ -47,7 +47,8 @@ def test_workers_and_order_leave_no_trace(written, tmp_path):
     backwards = {split: samples[::-1] for split, samples in catalogue.splits.items()}
     write(Catalogue("test", {}, ["a", "b", "c"], backwards, bytes), tmp_path / "b", num_shards=4, workers=2)
     assert digest(tmp_path / "b") == digest(written)
-    assert not list(written.glob(".*")) and not (written / "_writing.json").exists()
+    assert not list(written.glob(".*"))
+    assert not (written / "_writing.json").exists()
 
 
 def test_every_sample_once_with_its_label(written):
@@ -61,7 +62,9 @@ def test_every_sample_once_with_its_label(written):
 def test_shards_are_plain_tars(written):
     info = json.loads((written / "_info.json").read_text())
     train = info["splits"]["train"]
-    assert train["name"] == "train" and train["num_samples"] == 23 and sorted(train["shard_lengths"]) == [5, 6, 6, 6]
+    assert train["name"] == "train"
+    assert train["num_samples"] == 23
+    assert sorted(train["shard_lengths"]) == [5, 6, 6, 6]
     assert len(info["splits"]["val"]["filenames"]) == 1  # in proportion: 4 * 7 / 23
     for name, num_bytes, sha256 in zip(train["filenames"], train["shard_bytes"], train["shard_sha256"], strict=True):
         data = (written / name).read_bytes()
@@ -69,7 +72,8 @@ def test_shards_are_plain_tars(written):
         with tarfile.open(written / name) as tar:
             for member in tar:
                 assert (member.mode, member.uid, member.gid, member.mtime, member.uname, member.gname) == (0o644, 0, 0, 0, "", "")
-                assert member.isreg() and not member.pax_headers
+                assert member.isreg()
+                assert not member.pax_headers
         listing = subprocess.run(["tar", "-tvf", written / name], check=True, capture_output=True, text=True)
         assert listing.stderr == ""
         keys = [line.split()[-1] for line in listing.stdout.splitlines()]
@@ -165,16 +169,20 @@ def test_images_pass_untouched_or_become_rgb_jpeg():
     for mode in ("RGB", "L"):
         assert as_jpeg(image_bytes(5, "JPEG", mode)) == image_bytes(5, "JPEG", mode)
     for format, mode in (("JPEG", "CMYK"), ("PNG", "RGBA"), ("PNG", "P"), ("PNG", "RGB"), ("WEBP", "RGB"), ("GIF", "P"), ("TIFF", "RGB")):
-        given = Image.open(io.BytesIO(image_bytes(5, format, mode))).convert("RGB")
+        given = Image.open(io.BytesIO(image_bytes(5, format, mode))).convert("RGB").resize((1, 1), Image.Resampling.BOX)
         with Image.open(io.BytesIO(as_jpeg(image_bytes(5, format, mode)))) as image:
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (24, 16))
-            assert all(abs(a - b) <= 6 for a, b in zip(image.getpixel((9, 9)), given.getpixel((9, 9)), strict=True)), (format, mode)
+            assert all(abs(a - b) <= 6 for a, b in zip(image.resize((1, 1), Image.Resampling.BOX).getpixel((0, 0)), given.getpixel((0, 0)), strict=True)), (
+                format,
+                mode,
+            )
 
 
 def test_safe_keys():
     assert safe_key("n01/a.b c\n") == "n01_a_b_c_"
     long = "é" * 80
-    assert len(safe_key(long).encode()) <= 90 and safe_key(long) != safe_key(long + "x")
+    assert len(safe_key(long).encode()) <= 90
+    assert safe_key(long) != safe_key(long + "x")
     assert safe_key("bad\udcff") == "bad\ufffd"
 
 
@@ -224,8 +232,11 @@ def test_full_disk_is_one_line_and_continues(digits, tmp_path):
     command = " ".join(map(str, [*DIGITS, "--out", root, "--workers", "1"]))
     failed = subprocess.run(["bash", "-c", f"ulimit -f 100; exec {command}"], capture_output=True, text=True)
     assert failed.returncode == 2
-    assert failed.stderr.startswith("error: ") and failed.stderr.count("\n") == 1
-    assert ".tar: File too large" in failed.stderr and "it continues" in failed.stderr
-    assert not list(root.glob("*.tar")) and not list(root.glob(".*.tmp"))
+    assert failed.stderr.startswith("error: ")
+    assert failed.stderr.count("\n") == 1
+    assert ".tar: File too large" in failed.stderr
+    assert "it continues" in failed.stderr
+    assert not list(root.glob("*.tar"))
+    assert not list(root.glob(".*.tmp"))
     subprocess.run([*DIGITS, "--out", root, "--workers", "2"], check=True)
     assert digest(root) == digest(digits)

@@ -91,6 +91,7 @@ def draw_mix(config: AugmentConfig, table: NDArray[np.float32], weights: NDArray
     """
     if not _mixes(config):
         return
+    assert first_row % config.mix_group_size == 0 == len(table) % config.mix_group_size, "groups must not be torn apart"
     group = (first_row + np.arange(len(table))) // config.mix_group_size
     keys = fold(seed, position, group, _MIX)
     both = config.mixup_alpha > 0 and config.cutmix_alpha > 0
@@ -178,7 +179,8 @@ RANDAUGMENT_PROB = 0.5
 
 
 def _grey(images: Tensor) -> Tensor:
-    return (images * images.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True).round()
+    weights = images.new_tensor([19595.0, 38470.0, 7471.0]).view(1, 3, 1, 1)  # Pillow's integers; their sums stay exact in float32
+    return (((images * weights).sum(1, keepdim=True) + 32768.0) / 65536.0).floor()
 
 
 def _factor(strength: Tensor) -> Tensor:
@@ -256,7 +258,7 @@ def _warp(images: Tensor, fill: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tens
     x = torch.arange(width, device=images.device, dtype=torch.float32).view(1, 1, -1) - (width - 1) / 2
     at_x, at_y = a * x + b * y + c, d * x + e * y + f
     grid = torch.stack([at_x * (2.0 / width), at_y * (2.0 / height)], -1)
-    inside = (at_x.abs() <= (width - 1) / 2 + 0.5) & (at_y.abs() <= (height - 1) / 2 + 0.5)
+    inside = (at_x >= -width / 2) & (at_x < width / 2) & (at_y >= -height / 2) & (at_y < height / 2)
     warped = F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
     return torch.where(inside[:, None], warped, fill)
 

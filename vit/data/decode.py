@@ -1,6 +1,6 @@
 """Encoded image bytes in, cropped and resized uint8 pixels out.
 
-The data's story: simplejpeg (libjpeg-turbo) decodes a JPEG to an (H, W, C) array; Pillow takes whatever simplejpeg does not (CMYK, PNG, WebP).
+The data's story: simplejpeg (libjpeg-turbo) decodes a JPEG to an (H, W, C) array; Pillow takes whatever simplejpeg does not (PNG, WebP).
 A view of the wanted window goes through torch's antialiased uint8 resize in its fast memory layout, channels last, and lands in one row
 of the batch. Nothing is converted to float here. EXIF orientation is ignored, as in every published number.
 """
@@ -28,7 +28,7 @@ def decode(data: bytes, channels: int = 3) -> NDArray[np.uint8]:
         try:
             with Image.open(io.BytesIO(data)) as image:
                 pixels = np.array(image.convert("RGB" if channels == 3 else "L"))
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        except Exception as error:  # each of Pillow's plugins has its own: OSError, SyntaxError, RuntimeError, TypeError, ...
             reason = jpeg_error if data[:2] == b"\xff\xd8" else error
             raise ValueError(f"cannot decode {len(data)} bytes: {reason}") from None
         return pixels.reshape(*pixels.shape[:2], channels)

@@ -276,9 +276,10 @@ def write_info(
     splits: shard file names of each split, in order. source, options: where the data come from, recorded as given.
     class_names: name of each label, or [] if unknown. Raises ShardError naming the shards that have no sidecar yet.
     """
-    sidecars = {name: read_sidecar(root / name) for names in splits.values() for name in names}
-    if missing := [name for name, sidecar in sidecars.items() if sidecar is None]:
-        text = f"{len(missing)} of {len(sidecars)} shards have no sidecar (first: {missing[0]})"
+    filenames = [name for names in splits.values() for name in names]
+    sidecars = {name: sidecar for name in filenames if (sidecar := read_sidecar(root / name)) is not None}
+    if missing := [name for name in filenames if name not in sidecars]:
+        text = f"{len(missing)} of {len(filenames)} shards have no sidecar (first: {missing[0]})"
         raise ShardError(f"{root}: not complete, {text}; run the command that writes them again, it continues")
     info = {"format_version": FORMAT_VERSION, "source": source, "options": options, **extra, "num_classes": num_classes}
     info |= {"class_names": class_names, "splits": {}}
@@ -310,7 +311,7 @@ def read_info(root: Path | str) -> dict[str, Any]:
 
 
 def write_index(root: Path, split: str, rows_by_shard: Iterable[np.ndarray]) -> np.ndarray:
-    """Write `<root>/<split>.index.npy` from the `index_rows` of each shard, in order, and return it.
+    """Write `<root>/<split>.index.npy` from the `index_rows` of each shard, in order, and return it, mapped.
 
     Where the folder cannot be written the index is only returned: a read-only data set stays usable.
     """
@@ -323,9 +324,10 @@ def write_index(root: Path, split: str, rows_by_shard: Iterable[np.ndarray]) -> 
     try:
         with replacing(path) as file:
             np.save(file, index)
+        return np.load(path, mmap_mode="r")
     except OSError as error:
         log.warning("%s is kept in memory only (%s); it is rebuilt each time the data are opened", path, error.strerror)
-    return index
+        return index
 
 
 def build_index(root: Path | str, split: str, filenames: list[str] | None = None) -> np.ndarray:
@@ -432,7 +434,8 @@ class Split:
         if len(name.encode("utf-8", "surrogateescape")) >= 100:  # perhaps cut, and its whole name in another header
             first = int(np.searchsorted(self.index["shard"], shard))
             return scan_tar(self.root / self.filenames[shard])[i % self.num_samples - first].key
-        return _KEY_AND_EXT.fullmatch(name)[1]
+        named = _KEY_AND_EXT.fullmatch(name)
+        return named[1] if named else name
 
     def close(self) -> None:
         """Close the shards' file descriptors; the next read opens them again."""
@@ -442,7 +445,7 @@ class Split:
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "_fds": {}}
         if isinstance(self.index, np.memmap):
-            state["index"] = Path(self.index.filename)
+            state["index"] = Path(str(self.index.filename))
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

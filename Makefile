@@ -1,0 +1,35 @@
+# Two commands from a fresh clone: `make demo` and `make test`. Each makes .venv on its first call; later calls install nothing.
+# CPU-only wheels on a laptop:  export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu   before the first call.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+RANKS ?= 2
+
+.PHONY: demo test check soak clean
+
+demo: $(INSTALLED)
+	@RANKS=$(RANKS) bash launch/demo.sh
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow"
+
+# Kills and exits, many of them: minutes to an hour. COUNT is the number of kills per case and of finished runs.
+soak: $(INSTALLED)
+	$(BIN)/python tests/soak.py $(if $(COUNT),--count $(COUNT))
+
+$(INSTALLED): requirements.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found: install it, or name it with make PYTHON=/path/to/python3"; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) lacks venv: install it (Debian, Ubuntu: apt-get install python3-venv), then run make again"; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+clean:
+	rm -rf .venv data/digits runs/demo

@@ -1,0 +1,101 @@
+"""Batches must not depend on ranks, workers or where the loader starts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vit.config import AugmentConfig
+from vit.data.loader import EvalBatches, ImageFormat, Loader, TrainBatches
+from vit.data.order import make_order
+from vit.data.shards import ShardError, open_split
+
+BATCH, FORMAT = 24, ImageFormat((16, 16), 3, "bilinear")
+AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, randaugment_layers=2)
+
+
+def global_batches(root, ranks: int, workers: int, start: int, stop: int) -> list[list[torch.Tensor]]:
+    """The batches at positions [start, stop) as all ranks together see them: ids, images, labels, table."""
+    split = open_split(root, "train")
+    order = make_order(split.num_samples, BATCH, seed=3)
+    parts = []
+    for rank in range(ranks):
+        batches = TrainBatches(split, order, AUGMENT, FORMAT, rank=rank, world_size=ranks)
+        with Loader(batches, start, stop, num_workers=workers) as loader:
+            parts.append([[b.ids, b.images, b.labels, b.table] for b in loader])
+    return [[torch.cat(pieces) for pieces in zip(*step, strict=True)] for step in zip(*parts, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def reference(shards):
+    return global_batches(shards, 1, 0, 0, 12)  # six epochs of two batches, 12 of the 60 samples dropped in each
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 3), (2, 1), (3, 2), (4, 5)])
+def test_the_same_batches_on_any_ranks_and_workers(ranks, workers, shards, reference):
+    for step, (ours, expected) in enumerate(zip(global_batches(shards, ranks, workers, 0, 12), reference, strict=True)):
+        for name, a, b in zip(("ids", "images", "labels", "table"), ours, expected, strict=True):
+            assert torch.equal(a, b), f"{name} of batch {step} on {ranks} ranks x {workers} workers"
+
+
+@pytest.mark.parametrize("start", range(11))
+def test_a_loader_that_starts_at_any_step_goes_on_with_the_same_batches(start, shards, reference):
+    for ours, expected in zip(global_batches(shards, 2, 0, start, 12), reference[start:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def test_an_epoch_has_a_sample_at_most_once_and_with_its_own_label(shards, reference):
+    split = open_split(shards, "train")
+    ids = torch.cat([batch[0] for batch in reference[:2]]).numpy()
+    assert len(set(ids)) == 48
+    assert set(ids) <= set(range(60))
+    labels = torch.cat([batch[2] for batch in reference[:2]]).numpy()
+    assert (labels == split.index["label"][ids]).all()
+    assert all(split.key(int(i)).startswith(f"class{label}_") for i, label in zip(ids, labels, strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 7), (2, 8), (3, 5), (8, 4)])
+def test_evaluation_batches_hold_every_sample_once_in_equal_shapes(ranks, batch_size, shards):
+    split, seen = open_split(shards, "val"), []
+    lengths = set()
+    for rank in range(ranks):
+        batches = EvalBatches(split, FORMAT, 0.875, batch_size, rank=rank, world_size=ranks)
+        lengths.add(len(batches))
+        with Loader(batches, 0, len(batches)) as loader:
+            for batch in loader:
+                assert batch.images.shape == (batch_size, 3, 16, 16)
+                seen += batch.ids[batch.weights > 0].tolist()
+    assert sorted(seen) == list(range(23))
+    assert len(lengths) == 1, "every rank must make the same number of forward passes"
+
+
+def corrupted(shards, tmp_path, label_of=4):
+    """A copy of the shards in which the JPEG data of one training sample are zeros."""
+    import shutil
+
+    shutil.copytree(shards, tmp_path / "shards")
+    row = open_split(shards, "train").index[label_of]
+    path = tmp_path / "shards" / open_split(shards, "train").filenames[row["shard"]]
+    with path.open("r+b") as file:
+        file.seek(int(row["offset"]))
+        file.write(bytes(int(row["size"])))
+    return tmp_path / "shards"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_unreadable_image_is_an_error_that_names_it(workers, shards, tmp_path):
+    split = open_split(corrupted(shards, tmp_path), "train")
+    batches = TrainBatches(split, make_order(60, BATCH), AUGMENT, FORMAT)
+    with pytest.raises(ShardError, match=rf"{split.key(4)!r} at byte \d+: cannot decode .*; data.on_bad_image=skip"), Loader(batches, 0, 5, num_workers=workers) as loader:
+        list(loader)
+
+
+def test_a_skipped_image_keeps_its_row_with_weight_0_and_is_nobodys_partner(shards, tmp_path):
+    split = open_split(corrupted(shards, tmp_path), "train")
+    with Loader(TrainBatches(split, make_order(60, BATCH), AUGMENT, FORMAT, on_bad_image="skip"), 0, 5) as loader:
+        batch = next(b for b in loader if 4 in b.ids)
+    row = batch.ids.tolist().index(4)
+    assert batch.bad_keys == (split.key(4),)
+    assert np.flatnonzero(batch.weights == 0).tolist() == [row]
+    assert batch.table[row ^ 1, 1] == 1.0, "its partner in the group of two keeps its own image and label"

@@ -1,0 +1,258 @@
+"""The order of samples against its description, read out one sample at a time, and the properties users rely on.
+
+`python tests/data/test_order.py` writes golden_order.json anew: only for a change that is meant to break the resuming of runs.
+"""
+
+import json
+import tracemalloc
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vit.data.order import Order, Permutation, fold, hash64, make_order, sample_checksum, uniform
+
+GOLDEN = Path(__file__).with_name("golden_order.json")
+SEEDS = st.integers(0, 2**63 - 1)
+
+
+# --- the oracle: Python's integers, no numpy ----------------------------------------------------------------------------------------------
+
+
+def mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+def key_of(*parts: int) -> int:
+    key = 0
+    for part in parts:
+        key = mix(key ^ mix(part))
+    return key
+
+
+def feistel(n: int, key: int, value: int) -> int:
+    half = (max(2, (n - 1).bit_length()) + 1) // 2
+    while True:
+        left, right = divmod(value, 2**half)
+        for number in range(6):
+            left, right = right, left ^ mix(right ^ key_of(key, number)) % 2**half
+        value = left * 2**half + right
+        if value < n:
+            return value
+
+
+def brute_force_epoch(order: Order, epoch: int) -> list[list[int]]:
+    """All batches of an epoch, from lists of all samples."""
+    n, block, seed = order.num_samples, order.block_samples, order.seed
+    last = (n - 1) // block
+    blocks = [feistel(last, key_of(seed, epoch, 1), i) for i in range(last)]
+    blocks.insert(key_of(seed, epoch, 2) % (last + 1), last)
+    sequence = [sample for b in blocks for sample in range(b * block, min((b + 1) * block, n))]
+
+    share = order.global_batch_size // order.num_lanes
+    length, window = n // order.global_batch_size * share, order.window_blocks * block
+    lanes = []
+    for lane in range(order.num_lanes):
+        places = sequence[lane * length : (lane + 1) * length]
+        if block > 1:
+            first_border = window - (lane * window // order.num_lanes if length > window else 0)
+            borders = [0, *range(first_border, length, window), length]
+            windows = [places[low:high] for low, high in pairwise(borders)]
+            places = []
+            for number, members in enumerate(windows):
+                by_hash = sorted(range(len(members)), key=lambda i: key_of(seed, epoch, 3, lane, number, i))
+                places += [members[i] for i in by_hash]
+        lanes.append(places)
+    return [[s for lane in lanes for s in lane[step * share : (step + 1) * share]] for step in range(order.steps_per_epoch)]
+
+
+@st.composite
+def orders(draw) -> Order:
+    lanes, share = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    batch = lanes * share
+    return make_order(draw(st.integers(batch, batch + 300)), batch, draw(SEEDS), lanes, draw(st.integers(1, 20)), draw(st.integers(1, 5)))
+
+
+# --- the hash -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_hash_is_the_published_splitmix64():
+    steps = np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # the generator's first outputs from state 0
+    assert hash64(steps).tolist() == published
+
+
+@given(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5))
+def test_fold_chains_the_hash_over_its_parts(parts):
+    assert int(fold(*parts)) == key_of(*parts)
+
+
+def test_fold_broadcasts_and_heeds_the_order_of_its_parts():
+    table = fold(1, np.arange(3)[:, None], np.arange(4))
+    assert table.shape == (3, 4)
+    assert table[2, 1] == fold(1, 2, 1) != fold(1, 1, 2)
+    assert len(np.unique(table)) == 12
+
+
+def test_uniform_numbers_are_uniform():
+    numbers = uniform(3, np.arange(20_000))
+    assert 0 <= numbers.min() < numbers.max() < 1
+    assert scipy.stats.kstest(numbers, "uniform").pvalue > 1e-3
+    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
+
+
+# --- the permutation ----------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 600), SEEDS)
+def test_permutation_is_a_feistel_network_that_hits_each_value_once(n, key):
+    values = Permutation(n, key)(np.arange(n))
+    assert sorted(values.tolist()) == list(range(n))
+    assert values.tolist() == [feistel(n, key, i) for i in range(n)]
+
+
+def test_each_sample_is_equally_likely_in_each_place():
+    n, epochs = 12, 3000
+    counts = np.zeros((n, n), dtype=int)
+    order = make_order(n, n, num_lanes=1)
+    for epoch in range(epochs):
+        counts[order.batch(epoch), np.arange(n)] += 1
+    assert scipy.stats.chisquare(counts.ravel()).pvalue > 1e-3
+
+
+# --- the order ----------------------------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(orders(), st.integers(0, 1000))
+def test_batches_are_those_of_the_description(order, epoch):
+    start = epoch * order.steps_per_epoch
+    assert [order.batch(start + step).tolist() for step in range(order.steps_per_epoch)] == brute_force_epoch(order, epoch)
+
+
+@settings(deadline=None)
+@given(orders(), st.integers(0, 3))
+def test_samples_of_an_epoch_are_distinct_and_in_range(order, epoch):
+    start = epoch * order.steps_per_epoch
+    ids = np.concatenate([order.batch(start + step) for step in range(order.steps_per_epoch)])
+    assert len(np.unique(ids)) == len(ids) == order.num_samples - order.dropped_per_epoch
+    assert ids.min() >= 0
+    assert ids.max() < order.num_samples
+
+
+@settings(deadline=None)
+@given(orders(), st.integers(0, 10_000), st.data())
+def test_ranks_share_a_batch_whatever_their_number(order, position, data):
+    batch = order.batch(position).tolist()
+    for ranks in (r for r in range(1, len(batch) + 1) if len(batch) % r == 0):
+        size = len(batch) // ranks
+        assert [s for r in range(ranks) for s in order.rows(position, r * size, (r + 1) * size).tolist()] == batch
+    start = data.draw(st.integers(0, len(batch) - 1))
+    stop = data.draw(st.integers(start + 1, len(batch)))
+    assert order.rows(position, start, stop).tolist() == batch[start:stop]
+
+
+@settings(deadline=None, max_examples=50)
+@given(orders(), st.lists(st.integers(0, 60), min_size=1, max_size=30))
+def test_any_batch_is_found_without_the_ones_before_it(order, positions):
+    in_turn = make_order(order.num_samples, order.global_batch_size, order.seed, order.num_lanes, order.block_samples, order.window_blocks)
+    sequence = [in_turn.batch(position).tolist() for position in range(61)]
+    assert [order.batch(position).tolist() for position in positions] == [sequence[position] for position in positions]
+
+
+@pytest.mark.parametrize("block_samples", [1, 16])
+def test_epochs_and_seeds_differ_and_the_same_seed_repeats(block_samples):
+    def epochs(seed: int) -> list[tuple[int, ...]]:
+        order = make_order(1000, 48, seed, block_samples=block_samples, window_blocks=2)
+        return [tuple(order.batch(position)) for position in range(0, 10 * order.steps_per_epoch, order.steps_per_epoch)]
+
+    assert epochs(5) == epochs(5)
+    assert len({*epochs(5), *epochs(6), *epochs(5 + 2**40)}) == 30
+
+
+def test_the_dropped_tail_differs_from_epoch_to_epoch():
+    order = make_order(100, 32)
+    kept = [frozenset(np.concatenate([order.batch(3 * epoch + step) for step in range(3)]).tolist()) for epoch in range(50)]
+    assert order.dropped_per_epoch == 4
+    assert frozenset.union(*kept) == frozenset(range(100))
+    assert len(set(kept)) == 50
+
+
+@settings(deadline=None, max_examples=30)
+@given(orders(), st.integers(0, 50))
+def test_checksum_of_the_plan_is_the_sum_over_the_ranks(order, start):
+    size = order.global_batch_size // order.num_lanes
+    ranks = [order.rows(position, r * size, (r + 1) * size) for position in range(start, start + 4) for r in range(order.num_lanes)]
+    assert sum(sample_checksum(rows) for rows in ranks) % 2**64 == order.checksum(start, start + 4)
+    assert order.checksum(start, start + 4) == sum(mix(int(s)) for rows in ranks for s in rows) % 2**64
+
+
+def test_checksum_notices_a_repeated_sample():
+    assert sample_checksum(np.array([3, 5, 7])) == sample_checksum(np.array([7, 3, 5])) != sample_checksum(np.array([3, 5, 5]))
+
+
+# --- sizes and defaults -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_samples", [1_281_167, 10**9])
+def test_a_large_data_set_starts_anywhere_in_little_memory(num_samples):
+    order = make_order(num_samples, 4096)
+    position = 17 * order.steps_per_epoch + order.steps_per_epoch // 3
+    tracemalloc.start()
+    ids = np.concatenate([order.batch(position), order.batch(position + 1)])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(np.unique(ids)) == 8192
+    assert ids.max() < num_samples
+    assert peak < 8 * 2**20, "two windows of 1,024 in each of 64 lanes; a list of ImageNet's samples alone would be 10 MB"
+
+
+def test_blocks_keep_reads_together():
+    order = make_order(1_281_167, 4096)
+    position, window = 100, 16 * 64
+    ids = np.concatenate([order.rows(position + step, 0, 64) for step in range(3 * window // 64)])
+    assert len(np.unique(ids // 64)) < 4 * 16 + 2, "three windows of a lane read at most the blocks of four"
+
+
+def test_defaults_are_a_true_permutation_for_small_data_and_blocks_for_large():
+    small, large = make_order(262_143, 96), make_order(262_144, 96)
+    assert (small.block_samples, large.block_samples) == (1, 64)
+    assert (small.num_lanes, make_order(10_000, 4096).num_lanes, make_order(1000, 130).num_lanes, make_order(1000, 67).num_lanes) == (48, 64, 26, 1)
+    assert make_order(1000, 67).steps_per_epoch == 14
+
+
+def test_impossible_sizes_are_refused_with_what_works():
+    with pytest.raises(ValueError, match=r"data\.global_batch_size=11 exceeds the 10 training samples: choose at most 10"):
+        make_order(10, 11)
+    with pytest.raises(ValueError, match=r"data\.num_lanes=5 does not divide data\.global_batch_size=12: choose one of \[1, 2, 3, 4, 6, 12\]"):
+        make_order(100, 12, num_lanes=5)
+
+
+# --- the golden file ----------------------------------------------------------------------------------------------------------------------
+
+
+def golden_values() -> dict:
+    permutation, blocks = make_order(1000, 24, seed=7), make_order(300_000, 32, seed=2**62 + 1, num_lanes=4)
+    return {
+        "hash64": {str(x): int(hash64(x)) for x in (0, 1, 2, 2**32, 2**63, 2**64 - 1)},
+        "uniform(42, 0..4, 3)": uniform(42, np.arange(5), 3).tolist(),
+        "permutation of 1000, batches of 24, seed 7": {str(p): permutation.batch(p).tolist() for p in (0, 1, 41, 10**6)},
+        "300000 in blocks of 64, batches of 32 in 4 lanes, seed 2**62 + 1": {str(p): blocks.batch(p).tolist() for p in (0, 9374, 10**6)},
+    }
+
+
+def test_the_order_is_the_one_of_all_earlier_releases():
+    message = "the stream of random numbers changed: every run that was started before would resume with other batches. See the docstring of this file"
+    assert golden_values() == json.loads(GOLDEN.read_text()), message
+
+
+if __name__ == "__main__":
+    lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in golden_values().items())
+    GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")

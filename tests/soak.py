@@ -1,0 +1,88 @@
+"""Kills and exits in numbers: what `make test` tries once, many times over. Minutes to an hour; prints what it found.
+
+    python tests/soak.py [--count 20] [--exits 50]
+
+Kills: on 2 and on 3 ranks, `count` times SIGKILL at a random moment, in turns of one rank and of everything, and the same command again; the final
+state must equal the uninterrupted run's bit for bit. Exits: so many two-rank trainings, each of which must end with status 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from processes import Background, final_state, make_shards, metrics, train, write_config
+
+STEPS = 30
+
+
+def kill_at_random(config: Path, run_dir: Path, ranks: int, everything: bool, seconds: float) -> tuple[int, int]:
+    """Start a training, kill it after `seconds`, finish it; returns the step in the record at the kill, and the restarts."""
+    background = Background(config, run_dir, ranks=ranks)
+    time.sleep(seconds)
+    alive = background.process.poll() is None
+    step = metrics(run_dir, "train")[-1]["step"] if (run_dir / "metrics.jsonl").exists() and metrics(run_dir, "train") else 0
+    if alive and everything:
+        background.kill_all()
+    elif alive:
+        trainers = background.trainers()
+        if trainers:
+            os.kill(random.choice(trainers), signal.SIGKILL)
+        background.end()
+    else:
+        background.end()
+    train(config, run_dir, ranks=ranks)
+    return step, metrics(run_dir, "start")[-1]["restarts"]
+
+
+def main() -> int:
+    """The command line above; exit status 1 if anything differed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=20, help="kills for each number of ranks (default: %(default)s)")
+    parser.add_argument("--exits", type=int, default=50, help="finished two-rank runs (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
+    args = parser.parse_args()
+    random.seed(args.seed)
+    failures = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        root = make_shards(folder)
+        config = write_config(folder, root, steps=STEPS)
+        for ranks in (2, 3):
+            whole = folder / f"whole{ranks}"
+            began = time.monotonic()
+            train(config, whole, ranks=ranks)
+            whole_s = time.monotonic() - began
+            expected = final_state(whole, STEPS)
+            for number in range(args.count):
+                run_dir = folder / f"kill{ranks}_{number}"
+                moment = random.uniform(0.3, 1.0) * whole_s
+                step, restarts = kill_at_random(config, run_dir, ranks, number % 2 == 1, moment)
+                equal = final_state(run_dir, STEPS) == expected
+                failures += not equal
+                what = "all ranks" if number % 2 else "one rank"
+                print(f"{ranks} ranks, kill {number + 1}: {what} after {moment:.1f} s at step {step}, restarts {restarts}: {'equal' if equal else 'DIFFERENT'}", flush=True)
+        statuses = []
+        exits = write_config(folder, root, "exits.yaml", steps=2)
+        for number in range(args.exits):
+            try:
+                train(exits, folder / f"exit{number}", ranks=2)
+                statuses.append(0)
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                statuses.append(1)
+                print(error, flush=True)
+        failures += sum(statuses)
+        print(f"{len(statuses)} finished two-rank runs, {statuses.count(0)} zero exit codes")
+    print("all equal" if not failures else f"{failures} FAILURES")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Exact evaluation: the same integers whatever the ranks, and equal to a plain loop over the images."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from processes import run, train, write_config
+
+from vit.config_io import from_dict
+from vit.data.decode import decode_center
+from vit.data.shards import open_split
+from vit.model import create_model
+from vit.weights import load_weights, read_trained
+
+
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory, shards):
+    folder = tmp_path_factory.mktemp("evaluated")
+    train(write_config(folder, shards), folder / "run", "train.ema_decay=null")
+    return folder / "run"
+
+
+def evaluate(run_dir, *arguments, ranks=0) -> dict:
+    done = run("launch/eval.py", "--checkpoint", run_dir, "--json", *arguments, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_the_same_numbers_on_1_2_and_3_ranks_and_with_other_batches(trained_run):
+    reference = evaluate(trained_run)
+    assert reference["num_images"] == 23
+    for ranks in (1, 2, 3):
+        assert evaluate(trained_run, ranks=ranks) == reference
+    other = evaluate(trained_run, "--batch-size", 5, "--num-workers", 2, ranks=2)
+    assert {k: other[k] for k in ("num_images", "correct_top1", "correct_top5")} == {k: reference[k] for k in ("num_images", "correct_top1", "correct_top5")}
+    assert other["loss"] == pytest.approx(reference["loss"], abs=1e-5)
+
+
+def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
+    trained = read_trained(trained_run)
+    config = from_dict(trained.config, "test")
+    model = create_model(config.model.name, config.model.image_size, trained.num_classes, **config.model.fields()).eval()
+    load_weights(model, trained.weights)
+    split = open_split(shards, "val")
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (config.data.mean, config.data.std))
+    right, loss = 0, 0.0
+    with torch.no_grad():
+        for i in range(split.num_samples):
+            image = decode_center(split.read(i), (16, 16), config.eval.crop_ratio, "bilinear")
+            logits = model(((image / 255 - mean) / std)[None])
+            right += int(logits.argmax()) == split.index["label"][i]
+            loss += torch.nn.functional.cross_entropy(logits, torch.tensor([int(split.index["label"][i])])).item()
+    result = evaluate(trained_run)
+    assert (result["correct_top1"], result["top1"]) == (right, pytest.approx(100 * right / 23))
+    assert result["loss"] == pytest.approx(loss / 23, rel=1e-4)
+    assert result["correct_top5"] == 23, "there are three classes"
+
+
+def test_the_record_and_the_command_agree(trained_run):
+    from processes import metrics
+
+    last, result = metrics(trained_run, "eval")[-1], evaluate(trained_run)
+    assert {key: last[key] for key in result} == result
+
+
+def test_another_resolution_interpolates_positions_without_training(trained_run):
+    done = run("launch/eval.py", "--checkpoint", trained_run, "--image-size", 32, 24)
+    assert done.returncode == 0, done.stderr
+    assert "23 images at 32x24" in done.stdout
+    assert "positions resampled from 2x2 to 4x3" in done.stdout
+
+
+def test_a_checkpoint_folder_and_a_weights_file_serve_as_well(trained_run):
+    reference = evaluate(trained_run)
+    assert evaluate(trained_run / "checkpoints" / "step_00000012") == reference
+    assert evaluate(trained_run / "weights" / "last.safetensors") == reference
+
+
+def test_without_a_checkpoint_the_newest_run_is_taken_and_named(trained_run, tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(trained_run)
+    done = run("launch/eval.py", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "taking the newest run, runs/mine" in done.stderr
+    assert json.loads(done.stdout) == evaluate(trained_run)
+
+
+@pytest.mark.slow
+def test_finetuning_from_the_command_line_evaluates_before_and_after(trained_run, tmp_path, shards):
+    config = write_config(tmp_path, shards, "higher.yaml", steps=3)
+    from processes import TINY
+
+    overrides = [o for o in TINY if "image_size" not in o]
+    done = run("launch/eval.py", "--checkpoint", trained_run, "--finetune", config, f"run.dir={tmp_path / 'tuned'}", "model.image_size=24", *overrides)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[-1].strip() for line in done.stdout.splitlines() if "images at" in line] == ["23 images at 16x16", "23 images at 24x24", "23 images at 24x24"]
+    assert (tmp_path / "tuned" / "weights" / "last_ema.safetensors").exists()

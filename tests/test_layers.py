@@ -1,0 +1,67 @@
+"""Imports go down the layers only; what must be free of torch is."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAYERS = [
+    {"vit.config", "vit.config_io", "vit.distributed"},
+    {"vit.data.shards", "vit.data.order", "vit.data.decode", "vit.schedule"},
+    {"vit.data.loader", "vit.data.augment", "vit.model", "vit.loss", "vit.optim", "vit.ema", "vit.metrics"},
+    {"vit.step", "vit.evaluate", "vit.checkpoint", "vit.weights", "vit.record", "vit.visualize"},
+    {"vit.train"},
+    {"launch.train", "launch.eval"},
+]
+LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
+
+
+def modules(folder: str) -> list[Path]:
+    return [path for path in sorted((ROOT / folder).rglob("*.py")) if path.name != "__init__.py"]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    """Dotted names of our own modules that `path` imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in found if name in LEVEL or name.startswith("data_prep.")}
+
+
+@pytest.mark.parametrize("path", [*modules("vit"), *modules("launch")], ids=name_of)
+def test_imports_go_down_and_never_in_a_circle(path):
+    name = name_of(path)
+    assert name in LEVEL, f"{name} has no layer: give it one here and in docs/design.md"
+    for imported in imports_of(path):
+        assert LEVEL[imported] <= LEVEL[name], f"{name} (layer {LEVEL[name]}) imports {imported} (layer {LEVEL[imported]})"
+        if LEVEL[imported] == LEVEL[name]:
+            assert name not in imports_of(ROOT / (imported.replace(".", "/") + ".py")), f"{name} and {imported} import each other"
+
+
+@pytest.mark.parametrize("path", modules("data_prep"), ids=name_of)
+def test_data_prep_knows_the_format_and_itself_only(path):
+    assert {name for name in imports_of(path) if name.startswith("vit.")} <= {"vit.data.shards"}
+
+
+@pytest.mark.parametrize("name", ["vit.data.shards", "vit.data.order", "vit.schedule", "data_prep.imagefolder", "data_prep.digits", "data_prep.index"])
+def test_works_where_torch_is_not_installed(name):
+    code = f"import sys; sys.modules['torch'] = None; import {name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_packages_import_nothing_by_themselves():
+    for package in ("vit", "vit/data"):
+        assert not ast.parse((ROOT / package / "__init__.py").read_text()).body
