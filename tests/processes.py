@@ -81,13 +81,13 @@ def train(config: Path, run_dir: Path, *overrides: str, ranks: int = 0) -> subpr
 
 
 class Background:
-    """A training in its own process group, to be killed."""
+    """A training to be killed."""
 
     def __init__(self, config: Path, run_dir: Path, *overrides: str, ranks: int = 2):
         self.run_dir = run_dir
         self.process = subprocess.Popen(
             command("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *overrides, ranks=ranks), env=environment(), cwd=REPOSITORY,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
     def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
@@ -99,22 +99,36 @@ class Background:
             time.sleep(0.01)
 
     def trainers(self) -> list[int]:
-        """Process ids of the ranks, in no order."""
-        found = subprocess.run(["pgrep", "-g", str(self.process.pid), "-f", "launch/train.py --config"], capture_output=True, text=True, check=False)
-        return [pid for pid in map(int, found.stdout.split()) if pid != self.process.pid]
+        """Process ids of the ranks: torchrun gives each a session of its own, so only the family tree tells."""
+        return [pid for pid in _children(self.process.pid) if "launch/train.py" in _command_line(pid)]
 
     def kill_all(self) -> None:
         """SIGKILL for torchrun and every rank at once: a power cut, as far as processes can feel one."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        for pid in [*self.trainers(), self.process.pid]:
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
 
     def end(self, timeout_s: float = 120) -> str:
         """Wait for the end; returns the output."""
         try:
             return self.process.communicate(timeout=timeout_s)[0]
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self.kill_all()
             raise
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
 
 
 def last_step(run_dir: Path) -> int:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import TINY, Background, final_state, last_step, metrics, run, train, write_config
+from processes import TINY, Background, final_state, last_step, make_shards, metrics, run, train, write_config
 
 from vit import config_io
 from vit.record import read_metrics
@@ -75,17 +75,16 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(number, 
 
 
 @pytest.mark.slow
-def test_a_signal_during_the_last_evaluation_is_obeyed_and_the_evaluation_made_up_for(tmp_path, shards):
-    config = write_config(tmp_path, shards, steps=3)
+def test_a_signal_during_the_last_evaluation_is_obeyed_and_the_evaluation_made_up_for(tmp_path):
+    config = write_config(tmp_path, make_shards(tmp_path, num_val=600), steps=6)
     background = Background(config, tmp_path / "run", "eval.batch_size=1", ranks=1)
-    background.wait_for_step(3)
+    background.wait_for_step(6)
     os.kill(background.trainers()[0], signal.SIGTERM)
     background.end()
-    stopped = (tmp_path / "run" / "stopped_early").exists()
+    assert json.loads((tmp_path / "run" / "stopped_early").read_text()) == {"step": 6, "signal": "SIGTERM"}
+    assert not metrics(tmp_path / "run", "eval")
     train(config, tmp_path / "run", "eval.batch_size=1", ranks=1)
-    evals = metrics(tmp_path / "run", "eval")
-    assert [line["step"] for line in evals] == [3], f"stopped in the evaluation: {stopped}"
-    assert evals[0]["num_images"] == 23
+    assert [(line["step"], line["num_images"]) for line in metrics(tmp_path / "run", "eval")] == [(6, 600)]
 
 
 @pytest.mark.slow
@@ -162,7 +161,7 @@ def test_it_learns(tmp_path, shards):
 
 def test_finetuning_at_a_higher_resolution_starts_from_the_run(tmp_path, config):
     train(config, tmp_path / "base", "train.steps=6")
-    tuned = train(config, tmp_path / "tuned", "train.steps=3", "model.image_size=[32, 24]", f"init.checkpoint={tmp_path / 'base'}")
+    tuned = train(config, tmp_path / "tuned", "train.steps=6", "model.image_size=[32, 24]", f"init.checkpoint={tmp_path / 'base'}")
     assert "positions resampled from 2x2 to 4x3" in tuned.stderr
     assert metrics(tmp_path / "tuned", "eval")[-1]["num_images"] == 23
 

@@ -1,0 +1,92 @@
+"""The moving average of the weights against its closed form."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from vit.ema import Ema
+
+
+def model_with_buffers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+@torch.no_grad()
+def train(model: nn.Module, step: int) -> None:
+    """A stand-in for an update: new weights, new buffers."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model.train()
+    model(torch.randn(8, 3, generator=generator))
+
+
+@pytest.mark.parametrize(("decay", "first_step"), [(0.99, 0), (0.5, 0), (0.999, 5000)])
+def test_average_is_the_weighted_sum_of_all_weights(decay, first_step):
+    model = model_with_buffers()
+    ema = Ema(model, decay)
+    history, decays = [copy.deepcopy(model).double().state_dict()], []
+    for step in range(first_step, first_step + 30):
+        train(model, step)
+        ema.update(step)
+        history.append(copy.deepcopy(model).double().state_dict())
+        updates = step + 1
+        decays.append(min(decay, (1 + updates) / (10 + updates)))
+
+    shares = [1.0]
+    for value in decays:
+        shares = [share * value for share in shares] + [1 - value]
+    assert sum(shares) == pytest.approx(1)
+    for name, parameter in ema.module.named_parameters():
+        expected = sum(share * weights[name] for share, weights in zip(shares, history, strict=True))
+        torch.testing.assert_close(parameter.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_buffers_are_copied_not_averaged():
+    model = model_with_buffers()
+    ema = Ema(model, 0.9)
+    for step in range(3):
+        train(model, step)
+        ema.update(step)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(ema.module.get_buffer(name), buffer), name
+    assert ema.module[1].num_batches_tracked == 3
+    assert ema.module[1].num_batches_tracked.dtype == torch.int64
+
+
+def test_average_is_a_frozen_model_in_fp32_for_evaluation():
+    model = model_with_buffers().train()
+    ema = Ema(model, 0.9)
+    assert not ema.module.training
+    assert all(parameter.dtype == torch.float32 and not parameter.requires_grad for parameter in ema.module.parameters())
+    assert not {p.data_ptr() for p in ema.module.parameters()} & {p.data_ptr() for p in model.parameters()}
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_average_of_an_untrained_model_is_the_model():
+    model = model_with_buffers().eval()
+    inputs = torch.randn(5, 3)
+    torch.testing.assert_close(Ema(model, 0.9).module(inputs), model(inputs))
+
+
+def test_average_goes_on_from_a_checkpoint_as_if_never_interrupted():
+    uninterrupted, model = model_with_buffers(), model_with_buffers()
+    ema = Ema(uninterrupted, 0.9)
+    for step in range(4):
+        train(uninterrupted, step)
+        ema.update(step)
+        if step == 1:
+            saved = copy.deepcopy((uninterrupted.state_dict(), ema.module.state_dict()))
+
+    resumed = Ema(model, 0.9)
+    model.load_state_dict(saved[0])
+    resumed.module.load_state_dict(saved[1])
+    for step in (2, 3):
+        train(model, step)
+        resumed.update(step)
+    for name, value in ema.module.state_dict().items():
+        assert torch.equal(resumed.module.state_dict()[name], value), name

@@ -1,0 +1,122 @@
+"""Accuracy against torch's top-k, counted by hand, and equal to the last bit in any order and any partition."""
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vit.distributed import World
+from vit.metrics import Accuracy, AccuracyCounter, correct_in_top_k
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU)
+
+
+def examples(num: int, num_classes: int = 12, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return 5 * torch.randn(num, num_classes, generator=generator), torch.randint(num_classes, (num,), generator=generator)
+
+
+def counted(*batches: tuple[torch.Tensor, ...]) -> Accuracy:
+    counter = AccuracyCounter(CPU)
+    for logits, labels, *weights in batches:
+        counter.add(logits, labels, weights[0] if weights else torch.ones(len(labels)))
+    return counter.result(ALONE)
+
+
+# --- top k --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 3, 5, 12])
+def test_without_ties_top_k_is_torchs(k):
+    logits, labels = examples(500)
+    expected = (logits.topk(k).indices == labels[:, None]).any(1)
+    assert torch.equal(correct_in_top_k(logits, labels, k), expected)
+
+
+def test_a_head_of_zeros_scores_as_chance():
+    labels = torch.arange(100)
+    for k in (1, 5):
+        assert torch.equal(correct_in_top_k(torch.zeros(100, 100), labels, k), labels < k)
+
+
+@given(st.lists(st.integers(-2, 2), min_size=1, max_size=8), st.integers(1, 6))
+def test_ties_go_to_the_smaller_class_so_that_exactly_k_classes_are_right(logits, k):
+    num_classes = len(logits)
+    right = correct_in_top_k(torch.tensor([logits] * num_classes, dtype=torch.float32), torch.arange(num_classes), k)
+    ranking = sorted(range(num_classes), key=lambda c: (-logits[c], c))
+    assert set(right.nonzero().flatten().tolist()) == set(ranking[:k])
+
+
+@pytest.mark.parametrize("nan_at", [0, 2, 4])
+def test_a_row_with_nan_is_wrong(nan_at):
+    logits, labels = torch.arange(5.0).repeat(5, 1), torch.arange(5)
+    logits[:, nan_at] = float("nan")
+    assert not correct_in_top_k(logits, labels, 5).any()
+
+
+def test_an_infinite_logit_of_the_label_is_right():
+    logits = torch.tensor([[0.0, float("inf"), 1.0], [0.0, float("-inf"), 1.0]])
+    assert correct_in_top_k(logits, torch.tensor([1, 1]), 1).tolist() == [True, False]
+
+
+# --- sums ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_result_is_the_plain_mean():
+    logits, labels = examples(300)
+    result = counted((logits[:100], labels[:100]), (logits[100:], labels[100:]))
+    assert result.num_images == 300
+    assert result.correct_top1 == (logits.argmax(1) == labels).sum()
+    assert result.correct_top5 == (logits.topk(5).indices == labels[:, None]).any(1).sum()
+    assert result.top1 == pytest.approx(100 * result.correct_top1 / 300)
+    assert result.top5 == pytest.approx(100 * result.correct_top5 / 300)
+    assert result.loss == pytest.approx(F.cross_entropy(logits.double(), labels).item(), abs=1e-6)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 200), st.integers(0, 1000), st.lists(st.integers(0, 200), max_size=10), st.randoms())
+def test_sums_are_equal_for_any_order_and_any_partition(num, seed, borders, shuffle: random.Random):
+    logits, labels = examples(num, seed=seed)
+    rows = torch.tensor(shuffle.sample(range(num), num))
+    cuts = [0, *sorted(min(border, num) for border in borders), num]
+    batches = [(logits[rows[low:high]], labels[rows[low:high]]) for low, high in pairwise(cuts)]
+    assert counted(*batches) == counted((logits, labels))
+
+
+def test_filler_rows_count_nowhere():
+    logits, labels = examples(60)
+    filler, weights = logits.clone(), torch.ones(60)
+    weights[1::2] = 0
+    filler[1::4] = float("nan")
+    filler[3::4] = 1e30
+    assert counted((filler, labels, weights)) == counted((logits[::2], labels[::2]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_logit_that_is_not_finite_makes_the_loss_nan_and_leaves_the_counts(bad):
+    logits, labels = examples(20)
+    logits[7, (labels[7] + 1) % 12] = bad
+    result, others = counted((logits, labels)), counted((logits[:7], labels[:7]), (logits[8:], labels[8:]))
+    assert math.isnan(result.loss)
+    assert result.num_images == 20
+    assert 0 <= result.correct_top1 - others.correct_top1 <= 1
+
+
+def test_no_image_is_no_division_by_zero():
+    assert counted() == Accuracy(0, 0, 0, 0.0, 0.0, 0.0)
+
+
+def test_fewer_than_five_classes_are_allowed():
+    logits, labels = examples(10, num_classes=3)
+    assert counted((logits, labels)).top5 == 100
+
+
+def test_half_precision_logits_count_as_their_fp32_values():
+    logits, labels = examples(50)
+    assert counted((logits.bfloat16(), labels)) == counted((logits.bfloat16().float(), labels))
