@@ -170,10 +170,16 @@ def _prepare(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m data_prep.digits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m data_prep.digits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--image-size", type=positive, default=48, metavar="N", help="side in pixels (default: %(default)s)")
-    parser.add_argument("--renderings", type=positive, default=6, metavar="N", help="training images of each original (default: %(default)s)")
-    parser.add_argument("--val-renderings", type=positive, default=5, metavar="N", help="validation images of each original (default: %(default)s)")
+    parser.add_argument(
+        "--renderings", type=positive, default=6, metavar="N", help="training images of each original (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--val-renderings", type=positive, default=5, metavar="N", help="validation images of each original (default: %(default)s)"
+    )
     add_arguments(parser)
     return run(_prepare, parser.parse_args(argv))
 

@@ -69,7 +69,10 @@ def catalogue(source: Path, val_fraction: float | None = None) -> Catalogue:
     folder is missing, holds no images or a single class, or if val has classes that train lacks.
     """
     if not source.is_dir():
-        raise PrepError(f"{source}: {'not a folder' if source.exists() else 'no such folder'}; expected a folder with one subfolder of images for each class")
+        raise PrepError(
+            f"{source}: {'not a folder' if source.exists() else 'no such folder'}; "
+            "expected a folder with one subfolder of images for each class"
+        )
     train_folder = source / "train" if (source / "train").is_dir() else source
     val_folder = next((source / name for name in VAL_FOLDERS if (source / name).is_dir()), None)
     if train_folder == source and val_folder is not None and not (set(_folders(source)) - set(VAL_FOLDERS)):
@@ -79,7 +82,9 @@ def catalogue(source: Path, val_fraction: float | None = None) -> Catalogue:
     train_images = _images(train_folder)
     num_images = sum(map(len, train_images.values()))
     if num_images == 0:
-        raise PrepError(f"{train_folder}: no images ({', '.join(EXTENSIONS)}) in its {len(train_images)} subfolders; expected <class>/<image>")
+        raise PrepError(
+            f"{train_folder}: no images ({', '.join(EXTENSIONS)}) in its {len(train_images)} subfolders; expected <class>/<image>"
+        )
     if empty := [name for name, found in train_images.items() if not found]:
         raise PrepError(f"{train_folder}: classes without images: {', '.join(empty)}; remove these folders or fill them")
     if len(train_images) < 2:
@@ -125,7 +130,9 @@ def _prepare(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m data_prep.imagefolder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m data_prep.imagefolder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="folder with train/ and val/, or with the classes")
     parser.add_argument(
         "--val-fraction",

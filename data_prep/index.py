@@ -37,7 +37,9 @@ def find_shards(root: Path) -> dict[str, list[str]]:
         raise PrepError(f"{root}: no .tar files; expected <split>-00000.tar or <anything>-<split>-00000.tar")
     split_by_name = {name: split_of(name) for name in names}
     if unclear := [name for name, split in split_by_name.items() if split is None]:
-        raise PrepError(f"{root}: no split in the name of {', '.join(unclear[:5])}; rename to <split>-00000.tar, or move away what is no shard")
+        raise PrepError(
+            f"{root}: no split in the name of {', '.join(unclear[:5])}; rename to <split>-00000.tar, or move away what is no shard"
+        )
     splits: dict[str, list[str]] = {}
     for name, split in split_by_name.items():
         splits.setdefault(str(split), []).append(name)
@@ -64,7 +66,8 @@ def _compare(root: Path, info: dict[str, Any], rows: dict[Path, np.ndarray]) -> 
             found = (root / name).stat().st_size
             if len(rows[root / name]) != length or size not in (None, found):
                 problems.append(
-                    f"{name} holds {len(rows[root / name])} samples in {found} bytes, _info.json says {length}{'' if size is None else f' in {size}'}"
+                    f"{name} holds {len(rows[root / name])} samples in {found} bytes, "
+                    f"_info.json says {length}{'' if size is None else f' in {size}'}"
                 )
     if problems:
         raise PrepError(f"{root}: {'; '.join(problems)}. If the tars are right, move _info.json away and run this again")
@@ -98,7 +101,9 @@ def index(root: Path, workers: int = 1) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m data_prep.index", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m data_prep.index", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("root", type=Path, metavar="ROOT", help="folder of tar shards")
     add_workers_argument(parser)
     return run(lambda args: index(args.root, args.workers), parser.parse_args(argv))

@@ -123,7 +123,9 @@ def choose_num_shards(catalogue: Catalogue, num_shards: int | None) -> dict[str,
     chosen = {split: max(1, round(num_shards * len(samples) / len(train))) for split, samples in catalogue.splits.items()}
     for split, samples in catalogue.splits.items():
         if chosen[split] > len(samples):
-            raise PrepError(f"{chosen[split]} shards for the {len(samples)} samples of split {split!r}; use --num-shards {len(train)} or fewer")
+            raise PrepError(
+                f"{chosen[split]} shards for the {len(samples)} samples of split {split!r}; use --num-shards {len(train)} or fewer"
+            )
     return chosen
 
 
@@ -137,7 +139,8 @@ def _checked(catalogue: Catalogue) -> Catalogue:
         twice = [key for key, count in Counter(sample.key for sample in splits[split]).items() if count > 1]
         if twice:
             raise PrepError(
-                f"split {split!r}: {len(twice)} keys are used more than once: {_some(sorted(twice))}; keys must differ (dots, slashes and blanks count as '_')"
+                f"split {split!r}: {len(twice)} keys are used more than once: {_some(sorted(twice))}; "
+                "keys must differ (dots, slashes and blanks count as '_')"
             )
         outside = [sample.key for sample in splits[split] if not 0 <= sample.label < len(catalogue.class_names)]
         if outside:
@@ -363,7 +366,9 @@ def run_jobs(jobs: Sequence[tuple[Callable[[Any], Any], Any, Any]], workers: int
                         except UnreadableImages as error:
                             unreadable += error.args[0]
         except BrokenProcessPool as error:
-            raise PrepError("a worker process was killed (out of memory?); run the same command again, it continues, perhaps with fewer --workers") from error
+            raise PrepError(
+                "a worker process was killed (out of memory?); run the same command again, it continues, perhaps with fewer --workers"
+            ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -451,7 +456,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-shards",
         type=positive,
         metavar="N",
-        help=f"shards of the training split, the other splits get as many in proportion (default: one for each {SHARD_BYTES >> 20} MiB, at least {MIN_SHARDS})",
+        help=f"shards of the training split, the other splits get as many in proportion "
+        f"(default: one for each {SHARD_BYTES >> 20} MiB, at least {MIN_SHARDS})",
     )
     add_workers_argument(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="deals samples to shards (default: %(default)s)")

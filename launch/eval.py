@@ -5,8 +5,8 @@
     python launch/eval.py --checkpoint runs/demo --finetune configs/demo_finetune.yaml
     torchrun --nproc_per_node=8 launch/eval.py --checkpoint runs/b16 --data /data/imagenet --json
 
-Every image of the split counts once, on any number of ranks. `--json` prints one object on stdout: num_images, correct_top1, correct_top5, top1 and
-top5 in percent, loss. Exit status: 0 done, 2 something to set right.
+Every image of the split counts once, on any number of ranks. `--json` prints one object on stdout: num_images, correct_top1,
+correct_top5, top1 and top5 in percent, loss. Exit status: 0 done, 2 something to set right.
 """
 
 from __future__ import annotations
@@ -27,18 +27,22 @@ from vit.distributed import World
 from vit.evaluate import evaluate
 from vit.metrics import Accuracy
 from vit.model import create_model
-from vit.train import build, create_augment, default_run_dir, image_format, train
+from vit.train import build, create_augment, image_format, train
 from vit.weights import Trained, load_weights, read_trained
 
 
 def main() -> World:
     """The command line above; returns the world it started."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", metavar="RUN_OR_FILE", help="run folder, checkpoint folder or weights file (default: the newest run)")
+    parser.add_argument(
+        "--checkpoint", metavar="RUN_OR_FILE", help="run folder, checkpoint folder or weights file (default: the newest run)"
+    )
     parser.add_argument("--data", metavar="ROOT", help="folder of shards (default: the one it was trained on)")
     parser.add_argument("--split", help="split to evaluate (default: the run's data.val_split)")
     parser.add_argument("--image-size", type=int, nargs="+", metavar="PIXELS", help="side, or height and width (default: as trained)")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="images in one forward pass of one rank (default: the run's eval.batch_size)")
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="images in one forward pass of one rank (default: the run's eval.batch_size)"
+    )
     parser.add_argument("--num-workers", type=int, metavar="N", help="loader processes per rank (default: the run's data.num_workers)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: %(default)s)")
     parser.add_argument("--finetune", metavar="CONFIG", help="fine-tune with this config first, and evaluate before and after")
@@ -80,7 +84,9 @@ def newest_run() -> Path:
 def config_of(trained: Trained) -> Config:
     """The config that came with the weights."""
     if trained.config is None:
-        raise ValueError(f"{trained.path}: has no config inside, so it was not written by this project's trainer: give a run folder, or a file of its weights/")
+        raise ValueError(
+            f"{trained.path}: has no config inside, so this project's trainer did not write it: give a run folder or a file of its weights/"
+        )
     return config_io.from_dict(trained.config, str(trained.path))
 
 
@@ -88,8 +94,13 @@ def with_flags(config: Config, args: argparse.Namespace) -> Config:
     """`config` with what the command line says otherwise."""
     values = config_io.to_dict(config)
     size = args.image_size and (args.image_size[0] if len(args.image_size) == 1 else args.image_size)
-    for section, key, value in (("data", "root", args.data), ("data", "val_split", args.split), ("model", "image_size", size),
-                                ("eval", "batch_size", args.batch_size), ("data", "num_workers", args.num_workers)):
+    for section, key, value in (
+        ("data", "root", args.data),
+        ("data", "val_split", args.split),
+        ("model", "image_size", size),
+        ("eval", "batch_size", args.batch_size),
+        ("data", "num_workers", args.num_workers),
+    ):
         if value is not None:
             values[section][key] = value
     return config_io.from_dict(values, "command line")
@@ -99,7 +110,9 @@ def evaluate_trained(trained: Trained, config: Config, world: World, said: TextI
     """Evaluate weights under `config`, which may name another image size than they were trained at, and tell the result to `said`."""
     split = world.main_first(lambda: open_split(config.data.root, config.data.val_split))
     if trained.num_classes is not None and split.num_classes > trained.num_classes:
-        raise ValueError(f"{split.root}: has {split.num_classes} classes, {trained.path} was trained on {trained.num_classes}: evaluate it on its own kind of data")
+        raise ValueError(
+            f"{split.root}: has {split.num_classes} classes, {trained.path} knows {trained.num_classes}: use data of its own kind"
+        )
     image = image_format(config)
     num_classes = trained.num_classes or split.num_classes
     model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
@@ -108,25 +121,34 @@ def evaluate_trained(trained: Trained, config: Config, world: World, said: TextI
     size = "x".join(map(str, image.size))
     with Progress(console=Console(stderr=True), transient=True, disable=not (world.is_main and sys.stderr.isatty())) as progress:
         task = progress.add_task(f"{split.num_samples:,} images at {size}", total=None)
-        results = evaluate({"model": model}, split, image, create_augment(config, num_classes, world), world, batch_size=config.eval.batch_size,
-                           crop_ratio=config.eval.crop_ratio, precision=config.train.precision, num_workers=config.data.num_workers,
-                           on_batch=lambda done, total: progress.update(task, completed=done, total=total))  # fmt: skip
+        results = evaluate(
+            {"model": model},
+            split,
+            image,
+            create_augment(config, num_classes, world),
+            world,
+            batch_size=config.eval.batch_size,
+            crop_ratio=config.eval.crop_ratio,
+            precision=config.train.precision,
+            num_workers=config.data.num_workers,
+            on_batch=lambda done, total: progress.update(task, completed=done, total=total),
+        )
     result = results["model"]
     if world.is_main:
         which = ", averaged weights" if trained.averaged else ""
-        print(f"{trained.path} (step {trained.step}{which}) on {split.root} {split.name!r}: {result.num_images} images at {size}", file=said)
+        print(
+            f"{trained.path} (step {trained.step}{which}) on {split.root} {split.name!r}: {result.num_images} images at {size}", file=said
+        )
         for note in notes:
             print(f"  {note}", file=said)
-        print(f"  top-1 {result.top1:.2f} % ({result.correct_top1}), top-5 {result.top5:.2f} % ({result.correct_top5}), loss {result.loss:.4f}", file=said)
+        print(f"  {result}", file=said)
     return result
 
 
 def finetune(file: str, overrides: list[str], world: World) -> tuple[Config, Path]:
     """Train with `file` from the checkpoint in `overrides`; returns its config and run folder."""
-    config, _ = config_io.load_config(file, overrides)
-    if config.run.dir is None:
-        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": default_run_dir(file)})})
-    assert config.run.dir is not None
+    config = config_io.load_config(file, overrides).config
+    assert config.run.dir is not None, "load_config names it"
     if train(build(config, world)) == "stopped":
         raise ValueError("fine-tuning was stopped before its end and saved: the same command goes on")
     world.barrier()

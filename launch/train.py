@@ -14,8 +14,10 @@ import argparse
 
 from vit import distributed
 from vit.config_io import load_config
+from vit.data.shards import open_split
 from vit.distributed import World
-from vit.train import build, default_run_dir, describe, train
+from vit.plan import describe
+from vit.train import build, train
 
 
 def main() -> World | None:
@@ -23,16 +25,16 @@ def main() -> World | None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with what differs from the defaults")
     parser.add_argument("--print-config", action="store_true", help="show every value, its origin and the derived numbers, and stop")
-    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help="resume although this setting differs from the checkpoint's")
+    parser.add_argument(
+        "--allow-change", action="append", default=[], metavar="KEY", help="resume although this setting differs from the checkpoint's"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
     args = parser.parse_args()
 
     config, origins = load_config(args.config, args.overrides)
-    if config.run.dir is None:
-        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": default_run_dir(args.config)})})
     if args.print_config:
         if distributed.is_main_process():
-            print(describe(config, origins, distributed.world_size()), end="")
+            print(describe(config, origins, open_split(config.data.root, config.data.train_split), distributed.world_size()), end="")
         return None
     world = distributed.start(config.train.device)
     train(build(config, world, args.allow_change))

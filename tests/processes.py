@@ -21,11 +21,24 @@ from safetensors.torch import load_file
 from data_prep import imagefolder
 
 REPOSITORY = Path(__file__).parent.parent
-TINY = ["model.embed_dim=32", "model.depth=2", "model.num_heads=2", "model.image_size=16", "model.name=vit_ti8", "data.num_workers=0", "log.wandb=off",
-        "eval.batch_size=8", "train.precision=fp32", "data.interpolation=bilinear", "log.every_steps=1"]  # fmt: skip
+TINY = [
+    "model.embed_dim=32",
+    "model.depth=2",
+    "model.num_heads=2",
+    "model.image_size=16",
+    "model.name=vit_ti8",
+    "data.num_workers=0",
+    "log.wandb=off",
+    "eval.batch_size=8",
+    "train.precision=fp32",
+    "data.interpolation=bilinear",
+    "log.every_steps=1",
+]
 
 
-def make_shards(folder: Path, *, num_train: int = 60, num_val: int = 23, num_classes: int = 3, size: tuple[int, int] = (24, 20), seed: int = 0) -> Path:
+def make_shards(
+    folder: Path, *, num_train: int = 60, num_val: int = 23, num_classes: int = 3, size: tuple[int, int] = (24, 20), seed: int = 0
+) -> Path:
     """Shards of noise around a colour for each class, through the real writer. Returns their root."""
     rng = np.random.default_rng(seed)
     for split, total in (("train", num_train), ("val", num_val)):
@@ -67,10 +80,19 @@ def command(script: str, *arguments: object, ranks: int = 1) -> list[str]:
     return [*launcher, str(REPOSITORY / script), *map(str, arguments)]
 
 
-def run(script: str, *arguments: object, ranks: int = 0, cwd: Path | None = None, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+def run(
+    script: str, *arguments: object, ranks: int = 0, cwd: Path | None = None, timeout_s: float = 240
+) -> subprocess.CompletedProcess[str]:
     """Run to the end; stdout and stderr as text."""
-    return subprocess.run(command(script, *arguments, ranks=ranks), capture_output=True, text=True, timeout=timeout_s, env=environment(), cwd=cwd or REPOSITORY,
-                          check=False)  # fmt: skip
+    return subprocess.run(
+        command(script, *arguments, ranks=ranks),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment(),
+        cwd=cwd or REPOSITORY,
+        check=False,
+    )
 
 
 def train(config: Path, run_dir: Path, *overrides: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
@@ -86,9 +108,13 @@ class Background:
     def __init__(self, config: Path, run_dir: Path, *overrides: str, ranks: int = 2):
         self.run_dir = run_dir
         self.process = subprocess.Popen(
-            command("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *overrides, ranks=ranks), env=environment(), cwd=REPOSITORY,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            command("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *overrides, ranks=ranks),
+            env=environment(),
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
         """Until the record has come to `step`."""

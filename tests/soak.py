@@ -2,8 +2,8 @@
 
     python tests/soak.py [--count 20] [--exits 50]
 
-Kills: on 2 and on 3 ranks, `count` times SIGKILL at a random moment, in turns of one rank and of everything, and the same command again; the final
-state must equal the uninterrupted run's bit for bit. Exits: so many two-rank trainings, each of which must end with status 0.
+Kills: on 2 and on 3 ranks, `count` times SIGKILL at a random moment, in turns of one rank and of everything, and the same command again;
+the final state must equal the uninterrupted run's bit for bit. Exits: so many two-rank trainings, each of which must end with status 0.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def main() -> int:
                 equal = final_state(run_dir, STEPS) == expected
                 failures += not equal
                 what = "all ranks" if number % 2 else "one rank"
-                print(f"{ranks} ranks, kill {number + 1}: {what} after {moment:.1f} s at step {step}, restarts {restarts}: {'equal' if equal else 'DIFFERENT'}", flush=True)
+                verdict = "equal" if equal else "DIFFERENT"
+                print(f"{ranks} ranks, kill {number + 1}: {what} after {moment:.1f} s at step {step}: {verdict}", flush=True)
         statuses = []
         exits = write_config(folder, root, "exits.yaml", steps=2)
         for number in range(args.exits):

@@ -35,7 +35,9 @@ def test_the_same_numbers_on_1_2_and_3_ranks_and_with_other_batches(trained_run)
     for ranks in (1, 2, 3):
         assert evaluate(trained_run, ranks=ranks) == reference
     other = evaluate(trained_run, "--batch-size", 5, "--num-workers", 2, ranks=2)
-    assert {k: other[k] for k in ("num_images", "correct_top1", "correct_top5")} == {k: reference[k] for k in ("num_images", "correct_top1", "correct_top5")}
+    assert {k: other[k] for k in ("num_images", "correct_top1", "correct_top5")} == {
+        k: reference[k] for k in ("num_images", "correct_top1", "correct_top5")
+    }
     assert other["loss"] == pytest.approx(reference["loss"], abs=1e-5)
 
 
@@ -94,7 +96,20 @@ def test_finetuning_from_the_command_line_evaluates_before_and_after(trained_run
     from processes import TINY
 
     overrides = [o for o in TINY if "image_size" not in o]
-    done = run("launch/eval.py", "--checkpoint", trained_run, "--finetune", config, f"run.dir={tmp_path / 'tuned'}", "model.image_size=24", *overrides)
+    done = run(
+        "launch/eval.py",
+        "--checkpoint",
+        trained_run,
+        "--finetune",
+        config,
+        f"run.dir={tmp_path / 'tuned'}",
+        "model.image_size=24",
+        *overrides,
+    )
     assert done.returncode == 0, done.stderr
-    assert [line.split(":")[-1].strip() for line in done.stdout.splitlines() if "images at" in line] == ["23 images at 16x16", "23 images at 24x24", "23 images at 24x24"]
+    assert [line.split(":")[-1].strip() for line in done.stdout.splitlines() if "images at" in line] == [
+        "23 images at 16x16",
+        "23 images at 24x24",
+        "23 images at 24x24",
+    ]
     assert (tmp_path / "tuned" / "weights" / "last_ema.safetensors").exists()

@@ -50,7 +50,9 @@ def test_a_truncated_shard(shards, config, tmp_path):
 
 
 def test_a_batch_that_cannot_be_divided(config, tmp_path):
-    assert "data.global_batch_size=7 is not a multiple of 1 ranks times augment.mix_group_size=2: use 6 or 8" in refused(config, tmp_path, "data.global_batch_size=7")
+    assert "data.global_batch_size=7 is not a multiple of 1 ranks times augment.mix_group_size=2: use 6 or 8" in refused(
+        config, tmp_path, "data.global_batch_size=7"
+    )
 
 
 def test_an_unknown_model(config, tmp_path):
@@ -73,7 +75,12 @@ def test_foreign_and_truncated_checkpoints(config, tmp_path):
     torch.save({"what": object}, tmp_path / "foreign.pth")
     (tmp_path / "text.safetensors").write_text("hello")
     (tmp_path / "empty").mkdir()
-    for name, expected in (("foreign.pth", "holds pickled objects"), ("text.safetensors", "no safetensors file"), ("empty", "neither a run folder"), ("no.pt", "does not exist")):
+    for name, expected in (
+        ("foreign.pth", "holds pickled objects"),
+        ("text.safetensors", "no safetensors file"),
+        ("empty", "neither a run folder"),
+        ("no.pt", "does not exist"),
+    ):
         done = run("launch/eval.py", "--checkpoint", tmp_path / name)
         assert done.returncode == 2
         assert expected in done.stderr
@@ -85,7 +92,9 @@ def test_weights_for_other_classes_name_the_remedy(config, tmp_path, shards):
     train(config, tmp_path / "base", "train.steps=3")
     message = refused(config, tmp_path, f"init.checkpoint={tmp_path / 'base'}", "model.num_classes=7")
     assert "the source has 3 classes, the model 7: for a new head set init.reset_head=true" in message
-    train(config, tmp_path / "tuned", "train.steps=3", f"init.checkpoint={tmp_path / 'base'}", "model.num_classes=7", "init.reset_head=true")
+    train(
+        config, tmp_path / "tuned", "train.steps=3", f"init.checkpoint={tmp_path / 'base'}", "model.num_classes=7", "init.reset_head=true"
+    )
 
 
 def test_print_config_shows_origins_and_derived_numbers_and_trains_nothing(tmp_path, shards):
@@ -96,6 +105,12 @@ def test_print_config_shows_origins_and_derived_numbers_and_trains_nothing(tmp_p
     assert lines["lr"].endswith("# command line (optim.lr=2e-3)")
     assert lines["global_batch_size"].endswith(f"# {config}:3")
     assert lines["momentum" if "momentum" in lines else "weight_decay"].endswith("# default")
-    for key, value in (("total_steps", "12"), ("warmup_steps", "3"), ("micro_batch_size", "12"), ("accumulation_steps", "1"), ("steps_per_epoch", "5")):
+    for key, value in (
+        ("total_steps", "12"),
+        ("warmup_steps", "3"),
+        ("micro_batch_size", "12"),
+        ("accumulation_steps", "1"),
+        ("steps_per_epoch", "5"),
+    ):
         assert any(line == f"#   {key}: {value}" for line in done.stdout.splitlines()), key
     assert not (tmp_path / "runs").exists()

@@ -14,7 +14,7 @@ LAYERS = [
     {"vit.config", "vit.config_io", "vit.distributed"},
     {"vit.data.shards", "vit.data.order", "vit.data.decode", "vit.schedule"},
     {"vit.data.loader", "vit.data.augment", "vit.model", "vit.loss", "vit.optim", "vit.ema", "vit.metrics"},
-    {"vit.step", "vit.evaluate", "vit.checkpoint", "vit.weights", "vit.record", "vit.visualize"},
+    {"vit.step", "vit.evaluate", "vit.checkpoint", "vit.weights", "vit.record", "vit.visualize", "vit.plan"},
     {"vit.train"},
     {"launch.train", "launch.eval"},
 ]
@@ -55,7 +55,9 @@ def test_data_prep_knows_the_format_and_itself_only(path):
     assert {name for name in imports_of(path) if name.startswith("vit.")} <= {"vit.data.shards"}
 
 
-@pytest.mark.parametrize("name", ["vit.data.shards", "vit.data.order", "vit.schedule", "data_prep.imagefolder", "data_prep.digits", "data_prep.index"])
+@pytest.mark.parametrize(
+    "name", ["vit.data.shards", "vit.data.order", "vit.schedule", "data_prep.imagefolder", "data_prep.digits", "data_prep.index"]
+)
 def test_works_where_torch_is_not_installed(name):
     code = f"import sys; sys.modules['torch'] = None; import {name}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)

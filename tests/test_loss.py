@@ -20,7 +20,10 @@ def test_loss_and_gradient_are_torchs_with_soft_targets(label_smoothing, dtype):
     torch.manual_seed(0)
     logits, targets = (torch.randn(7, 11) * 5).to(dtype), soft_targets(7, 11)
     ours, theirs = logits.clone().requires_grad_(), logits.float().requires_grad_()
-    loss, expected = cross_entropy(ours, targets, label_smoothing), F.cross_entropy(theirs, targets, reduction="none", label_smoothing=label_smoothing)
+    loss, expected = (
+        cross_entropy(ours, targets, label_smoothing),
+        F.cross_entropy(theirs, targets, reduction="none", label_smoothing=label_smoothing),
+    )
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected)
     loss.sum().backward()

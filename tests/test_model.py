@@ -61,7 +61,9 @@ def test_parameter_counts_of_the_paper(name, expected):
         assert count_parameters(create_model(name)) == expected
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("vit_ti16", "vit_tiny_patch16_224"), ("vit_s16", "vit_small_patch16_224"), ("vit_s8", "vit_small_patch8_224")])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("vit_ti16", "vit_tiny_patch16_224"), ("vit_s16", "vit_small_patch16_224"), ("vit_s8", "vit_small_patch8_224")]
+)
 def test_small_presets_are_those_of_timm(ours, theirs):
     with torch.device("meta"):
         model, guest = create_model(ours), create_model(f"timm/{theirs}")
@@ -131,10 +133,20 @@ def test_logits_equal_torchvision(representation_size):
     model = randomise(VisionTransformer(image_size=64, representation_size=representation_size, **TINY))
     guest = torchvision.models.VisionTransformer(64, 16, 2, 4, 64, 256, num_classes=10, representation_size=representation_size).eval()
     renames = [
-        ("patch_embed.proj", "conv_proj"), ("cls_token", "class_token"), ("pos_embed", "encoder.pos_embedding"), ("blocks.", "encoder.layers.encoder_layer_"),
-        ("norm1", "ln_1"), ("norm2", "ln_2"), ("attn.qkv.", "self_attention.in_proj_"), ("attn.proj", "self_attention.out_proj"),
-        ("mlp.fc1", "mlp.0"), ("mlp.fc2", "mlp.3"), ("norm.", "encoder.ln."), ("pre_logits.fc", "heads.pre_logits"), ("head.", "heads.head."),
-    ]  # fmt: skip
+        ("patch_embed.proj", "conv_proj"),
+        ("cls_token", "class_token"),
+        ("pos_embed", "encoder.pos_embedding"),
+        ("blocks.", "encoder.layers.encoder_layer_"),
+        ("norm1", "ln_1"),
+        ("norm2", "ln_2"),
+        ("attn.qkv.", "self_attention.in_proj_"),
+        ("attn.proj", "self_attention.out_proj"),
+        ("mlp.fc1", "mlp.0"),
+        ("mlp.fc2", "mlp.3"),
+        ("norm.", "encoder.ln."),
+        ("pre_logits.fc", "heads.pre_logits"),
+        ("head.", "heads.head."),
+    ]
     weights = {}
     for name, tensor in model.state_dict().items():
         for ours, theirs in renames:
@@ -334,7 +346,14 @@ def test_wrong_images_are_refused():
 def test_fields_win_over_the_name():
     with torch.device("meta"):
         model = create_model("vit_s16", 64, 7, depth=3, patch_size=(8, 16), in_chans=1)
-    assert (model.embed_dim, model.depth, model.patch_size, model.grid_size, model.in_chans, model.num_classes) == (384, 3, (8, 16), (8, 4), 1, 7)
+    assert (model.embed_dim, model.depth, model.patch_size, model.grid_size, model.in_chans, model.num_classes) == (
+        384,
+        3,
+        (8, 16),
+        (8, 4),
+        1,
+        7,
+    )
     assert model.num_prefix_tokens == 1
     assert model.no_weight_decay() == {"pos_embed", "cls_token"}
 
@@ -367,7 +386,9 @@ def test_flops_are_those_of_the_closed_form_and_touch_nothing():
 
 def test_runs_alone():
     def run(*arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, "-m", "vit.model", *arguments], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+        return subprocess.run(
+            [sys.executable, "-m", "vit.model", *arguments], cwd=Path(__file__).parents[1], capture_output=True, text=True
+        )
 
     done = run("vit_h14", "--image-size", "196", "294")
     assert done.returncode == 0, done.stderr

@@ -56,13 +56,19 @@ def test_weights_of_linear_maps_decay_and_nothing_else():
 @pytest.mark.parametrize(
     "create",
     [our_model, lambda: our_model(class_token=False, global_pool="avg", pos_embed="sincos2d", init_values=1e-4)]
-    + [lambda name=name: timm.create_model(name, num_classes=5) for name in ("test_vit", "test_vit2", "test_resnet", "deit_tiny_distilled_patch16_224")],
+    + [
+        lambda name=name: timm.create_model(name, num_classes=5)
+        for name in ("test_vit", "test_vit2", "test_resnet", "deit_tiny_distilled_patch16_224")
+    ],
     ids=["ours", "ours, no token", "test_vit", "test_vit2", "test_resnet", "distilled"],
 )
 def test_each_parameter_is_in_the_group_that_timm_puts_it_in(create):
     model = create()
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-    theirs = {group["weight_decay"]: {id(p) for p in group["params"]} for group in param_groups_weight_decay(model, 0.05, no_weight_decay_list=exempt)}
+    theirs = {
+        group["weight_decay"]: {id(p) for p in group["params"]}
+        for group in param_groups_weight_decay(model, 0.05, no_weight_decay_list=exempt)
+    }
     ours = parameter_groups(model, 0.05)
     assert {group["weight_decay"]: {id(p) for p in group["params"]} for group in ours} == theirs
     assert sum(len(group["params"]) for group in ours) == len(list(model.parameters()))
@@ -78,7 +84,9 @@ def test_frozen_parameters_are_left_out():
 # --- updates ------------------------------------------------------------------------------------------------------------------------------
 
 
-def adamw_reference(config: AdamWConfig, weight: torch.Tensor, gradients: list[torch.Tensor], rates: list[float], decay: float) -> torch.Tensor:
+def adamw_reference(
+    config: AdamWConfig, weight: torch.Tensor, gradients: list[torch.Tensor], rates: list[float], decay: float
+) -> torch.Tensor:
     """Algorithm 2 of Loshchilov & Hutter 2019, decay multiplied by the learning rate."""
     first, second, (beta1, beta2) = torch.zeros_like(weight), torch.zeros_like(weight), config.betas
     for t, (gradient, lr) in enumerate(zip(gradients, rates, strict=True), start=1):
@@ -166,5 +174,10 @@ def test_allocated_state_has_a_place_for_each_tensor_of_a_checkpoint(config):
     give_gradients(trained, 0)
     optimizer.step()
     allocate_state(empty)
-    shapes = [[(name, value.shape, value.dtype) for name, value in state.items() if isinstance(value, torch.Tensor)] for state in optimizer.state.values()]
-    assert shapes == [[(name, v.shape, v.dtype) for name, v in state.items() if isinstance(v, torch.Tensor)] for state in empty.state.values()]
+    shapes = [
+        [(name, value.shape, value.dtype) for name, value in state.items() if isinstance(value, torch.Tensor)]
+        for state in optimizer.state.values()
+    ]
+    assert shapes == [
+        [(name, v.shape, v.dtype) for name, v in state.items() if isinstance(v, torch.Tensor)] for state in empty.state.values()
+    ]

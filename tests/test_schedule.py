@@ -47,12 +47,12 @@ def test_warm_up_is_torchs_linear_one_and_ends_at_the_peak(name):
     assert ours[-1] == PEAK
 
 
-@given(
-    st.sampled_from(["cosine", "linear", "constant"]), st.integers(1, 500), st.integers(0, 600), st.floats(1e-6, 10), st.floats(0, 1)
-)  # fmt: skip
+@given(st.sampled_from(["cosine", "linear", "constant"]), st.integers(1, 500), st.integers(0, 600), st.floats(1e-6, 10), st.floats(0, 1))
 def test_rate_rises_to_the_peak_then_falls_to_the_minimum_at_the_last_step(name, total_steps, warmup_steps, peak_lr, share):
     min_lr = 0.0 if name == "constant" else share * peak_lr
-    rates = [lr_at(s, peak_lr=peak_lr, total_steps=total_steps, warmup_steps=warmup_steps, name=name, min_lr=min_lr) for s in range(total_steps)]
+    rates = [
+        lr_at(s, peak_lr=peak_lr, total_steps=total_steps, warmup_steps=warmup_steps, name=name, min_lr=min_lr) for s in range(total_steps)
+    ]
     top = min(warmup_steps, total_steps)
     assert rates[:top] == sorted(rates[:top])
     assert all(a >= b - 1e-12 * peak_lr for a, b in zip(rates[top:], rates[top + 1 :], strict=False))

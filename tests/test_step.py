@@ -25,8 +25,13 @@ CONFIG = AugmentConfig(hflip_prob=0.0)
 def make_batch(rows: int = 8, seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     ids = np.arange(rows)
-    return Batch(torch.randint(0, 256, (rows, 3, 16, 16), dtype=torch.uint8, generator=generator), torch.randint(0, 5, (rows,), generator=generator),
-                 torch.ones(rows), torch.from_numpy(draw_table(CONFIG, sample_keys(0, 0, ids))), torch.from_numpy(ids))  # fmt: skip
+    return Batch(
+        torch.randint(0, 256, (rows, 3, 16, 16), dtype=torch.uint8, generator=generator),
+        torch.randint(0, 5, (rows,), generator=generator),
+        torch.ones(rows),
+        torch.from_numpy(draw_table(CONFIG, sample_keys(0, 0, ids))),
+        torch.from_numpy(ids),
+    )
 
 
 def make_step(micro_batch_size: int = 8, precision: str = "fp32", double: bool = False, **options) -> TrainStep:
@@ -39,7 +44,17 @@ def make_step(micro_batch_size: int = 8, precision: str = "fp32", double: bool =
         augment.scale, augment.shift = augment.scale.double(), augment.shift.double()
         augment.normalize = lambda images: torch.addcmul(augment.shift, images.double(), augment.scale)  # type: ignore[method-assign]
     optimizer = create_optimizer(model, AdamWConfig(lr=1e-3, weight_decay=0.1))
-    return TrainStep(model, model, optimizer, augment, WORLD, lr_at=lambda step: 1e-3 * (step + 1), micro_batch_size=micro_batch_size, precision=precision, **options)
+    return TrainStep(
+        model,
+        model,
+        optimizer,
+        augment,
+        WORLD,
+        lr_at=lambda step: 1e-3 * (step + 1),
+        micro_batch_size=micro_batch_size,
+        precision=precision,
+        **options,
+    )
 
 
 def weights_of(step: TrainStep) -> torch.Tensor:
@@ -84,7 +99,10 @@ def test_a_non_finite_gradient_changes_neither_weights_nor_moments(precision):
     bad.weights[3] = float("nan")
     assert not np.isfinite(step(bad, 1).read()["grad_norm"])
     assert torch.equal(weights_of(step), before)
-    assert all(torch.equal(a, b) for a, b in zip(moments, [s[k] for s in step.optimizer.state.values() for k in ("step", "exp_avg", "exp_avg_sq")], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(moments, [s[k] for s in step.optimizer.state.values() for k in ("step", "exp_avg", "exp_avg_sq")], strict=True)
+    )
     assert step.loss_scale.item() == (scale / 2 if precision == "fp16" else 1.0)
     assert np.isfinite(step(make_batch(), 2).read()["grad_norm"])
     assert not torch.equal(weights_of(step), before)

@@ -13,8 +13,8 @@ import pytest
 from processes import TINY, Background, final_state, last_step, make_shards, metrics, run, train, write_config
 
 from vit import config_io
+from vit.plan import make_plan
 from vit.record import read_metrics
-from vit.train import make_plan
 
 STEPS = 12
 
@@ -111,7 +111,9 @@ def test_accumulation_and_workers_change_nothing_but_rounding(tmp_path, shards):
     train(config, tmp_path / "parts", *off, "data.micro_batch_size=5", "data.num_workers=2")
     whole, parts = ([line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("whole", "parts"))
     assert parts == pytest.approx(whole, rel=1e-4)
-    assert [line["sample_checksum"] for line in metrics(tmp_path / "whole", "epoch")] == [line["sample_checksum"] for line in metrics(tmp_path / "parts", "epoch")]
+    assert [line["sample_checksum"] for line in metrics(tmp_path / "whole", "epoch")] == [
+        line["sample_checksum"] for line in metrics(tmp_path / "parts", "epoch")
+    ]
 
 
 def test_a_changed_setting_is_refused_on_resume_unless_allowed(tmp_path, config):
@@ -138,8 +140,19 @@ def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(tmp_path, c
 
 
 def test_non_finite_gradients_are_skipped_counted_and_end_the_run(tmp_path, config):
-    done = run("launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *TINY, "optim.lr=1e30", "optim.clip_grad_norm=null", "schedule.warmup_steps=0",
-               "train.max_skipped_steps=3", "train.steps=40", "optim.weight_decay=0.0")  # fmt: skip
+    done = run(
+        "launch/train.py",
+        "--config",
+        config,
+        f"run.dir={tmp_path / 'run'}",
+        *TINY,
+        "optim.lr=1e30",
+        "optim.clip_grad_norm=null",
+        "schedule.warmup_steps=0",
+        "train.max_skipped_steps=3",
+        "train.steps=40",
+        "optim.weight_decay=0.0",
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     assert "the gradient was not finite 3 times in a row" in done.stderr
     assert len(metrics(tmp_path / "run", "fault")) >= 3
@@ -154,7 +167,15 @@ def test_half_precisions_train(precision, tmp_path, config):
 def test_it_learns(tmp_path, shards):
     """Three colours are easy: far above chance after a few epochs."""
     config = write_config(tmp_path, shards, steps=60)
-    train(config, tmp_path / "run", "eval.every_steps=60", "model.drop_path_rate=0", "model.proj_drop_rate=0", "log.every_steps=20", "optim.lr=3e-3")
+    train(
+        config,
+        tmp_path / "run",
+        "eval.every_steps=60",
+        "model.drop_path_rate=0",
+        "model.proj_drop_rate=0",
+        "log.every_steps=20",
+        "optim.lr=3e-3",
+    )
     assert metrics(tmp_path / "run", "eval")[-1]["top1"] > 80
     assert (tmp_path / "run" / "report" / "curves.png").stat().st_size > 10_000
 
@@ -183,12 +204,23 @@ class TestPlan:
         return make_plan(config_io.load_config(path, overrides).config, num_samples, world_size)[0]
 
     def test_steps_and_micro_batches_follow(self, tmp_path):
-        plan = self.plan(tmp_path, 4, "data.global_batch_size=96", "data.micro_batch_size=10", "schedule.warmup_epochs=0.5", "eval.every_epochs=1")
-        assert (plan.steps_per_epoch, plan.dropped_per_epoch, plan.total_steps, plan.warmup_steps, plan.eval_every_steps) == (10, 40, 20, 5, 10)
+        plan = self.plan(
+            tmp_path, 4, "data.global_batch_size=96", "data.micro_batch_size=10", "schedule.warmup_epochs=0.5", "eval.every_epochs=1"
+        )
+        assert (plan.steps_per_epoch, plan.dropped_per_epoch, plan.total_steps, plan.warmup_steps, plan.eval_every_steps) == (
+            10,
+            40,
+            20,
+            5,
+            10,
+        )
         assert (plan.micro_batch_size, plan.accumulation_steps) == (8, 3)
 
     def test_an_impossible_division_names_the_sizes_that_work(self, tmp_path):
-        with pytest.raises(ValueError, match=r"data.global_batch_size=100 is not a multiple of 3 ranks: use 99 or 102, or a number of ranks out of \[1, 2, 4"):
+        with pytest.raises(
+            ValueError,
+            match=r"data.global_batch_size=100 is not a multiple of 3 ranks: use 99 or 102, or a number of ranks out of \[1, 2, 4",
+        ):
             self.plan(tmp_path, 3, "data.global_batch_size=100")
         with pytest.raises(ValueError, match=r"2 ranks times augment.mix_group_size=4: use 8 or 16"):
             self.plan(tmp_path, 2, "data.global_batch_size=12", "augment.mixup_alpha=0.5")

@@ -1,6 +1,7 @@
 """Full state for resuming, complete or absent.
 
-The data's story: `TrainStep` holds everything an update changes; its tensors get flat names and go into one safetensors file, numbers and the config
+The data's story: `TrainStep` holds everything an update changes; its tensors get flat names and go into one safetensors file, numbers and
+the config
 into `checkpoint.json` beside it. Both are written into a hidden folder, flushed to disk, and the folder is renamed: what carries the
 final name is whole. Only then does `latest` name it and do older ones go.
 
@@ -10,8 +11,8 @@ final name is whole. Only then does `latest` name it and do older ones go.
         checkpoint.json         format_version, step, progress, config, size and sha256 of each file
       latest                    "step_00012500"
 
-No pickles. The tensor file is what torch.distributed.checkpoint's `HuggingFaceStorageReader` reads, which also reads the sharded files that its writer
-makes under FSDP2, on another number of ranks; so sharded training keeps this format.
+No pickles. The tensor file is what torch.distributed.checkpoint's `HuggingFaceStorageReader` reads, which also reads the sharded files
+that its writer makes under FSDP2, on another number of ranks; so sharded training keeps this format.
 """
 
 from __future__ import annotations
@@ -108,8 +109,10 @@ def _write(folder: Path, tensors: dict[str, Tensor], progress: Progress, config:
         shutil.rmtree(left_over)
     needed, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(parent).free
     if free < needed * 1.01 + 2**20:
-        raise CheckpointError(f"{folder}: needs {needed / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB free; earlier checkpoints are untouched. "
-                              "Free some space and run the same command again")  # fmt: skip
+        raise CheckpointError(
+            f"{folder}: needs {needed / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB free; earlier checkpoints are untouched. "
+            "Free some space and run the same command again"
+        )
     hidden = parent / f".tmp_{folder.name}"
     hidden.mkdir()
     save_weights(hidden / STATE_FILE, tensors, {"format": "pt"})
@@ -146,16 +149,19 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
     return sorted((p for p in (run_dir / "checkpoints").glob("step_*") if (p / INFO_FILE).is_file()), reverse=True)
 
 
-def read_info(folder: Path) -> dict[str, Any]:
-    """`checkpoint.json` of a folder, after its files were compared with it. Raises CheckpointError for a damaged or foreign one."""
+def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
+    """`checkpoint.json` of a folder, with `verify` after its files were compared with it. Raises CheckpointError for a damaged or foreign
+    one."""
     try:
         info = json.loads((folder / INFO_FILE).read_text())
         version, files = info["format_version"], info["files"]
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(f"{folder}: {INFO_FILE} is missing or damaged, so this is not a checkpoint of this project") from None
     if version > FORMAT_VERSION:
-        raise CheckpointError(f"{folder}: written by a newer release (format {version}, this one reads up to {FORMAT_VERSION}): update the code")
-    for name, expected in files.items():
+        raise CheckpointError(
+            f"{folder}: written by a newer release (format {version}, this one reads up to {FORMAT_VERSION}): update the code"
+        )
+    for name, expected in files.items() if verify else ():
         path = folder / name
         size = path.stat().st_size if path.is_file() else 0
         if size != expected["bytes"]:
@@ -165,34 +171,43 @@ def read_info(folder: Path) -> dict[str, Any]:
     return info
 
 
-def newest_checkpoint(run_dir: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-    """The newest whole checkpoint of a run and its info; damaged ones are renamed, named to `say` and passed over.
+def newest_checkpoint(run_dir: Path, verify: bool = False, say: Callable[[str], None] = print) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint of a run and its info, None for a run without one.
 
-    Returns None for a run without checkpoints; raises CheckpointError if there are some and all are damaged.
+    With `verify` the files' sizes and hashes are compared; damaged checkpoints are renamed, named to `say` and passed over. One rank does
+    that, and the others follow. Raises CheckpointError if there are checkpoints and all are damaged.
     """
     candidates = complete_checkpoints(run_dir)
     for folder in candidates:
         try:
-            return folder, read_info(folder)
+            return folder, read_info(folder, verify)
         except CheckpointError as error:
+            if not verify:
+                raise
             aside = folder.with_name(f"damaged_{folder.name}")
             folder.rename(aside)
             say(f"{error}; set aside as {aside.name}, trying the one before")
     if candidates:
-        raise CheckpointError(f"{run_dir}: all {len(candidates)} checkpoints are damaged; the same command again starts over")
+        raise CheckpointError(f"{run_dir}: all {len(candidates)} checkpoints are damaged and set aside; the same command again starts over")
     return None
 
 
 def load_checkpoint(folder: Path, info: dict[str, Any], train_step: TrainStep) -> Progress:
-    """Copy a checkpoint's tensors into `train_step`, in place, and return its progress. Raises CheckpointError if names or shapes differ."""
+    """Copy a checkpoint's tensors into `train_step`, in place, and return its progress. Raises CheckpointError if names or shapes
+    differ."""
     allocate_state(train_step.optimizer)
     targets = tensors_of(train_step)
     try:
         with safe_open(folder / STATE_FILE, framework="pt") as file:
             names = set(file.keys())
-            wrong = [f"lacks {name}" for name in sorted(set(targets) - names)] + [f"has {name}, unknown here" for name in sorted(names - set(targets))]
-            wrong += [f"{name} is {file.get_slice(name).get_shape()} there, {list(targets[name].shape)} here" for name in sorted(names & set(targets))
-                      if file.get_slice(name).get_shape() != list(targets[name].shape)]  # fmt: skip
+            wrong = [f"lacks {name}" for name in sorted(set(targets) - names)] + [
+                f"has {name}, unknown here" for name in sorted(names - set(targets))
+            ]
+            wrong += [
+                f"{name} is {file.get_slice(name).get_shape()} there, {list(targets[name].shape)} here"
+                for name in sorted(names & set(targets))
+                if file.get_slice(name).get_shape() != list(targets[name].shape)
+            ]
             if wrong:
                 more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
                 raise CheckpointError(f"{folder}: does not fit this model and optimizer: it {'; '.join(wrong[:3])}{more}")

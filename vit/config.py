@@ -179,9 +179,7 @@ def _optimizer_tag(value: Any) -> str:
     return name if isinstance(name, str) else "adamw"
 
 
-OptimConfig = Annotated[
-    Annotated[AdamWConfig, Tag("adamw")] | Annotated[SgdConfig, Tag("sgd")], Discriminator(_optimizer_tag)
-]
+OptimConfig = Annotated[Annotated[AdamWConfig, Tag("adamw")] | Annotated[SgdConfig, Tag("sgd")], Discriminator(_optimizer_tag)]
 
 
 class ScheduleConfig(Section):
@@ -252,7 +250,7 @@ class InitConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> InitConfig:
         if self.reset_head and self.checkpoint is None:
-            raise ValueError("reset_head has no effect without init.checkpoint: give one, or remove reset_head")
+            raise ValueError("init.reset_head has no effect without init.checkpoint: give one, or remove init.reset_head")
         return self
 
 
@@ -309,7 +307,8 @@ class Config(Section):
         for key in ("mean", "std"):
             values = getattr(self.data, key)
             if len(values) not in (1, self.model.in_chans):
-                problems.append(f"data.{key} has {len(values)} values, model.in_chans is {self.model.in_chans}: give 1 or {self.model.in_chans}")
+                allowed = "1" if self.model.in_chans == 1 else f"1 or {self.model.in_chans}"
+                problems.append(f"data.{key} has {len(values)} values, model.in_chans is {self.model.in_chans}: give {allowed}")
         for key in ("crop_scale", "crop_ratio"):
             low, high = getattr(self.augment, key)
             if low > high:

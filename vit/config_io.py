@@ -17,7 +17,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from vit.config import AdamWConfig, Config, SgdConfig
+from vit.config import AdamWConfig, Config, RunConfig, SgdConfig
 
 Key = tuple[str, ...]
 
@@ -31,9 +31,17 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 _StrictLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float",
-                                                                       "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp")]
+    first: [
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp")
+    ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_StrictLoader.yaml_constructors = {  # what JSON can say: no !!binary, !!set, !!timestamp
+    tag: construct
+    for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.rsplit(":", 1)[-1] in ("null", "bool", "int", "float", "str", "seq", "map")
 }
 _StrictLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false)$"), list("tf"))
 _StrictLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789"))
@@ -61,19 +69,21 @@ def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
             result[key] = build(value_node, (*path, key))
         return result
 
-    loader = _StrictLoader(text)
     try:
+        loader = _StrictLoader(text)
         root = loader.get_single_node()
         if root is None:
             return {}, lines
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{source}:1: expected sections such as 'data:' with keys below them, found {root.value!r}")
+            found = repr(root.value) if isinstance(root, yaml.ScalarNode) else "a list"
+            raise ConfigError(f"{source}:1: expected sections such as 'data:' with keys below them, found {found}")
         tree = build(root, ())
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{source}:{line}: not valid YAML: {error.problem}") from None
-    finally:
-        loader.dispose()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{source}:{line}: not valid YAML: control character {error.character:#04x}") from None
     if problems:
         raise ConfigError("\n".join(problems))
     return tree, lines
@@ -94,13 +104,14 @@ def all_keys() -> list[str]:
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """A hint with the closest known names, or an empty string. Full dotted keys also match by their last part."""
+    """A hint with the closest known names, or an empty string. Dotted keys are compared by their last part, those of the same section
+    first."""
+    section, _, leaf = given.rpartition(".")
     known = list(known)
-    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == given.rsplit(".", 1)[-1]]
-    matches = same_leaf or difflib.get_close_matches(given, known, n=1, cutoff=0.6)
-    if not matches:
-        leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
-        matches = [leaves[leaf] for leaf in difflib.get_close_matches(given.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.6)]
+    matches = [key for key in known if key.rpartition(".")[2] == leaf]
+    for candidates in ([key for key in known if key.rpartition(".")[0] == section], known):
+        leaves = {key.rpartition(".")[2]: key for key in reversed(candidates)}
+        matches = matches or [leaves[close] for close in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.65)]
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
@@ -129,31 +140,49 @@ def _explain(error: ValidationError, origins: Mapping[Key, str], source: str) ->
     """Pydantic's findings as lines for people."""
     keys, lines, seen = all_keys(), [], set()
     for item in error.errors(include_url=False):
-        path = tuple(str(part) for part in item["loc"])
-        if path[:1] == ("optim",) and len(path) > 1 and path[1] in ("adamw", "sgd"):
-            path = ("optim", *path[2:])
-        path = next((path[:n] for n in range(len(path), 0, -1) if ".".join(path[:n]) in keys or path[:n] in origins), path)
-        dotted, given = ".".join(path), item["input"]
-        where = origins.get(path) or next((o for p, o in origins.items() if p[: len(path)] == path), source)
-        if item["type"] == "extra_forbidden":
+        kind, given, context = item["type"], item["input"], item.get("ctx", {})
+        location = tuple(str(part) for part in item["loc"])
+        if location[:1] == ("optim",) and len(location) > 1 and location[1] in ("adamw", "sgd"):
+            location = ("optim", *location[2:])
+        if kind == "union_tag_invalid":
+            location, given = ("optim", "name"), context["tag"]
+        path = next(
+            (location[:n] for n in range(len(location), 0, -1) if ".".join(location[:n]) in keys or location[:n] in origins), location
+        )
+        dotted = ".".join(path)
+        where = origins.get(path) or next((o for p, o in origins.items() if path and p[: len(path)] == path), source)
+        if kind == "value_error":  # ours, in dotted keys
+            for line in str(context["error"]).splitlines():
+                named = (origins.get(tuple(key.split("."))) for key in re.findall(r"\w+\.\w+", line))
+                lines.append(f"{next(filter(None, named), where)}: {line}")
+            continue
+        if kind == "extra_forbidden":
             if dotted in keys:  # a key of the other optimizer
                 text = f"{dotted} has no effect with this optim.name: remove it, or change optim.name"
             else:
-                text = f"unknown key {dotted!r}{nearest(dotted, keys if len(path) > 1 else _sections())}"
-        elif item["type"] == "missing":
-            text = f"{dotted} is required" + (f"; {dotted}.root, for one" if dotted == "data" else "")
-            where = source
-        elif item["type"] == "value_error":
-            lines += [f"{where}: {line}" for line in str(item["ctx"]["error"]).splitlines()]
-            continue
+                hint = nearest(dotted, keys if len(path) > 1 else [*_sections(), *keys])
+                allowed = [key.partition(".")[2] for key in keys if key.partition(".")[0] == path[0]] if len(path) > 1 else _sections()
+                text = f"unknown key {dotted!r}{hint or '; there are: ' + ', '.join(allowed)}"
+        elif kind == "missing" and path == location:
+            hint = {"data": "; data.root, for one", "train": "; train.epochs or train.steps, for one"}.get(dotted, "")
+            where, text = source, f"{dotted} is required{hint}"
         else:
-            shown = json.dumps(given, default=str)
-            message = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-            if (path in seen) and lines:
+            if kind == "missing":
+                message = f"at least {len(given) + 1} values"
+            elif kind == "too_long":
+                message = f"at most {context['max_length']} values"
+            elif kind == "union_tag_invalid":
+                message = context["expected_tags"].replace(", ", " or ")
+            elif kind == "model_type":
+                message = "keys below it"
+            else:
+                message = item["msg"].removeprefix("Input should be ").removeprefix("a ").removeprefix("valid ")
+            place = f"{dotted}[{location[-1]}]" if isinstance(item["loc"][-1], int) and kind != "missing" else dotted
+            if place in seen:  # the other member of a union
                 lines[-1] += f" or {message}"
                 continue
-            text = f"{dotted} is {shown}, expected {message}"
-        seen.add(path)
+            seen.add(place)
+            text = f"{place} is {json.dumps(given, default=str)}, expected {message}"
         lines.append(f"{where}: {text}")
     return lines
 
@@ -172,7 +201,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
     """Read `path`, lay `overrides` (`"train.steps=100"`) over it and check the result.
 
     An override of `train.steps` removes the file's `train.epochs`, as of each pair of which only one may be given.
-    Raises `ConfigError` with all problems found, one line each.
+    Without `run.dir` the run lives in `runs/<name of the file>`. Raises `ConfigError` with all problems found, one line each.
     """
     path = Path(path)
     try:
@@ -183,6 +212,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
         raise ConfigError(f"{path}: cannot read the config file ({error.strerror}){hint}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file") from None
+    overrides = list(overrides)
     tree, line_of = _parse(text, str(path))
     origins: dict[Key, str] = {key: f"{path}:{line}" for key, line in line_of.items()}
     problems: list[str] = []
@@ -194,14 +224,14 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
             continue
         where = f"command line ({override})"
         try:
-            parsed = _StrictLoader(value)
-            _set(tree, tuple(key.split(".")), parsed.get_single_data())
+            parsed = _StrictLoader(value).get_single_data()
         except yaml.YAMLError:
             problems.append(f"{where}: {value!r} is not a YAML value; quote it if it is text")
             continue
+        _set(tree, tuple(key.split(".")), parsed)
         origins[tuple(key.split("."))] = where
         other = _OTHER_FORM.get(key)
-        if other and other not in {o.partition("=")[0] for o in overrides}:
+        if other and parsed is not None and other not in {o.partition("=")[0] for o in overrides}:
             section, _, leaf = other.partition(".")
             tree.get(section, {}).pop(leaf, None)
             origins.pop((section, leaf), None)
@@ -211,6 +241,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
         problems += _explain(error, origins, str(path))
     if problems:
         raise ConfigError("\n".join(problems))
+    if config.run.dir is None:
+        config = config.model_copy(update={"run": RunConfig(dir=f"runs/{path.stem}")})
+        origins["run", "dir"] = "name of the config file"
     return LoadedConfig(config, {".".join(key): where for key, where in origins.items() if not isinstance(_get(tree, key), dict)})
 
 
@@ -253,6 +286,6 @@ def dump_yaml(values: Mapping[str, Any], comments: Mapping[str, str] | None = No
 
 def _scalar(value: Any) -> str:
     """JSON is YAML; words stay bare where the strict loader reads them back as the same word."""
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./-]*", value) and value not in ("true", "false", "null"):
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./-]*", value) and yaml.load(value, _StrictLoader) == value:
         return value
     return json.dumps(value)

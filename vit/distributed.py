@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn, TypeVar
 
 import torch
@@ -120,7 +123,8 @@ def stop(world: World) -> None:
     """End this process with status 0, after every rank has come here. Does not return when there is a process group.
 
     gloo's worker threads race with the interpreter's finalisation: a plain exit aborts about a quarter of two-rank runs in torch 2.15
-    ("terminate called without an active exception"). A barrier, dropping the DDP objects, and leaving without finalisation together ended it.
+    ("terminate called without an active exception"). A barrier, dropping the DDP objects, and leaving without finalisation together ended
+    it.
     """
     if world.size == 1:
         return
@@ -150,6 +154,25 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
+class StopSignals:
+    """Remembers that this process was asked to end. The handler only sets a flag; the loop acts at the next step boundary, on all ranks."""
+
+    def __init__(self) -> None:
+        self.received = ""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Of the GPU; without one, of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+
+
 def run_command(command: Callable[[], World | None]) -> None:
     """Run `command`, which returns the world it started, and end the process with its exit status.
 
@@ -176,7 +199,9 @@ def run_command(command: Callable[[], World | None]) -> None:
         print(f"{_who(rank)}error: {reason}. Lower data.micro_batch_size (the batch and the result stay the same)", file=sys.stderr)
         leave(2)
     except Exception as error:
-        if rank and any(sign in str(error) for sign in ("onnection closed by peer", "onnection reset by peer", "ncclRemoteError", "Broken pipe")):
+        if rank and any(
+            sign in str(error) for sign in ("onnection closed by peer", "onnection reset by peer", "ncclRemoteError", "Broken pipe")
+        ):
             print(f"{_who(rank)}lost the connection to another rank; its own message says why", file=sys.stderr)
         else:
             traceback.print_exc()

@@ -1,7 +1,7 @@
 """Exponential moving average of the weights.
 
-The data's story: after each update the step lets the average follow the model; evaluation and `weights/*_ema.safetensors` read it. It works on
-parameter objects, not on names, so wrapping and compiling the model cannot hide them from it.
+The data's story: after each update the step lets the average follow the model; evaluation and `weights/*_ema.safetensors` read it. It
+works on parameter objects, not on names, so wrapping and compiling the model cannot hide them from it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Ema:
@@ -18,7 +18,7 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
         self.module = copy.deepcopy(model).float().eval().requires_grad_(False)
-        self._averaged = list(self.module.parameters())
+        self._averaged: list[Tensor] = list(self.module.parameters())
         self._followed = list(model.parameters())
         self._buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
 

@@ -1,7 +1,7 @@
 """Exact evaluation: every image of a split once, on any number of ranks.
 
-The data's story: all ranks walk through the same number of batches of one shape (`vit.data.loader.EvalBatches`); counters add up integers; the
-total must equal what `_info.json` promises, or nothing is reported.
+The data's story: all ranks walk through the same number of batches of one shape (`vit.data.loader.EvalBatches`); counters add up
+integers; the total must equal what `_info.json` promises, or nothing is reported.
 """
 
 from __future__ import annotations
@@ -20,8 +20,19 @@ from vit.step import autocast
 
 
 @torch.no_grad()
-def evaluate(models: dict[str, nn.Module], split: Split, image: ImageFormat, augment: Augment, world: World, *, batch_size: int,
-             crop_ratio: float, precision: str, num_workers: int = 0, on_batch: Callable[[int, int], None] | None = None) -> dict[str, Accuracy]:
+def evaluate(
+    models: dict[str, nn.Module],
+    split: Split,
+    image: ImageFormat,
+    augment: Augment,
+    world: World,
+    *,
+    batch_size: int,
+    crop_ratio: float,
+    precision: str,
+    num_workers: int = 0,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> dict[str, Accuracy]:
     """Evaluate all `models` in one pass over `split`: name -> Accuracy, the same on every rank.
 
     `on_batch(done, total)` is called after each batch of this rank.
@@ -46,5 +57,7 @@ def evaluate(models: dict[str, nn.Module], split: Split, image: ImageFormat, aug
     results = {name: counter.result(world) for name, counter in counters.items()}
     for result in results.values():
         if result.num_images != split.num_samples:
-            raise RuntimeError(f"evaluated {result.num_images} images, {split.name!r} has {split.num_samples}: a bug in the loader, please report it")
+            raise RuntimeError(
+                f"evaluated {result.num_images} images, {split.name!r} has {split.num_samples}: a bug in the loader, please report it"
+            )
     return results

@@ -1,7 +1,7 @@
 """Counting right answers exactly.
 
-The data's story: evaluation hands in logits, labels and weights of each batch; integers add up on the device, also the loss, in fixed point, so
-that the sums do not depend on the order in which batches and ranks are added; they are reduced over the ranks once.
+The data's story: evaluation hands in logits, labels and weights of each batch; integers add up on the device, also the loss, in fixed
+point, so that the sums do not depend on the order in which batches and ranks are added; they are reduced over the ranks once.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ class Accuracy:
     top1: float
     top5: float
     loss: float
+
+    def __str__(self) -> str:
+        return f"top-1 {self.top1:.2f} % ({self.correct_top1}), top-5 {self.top5:.2f} % ({self.correct_top5}), loss {self.loss:.4f}"
 
     def to_dict(self) -> dict[str, float]:
         """The six numbers by name."""

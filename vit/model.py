@@ -1,6 +1,7 @@
 """The Vision Transformer: images in, logits out.
 
-The data's story, with B images, C channels, H x W pixels, a grid of h x w patches, P prefix tokens (1 or 0), N = P + h*w tokens, D = `embed_dim`:
+The data's story, with B images, C channels, H x W pixels, a grid of h x w patches, P prefix tokens (1 or 0), N = P + h*w tokens, D =
+`embed_dim`:
 
 1. Patches    (B, C, H, W) -> (B, h*w, D)    one linear map for each patch, row by row       patch_embed
 2. Positions  (B, h*w, D) -> (B, N, D)       the class token goes first, positions are added  cls_token, pos_embed
@@ -9,8 +10,8 @@ The data's story, with B images, C channels, H x W pixels, a grid of h x w patch
 5. Head       (B, D) -> (B, num_classes)     linear, after a tanh layer if one is asked for    pre_logits, head
 
 The paper is Dosovitskiy et al. 2021 (arXiv 2010.11929), equations 1-4 and Table 1. Arguments and state-dict keys are those of
-huggingface/pytorch-image-models:timm/models/vision_transformer.py, so that weights travel both ways without a mapping; `timm/<any>` makes one of
-timm's own models. Attention picks its kernel and autocast its dtypes: nothing here is cast by hand.
+huggingface/pytorch-image-models:timm/models/vision_transformer.py, so that weights travel both ways without a mapping; `timm/<any>` makes
+one of timm's own models. Attention picks its kernel and autocast its dtypes: nothing here is cast by hand.
 
     python -m vit.model vit_b16 --image-size 224        shapes at every stage, parameters, GFLOP (needs neither data nor memory)
 """
@@ -186,7 +187,9 @@ class VisionTransformer(nn.Module):
         for side, size, patch in zip(("height", "width"), self.image_size, self.patch_size, strict=True):
             if size % patch:
                 nearest = [str(n) for n in (size // patch * patch, size // patch * patch + patch) if n]
-                problems.append(f"image {side} {size} is no multiple of patch {side} {patch}: the nearest that work are {' and '.join(nearest)}")
+                problems.append(
+                    f"image {side} {size} is no multiple of patch {side} {patch}: the nearest that work are {' and '.join(nearest)}"
+                )
         if embed_dim % num_heads:
             divisor = min((n for n in range(1, embed_dim + 1) if embed_dim % n == 0), key=lambda n: abs(n - num_heads))
             problems.append(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}: the nearest number of heads is {divisor}")
@@ -219,7 +222,10 @@ class VisionTransformer(nn.Module):
         self.pos_drop = nn.Dropout(pos_drop_rate)
         drop_path_rates = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(
-            *(Block(embed_dim, num_heads, mlp_ratio, qkv_bias, proj_drop_rate, attn_drop_rate, rate, init_values) for rate in drop_path_rates)
+            *(
+                Block(embed_dim, num_heads, mlp_ratio, qkv_bias, proj_drop_rate, attn_drop_rate, rate, init_values)
+                for rate in drop_path_rates
+            )
         )
         self.norm = nn.Identity() if pools else layer_norm(embed_dim)
         self.fc_norm = layer_norm(embed_dim) if pools else nn.Identity()
@@ -263,7 +269,8 @@ class VisionTransformer(nn.Module):
         return {"pos_embed", "cls_token"}
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """images: (B, C, H, W) float -> tokens: (B, N, D), prefix first; normalised here with `global_pool="token"`, after pooling with "avg"."""
+        """images: (B, C, H, W) float -> tokens: (B, N, D), prefix first; normalised here with `global_pool="token"`, after pooling with
+        "avg"."""
         expected = (self.in_chans, *self.image_size)
         if tuple(images.shape[1:]) != expected:
             raise ValueError(
@@ -308,8 +315,8 @@ def sincos2d_posemb(grid_size: tuple[int, int], dim: int, num_prefix_tokens: int
 def create_model(name: str, image_size: int | tuple[int, int] = 224, num_classes: int = 1000, **fields: Any) -> nn.Module:
     """A model by name: `vit_{ti,s,b,l,h}{patch}` (such as vit_b16), or `timm/<any>` for a model of timm, without its weights.
 
-    `fields` are arguments of `VisionTransformer` and win over the name; for a guest, of timm's model. A guest gets `image_size` (height, width)
-    and `in_chans` as attributes, for `flops_per_image` and others who need an input for it.
+    `fields` are arguments of `VisionTransformer` and win over the name; for a guest, of timm's model. A guest gets `image_size` (height,
+    width) and `in_chans` as attributes, for `flops_per_image` and others who need an input for it.
 
     Raises:
         ValueError: unknown name or field, with the nearest that exists; or values that do not fit together.
@@ -358,7 +365,8 @@ def count_parameters(model: nn.Module) -> int:
 def flops_per_image(model: Any) -> int:
     """Floating-point operations of one image's forward pass in matrix products and convolutions: 2 for each multiply-add.
 
-    `model` comes from `create_model` and is not wrapped (DDP, FSDP2) yet. Nothing is computed and nothing allocated: the pass runs on the meta device.
+    `model` comes from `create_model` and is not wrapped (DDP, FSDP2) yet. Nothing is computed and nothing allocated: the pass runs on the
+    meta device.
     """
     weights = {name: torch.empty_like(tensor, device="meta") for name, tensor in chain(model.named_parameters(), model.named_buffers())}
     images = torch.empty(2, model.in_chans, *model.image_size, device="meta")  # two, since a batch norm in training refuses one
@@ -382,7 +390,9 @@ def _did_you_mean(word: str, known: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m vit.model", description="Shapes at every stage, parameters and GFLOP of a model.")
     parser.add_argument("name", nargs="?", default="vit_b16", help="vit_{ti,s,b,l,h}{patch} or timm/<any> (default: %(default)s)")
-    parser.add_argument("--image-size", type=int, nargs="+", default=[224], metavar="PIXELS", help="side, or height and width (default: 224)")
+    parser.add_argument(
+        "--image-size", type=int, nargs="+", default=[224], metavar="PIXELS", help="side, or height and width (default: 224)"
+    )
     parser.add_argument("--num-classes", type=int, default=1000, help="(default: %(default)s)")
     args = parser.parse_args()
     model: Any
@@ -404,7 +414,10 @@ def main() -> None:
             module.register_forward_hook(report(name))
     print(f"{'stage':<20} {'module':<18} {'in':<20}    {'out':<20} {'parameters':>12}")
     gflop = flops_per_image(model) / 1e9
-    print(f"{args.name} at {model.image_size[0]}x{model.image_size[1]}: {count_parameters(model):,} parameters, {gflop:.2f} GFLOP an image forward")
+    print(
+        f"{args.name} at {model.image_size[0]}x{model.image_size[1]}: {count_parameters(model):,} parameters, "
+        f"{gflop:.2f} GFLOP an image forward"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The record of a run: `metrics.jsonl` is the truth, console and Weights & Biases are views of it.
 
-The data's story: the loop hands numbers that were read from the device one step late; rank 0 appends each as one JSON object a line, and shows it.
+The data's story: the loop hands numbers that were read from the device one step late; rank 0 appends each as one JSON object a line, and
+shows it.
 A restarted run appends, too: a `start` line tells from which step on later lines replace earlier ones, which `read_metrics` applies.
 W&B off, offline, down or hanging changes nothing in the file and never stops the run.
 """
@@ -16,7 +17,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -105,11 +106,20 @@ class Record:
         id_file = self._run_dir / "wandb_id"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
-        for attempt in dict.fromkeys([mode, "offline"]):
+        attempts: list[Literal["online", "offline"]] = [mode] if mode == "offline" else [mode, "offline"]
+        for attempt in attempts:
             try:
                 settings = wandb.Settings(init_timeout=10, silent=True, console="off")
-                self._wandb = wandb.init(project=self._config.wandb_project, name=self._run_dir.name, id=id_file.read_text(), mode=attempt,
-                                         resume="allow" if attempt == "online" else None, dir=str(self._run_dir), config=run_config, settings=settings)  # fmt: skip
+                self._wandb = wandb.init(
+                    project=self._config.wandb_project,
+                    name=self._run_dir.name,
+                    id=id_file.read_text(),
+                    mode=attempt,
+                    resume="allow" if attempt == "online" else None,
+                    dir=str(self._run_dir),
+                    config=run_config,
+                    settings=settings,
+                )
                 self._wandb.define_metric("global_step")
                 self._wandb.define_metric("*", step_metric="global_step")
                 break
@@ -137,7 +147,7 @@ class Record:
             self._live.stop()
         if self._wandb is not None:
             try:
-                self._wandb.finish(quiet=True)
+                self._wandb.finish()
             except Exception as error:
                 self.say(f"wandb: did not finish ({type(error).__name__}); metrics.jsonl is complete")
             self._wandb = None
@@ -154,7 +164,7 @@ def _open_whole_lines(path: Path) -> Any:
     return path.open("a", encoding="utf-8")
 
 
-def _wandb_mode(wanted: str) -> tuple[str, str]:
+def _wandb_mode(wanted: str) -> tuple[Literal["online", "offline"], str]:
     """What W&B would take seconds to minutes to find out: no key or no network means offline."""
     wanted = os.environ.get("WANDB_MODE", wanted) if wanted == "auto" else wanted
     if wanted == "offline":
@@ -191,6 +201,5 @@ def provenance() -> dict[str, str]:
         "git": git.stdout.strip() or "not a git checkout",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "host": f"{platform.machine()}, {os.cpu_count()} CPUs"
-        + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
+        "host": f"{platform.machine()}, {os.cpu_count()} CPUs" + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
     }

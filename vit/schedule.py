@@ -1,7 +1,7 @@
 """Learning rate as a pure function of the step.
 
-The data's story: the step comes from the loop's one clock, the lengths from the plan; nothing here remembers anything, so a resumed run has the
-learning rates of the uninterrupted one.
+The data's story: the step comes from the loop's one clock, the lengths from the plan; nothing here remembers anything, so a resumed run
+has the learning rates of the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import math
 def lr_at(step: int, *, peak_lr: float, total_steps: int, warmup_steps: int = 0, name: str = "cosine", min_lr: float = 0.0) -> float:
     """Learning rate of the update at `step` in [0, total_steps).
 
-    Linear from 0 during the warm-up (the update at step s has (s + 1) / warmup_steps of the peak, so that none is lost on a rate of 0), then
-    `cosine` (Loshchilov & Hutter 2017, equation 5, without restarts) or `linear` to `min_lr` at the last step, or `constant`.
+    Linear from 0 during the warm-up (the update at step s has (s + 1) / warmup_steps of the peak, so that none is lost on a rate of 0),
+    then `cosine` (Loshchilov & Hutter 2017, equation 5, without restarts) or `linear` to `min_lr` at the last step, or `constant`.
     """
     if step < warmup_steps:
         return peak_lr * (step + 1) / warmup_steps

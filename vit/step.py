@@ -1,9 +1,10 @@
 """One training step: a global batch in, one update out.
 
-The data's story: a rank's batch is cut into micro-batches; each is augmented on the device, goes through the model under autocast, and its loss,
+The data's story: a rank's batch is cut into micro-batches; each is augmented on the device, goes through the model under autocast, and
+its loss,
 divided by the global batch, adds to the gradients; only the last backward lets DDP sum them. Then one norm decides everything: it
-clips, it tells a non-finite gradient, which makes the fused optimizer skip its update on the device and, for fp16, lowers the loss scale. What
-happened goes into a small vector that is summed over the ranks and read by the host one step late: no step waits for Python.
+clips, it tells a non-finite gradient, which makes the fused optimizer skip its update on the device and, for fp16, lowers the loss scale.
+What happened goes into a small vector that is summed over the ranks and read by the host one step late: no step waits for Python.
 
 The gradients are the same on all ranks, so all ranks skip together.
 """
@@ -57,9 +58,22 @@ class TrainStep:
     `model` is the module itself, `wrapped` the same under DDP and `torch.compile`; `lr_at` maps a step to its learning rate.
     """
 
-    def __init__(self, model: nn.Module, wrapped: nn.Module, optimizer: torch.optim.Optimizer, augment: Augment, world: World, *,
-                 lr_at: Callable[[int], float], micro_batch_size: int, precision: str = "fp32", label_smoothing: float = 0.0,
-                 clip_grad_norm: float | None = None, ema: Ema | None = None, seed: int = 0):  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        wrapped: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        augment: Augment,
+        world: World,
+        *,
+        lr_at: Callable[[int], float],
+        micro_batch_size: int,
+        precision: str = "fp32",
+        label_smoothing: float = 0.0,
+        clip_grad_norm: float | None = None,
+        ema: Ema | None = None,
+        seed: int = 0,
+    ):
         self.model, self.wrapped, self.optimizer, self.augment, self.world = model, wrapped, optimizer, augment, world
         self.lr_at, self.micro_batch_size, self.precision, self.label_smoothing = lr_at, micro_batch_size, precision, label_smoothing
         self.clip_grad_norm, self.ema, self.seed = clip_grad_norm, ema, seed

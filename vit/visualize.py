@@ -23,7 +23,7 @@ def plot_curves(metrics: Path, picture: Path) -> Path:
 
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 6.4), sharex=True, layout="constrained")
     (loss, accuracy), (rate, speed) = axes
-    loss.plot(_column(train, "step"), _column(train, "loss"), label="training (augmented)", color="tab:blue")
+    loss.plot(_column(train, "step"), _column(train, "loss"), label="training, with augmentation and label smoothing", color="tab:blue")
     accuracy_columns = {"top1": "top-1", "top1_ema": "top-1 of the averaged weights"}
     loss_columns = {"loss": "validation", "loss_ema": "validation, averaged weights"}
     for names, axis in ((loss_columns, loss), (accuracy_columns, accuracy)):

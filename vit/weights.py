@@ -50,9 +50,11 @@ def resample_posemb(
 ) -> Tensor:
     """Position embeddings for another grid: (1, P + h*w, D) -> (1, P + h'*w', D), same dtype (paper, section 3.2).
 
-    Tokens lie row by row. The first P = `num_prefix_tokens` rows have no place in the image and stay as they are. `interpolation` is "bicubic" or
+    Tokens lie row by row. The first P = `num_prefix_tokens` rows have no place in the image and stay as they are. `interpolation` is
+    "bicubic" or
     "bilinear"; the defaults are those of timm's `resample_abs_pos_embed` (huggingface/pytorch-image-models:timm/layers/pos_embed.py).
-    `antialias` matters only towards a smaller grid; DeiT and MAE have none. The result has exactly h' x w' positions: a scale factor would round.
+    `antialias` matters only towards a smaller grid; DeiT and MAE have none. The result has exactly h' x w' positions: a scale factor
+    would round.
 
     Raises:
         WeightsError: `pos_embed` is not of `old_grid`.
@@ -100,7 +102,9 @@ def read_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], di
         raise WeightsError(f"{path} holds {held}: expected a state dict, or one under {' or '.join(CONTAINERS)}")
     others = [f"{name} ({type(value).__name__})" for name, value in content.items() if not isinstance(value, Tensor)]
     if others:
-        raise WeightsError(f"{path} is no state dict, it also holds {_few(others)}: keep only tensors, or put them under {' or '.join(CONTAINERS)}")
+        raise WeightsError(
+            f"{path} is no state dict, it also holds {_few(others)}: keep only tensors, or put them under {' or '.join(CONTAINERS)}"
+        )
     weights = {".".join(part for part in name.split(".") if part not in WRAPPERS): tensor for name, tensor in content.items()}
     if len(weights) < len(content):
         raise WeightsError(f"{path} holds the same weight twice once prefixes are removed: {len(content)} names become {len(weights)}")
@@ -124,12 +128,14 @@ def _torch_load(path: Path) -> Any:
         raise WeightsError(f"{path} is cut short or no checkpoint ({type(error).__name__}: {reason}): copy it again") from error
 
 
-def load_weights(model: nn.Module, state_dict: Mapping[str, Tensor], grid: tuple[int, int] | None = None, reset_head: bool = False) -> list[str]:
+def load_weights(
+    model: nn.Module, state_dict: Mapping[str, Tensor], grid: tuple[int, int] | None = None, reset_head: bool = False
+) -> list[str]:
     """Copies weights into a model, before it is wrapped or compiled; returns a sentence for each thing that was adapted.
 
     Positions are resampled to the model's grid from `grid` (h, w), by default a square one. A source without a position for its class token
-    (DeiT III) gets zeros there, which computes the same. With `reset_head`, head and pre-logits layer stay the model's own: our head is zero.
-    Neither `state_dict` nor its tensors change; values are cast to the model's dtype.
+    (DeiT III) gets zeros there, which computes the same. With `reset_head`, head and pre-logits layer stay the model's own: our head is
+    zero. Neither `state_dict` nor its tensors change; values are cast to the model's dtype.
 
     Raises:
         WeightsError: anything missing, left over or of another shape, all at once. The model is then unchanged.
@@ -158,7 +164,9 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Tensor], grid: tuple
     if unexpected:
         problems.append(f"{len(unexpected)} unknown to the model: {_few(unexpected)}")
     if shapes:
-        problems.append(f"{len(shapes)} of another shape: " + _few([f"{name} {given}, expected {wanted}" for name, (given, wanted) in shapes.items()]))
+        problems.append(
+            f"{len(shapes)} of another shape: " + _few([f"{name} {given}, expected {wanted}" for name, (given, wanted) in shapes.items()])
+        )
     if problems:
         raise WeightsError("the weights do not fit the model: " + "; ".join(problems))
     model.load_state_dict(source, strict=not reset_head)
@@ -166,7 +174,8 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Tensor], grid: tuple
 
 
 def save_weights(path: str | os.PathLike[str], model_state_dict: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes plain (unsharded) tensors and string metadata as safetensors; `path` has the whole file or, if this fails, what it had before."""
+    """Writes plain (unsharded) tensors and string metadata as safetensors; `path` has the whole file or, if this fails, what it had
+    before."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -214,8 +223,15 @@ def read_trained(path: str | os.PathLike[str]) -> Trained:
     if "config" not in metadata:
         return Trained(file, weights)
     grid = json.loads(metadata["grid_size"])
-    return Trained(file, weights, metadata["averaged"] == "true", json.loads(metadata["config"]), int(metadata["num_classes"]),
-                   tuple(grid) if grid else None, int(metadata["step"]))
+    return Trained(
+        file,
+        weights,
+        metadata["averaged"] == "true",
+        json.loads(metadata["config"]),
+        int(metadata["num_classes"]),
+        tuple(grid) if grid else None,
+        int(metadata["step"]),
+    )
 
 
 def _from_checkpoint(file: Path, tensors: dict[str, Tensor]) -> Trained:
@@ -231,9 +247,7 @@ def _from_checkpoint(file: Path, tensors: dict[str, Tensor]) -> Trained:
     return Trained(file, weights, averaged, config, facts["num_classes"], tuple(grid) if grid else None, step)
 
 
-def _fit_posemb(
-    source: Tensor, target: Tensor, new_grid: tuple[int, int] | None, grid: tuple[int, int] | None, notes: list[str]
-) -> Tensor:
+def _fit_posemb(source: Tensor, target: Tensor, new_grid: tuple[int, int] | None, grid: tuple[int, int] | None, notes: list[str]) -> Tensor:
     if new_grid is None or source.ndim != 3 or source.shape[2] != target.shape[2]:
         return source  # nothing that resampling could mend: the comparison of shapes reports it
     length, num_prefix_tokens = source.shape[1], target.shape[1] - math.prod(new_grid)

@@ -12,7 +12,22 @@ from timm.data.mixup import cutmix_bbox_and_lam
 from torchvision.transforms import RandomResizedCrop, v2
 
 from vit.config import AugmentConfig
-from vit.data.augment import BOTTOM, CUTMIX, FIRST_OP, FLIP, LAMBDA, LEFT, OPS, RIGHT, TOP, Augment, draw_crops, draw_mix, draw_table, sample_keys
+from vit.data.augment import (
+    BOTTOM,
+    CUTMIX,
+    FIRST_OP,
+    FLIP,
+    LAMBDA,
+    LEFT,
+    OPS,
+    RIGHT,
+    TOP,
+    Augment,
+    draw_crops,
+    draw_mix,
+    draw_table,
+    sample_keys,
+)
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MIX_BOTH = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.8)
@@ -52,7 +67,11 @@ def test_a_sample_draws_the_same_in_any_batch_and_anew_in_each_epoch():
     assert len({int(sample_keys(seed, epoch, np.array(sample), copy)) for seed, epoch, sample, copy in axes}) == 16
 
 
-@given(st.lists(st.tuples(st.integers(1, 2000), st.integers(1, 2000)), min_size=1, max_size=20), st.integers(0, 2**63 - 1), st.sampled_from([0.08, 0.35, 1.0]))
+@given(
+    st.lists(st.tuples(st.integers(1, 2000), st.integers(1, 2000)), min_size=1, max_size=20),
+    st.integers(0, 2**63 - 1),
+    st.sampled_from([0.08, 0.35, 1.0]),
+)
 def test_crops_lie_inside_the_image(sizes, seed, low):
     widths, heights = np.array(sizes).T
     left, top, width, height = draw_crops(AugmentConfig(crop_scale=(low, 1.0)), keys_of(len(sizes), seed), widths, heights).T
@@ -72,16 +91,22 @@ def test_crops_are_distributed_as_torchvisions(width, height, scale):
     torch.manual_seed(0)
     image = torch.empty(1, height, width)
     theirs = np.array([RandomResizedCrop.get_params(image, list(scale), list(ratio)) for _ in range(num)])[:, [1, 0, 3, 2]]
-    for name, a, b in (("left", ours[:, 0], theirs[:, 0]), ("top", ours[:, 1], theirs[:, 1]), *(
-        (name, measure(ours[:, 2], ours[:, 3]), measure(theirs[:, 2], theirs[:, 3]))
-        for name, measure in (("width", lambda w, h: w), ("height", lambda w, h: h), ("area", np.multiply), ("aspect", np.divide))
-    )):  # fmt: skip
+    for name, a, b in (
+        ("left", ours[:, 0], theirs[:, 0]),
+        ("top", ours[:, 1], theirs[:, 1]),
+        *(
+            (name, measure(ours[:, 2], ours[:, 3]), measure(theirs[:, 2], theirs[:, 3]))
+            for name, measure in (("width", lambda w, h: w), ("height", lambda w, h: h), ("area", np.multiply), ("aspect", np.divide))
+        ),
+    ):
         assert scipy.stats.ks_2samp(a, b).pvalue > 1e-3, f"{name}: mean {a.mean():.3f}, torchvision's {b.mean():.3f}"
 
 
 def test_areas_and_aspects_stay_in_their_ranges():
     num, side = 5000, 1000
-    _, _, width, height = draw_crops(AugmentConfig(crop_scale=(0.2, 0.5), crop_ratio=(0.8, 1.5)), keys_of(num), np.full(num, side), np.full(num, side)).T
+    _, _, width, height = draw_crops(
+        AugmentConfig(crop_scale=(0.2, 0.5), crop_ratio=(0.8, 1.5)), keys_of(num), np.full(num, side), np.full(num, side)
+    ).T
     area, aspect, rounding = width * height / side**2, width / height, 0.003
     assert 0.2 - rounding < area.min() < 0.21 < 0.49 < area.max() < 0.5 + rounding
     assert 0.8 - rounding < aspect.min() < 0.81 < 1.48 < aspect.max() < 1.5 + 2 * rounding
@@ -120,7 +145,9 @@ def test_flipped_rows_are_mirrored_and_the_others_are_not():
 @pytest.mark.parametrize(("channels", "mean", "std"), [(3, MEAN, STD), (3, (0.5,), (0.25,)), (1, (0.13,), (0.3,))])
 def test_normalize_is_torchvisions(channels, mean, std):
     images = random_images(2, channels, 5, 4)
-    theirs = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean * (channels // len(mean)), std * (channels // len(std)))])(images)
+    theirs = v2.Compose(
+        [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean * (channels // len(mean)), std * (channels // len(std)))]
+    )(images)
     ours = Augment(AugmentConfig(), 10, mean, std, torch.device("cpu")).normalize(images)
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
@@ -130,7 +157,8 @@ def test_normalize_is_torchvisions(channels, mean, std):
 
 
 @pytest.mark.parametrize(
-    "config", [MIX_BOTH, AugmentConfig(mixup_alpha=0.2, mix_group_size=2), AugmentConfig(cutmix_alpha=1.0, mix_group_size=8), AugmentConfig()]
+    "config",
+    [MIX_BOTH, AugmentConfig(mixup_alpha=0.2, mix_group_size=2), AugmentConfig(cutmix_alpha=1.0, mix_group_size=8), AugmentConfig()],
 )
 def test_mixing_is_the_loop_over_samples(config):
     num, height, width = 64, 24, 20
@@ -176,7 +204,9 @@ def test_cutmix_boxes_are_distributed_as_timms(alpha):
     np.random.seed(0)  # timm draws from numpy's global generator
     theirs = [cutmix_bbox_and_lam((1, 3, height, width), np.random.beta(alpha, alpha)) for _ in range(num)]
     assert scipy.stats.ks_2samp(table[:, LAMBDA], [lam for _, lam in theirs]).pvalue > 1e-3
-    for column, (name, values) in zip((TOP, BOTTOM, LEFT, RIGHT), zip("tblr", zip(*(box for box, _ in theirs), strict=True), strict=True), strict=True):
+    for column, (name, values) in zip(
+        (TOP, BOTTOM, LEFT, RIGHT), zip("tblr", zip(*(box for box, _ in theirs), strict=True), strict=True), strict=True
+    ):
         assert scipy.stats.ks_2samp(table[:, column], values).pvalue > 1e-3, name
 
 
@@ -239,7 +269,15 @@ def photographs() -> np.ndarray:
     edges[:, 10:25, 12:30] += 70
     flat_channel = edges.copy()
     flat_channel[1] = 77
-    images = [edges, waves / 5 + 90, waves / 3, waves / 3 + 170, generator.integers(0, 256, waves.shape), flat_channel, np.full(waves.shape, 60.0)]
+    images = [
+        edges,
+        waves / 5 + 90,
+        waves / 3,
+        waves / 3 + 170,
+        generator.integers(0, 256, waves.shape),
+        flat_channel,
+        np.full(waves.shape, 60.0),
+    ]
     return np.clip(np.stack(images), 0, 255).astype(np.uint8)
 
 
@@ -261,7 +299,9 @@ def by_timm(images: np.ndarray, name: str, strength: float, monkeypatch: pytest.
         return np.zeros(images.shape, int)
     options = {"resample": Image.Resampling.BILINEAR, "fillcolor": (124, 116, 104)}
     pictures = (Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))) for image in images)
-    return np.stack([np.asarray(timm_ops.NAME_TO_OP[name](picture, *arguments, **options)).transpose(2, 0, 1) for picture in pictures]).astype(int)
+    return np.stack(
+        [np.asarray(timm_ops.NAME_TO_OP[name](picture, *arguments, **options)).transpose(2, 0, 1) for picture in pictures]
+    ).astype(int)
 
 
 TIMM_NAMES = timm_ops._RAND_INCREASING_TRANSFORMS
@@ -298,7 +338,9 @@ def test_strengths_are_clipped_to_timms_scale(magnitude, limit):
     config = AugmentConfig(randaugment_layers=1, randaugment_magnitude=magnitude, randaugment_magnitude_std=0.2)
     strengths = np.abs(draw_table(config, keys_of(4000))[:, FIRST_OP + 1])
     assert ((strengths >= 0) & (strengths <= 10)).all()
-    assert abs((strengths == limit).mean() - scipy.stats.norm.sf(0.5)) < 0.03, "what lies beyond the end of the scale, half a deviation away, stays at the end"
+    assert abs((strengths == limit).mean() - scipy.stats.norm.sf(0.5)) < 0.03, (
+        "what lies beyond the end of the scale, half a deviation away, stays at the end"
+    )
 
 
 def test_layers_follow_one_another_after_the_flip_each_row_on_its_own():

@@ -100,7 +100,9 @@ def huge_png() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff\xd8", b"not an image", bytes(1000), huge_png()], ids=["empty", "start of JPEG", "text", "zeros", "bomb"])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff\xd8", b"not an image", bytes(1000), huge_png()], ids=["empty", "start of JPEG", "text", "zeros", "bomb"]
+)
 def test_garbage_is_refused(data):
     with pytest.raises(ValueError, match=f"cannot decode {len(data)} bytes: "):
         decode(data)
@@ -134,7 +136,9 @@ def test_exif_orientation_is_ignored():
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize("window", [(0, 0, 97, 64), (10, 5, 40, 50), (90, 60, 7, 4), (13, 7, 32, 32)], ids=["whole", "inner", "tiny", "as is"])
+@pytest.mark.parametrize(
+    "window", [(0, 0, 97, 64), (10, 5, 40, 50), (90, 60, 7, 4), (13, 7, 32, 32)], ids=["whole", "inner", "tiny", "as is"]
+)
 def test_window_is_the_antialiased_resize_of_the_crop(window, interpolation):
     left, top, width, height = window
     data = encode(picture())
@@ -187,7 +191,12 @@ def test_center_view_is_torchvisions(original, size, crop_ratio, interpolation):
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.tuples(st.integers(1, 120), st.integers(1, 120)), st.tuples(st.integers(1, 64), st.integers(1, 64)), st.floats(0.3, 1.0), st.sampled_from([1, 3]))
+@given(
+    st.tuples(st.integers(1, 120), st.integers(1, 120)),
+    st.tuples(st.integers(1, 64), st.integers(1, 64)),
+    st.floats(0.3, 1.0),
+    st.sampled_from([1, 3]),
+)
 def test_center_view_always_has_the_size_that_was_asked_for(original, size, crop_ratio, channels):
     assert decode_center(encode(picture(*original)), size, crop_ratio, "bilinear", channels).shape == (channels, *size)
 

@@ -87,7 +87,10 @@ def corrupted(shards, tmp_path, label_of=4):
 def test_an_unreadable_image_is_an_error_that_names_it(workers, shards, tmp_path):
     split = open_split(corrupted(shards, tmp_path), "train")
     batches = TrainBatches(split, make_order(60, BATCH), AUGMENT, FORMAT)
-    with pytest.raises(ShardError, match=rf"{split.key(4)!r} at byte \d+: cannot decode .*; data.on_bad_image=skip"), Loader(batches, 0, 5, num_workers=workers) as loader:
+    with (
+        pytest.raises(ShardError, match=rf"{split.key(4)!r} at byte \d+: cannot decode .*; data.on_bad_image=skip"),
+        Loader(batches, 0, 5, num_workers=workers) as loader,
+    ):
         list(loader)
 
 

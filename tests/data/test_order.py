@@ -224,14 +224,21 @@ def test_blocks_keep_reads_together():
 def test_defaults_are_a_true_permutation_for_small_data_and_blocks_for_large():
     small, large = make_order(262_143, 96), make_order(262_144, 96)
     assert (small.block_samples, large.block_samples) == (1, 64)
-    assert (small.num_lanes, make_order(10_000, 4096).num_lanes, make_order(1000, 130).num_lanes, make_order(1000, 67).num_lanes) == (48, 64, 26, 1)
+    assert (small.num_lanes, make_order(10_000, 4096).num_lanes, make_order(1000, 130).num_lanes, make_order(1000, 67).num_lanes) == (
+        48,
+        64,
+        26,
+        1,
+    )
     assert make_order(1000, 67).steps_per_epoch == 14
 
 
 def test_impossible_sizes_are_refused_with_what_works():
     with pytest.raises(ValueError, match=r"data\.global_batch_size=11 exceeds the 10 training samples: choose at most 10"):
         make_order(10, 11)
-    with pytest.raises(ValueError, match=r"data\.num_lanes=5 does not divide data\.global_batch_size=12: choose one of \[1, 2, 3, 4, 6, 12\]"):
+    with pytest.raises(
+        ValueError, match=r"data\.num_lanes=5 does not divide data\.global_batch_size=12: choose one of \[1, 2, 3, 4, 6, 12\]"
+    ):
         make_order(100, 12, num_lanes=5)
 
 
@@ -249,7 +256,8 @@ def golden_values() -> dict:
 
 
 def test_the_order_is_the_one_of_all_earlier_releases():
-    message = "the stream of random numbers changed: every run that was started before would resume with other batches. See the docstring of this file"
+    message = "the stream of random numbers changed: every run that was started before would resume "
+    message += "with other batches. See the docstring of this file"
     assert golden_values() == json.loads(GOLDEN.read_text()), message
 
 

@@ -230,7 +230,10 @@ def change_info(root: Path, **changes) -> None:
         (lambda root: (root / "_info.json").write_text("{}"), r"_info\.json: no `splits`"),
         (lambda root: change_info(root, format_version=9), "format_version 9.*update"),
         (lambda root: change_info(root, num_samples=99), "num_samples 99"),
-        (lambda root: change_info(root, class_names=["a", "b", "c"]), r"3 labels lie outside \[0, 3\), the first is 3 \(sample 3, train-00000"),
+        (
+            lambda root: change_info(root, class_names=["a", "b", "c"]),
+            r"3 labels lie outside \[0, 3\), the first is 3 \(sample 3, train-00000",
+        ),
     ],
 )
 def test_problems_name_file_and_remedy(root, damage, message):

@@ -95,7 +95,10 @@ def test_errors_are_one_line_and_status_2(tmp_path, paths, argument, message, ca
     source = tmp_path / "source"
     source.mkdir()
     for path in paths:
-        add(source / path) if path.endswith("jpg") else ((source / path).parent.mkdir(parents=True, exist_ok=True), (source / path).write_text(""))
+        add(source / path) if path.endswith("jpg") else (
+            (source / path).parent.mkdir(parents=True, exist_ok=True),
+            (source / path).write_text(""),
+        )
     assert main([str(source / argument), "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -119,7 +122,11 @@ def test_runs_without_torch(flat, tmp_path):
     env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'blocked'}:{os.getcwd()}"}
     assert subprocess.run([sys.executable, "-c", "import torch"], env=env, capture_output=True).returncode == 1
     out = str(tmp_path / "out")
-    for command in (["imagefolder", str(flat), "--out", out], ["index", out], ["digits", "--out", f"{out}-digits", "--image-size", "16", "--renderings", "1"]):
+    for command in (
+        ["imagefolder", str(flat), "--out", out],
+        ["index", out],
+        ["digits", "--out", f"{out}-digits", "--image-size", "16", "--renderings", "1"],
+    ):
         subprocess.run([sys.executable, "-m", f"data_prep.{command[0]}", *command[1:], "--workers", "1"], env=env, check=True)
     code = "import sys; from vit.data.shards import open_split; open_split(sys.argv[1], 'val').read(0)"
     subprocess.run([sys.executable, "-c", code, out], env=env, check=True)

@@ -34,7 +34,14 @@ def foreign(tmp_path) -> Path:
             with webdataset.TarWriter(str(root / f"imagenet1k-{split}-{shard:04d}.tar")) as tar:
                 for n in range(4):
                     number = shard * 4 + n
-                    tar.write({"__key__": f"{split}{number}", "jpg": jpeg(number), "cls": number % (5 if split == "train" else 3), "json": {"n": n}})
+                    tar.write(
+                        {
+                            "__key__": f"{split}{number}",
+                            "jpg": jpeg(number),
+                            "cls": number % (5 if split == "train" else 3),
+                            "json": {"n": n},
+                        }
+                    )
     return root
 
 

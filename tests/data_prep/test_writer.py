@@ -27,7 +27,10 @@ def image_bytes(number: int = 0, format: str = "JPEG", mode: str = "RGB", size: 
 
 def small_catalogue(num_train: int = 23, num_val: int = 7, **options) -> Catalogue:
     """`read` is the builtin `bytes`: the origin of a sample is its encoded image."""
-    splits = {split: [Sample(f"{split}.{n}", n % 3, image_bytes(n)) for n in range(num)] for split, num in (("train", num_train), ("val", num_val))}
+    splits = {
+        split: [Sample(f"{split}.{n}", n % 3, image_bytes(n)) for n in range(num)]
+        for split, num in (("train", num_train), ("val", num_val))
+    }
     return Catalogue("test", options, ["a", "b", "c"], splits, bytes)
 
 
@@ -172,10 +175,10 @@ def test_images_pass_untouched_or_become_rgb_jpeg():
         given = Image.open(io.BytesIO(image_bytes(5, format, mode))).convert("RGB").resize((1, 1), Image.Resampling.BOX)
         with Image.open(io.BytesIO(as_jpeg(image_bytes(5, format, mode)))) as image:
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (24, 16))
-            assert all(abs(a - b) <= 6 for a, b in zip(image.resize((1, 1), Image.Resampling.BOX).getpixel((0, 0)), given.getpixel((0, 0)), strict=True)), (
-                format,
-                mode,
-            )
+            assert all(
+                abs(a - b) <= 6
+                for a, b in zip(image.resize((1, 1), Image.Resampling.BOX).getpixel((0, 0)), given.getpixel((0, 0)), strict=True)
+            ), (format, mode)
 
 
 def test_safe_keys():
@@ -188,7 +191,19 @@ def test_safe_keys():
 
 # ---- real processes: kills, full disks --------------------------------------------------------------------------------
 
-DIGITS = [sys.executable, "-m", "data_prep.digits", "--renderings", "1", "--val-renderings", "1", "--num-shards", "12", "--image-size", "32"]
+DIGITS = [
+    sys.executable,
+    "-m",
+    "data_prep.digits",
+    "--renderings",
+    "1",
+    "--val-renderings",
+    "1",
+    "--num-shards",
+    "12",
+    "--image-size",
+    "32",
+]
 
 
 @pytest.fixture(scope="module")

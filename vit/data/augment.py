@@ -1,7 +1,9 @@
 """Random numbers on the host, pixels on the device.
 
-The data's story: for each sample the host draws from a counter-based hash of (seed, epoch, sample, copy) where to crop, whether to flip, which
-RandAugment operations to apply; and from (seed, batch, group) how to mix. The crop is handed to the decoder. The rest is a small float table
+The data's story: for each sample the host draws from a counter-based hash of (seed, epoch, sample, copy) where to crop, whether to flip,
+which
+RandAugment operations to apply; and from (seed, batch, group) how to mix. The crop is handed to the decoder. The rest is a small float
+table
 (B, K) that travels with the batch, so that `Augment` on the device is a pure function of (images, labels, table): the same on any number of
 ranks, workers and devices.
 """
@@ -82,8 +84,15 @@ def _symmetric_beta(alpha: float, keys: NDArray[np.uint64]) -> NDArray[np.float6
     return out
 
 
-def draw_mix(config: AugmentConfig, table: NDArray[np.float32], weights: NDArray[np.float32], seed: int, position: int, first_row: int,
-             size: tuple[int, int]) -> None:
+def draw_mix(
+    config: AugmentConfig,
+    table: NDArray[np.float32],
+    weights: NDArray[np.float32],
+    seed: int,
+    position: int,
+    first_row: int,
+    size: tuple[int, int],
+) -> None:
     """Fill the mixing columns of `table` (B, K) for rows [first_row, first_row + B) of the global batch at `position`.
 
     MixUp (Zhang et al. 2018) and CutMix (Yun et al. 2019): all rows of a group share lambda and box; a row mixes with the next row of its
@@ -96,8 +105,9 @@ def draw_mix(config: AugmentConfig, table: NDArray[np.float32], weights: NDArray
     keys = fold(seed, position, group, _MIX)
     both = config.mixup_alpha > 0 and config.cutmix_alpha > 0
     cutmix = uniform(keys, 0) < config.cutmix_switch_prob if both else np.full(len(table), config.cutmix_alpha > 0)
-    mixup_lambda, cutmix_lambda = (_symmetric_beta(alpha, fold(keys, 1)) if alpha else np.ones(len(table)) for alpha in
-                                   (config.mixup_alpha, config.cutmix_alpha))
+    mixup_lambda, cutmix_lambda = (
+        _symmetric_beta(alpha, fold(keys, 1)) if alpha else np.ones(len(table)) for alpha in (config.mixup_alpha, config.cutmix_alpha)
+    )
     (height, width), cut = size, np.sqrt(1.0 - cutmix_lambda)
     middle_y, middle_x = np.floor(uniform(keys, 2) * height), np.floor(uniform(keys, 3) * width)
     half_h, half_w = np.floor(cut * height) // 2, np.floor(cut * width) // 2
@@ -171,8 +181,8 @@ class Augment:
         return images
 
 
-# --- RandAugment (Cubuk et al. 2020) with timm's "increasing" operations (timm/data/auto_augment.py, `rand-m9-mstd0.5-inc1`) ------------------
-# Each takes images (B, 3, H, W) float32 in 0..255, signed strengths (B, 1, 1, 1) in -10..10, and the fill colour.
+# --- RandAugment (Cubuk et al. 2020) with timm's "increasing" operations (timm/data/auto_augment.py, `rand-m9-mstd0.5-inc1`)
+# ------------------ Each takes images (B, 3, H, W) float32 in 0..255, signed strengths (B, 1, 1, 1) in -10..10, and the fill colour.
 
 RANDAUGMENT_PROB = 0.5
 """timm applies each chosen operation with this probability."""
@@ -300,7 +310,20 @@ def translate_y(images: Tensor, strength: Tensor, fill: Tensor) -> Tensor:
 
 
 OPS: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (
-    auto_contrast, equalize, invert, rotate, posterize, solarize, solarize_add, color, contrast, brightness, sharpness,
-    shear_x, shear_y, translate_x, translate_y,
-)  # fmt: skip
+    auto_contrast,
+    equalize,
+    invert,
+    rotate,
+    posterize,
+    solarize,
+    solarize_add,
+    color,
+    contrast,
+    brightness,
+    sharpness,
+    shear_x,
+    shear_y,
+    translate_x,
+    translate_y,
+)
 """Their order is part of the stream of random numbers: new ones go to the end."""

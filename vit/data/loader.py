@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,8 +80,17 @@ class _Failure:
 class TrainBatches(Dataset):
     """Batch at a position -> this rank's rows. Pickles small: workers map the index themselves."""
 
-    def __init__(self, split: Split, order: Order, augment: AugmentConfig, image: ImageFormat, *, rank: int = 0, world_size: int = 1,
-                 on_bad_image: str = "error"):
+    def __init__(
+        self,
+        split: Split,
+        order: Order,
+        augment: AugmentConfig,
+        image: ImageFormat,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        on_bad_image: str = "error",
+    ):
         share = order.global_batch_size // world_size
         self.split, self.order, self.augment, self.image = split, order, augment, image
         self.first_row, self.last_row, self.on_bad_image = rank * share, (rank + 1) * share, on_bad_image
@@ -100,7 +110,9 @@ class TrainBatches(Dataset):
         images = _new_images(len(ids), self.image)
         for row, (sample, crop) in enumerate(zip(ids.tolist(), crops.tolist(), strict=True)):
             try:
-                images[row] = decode_window(self.split.read(sample), tuple(crop), self.image.size, self.image.interpolation, self.image.channels)
+                images[row] = decode_window(
+                    self.split.read(sample), tuple(crop), self.image.size, self.image.interpolation, self.image.channels
+                )
             except ShardError:
                 raise
             except ValueError as error:
@@ -160,14 +172,29 @@ class Loader:
     Raises ShardError in the training process for what a worker found, naming shard and key. Close it, or leave it as a context.
     """
 
-    def __init__(self, batches: TrainBatches | EvalBatches, start: int, stop: int, *, num_workers: int = 0, prefetch_batches: int = 2,
-                 pin_memory: bool = False):
+    def __init__(
+        self,
+        batches: TrainBatches | EvalBatches,
+        start: int,
+        stop: int,
+        *,
+        num_workers: int = 0,
+        prefetch_batches: int = 2,
+        pin_memory: bool = False,
+    ):
         self.wait_s = 0.0
-        self._iterator: Iterator[Batch | _Failure] | None = iter(DataLoader(
-            batches, batch_size=None, sampler=range(start, stop), num_workers=min(num_workers, max(stop - start, 0)),
-            prefetch_factor=prefetch_batches if min(num_workers, stop - start) > 0 else None, pin_memory=pin_memory, collate_fn=_as_is,
-            worker_init_fn=_start_worker,
-        ))  # fmt: skip
+        self._iterator: Iterator[Batch | _Failure] | None = iter(
+            DataLoader(
+                batches,
+                batch_size=None,
+                sampler=range(start, stop),
+                num_workers=min(num_workers, max(stop - start, 0)),
+                prefetch_factor=prefetch_batches if min(num_workers, stop - start) > 0 else None,
+                pin_memory=pin_memory,
+                collate_fn=_as_is,
+                worker_init_fn=_start_worker,
+            )
+        )
 
     def __iter__(self) -> Loader:
         return self
@@ -192,12 +219,13 @@ class Loader:
         self.close()
 
 
-def _as_is(item: Batch | _Failure) -> Batch | _Failure:
+def _as_is(item: Any) -> Any:
     return item
 
 
 def _start_worker(worker: int) -> None:
-    """Ranks decide when to stop; Slurm and terminals signal every process of a job, and a worker that died of it would lose the last save."""
+    """Ranks decide when to stop; Slurm and terminals signal every process of a job, and a worker that died of it would lose the last
+    save."""
     torch.set_num_threads(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -2,7 +2,8 @@
 
 The data's story: blocks of consecutive samples lie over the numbering of all samples. In each epoch a Feistel permutation keyed by
 (seed, epoch) shuffles the blocks. The shuffled sequence is cut into `num_lanes` lanes of equal length; inside a lane, samples are permuted
-in tumbling windows, whose borders are staggered from lane to lane so that disk reads do not come in bursts. A batch takes an equal share from
+in tumbling windows, whose borders are staggered from lane to lane so that disk reads do not come in bursts. A batch takes an equal share
+from
 each lane, rows grouped by lane; rank r has rows [r G/R, (r+1) G/R). So the content of a batch depends neither on ranks nor on workers, any
 batch of any epoch is found without looking at another, and memory does not grow with the number of samples.
 
@@ -160,9 +161,16 @@ class Order:
         return self._windows[key]
 
 
-def make_order(num_samples: int, global_batch_size: int, seed: int = 0, num_lanes: int | None = None, block_samples: int | None = None,
-               window_blocks: int = 16) -> Order:
-    """An `Order`, with `None` replaced by the defaults: as many lanes as the largest divisor of the batch up to 64; blocks of one sample below
+def make_order(
+    num_samples: int,
+    global_batch_size: int,
+    seed: int = 0,
+    num_lanes: int | None = None,
+    block_samples: int | None = None,
+    window_blocks: int = 16,
+) -> Order:
+    """An `Order`, with `None` replaced by the defaults: as many lanes as the largest divisor of the batch up to 64; blocks of one sample
+    below
     262,144 samples, else of 64. Raises ValueError for sizes that cannot work, with those that do.
     """
     n, g = num_samples, global_batch_size

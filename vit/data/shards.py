@@ -357,7 +357,9 @@ def _load_index(root: Path, split: str, filenames: list[str], lengths: list[int]
         elif (index["offset"] + index["size"] > np.array(sizes, np.uint64)[index["shard"]]).any():
             reason = "stale (images beyond the end of their shard)"
         # A shard replaced by another of equal length: the header in front of its last image tells, at one read a shard.
-        elif any(_size_in_header(root / name, row) != row["size"] for name, row in zip(filenames, index[np.cumsum(lengths) - 1], strict=True)):
+        elif any(
+            _size_in_header(root / name, row) != row["size"] for name, row in zip(filenames, index[np.cumsum(lengths) - 1], strict=True)
+        ):
             reason = "stale (images lie elsewhere in their shard)"
         else:
             return index

@@ -1,0 +1,106 @@
+"""Every number that follows from config, data and ranks.
+
+The data's story: the config states the recipe (global batch, epochs), the data their size, torchrun the ranks; the plan divides the one
+by the others before anything expensive starts, or says which sizes would work. `--print-config` shows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vit import config_io
+from vit.config import Config
+from vit.data.order import Order, divisors, make_order
+from vit.data.shards import Split
+from vit.model import count_parameters, create_model, flops_per_image
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from config, data and ranks."""
+
+    world_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    steps_per_epoch: int
+    dropped_per_epoch: int
+    total_steps: int
+    warmup_steps: int
+    eval_every_steps: int
+
+    def evaluates_at(self, step: int) -> bool:
+        """Each `eval_every_steps`, and at the end of a run that is at least that long: two steps of ViT-B should not cost an evaluation."""
+        at_end = step == self.total_steps and self.total_steps >= self.eval_every_steps
+        return at_end or (step > 0 and step % self.eval_every_steps == 0)
+
+
+def make_plan(config: Config, num_samples: int, world_size: int) -> tuple[Plan, Order]:
+    """Derive all numbers of a run over `num_samples` training images on `world_size` ranks, and the order of the samples.
+
+    Raises ValueError for what does not divide, with the sizes that work.
+    """
+    batch, group = config.data.global_batch_size, config.augment.mix_group_size
+    mixes = config.augment.mixup_alpha > 0 or config.augment.cutmix_alpha > 0
+    unit = group if mixes else 1
+    if batch % (world_size * unit):
+        step = world_size * unit
+        near = sorted({max(batch // step, 1) * step, (batch // step + 1) * step})
+        needs = f"{world_size} ranks" + (f" times augment.mix_group_size={group}" if mixes else "")
+        ranks = [n for n in divisors(batch) if batch % (n * unit) == 0]
+        other = f"a number of ranks out of {ranks}" if ranks else f"augment.mix_group_size out of {divisors(batch)[1:]}"
+        raise ValueError(f"data.global_batch_size={batch} is not a multiple of {needs}: use {' or '.join(map(str, near))}, or {other}")
+    share = batch // world_size
+    ceiling = config.data.micro_batch_size or share
+    sizes = [size for size in divisors(share) if size % unit == 0]
+    micro = max((size for size in sizes if size <= ceiling), default=0)
+    if not micro:
+        raise ValueError(f"data.micro_batch_size={ceiling} is below augment.mix_group_size={group}: sizes that work are {sizes}")
+    data = config.data
+    order = make_order(num_samples, batch, config.train.seed, data.num_lanes, data.block_samples, data.window_blocks)
+
+    def steps(count: int | None, epochs: float | None, default: int) -> int:
+        if count is not None:
+            return count
+        return default if epochs is None else round(epochs * order.steps_per_epoch)
+
+    total = max(steps(config.train.steps, config.train.epochs, 0), 1)
+    plan = Plan(
+        world_size=world_size,
+        micro_batch_size=micro,
+        accumulation_steps=share // micro,
+        steps_per_epoch=order.steps_per_epoch,
+        dropped_per_epoch=order.dropped_per_epoch,
+        total_steps=total,
+        warmup_steps=steps(config.schedule.warmup_steps, config.schedule.warmup_epochs, 0),
+        eval_every_steps=max(steps(config.eval.every_steps, config.eval.every_epochs, total), 1),
+    )
+    return plan, order
+
+
+def describe(config: Config, origins: dict[str, str], train_split: Split, world_size: int) -> str:
+    """What `--print-config` shows: every value with its origin as YAML, and the derived numbers as comments."""
+    plan, order = make_plan(config, train_split.num_samples, world_size)
+    num_classes = config.model.num_classes or train_split.num_classes
+    with torch.device("meta"):
+        model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
+    values = config_io.to_dict(config)
+    comments = {key: origins.get(key, "default") for section in values for key in (f"{section}.{name}" for name in values[section])}
+    derived = {
+        "ranks": plan.world_size,
+        "training_images": train_split.num_samples,
+        "classes": num_classes,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "dropped_per_epoch": plan.dropped_per_epoch,
+        "total_steps": plan.total_steps,
+        "warmup_steps": plan.warmup_steps,
+        "eval_every_steps": plan.eval_every_steps,
+        "micro_batch_size": plan.micro_batch_size,
+        "accumulation_steps": plan.accumulation_steps,
+        "num_lanes": order.num_lanes,
+        "block_samples": order.block_samples,
+        "parameters": f"{count_parameters(model):,}",
+        "gflop_per_image": round(flops_per_image(model) / 1e9, 2),
+    }
+    return config_io.dump_yaml(values, comments) + "\n# derived\n" + "".join(f"#   {key}: {value}\n" for key, value in derived.items())
