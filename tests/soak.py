@@ -69,7 +69,10 @@ def main() -> int:
                 failures += not equal
                 what = "all ranks" if number % 2 else "one rank"
                 verdict = "equal" if equal else "DIFFERENT"
-                print(f"{ranks} ranks, kill {number + 1}: {what} after {moment:.1f} s at step {step}: {verdict}", flush=True)
+                print(
+                    f"{ranks} ranks, kill {number + 1}: {what} after {moment:.1f} s at step {step}, {restarts} restart: {verdict}",
+                    flush=True,
+                )
         statuses = []
         exits = write_config(folder, root, "exits.yaml", steps=2)
         for number in range(args.exits):

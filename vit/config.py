@@ -192,7 +192,7 @@ class ScheduleConfig(Section):
     warmup_epochs: Annotated[float, Field(ge=0)] | None = None
     """Length of the warm-up in epochs."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Learning rate at the last step of `cosine` and `linear`."""
+    """Learning rate that `cosine` and `linear` fall to, where the run ends."""
 
 
 class TrainConfig(Section):

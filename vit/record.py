@@ -38,7 +38,9 @@ def duration(seconds: float) -> str:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`, without those that a later restart from an earlier checkpoint has replaced."""
     lines: list[dict[str, Any]] = []
-    for text in path.read_text().splitlines():
+    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not text.endswith("\n"):  # cut short by a kill; reopening the record would remove it
+            break
         line = json.loads(text)
         if line["kind"] == "start":
             lines = [old for old in lines if old["kind"] == "start" or old["step"] <= line["step"]]

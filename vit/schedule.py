@@ -12,13 +12,15 @@ import math
 def lr_at(step: int, *, peak_lr: float, total_steps: int, warmup_steps: int = 0, name: str = "cosine", min_lr: float = 0.0) -> float:
     """Learning rate of the update at `step` in [0, total_steps).
 
-    Linear from 0 during the warm-up (the update at step s has (s + 1) / warmup_steps of the peak, so that none is lost on a rate of 0),
-    then `cosine` (Loshchilov & Hutter 2017, equation 5, without restarts) or `linear` to `min_lr` at the last step, or `constant`.
+    Linear warm-up: the update at step s has (s + 1) / warmup_steps of the peak. Then `cosine` (Loshchilov & Hutter 2017, equation 5,
+    without
+    restarts) or `linear` from the peak towards `min_lr`, which it would reach at `total_steps`, or `constant`. So no update is lost on a
+    rate of 0.
     """
     if step < warmup_steps:
         return peak_lr * (step + 1) / warmup_steps
     if name == "constant":
         return peak_lr
-    progress = (step - warmup_steps + 1) / max(total_steps - warmup_steps, 1)
+    progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
     share = 0.5 * (1.0 + math.cos(math.pi * progress)) if name == "cosine" else 1.0 - progress
     return min_lr + (peak_lr - min_lr) * share

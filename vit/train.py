@@ -310,7 +310,8 @@ class _Watch:
         if progress.updates_skipped_in_a_row >= config.train.max_skipped_steps:
             raise ValueError(
                 f"step {step}: the gradient was not finite {progress.updates_skipped_in_a_row} times in a row "
-                f"(loss {values['loss']:.4g}): training has diverged. Lower optim.lr, lengthen the warm-up, or use train.precision=bf16; the last checkpoint is from before"
+                f"(loss {values['loss']:.4g}): training has diverged. Lower optim.lr, lengthen the warm-up, or use "
+                "train.precision=bf16; the last checkpoint is from before"
             )
 
     def paused(self) -> _Pause:
