@@ -67,7 +67,11 @@ def test_a_gpu_where_there_is_none(config, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_tell_it_once(config, tmp_path):
-    for override, expected in (("optim.lrr=1", "unknown key 'optim.lrr'"), ("data.root=nowhere", "no such directory")):
+    for override, expected in (
+        ("optim.lrr=1", "unknown key"),
+        ("data.root=nowhere", "no such directory"),
+        ("model.name=vit_x", "unknown model"),
+    ):
         assert refused(config, tmp_path, override, ranks=2).count(expected) == 1
 
 

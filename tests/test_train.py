@@ -164,6 +164,36 @@ def test_half_precisions_train(precision, tmp_path, config):
     assert all(line["loss"] is not None for line in metrics(tmp_path / "run", "train"))
 
 
+@pytest.mark.slow
+def test_compiled_blocks_train_as_eager_ones_and_resume(tmp_path, shards):
+    config = write_config(tmp_path, shards, steps=4)
+    off = ["model.drop_path_rate=0", "model.proj_drop_rate=0", "eval.every_steps=100"]
+    train(config, tmp_path / "eager", *off)
+    train(config, tmp_path / "compiled", *off, "train.compile=true")
+    eager, compiled = ([line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("eager", "compiled"))
+    assert compiled == pytest.approx(eager, rel=1e-3)
+    assert final_state(tmp_path / "compiled", 4).keys() == final_state(tmp_path / "eager", 4).keys(), "compiling must not rename weights"
+
+
+def test_a_model_of_timm_trains_in_the_same_loop(tmp_path, shards):
+    config = tmp_path / "guest.yaml"
+    config.write_text(
+        f"model: {{name: timm/resnet10t, image_size: 32}}\ndata: {{root: {shards}, global_batch_size: 12}}\ntrain: {{steps: 2}}\n"
+    )
+    arguments = [
+        "--config",
+        config,
+        f"run.dir={tmp_path / 'run'}",
+        "data.num_workers=0",
+        "log.wandb=off",
+        "train.precision=fp32",
+        "log.every_steps=1",
+    ]
+    done = run("launch/train.py", *arguments, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "run", "eval")[-1]["num_images"] == 23
+
+
 def test_it_learns(tmp_path, shards):
     """Three colours are easy: far above chance after a few epochs."""
     config = write_config(tmp_path, shards, steps=60)

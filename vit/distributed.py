@@ -13,8 +13,8 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -81,6 +81,16 @@ class World:
         if problem:
             raise AlreadyReported(problem)
         return result if self.is_main else function()
+
+    @contextmanager
+    def main_reports(self) -> Iterator[None]:
+        """For work that fails on all ranks alike or on none: the others leave a ValueError to the main rank's words."""
+        try:
+            yield
+        except ValueError as error:
+            if self.is_main:
+                raise
+            raise AlreadyReported(str(error)) from None
 
     def any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on one."""

@@ -111,6 +111,8 @@ class Record:
         attempts: list[Literal["online", "offline"]] = [mode] if mode == "offline" else [mode, "offline"]
         for attempt in attempts:
             try:
+                if attempt != mode:
+                    wandb.teardown()  # the failed attempt still holds the run's id
                 settings = wandb.Settings(init_timeout=10, silent=True, console="off")
                 self._wandb = wandb.init(
                     project=self._config.wandb_project,

@@ -88,10 +88,15 @@ class TrainStep:
         DDP re-orders its buckets after the first synchronised backward; from 3 ranks on, another layout sums in another order. Without
         this a resumed run would differ in the last bit from the run that went on. Two passes reach the fixed point.
         """
+        if self.world.size == 1:
+            return
         micro = batch.rows(0, self.micro_batch_size).to(self.world.device)
-        for _ in range(2 if self.world.size > 1 else 0):
+        before = [buffer.clone() for buffer in self.model.buffers()]  # a guest's batch norms would remember the passes
+        for _ in range(2):
             self._loss(micro).sum().backward()
         self.optimizer.zero_grad(set_to_none=True)
+        for buffer, value in zip(self.model.buffers(), before, strict=True):
+            buffer.copy_(value)
 
     def __call__(self, batch: Batch, step: int, stop: bool = False) -> StepResult:
         """The update at `step` with this rank's rows of the global batch. `stop`: this rank has been asked to end."""

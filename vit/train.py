@@ -92,22 +92,26 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     # 1. The cheap checks come first: a mistake should show in a second.
     train_split = world.main_first(lambda: open_split(config.data.root, config.data.train_split))
     val_split = world.main_first(lambda: open_split(config.data.root, config.data.val_split))
-    plan, order = make_plan(config, train_split.num_samples, world.size)
-    num_classes = config.model.num_classes or train_split.num_classes
-    if num_classes < train_split.num_classes:
-        raise ValueError(f"model.num_classes={num_classes}, but {config.data.root} has {train_split.num_classes} classes: remove the key")
+    with world.main_reports():
+        plan, order = make_plan(config, train_split.num_samples, world.size)
+        num_classes = config.model.num_classes or train_split.num_classes
+        if num_classes < train_split.num_classes:
+            raise ValueError(
+                f"model.num_classes={num_classes}, but {config.data.root} has {train_split.num_classes} classes: remove the key"
+            )
     index_sha256 = hashlib.sha256(train_split.index.tobytes()).hexdigest()
     facts = {"num_samples": train_split.num_samples, "index_sha256": index_sha256, "num_classes": num_classes}
     found = world.main_first(lambda: _find_checkpoint(folder, config, facts, set(allow_change), world))
 
     # 2. All ranks draw the same weights.
-    torch.manual_seed(config.train.seed)
-    model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
-    if config.init.checkpoint is not None and found is None:
-        trained = read_trained(config.init.checkpoint)
-        for note in load_weights(model, trained.weights, trained.grid_size, config.init.reset_head):
-            if world.is_main:
-                print(f"{trained.path}: {note}", file=sys.stderr)
+    with world.main_reports():
+        torch.manual_seed(config.train.seed)
+        model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
+        if config.init.checkpoint is not None and found is None:
+            trained = read_trained(config.init.checkpoint)
+            for note in load_weights(model, trained.weights, trained.grid_size, config.init.reset_head):
+                if world.is_main:
+                    print(f"{trained.path}: {note}", file=sys.stderr)
     model.to(world.device)
 
     # 3. The average copies the model before anything is compiled into it.

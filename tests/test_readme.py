@@ -1,0 +1,70 @@
+"""The README's commands are commands that work: its files exist, its settings fit the schema, its Python runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from processes import run
+
+from vit.config_io import load_config
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+def commands() -> list[str]:
+    lines = [line.split("  #")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def test_there_are_commands_to_test():
+    assert {"make demo", "make test"} <= set(commands())
+    assert len(commands()) > 10
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(commands()))
+def test_a_command_of_the_readme_names_what_exists(line):
+    words = shlex.split(line)
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+        return
+    if words[0] == "torchrun":
+        words = [word for word in words[1:] if not word.startswith("--nproc")]
+    else:
+        assert words.pop(0) == "python"
+    if words[0] == "-m":
+        assert (ROOT / (words[1].replace(".", "/") + ".py")).is_file()
+        assert run(words[1].replace(".", "/") + ".py", "--help").returncode == 0
+        return
+    script, *arguments = words
+    usage = run(script, "--help").stdout
+    assert all(flag in usage for flag in arguments if flag.startswith("--"))
+    if "--config" in arguments:
+        overrides = [word for word in arguments if "=" in word and not word.startswith("--")]
+        load_config(ROOT / arguments[arguments.index("--config") + 1], overrides)
+
+
+def test_the_python_of_the_readme_runs():
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+def test_the_demo_runs_the_readmes_commands():
+    demo = (ROOT / "launch" / "demo.sh").read_text().replace('"${RANKS:-2}"', "2")
+    for line in commands()[2:6]:
+        assert f"run {line}" in demo
