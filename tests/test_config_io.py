@@ -152,6 +152,8 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
     [
         ("model:\n  dept: 3\n", "run.yaml:6: unknown key 'model.dept'; did you mean model.depth?"),
         ("model:\n  depth: 3\n  img_size: 3\n", "run.yaml:7: unknown key 'model.img_size'; did you mean model.image_size?"),
+        ("eval:\n  crop_ratios: 1\n", "run.yaml:6: unknown key 'eval.crop_ratios'; did you mean eval.crop_ratio?"),
+        ("augment:\n  crop_ratios: 1\n", "run.yaml:6: unknown key 'augment.crop_ratios'; did you mean augment.crop_ratio?"),
         ("modle:\n  depth: 3\n", "run.yaml:5: unknown key 'modle'; did you mean model?"),
         ("lr: 0.1\n", "run.yaml:5: unknown key 'lr'; did you mean optim.lr?"),
         ("model:\n  lr: 0.1\n", "run.yaml:6: unknown key 'model.lr'; did you mean optim.lr?"),
@@ -252,7 +254,8 @@ def test_an_override_of_another_form_is_refused(problems, override):
 
 def test_any_iterable_of_overrides_will_do(load):
     load(BASE)
-    assert load_config("run.yaml", iter(["train.steps=3"])).config.train.steps == 3
+    config, _ = load_config("run.yaml", iter(["train.steps=3", "optim.lr=0.5"]))
+    assert (config.train.steps, config.optim.lr) == (3, 0.5)
 
 
 # --- settings that depend on each other ---------------------------------------------------------------------------------------------------

@@ -89,6 +89,9 @@ def test_foreign_and_truncated_checkpoints(config, tmp_path):
         assert done.returncode == 2
         assert expected in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    done = run("launch/eval.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no --checkpoint given and no run with weights under runs/")
     assert "neither a run folder" in refused(config, tmp_path, f"init.checkpoint={tmp_path / 'empty'}")
 
 

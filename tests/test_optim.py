@@ -13,7 +13,7 @@ from vit.model import VisionTransformer
 from vit.optim import allocate_state, create_optimizer, parameter_groups, set_lr
 
 CONFIGS = [
-    AdamWConfig(lr=0.02, weight_decay=0.3, betas=(0.8, 0.95), eps=1e-6),
+    AdamWConfig(lr=0.02, weight_decay=0.3, betas=(0.8, 0.95), eps=1e-2),
     SgdConfig(name="sgd", lr=0.02, weight_decay=0.3, momentum=0.9),
     SgdConfig(name="sgd", lr=0.02, weight_decay=0.3, momentum=0.7, nesterov=True),
     SgdConfig(name="sgd", lr=0.02, weight_decay=0.3, momentum=0.0),

@@ -198,7 +198,8 @@ def run_command(command: Callable[[], World | None]) -> None:
         leave(2)
     except ValueError as error:
         frames = traceback.extract_tb(error.__traceback__)
-        if not Path(frames[-1].filename).is_relative_to(Path(__file__).parent.parent / "vit"):
+        ours, raised_in = (Path(__file__).parent, Path(sys.argv[0]).resolve()), Path(frames[-1].filename).resolve()
+        if not any(raised_in.is_relative_to(place) for place in ours):
             traceback.print_exc()
             leave(1)
         if rank == 0 or dist.is_initialized():  # before that, all ranks find the same
