@@ -28,7 +28,7 @@ from vit.evaluate import evaluate
 from vit.metrics import Accuracy
 from vit.model import create_model
 from vit.train import build, create_augment, image_format, train
-from vit.weights import Trained, load_weights, read_trained
+from vit.weights import Trained, find_trained, load_weights, read_trained
 
 
 def main() -> World:
@@ -48,20 +48,25 @@ def main() -> World:
     parser.add_argument("--finetune", metavar="CONFIG", help="fine-tune with this config first, and evaluate before and after")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="with --finetune: settings that win over its file")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if args.overrides and not args.finetune:
         parser.error(f"{' '.join(args.overrides)}: settings belong to --finetune")
     if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
         parser.error("--image-size takes a side, or height and width, in pixels")
 
+    if args.finetune and not args.checkpoint:
+        parser.error("--finetune needs --checkpoint: the newest run may be a fine-tuned one")
+
     said = sys.stderr if args.json else sys.stdout
-    path = Path(args.checkpoint) if args.checkpoint else newest_run()
-    trained = read_trained(path)
-    config = with_flags(config_of(trained), args)
     world = distributed.start(args.device)
+    path = world.main_first(lambda: find_trained(args.checkpoint or newest_run()))
+    with world.main_reports():
+        trained = read_trained(path)
+        config = with_flags(config_of(trained), args)
+    world.check_same(f"{path}, step {trained.step}", "weights")
     results = {"before" if args.finetune else "result": evaluate_trained(trained, config, world, said)}
     if args.finetune:
-        tuned, tuned_path = finetune(args.finetune, [f"init.checkpoint={path}", *args.overrides], world)
+        tuned, tuned_path = finetune(args.finetune, [f"init.checkpoint={json.dumps(args.checkpoint)}", *args.overrides], world)
         same_size = with_flags(config, argparse.Namespace(**{**vars(args), "image_size": list(image_format(tuned).size)}))
         results["before, at the higher resolution"] = evaluate_trained(trained, same_size, world, said)
         results["after"] = evaluate_trained(read_trained(tuned_path), tuned, world, said)
@@ -109,13 +114,13 @@ def with_flags(config: Config, args: argparse.Namespace) -> Config:
 def evaluate_trained(trained: Trained, config: Config, world: World, said: TextIO) -> Accuracy:
     """Evaluate weights under `config`, which may name another image size than they were trained at, and tell the result to `said`."""
     split = world.main_first(lambda: open_split(config.data.root, config.data.val_split))
-    if trained.num_classes is not None and split.num_classes > trained.num_classes:
+    assert trained.num_classes is not None, "it came with its config"
+    if split.num_classes > trained.num_classes:
         raise ValueError(
             f"{split.root}: has {split.num_classes} classes, {trained.path} knows {trained.num_classes}: use data of its own kind"
         )
     image = image_format(config)
-    num_classes = trained.num_classes or split.num_classes
-    model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
+    model = create_model(config.model.name, config.model.image_size, trained.num_classes, **config.model.fields())
     notes = load_weights(model, trained.weights, trained.grid_size)
     model.to(world.device)
     size = "x".join(map(str, image.size))
@@ -125,7 +130,7 @@ def evaluate_trained(trained: Trained, config: Config, world: World, said: TextI
             {"model": model},
             split,
             image,
-            create_augment(config, num_classes, world),
+            create_augment(config, trained.num_classes, world),
             world,
             batch_size=config.eval.batch_size,
             crop_ratio=config.eval.crop_ratio,

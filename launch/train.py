@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 from vit import distributed
-from vit.config_io import load_config
+from vit.config_io import all_keys, load_config, nearest
 from vit.data.shards import open_split
 from vit.distributed import World
 from vit.plan import describe
@@ -29,12 +29,15 @@ def main() -> World | None:
         "--allow-change", action="append", default=[], metavar="KEY", help="resume although this setting differs from the checkpoint's"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
 
     config, origins = load_config(args.config, args.overrides)
+    for key in set(args.allow_change) - set(all_keys()):
+        raise ValueError(f"--allow-change {key}: there is no such setting{nearest(key, all_keys())}")
     if args.print_config:
         if distributed.is_main_process():
-            print(describe(config, origins, open_split(config.data.root, config.data.train_split), distributed.world_size()), end="")
+            train_split, val_split = (open_split(config.data.root, name) for name in (config.data.train_split, config.data.val_split))
+            print(describe(config, origins, train_split, val_split, distributed.world_size()), end="")
         return None
     world = distributed.start(config.train.device)
     train(build(config, world, args.allow_change))

@@ -299,9 +299,10 @@ def test_settings_of_the_other_optimizer_are_refused(load, problems):
     ("text", "expected"),
     [
         (
-            "schedule:\n  name: constant\n  min_lr: 0.1\n",
+            "schedule:\n  name: constant\n  min_lr: 1e-4\n",
             "run.yaml:7: schedule.min_lr has no effect with schedule.name=constant: remove it",
         ),
+        ("schedule:\n  min_lr: 0.1\n", "run.yaml:6: schedule.min_lr=0.1 exceeds optim.lr=0.001: the rate falls towards it"),
         ("augment:\n  crop_ratio: [2.0, 0.5]\n", "run.yaml:6: augment.crop_ratio is [2.0, 0.5]: the first must not exceed the second"),
         ("optim: {name: sgd, momentum: 0.0, nesterov: true}\n", "run.yaml:5: optim.nesterov needs optim.momentum above 0"),
         (

@@ -88,6 +88,44 @@ def test_a_signal_during_the_last_evaluation_is_obeyed_and_the_evaluation_made_u
 
 
 @pytest.mark.slow
+def test_an_evaluation_that_was_broken_off_in_mid_run_is_made_up_for(tmp_path):
+    config = write_config(tmp_path, make_shards(tmp_path, num_val=600), steps=STEPS)
+    background = Background(config, tmp_path / "run", "eval.batch_size=1", ranks=2)
+    background.wait_for_step(6)
+    os.kill(background.trainers()[1], signal.SIGUSR1)
+    background.end()
+    assert not metrics(tmp_path / "run", "eval")
+    train(config, tmp_path / "run", "eval.batch_size=1", ranks=2)
+    assert [line["step"] for line in metrics(tmp_path / "run", "eval")] == [6, 12]
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_their_launcher(tmp_path, shards):
+    config = write_config(tmp_path, shards, steps=5000)
+    background = Background(config, tmp_path / "run", ranks=2)
+    background.wait_for_step(4)
+    ranks = background.trainers()
+    os.kill(background.process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in ranks):
+        assert time.monotonic() < deadline, "ranks train on although torchrun is dead"
+        time.sleep(0.1)
+    assert (tmp_path / "run" / "stopped_early").exists(), "they should have saved"
+
+
+@pytest.mark.slow
+def test_a_run_folder_in_use_is_refused(tmp_path, shards):
+    config = write_config(tmp_path, shards, steps=5000)
+    background = Background(config, tmp_path / "run", "data.num_workers=1", ranks=1)
+    background.wait_for_step(2)
+    second = run("launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *TINY)
+    os.kill(background.trainers()[0], signal.SIGTERM)
+    background.end()
+    assert second.returncode == 2
+    assert "in use by a live run (process" in second.stderr
+
+
+@pytest.mark.slow
 def test_any_number_of_ranks_sees_the_same_batches_and_a_finished_run_stays_finished(tmp_path, shards):
     checksums, losses = set(), []
     config = write_config(tmp_path, shards, steps=STEPS)

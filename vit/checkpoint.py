@@ -17,10 +17,12 @@ that its writer makes under FSDP2, on another number of ranks; so sharded traini
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,9 +33,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vit.distributed import World
-from vit.optim import allocate_state
 from vit.step import TrainStep
-from vit.weights import flush, save_weights
+from vit.weights import WeightsError, flush, save_weights
 
 FORMAT_VERSION = 1
 STATE_FILE, INFO_FILE = "state.safetensors", "checkpoint.json"
@@ -91,14 +92,17 @@ def save_checkpoint(run_dir: Path, train_step: TrainStep, progress: Progress, co
     folder = run_dir / "checkpoints" / f"step_{progress.step:08d}"
     if world.is_main:
         try:
+            if folder.exists() and not (folder / INFO_FILE).is_file():
+                _set_aside(folder)
             if folder.exists():  # the same step again, after its evaluation: the tensors are the same
                 _write_info(folder, {**json.loads((folder / INFO_FILE).read_text()), **asdict(progress)})
                 return folder
             _write(folder, tensors_of(train_step), progress, config, world.size)
             for old in complete_checkpoints(run_dir)[keep_last:]:
                 shutil.rmtree(old)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: cannot save ({error.strerror or error}); earlier checkpoints are untouched") from None
+        except (OSError, WeightsError) as error:
+            shutil.rmtree(folder.with_name(f".tmp_{folder.name}"), ignore_errors=True)
+            raise CheckpointError(f"{folder}: cannot save ({error}); earlier checkpoints are untouched") from None
     return folder
 
 
@@ -128,6 +132,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], progress: Progress, config:
     os.replace(hidden, folder)
     flush(parent)
     (parent / ".latest").write_text(folder.name + "\n")
+    flush(parent / ".latest")
     os.replace(parent / ".latest", parent / "latest")
 
 
@@ -184,35 +189,40 @@ def newest_checkpoint(run_dir: Path, verify: bool = False, say: Callable[[str], 
         except CheckpointError as error:
             if not verify:
                 raise
-            aside = folder.with_name(f"damaged_{folder.name}")
-            folder.rename(aside)
-            say(f"{error}; set aside as {aside.name}, trying the one before")
+            say(f"{error}; set aside as {_set_aside(folder).name}, trying the one before")
     if candidates:
         raise CheckpointError(f"{run_dir}: all {len(candidates)} checkpoints are damaged and set aside; the same command again starts over")
     return None
 
 
+def _set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that its number is free and a person can still look at it."""
+    aside = folder.with_name(f"damaged_{folder.name}_{time.time_ns()}")
+    folder.rename(aside)
+    return aside
+
+
 def load_checkpoint(folder: Path, info: dict[str, Any], train_step: TrainStep) -> Progress:
     """Copy a checkpoint's tensors into `train_step`, in place, and return its progress. Raises CheckpointError if names or shapes
     differ."""
-    allocate_state(train_step.optimizer)
     targets = tensors_of(train_step)
     try:
-        with safe_open(folder / STATE_FILE, framework="pt") as file:
-            names = set(file.keys())
-            wrong = [f"lacks {name}" for name in sorted(set(targets) - names)] + [
-                f"has {name}, unknown here" for name in sorted(names - set(targets))
-            ]
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(safe_open(folder / name, framework="pt")) for name in info["files"]]
+            where = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # a safetensors file is no dict
+            shapes = {name: list(file.get_slice(name).get_shape()) for name, file in where.items()}
+            wrong = [f"lacks {name}" for name in sorted(set(targets) - set(where))]
+            wrong += [f"has {name}, unknown here" for name in sorted(set(where) - set(targets))]
             wrong += [
-                f"{name} is {file.get_slice(name).get_shape()} there, {list(targets[name].shape)} here"
-                for name in sorted(names & set(targets))
-                if file.get_slice(name).get_shape() != list(targets[name].shape)
+                f"has {name} as {shape}, here {list(targets[name].shape)}"
+                for name, shape in sorted(shapes.items())
+                if name in targets and shape != list(targets[name].shape)
             ]
             if wrong:
                 more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
                 raise CheckpointError(f"{folder}: does not fit this model and optimizer: it {'; '.join(wrong[:3])}{more}")
             for name, target in targets.items():
-                target.copy_(file.get_tensor(name))
+                target.copy_(where[name].get_tensor(name))
     except SafetensorError as error:
-        raise CheckpointError(f"{folder / STATE_FILE}: {error}") from None
-    return Progress(**{key: info[key] for key in Progress.__dataclass_fields__})
+        raise CheckpointError(f"{folder}: {error}") from None
+    return Progress(**{key: info[key] for key in Progress.__dataclass_fields__ if key in info})  # a younger field has its default

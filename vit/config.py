@@ -304,6 +304,8 @@ class Config(Section):
                 problems.append(f"neither {section}.{first} nor {section}.{second} is given: give one of them")
         if self.schedule.name == "constant" and self.schedule.min_lr > 0:
             problems.append("schedule.min_lr has no effect with schedule.name=constant: remove it")
+        if self.schedule.min_lr > self.optim.lr:
+            problems.append(f"schedule.min_lr={self.schedule.min_lr} exceeds optim.lr={self.optim.lr}: the rate falls towards it")
         for key in ("mean", "std"):
             values = getattr(self.data, key)
             if len(values) not in (1, self.model.in_chans):

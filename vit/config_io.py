@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -187,14 +187,11 @@ def _explain(error: ValidationError, origins: Mapping[Key, str], source: str) ->
     return lines
 
 
-class LoadedConfig:
+class LoadedConfig(NamedTuple):
     """A checked `config` with `origins`: dotted key -> "file:line" or "command line" for every key that was given."""
 
-    def __init__(self, config: Config, origins: dict[str, str]):
-        self.config, self.origins = config, origins
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.config, self.origins))
+    config: Config
+    origins: dict[str, str]
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig:

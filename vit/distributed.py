@@ -7,6 +7,7 @@ uses NCCL; nothing else differs.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
@@ -82,6 +83,12 @@ class World:
             raise AlreadyReported(problem)
         return result if self.is_main else function()
 
+    def check_same(self, text: str, what: str) -> None:
+        """Raise ValueError on a rank whose `text` is not the main rank's; `what` says in words what it describes."""
+        expected = self.broadcast_text(text)
+        if text != expected:
+            raise ValueError(f"sees other {what} than rank 0 ({text}, not {expected}): all hosts must see the same files")
+
     @contextmanager
     def main_reports(self) -> Iterator[None]:
         """For work that fails on all ranks alike or on none: the others leave a ValueError to the main rank's words."""
@@ -108,17 +115,27 @@ def is_main_process() -> bool:
 
 
 def start(device: str = "auto") -> World:
-    """Join the process group that torchrun describes, or be a world of one. `device`: auto, cpu or cuda.
+    """Join the process group that torchrun describes, or be a world of one.
 
-    Raises ValueError where a GPU is asked for and there is none, or fewer than ranks on this host.
+    `device`: cpu; cuda; or auto, which is a GPU where each rank of the host has one, else the CPU. Raises ValueError where GPUs are asked
+    for and there are fewer than ranks on this host.
     """
-    local_rank, size = int(os.environ.get("LOCAL_RANK", "0")), world_size()
+    local_rank, local_size, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), world_size()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and not gpus:
         raise ValueError("train.device=cuda, but torch sees no GPU here: use train.device=cpu, or check the driver with nvidia-smi")
-    if device == "cuda" or (device == "auto" and gpus):
-        if local_rank >= gpus:
-            raise ValueError(f"local rank {local_rank} has no GPU: this host has {gpus}; start torchrun with --nproc_per_node={gpus}")
+    if device == "cuda" and gpus < local_size:
+        raise ValueError(
+            f"train.device=cuda, but this host has {gpus} GPU(s) for {local_size} ranks: start torchrun with --nproc_per_node={gpus}"
+        )
+    if device == "auto" and 0 < gpus < local_size and local_rank == 0:
+        print(
+            f"this host has {gpus} GPU(s) for {local_size} ranks: training on the CPU; use --nproc_per_node={gpus} for the GPU",
+            file=sys.stderr,
+        )
+    if size > 1:
+        _end_with_launcher()
+    if device == "cuda" or (device == "auto" and gpus >= local_size):
         where = torch.device("cuda", local_rank)
         torch.cuda.set_device(where)  # before the first CUDA call, or every rank opens a context on GPU 0
     else:
@@ -127,6 +144,14 @@ def start(device: str = "auto") -> World:
         backend = "nccl" if where.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=where if where.type == "cuda" else None)
     return World(int(os.environ.get("RANK", "0")), size, where)
+
+
+def _end_with_launcher() -> None:
+    """Ask Linux to send SIGTERM, which saves and stops, when torchrun dies: its ranks would otherwise train on, unseen, beside the next
+    attempt."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def stop(world: World) -> None:
@@ -169,11 +194,17 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = ""
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._handle)
+        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:  # somebody who presses Ctrl-C twice means it
+            raise KeyboardInterrupt
         self.received = signal.Signals(number).name
+
+    def restore(self) -> None:
+        """Give the signals back to who had them."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -202,12 +233,15 @@ def run_command(command: Callable[[], World | None]) -> None:
         if not any(raised_in.is_relative_to(place) for place in ours):
             traceback.print_exc()
             leave(1)
-        if rank == 0 or dist.is_initialized():  # before that, all ranks find the same
+        if os.environ.get("LOCAL_RANK", "0") == "0" or dist.is_initialized():  # before that, all ranks of a host find the same
             print(f"{_who(rank)}error: {error}", file=sys.stderr)
         leave(2)
+    except KeyboardInterrupt:
+        print(f"{_who(rank)}interrupted", file=sys.stderr)
+        leave(130)
     except torch.OutOfMemoryError as error:
         reason = str(error).split(". ")[0]
-        print(f"{_who(rank)}error: {reason}. Lower data.micro_batch_size (the batch and the result stay the same)", file=sys.stderr)
+        print(f"{_who(rank)}error: {reason}. Lower data.micro_batch_size in training, eval.batch_size in evaluation", file=sys.stderr)
         leave(2)
     except Exception as error:
         if rank and any(

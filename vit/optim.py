@@ -29,9 +29,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 def create_optimizer(model: nn.Module, config: AdamWConfig | SgdConfig) -> torch.optim.Optimizer:
     """The optimizer of `config` over `model`'s parameters, not wrapped, not compiled."""
     groups = parameter_groups(model, config.weight_decay)
+    optimizer: torch.optim.Optimizer
     if isinstance(config, AdamWConfig):
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+    _allocate_state(optimizer)
+    return optimizer
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -40,10 +44,11 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's state exist, at zero, before the first update, so that a checkpoint can be read into it.
+def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer's state exist, at zero, before the first update.
 
-    An update with zero gradients and learning rate 0 does it by torch's own code; its effects are undone here.
+    A checkpoint can then be read into it; and fused SGD, which allocates its momentum uninitialised, may skip its first update. An update
+    with zero gradients and learning rate 0 does it by torch's own code; its effects are undone here.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     rates = [group["lr"] for group in optimizer.param_groups]

@@ -79,10 +79,18 @@ def make_plan(config: Config, num_samples: int, world_size: int) -> tuple[Plan, 
     return plan, order
 
 
-def describe(config: Config, origins: dict[str, str], train_split: Split, world_size: int) -> str:
+def choose_num_classes(config: Config, *splits: Split) -> int:
+    """The size of the head: `model.num_classes`, or what the data need. Raises ValueError if the former is too small for the latter."""
+    in_data = max(split.num_classes for split in splits)
+    if config.model.num_classes is not None and config.model.num_classes < in_data:
+        raise ValueError(f"model.num_classes={config.model.num_classes}, but {config.data.root} has {in_data} classes: remove the key")
+    return config.model.num_classes or in_data
+
+
+def describe(config: Config, origins: dict[str, str], train_split: Split, val_split: Split, world_size: int) -> str:
     """What `--print-config` shows: every value with its origin as YAML, and the derived numbers as comments."""
     plan, order = make_plan(config, train_split.num_samples, world_size)
-    num_classes = config.model.num_classes or train_split.num_classes
+    num_classes = choose_num_classes(config, train_split, val_split)
     with torch.device("meta"):
         model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
     values = config_io.to_dict(config)

@@ -8,6 +8,7 @@ W&B off, offline, down or hanging changes nothing in the file and never stops th
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import netrc
@@ -17,7 +18,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -55,12 +56,13 @@ class Record:
     """
 
     def __init__(self, run_dir: Path, config: LogConfig, is_main: bool, *, total_steps: int, first_step: int = 0):
-        self.is_main, self.total_steps, self._first_step = is_main, total_steps, first_step
+        self.is_main = is_main
         self._wandb: Any = None
         if not is_main:
             return
         self._run_dir, self._config = run_dir, config
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._lock = _lock(run_dir)
         self._file = _open_whole_lines(run_dir / METRICS_FILE)
         self._live: Progress | None = None
         if self._console.is_terminal:
@@ -156,6 +158,32 @@ class Record:
                 self.say(f"wandb: did not finish ({type(error).__name__}); metrics.jsonl is complete")
             self._wandb = None
         self._file.close()
+        self._lock.close()
+
+
+def check_not_in_use(run_dir: Path) -> None:
+    """Raise ValueError if a live run has `run_dir`; before anything in it is read or written."""
+    if run_dir.is_dir():
+        _lock(run_dir).close()
+
+
+def _lock(run_dir: Path) -> IO[str]:
+    """Hold the run folder for this process. Raises ValueError if a live process has it: two writers would ruin record and checkpoints.
+
+    A POSIX record lock: it ends with its process, is not inherited by loader workers, and works over NFS.
+    """
+    file = (run_dir / ".lock").open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ValueError(f"{run_dir}: in use by a live run ({holder}): wait for its end, stop it, or use another run.dir") from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
 
 
 def _open_whole_lines(path: Path) -> Any:
@@ -199,10 +227,15 @@ def provenance() -> dict[str, str]:
     import torch
 
     here = Path(__file__).parent
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=False)
+    try:
+        git = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=False, timeout=10
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        git = ""
     return {
         "command": " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-        "git": git.stdout.strip() or "not a git checkout",
+        "git": git.strip() or "not a git checkout",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "host": f"{platform.machine()}, {os.cpu_count()} CPUs" + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),

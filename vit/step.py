@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -37,19 +36,29 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
     return torch.autocast(device.type, AUTOCAST_DTYPE[precision]) if precision in AUTOCAST_DTYPE else nullcontext()
 
 
-@dataclass
 class StepResult:
-    """What a step did, on the device until `read`. The vector holds sums over all ranks."""
+    """What a step did, on its way to the host.
 
-    sums: Tensor
-    """(4,) float32: loss sum, row weights, ranks that want to stop, bad images."""
-    grad_norm: Tensor
-    """() float32, before clipping."""
+    `values`: (5,) float32 on the device: loss sum, row weights, ranks that want to stop, bad images, each over all ranks; gradient norm
+    before
+    clipping. On a GPU the copy is queued behind the step, with an event, so that reading waits for this step and not for what was queued
+    since.
+    """
+
+    def __init__(self, values: Tensor):
+        self._event: torch.cuda.Event | None = None
+        self._values = values
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
 
     def read(self) -> dict[str, float]:
         """loss (mean over the global batch), grad_norm, stop and bad_images as numbers. Waits for the device to come to this step."""
-        loss, weights, stop, bad_images = self.sums.tolist()
-        return {"loss": loss / max(weights, 1.0), "grad_norm": self.grad_norm.item(), "stop": stop, "bad_images": bad_images}
+        if self._event is not None:
+            self._event.synchronize()
+        loss, weights, stop, bad_images, grad_norm = self._values.tolist()
+        return {"loss": loss / max(weights, 1.0), "grad_norm": grad_norm, "stop": stop, "bad_images": bad_images}
 
 
 class TrainStep:
@@ -114,7 +123,7 @@ class TrainStep:
             sums[1] += part.weights.sum()
         sums[2], sums[3] = float(stop), float(len(batch.bad_keys))
         grad_norm = self._update(step)
-        return StepResult(self.world.sum_(sums), grad_norm)
+        return StepResult(torch.cat([self.world.sum_(sums), grad_norm[None]]))
 
     def _loss(self, part: Batch) -> Tensor:
         inputs, targets = self.augment(part.images, part.labels, part.table)

@@ -42,8 +42,8 @@ from vit.ema import Ema
 from vit.evaluate import evaluate
 from vit.model import count_parameters, create_model, flops_per_image
 from vit.optim import create_optimizer
-from vit.plan import Plan, make_plan
-from vit.record import METRICS_FILE, Record, duration, provenance
+from vit.plan import Plan, choose_num_classes, make_plan
+from vit.record import METRICS_FILE, Record, check_not_in_use, duration, provenance
 from vit.schedule import lr_at
 from vit.step import StepResult, TrainStep
 from vit.visualize import plot_curves
@@ -71,6 +71,7 @@ class Run:
     train_step: TrainStep
     record: Record
     progress: Progress
+    signals: StopSignals
 
     def models(self) -> dict[str, nn.Module]:
         """The weights, and their average if there is one."""
@@ -86,22 +87,20 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
 
     1. data and plan, 2. weights: seeded, or `init.checkpoint`, 3. everything that surrounds them, 4. a checkpoint over all of it.
     """
-    assert config.run.dir is not None, "the command names the run folder"
-    folder = Path(config.run.dir)
+    assert config.run.dir is not None, "load_config names the run folder"
+    folder, signals = Path(config.run.dir), StopSignals()
 
     # 1. The cheap checks come first: a mistake should show in a second.
     train_split = world.main_first(lambda: open_split(config.data.root, config.data.train_split))
     val_split = world.main_first(lambda: open_split(config.data.root, config.data.val_split))
     with world.main_reports():
         plan, order = make_plan(config, train_split.num_samples, world.size)
-        num_classes = config.model.num_classes or train_split.num_classes
-        if num_classes < train_split.num_classes:
-            raise ValueError(
-                f"model.num_classes={num_classes}, but {config.data.root} has {train_split.num_classes} classes: remove the key"
-            )
+        num_classes = choose_num_classes(config, train_split, val_split)
     index_sha256 = hashlib.sha256(train_split.index.tobytes()).hexdigest()
+    world.check_same(index_sha256, "training data")
     facts = {"num_samples": train_split.num_samples, "index_sha256": index_sha256, "num_classes": num_classes}
     found = world.main_first(lambda: _find_checkpoint(folder, config, facts, set(allow_change), world))
+    world.check_same(found[0].name if found else "no checkpoint", f"contents of {folder}")
 
     # 2. All ranks draw the same weights.
     with world.main_reports():
@@ -144,10 +143,11 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     # 4. In place: DDP and the average keep their tensors.
     progress = Progress(facts={**facts, "grid_size": grid_size(model)})
     if found is not None:
-        progress = checkpoints.load_checkpoint(*found, train_step)
+        with world.main_reports():
+            progress = checkpoints.load_checkpoint(*found, train_step)
         progress.restarts += 1
-    record = _open_record(config, world, folder, plan, progress, model)
-    return Run(config, world, folder, plan, order, train_split, val_split, image_format(config), train_step, record, progress)
+    record = world.main_first(lambda: _open_record(config, world, folder, plan, progress, model))
+    return Run(config, world, folder, plan, order, train_split, val_split, image_format(config), train_step, record, progress, signals)
 
 
 def image_format(config: Config) -> ImageFormat:
@@ -165,11 +165,13 @@ def _find_checkpoint(folder: Path, config: Config, facts: dict[str, Any], allowe
     """The checkpoint to go on from. The main rank, which comes first, checks its bytes and that its run was this run."""
     if not world.is_main:
         return checkpoints.newest_checkpoint(folder)
+    check_not_in_use(folder)
     found = checkpoints.newest_checkpoint(folder, verify=True, say=lambda text: print(text, file=sys.stderr))
     if found is None:
         return None
     path, info = found
-    changed = config_io.differences(info["config"], config_io.to_dict(config))
+    stored = config_io.to_dict(config_io.from_dict(info["config"], str(path)))  # settings younger than the checkpoint get their defaults
+    changed = config_io.differences(stored, config_io.to_dict(config))
     refused = {key: values for key, values in changed.items() if not key.startswith(MAY_CHANGE) and key not in allowed}
     lines = [f"  {key}: {old} there, {new} here" for key, (old, new) in refused.items()]
     lines += [f"  data: {key} {info['facts'][key]} there, {value} here" for key, value in facts.items() if info["facts"][key] != value]
@@ -181,25 +183,31 @@ def _find_checkpoint(folder: Path, config: Config, facts: dict[str, Any], allowe
 
 
 def _open_record(config: Config, world: World, folder: Path, plan: Plan, progress: Progress, model: nn.Module) -> Record:
+    if not world.is_main:
+        return Record(folder, config.log, False, total_steps=plan.total_steps)
     values, made_by = config_io.to_dict(config), provenance()
-    if world.is_main:
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "stopped_early").unlink(missing_ok=True)
+        record = Record(folder, config.log, True, total_steps=plan.total_steps, first_step=progress.step)
         header = "".join(f"# {key}: {value}\n" for key, value in made_by.items())
         (folder / "config.yaml").write_text(header + config_io.dump_yaml(values))
-    record = Record(folder, config.log, world.is_main, total_steps=plan.total_steps, first_step=progress.step)
+    except OSError as error:
+        raise ValueError(f"run.dir={folder}: cannot be written ({error.strerror}): choose another folder") from None
     start = {"restarts": progress.restarts, "world_size": world.size, "device": str(world.device), **made_by}
     record.write("start", progress.step, **start, plan=asdict(plan))
-    if world.is_main:
-        accumulation = f" in {plan.accumulation_steps} micro-steps" if plan.accumulation_steps > 1 else ""
+    accumulation = f" in {plan.accumulation_steps} micro-steps" if plan.accumulation_steps > 1 else ""
+    record.say(
+        f"{config.model.name}: {count_parameters(model):,} parameters, {flops_per_image(model) / 1e9:.2f} GFLOP per image;"
+        f" {world.size} rank(s) on {world.device.type}, {config.train.precision};"
+        f" {plan.total_steps} steps of {config.data.global_batch_size} images{accumulation}"
+    )
+    if plan.warmup_steps >= plan.total_steps:
         record.say(
-            f"{config.model.name}: {count_parameters(model):,} parameters, {flops_per_image(model) / 1e9:.2f} GFLOP per image;"
-            f" {world.size} rank(s) on {world.device.type}, {config.train.precision};"
-            f" {plan.total_steps} steps of {config.data.global_batch_size} images{accumulation}"
+            f"note: the warm-up takes {plan.warmup_steps} steps, the run has {plan.total_steps}: the peak learning rate is not reached"
         )
-        if progress.restarts:
-            record.say(f"resumed at step {progress.step} of {plan.total_steps} from {folder}/checkpoints (restart {progress.restarts})")
-        record.start_wandb({**values, "provenance": made_by})
+    if progress.restarts:
+        record.say(f"resumed at step {progress.step} of {plan.total_steps} from {folder}/checkpoints (restart {progress.restarts})")
+    record.start_wandb({**values, "provenance": made_by})
     return record
 
 
@@ -209,21 +217,33 @@ def _open_record(config: Config, world: World, folder: Path, plan: Plan, progres
 def train(run: Run) -> str:
     """Train to the end or to a signal; returns "finished" or "stopped". Saves at every ending that is in its hands."""
     config, plan, progress = run.config, run.plan, run.progress
-    signals, first_step = StopSignals(), progress.step
-    position = progress.step + progress.batches_skipped
-    on_gpu = run.world.device.type == "cuda"
+    first_step, position = progress.step, progress.step + progress.batches_skipped
     placed = {"rank": run.world.rank, "world_size": run.world.size}
     batches = TrainBatches(run.train_split, run.order, config.augment, run.image, **placed, on_bad_image=config.data.on_bad_image)
-    workers = {"num_workers": config.data.num_workers, "prefetch_batches": config.data.prefetch_batches}
-    with Loader(batches, position, position + plan.total_steps - progress.step, **workers, pin_memory=on_gpu) as loader:
-        watch = _Watch(run, loader)
+    loader = Loader(
+        batches,
+        position,
+        position + plan.total_steps - progress.step,
+        num_workers=config.data.num_workers,
+        prefetch_batches=config.data.prefetch_batches,
+        pin_memory=run.world.device.type == "cuda",
+    )
+    with loader, _Watch(run, loader) as watch:
+        if plan.evaluates_at(progress.step) and progress.evaluated_step < progress.step:  # a signal broke this evaluation off
+            watch.stop = not _evaluate(run)
+            _save(run, watch)
+        elif progress.step == plan.total_steps:
+            best = f", best top-1 {progress.best_top1:.2f} %" if progress.best_top1 >= 0 else ""
+            run.record.say(f"{run.folder} is finished: {progress.step} steps{best}. A longer run needs another run.dir")
         run.train_step.model.train()
         checksum, checksum_from = 0, position
         while progress.step < plan.total_steps and not watch.stop:
             batch = next(loader)
             if progress.step == first_step:
                 run.train_step.settle(batch)
-            result = run.train_step(batch, progress.step, stop=bool(signals.received))
+                if run.world.is_main:  # from here on a signal leaves it again
+                    (run.folder / "stopped_early").unlink(missing_ok=True)
+            result = run.train_step(batch, progress.step, stop=bool(run.signals.received))
             for key in batch.bad_keys:
                 print(f"step {progress.step}: {key} could not be decoded and counts nowhere", file=sys.stderr)
             watch.take(progress.step, result)
@@ -239,40 +259,38 @@ def train(run: Run) -> str:
             save_due = progress.step % config.checkpoint.every_steps == 0 or progress.step == plan.total_steps
             if evaluation_due or save_due or watch.stop:
                 watch.read()
-                with watch.paused():
-                    if evaluation_due and not watch.stop:
-                        watch.stop = not _evaluate(run, signals)
-                    if save_due or watch.stop:
-                        _save(run, watch)
-    if progress.step == first_step == plan.total_steps:
-        if plan.evaluates_at(progress.step) and progress.evaluated_step < progress.step:  # stopped in the last evaluation
-            watch.stop = not _evaluate(run, signals)
-            _save(run, watch)
-        else:
-            best = f", best top-1 {progress.best_top1:.2f} %" if progress.best_top1 >= 0 else ""
-            run.record.say(f"{run.folder} is finished: {progress.step} steps{best}. A longer run needs another run.dir")
-    return _finish(run, watch, signals)
+                if evaluation_due and not watch.stop:
+                    watch.stop = not _evaluate(run)
+                if save_due or watch.stop:
+                    _save(run, watch)
+                watch.resume_clock()
+        return _finish(run, watch)
 
 
 def _save(run: Run, watch: _Watch) -> None:
+    """Weights first: a run whose last checkpoint is whole is finished, and nobody would write them again."""
     run.progress.elapsed_s = watch.elapsed_s()
-    folder = checkpoints.save_checkpoint(
-        run.folder, run.train_step, run.progress, config_io.to_dict(run.config), run.world, run.config.checkpoint.keep_last
-    )
+    with run.world.main_reports():
+        _write_weights(run, "last")
+    values = config_io.to_dict(run.config)
+    folder = checkpoints.save_checkpoint(run.folder, run.train_step, run.progress, values, run.world, run.config.checkpoint.keep_last)
     run.record.write("checkpoint", run.progress.step, folder=folder.name)
-    _write_weights(run, "last")
 
 
-def _finish(run: Run, watch: _Watch, signals: StopSignals) -> str:
+def _finish(run: Run, watch: _Watch) -> str:
     """Tell how it ended, in the folder, in the record and to people."""
-    outcome, step = "stopped" if watch.stop else "finished", run.progress.step
+    outcome, step, marker = "stopped" if watch.stop else "finished", run.progress.step, run.folder / "stopped_early"
     if run.world.is_main:
         if watch.stop:
-            (run.folder / "stopped_early").write_text(json.dumps({"step": step, "signal": signals.received}) + "\n")
+            marker.write_text(json.dumps({"step": step, "signal": run.signals.received}) + "\n")
             run.record.say(f"stopped at step {step} of {run.plan.total_steps}, saved; the same command goes on from here")
+        else:
+            marker.unlink(missing_ok=True)
         run.record.write("end", step, outcome=outcome, elapsed_s=round(watch.elapsed_s(), 1))
-        run.record.say(f"learning curve: {plot_curves(run.folder / METRICS_FILE, run.folder / 'report' / 'curves.png')}")
-    run.record.close()
+        try:
+            run.record.say(f"learning curve: {plot_curves(run.folder / METRICS_FILE, run.folder / 'report' / 'curves.png')}")
+        except Exception as error:  # a view must not decide how the run ended
+            run.record.say(f"no learning curve ({type(error).__name__}: {error})")
     return outcome
 
 
@@ -282,25 +300,38 @@ class _Watch:
     def __init__(self, run: Run, loader: Loader):
         self.run, self.loader = run, loader
         self.stop = False
-        self._pending: tuple[int, StepResult] | None = None
-        self._first_step = run.progress.step
+        self._pending: tuple[int, StepResult, float, float] | None = None
         self._run_began = time.perf_counter() - run.progress.elapsed_s
-        self._new_interval()
+        self._new_interval(time.perf_counter(), 0.0)
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """However it ends, the record is closed, the terminal given back and the signals with it."""
+        if error is not None:
+            self.run.record.write("end", self.run.progress.step, outcome="error", reason=f"{type(error).__name__}: {error}")
+        self.run.record.close()
+        self.run.signals.restore()
 
     def elapsed_s(self) -> float:
-        """Time spent on this run, over all restarts."""
+        """Time spent on this run, evaluation and saving included, over all restarts."""
         return time.perf_counter() - self._run_began
 
     def take(self, step: int, result: StepResult) -> None:
         """Read the step before this one, which the device has done by now, and keep this one for the next call."""
         self.read()
-        self._pending = (step, result)
+        self._pending = (step, result, time.perf_counter(), self.loader.wait_s)
+
+    def resume_clock(self) -> None:
+        """Evaluation and saving are no training time."""
+        self._began += time.perf_counter() - self._last_step_at
 
     def read(self) -> None:
         """Read the step that was kept. Raises ValueError once too many updates in a row were skipped."""
         if self._pending is None:
             return
-        (step, result), self._pending = self._pending, None
+        (step, result, self._last_step_at, waited_s), self._pending = self._pending, None
         values, progress, config = result.read(), self.run.progress, self.run.config
         self.stop = self.stop or values["stop"] > 0
         self._losses.append(values["loss"])
@@ -310,7 +341,7 @@ class _Watch:
         progress.updates_skipped_in_a_row = 0 if finite else progress.updates_skipped_in_a_row + 1
         if not finite:
             self.run.record.write("fault", step + 1, reason="gradient not finite, update skipped", loss=values["loss"])
-        self._log(step + 1, values)
+        self._log(step + 1, values, waited_s)
         if progress.updates_skipped_in_a_row >= config.train.max_skipped_steps:
             raise ValueError(
                 f"step {step}: the gradient was not finite {progress.updates_skipped_in_a_row} times in a row "
@@ -318,18 +349,14 @@ class _Watch:
                 "train.precision=bf16; the last checkpoint is from before"
             )
 
-    def paused(self) -> _Pause:
-        """A context whose time does not count as training."""
-        return _Pause(self)
+    def _new_interval(self, began: float, waited_before_s: float) -> None:
+        self._began, self._last_step_at, self._waited_before_s, self._losses = began, began, waited_before_s, list[float]()
 
-    def _new_interval(self) -> None:
-        self._began, self._waited_before_s, self._losses = time.perf_counter(), self.loader.wait_s, list[float]()
-
-    def _log(self, step: int, values: dict[str, float]) -> None:
+    def _log(self, step: int, values: dict[str, float], waited_s: float) -> None:
         """Move the live line to `step` steps done; at the end of an interval also write a line of metrics."""
         run, plan, batch_size = self.run, self.run.plan, self.run.config.data.global_batch_size
-        spent_s = max(time.perf_counter() - self._began, 1e-9)
-        wait_s, images_per_s = self.loader.wait_s - self._waited_before_s, len(self._losses) * batch_size / spent_s
+        spent_s = max(self._last_step_at - self._began, 1e-9)
+        wait_s, images_per_s = waited_s - self._waited_before_s, len(self._losses) * batch_size / spent_s
         loss, lr, epoch = sum(self._losses) / len(self._losses), run.train_step.lr_at(step - 1), step / plan.steps_per_epoch
         eta_s = (plan.total_steps - step) * batch_size / images_per_s
         text = (
@@ -354,18 +381,7 @@ class _Watch:
             updates_skipped=run.progress.updates_skipped,
             bad_images=run.progress.bad_images,
         )
-        self._new_interval()
-
-
-class _Pause:
-    def __init__(self, watch: _Watch):
-        self.watch = watch
-
-    def __enter__(self) -> None:
-        self.began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.watch._began += time.perf_counter() - self.began
+        self._new_interval(self._last_step_at, waited_s)
 
 
 def _check_samples(run: Run, checksum: int, start: int, stop: int) -> None:
@@ -395,13 +411,13 @@ class _Interrupted(Exception):
     """An evaluation was broken off by a signal, on all ranks at the same batch."""
 
 
-def _evaluate(run: Run, signals: StopSignals) -> bool:
+def _evaluate(run: Run) -> bool:
     """Evaluate the weights and their average, and record it. False if a signal broke it off; a resumed run then does it again."""
     config, progress, record = run.config, run.progress, run.record
 
     def on_batch(done: int, total: int) -> None:
         record.progress(progress.step, f"evaluating: batch {done}/{total}")
-        if done % 8 == 0 and run.world.any(bool(signals.received)):
+        if done % 8 == 0 and run.world.any(bool(run.signals.received)):
             raise _Interrupted
 
     try:

@@ -13,6 +13,7 @@ What a person can get wrong is a `WeightsError` of one line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -174,12 +175,15 @@ def load_weights(
 
 
 def save_weights(path: str | os.PathLike[str], model_state_dict: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes plain (unsharded) tensors and string metadata as safetensors; `path` has the whole file or, if this fails, what it had
-    before."""
+    """Writes plain (unsharded) tensors and string metadata as safetensors; `path` has the whole file or, if this fails, what it had before.
+
+    Raises:
+        WeightsError: no room, no permission.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary.touch()
         mode = temporary.stat().st_mode
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model_state_dict.items()}, temporary, metadata)
@@ -187,8 +191,11 @@ def save_weights(path: str | os.PathLike[str], model_state_dict: Mapping[str, Te
         flush(temporary)
         os.replace(temporary, path)
         flush(path.parent)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path}: cannot be written ({error}); what was there before is untouched") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -205,46 +212,61 @@ class Trained:
     step: int | None = None
 
 
-def read_trained(path: str | os.PathLike[str]) -> Trained:
-    """Weights of a run folder, a checkpoint folder or a file, as they are meant to be used: the averaged ones where there are some.
+def find_trained(path: str | os.PathLike[str]) -> Path:
+    """The file, or the checkpoint folder, that `read_trained` reads for a run folder, a checkpoint folder or a file.
 
-    A run folder gives `weights/last_ema.safetensors`, else `weights/last.safetensors`, else its newest checkpoint.
-    Raises WeightsError for anything else, saying what was expected.
+    A run folder means `weights/last_ema.safetensors`, else `weights/last.safetensors`, else its newest checkpoint. Raises WeightsError.
     """
     path = Path(path)
-    candidates = [path / "weights" / "last_ema.safetensors", path / "weights" / "last.safetensors", path / "state.safetensors"]
-    candidates += sorted(path.glob("checkpoints/step_*/state.safetensors"), reverse=True)
-    file = path if not path.is_dir() else next((c for c in candidates if c.is_file()), None)
-    if file is None:
+    if not path.is_dir() or (path / "checkpoint.json").is_file():
+        return path
+    candidates = [path / "weights" / "last_ema.safetensors", path / "weights" / "last.safetensors"]
+    candidates += [info.parent for info in sorted(path.glob("checkpoints/step_*/checkpoint.json"), reverse=True)]
+    found = next((candidate for candidate in candidates if candidate.exists()), None)
+    if found is None:
         raise WeightsError(f"{path}: neither a run folder (with weights/ or checkpoints/) nor a checkpoint folder")
-    weights, metadata = read_state_dict(file)
-    if file.name == "state.safetensors":
-        return _from_checkpoint(file, weights)
+    return found
+
+
+def read_trained(path: str | os.PathLike[str]) -> Trained:
+    """Weights as they are meant to be used, the averaged ones where there are some, from what `find_trained` finds.
+
+    Raises WeightsError for anything else, saying what was expected.
+    """
+    path = find_trained(path)
+    if path.is_dir():
+        return _from_checkpoint(path)
+    weights, metadata = read_state_dict(path)
     if "config" not in metadata:
-        return Trained(file, weights)
-    grid = json.loads(metadata["grid_size"])
+        return Trained(path, weights)
     return Trained(
-        file,
+        path,
         weights,
-        metadata["averaged"] == "true",
-        json.loads(metadata["config"]),
-        int(metadata["num_classes"]),
-        tuple(grid) if grid else None,
-        int(metadata["step"]),
+        averaged=json.loads(metadata["averaged"]),
+        config=json.loads(metadata["config"]),
+        num_classes=int(metadata["num_classes"]),
+        grid_size=_pair(json.loads(metadata["grid_size"])),
+        step=int(metadata["step"]),
     )
 
 
-def _from_checkpoint(file: Path, tensors: dict[str, Tensor]) -> Trained:
+def _from_checkpoint(folder: Path) -> Trained:
     try:
-        info = json.loads((file.parent / "checkpoint.json").read_text())
-        config, facts, step = info["config"], info["facts"], info["step"]
+        info = json.loads((folder / "checkpoint.json").read_text())
+        config, facts, step, files = info["config"], info["facts"], info["step"], info["files"]
     except (OSError, ValueError, KeyError):
-        raise WeightsError(f"{file.parent}: checkpoint.json is missing or damaged, so this is not a checkpoint of this project") from None
+        raise WeightsError(f"{folder}: checkpoint.json is damaged, so this is not a checkpoint of this project") from None
+    tensors: dict[str, Tensor] = {}
+    for name in files:
+        tensors |= read_state_dict(folder / name)[0]
     averaged = any(name.startswith("ema.") for name in tensors)
     prefix = "ema." if averaged else "model."
     weights = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    grid = facts["grid_size"]
-    return Trained(file, weights, averaged, config, facts["num_classes"], tuple(grid) if grid else None, step)
+    return Trained(folder, weights, averaged, config, facts["num_classes"], _pair(facts["grid_size"]), step)
+
+
+def _pair(grid: list[int] | None) -> tuple[int, int] | None:
+    return (grid[0], grid[1]) if grid else None
 
 
 def _fit_posemb(source: Tensor, target: Tensor, new_grid: tuple[int, int] | None, grid: tuple[int, int] | None, notes: list[str]) -> Tensor:

@@ -83,7 +83,7 @@ def test_crops_lie_inside_the_image(sizes, seed, low):
     assert (top + height <= heights).all()
 
 
-@pytest.mark.parametrize(("width", "height"), [(500, 375), (375, 500), (400, 400), (900, 300)])
+@pytest.mark.parametrize(("width", "height"), [(500, 375), (375, 500), (400, 400), (900, 300), (8, 6)])
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (0.35, 0.6)])
 def test_crops_are_distributed_as_torchvisions(width, height, scale):
     num, ratio = 4000, (3 / 4, 4 / 3)
@@ -108,7 +108,7 @@ def test_areas_and_aspects_stay_in_their_ranges():
         AugmentConfig(crop_scale=(0.2, 0.5), crop_ratio=(0.8, 1.5)), keys_of(num), np.full(num, side), np.full(num, side)
     ).T
     area, aspect, rounding = width * height / side**2, width / height, 0.003
-    assert 0.2 - rounding < area.min() < 0.21 < 0.49 < area.max() < 0.5 + rounding
+    assert 0.2 - rounding < area.min() < 0.201 < 0.499 < area.max() < 0.5 + rounding
     assert 0.8 - rounding < aspect.min() < 0.81 < 1.48 < aspect.max() < 1.5 + 2 * rounding
     assert abs(area.mean() - 0.35) < 0.005
     assert abs(np.log(aspect).mean() - np.log(0.8 * 1.5) / 2) < 0.01
@@ -210,6 +210,14 @@ def test_cutmix_boxes_are_distributed_as_timms(alpha):
         assert scipy.stats.ks_2samp(table[:, column], values).pvalue > 1e-3, name
 
 
+def test_a_box_that_the_border_does_not_cut_has_the_aspect_of_the_image():
+    top, bottom, left, right = mixed_table(AugmentConfig(cutmix_alpha=1.0), 4000, (64, 64))[:, [TOP, BOTTOM, LEFT, RIGHT]].T
+    inside = (top > 0) & (left > 0) & (bottom < 64) & (right < 64)
+    np.testing.assert_array_equal((bottom - top)[inside], (right - left)[inside])
+    assert ((bottom - top)[inside] % 2 == 0).all()
+    assert inside.sum() > 400
+
+
 def test_groups_are_mixed_and_switched_with_their_probabilities():
     config = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.6, cutmix_switch_prob=0.3, mix_group_size=2)
     table = mixed_table(config, 20_000)[::2]
@@ -261,9 +269,9 @@ def test_a_row_that_could_not_be_read_is_nobodys_partner():
 
 
 def photographs() -> np.ndarray:
-    """(B, 3, H, W): waves and edges, low contrast, dark, bright, noise, one flat channel, one flat image."""
+    """(7, 3, 40, 120): waves and edges, low contrast, dark, bright, noise, one flat channel, one flat image."""
     generator = np.random.default_rng(0)
-    y, x = np.mgrid[:40, :52]
+    y, x = np.mgrid[:40, :120]
     waves = np.stack([np.sin(x / 9 + k) + np.cos(y / 7 - k) for k in range(3)]) * 50 + 128
     edges = waves.copy()
     edges[:, 10:25, 12:30] += 70
@@ -358,7 +366,7 @@ def test_layers_follow_one_another_after_the_flip_each_row_on_its_own():
 
 def test_augmenting_leaves_its_arguments_alone():
     config = AugmentConfig(randaugment_layers=2, mixup_alpha=0.8, cutmix_alpha=1.0)
-    images, table = torch.from_numpy(photographs()).repeat(8, 1, 1, 1), torch.from_numpy(mixed_table(config, 56, (40, 52)))
+    images, table = torch.from_numpy(photographs()).repeat(8, 1, 1, 1), torch.from_numpy(mixed_table(config, 56, (40, 120)))
     before = images.clone(), table.clone()
     on_pixels(config)(images, torch.arange(56) % 10, table)
     assert torch.equal(images, before[0])

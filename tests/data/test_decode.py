@@ -100,17 +100,26 @@ def huge_png() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\xff\xd8", b"not an image", bytes(1000), huge_png()], ids=["empty", "start of JPEG", "text", "zeros", "bomb"]
-)
+GARBAGE = {"empty": b"", "start of JPEG": b"\xff\xd8", "text": b"not an image", "zeros": bytes(1000), "bomb": huge_png()}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_is_refused(data):
     with pytest.raises(ValueError, match=f"cannot decode {len(data)} bytes: "):
         decode(data)
 
 
+def test_a_jpeg_that_promises_too_much_is_refused_before_memory_is_asked_for():
+    data = bytearray(encode(picture()))
+    size = data.index(b"\xff\xc0") + 5  # start of frame: marker, length, precision, height, width
+    data[size : size + 4] = struct.pack(">HH", 30_000, 30_000)
+    with pytest.raises(ValueError, match="30000 x 30000 pixels are more than"):
+        decode(bytes(data))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @settings(deadline=None, max_examples=300)
-@given(st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", *(["AVIF"] if features.check("avif") else [])]), st.data())
+@given(st.sampled_from(["JPEG", "PNG", "WEBP", *(["AVIF"] if features.check("avif") else [])]), st.data())
 def test_damage_never_raises_anything_but_a_value_error(form, data):
     damaged = bytearray(encode(picture(24, 16), form))
     for _ in range(data.draw(st.integers(1, 4))):

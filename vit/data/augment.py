@@ -56,7 +56,7 @@ def draw_crops(config: AugmentConfig, keys: NDArray[np.uint64], widths: NDArray,
     crop_h = np.where(found, tries_h[rows, first], np.where(w / h < clipped, np.rint(w / clipped), h))
     left = np.where(found, np.floor(uniform(keys, _CROP, 2) * (w - crop_w + 1)), (w - crop_w) // 2)
     top = np.where(found, np.floor(uniform(keys, _CROP, 3) * (h - crop_h + 1)), (h - crop_h) // 2)
-    return np.stack([left, top, crop_w, crop_h], 1).astype(np.int64)
+    return np.stack([left, top, np.maximum(crop_w, 1), np.maximum(crop_h, 1)], 1).astype(np.int64)
 
 
 def draw_table(config: AugmentConfig, keys: NDArray[np.uint64]) -> NDArray[np.float32]:
@@ -144,7 +144,8 @@ class Augment:
         self.config, self.num_classes = config, num_classes
         self.scale = (1.0 / (255.0 * torch.tensor(std))).view(1, -1, 1, 1).to(device)
         self.shift = (-torch.tensor(mean) / torch.tensor(std)).view(1, -1, 1, 1).to(device)
-        self.fill = torch.tensor([124.0, 116.0, 104.0]).view(1, 3, 1, 1).to(device)  # timm's img_mean: what a warp leaves empty
+        # What a warp leaves empty: timm's img_mean, the mean colour of ImageNet, whatever `mean` is.
+        self.fill = torch.tensor([124.0, 116.0, 104.0]).view(1, 3, 1, 1).to(device)
 
     def normalize(self, images: Tensor) -> Tensor:
         """uint8 (B, C, H, W) to float32 with the data's mean and deviation taken out."""
@@ -173,7 +174,7 @@ class Augment:
         return inputs, targets
 
     def _randaugment(self, images: Tensor, ops: NDArray[np.float32], strength: Tensor) -> Tensor:
-        images = images.clone()
+        """Changes `images`, which the flip has copied."""
         for number in np.unique(ops[ops >= 0]):
             rows = torch.from_numpy(np.flatnonzero(ops == number)).to(images.device, non_blocking=True)
             changed = OPS[int(number)](images[rows].float(), strength[rows].view(-1, 1, 1, 1), self.fill)
@@ -189,8 +190,9 @@ RANDAUGMENT_PROB = 0.5
 
 
 def _grey(images: Tensor) -> Tensor:
-    weights = images.new_tensor([19595.0, 38470.0, 7471.0]).view(1, 3, 1, 1)  # Pillow's integers; their sums stay exact in float32
-    return (((images * weights).sum(1, keepdim=True) + 32768.0) / 65536.0).floor()
+    # Pillow's integer weights, whose sums stay exact in float32. No tensor of them: making one would wait for the GPU.
+    red, green, blue = images.split(1, 1)
+    return ((19595.0 * red + 38470.0 * green + 7471.0 * blue + 32768.0) / 65536.0).floor()
 
 
 def _factor(strength: Tensor) -> Tensor:
@@ -255,9 +257,8 @@ def brightness(images: Tensor, strength: Tensor, fill: Tensor) -> Tensor:
 
 def sharpness(images: Tensor, strength: Tensor, fill: Tensor) -> Tensor:
     """Towards a 3x3 smoothing or away from it; Pillow leaves the border as it is."""
-    kernel = images.new_tensor([[1.0, 1.0, 1.0], [1.0, 5.0, 1.0], [1.0, 1.0, 1.0]]).div(13.0).expand(3, 1, 3, 3)
     smooth = images.clone()
-    smooth[:, :, 1:-1, 1:-1] = F.conv2d(images, kernel, groups=3).round()
+    smooth[:, :, 1:-1, 1:-1] = ((9.0 * F.avg_pool2d(images, 3, 1) + 4.0 * images[:, :, 1:-1, 1:-1]) / 13.0).round()
     return _blend(smooth, images, strength)
 
 

@@ -18,11 +18,16 @@ from PIL import Image
 
 Window = tuple[int, int, int, int]
 """left, top, width, height in pixels of the original image."""
+MAX_PIXELS = 178_956_970
+"""Pillow's limit, for JPEG too: a damaged header may promise 65,535 x 65,535 pixels, whose 13 GB nobody has."""
 
 
 def decode(data: bytes, channels: int = 3) -> NDArray[np.uint8]:
     """The whole image as (H, W, channels) uint8; channels is 1 (grey) or 3 (RGB). Raises ValueError if it cannot be decoded."""
     try:
+        height, width, *_ = simplejpeg.decode_jpeg_header(data)
+        if height * width > MAX_PIXELS:
+            raise ValueError(f"{width} x {height} pixels are more than {MAX_PIXELS}")
         return simplejpeg.decode_jpeg(data, colorspace="RGB" if channels == 3 else "GRAY")
     except ValueError as jpeg_error:
         try:
@@ -58,9 +63,9 @@ def decode_center(data: bytes, size: tuple[int, int], crop_ratio: float, interpo
     height, width = pixels.shape[:2]
     cover_h, cover_w = int(size[0] / crop_ratio), int(size[1] / crop_ratio)
     if cover_h * width >= cover_w * height:  # the height decides
-        new_h, new_w = cover_h, max(int(cover_h * width / height), size[1])
+        new_h, new_w = cover_h, int(cover_h * width / height)
     else:
-        new_h, new_w = max(int(cover_w * height / width), size[0]), cover_w
+        new_h, new_w = int(cover_w * height / width), cover_w
     resized = resize(pixels, (new_h, new_w), interpolation)
     top, left = round((new_h - size[0]) / 2), round((new_w - size[1]) / 2)
     return resized[:, top : top + size[0], left : left + size[1]]
