@@ -51,8 +51,8 @@ def test_a_recipe_fits_the_schema_builds_and_names_its_source(path):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_the_command_in_a_recipe_trains_that_recipe(path):
-    assert f"--config configs/{path.name}" in path.read_text()
+def test_the_command_in_a_recipe_names_that_recipe(path):
+    assert re.search(rf"^# command .*(--config|--finetune) configs/{path.name}", path.read_text(), re.M)
 
 
 def test_vit_b16_is_the_table_of_its_source():
