@@ -14,7 +14,6 @@ import argparse
 
 from vit import distributed
 from vit.config_io import all_keys, load_config, nearest
-from vit.data.shards import open_split
 from vit.distributed import World
 from vit.plan import describe
 from vit.train import build, train
@@ -36,8 +35,7 @@ def main() -> World | None:
         raise ValueError(f"--allow-change {key}: there is no such setting{nearest(key, all_keys())}")
     if args.print_config:
         if distributed.is_main_process():
-            train_split, val_split = (open_split(config.data.root, name) for name in (config.data.train_split, config.data.val_split))
-            print(describe(config, origins, train_split, val_split, distributed.world_size()), end="")
+            print(describe(config, origins, distributed.world_size()), end="")
         return None
     world = distributed.start(config.train.device)
     train(build(config, world, args.allow_change))

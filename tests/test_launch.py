@@ -120,4 +120,7 @@ def test_print_config_shows_origins_and_derived_numbers_and_trains_nothing(tmp_p
         ("steps_per_epoch", "5"),
     ):
         assert any(line == f"#   {key}: {value}" for line in done.stdout.splitlines()), key
+    without = run("launch/train.py", "--config", config, "--print-config", "data.root=nowhere", *TINY)
+    assert without.returncode == 0
+    assert "#   steps: not known without the data (nowhere: no such directory" in without.stdout
     assert not (tmp_path / "runs").exists()

@@ -6,14 +6,14 @@ by the others before anything expensive starts, or says which sizes would work. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
 from vit import config_io
 from vit.config import Config
 from vit.data.order import Order, divisors, make_order
-from vit.data.shards import Split
+from vit.data.shards import ShardError, Split, open_split
 from vit.model import count_parameters, create_model, flops_per_image
 
 
@@ -87,28 +87,31 @@ def choose_num_classes(config: Config, *splits: Split) -> int:
     return config.model.num_classes or in_data
 
 
-def describe(config: Config, origins: dict[str, str], train_split: Split, val_split: Split, world_size: int) -> str:
-    """What `--print-config` shows: every value with its origin as YAML, and the derived numbers as comments."""
-    plan, order = make_plan(config, train_split.num_samples, world_size)
-    num_classes = choose_num_classes(config, train_split, val_split)
-    with torch.device("meta"):
-        model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
+def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
+    """What `--print-config` shows: every value with its origin as YAML, and the derived numbers as comments.
+
+    Where the data are not at hand, the numbers that need them are left out, with the reason.
+    """
     values = config_io.to_dict(config)
     comments = {key: origins.get(key, "default") for section in values for key in (f"{section}.{name}" for name in values[section])}
-    derived = {
-        "ranks": plan.world_size,
-        "training_images": train_split.num_samples,
-        "classes": num_classes,
-        "steps_per_epoch": plan.steps_per_epoch,
-        "dropped_per_epoch": plan.dropped_per_epoch,
-        "total_steps": plan.total_steps,
-        "warmup_steps": plan.warmup_steps,
-        "eval_every_steps": plan.eval_every_steps,
-        "micro_batch_size": plan.micro_batch_size,
-        "accumulation_steps": plan.accumulation_steps,
-        "num_lanes": order.num_lanes,
-        "block_samples": order.block_samples,
-        "parameters": f"{count_parameters(model):,}",
-        "gflop_per_image": round(flops_per_image(model) / 1e9, 2),
-    }
+    derived: dict[str, object] = {}
+    try:
+        splits = [open_split(config.data.root, name) for name in (config.data.train_split, config.data.val_split)]
+    except ShardError as error:
+        num_classes = config.model.num_classes or 1000
+        derived["steps"] = f"not known without the data ({error})"
+    else:
+        num_classes = choose_num_classes(config, *splits)
+        plan, order = make_plan(config, splits[0].num_samples, world_size)
+        derived |= {
+            "training_images": order.num_samples,
+            **asdict(plan),
+            "num_lanes": order.num_lanes,
+            "block_samples": order.block_samples,
+        }
+    with torch.device("meta"):
+        model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
+    derived["classes"] = num_classes
+    derived["parameters"] = f"{count_parameters(model):,}"
+    derived["gflop_per_image"] = round(flops_per_image(model) / 1e9, 2)
     return config_io.dump_yaml(values, comments) + "\n# derived\n" + "".join(f"#   {key}: {value}\n" for key, value in derived.items())

@@ -343,11 +343,12 @@ class _Watch:
             self.run.record.write("fault", step + 1, reason="gradient not finite, update skipped", loss=values["loss"])
         self._log(step + 1, values, waited_s)
         if progress.updates_skipped_in_a_row >= config.train.max_skipped_steps:
-            raise ValueError(
-                f"step {step}: the gradient was not finite {progress.updates_skipped_in_a_row} times in a row "
-                f"(loss {values['loss']:.4g}): training has diverged. Lower optim.lr, lengthen the warm-up, or use "
-                "train.precision=bf16; the last checkpoint is from before"
-            )
+            with self.run.world.main_reports():
+                raise ValueError(
+                    f"step {step}: the gradient was not finite {progress.updates_skipped_in_a_row} times in a row "
+                    f"(loss {values['loss']:.4g}): training has diverged. Lower optim.lr, lengthen the warm-up, or use "
+                    "train.precision=bf16; the last checkpoint is from before"
+                )
 
     def _new_interval(self, began: float, waited_before_s: float) -> None:
         self._began, self._last_step_at, self._waited_before_s, self._losses = began, began, waited_before_s, list[float]()
