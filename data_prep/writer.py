@@ -437,7 +437,7 @@ def add_workers_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
         type=positive,
-        default=len(os.sched_getaffinity(0)),
+        default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),  # macOS lacks it
         metavar="N",
         help="processes; the result does not depend on it (default: the cores of this process, %(default)s)",
     )

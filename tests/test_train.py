@@ -16,7 +16,13 @@ from vit import config_io
 from vit.plan import make_plan
 from vit.record import read_metrics
 
-STEPS = 12
+STEPS = 24
+
+
+@pytest.fixture
+def config(tmp_path: Path, shards: Path) -> Path:
+    """Long enough that a signal sent after the first step arrives long before the last."""
+    return write_config(tmp_path, shards, steps=STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,7 @@ def assert_equal_state(run_dir: Path, expected: dict[str, bytes]) -> None:
 def test_killed_and_resumed_equals_uninterrupted(ranks, victims, tmp_path, config, uninterrupted):
     expected = uninterrupted(ranks)
     background = Background(config, tmp_path / "run", ranks=ranks)
-    background.wait_for_step(random.randrange(4, 11))
+    background.wait_for_step(random.randrange(4, STEPS - 3))
     if victims == "all":
         background.kill_all()
     else:
@@ -62,11 +68,11 @@ def test_killed_and_resumed_equals_uninterrupted(ranks, victims, tmp_path, confi
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(number, tmp_path, config, uninterrupted):
     background = Background(config, tmp_path / "run", "checkpoint.every_steps=100", ranks=2)
-    background.wait_for_step(4)
+    background.wait_for_step(1)
     os.kill(background.trainers()[0], number)
     output = background.end()
     marker = json.loads((tmp_path / "run" / "stopped_early").read_text())
-    assert 4 < marker["step"] < STEPS
+    assert 1 < marker["step"] < STEPS
     assert f"stopped at step {marker['step']} of {STEPS}, saved" in output
     assert background.process.returncode == 0, output
     train(config, tmp_path / "run", "checkpoint.every_steps=100", ranks=2)
@@ -89,7 +95,7 @@ def test_a_signal_during_the_last_evaluation_is_obeyed_and_the_evaluation_made_u
 
 @pytest.mark.slow
 def test_an_evaluation_that_was_broken_off_in_mid_run_is_made_up_for(tmp_path):
-    config = write_config(tmp_path, make_shards(tmp_path, num_val=600), steps=STEPS)
+    config = write_config(tmp_path, make_shards(tmp_path, num_val=600), steps=12)
     background = Background(config, tmp_path / "run", "eval.batch_size=1", ranks=2)
     background.wait_for_step(6)
     os.kill(background.trainers()[1], signal.SIGUSR1)
@@ -138,7 +144,7 @@ def test_any_number_of_ranks_sees_the_same_batches_and_a_finished_run_stays_fini
         assert other == pytest.approx(losses[0], rel=1e-4), "without dropout the ranks only change the rounding"
     before = final_state(tmp_path / "run2", STEPS)
     again = train(config, tmp_path / "run2", "model.drop_path_rate=0", "model.proj_drop_rate=0", ranks=2)
-    assert "is finished: 12 steps" in again.stderr
+    assert f"is finished: {STEPS} steps" in again.stderr
     assert final_state(tmp_path / "run2", STEPS) == before
 
 

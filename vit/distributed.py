@@ -211,7 +211,7 @@ def peak_memory_gib(device: torch.device) -> float:
     """Of the GPU; without one, of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB on Linux
 
 
 def run_command(command: Callable[[], World | None]) -> None:
