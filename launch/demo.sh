@@ -18,7 +18,7 @@ Done in $((SECONDS - start)) s. What the last line shows: resolution alone, with
 
   look      runs/demo/report/curves.png      the learning curve
             runs/demo/metrics.jsonl          the record, one JSON object a line
-  resume    run it again after Ctrl-C or kill -9: it goes on at the exact step, to the same weights
+  resume    run it again after Ctrl-C or kill -9: it goes on from its last checkpoint, to the same weights
   your data python -m data_prep.imagefolder PATH/TO/class-folders --out data/mine
             torchrun --nproc_per_node=2 launch/train.py --config configs/demo.yaml data.root=data/mine run.dir=runs/mine
   ImageNet  torchrun --nproc_per_node=8 launch/train.py --config configs/vit_b16.yaml data.root=data/imagenet

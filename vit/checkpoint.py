@@ -159,7 +159,8 @@ def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
     one."""
     try:
         info = json.loads((folder / INFO_FILE).read_text())
-        version, files = info["format_version"], info["files"]
+        version, files = int(info["format_version"]), info["files"]
+        info["step"], info["config"], info["facts"]  # what readers rely on
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(f"{folder}: {INFO_FILE} is missing or damaged, so this is not a checkpoint of this project") from None
     if version > FORMAT_VERSION:

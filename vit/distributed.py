@@ -84,20 +84,27 @@ class World:
         return result if self.is_main else function()
 
     def check_same(self, text: str, what: str) -> None:
-        """Raise ValueError on a rank whose `text` is not the main rank's; `what` says in words what it describes."""
+        """Raise ValueError on a rank whose `text` is not the main rank's; `what` says in words what it describes. All ranks stop."""
         expected = self.broadcast_text(text)
-        if text != expected:
-            raise ValueError(f"sees other {what} than rank 0 ({text}, not {expected}): all hosts must see the same files")
+        with self.main_reports():
+            if text != expected:
+                raise ValueError(f"sees other {what} than rank 0 ({text}, not {expected}): all hosts must see the same files")
 
     @contextmanager
     def main_reports(self) -> Iterator[None]:
-        """For work that fails on all ranks alike or on none: the others leave a ValueError to the main rank's words."""
+        """All ranks come here together; a ValueError on one of them stops all. The main rank tells its own, else each rank that has one
+        does."""
+        problem: ValueError | None = None
         try:
             yield
         except ValueError as error:
-            if self.is_main:
-                raise
-            raise AlreadyReported(str(error)) from None
+            problem = error
+        if not self.any(problem is not None):
+            return
+        main_tells = self.broadcast_text("yes" if problem is not None else "") == "yes"
+        if problem is not None and (self.is_main or not main_tells):
+            raise problem
+        raise AlreadyReported("told by another rank")
 
     def any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on one."""
@@ -229,7 +236,7 @@ def run_command(command: Callable[[], World | None]) -> None:
         leave(2)
     except ValueError as error:
         frames = traceback.extract_tb(error.__traceback__)
-        ours, raised_in = (Path(__file__).parent, Path(sys.argv[0]).resolve()), Path(frames[-1].filename).resolve()
+        ours, raised_in = (Path(__file__).resolve().parent, Path(sys.argv[0]).resolve()), Path(frames[-1].filename).resolve()
         if not any(raised_in.is_relative_to(place) for place in ours):
             traceback.print_exc()
             leave(1)

@@ -172,14 +172,19 @@ def _lock(run_dir: Path) -> IO[str]:
 
     A POSIX record lock: it ends with its process, is not inherited by loader workers, and works over NFS.
     """
-    file = (run_dir / ".lock").open("a+")
+    try:
+        file = (run_dir / ".lock").open("a+")
+    except OSError as error:
+        raise ValueError(f"run.dir={run_dir}: cannot be written ({error.strerror}): choose another folder") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except (BlockingIOError, PermissionError):
         file.seek(0)
         holder = file.read().strip() or "another process"
         file.close()
         raise ValueError(f"{run_dir}: in use by a live run ({holder}): wait for its end, stop it, or use another run.dir") from None
+    except OSError as error:  # a file system without locks
+        print(f"{run_dir}: cannot be locked here ({error.strerror}): make sure that only one run uses it", file=sys.stderr)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

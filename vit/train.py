@@ -145,6 +145,10 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     if found is not None:
         with world.main_reports():
             progress = checkpoints.load_checkpoint(*found, train_step)
+            if progress.step > plan.total_steps:
+                raise ValueError(
+                    f"{folder} has come to step {progress.step}, the run is to end at {plan.total_steps}: nothing is left to train"
+                )
         progress.restarts += 1
     record = world.main_first(lambda: _open_record(config, world, folder, plan, progress, model))
     return Run(config, world, folder, plan, order, train_split, val_split, image_format(config), train_step, record, progress, signals)
@@ -229,20 +233,22 @@ def train(run: Run) -> str:
         pin_memory=run.world.device.type == "cuda",
     )
     with loader, _Watch(run, loader) as watch:
+        if run.world.is_main:  # a signal that has come since leaves it again
+            (run.folder / "stopped_early").unlink(missing_ok=True)
         if plan.evaluates_at(progress.step) and progress.evaluated_step < progress.step:  # a signal broke this evaluation off
             watch.stop = not _evaluate(run)
             _save(run, watch)
+            watch.resume_clock()
         elif progress.step == plan.total_steps:
             best = f", best top-1 {progress.best_top1:.2f} %" if progress.best_top1 >= 0 else ""
-            run.record.say(f"{run.folder} is finished: {progress.step} steps{best}. A longer run needs another run.dir")
+            run.record.say(f"{run.folder} is finished: {progress.step} steps{best}. A longer one needs another run.dir")
         run.train_step.model.train()
         checksum, checksum_from = 0, position
         while progress.step < plan.total_steps and not watch.stop:
             batch = next(loader)
             if progress.step == first_step:
                 run.train_step.settle(batch)
-                if run.world.is_main:  # from here on a signal leaves it again
-                    (run.folder / "stopped_early").unlink(missing_ok=True)
+                watch.resume_clock()
             result = run.train_step(batch, progress.step, stop=bool(run.signals.received))
             for key in batch.bad_keys:
                 print(f"step {progress.step}: {key} could not be decoded and counts nowhere", file=sys.stderr)
@@ -279,9 +285,11 @@ def _save(run: Run, watch: _Watch) -> None:
 
 def _finish(run: Run, watch: _Watch) -> str:
     """Tell how it ended, in the folder, in the record and to people."""
-    outcome, step, marker = "stopped" if watch.stop else "finished", run.progress.step, run.folder / "stopped_early"
+    step, marker = run.progress.step, run.folder / "stopped_early"
+    to_do = step < run.plan.total_steps or (run.plan.evaluates_at(step) and run.progress.evaluated_step < step)
+    outcome = "stopped" if watch.stop and to_do else "finished"
     if run.world.is_main:
-        if watch.stop:
+        if outcome == "stopped":
             marker.write_text(json.dumps({"step": step, "signal": run.signals.received}) + "\n")
             run.record.say(f"stopped at step {step} of {run.plan.total_steps}, saved; the same command goes on from here")
         else:
@@ -320,19 +328,24 @@ class _Watch:
 
     def take(self, step: int, result: StepResult) -> None:
         """Read the step before this one, which the device has done by now, and keep this one for the next call."""
-        self.read()
+        self.read(queued_behind=True)
         self._pending = (step, result, time.perf_counter(), self.loader.wait_s)
 
     def resume_clock(self) -> None:
         """Evaluation and saving are no training time."""
-        self._began += time.perf_counter() - self._last_step_at
+        now = time.perf_counter()
+        self._began += now - self._last_step_at
+        self._last_step_at = now
 
-    def read(self) -> None:
-        """Read the step that was kept. Raises ValueError once too many updates in a row were skipped."""
+    def read(self, queued_behind: bool = False) -> None:
+        """Read the step that was kept, with another `queued_behind` it or not. Raises ValueError once too many updates in a row were
+        skipped."""
         if self._pending is None:
             return
         (step, result, self._last_step_at, waited_s), self._pending = self._pending, None
         values, progress, config = result.read(), self.run.progress, self.run.config
+        if not queued_behind:  # the wait for this step is training time, too
+            self._last_step_at = time.perf_counter()
         self.stop = self.stop or values["stop"] > 0
         self._losses.append(values["loss"])
         progress.bad_images += int(values["bad_images"])
