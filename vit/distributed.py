@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +32,10 @@ T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """A dead process is noticed at once; a dead cable or a hung rank only after this long (gloo's own default is 30 minutes)."""
+
+
+SILENT_S = 3.0
+"""A rank that has nothing to say leaves this much later: torchrun ends the others at the first exit, and one may be about to say why."""
 
 
 class AlreadyReported(ValueError):
@@ -233,6 +238,7 @@ def run_command(command: Callable[[], World | None]) -> None:
         if world is not None:
             stop(world)
     except AlreadyReported:
+        time.sleep(SILENT_S)
         leave(2)
     except ValueError as error:
         frames = traceback.extract_tb(error.__traceback__)
@@ -242,6 +248,8 @@ def run_command(command: Callable[[], World | None]) -> None:
             leave(1)
         if os.environ.get("LOCAL_RANK", "0") == "0" or dist.is_initialized():  # before that, all ranks of a host find the same
             print(f"{_who(rank)}error: {error}", file=sys.stderr)
+        else:
+            time.sleep(SILENT_S)
         leave(2)
     except KeyboardInterrupt:
         print(f"{_who(rank)}interrupted", file=sys.stderr)

@@ -364,7 +364,9 @@ class _Watch:
                 )
 
     def _new_interval(self, began: float, waited_before_s: float) -> None:
-        self._began, self._last_step_at, self._waited_before_s, self._losses = began, began, waited_before_s, list[float]()
+        self._began: float = began
+        self._last_step_at: float = began
+        self._waited_before_s, self._losses = waited_before_s, list[float]()
 
     def _log(self, step: int, values: dict[str, float], waited_s: float) -> None:
         """Move the live line to `step` steps done; at the end of an interval also write a line of metrics."""
