@@ -342,7 +342,8 @@ class _Watch:
         skipped."""
         if self._pending is None:
             return
-        (step, result, self._last_step_at, waited_s), self._pending = self._pending, None
+        (step, result, self._last_step_at, waited_s) = self._pending
+        self._pending = None
         values, progress, config = result.read(), self.run.progress, self.run.config
         if not queued_behind:  # the wait for this step is training time, too
             self._last_step_at = time.perf_counter()
@@ -364,8 +365,8 @@ class _Watch:
                 )
 
     def _new_interval(self, began: float, waited_before_s: float) -> None:
-        self._began: float = began
-        self._last_step_at: float = began
+        self._began = began
+        self._last_step_at = began
         self._waited_before_s, self._losses = waited_before_s, list[float]()
 
     def _log(self, step: int, values: dict[str, float], waited_s: float) -> None:
