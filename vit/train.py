@@ -309,6 +309,7 @@ class _Watch:
         self.run, self.loader = run, loader
         self.stop = False
         self._pending: tuple[int, StepResult, float, float] | None = None
+        self._last_step_at: float
         self._run_began = time.perf_counter() - run.progress.elapsed_s
         self._new_interval(time.perf_counter(), 0.0)
 
