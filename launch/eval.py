@@ -138,7 +138,7 @@ def evaluate_trained(trained: Trained, config: Config, world: World, said: TextI
             num_workers=config.data.num_workers,
             on_batch=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    result = results["model"]
+    result = results["model"].accuracy
     if world.is_main:
         which = ", averaged weights" if trained.averaged else ""
         print(

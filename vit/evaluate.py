@@ -1,22 +1,50 @@
 """Exact evaluation: every image of a split once, on any number of ranks.
 
 The data's story: all ranks walk through the same number of batches of one shape (`vit.data.loader.EvalBatches`); counters add up
-integers; the total must equal what `_info.json` promises, or nothing is reported.
+integers; the total must equal what `_info.json` promises, or nothing is reported. The class predicted for each image comes along, for
+confusion matrices and for comparing two models image by image.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vit.data.augment import Augment
 from vit.data.loader import EvalBatches, ImageFormat, Loader
 from vit.data.shards import Split
 from vit.distributed import World
-from vit.metrics import Accuracy, AccuracyCounter
+from vit.metrics import Accuracy, AccuracyCounter, predicted_classes
 from vit.step import autocast
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one model did on a split, the same on every rank."""
+
+    accuracy: Accuracy
+    predictions: Tensor
+    """(num_images,) int64 on the CPU: the predicted class of each sample in the split's order, -1 where the logits were not numbers."""
+
+
+PREDICTIONS_FILE = "predictions.npz"
+"""In a run folder: `predictions` and `labels` (num_images,) int64 and `step` of the newest evaluation."""
+
+
+def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int) -> None:
+    """Write `predictions.npz` whole, or leave the one before and raise ValueError."""
+    path, hidden = run_dir / PREDICTIONS_FILE, run_dir / f".{PREDICTIONS_FILE}"
+    try:
+        with hidden.open("wb") as file:
+            np.savez(file, predictions=result.predictions.numpy(), labels=split.index["label"].astype(np.int64), step=step)
+        hidden.replace(path)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror}); checkpoints are untouched") from None
 
 
 @torch.no_grad()
@@ -32,32 +60,35 @@ def evaluate(
     precision: str,
     num_workers: int = 0,
     on_batch: Callable[[int, int], None] | None = None,
-) -> dict[str, Accuracy]:
-    """Evaluate all `models` in one pass over `split`: name -> Accuracy, the same on every rank.
+) -> dict[str, Evaluation]:
+    """Evaluate all `models` in one pass over `split`: name -> Evaluation, the same on every rank.
 
     `on_batch(done, total)` is called after each batch of this rank.
     """
     batches = EvalBatches(split, image, crop_ratio, batch_size, rank=world.rank, world_size=world.size)
     counters = {name: AccuracyCounter(world.device) for name in models}
+    predictions = {name: torch.zeros(split.num_samples, dtype=torch.int64, device=world.device) for name in models}
     was_training = {name: model.training for name, model in models.items()}
     for model in models.values():
         model.eval()
     with Loader(batches, 0, len(batches), num_workers=num_workers, pin_memory=world.device.type == "cuda") as loader:
         for number, batch in enumerate(loader):
-            batch = batch.to(world.device)
+            filled = int(batch.weights.sum())  # on the host still; fillers come last
+            batch, ids = batch.to(world.device), batch.ids[:filled].to(world.device, non_blocking=True)
             inputs = augment.normalize(batch.images)
             for name, model in models.items():
                 with autocast(precision, world.device):
                     logits = model(inputs)
                 counters[name].add(logits, batch.labels, batch.weights)
+                predictions[name][ids] = predicted_classes(logits.float()[:filled])
             if on_batch is not None:
                 on_batch(number + 1, len(batches))
     for name, model in models.items():
         model.train(was_training[name])
-    results = {name: counter.result(world) for name, counter in counters.items()}
+    results = {name: Evaluation(counters[name].result(world), world.sum_(predictions[name]).cpu()) for name in models}
     for result in results.values():
-        if result.num_images != split.num_samples:
+        if result.accuracy.num_images != split.num_samples:
             raise RuntimeError(
-                f"evaluated {result.num_images} images, {split.name!r} has {split.num_samples}: a bug in the loader, please report it"
+                f"evaluated {result.accuracy.num_images} images, {split.name!r} has {split.num_samples}: a bug in the loader, please report it"
             )
     return results

@@ -29,6 +29,11 @@ def correct_in_top_k(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     return (ahead.sum(1) < k) & ~logits.isnan().any(1)
 
 
+def predicted_classes(logits: Tensor) -> Tensor:
+    """The class of the largest of the logits (B, classes): (B,) int64, by the rule of `correct_in_top_k`; -1 for a row with NaN."""
+    return torch.where(logits.isnan().any(1), -1, logits.argmax(1))  # argmax takes the first of equals
+
+
 @dataclass(frozen=True)
 class Accuracy:
     """Result of an exact evaluation. `top1`, `top5` in percent, `loss` the mean cross-entropy (NaN if a logit was not finite)."""

@@ -7,6 +7,7 @@ seeds are functions of it. What a step did is read while the next one is already
     runs/<name>/
       config.yaml            the resolved config; command, commit and versions in its header
       metrics.jsonl          the record
+      predictions.npz        the newest evaluation, image by image
       checkpoints/           full state, see vit.checkpoint
       weights/               last, best (and last_ema, best_ema): for evaluation and for other tools
       report/curves.png      learning curve
@@ -39,7 +40,7 @@ from vit.data.order import Order, sample_checksum
 from vit.data.shards import Split, open_split
 from vit.distributed import StopSignals, World, peak_memory_gib, wrap
 from vit.ema import Ema
-from vit.evaluate import evaluate
+from vit.evaluate import evaluate, save_predictions
 from vit.model import count_parameters, create_model, flops_per_image
 from vit.optim import create_optimizer
 from vit.plan import Plan, choose_num_classes, make_plan
@@ -453,12 +454,16 @@ def _evaluate(run: Run) -> bool:
         )
     except _Interrupted:
         return False
+    values = {name: result.accuracy.to_dict() for name, result in results.items()}
     suffixed = {name: ("" if name == "model" else f"_{name}") for name in results}
-    record.write("eval", progress.step, **{key + suffixed[name]: v for name, r in results.items() for key, v in r.to_dict().items()})
-    parts = [f"{'' if name == 'model' else name + ' '}{result}" for name, result in results.items()]
+    record.write("eval", progress.step, **{key + suffixed[name]: v for name, group in values.items() for key, v in group.items()})
+    parts = [f"{'' if name == 'model' else name + ' '}{result.accuracy}" for name, result in results.items()]
     record.say(f"step {progress.step}: {'; '.join(parts)} on {run.val_split.num_samples} images of {config.data.val_split!r}")
+    with run.world.main_reports():
+        if run.world.is_main:
+            save_predictions(run.folder, results.get("ema", results["model"]), run.val_split, progress.step)
     progress.evaluated_step = progress.step
-    best = max(result.top1 for result in results.values())
+    best = max(result.accuracy.top1 for result in results.values())
     if best > progress.best_top1:
         progress.best_top1 = best
         _write_weights(run, "best")
