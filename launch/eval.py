@@ -3,10 +3,15 @@
     python launch/eval.py                                            the newest run under runs/
     python launch/eval.py --checkpoint runs/demo --image-size 48     positions interpolated, nothing trained
     python launch/eval.py --checkpoint runs/demo --finetune configs/demo_finetune.yaml
-    torchrun --nproc_per_node=8 launch/eval.py --checkpoint runs/b16 --data /data/imagenet --json
+    torchrun --nproc_per_node=8 launch/eval.py --checkpoint runs/vit_b16 --data /data/imagenet --json
 
-Every image of the split counts once, on any number of ranks. `--json` prints one object on stdout: num_images, correct_top1,
-correct_top5, top1 and top5 in percent, loss. Exit status: 0 done, 2 something to set right.
+Every image of the split counts once, on any number of ranks. With --finetune the flags below are settings of the fine-tuning, so
+--image-size is the size it trains at; it prints the accuracy before, at both sizes, and after, and compares them image by image. A
+fine-tuning that was stopped or killed goes on with the same command.
+
+`--json` prints one object on stdout: num_images, correct_top1, correct_top5, top1 and top5 in percent, loss; with --finetune also
+`before`, `before_resized` (objects of this form) and `difference` (see vit/metrics.py). Exit status: 0 done, or stopped and saved; 1 a
+bug, with its stack; 2 something to set right; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,19 +19,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from rich.console import Console
-from rich.progress import Progress
+import torch
 
 from vit import config_io, distributed
 from vit.config import Config
 from vit.data.shards import open_split
 from vit.distributed import World
-from vit.evaluate import evaluate
-from vit.metrics import Accuracy
+from vit.evaluate import Evaluation, evaluate
+from vit.metrics import paired_difference
 from vit.model import create_model
+from vit.progress import Meter
 from vit.train import build, create_augment, image_format, train
 from vit.weights import Trained, find_trained, load_weights, read_trained
 
@@ -44,7 +50,7 @@ def main() -> World:
         "--batch-size", type=int, metavar="N", help="images in one forward pass of one rank (default: the run's eval.batch_size)"
     )
     parser.add_argument("--num-workers", type=int, metavar="N", help="loader processes per rank (default: the run's data.num_workers)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: %(default)s)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="(default: auto, a GPU where there is one)")
     parser.add_argument("--finetune", metavar="CONFIG", help="fine-tune with this config first, and evaluate before and after")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="with --finetune: settings that win over its file")
@@ -53,26 +59,50 @@ def main() -> World:
         parser.error(f"{' '.join(args.overrides)}: settings belong to --finetune")
     if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
         parser.error("--image-size takes a side, or height and width, in pixels")
-
     if args.finetune and not args.checkpoint:
         parser.error("--finetune needs --checkpoint: the newest run may be a fine-tuned one")
 
+    settings = settings_of(args)
     said = sys.stderr if args.json else sys.stdout
-    world = distributed.start(args.device)
+    if args.finetune:  # read before anything starts, so that a mistake in it shows at once
+        given = [f"{key}={json.dumps(value)}" for key, value in {**settings, "init.checkpoint": args.checkpoint}.items()]
+        tuned = config_io.load_config(args.finetune, [*given, *args.overrides]).config
+    world = distributed.start(tuned.train.device if args.finetune else args.device or "auto")
     path = world.main_first(lambda: find_trained(args.checkpoint or newest_run()))
     with world.main_reports():
         trained = read_trained(path)
-        config = with_flags(config_of(trained), args)
+        config = config_of(trained)
     world.check_same(f"{path}, step {trained.step}", "weights")
-    results = {"before" if args.finetune else "result": evaluate_trained(trained, config, world, said)}
     if args.finetune:
-        tuned, tuned_path = finetune(args.finetune, [f"init.checkpoint={json.dumps(args.checkpoint)}", *args.overrides], world)
-        same_size = with_flags(config, argparse.Namespace(**{**vars(args), "image_size": list(image_format(tuned).size)}))
-        results["before, at the higher resolution"] = evaluate_trained(trained, same_size, world, said)
-        results["after"] = evaluate_trained(read_trained(tuned_path), tuned, world, said)
+        finetune(trained, config, tuned, world, said, args.json)
+        return world
+    result = evaluate_trained(trained, with_settings(config, settings), world, said)
     if world.is_main and args.json:
-        print(json.dumps(results.popitem()[1].to_dict()))
+        print(json.dumps(result.accuracy.to_dict()))
     return world
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags that were given, as settings: dotted key -> value."""
+    size = args.image_size and (args.image_size[0] if len(args.image_size) == 1 else args.image_size)
+    flags = {
+        "data.root": args.data,
+        "data.val_split": args.split,
+        "model.image_size": size,
+        "eval.batch_size": args.batch_size,
+        "data.num_workers": args.num_workers,
+        "train.device": args.device,
+    }
+    return {key: value for key, value in flags.items() if value is not None}
+
+
+def with_settings(config: Config, settings: dict[str, Any]) -> Config:
+    """`config` with what `settings` (dotted key -> value) say otherwise."""
+    values = config_io.to_dict(config)
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        values[section][name] = value
+    return config_io.from_dict(values, "command line")
 
 
 def newest_run() -> Path:
@@ -95,23 +125,7 @@ def config_of(trained: Trained) -> Config:
     return config_io.from_dict(trained.config, str(trained.path))
 
 
-def with_flags(config: Config, args: argparse.Namespace) -> Config:
-    """`config` with what the command line says otherwise."""
-    values = config_io.to_dict(config)
-    size = args.image_size and (args.image_size[0] if len(args.image_size) == 1 else args.image_size)
-    for section, key, value in (
-        ("data", "root", args.data),
-        ("data", "val_split", args.split),
-        ("model", "image_size", size),
-        ("eval", "batch_size", args.batch_size),
-        ("data", "num_workers", args.num_workers),
-    ):
-        if value is not None:
-            values[section][key] = value
-    return config_io.from_dict(values, "command line")
-
-
-def evaluate_trained(trained: Trained, config: Config, world: World, said: TextIO) -> Accuracy:
+def evaluate_trained(trained: Trained, config: Config, world: World, said: TextIO) -> Evaluation:
     """Evaluate weights under `config`, which may name another image size than they were trained at, and tell the result to `said`."""
     split = world.main_first(lambda: open_split(config.data.root, config.data.val_split))
     assert trained.num_classes is not None, "it came with its config"
@@ -124,9 +138,8 @@ def evaluate_trained(trained: Trained, config: Config, world: World, said: TextI
     notes = load_weights(model, trained.weights, trained.grid_size)
     model.to(world.device)
     size = "x".join(map(str, image.size))
-    with Progress(console=Console(stderr=True), transient=True, disable=not (world.is_main and sys.stderr.isatty())) as progress:
-        task = progress.add_task(f"{split.num_samples:,} images at {size}", total=None)
-        results = evaluate(
+    with Meter(f"evaluating at {size}", split.num_samples, "images", shown=world.is_main) as meter:
+        result = evaluate(
             {"model": model},
             split,
             image,
@@ -136,28 +149,55 @@ def evaluate_trained(trained: Trained, config: Config, world: World, said: TextI
             crop_ratio=config.eval.crop_ratio,
             precision=config.train.precision,
             num_workers=config.data.num_workers,
-            on_batch=lambda done, total: progress.update(task, completed=done, total=total),
-        )
-    result = results["model"].accuracy
+            on_batch=lambda done, total: meter.update(split.num_samples * done // total),
+        )["model"]
     if world.is_main:
         which = ", averaged weights" if trained.averaged else ""
         print(
-            f"{trained.path} (step {trained.step}{which}) on {split.root} {split.name!r}: {result.num_images} images at {size}", file=said
+            f"{trained.path} (step {trained.step}{which}) on {split.root} {split.name!r}: {split.num_samples} images at {size}", file=said
         )
         for note in notes:
             print(f"  {note}", file=said)
-        print(f"  {result}", file=said)
+        print(f"  {result.accuracy}", file=said)
     return result
 
 
-def finetune(file: str, overrides: list[str], world: World) -> tuple[Config, Path]:
-    """Train with `file` from the checkpoint in `overrides`; returns its config and run folder."""
-    config = config_io.load_config(file, overrides).config
-    assert config.run.dir is not None, "load_config names it"
-    if train(build(config, world)) == "stopped":
-        raise ValueError("fine-tuning was stopped before its end and saved: the same command goes on")
+def finetune(trained: Trained, base: Config, tuned: Config, world: World, said: TextIO, as_json: bool) -> None:
+    """Fine-tune `trained`, whose config is `base`, by `tuned`; evaluate before, at both sizes, and after, on the images of `tuned`."""
+    assert tuned.run.dir is not None, "load_config names it"
+    split = world.main_first(lambda: open_split(tuned.data.root, tuned.data.val_split))
+    own_size, new_size = ("x".join(map(str, image_format(config).size)) for config in (base, tuned))
+    before: dict[str, Evaluation] = {}
+    if split.num_classes == trained.num_classes:
+        data = {"data.root": tuned.data.root, "data.val_split": tuned.data.val_split}
+        hardware = {"data.num_workers": tuned.data.num_workers, "eval.batch_size": tuned.eval.batch_size}
+        before["before"] = evaluate_trained(trained, with_settings(base, {**data, **hardware}), world, said)
+        if new_size != own_size:
+            view = {"model.image_size": tuned.model.image_size, "eval.crop_ratio": tuned.eval.crop_ratio}
+            before["before_resized"] = evaluate_trained(trained, with_settings(base, {**data, **hardware, **view}), world, said)
+    elif world.is_main:
+        print(f"{trained.path} knows {trained.num_classes} classes, {split.root} has {split.num_classes}: no accuracy before", file=said)
+
+    if train(build(tuned, world)) == "stopped":
+        if world.is_main:
+            print(f"fine-tuning was stopped before its end and is saved in {tuned.run.dir}: the same command goes on", file=said)
+        return
     world.barrier()
-    return config, Path(config.run.dir)
+    after = evaluate_trained(read_trained(tuned.run.dir), tuned, world, said)
+    if not world.is_main:
+        return
+
+    labels = torch.from_numpy(split.index["label"].astype("int64"))
+    right = {name: result.predictions == labels for name, result in {**before, "after": after}.items()}
+    differences = {name: paired_difference(right[name], right["after"]) for name in before}
+    if before:
+        print(f"fine-tuned at {new_size}, image by image on the same {split.num_samples}:", file=said)
+    for name, difference in differences.items():
+        against = f"base at {own_size}" if name == "before" else f"base at {new_size}, untrained there"
+        print(f"  against the {against}: {difference}", file=said)
+    if as_json:
+        others = {name: result.accuracy.to_dict() for name, result in before.items()}
+        print(json.dumps({**after.accuracy.to_dict(), **others, "difference": {k: asdict(v) for k, v in differences.items()}}))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from processes import run, train, write_config
@@ -48,17 +49,30 @@ def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
     load_weights(model, trained.weights)
     split = open_split(shards, "val")
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (config.data.mean, config.data.std))
-    right, loss = 0, 0.0
+    predicted, loss = [], 0.0
     with torch.no_grad():
         for i in range(split.num_samples):
             image = decode_center(split.read(i), (16, 16), config.eval.crop_ratio, "bilinear")
             logits = model(((image / 255 - mean) / std)[None])
-            right += int(logits.argmax()) == split.index["label"][i]
+            predicted.append(int(logits.argmax()))
             loss += torch.nn.functional.cross_entropy(logits, torch.tensor([int(split.index["label"][i])])).item()
-    result = evaluate(trained_run)
+    result, labels = evaluate(trained_run), split.index["label"]
+    right = int((np.array(predicted) == labels).sum())
     assert (result["correct_top1"], result["top1"]) == (right, pytest.approx(100 * right / 23))
     assert result["loss"] == pytest.approx(loss / 23, rel=1e-4)
     assert result["correct_top5"] == 23, "there are three classes"
+    saved = np.load(trained_run / "predictions.npz")
+    assert (saved["predictions"].tolist(), saved["labels"].tolist(), int(saved["step"])) == (predicted, labels.tolist(), 12)
+
+
+@pytest.mark.slow
+def test_predictions_come_from_all_ranks_in_the_order_of_the_split(tmp_path, shards):
+    """What three ranks saved is what the one-rank command counts right."""
+    train(write_config(tmp_path, shards), tmp_path / "run", "train.ema_decay=null", ranks=3)
+    saved = np.load(tmp_path / "run" / "predictions.npz")
+    assert saved["labels"].tolist() == open_split(shards, "val").index["label"].tolist()
+    assert int((saved["predictions"] == saved["labels"]).sum()) == evaluate(tmp_path / "run")["correct_top1"]
+    assert not (tmp_path / "run" / ".predictions.npz").exists()
 
 
 def test_the_record_and_the_command_agree(trained_run):
@@ -88,28 +102,3 @@ def test_without_a_checkpoint_the_newest_run_is_taken_and_named(trained_run, tmp
     assert done.returncode == 0, done.stderr
     assert "taking the newest run, runs/mine" in done.stderr
     assert json.loads(done.stdout) == evaluate(trained_run)
-
-
-@pytest.mark.slow
-def test_finetuning_from_the_command_line_evaluates_before_and_after(trained_run, tmp_path, shards):
-    config = write_config(tmp_path, shards, "higher.yaml", steps=3)
-    from processes import TINY
-
-    overrides = [o for o in TINY if "image_size" not in o]
-    done = run(
-        "launch/eval.py",
-        "--checkpoint",
-        trained_run,
-        "--finetune",
-        config,
-        f"run.dir={tmp_path / 'tuned'}",
-        "model.image_size=24",
-        *overrides,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line.split(":")[-1].strip() for line in done.stdout.splitlines() if "images at" in line] == [
-        "23 images at 16x16",
-        "23 images at 24x24",
-        "23 images at 24x24",
-    ]
-    assert (tmp_path / "tuned" / "weights" / "last_ema.safetensors").exists()

@@ -11,10 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"vit.config", "vit.config_io", "vit.distributed"},
+    {"vit.config", "vit.config_io", "vit.distributed", "vit.progress"},
     {"vit.data.shards", "vit.data.order", "vit.data.decode", "vit.schedule"},
     {"vit.data.loader", "vit.data.augment", "vit.model", "vit.loss", "vit.optim", "vit.ema", "vit.metrics"},
-    {"vit.step", "vit.evaluate", "vit.checkpoint", "vit.weights", "vit.record", "vit.visualize", "vit.plan"},
+    {"vit.step", "vit.monitor", "vit.evaluate", "vit.checkpoint", "vit.weights", "vit.record", "vit.visualize", "vit.plan"},
     {"vit.train"},
     {"launch.train", "launch.eval"},
 ]

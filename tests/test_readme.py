@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from processes import run
+from processes import environment, run
 
 from vit.config_io import load_config
 
@@ -55,6 +58,20 @@ def test_a_command_of_the_readme_names_what_exists(line):
 def test_the_python_of_the_readme_runs():
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_loop_of_the_docs_trains(shards, tmp_path):
+    """Three classes, 60 images, three epochs of three batches; classes are colours, so nine steps already help."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_loop.md").read_text(), re.S)
+    (tmp_path / "loop.py").write_text(code.replace("data/digits", str(shards)))
+    done = subprocess.run(
+        [sys.executable, tmp_path / "loop.py"], capture_output=True, text=True, env=environment(), cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(value) for value in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.M)]
+    assert len(losses) == 9
+    assert losses[0] == pytest.approx(math.log(3), abs=0.01), "a zero head over three classes starts at ln 3"
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

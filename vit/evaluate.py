@@ -87,8 +87,7 @@ def evaluate(
         model.train(was_training[name])
     results = {name: Evaluation(counters[name].result(world), world.sum_(predictions[name]).cpu()) for name in models}
     for result in results.values():
-        if result.accuracy.num_images != split.num_samples:
-            raise RuntimeError(
-                f"evaluated {result.accuracy.num_images} images, {split.name!r} has {split.num_samples}: a bug in the loader, please report it"
-            )
+        seen = result.accuracy.num_images
+        if seen != split.num_samples:
+            raise RuntimeError(f"evaluated {seen} images, {split.name!r} has {split.num_samples}: a bug in the loader, please report it")
     return results

@@ -6,6 +6,7 @@ point, so that the sums do not depend on the order in which batches and ranks ar
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -75,3 +76,36 @@ class AccuracyCounter:
         share = 100.0 / max(images, 1)
         mean = float("nan") if not_finite else loss * LOSS_UNIT / max(images, 1)
         return Accuracy(images, top1, top5, top1 * share, top5 * share, mean)
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """What a second model gets right of the images of a first: difference of their top-1 in points, with its 95 % interval."""
+
+    num_images: int
+    only_first: int
+    """Images that only the first model has right."""
+    only_second: int
+    points: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.points:+.2f} points (95 % interval {self.low:+.2f} to {self.high:+.2f}):"
+            f" {self.only_second} images right only after, {self.only_first} only before"
+        )
+
+
+def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
+    """Compare two models on the same images; `first`, `second`: (N,) bool, whether each has the image right.
+
+    What both have right or wrong says nothing, so the interval is far narrower than that of two separate accuracies. It is the Wald
+    interval of paired proportions after half an image was added to each of the four cases (Agresti & Min 2005, Statistics in Medicine 24,
+    729-740), which keeps its coverage where there are few differences.
+    """
+    count, only_first, only_second = len(first), int((first & ~second).sum()), int((second & ~first).sum())
+    n, b, c = count + 2.0, only_second + 0.5, only_first + 0.5
+    half = 1.959964 * math.sqrt(b + c - (b - c) ** 2 / n) / n
+    points = 100.0 * (only_second - only_first) / max(count, 1)
+    return PairedDifference(count, only_first, only_second, points, *(100.0 * ((b - c) / n + side * half) for side in (-1, 1)))

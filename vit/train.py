@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -38,15 +36,16 @@ from vit.data.augment import Augment
 from vit.data.loader import ImageFormat, Loader, TrainBatches
 from vit.data.order import Order, sample_checksum
 from vit.data.shards import Split, open_split
-from vit.distributed import StopSignals, World, peak_memory_gib, wrap
+from vit.distributed import StopSignals, World, wrap
 from vit.ema import Ema
 from vit.evaluate import evaluate, save_predictions
 from vit.model import count_parameters, create_model, flops_per_image
+from vit.monitor import Monitor
 from vit.optim import create_optimizer
 from vit.plan import Plan, choose_num_classes, make_plan
-from vit.record import METRICS_FILE, Record, check_not_in_use, duration, provenance
+from vit.record import METRICS_FILE, Record, check_not_in_use, provenance
 from vit.schedule import lr_at
-from vit.step import StepResult, TrainStep
+from vit.step import TrainStep
 from vit.visualize import plot_curves
 from vit.weights import grid_size, load_weights, read_trained, save_weights
 
@@ -73,6 +72,16 @@ class Run:
     record: Record
     progress: Progress
     signals: StopSignals
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """However it ends, the record is closed, the terminal given back and the signals with it."""
+        if error is not None:
+            self.record.write("end", self.progress.step, outcome="error", reason=f"{type(error).__name__}: {error}")
+        self.record.close()
+        self.signals.restore()
 
     def models(self) -> dict[str, nn.Module]:
         """The weights, and their average if there is one."""
@@ -119,20 +128,15 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     if config.train.compile:
         for block in getattr(model, "blocks", [model]):  # block by block: one compilation serves all of them
             block.compile()
+    shape, ends = config.schedule, {"total_steps": plan.total_steps, "warmup_steps": plan.warmup_steps}
+    schedule = partial(lr_at, peak_lr=config.optim.lr, name=shape.name, min_lr=shape.min_lr, **ends)
     train_step = TrainStep(
         model,
         wrap(model, world),
         create_optimizer(model, config.optim),
         create_augment(config, num_classes, world),
         world,
-        lr_at=partial(
-            lr_at,
-            peak_lr=config.optim.lr,
-            total_steps=plan.total_steps,
-            warmup_steps=plan.warmup_steps,
-            name=config.schedule.name,
-            min_lr=config.schedule.min_lr,
-        ),
+        lr_at=schedule,
         micro_batch_size=plan.micro_batch_size,
         precision=config.train.precision,
         label_smoothing=config.loss.label_smoothing,
@@ -233,27 +237,28 @@ def train(run: Run) -> str:
         prefetch_batches=config.data.prefetch_batches,
         pin_memory=run.world.device.type == "cuda",
     )
-    with loader, _Watch(run, loader) as watch:
+    with run, loader:
+        monitor = Monitor(config, plan, run.world, progress, run.record, loader, run.train_step.lr_at)
         if run.world.is_main:  # a signal that has come since leaves it again
             (run.folder / "stopped_early").unlink(missing_ok=True)
         if plan.evaluates_at(progress.step) and progress.evaluated_step < progress.step:  # a signal broke this evaluation off
-            watch.stop = not _evaluate(run)
-            _save(run, watch)
-            watch.resume_clock()
+            monitor.stop = not _evaluate(run)
+            _save(run, monitor)
+            monitor.resume_clock()
         elif progress.step == plan.total_steps:
             best = f", best top-1 {progress.best_top1:.2f} %" if progress.best_top1 >= 0 else ""
             run.record.say(f"{run.folder} is finished: {progress.step} steps{best}. A longer one needs another run.dir")
         run.train_step.model.train()
         checksum, checksum_from = 0, position
-        while progress.step < plan.total_steps and not watch.stop:
+        while progress.step < plan.total_steps and not monitor.stop:
             batch = next(loader)
             if progress.step == first_step:
                 run.train_step.settle(batch)
-                watch.resume_clock()
+                monitor.resume_clock()
             result = run.train_step(batch, progress.step, stop=bool(run.signals.received))
             for key in batch.bad_keys:
                 print(f"step {progress.step}: {key} could not be decoded and counts nowhere", file=sys.stderr)
-            watch.take(progress.step, result)
+            monitor.take(progress.step, result)
             progress.step += 1
 
             position = progress.step + progress.batches_skipped
@@ -264,19 +269,19 @@ def train(run: Run) -> str:
 
             evaluation_due = plan.evaluates_at(progress.step)
             save_due = progress.step % config.checkpoint.every_steps == 0 or progress.step == plan.total_steps
-            if evaluation_due or save_due or watch.stop:
-                watch.read()
-                if evaluation_due and not watch.stop:
-                    watch.stop = not _evaluate(run)
-                if save_due or watch.stop:
-                    _save(run, watch)
-                watch.resume_clock()
-        return _finish(run, watch)
+            if evaluation_due or save_due or monitor.stop:
+                monitor.read()
+                if evaluation_due and not monitor.stop:
+                    monitor.stop = not _evaluate(run)
+                if save_due or monitor.stop:
+                    _save(run, monitor)
+                monitor.resume_clock()
+        return _finish(run, monitor)
 
 
-def _save(run: Run, watch: _Watch) -> None:
+def _save(run: Run, monitor: Monitor) -> None:
     """Weights first: a run whose last checkpoint is whole is finished, and nobody would write them again."""
-    run.progress.elapsed_s = watch.elapsed_s()
+    run.progress.elapsed_s = monitor.elapsed_s()
     with run.world.main_reports():
         _write_weights(run, "last")
     values = config_io.to_dict(run.config)
@@ -284,123 +289,23 @@ def _save(run: Run, watch: _Watch) -> None:
     run.record.write("checkpoint", run.progress.step, folder=folder.name)
 
 
-def _finish(run: Run, watch: _Watch) -> str:
+def _finish(run: Run, monitor: Monitor) -> str:
     """Tell how it ended, in the folder, in the record and to people."""
     step, marker = run.progress.step, run.folder / "stopped_early"
     to_do = step < run.plan.total_steps or (run.plan.evaluates_at(step) and run.progress.evaluated_step < step)
-    outcome = "stopped" if watch.stop and to_do else "finished"
+    outcome = "stopped" if monitor.stop and to_do else "finished"
     if run.world.is_main:
         if outcome == "stopped":
             marker.write_text(json.dumps({"step": step, "signal": run.signals.received}) + "\n")
             run.record.say(f"stopped at step {step} of {run.plan.total_steps}, saved; the same command goes on from here")
         else:
             marker.unlink(missing_ok=True)
-        run.record.write("end", step, outcome=outcome, elapsed_s=round(watch.elapsed_s(), 1))
+        run.record.write("end", step, outcome=outcome, elapsed_s=round(monitor.elapsed_s(), 1))
         try:
             run.record.say(f"learning curve: {plot_curves(run.folder / METRICS_FILE, run.folder / 'report' / 'curves.png')}")
         except Exception as error:  # a view must not decide how the run ended
             run.record.say(f"no learning curve ({type(error).__name__}: {error})")
     return outcome
-
-
-class _Watch:
-    """Reads what each step did, one step late, counts and logs it, and knows when to stop. Every rank reads the same sums."""
-
-    def __init__(self, run: Run, loader: Loader):
-        self.run, self.loader = run, loader
-        self.stop = False
-        self._pending: tuple[int, StepResult, float, float] | None = None
-        self._last_step_at: float
-        self._run_began = time.perf_counter() - run.progress.elapsed_s
-        self._new_interval(time.perf_counter(), 0.0)
-
-    def __enter__(self) -> _Watch:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """However it ends, the record is closed, the terminal given back and the signals with it."""
-        if error is not None:
-            self.run.record.write("end", self.run.progress.step, outcome="error", reason=f"{type(error).__name__}: {error}")
-        self.run.record.close()
-        self.run.signals.restore()
-
-    def elapsed_s(self) -> float:
-        """Time spent on this run, evaluation and saving included, over all restarts."""
-        return time.perf_counter() - self._run_began
-
-    def take(self, step: int, result: StepResult) -> None:
-        """Read the step before this one, which the device has done by now, and keep this one for the next call."""
-        self.read(queued_behind=True)
-        self._pending = (step, result, time.perf_counter(), self.loader.wait_s)
-
-    def resume_clock(self) -> None:
-        """Evaluation and saving are no training time."""
-        now = time.perf_counter()
-        self._began += now - self._last_step_at
-        self._last_step_at = now
-
-    def read(self, queued_behind: bool = False) -> None:
-        """Read the step that was kept, with another `queued_behind` it or not. Raises ValueError once too many updates in a row were
-        skipped."""
-        if self._pending is None:
-            return
-        (step, result, self._last_step_at, waited_s) = self._pending
-        self._pending = None
-        values, progress, config = result.read(), self.run.progress, self.run.config
-        if not queued_behind:  # the wait for this step is training time, too
-            self._last_step_at = time.perf_counter()
-        self.stop = self.stop or values["stop"] > 0
-        self._losses.append(values["loss"])
-        progress.bad_images += int(values["bad_images"])
-        finite = math.isfinite(values["grad_norm"])
-        progress.updates_skipped += not finite
-        progress.updates_skipped_in_a_row = 0 if finite else progress.updates_skipped_in_a_row + 1
-        if not finite:
-            self.run.record.write("fault", step + 1, reason="gradient not finite, update skipped", loss=values["loss"])
-        self._log(step + 1, values, waited_s)
-        if progress.updates_skipped_in_a_row >= config.train.max_skipped_steps:
-            with self.run.world.main_reports():
-                raise ValueError(
-                    f"step {step}: the gradient was not finite {progress.updates_skipped_in_a_row} times in a row "
-                    f"(loss {values['loss']:.4g}): training has diverged. Lower optim.lr, lengthen the warm-up, or use "
-                    "train.precision=bf16; the last checkpoint is from before"
-                )
-
-    def _new_interval(self, began: float, waited_before_s: float) -> None:
-        self._began = began
-        self._last_step_at = began
-        self._waited_before_s, self._losses = waited_before_s, list[float]()
-
-    def _log(self, step: int, values: dict[str, float], waited_s: float) -> None:
-        """Move the live line to `step` steps done; at the end of an interval also write a line of metrics."""
-        run, plan, batch_size = self.run, self.run.plan, self.run.config.data.global_batch_size
-        spent_s = max(self._last_step_at - self._began, 1e-9)
-        wait_s, images_per_s = waited_s - self._waited_before_s, len(self._losses) * batch_size / spent_s
-        loss, lr, epoch = sum(self._losses) / len(self._losses), run.train_step.lr_at(step - 1), step / plan.steps_per_epoch
-        eta_s = (plan.total_steps - step) * batch_size / images_per_s
-        text = (
-            f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {images_per_s:.0f} images/s, data wait {min(wait_s / spent_s, 1):.0%}"
-            f" | loss {loss:.3f} | lr {lr:.2e} | ETA {duration(eta_s)}"
-        )
-        if step % run.config.log.every_steps and step != plan.total_steps:
-            run.record.progress(step, text)
-            return
-        run.record.train_line(step, text)
-        run.record.write(
-            "train",
-            step,
-            epoch=epoch,
-            loss=loss,
-            lr=lr,
-            grad_norm=values["grad_norm"],
-            images_per_s=images_per_s,
-            data_wait_s=wait_s,
-            elapsed_s=self.elapsed_s(),
-            peak_memory_gib=peak_memory_gib(run.world.device),
-            updates_skipped=run.progress.updates_skipped,
-            bad_images=run.progress.bad_images,
-        )
-        self._new_interval(self._last_step_at, waited_s)
 
 
 def _check_samples(run: Run, checksum: int, start: int, stop: int) -> None:

@@ -1,0 +1,105 @@
+"""Fine-tuning as people type it: `launch/eval.py --finetune`, on one rank and two, stopped and gone on with, for other classes."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+from processes import TINY, command, environment, last_step, make_shards, metrics, run, train, write_config
+
+HIGHER = [setting for setting in TINY if "image_size" not in setting] + ["model.image_size=24"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, shards):
+    folder = tmp_path_factory.mktemp("base")
+    train(write_config(folder, shards), folder / "run", "train.ema_decay=null", "model.drop_path_rate=0")
+    return folder / "run"
+
+
+def finetune(base, folder, shards, *arguments, steps=6, ranks=0):
+    config = write_config(folder, shards, "higher.yaml", steps=steps)
+    return run(
+        "launch/eval.py", "--checkpoint", base, "--finetune", config, f"run.dir={folder / 'tuned'}", *HIGHER, *arguments, ranks=ranks
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_accuracy_before_at_both_sizes_and_after_and_the_paired_difference(ranks, base, tmp_path, shards):
+    done = finetune(base, tmp_path, shards, "--json", ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    sizes = re.findall(r"23 images at (\w+)$", done.stderr, re.M)
+    assert sizes == ["16x16", "24x24", "24x24"]
+    plain = json.loads(run("launch/eval.py", "--checkpoint", base, "--json").stdout)
+    assert result["before"] == plain
+    resized = run("launch/eval.py", "--checkpoint", base, "--image-size", 24, "--json")
+    assert result["before_resized"] == json.loads(resized.stdout)
+    after = json.loads(run("launch/eval.py", "--checkpoint", tmp_path / "tuned", "--json").stdout)
+    assert {key: result[key] for key in after} == after
+    for name in ("before", "before_resized"):
+        difference = result["difference"][name]
+        assert difference["only_second"] - difference["only_first"] == after["correct_top1"] - result[name]["correct_top1"]
+        assert difference["points"] == pytest.approx(after["top1"] - result[name]["top1"])
+        assert difference["low"] <= difference["points"] <= difference["high"]
+    assert "against the base at 16x16:" in done.stderr
+    assert "against the base at 24x24, untrained there:" in done.stderr
+
+
+def test_flags_are_settings_of_the_fine_tuning(base, tmp_path, shards):
+    config = write_config(tmp_path, shards, "higher.yaml", steps=2)
+    small = make_shards(tmp_path / "other", num_train=36, num_val=7)
+    settings = [setting for setting in TINY if not setting.startswith(("model.image_size", "eval.batch_size"))]
+    flags = ["--image-size", 32, 24, "--data", small, "--batch-size", 5, "--device", "cpu"]
+    done = run("launch/eval.py", "--checkpoint", base, "--finetune", config, *flags, f"run.dir={tmp_path / 'tuned'}", *settings)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"7 images at (\w+)$", done.stdout, re.M) == ["16x16", "32x24", "32x24"]
+    written = (tmp_path / "tuned" / "config.yaml").read_text()
+    assert re.search(r"image_size: \[32, 24\]", written)
+    assert re.search(r"batch_size: 5$", written, re.M)
+
+
+def test_other_classes_get_a_new_head_and_no_accuracy_before(base, tmp_path):
+    root = make_shards(tmp_path / "other", num_train=40, num_val=8, num_classes=4)
+    refused = finetune(base, tmp_path, root)
+    assert refused.returncode == 2
+    assert "the source has 3 classes, the model 4: for a new head set init.reset_head=true" in refused.stderr
+    done = finetune(base, tmp_path, root, "init.reset_head=true", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "knows 3 classes" in done.stderr
+    result = json.loads(done.stdout)
+    assert result["num_images"] == 8
+    assert "before" not in result
+    assert metrics(tmp_path / "tuned", "train")[0]["loss"] == pytest.approx(np.log(4), abs=1e-3), "a zero head over four classes"
+
+
+def test_a_mistake_in_the_fine_tuning_config_shows_before_anything_is_evaluated(base, tmp_path, shards):
+    done = finetune(base, tmp_path, shards, "optim.lrr=1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean optim.lr?" in done.stderr
+
+
+@pytest.mark.slow
+def test_stopped_fine_tuning_exits_with_0_and_the_same_command_goes_on(base, tmp_path, shards):
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert finetune(base, whole, shards, steps=200).returncode == 0
+    config = write_config(tmp_path, shards, "higher.yaml", steps=200)
+    line = command("launch/eval.py", "--checkpoint", base, "--finetune", config, f"run.dir={tmp_path / 'tuned'}", *HIGHER, ranks=0)
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    while last_step(tmp_path / "tuned") < 5 and process.poll() is None:
+        pass
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert "the same command goes on" in output
+    assert (tmp_path / "tuned" / "stopped_early").exists()
+    assert finetune(base, tmp_path, shards, steps=200).returncode == 0
+    both = [folder / "tuned" / "weights" / "last_ema.safetensors" for folder in (whole, tmp_path)]
+    assert metrics(both[0].parents[1], "eval")[-1]["loss"] == metrics(both[1].parents[1], "eval")[-1]["loss"]
+    assert len(metrics(both[1].parents[1], "start")) == 2

@@ -1,0 +1,114 @@
+"""What the training loop does at its side: read each step one step late, count, log, and notice that it is time to stop.
+
+The data's story: the loop hands over what a step did while the device still works on it; once the next step is queued, its numbers are
+read, on every rank the same sums; a line of metrics goes to the record at the end of each interval. Time spent on evaluation and saving
+is no training time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from vit.checkpoint import Progress
+from vit.config import Config
+from vit.data.loader import Loader
+from vit.distributed import World, peak_memory_gib
+from vit.plan import Plan
+from vit.progress import duration
+from vit.record import Record
+from vit.step import StepResult
+
+
+class Monitor:
+    """Reads what each step did, one step late, counts and logs it, and knows when to `stop`."""
+
+    def __init__(
+        self, config: Config, plan: Plan, world: World, progress: Progress, record: Record, loader: Loader, lr_at: Callable[[int], float]
+    ):
+        self.config, self.plan, self.world, self.progress, self.record = config, plan, world, progress, record
+        self.loader, self.lr_at = loader, lr_at
+        self.stop = False
+        self._pending: tuple[int, StepResult, float, float] | None = None
+        self._last_step_at: float
+        self._run_began = time.perf_counter() - progress.elapsed_s
+        self._new_interval(time.perf_counter(), 0.0)
+
+    def elapsed_s(self) -> float:
+        """Time spent on this run, evaluation and saving included, over all restarts."""
+        return time.perf_counter() - self._run_began
+
+    def take(self, step: int, result: StepResult) -> None:
+        """Read the step before this one, which the device has done by now, and keep this one for the next call."""
+        self.read(queued_behind=True)
+        self._pending = (step, result, time.perf_counter(), self.loader.wait_s)
+
+    def resume_clock(self) -> None:
+        """Evaluation and saving are no training time."""
+        now = time.perf_counter()
+        self._began += now - self._last_step_at
+        self._last_step_at = now
+
+    def read(self, queued_behind: bool = False) -> None:
+        """Read the step that was kept, with another `queued_behind` it or not. Raises ValueError once too many updates in a row were
+        skipped."""
+        if self._pending is None:
+            return
+        (step, result, self._last_step_at, waited_s) = self._pending
+        self._pending = None
+        values, progress, config = result.read(), self.progress, self.config
+        if not queued_behind:  # the wait for this step is training time, too
+            self._last_step_at = time.perf_counter()
+        self.stop = self.stop or values["stop"] > 0
+        self._losses.append(values["loss"])
+        progress.bad_images += int(values["bad_images"])
+        finite = math.isfinite(values["grad_norm"])
+        progress.updates_skipped += not finite
+        progress.updates_skipped_in_a_row = 0 if finite else progress.updates_skipped_in_a_row + 1
+        if not finite:
+            self.record.write("fault", step + 1, reason="gradient not finite, update skipped", loss=values["loss"])
+        self._log(step + 1, values, waited_s)
+        if progress.updates_skipped_in_a_row >= config.train.max_skipped_steps:
+            with self.world.main_reports():
+                raise ValueError(
+                    f"step {step}: the gradient was not finite {progress.updates_skipped_in_a_row} times in a row "
+                    f"(loss {values['loss']:.4g}): training has diverged. Lower optim.lr, lengthen the warm-up, or use "
+                    "train.precision=bf16; the last checkpoint is from before"
+                )
+
+    def _new_interval(self, began: float, waited_before_s: float) -> None:
+        self._began = began
+        self._last_step_at = began
+        self._waited_before_s, self._losses = waited_before_s, list[float]()
+
+    def _log(self, step: int, values: dict[str, float], waited_s: float) -> None:
+        """Move the live line to `step` steps done; at the end of an interval also write a line of metrics."""
+        plan, batch_size = self.plan, self.config.data.global_batch_size
+        spent_s = max(self._last_step_at - self._began, 1e-9)
+        wait_s, images_per_s = waited_s - self._waited_before_s, len(self._losses) * batch_size / spent_s
+        loss, lr, epoch = sum(self._losses) / len(self._losses), self.lr_at(step - 1), step / plan.steps_per_epoch
+        eta_s = (plan.total_steps - step) * batch_size / images_per_s
+        text = (
+            f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {images_per_s:.0f} images/s, data wait {min(wait_s / spent_s, 1):.0%}"
+            f" | loss {loss:.3f} | lr {lr:.2e} | ETA {duration(eta_s)}"
+        )
+        if step % self.config.log.every_steps and step != plan.total_steps:
+            self.record.progress(step, text)
+            return
+        self.record.train_line(step, text)
+        self.record.write(
+            "train",
+            step,
+            epoch=epoch,
+            loss=loss,
+            lr=lr,
+            grad_norm=values["grad_norm"],
+            images_per_s=images_per_s,
+            data_wait_s=wait_s,
+            elapsed_s=self.elapsed_s(),
+            peak_memory_gib=peak_memory_gib(self.world.device),
+            updates_skipped=self.progress.updates_skipped,
+            bad_images=self.progress.bad_images,
+        )
+        self._new_interval(self._last_step_at, waited_s)

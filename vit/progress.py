@@ -1,0 +1,61 @@
+"""How far a long task has come: one live line on a terminal, a plain line now and then in a log file.
+
+The data's story: whoever does the work tells how much is done; rate and remaining time follow. Free of torch.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+LOG_EVERY_S = 10.0
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    if not math.isfinite(seconds):
+        return "-:--:--"
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+
+
+class Meter:
+    """Counts `total` things named `unit` on stderr; silent unless `shown`, and in a log file for what takes less than 10 s.
+
+    with Meter("evaluating", 50_000, "images") as meter:
+        meter.update(done=6_400)
+    """
+
+    def __init__(self, what: str, total: int, unit: str, shown: bool = True):
+        self.what, self.total, self.unit, self.shown = what, total, unit, shown and total > 0
+        self._began = self._said = time.monotonic()
+        self._live: Progress | None = None
+        if self.shown and sys.stderr.isatty():
+            self._live = Progress(BarColumn(24), TextColumn("{task.description}"), console=Console(stderr=True), transient=True)
+            self._task = self._live.add_task(f"{what} ...", total=total)
+
+    def __enter__(self) -> Meter:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, done: int) -> None:
+        """`done` of `total` so far."""
+        now = time.monotonic()
+        if not self.shown or (self._live is None and now - self._said < LOG_EVERY_S):
+            return
+        self._said = now
+        per_s = done / max(now - self._began, 1e-9)
+        eta_s = (self.total - done) / per_s if done else math.inf
+        text = f"{self.what}: {done:,} of {self.total:,} {self.unit}, {per_s:,.0f} {self.unit}/s, ETA {duration(eta_s)}"
+        if self._live is not None:
+            self._live.update(self._task, completed=done, description=text)
+        else:
+            print(text, file=sys.stderr, flush=True)
