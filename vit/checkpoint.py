@@ -65,7 +65,7 @@ class Progress:
     restarts: int = 0
     """How often the run was resumed."""
     elapsed_s: float = 0.0
-    """Time spent training, over all restarts."""
+    """Time spent on the run over all restarts, evaluation and saving included."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What must be the same after a resume: the data's fingerprint, the model's classes."""
 

@@ -36,11 +36,8 @@ class Plan:
         return at_end or (step > 0 and step % self.eval_every_steps == 0)
 
 
-def make_plan(config: Config, num_samples: int, world_size: int) -> tuple[Plan, Order]:
-    """Derive all numbers of a run over `num_samples` training images on `world_size` ranks, and the order of the samples.
-
-    Raises ValueError for what does not divide, with the sizes that work.
-    """
+def divide_batch(config: Config, world_size: int) -> tuple[int, int]:
+    """(micro_batch_size, accumulation_steps) of each rank. Raises ValueError for what does not divide, with the sizes that work."""
     batch, group = config.data.global_batch_size, config.augment.mix_group_size
     mixes = config.augment.mixup_alpha > 0 or config.augment.cutmix_alpha > 0
     unit = group if mixes else 1
@@ -57,8 +54,17 @@ def make_plan(config: Config, num_samples: int, world_size: int) -> tuple[Plan, 
     micro = max((size for size in sizes if size <= ceiling), default=0)
     if not micro:
         raise ValueError(f"data.micro_batch_size={ceiling} is below augment.mix_group_size={group}: sizes that work are {sizes}")
+    return micro, share // micro
+
+
+def make_plan(config: Config, num_samples: int, world_size: int) -> tuple[Plan, Order]:
+    """Derive all numbers of a run over `num_samples` training images on `world_size` ranks, and the order of the samples.
+
+    Raises ValueError for what does not divide, with the sizes that work.
+    """
+    micro_batch_size, accumulation_steps = divide_batch(config, world_size)
     data = config.data
-    order = make_order(num_samples, batch, config.train.seed, data.num_lanes, data.block_samples, data.window_blocks)
+    order = make_order(num_samples, data.global_batch_size, config.train.seed, data.num_lanes, data.block_samples, data.window_blocks)
 
     def steps(count: int | None, epochs: float | None, default: int) -> int:
         if count is not None:
@@ -68,8 +74,8 @@ def make_plan(config: Config, num_samples: int, world_size: int) -> tuple[Plan, 
     total = max(steps(config.train.steps, config.train.epochs, 0), 1)
     plan = Plan(
         world_size=world_size,
-        micro_batch_size=micro,
-        accumulation_steps=share // micro,
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=accumulation_steps,
         steps_per_epoch=order.steps_per_epoch,
         dropped_per_epoch=order.dropped_per_epoch,
         total_steps=total,
@@ -95,13 +101,16 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     values = config_io.to_dict(config)
     comments = {key: origins.get(key, "default") for section in values for key in (f"{section}.{name}" for name in values[section])}
     derived: dict[str, object] = {}
+    num_classes = config.model.num_classes or 1000
+    assumed = "" if config.model.num_classes else " (assumed)"
     try:
         splits = [open_split(config.data.root, name) for name in (config.data.train_split, config.data.val_split)]
     except ShardError as error:
-        num_classes = config.model.num_classes or 1000
+        micro_batch_size, accumulation_steps = divide_batch(config, world_size)
+        derived |= {"world_size": world_size, "micro_batch_size": micro_batch_size, "accumulation_steps": accumulation_steps}
         derived["steps"] = f"not known without the data ({error})"
     else:
-        num_classes = choose_num_classes(config, *splits)
+        num_classes, assumed = choose_num_classes(config, *splits), ""
         plan, order = make_plan(config, splits[0].num_samples, world_size)
         derived |= {
             "training_images": order.num_samples,
@@ -111,7 +120,7 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
         }
     with torch.device("meta"):
         model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
-    derived["classes"] = num_classes
+    derived["classes"] = f"{num_classes}{assumed}"
     derived["parameters"] = f"{count_parameters(model):,}"
     derived["gflop_per_image"] = round(flops_per_image(model) / 1e9, 2)
     return config_io.dump_yaml(values, comments) + "\n# derived\n" + "".join(f"#   {key}: {value}\n" for key, value in derived.items())
