@@ -32,4 +32,4 @@ $(INSTALLED): requirements.txt pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf .venv data/digits runs/demo
+	rm -rf .venv data/digits runs/demo runs/demo_finetune

@@ -2,6 +2,7 @@
 
     python -m data_prep.digits --out data/digits [--num-shards N] [--workers N] [--seed N]
                                [--image-size 48] [--renderings 6] [--val-renderings 5]
+                               [--shards A-B | --shards I/N]
 
 The data's story: scikit-learn carries 1,797 digits that people wrote (8x8 grey; UCI optdigits). A fifth of each class goes to
 val, by original, so no original is in both splits (who wrote it is not recorded, so a writer may be). Each original is rendered
@@ -165,6 +166,7 @@ def _prepare(args: argparse.Namespace) -> None:
         num_shards=args.num_shards,
         seed=args.seed,
         workers=args.workers,
+        part=args.shards,
     )
 
 

@@ -1,6 +1,7 @@
 """Shards from a folder of images, one subfolder for each class.
 
     python -m data_prep.imagefolder SOURCE --out ROOT [--num-shards N] [--workers N] [--seed N] [--val-fraction F]
+                                    [--shards A-B | --shards I/N]
 
 The data's story: SOURCE is `train/<class>/...` with `val/<class>/...` (or `validation`, or `test`), or `<class>/...` alone,
 of which each class gives a tenth to `val`. Images may lie in subfolders of their class. A label is the position of the class
@@ -125,7 +126,14 @@ def _fraction(text: str) -> float:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    write(catalogue(args.source, args.val_fraction), args.out, num_shards=args.num_shards, seed=args.seed, workers=args.workers)
+    write(
+        catalogue(args.source, args.val_fraction),
+        args.out,
+        num_shards=args.num_shards,
+        seed=args.seed,
+        workers=args.workers,
+        part=args.shards,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

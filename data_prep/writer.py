@@ -11,7 +11,8 @@ and write one shard at a time; the index and `_info.json` follow when every shar
       train.index.npy  _info.json                             written last
 
 Shard k is a pure function of (catalogue, options, k). So the number of workers and the order in which they finish leave no
-trace in the bytes, and the same command run again after a kill only writes the shards that are missing.
+trace in the bytes, and the same command run again after a kill only writes the shards that are missing. For the same reason
+several machines can share the work (`--shards`): each writes its part, and whoever finds all shards whole writes the rest.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import struct
 import sys
 import threading
@@ -193,7 +195,8 @@ def _add_member(tar: BinaryIO, name: str, data: bytes) -> None:
 def _write_shard(shard: Shard) -> np.ndarray:
     """Write tar, idx and sidecar of one shard and return its index rows. Raises UnreadableImages; the tar is then absent."""
     for leftover in shard.tar.parent.glob(f".{shard.tar.stem}.*.tmp"):
-        leftover.unlink()  # of a killed writer
+        if not _is_being_written(leftover):
+            leftover.unlink(missing_ok=True)  # of a killed writer
     unreadable = []
     with shards.replacing(shard.tar) as tar:
         for sample in shard.samples:
@@ -216,6 +219,23 @@ def _write_shard(shard: Shard) -> np.ndarray:
     shards.write_idx(shard.tar, scanned)
     shards.write_sidecar(shard.tar, len(scanned), plan=shard.plan)
     return shards.index_rows(scanned)
+
+
+def _is_being_written(temporary: Path) -> bool:
+    """Whether a live process has this file (overlapping `--shards`, a task repeated too early): it may finish, its bytes are the same.
+
+    Of this host the process id in the name tells; of another one, whether the file has changed in the last ten minutes.
+    """
+    try:
+        host, process = temporary.name.removesuffix(".tmp").rsplit(".", 1)
+        if not host.endswith(f".{socket.gethostname()}"):
+            return time.time() - temporary.stat().st_mtime < 600
+        os.kill(int(process), 0)
+    except PermissionError:
+        return True  # alive, and somebody else's
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _rows_of_whole_shard(tar: Path) -> np.ndarray:
@@ -248,11 +268,14 @@ def _start_worker(images_done: Any) -> None:
 # ---- all shards -----------------------------------------------------------------------------------------------------
 
 
-def write(catalogue: Catalogue, root: Path | str, *, num_shards: int | None = None, seed: int = 0, workers: int = 1) -> None:
+def write(
+    catalogue: Catalogue, root: Path | str, *, num_shards: int | None = None, seed: int = 0, workers: int = 1, part: str | None = None
+) -> None:
     """Write all splits of a catalogue to `root`, or complete them. Prints what it does.
 
     num_shards: of the first split, see `choose_num_shards`. seed: deals samples to shards. workers: processes, of no influence
-    on the bytes.
+    on the bytes. part: write these shards only, see `choose_part`; index and `_info.json` follow in the call that finds all
+    shards whole, be they several at once.
 
     Raises PrepError, with nothing overwritten, if `root` holds another catalogue or other options, and listing all images
     that cannot be read (then there is no `_info.json`, and whole shards are kept). OSError: disk full, no permission; the
@@ -262,27 +285,29 @@ def write(catalogue: Catalogue, root: Path | str, *, num_shards: int | None = No
     root = Path(root)
     catalogue = _checked(catalogue)
     counts = choose_num_shards(catalogue, num_shards)
+    mine = choose_part(part, counts)
     plan = _plan(catalogue, counts, seed)
     _claim(root, plan)
     fingerprint = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
-    todo: list[Shard] = []
-    whole: list[Path] = []
-    filenames: dict[str, list[str]] = {}
-    for split, samples in catalogue.splits.items():
-        hands = deal(samples, counts[split], seed)
-        filenames[split] = [f"{split}-{k:05d}.tar" for k in range(counts[split])]
-        for name, hand in zip(filenames[split], hands, strict=True):
-            sidecar = shards.read_sidecar(root / name)
-            if sidecar and sidecar.get("plan") == fingerprint and _size(root / name) == sidecar["bytes"]:
-                whole.append(root / name)
-            else:
-                todo.append(Shard(root / name, hand, catalogue.read, fingerprint))
-    if whole:
-        print(f"{root}: {len(whole)} of {len(whole) + len(todo)} shards are whole already and are kept")
-
-    jobs = [(_write_shard, shard, shard.tar) for shard in todo] + [(_rows_of_whole_shard, tar, tar) for tar in whole]
+    filenames = {split: [f"{split}-{k:05d}.tar" for k in range(count)] for split, count in counts.items()}
+    tars = [root / name for names in filenames.values() for name in names]
+    hands = [hand for split, samples in catalogue.splits.items() for hand in deal(samples, counts[split], seed)]
+    todo = [Shard(tars[k], hands[k], catalogue.read, fingerprint) for k in mine if not _is_whole(tars[k], fingerprint)]
+    if len(todo) < len(mine):
+        print(f"{root}: {len(mine) - len(todo)} of {len(mine)} shards are whole already and are kept")
+    jobs: list[tuple[Callable[[Any], Any], Any, Any]] = [(_write_shard, shard, shard.tar) for shard in todo]
     rows = run_jobs(jobs, workers, num_images=sum(len(shard.samples) for shard in todo))
+
+    if part is not None:
+        if missing := [tar.name for tar in tars if not _is_whole(tar, fingerprint)]:
+            written = f"{len(todo)} shards of part {part} written, {time.monotonic() - start:.1f} s"
+            print(f"{root}: {written}; {len(missing)} of {len(tars)} are still missing ({_some(missing)}), other parts write them")
+            return
+        if not todo and (root / "_info.json").exists():
+            print(f"{root}: complete already")
+            return
+    rows |= run_jobs([(_rows_of_whole_shard, tar, tar) for tar in tars if tar not in rows], workers)
     for split, names in filenames.items():
         shards.write_index(root, split, [rows[root / name] for name in names])
     shards.write_info(
@@ -299,6 +324,35 @@ def write(catalogue: Catalogue, root: Path | str, *, num_shards: int | None = No
         num_bytes = sum(_size(root / name) for name in names)
         print(f"{split}: {len(catalogue.splits[split]):,} samples in {len(names)} shards, {num_bytes / 1e6:,.1f} MB")
     print(f"{root}: complete, {len(catalogue.class_names)} classes, {time.monotonic() - start:.1f} s")
+
+
+def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
+    """Numbers of the shards that `part` names, counted over all splits, train first: with {"train": 8, "val": 2} val has 8 and 9.
+
+    part: "A-B", from A to B, both included; "I/N", the I-th of N equal parts, I from 0 (an empty one if N is larger than the
+    number of shards); None: all. Raises PrepError for anything else.
+    """
+    total = sum(counts.values())
+    if part is None:
+        return range(total)
+    there = "; ".join(f"{split} has {count}" for split, count in counts.items())
+    if match := re.fullmatch(r"([0-9]+)-([0-9]+)", part):
+        first, last = int(match[1]), int(match[2])
+        if first <= last < total:
+            return range(first, last + 1)
+        raise PrepError(f"--shards {part}: there are shards 0 to {total - 1} ({there}), and A-B goes upwards")
+    if match := re.fullmatch(r"([0-9]+)/([0-9]+)", part):
+        number, parts = int(match[1]), int(match[2])
+        if number < parts:
+            return range(number * total // parts, (number + 1) * total // parts)
+        raise PrepError(f"--shards {part}: {f'{parts} parts are numbered 0 to {parts - 1}' if parts else 'there cannot be 0 parts'}")
+    raise PrepError(f"--shards {part}: expected A-B, such as 100-199, or I/N, such as 0/8, for the first of 8 parts")
+
+
+def _is_whole(tar: Path, fingerprint: str) -> bool:
+    """A shard of this very plan is there, with its sidecar, which is written last."""
+    sidecar = shards.read_sidecar(tar)
+    return sidecar is not None and sidecar.get("plan") == fingerprint and _size(tar) == sidecar["bytes"]
 
 
 def _size(path: Path) -> int:
@@ -318,9 +372,11 @@ def _plan(catalogue: Catalogue, counts: dict[str, int], seed: int) -> dict[str, 
 def _claim(root: Path, plan: dict[str, Any]) -> None:
     """Make `root` and note what it is for. Raises PrepError if it is for something else."""
     root.mkdir(parents=True, exist_ok=True)
-    there = shards.read_json(root / "_info.json") or shards.read_json(root / "_writing.json")
+    # In this order: another part may begin or end meanwhile, and tars are never there without one of the two files.
+    foreign = sorted(path.name for path in root.glob("*.tar"))
+    there = shards.read_json(root / "_writing.json") or shards.read_json(root / "_info.json")
     if there is None:
-        if foreign := sorted(path.name for path in root.glob("*.tar")):
+        if foreign:
             raise PrepError(f"{root}: holds shards of unknown origin ({_some(foreign)}); choose another --out")
         shards.write_json(root / "_writing.json", plan)
         return
@@ -444,7 +500,7 @@ def add_workers_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags every source has: --out, --num-shards, --workers, --seed."""
+    """Add the flags every source has: --out, --num-shards, --shards, --workers, --seed."""
     parser.add_argument(
         "--out",
         type=Path,
@@ -458,6 +514,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"shards of the training split, the other splits get as many in proportion "
         f"(default: one for each {SHARD_BYTES >> 20} MiB, at least {MIN_SHARDS})",
+    )
+    parser.add_argument(
+        "--shards",
+        metavar="A-B|I/N",
+        help="write only these shards, numbered from 0 over all splits, train first: from A to B, or part I (from 0) of N; several "
+        "machines can share the work so, in any order; whichever finds all shards whole completes the data set (default: all)",
     )
     add_workers_argument(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="deals samples to shards (default: %(default)s)")

@@ -4,6 +4,7 @@
     python launch/eval.py --checkpoint runs/demo --image-size 48     positions interpolated, nothing trained
     python launch/eval.py --checkpoint runs/demo --finetune configs/demo_finetune.yaml
     torchrun --nproc_per_node=8 launch/eval.py --checkpoint runs/vit_b16 --data /data/imagenet --json
+    python launch/eval.py --checkpoint vit_base_patch16_224.augreg_in1k.safetensors --data /data/imagenet     a published model of timm's
 
 Every image of the split counts once, on any number of ranks. With --finetune the flags below are settings of the fine-tuning, so
 --image-size is the size it trains at; it prints the accuracy before, at both sizes, and after, and compares them image by image. A
@@ -23,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+import check_versions  # noqa: F401
 import torch
 
 from vit import config_io, distributed
@@ -30,6 +32,7 @@ from vit.config import Config
 from vit.data.shards import open_split
 from vit.distributed import World
 from vit.evaluate import Evaluation, evaluate
+from vit.known import KnownModel, adopt, published
 from vit.metrics import paired_difference
 from vit.model import create_model
 from vit.progress import Meter
@@ -41,8 +44,11 @@ def main() -> World:
     """The command line above; returns the world it started."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--checkpoint", metavar="RUN_OR_FILE", help="run folder, checkpoint folder or weights file (default: the newest run)"
+        "--checkpoint",
+        metavar="RUN_OR_FILE",
+        help="run folder, checkpoint folder, weights file, or one of timm's (default: the newest run)",
     )
+    parser.add_argument("--model", metavar="NAME", help="timm's name of weights that were trained elsewhere, if their file does not tell")
     parser.add_argument("--data", metavar="ROOT", help="folder of shards (default: the one it was trained on)")
     parser.add_argument("--split", help="split to evaluate (default: the run's data.val_split)")
     parser.add_argument("--image-size", type=int, nargs="+", metavar="PIXELS", help="side, or height and width (default: as trained)")
@@ -67,16 +73,27 @@ def main() -> World:
     if args.finetune:  # read before anything starts, so that a mistake in it shows at once
         given = [f"{key}={json.dumps(value)}" for key, value in {**settings, "init.checkpoint": args.checkpoint}.items()]
         tuned = config_io.load_config(args.finetune, [*given, *args.overrides]).config
-    world = distributed.start(tuned.train.device if args.finetune else args.device or "auto")
+    asked_by = "--device " if args.device else "train.device="
+    world = distributed.start(tuned.train.device if args.finetune else args.device or "auto", asked_by)
     path = world.main_first(lambda: find_trained(args.checkpoint or newest_run()))
+    known: KnownModel | None = None
     with world.main_reports():
         trained = read_trained(path)
-        config = config_of(trained)
+        if trained.config is None:
+            root, split = (tuned.data.root, tuned.data.val_split) if args.finetune else (args.data, args.split or "val")
+            trained, known = adopt(trained, args.model, root, split)
+        elif args.model:
+            raise ValueError(f"--model {args.model}: {trained.path} comes from this project and knows what it is: leave --model out")
+        config = config_io.from_dict(trained.config or {}, str(trained.path))
     world.check_same(f"{path}, step {trained.step}", "weights")
     if args.finetune:
         finetune(trained, config, tuned, world, said, args.json)
         return world
-    result = evaluate_trained(trained, with_settings(config, settings), world, said)
+    config = with_settings(config, settings)
+    result = evaluate_trained(trained, config, world, said)
+    if world.is_main and known is not None:
+        num_classes = open_split(config.data.root, config.data.val_split).num_classes
+        print(f"  {published(known, result.accuracy.num_images, image_format(config).size, num_classes)}", file=said)
     if world.is_main and args.json:
         print(json.dumps(result.accuracy.to_dict()))
     return world
@@ -116,15 +133,6 @@ def newest_run() -> Path:
     return run
 
 
-def config_of(trained: Trained) -> Config:
-    """The config that came with the weights."""
-    if trained.config is None:
-        raise ValueError(
-            f"{trained.path}: has no config inside, so this project's trainer did not write it: give a run folder or a file of its weights/"
-        )
-    return config_io.from_dict(trained.config, str(trained.path))
-
-
 def evaluate_trained(trained: Trained, config: Config, world: World, said: TextIO) -> Evaluation:
     """Evaluate weights under `config`, which may name another image size than they were trained at, and tell the result to `said`."""
     split = world.main_first(lambda: open_split(config.data.root, config.data.val_split))
@@ -152,10 +160,8 @@ def evaluate_trained(trained: Trained, config: Config, world: World, said: TextI
             on_batch=lambda done, total: meter.update(split.num_samples * done // total),
         )["model"]
     if world.is_main:
-        which = ", averaged weights" if trained.averaged else ""
-        print(
-            f"{trained.path} (step {trained.step}{which}) on {split.root} {split.name!r}: {split.num_samples} images at {size}", file=said
-        )
+        which = f" (step {trained.step}{', averaged weights' if trained.averaged else ''})" if trained.step is not None else ""
+        print(f"{trained.path}{which} on {split.root} {split.name!r}: {split.num_samples} images at {size}", file=said)
         for note in notes:
             print(f"  {note}", file=said)
         print(f"  {result.accuracy}", file=said)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 
+import check_versions  # noqa: F401
+
 from vit import distributed
 from vit.config_io import all_keys, load_config, nearest
 from vit.distributed import World

@@ -29,6 +29,7 @@ TINY = [
     "model.name=vit_ti8",
     "data.num_workers=0",
     "log.wandb=off",
+    "log.report=false",
     "eval.batch_size=8",
     "train.precision=fp32",
     "data.interpolation=bilinear",

@@ -14,9 +14,22 @@ LAYERS = [
     {"vit.config", "vit.config_io", "vit.distributed", "vit.progress"},
     {"vit.data.shards", "vit.data.order", "vit.data.decode", "vit.schedule"},
     {"vit.data.loader", "vit.data.augment", "vit.model", "vit.loss", "vit.optim", "vit.ema", "vit.metrics"},
-    {"vit.step", "vit.monitor", "vit.evaluate", "vit.checkpoint", "vit.weights", "vit.record", "vit.visualize", "vit.plan"},
+    {
+        "vit.step",
+        "vit.monitor",
+        "vit.evaluate",
+        "vit.checkpoint",
+        "vit.weights",
+        "vit.known",
+        "vit.record",
+        "vit.visualize",
+        "vit.curves",
+        "vit.history",
+        "vit.plan",
+    }
+    | {"vit.tracking", "vit.pictures", "vit.report"},
     {"vit.train"},
-    {"launch.train", "launch.eval"},
+    {"launch.check_versions", "launch.train", "launch.eval", "launch.report"},
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 

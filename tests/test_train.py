@@ -249,9 +249,11 @@ def test_it_learns(tmp_path, shards):
         "model.proj_drop_rate=0",
         "log.every_steps=20",
         "optim.lr=3e-3",
+        "log.report=true",
     )
     assert metrics(tmp_path / "run", "eval")[-1]["top1"] > 80
     assert (tmp_path / "run" / "report" / "curves.png").stat().st_size > 10_000
+    assert (tmp_path / "run" / "report" / "index.html").is_file()
 
 
 def test_finetuning_at_a_higher_resolution_starts_from_the_run(tmp_path, config):

@@ -44,6 +44,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read or written; one line for people."""
 
 
+class NewerFormatError(CheckpointError):
+    """A whole checkpoint that only newer code can read."""
+
+
 @dataclass
 class Progress:
     """Where the run is: the part of a checkpoint that is not tensors."""
@@ -102,7 +106,10 @@ def save_checkpoint(run_dir: Path, train_step: TrainStep, progress: Progress, co
                 shutil.rmtree(old)
         except (OSError, WeightsError) as error:
             shutil.rmtree(folder.with_name(f".tmp_{folder.name}"), ignore_errors=True)
-            raise CheckpointError(f"{folder}: cannot save ({error}); earlier checkpoints are untouched") from None
+            if isinstance(error, WeightsError):
+                raise CheckpointError(str(error)) from None
+            remedy = "make room or mend its permissions, and run the same command again"
+            raise CheckpointError(f"{folder}: cannot be written ({error.strerror}); earlier checkpoints are untouched: {remedy}") from None
     return folder
 
 
@@ -114,7 +121,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], progress: Progress, config:
     needed, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(parent).free
     if free < needed * 1.01 + 2**20:
         raise CheckpointError(
-            f"{folder}: needs {needed / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB free; earlier checkpoints are untouched. "
+            f"{folder}: needs {needed / 2**20:,.1f} MiB, the disk has {free / 2**20:,.1f} MiB free; earlier checkpoints are untouched. "
             "Free some space and run the same command again"
         )
     hidden = parent / f".tmp_{folder.name}"
@@ -164,7 +171,7 @@ def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(f"{folder}: {INFO_FILE} is missing or damaged, so this is not a checkpoint of this project") from None
     if version > FORMAT_VERSION:
-        raise CheckpointError(
+        raise NewerFormatError(
             f"{folder}: written by a newer release (format {version}, this one reads up to {FORMAT_VERSION}): update the code"
         )
     for name, expected in files.items() if verify else ():
@@ -188,7 +195,7 @@ def newest_checkpoint(run_dir: Path, verify: bool = False, say: Callable[[str], 
         try:
             return folder, read_info(folder, verify)
         except CheckpointError as error:
-            if not verify:
+            if not verify or isinstance(error, NewerFormatError):  # which is not damaged: nothing to set aside
                 raise
             say(f"{error}; set aside as {_set_aside(folder).name}, trying the one before")
     if candidates:

@@ -270,6 +270,8 @@ class LogConfig(Section):
     """Weights & Biases: `auto` is online with a key and a network, else offline; the record is complete without it."""
     wandb_project: str = "vit"
     """Project the run is filed under."""
+    report: bool = True
+    """Make `report/index.html` and its pictures when the run is finished."""
 
 
 class Config(Section):

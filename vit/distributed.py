@@ -8,8 +8,10 @@ uses NCCL; nothing else differs.
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import os
+import re
 import resource
 import signal
 import sys
@@ -126,19 +128,19 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def start(device: str = "auto") -> World:
+def start(device: str = "auto", asked_by: str = "train.device=") -> World:
     """Join the process group that torchrun describes, or be a world of one.
 
     `device`: cpu; cuda; or auto, which is a GPU where each rank of the host has one, else the CPU. Raises ValueError where GPUs are asked
-    for and there are fewer than ranks on this host.
+    for, in messages `asked_by` that setting or flag, and there are fewer than ranks on this host; and where the ranks cannot meet.
     """
     local_rank, local_size, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), world_size()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and not gpus:
-        raise ValueError("train.device=cuda, but torch sees no GPU here: use train.device=cpu, or check the driver with nvidia-smi")
+        raise ValueError(f"{asked_by}cuda, but torch sees no GPU here: use {asked_by}cpu, or check the driver with nvidia-smi")
     if device == "cuda" and gpus < local_size:
         raise ValueError(
-            f"train.device=cuda, but this host has {gpus} GPU(s) for {local_size} ranks: start torchrun with --nproc_per_node={gpus}"
+            f"{asked_by}cuda, but this host has {gpus} GPU(s) for {local_size} ranks: start torchrun with --nproc_per_node={gpus}"
         )
     if device == "auto" and 0 < gpus < local_size and local_rank == 0:
         print(
@@ -154,8 +156,20 @@ def start(device: str = "auto") -> World:
         where = torch.device("cpu")
     if size > 1:
         backend = "nccl" if where.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=where if where.type == "cuda" else None)
+        try:
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=where if where.type == "cuda" else None)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise ValueError(_why_not_met(str(error))) from None
     return World(int(os.environ.get("RANK", "0")), size, where)
+
+
+def _why_not_met(reason: str) -> str:
+    """What to tell when the ranks could not meet."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if "EADDRINUSE" in reason:
+        return f"MASTER_PORT={port} is in use by another program: choose another, or let torchrun --standalone find a free one"
+    first_line = (reason.splitlines() or [""])[0].rstrip(". ")
+    return f"rank 0 was not met at {address}:{port} ({first_line}): check that it runs there and MASTER_ADDR and MASTER_PORT name it"
 
 
 def _end_with_launcher() -> None:
@@ -254,11 +268,10 @@ def run_command(command: Callable[[], World | None]) -> None:
     except KeyboardInterrupt:
         print(f"{_who(rank)}interrupted", file=sys.stderr)
         leave(130)
-    except torch.OutOfMemoryError as error:
-        reason = str(error).split(". ")[0]
-        print(f"{_who(rank)}error: {reason}. Lower data.micro_batch_size in training, eval.batch_size in evaluation", file=sys.stderr)
-        leave(2)
     except Exception as error:
+        if problem := _out_of_memory(error) or _disk_full(error):
+            print(f"{_who(rank)}error: {problem}", file=sys.stderr)
+            leave(2)
         if rank and any(
             sign in str(error) for sign in ("onnection closed by peer", "onnection reset by peer", "ncclRemoteError", "Broken pipe")
         ):
@@ -266,6 +279,44 @@ def run_command(command: Callable[[], World | None]) -> None:
         else:
             traceback.print_exc()
         leave(1)
+
+
+def _out_of_memory(error: Exception) -> str:
+    """Which memory ran out and which setting to lower; empty if `error` is about something else. Only the GPU's has a class of its own:
+    the CPU's allocator and killed loader workers are told from their texts."""
+    text = str(error)
+    if killed := re.search(r"DataLoader worker \(pid\S* \d+\) (?:is killed by signal: (Killed|Bus error)|exited unexpectedly)", text):
+        if killed[1] == "Bus error":
+            return f"a loader worker found no room in shared memory. {_SHARED_MEMORY_REMEDY}"
+        return (
+            "a loader worker was killed from outside, which Linux does when memory runs out. "
+            "Lower data.num_workers or data.prefetch_batches: each worker holds that many batches"
+        )
+    if "shared memory" in text and "No space left" in text:
+        return f"no room in shared memory for a loader worker's batch. {_SHARED_MEMORY_REMEDY}"
+    if isinstance(error, torch.OutOfMemoryError):
+        reason = text.split(". ")[0]
+    elif asked := re.search(r"DefaultCPUAllocator: .*?(\d+) bytes|Unable to allocate ([\d.]+ \w+)", text):
+        reason = f"out of memory, {f'{int(asked[1]) / 2**30:.2f} GiB' if asked[1] else asked[2]} more were asked for"
+    elif isinstance(error, MemoryError) or "MemoryError" in text or "bad_alloc" in text:
+        reason = "out of memory"
+    else:
+        return ""
+    files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
+    if Path(__file__).with_name("data") / "loader.py" in files:
+        return f"{reason} while loading a batch. Lower data.num_workers, data.prefetch_batches or data.global_batch_size (eval.batch_size)"
+    return f"{reason}. Lower data.micro_batch_size in training, eval.batch_size in evaluation, or take a smaller model"
+
+
+_SHARED_MEMORY_REMEDY = "Lower data.num_workers or data.prefetch_batches, or enlarge /dev/shm (docker run --shm-size=8g)"
+
+
+def _disk_full(error: Exception) -> str:
+    """What to tell when `error` is a full disk or a used-up quota that nobody nearer has told; else empty."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{error.strerror}; what was complete is untouched. Free some space and run the same command again"
 
 
 def _who(rank: int) -> str:

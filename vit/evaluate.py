@@ -44,7 +44,8 @@ def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int)
             np.savez(file, predictions=result.predictions.numpy(), labels=split.index["label"].astype(np.int64), step=step)
         hidden.replace(path)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be written ({error.strerror}); checkpoints are untouched") from None
+        remedy = "make room or mend its permissions"
+        raise ValueError(f"{path}: cannot be written ({error.strerror}); checkpoints are untouched: {remedy}") from None
 
 
 @torch.no_grad()

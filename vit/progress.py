@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -25,15 +26,17 @@ def duration(seconds: float) -> str:
 class Meter:
     """Counts `total` things named `unit` on stderr; silent unless `shown`, and in a log file for what takes less than 10 s.
 
-    with Meter("evaluating", 50_000, "images") as meter:
-        meter.update(done=6_400)
+        with Meter("evaluating", 50_000, "images") as meter:
+            meter.update(done=6_400)
+
+    `into`: where a live line exists already, what moves it; it is given the text.
     """
 
-    def __init__(self, what: str, total: int, unit: str, shown: bool = True):
-        self.what, self.total, self.unit, self.shown = what, total, unit, shown and total > 0
+    def __init__(self, what: str, total: int, unit: str, shown: bool = True, into: Callable[[str], None] | None = None):
+        self.what, self.total, self.unit, self.shown, self.into = what, total, unit, shown and total > 0, into
         self._began = self._said = time.monotonic()
         self._live: Progress | None = None
-        if self.shown and sys.stderr.isatty():
+        if self.shown and into is None and sys.stderr.isatty():
             self._live = Progress(BarColumn(24), TextColumn("{task.description}"), console=Console(stderr=True), transient=True)
             self._task = self._live.add_task(f"{what} ...", total=total)
 
@@ -49,13 +52,17 @@ class Meter:
     def update(self, done: int) -> None:
         """`done` of `total` so far."""
         now = time.monotonic()
-        if not self.shown or (self._live is None and now - self._said < LOG_EVERY_S):
+        in_log = self.into is None and self._live is None
+        if not self.shown or (in_log and now - self._said < LOG_EVERY_S):
             return
         self._said = now
         per_s = done / max(now - self._began, 1e-9)
         eta_s = (self.total - done) / per_s if done else math.inf
-        text = f"{self.what}: {done:,} of {self.total:,} {self.unit}, {per_s:,.0f} {self.unit}/s, ETA {duration(eta_s)}"
-        if self._live is not None:
+        rate = f"{per_s:,.{1 if per_s < 10 else 0}f} {self.unit}/s"
+        text = f"{self.what}: {done:,} of {self.total:,} {self.unit}, {rate}, ETA {duration(eta_s)}"
+        if self.into is not None:
+            self.into(text)
+        elif self._live is not None:
             self._live.update(self._task, completed=done, description=text)
         else:
             print(text, file=sys.stderr, flush=True)

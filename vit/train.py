@@ -10,7 +10,7 @@ seeds are functions of it. What a step did is read while the next one is already
       predictions.npz        the newest evaluation, image by image
       checkpoints/           full state, see vit.checkpoint
       weights/               last, best (and last_ema, best_ema): for evaluation and for other tools
-      report/curves.png      learning curve
+      report/index.html      curves, pictures, settings and record in one page
       stopped_early          only while the run was asked to stop and is not finished
 """
 
@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -35,19 +35,21 @@ from vit.config import Config
 from vit.data.augment import Augment
 from vit.data.loader import ImageFormat, Loader, TrainBatches
 from vit.data.order import Order, sample_checksum
-from vit.data.shards import Split, open_split
+from vit.data.shards import Split, open_split, replacing
 from vit.distributed import StopSignals, World, wrap
 from vit.ema import Ema
 from vit.evaluate import evaluate, save_predictions
 from vit.model import count_parameters, create_model, flops_per_image
 from vit.monitor import Monitor
 from vit.optim import create_optimizer
+from vit.pictures import ClassAccuracy, ConfusedPair
 from vit.plan import Plan, choose_num_classes, make_plan
-from vit.record import METRICS_FILE, Record, check_not_in_use, provenance
+from vit.progress import Meter
+from vit.record import Record, lock_run, provenance
+from vit.report import make_report
 from vit.schedule import lr_at
 from vit.step import TrainStep
-from vit.visualize import plot_curves
-from vit.weights import grid_size, load_weights, read_trained, save_weights
+from vit.weights import Trained, WeightsError, grid_size, load_weights, read_trained, save_weights
 
 MAY_CHANGE = (
     "run.", "log.", "checkpoint.", "eval.", "data.num_workers", "data.prefetch_batches", "data.micro_batch_size", "data.root",
@@ -109,6 +111,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     index_sha256 = hashlib.sha256(train_split.index.tobytes()).hexdigest()
     world.check_same(index_sha256, "training data")
     facts = {"num_samples": train_split.num_samples, "index_sha256": index_sha256, "num_classes": num_classes}
+    lock = world.main_first(lambda: lock_run(folder) if world.is_main and folder.is_dir() else None)  # before anything there is read
     found = world.main_first(lambda: _find_checkpoint(folder, config, facts, set(allow_change), world))
     world.check_same(found[0].name if found else "no checkpoint", f"contents of {folder}")
 
@@ -118,7 +121,11 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
         if config.init.checkpoint is not None and found is None:
             trained = read_trained(config.init.checkpoint)
-            for note in load_weights(model, trained.weights, trained.grid_size, config.init.reset_head):
+            try:
+                notes = load_weights(model, trained.weights, trained.grid_size, config.init.reset_head)
+            except WeightsError as error:
+                raise WeightsError(f"{trained.path}: {error}{_other_model_settings(trained, config)}") from None
+            for note in notes:
                 if world.is_main:
                     print(f"{trained.path}: {note}", file=sys.stderr)
     model.to(world.device)
@@ -155,7 +162,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
                     f"{folder} has come to step {progress.step}, the run is to end at {plan.total_steps}: nothing is left to train"
                 )
         progress.restarts += 1
-    record = world.main_first(lambda: _open_record(config, world, folder, plan, progress, model))
+    record = world.main_first(lambda: _open_record(config, world, folder, plan, progress, model, lock))
     return Run(config, world, folder, plan, order, train_split, val_split, image_format(config), train_step, record, progress, signals)
 
 
@@ -170,11 +177,18 @@ def create_augment(config: Config, num_classes: int, world: World) -> Augment:
     return Augment(config.augment, num_classes, config.data.mean, config.data.std, world.device)
 
 
+def _other_model_settings(trained: Trained, config: Config) -> str:
+    """What in `model` differs from the config inside the weights, where they have one; sizes of images and rates change no shapes."""
+    there, here = (trained.config or {}).get("model", {}), config_io.to_dict(config)["model"]
+    changed = config_io.differences({"model": there}, {"model": here}) if there else {}
+    lines = [f"{key} is {old} there, {new} here" for key, (old, new) in changed.items() if not key.endswith(("image_size", "_rate"))]
+    return f"; {', '.join(lines)}" if lines else ""
+
+
 def _find_checkpoint(folder: Path, config: Config, facts: dict[str, Any], allowed: set[str], world: World) -> tuple[Path, dict] | None:
     """The checkpoint to go on from. The main rank, which comes first, checks its bytes and that its run was this run."""
     if not world.is_main:
         return checkpoints.newest_checkpoint(folder)
-    check_not_in_use(folder)
     found = checkpoints.newest_checkpoint(folder, verify=True, say=lambda text: print(text, file=sys.stderr))
     if found is None:
         return None
@@ -191,17 +205,20 @@ def _find_checkpoint(folder: Path, config: Config, facts: dict[str, Any], allowe
     return found
 
 
-def _open_record(config: Config, world: World, folder: Path, plan: Plan, progress: Progress, model: nn.Module) -> Record:
+def _open_record(
+    config: Config, world: World, folder: Path, plan: Plan, progress: Progress, model: nn.Module, lock: IO[str] | None
+) -> Record:
     if not world.is_main:
         return Record(folder, config.log, False, total_steps=plan.total_steps)
     values, made_by = config_io.to_dict(config), provenance()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        record = Record(folder, config.log, True, total_steps=plan.total_steps, first_step=progress.step)
+        record = Record(folder, config.log, True, total_steps=plan.total_steps, first_step=progress.step, lock=lock)
         header = "".join(f"# {key}: {value}\n" for key, value in made_by.items())
-        (folder / "config.yaml").write_text(header + config_io.dump_yaml(values))
+        with replacing(folder / "config.yaml") as file:
+            file.write((header + config_io.dump_yaml(values)).encode())
     except OSError as error:
-        raise ValueError(f"run.dir={folder}: cannot be written ({error.strerror}): choose another folder") from None
+        raise ValueError(f"run.dir={folder}: cannot be written ({error.strerror}): choose another folder, or make room for it") from None
     start = {"restarts": progress.restarts, "world_size": world.size, "device": str(world.device), **made_by}
     record.write("start", progress.step, **start, plan=asdict(plan))
     accumulation = f" in {plan.accumulation_steps} micro-steps" if plan.accumulation_steps > 1 else ""
@@ -301,11 +318,23 @@ def _finish(run: Run, monitor: Monitor) -> str:
         else:
             marker.unlink(missing_ok=True)
         run.record.write("end", step, outcome=outcome, elapsed_s=round(monitor.elapsed_s(), 1))
-        try:
-            run.record.say(f"learning curve: {plot_curves(run.folder / METRICS_FILE, run.folder / 'report' / 'curves.png')}")
-        except Exception as error:  # a view must not decide how the run ended
-            run.record.say(f"no learning curve ({type(error).__name__}: {error})")
+        if outcome == "finished" and run.config.log.report:
+            _report(run)
     return outcome
+
+
+def _report(run: Run) -> None:
+    """Pictures and page of a finished run, also for W&B. A stopped one may have seconds to live: `launch/report.py` makes them then."""
+    try:
+        report = make_report(run.folder, run.world.device, in_use=False)
+    except Exception as error:  # a view must not decide how the run ended
+        run.record.say(f"no report ({type(error).__name__}: {error}); python launch/report.py {run.folder} tries again")
+        return
+    pictures = report.pictures
+    run.record.log_pictures(pictures.paths)
+    run.record.log_table("most_confused", list(ConfusedPair._fields), [list(pair) for pair in pictures.confused_pairs])
+    run.record.log_table("classes", list(ClassAccuracy._fields), [list(row) for row in pictures.class_accuracies])
+    run.record.say(f"report: {report.page}")
 
 
 def _check_samples(run: Run, checksum: int, start: int, stop: int) -> None:
@@ -339,8 +368,11 @@ def _evaluate(run: Run) -> bool:
     """Evaluate the weights and their average, and record it. False if a signal broke it off; a resumed run then does it again."""
     config, progress, record = run.config, run.progress, run.record
 
+    into = (lambda text: record.progress(progress.step, text)) if record.is_live else None
+    meter = Meter("evaluating", run.val_split.num_samples, "images", shown=run.world.is_main, into=into)
+
     def on_batch(done: int, total: int) -> None:
-        record.progress(progress.step, f"evaluating: batch {done}/{total}")
+        meter.update(run.val_split.num_samples * done // total)
         if done % 8 == 0 and run.world.any(bool(run.signals.received)):
             raise _Interrupted
 

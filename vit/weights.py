@@ -13,6 +13,7 @@ What a person can get wrong is a `WeightsError` of one line.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
@@ -33,6 +34,8 @@ from torch import Tensor, nn
 
 CONTAINERS = ("state_dict", "model", "model_ema")
 """Keys under which training programs keep the weights (timm; DeiT and MAE), the first of them wins."""
+HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+"""What weights are called in a folder of the Hugging Face hub."""
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """What DDP, torch.compile, FSDP1 and activation checkpointing add to parameter names, at any depth."""
 
@@ -76,7 +79,8 @@ def resample_posemb(
 def read_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The weights in a file, on the CPU and memory-mapped where the format allows, and its metadata (none but in `.safetensors`).
 
-    Containers are opened and the prefixes of wrappers removed, whatever their nesting. Never more than tensors is unpickled.
+    Containers are opened and the prefixes of wrappers removed, whatever their nesting. Never more than tensors and plain values are
+    unpickled, of classes `argparse.Namespace` alone, in which MAE, DeiT and timm keep their command lines; it runs nothing.
 
     Raises:
         WeightsError: no such file, cut short, no checkpoint, or one that holds pickled objects.
@@ -115,7 +119,8 @@ def read_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], di
 def _torch_load(path: Path) -> Any:
     is_zip = zipfile.is_zipfile(path)  # torch's format since 1.6; the older one cannot be memory-mapped
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         if found:
@@ -135,13 +140,15 @@ def load_weights(
     """Copies weights into a model, before it is wrapped or compiled; returns a sentence for each thing that was adapted.
 
     Positions are resampled to the model's grid from `grid` (h, w), by default a square one. A source without a position for its class token
-    (DeiT III) gets zeros there, which computes the same. With `reset_head`, head and pre-logits layer stay the model's own: our head is
-    zero. Neither `state_dict` nor its tensors change; values are cast to the model's dtype.
+    (DeiT III) gets zeros there, which computes the same; LayerScale under DeiT III's own names gets timm's. With `reset_head`, head and
+    pre-logits layer stay the model's own: our head is zero. Neither `state_dict` nor its tensors change; values are cast to the model's
+    dtype.
 
     Raises:
         WeightsError: anything missing, left over or of another shape, all at once. The model is then unchanged.
     """
-    source, target, notes = dict(state_dict), model.state_dict(), []
+    target, notes = model.state_dict(), list[str]()
+    source = {re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): tensor for name, tensor in state_dict.items()}
     head = _head_prefixes(model)
     if reset_head:
         dropped = [name for name in source if name.startswith(head)]
@@ -192,7 +199,8 @@ def save_weights(path: str | os.PathLike[str], model_state_dict: Mapping[str, Te
         os.replace(temporary, path)
         flush(path.parent)
     except (OSError, SafetensorError) as error:
-        raise WeightsError(f"{path}: cannot be written ({error}); what was there before is untouched") from error
+        remedy = "make room or mend its permissions, and run the same command again"
+        raise WeightsError(f"{path}: cannot be written ({error}); what was there before is untouched: {remedy}") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -213,7 +221,7 @@ class Trained:
 
 
 def find_trained(path: str | os.PathLike[str]) -> Path:
-    """The file, or the checkpoint folder, that `read_trained` reads for a run folder, a checkpoint folder or a file.
+    """The file, or the checkpoint folder, that `read_trained` reads for a run folder, a checkpoint folder, one of Hugging Face or a file.
 
     A run folder means `weights/last_ema.safetensors`, else `weights/last.safetensors`, else its newest checkpoint. Raises WeightsError.
     """
@@ -222,9 +230,12 @@ def find_trained(path: str | os.PathLike[str]) -> Path:
         return path
     candidates = [path / "weights" / "last_ema.safetensors", path / "weights" / "last.safetensors"]
     candidates += [info.parent for info in sorted(path.glob("checkpoints/step_*/checkpoint.json"), reverse=True)]
+    candidates += [path / name for name in HUB_FILES]
     found = next((candidate for candidate in candidates if candidate.exists()), None)
     if found is None:
-        raise WeightsError(f"{path}: neither a run folder (with weights/ or checkpoints/) nor a checkpoint folder")
+        raise WeightsError(
+            f"{path}: neither a run folder (with weights/ or checkpoints/) nor a checkpoint folder nor Hugging Face's ({HUB_FILES[0]})"
+        )
     return found
 
 
@@ -237,7 +248,7 @@ def read_trained(path: str | os.PathLike[str]) -> Trained:
     if path.is_dir():
         return _from_checkpoint(path)
     weights, metadata = read_state_dict(path)
-    if "config" not in metadata:
+    if not {"config", "num_classes", "grid_size", "averaged", "step"} <= metadata.keys():
         return Trained(path, weights)
     return Trained(
         path,
@@ -254,7 +265,7 @@ def _from_checkpoint(folder: Path) -> Trained:
     try:
         info = json.loads((folder / "checkpoint.json").read_text())
         config, facts, step, files = info["config"], info["facts"], info["step"], info["files"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         raise WeightsError(f"{folder}: checkpoint.json is damaged, so this is not a checkpoint of this project") from None
     tensors: dict[str, Tensor] = {}
     for name in files:

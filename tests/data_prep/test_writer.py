@@ -5,6 +5,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from data_prep.writer import Catalogue, PrepError, Sample, as_jpeg, choose_num_shards, deal, safe_key, write
+from data_prep.writer import Catalogue, PrepError, Sample, as_jpeg, choose_num_shards, choose_part, deal, safe_key, write
 from vit.data.shards import open_split, scan_tar
 
 
@@ -110,7 +111,11 @@ def test_again_keeps_what_is_whole_and_mends_the_rest(written, tmp_path, capsys)
     os.truncate(root / "train-00002.tar", 1000)
     (root / "train-00003.json").unlink()
     (root / "_info.json").unlink()
-    (root / ".train-00000.elsewhere.1.tmp").write_bytes(b"left by a killed writer")
+    (root / ".train-00000.tar.elsewhere.1.tmp").write_bytes(b"left by a killed writer")
+    os.utime(root / ".train-00000.tar.elsewhere.1.tmp", (1, 1))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (root / f".train-00000.tar.{socket.gethostname()}.{ended.pid}.tmp").write_bytes(b"left by a killed writer of this host")
     with pytest.raises(PrepError, match="shards of unknown origin"):  # neither plan nor info: could be anyone's
         write(small_catalogue(), root, num_shards=4)
     (root / "_info.json").write_bytes((written / "_info.json").read_bytes())
@@ -135,6 +140,72 @@ def test_other_contents_are_refused(written, catalogue, settings, difference):
     with pytest.raises(PrepError, match=rf"holds another data set or other options: .*{difference}.*choose another --out"):
         write(catalogue, written, **{"num_shards": 4, **settings})
     assert digest(written) == before
+
+
+def test_parts_in_any_order_are_the_whole_and_a_repeated_part_changes_nothing(written, tmp_path, capsys):
+    root = tmp_path / "root"
+    for part, missing in (("3-4", "3 of 5 are still missing (train-00000.tar, train-00001.tar, train-00002.tar)"), ("0-0", "2 of 5")):
+        write(small_catalogue(), root, num_shards=4, part=part)
+        assert missing in capsys.readouterr().out
+    assert (root / "_writing.json").exists()
+    assert not (root / "_info.json").exists()
+    before = {path: path.stat().st_mtime_ns for path in root.iterdir()}
+    write(small_catalogue(), root, num_shards=4, part="0-0")
+    assert {path: path.stat().st_mtime_ns for path in root.iterdir()} == before
+    write(small_catalogue(), root, num_shards=4, part="0-2", workers=2)
+    assert digest(root) == digest(written)
+    before = {path: path.stat().st_mtime_ns for path in root.iterdir()}
+    write(small_catalogue(), root, num_shards=4, part="3-4")
+    assert "complete already" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in root.iterdir()} == before
+
+
+def test_the_file_of_a_live_writer_is_left_alone(written, tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    live = [root / f".train-00000.tar.{name}.tmp" for name in (f"{socket.gethostname()}.{os.getppid()}", "elsewhere.1")]
+    for path in live:
+        path.write_bytes(b"being written")
+    write(small_catalogue(), root, num_shards=4, part="0-0")
+    assert all(path.exists() for path in live)
+
+
+def test_a_part_mends_what_is_gone_from_a_complete_data_set(written, tmp_path):
+    root = tmp_path / "root"
+    write(small_catalogue(), root, num_shards=4)
+    (root / "val-00000.tar").unlink()
+    write(small_catalogue(), root, num_shards=4, part="1/2")
+    assert digest(root) == digest(written)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 7, 10, 13])
+def test_equal_parts_share_all_shards(num_parts):
+    counts = {"train": 8, "val": 2}
+    parts = [choose_part(f"{i}/{num_parts}", counts) for i in range(num_parts)]
+    assert [number for part in parts for number in part] == list(range(10))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_ranges_include_both_ends():
+    assert choose_part("7-8", {"train": 8, "val": 2}) == range(7, 9)
+    assert choose_part(None, {"train": 8, "val": 2}) == range(10)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("8-10", r"shards 0 to 9 \(train has 8; val has 2\)"),
+        ("5-3", "A-B goes upwards"),
+        ("3/3", "3 parts are numbered 0 to 2"),
+        ("0/0", "there cannot be 0 parts"),
+        ("-1-3", "expected A-B, such as 100-199, or I/N"),
+        ("4", "expected A-B"),
+        ("all", "expected A-B"),
+    ],
+)
+def test_bad_parts(part, message, tmp_path):
+    with pytest.raises(PrepError, match=f"^--shards {part}: .*{message}"):
+        choose_part(part, {"train": 8, "val": 2})
 
 
 def test_unreadable_images_are_all_listed(tmp_path):
@@ -232,6 +303,23 @@ def test_killed_and_continued(digits, tmp_path, num_tars):
     again = subprocess.run([*DIGITS, "--out", root, "--workers", "1"], check=True, capture_output=True, text=True)
     assert num_tars == 0 or "are whole already" in again.stdout
     assert digest(root) == digest(digits)
+
+
+@pytest.mark.parametrize("ranges", [["8-12", "0-3", "4-14"], ["2/3", "0/3", "1/3"]], ids=["overlapping", "equal"])
+def test_processes_that_share_the_work_write_what_one_would(digits, tmp_path, ranges):
+    root = tmp_path / "root"
+    parts = [subprocess.Popen([*DIGITS, "--out", root, "--workers", "1", "--shards", part], stdout=subprocess.PIPE) for part in ranges]
+    outputs = [part.communicate()[0].decode() for part in parts]
+    assert [part.returncode for part in parts] == [0, 0, 0], outputs
+    assert any(": complete, 10 classes" in output for output in outputs)
+    assert digest(root) == digest(digits)
+
+
+def test_a_bad_part_is_one_line(tmp_path):
+    failed = subprocess.run([*DIGITS, "--out", tmp_path / "root", "--shards", "9-99"], capture_output=True, text=True)
+    assert failed.returncode == 2
+    assert failed.stderr == "error: --shards 9-99: there are shards 0 to 14 (train has 12; val has 3), and A-B goes upwards\n"
+    assert not (tmp_path / "root").exists()
 
 
 def group_exists(group: int) -> bool:

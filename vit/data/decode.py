@@ -14,7 +14,7 @@ import simplejpeg
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 Window = tuple[int, int, int, int]
 """left, top, width, height in pixels of the original image."""
@@ -34,7 +34,8 @@ def decode(data: bytes, channels: int = 3) -> NDArray[np.uint8]:
             with Image.open(io.BytesIO(data)) as image:
                 pixels = np.array(image.convert("RGB" if channels == 3 else "L"))
         except Exception as error:  # each of Pillow's plugins has its own: OSError, SyntaxError, RuntimeError, TypeError, ...
-            reason = jpeg_error if data[:2] == b"\xff\xd8" else error
+            unknown = "no JPEG and no image Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+            reason = jpeg_error if data[:2] == b"\xff\xd8" else unknown
             raise ValueError(f"cannot decode {len(data)} bytes: {reason}") from None
         return pixels.reshape(*pixels.shape[:2], channels)
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from vit.config import AugmentConfig
 from vit.data.augment import draw_crops, draw_mix, draw_table, sample_keys
@@ -148,7 +148,8 @@ class EvalBatches(Dataset):
         except ShardError as error:
             return _Failure(str(error))
         except ValueError as error:
-            return _Failure(_describe(self.split, int(ids[row]), error))
+            remedy = "evaluation counts every image: restore the shard, or write it again without this one"
+            return _Failure(f"{_describe(self.split, int(ids[row]), error)}; {remedy}")
         labels = _labels(self.split.index[ids])
         return Batch(images, labels, torch.from_numpy(valid.astype(np.float32)), torch.empty(len(ids), 0), torch.from_numpy(ids))
 
@@ -191,7 +192,7 @@ class Loader:
                 num_workers=min(num_workers, max(stop - start, 0)),
                 prefetch_factor=prefetch_batches if min(num_workers, stop - start) > 0 else None,
                 pin_memory=pin_memory,
-                collate_fn=_as_is,
+                collate_fn=_share,
                 worker_init_fn=_start_worker,
             )
         )
@@ -202,15 +203,23 @@ class Loader:
     def __next__(self) -> Batch:
         assert self._iterator is not None, "a closed loader was read"
         began = time.perf_counter()
-        batch = next(self._iterator)
+        try:
+            batch = next(self._iterator)
+        except (OSError, EOFError):  # the socket of a worker that was killed; torch, told by SIGCHLD in a moment, says so better
+            time.sleep(1)
+            raise
         self.wait_s += time.perf_counter() - began
         if isinstance(batch, _Failure):
             raise ShardError(batch.message)
         return batch
 
     def close(self) -> None:
-        """End the workers."""
-        self._iterator = None  # torch joins them when the iterator goes
+        """End the workers now, not when the iterator goes: a traceback may hold it to the end, where Python would wait for them, and they
+        ignore SIGTERM."""
+        shut_down = getattr(self._iterator, "_shutdown_workers", None)  # none without workers
+        if shut_down is not None:
+            shut_down()
+        self._iterator = None
 
     def __enter__(self) -> Loader:
         return self
@@ -219,8 +228,13 @@ class Loader:
         self.close()
 
 
-def _as_is(item: Any) -> Any:
-    return item
+def _share(batch: Any) -> Any:
+    """In a worker, move the batch to shared memory, where it has to go. Left to the queue's own thread, a full /dev/shm would only be
+    printed, and training would wait for ever."""
+    if get_worker_info() is not None and isinstance(batch, Batch):
+        for tensor in (batch.images, batch.labels, batch.weights, batch.table, batch.ids):
+            tensor.share_memory_()
+    return batch
 
 
 def _start_worker(worker: int) -> None:

@@ -1,0 +1,55 @@
+"""Draw the pictures of a run again and write its report: one page that can be sent to somebody.
+
+    python launch/report.py                  the newest run under runs/
+    python launch/report.py runs/demo        writes runs/demo/report/index.html, which needs no server and no network
+
+The run may be finished, stopped, killed or still going on. What cannot be drawn is left out, and the page says why. Prints the page's path,
+then each picture's. Exit status: 0 done, 1 a bug, with its stack, 2 something to set right, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import check_versions  # noqa: F401
+
+from vit import distributed
+from vit.distributed import World
+from vit.pictures import PAINTERS
+from vit.progress import Meter
+from vit.record import METRICS_FILE, is_in_use
+from vit.report import make_report
+
+
+def main() -> World:
+    """The command line above; returns the world it started."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder (default: the newest run under runs/)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where the model runs (default: %(default)s)")
+    args = parser.parse_args()
+    run_dir = args.run or newest_run()
+    world = distributed.start(args.device)
+    with Meter("drawing", len(PAINTERS), "pictures") as meter:
+        report = make_report(run_dir, world.device, in_use=is_in_use(run_dir), on_picture=lambda done, total, name: meter.update(done))
+    print(report.page)
+    for path in report.pictures.paths.values():
+        print(f"  {path}")
+    for name, reason in report.pictures.reasons.items():
+        print(f"  no {name}.png: {reason}")
+    return world
+
+
+def newest_run() -> Path:
+    """The folder under runs/ whose record changed last; it may have no weights yet."""
+    records = list(Path("runs").glob(f"*/{METRICS_FILE}"))
+    if not records:
+        raise ValueError("no RUN given and none under runs/: train one first, or name a run folder")
+    run_dir = max(records, key=lambda path: path.stat().st_mtime).parent
+    print(f"RUN not given: taking the newest one, {run_dir}", file=sys.stderr)
+    return run_dir
+
+
+if __name__ == "__main__":
+    distributed.run_command(main)
