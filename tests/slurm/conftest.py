@@ -1,0 +1,201 @@
+"""A real Slurm with two nodes on this machine: Debian's own daemons, started by the tests and taken down by them.
+
+Debian's slurmd may run several times on a host (`slurmd -N n1`). The daemons need root. Where they are missing the tests are skipped and
+say so; with VIT_REQUIRE_SLURM=1, as in CI, that is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from processes import REPOSITORY, environment
+
+DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
+
+# Times are short, all else is as Slurm has it. A GPU that is a number only: scripts that ask for one are taken as they are.
+CONFIGURATION = """
+ClusterName=tests
+FirstJobId={first_job}
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+MpiDefault=none
+SwitchType=switch/none
+TaskPlugin=task/none
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+GresTypes=gpu
+ReturnToService=2
+SlurmdTimeout=20
+KillWait=20
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs=16 RealMemory=1000 Gres=gpu:4 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs=16 RealMemory=1000 Gres=gpu:4 State=UNKNOWN
+PartitionName=main Nodes=n1,n2 Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=0
+PartitionName=grace Nodes=n1,n2 PriorityTier=1 PreemptMode=REQUEUE GraceTime=30
+PartitionName=urgent Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF
+"""
+
+
+class Cluster:
+    """Slurm's commands against the tests' own daemons."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.environment = {
+            **{
+                key: value
+                for key, value in environment().items()
+                if not key.startswith(("SLURM", "SBATCH", "PYTHONPATH", "RANKS_PER_NODE"))
+            },
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+
+    def call(self, *command: object) -> str:
+        """Output of one of Slurm's commands, which must succeed."""
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=self.environment, cwd=REPOSITORY, check=False)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def submit(self, log: Path, *arguments: object, **variables: str) -> Job:
+        """sbatch with options, script and its arguments. `variables` are added to the environment, which sbatch hands to the job."""
+        command = ["env", *(f"{key}={value}" for key, value in variables.items()), "sbatch", "--parsable", f"--output={log}"]
+        return Job(self, self.call(*command, *arguments), log)
+
+
+class Job:
+    """A job that was submitted."""
+
+    def __init__(self, cluster: Cluster, number: str, log: Path):
+        self.cluster, self.number, self.path = cluster, number, log
+
+    def facts(self) -> dict[str, str]:
+        """What `scontrol show job` says, of the last task for an array."""
+        line = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number).splitlines()[-1]
+        return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+    @property
+    def log(self) -> str:
+        return self.path.read_text() if self.path.exists() else ""
+
+    def wait(self, happened: Callable[[dict[str, str]], bool] | None = None, timeout_s: float = 240) -> dict[str, str]:
+        """Until `happened(facts)`, by default until the job is over; returns the facts."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            facts = self.facts()
+            over = facts["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "PREEMPTED")
+            if happened(facts) if happened else over:
+                return facts
+            if (over and happened) or time.monotonic() > deadline:
+                raise AssertionError(f"{facts['JobState']}, Restarts={facts['Restarts']}\n{self.log}")
+            time.sleep(0.2)
+
+    def cancel(self, *options: str) -> None:
+        self.cluster.call("scancel", *options, self.number)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [opened.getsockname()[1] for opened in sockets]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes, n1 and n2, and three partitions: main, grace (30 s of notice before a preemption) and urgent, which preempts both."""
+    missing = [name for name in DAEMONS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
+    if missing or os.geteuid() != 0 or not sys.platform.startswith("linux"):
+        why = f"no real Slurm here: {'missing ' + ', '.join(missing) if missing else 'its daemons need root on Linux'}"
+        remedy = "apt-get install slurmctld slurmd slurm-client munge, and run the tests as root"
+        if os.environ.get("VIT_REQUIRE_SLURM") == "1":
+            pytest.fail(f"{why}, and VIT_REQUIRE_SLURM=1 requires it: {remedy}")
+        pytest.skip(f"{why} ({remedy})")
+    folder = Path(tempfile.mkdtemp(prefix="vit-slurm-"))  # short: a socket's path has a limit of 107 bytes
+    os.chmod(folder, 0o755)
+    for name in ("state", "spool-n1", "spool-n2"):
+        (folder / name).mkdir()
+    controller_port, first_port, second_port = free_ports(3)
+    host = socket.gethostname().split(".")[0]
+    numbers = {"controller_port": controller_port, "first_port": first_port, "second_port": second_port}
+    numbers["first_job"] = random.randrange(1000, 60000)  # jobs choose their ports by their numbers: two test runs on one machine
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, **numbers))
+    (folder / "gres.conf").write_text("".join(f"Name=gpu File=/dev/{device}\n" for device in ("null", "zero", "full", "random")))
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o400)
+    cluster = Cluster(folder)
+    started: list[subprocess.Popen] = []
+
+    def start(*command: object) -> None:
+        with open(folder / "daemons.log", "ab") as log:
+            environ = {**cluster.environment, "PATH": f"{cluster.environment['PATH']}:/usr/sbin:/sbin"}
+            started.append(subprocess.Popen([*map(str, command)], env=environ, stdout=log, stderr=log, start_new_session=True))
+
+    def wait_until(true: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + 30
+        while not true():
+            logs = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
+            if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in started):
+                raise AssertionError(f"{what}:\n{logs[-3000:]}")
+            time.sleep(0.05)
+
+    try:
+        files = [f"--{name}-file={folder / 'munge'}.{name}" for name in ("key", "pid", "seed", "log")]
+        start("munged", "--foreground", "--force", f"--socket={folder / 'munge.socket'}", *files)
+        wait_until((folder / "munge.socket").exists, "munged does not start")
+        start("slurmctld", "-D", "-f", folder / "slurm.conf")
+        for node in ("n1", "n2"):
+            start("slurmd", "-D", "-f", folder / "slurm.conf", "-N", node)
+        wait_until(lambda: idle_nodes(cluster) == 2, "the nodes do not come up")
+        yield cluster
+        subprocess.run(["scancel", "--user=root"], env=cluster.environment, check=False)
+        wait_until(lambda: not cluster.call("squeue", "--noheader"), "jobs do not end")  # before the daemons, or they would be orphans
+    finally:
+        for daemon in reversed(started):
+            daemon.send_signal(signal.SIGTERM)
+        for daemon in reversed(started):
+            try:
+                daemon.wait(15)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def idle_nodes(cluster: Cluster) -> int:
+    found = subprocess.run(
+        ["sinfo", "--noheader", "--partition=main", "--states=idle", "--format=%D"],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return sum(map(int, found.stdout.split()))

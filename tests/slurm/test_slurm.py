@@ -1,0 +1,233 @@
+"""slurm/*.sh as their users run them, on a real Slurm with two nodes: to the end, to the time limit, cancelled, preempted, mistaken.
+
+Both nodes are this machine, and what Slurm takes for GPUs are none: each job has one rank for each of them, on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from processes import TINY, final_state, last_step, metrics, run, train, write_config
+
+pytestmark = pytest.mark.slow
+
+TWO_NODES = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10")
+STEPS = 300
+OFTEN = ("log.every_steps=10", "checkpoint.every_steps=50", "eval.every_steps=1000000")
+
+
+def submit_training(cluster, folder: Path, shards: Path, *overrides: str, steps: int = STEPS, options=TWO_NODES):
+    """A job that trains in `folder`/run, with its log beside it."""
+    config = write_config(folder, shards, steps=steps)
+    return cluster.submit(
+        folder / "log", *options, "slurm/train.sh", "--config", config, f"run.dir={folder / 'run'}", *TINY, *OFTEN, *overrides
+    )
+
+
+def wait_for_step(job, run_dir: Path, step: int, timeout_s: float = 180) -> None:
+    """Until the record of a job that must not end before has come to `step`."""
+    deadline = time.monotonic() + timeout_s
+    while last_step(run_dir) < step:
+        state = job.facts()["JobState"]
+        if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") or time.monotonic() > deadline:
+            raise AssertionError(f"{state} before step {step}\n{job.log}")
+        time.sleep(0.1)
+
+
+def starts(run_dir: Path) -> list[int]:
+    """Step of each start in the record."""
+    return [line["step"] for line in metrics(run_dir, "start")]
+
+
+@pytest.fixture(scope="module")
+def whole(shards, tmp_path_factory):
+    """Final state of a run on two ranks, without Slurm and left alone."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(write_config(folder, shards, steps=STEPS), folder / "run", *OFTEN, ranks=2)
+    return final_state(folder / "run", STEPS)
+
+
+@pytest.fixture(scope="module")
+def finished(cluster, shards, tmp_path_factory):
+    """A job on two nodes that was left alone, and its run folder."""
+    folder = tmp_path_factory.mktemp("finished")
+    job = submit_training(cluster, folder, shards, steps=12)
+    job.wait()
+    return job, folder / "run"
+
+
+def test_two_nodes_train_one_run_to_the_end(finished):
+    job, run_dir = finished
+    facts = job.facts()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log
+    assert [line["world_size"] for line in metrics(run_dir, "start")] == [2]
+    assert metrics(run_dir, "end")[-1]["outcome"] == "finished"
+    assert "2 node(s) (n[1-2]) with 1 rank(s) each" in job.log
+    assert f"finished: {run_dir}" in job.log
+    assert "Traceback" not in job.log
+
+
+def test_evaluation_on_two_nodes_counts_what_one_process_counts(cluster, finished, tmp_path):
+    run_dir = finished[1]
+    job = cluster.submit(tmp_path / "log", *TWO_NODES, "slurm/eval.sh", "--checkpoint", run_dir, "--json")
+    here = run("launch/eval.py", "--checkpoint", run_dir, "--json")
+    assert job.wait()["JobState"] == "COMPLETED", job.log
+    there = [json.loads(line) for line in job.log.splitlines() if line.startswith("{")]
+    assert there == [json.loads(here.stdout)]
+
+
+def test_signalled_before_the_time_limit_it_saves_and_is_queued_again_and_ends_as_if_nothing_had_been(cluster, shards, tmp_path, whole):
+    job, run_dir = submit_training(cluster, tmp_path, shards), tmp_path / "run"
+    wait_for_step(job, run_dir, 20)
+    job.cancel("--batch", "--signal=USR1")  # what Slurm sends when the limit is near
+    facts = job.wait()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), job.log
+    first, second = metrics(run_dir, "end")
+    assert (first["outcome"], second["outcome"]) == ("stopped", "finished")
+    assert starts(run_dir) == [0, first["step"]]
+    assert not (run_dir / "stopped_early").exists()
+    assert final_state(run_dir, STEPS) == whole
+    assert f'stopped and saved: {{"step": {first["step"]}, "signal": "SIGUSR1"}}. Queueing job {job.number} again' in job.log
+    assert "restart 1: 2 node(s)" in job.log
+    assert "Traceback" not in job.log
+
+
+def test_after_an_accident_it_goes_on_in_the_same_job_of_one_node(cluster, shards, tmp_path, whole):
+    options = ("--nodes=1", "--gpus-per-node=2", "--cpus-per-task=2", "--time=10")  # two GPUs, two ranks
+    job, run_dir = submit_training(cluster, tmp_path, shards, options=options), tmp_path / "run"
+    wait_for_step(job, run_dir, 60)
+    os.kill(next(iter(trainers(run_dir))), signal.SIGKILL)
+    facts = job.wait()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log
+    assert [line["world_size"] for line in metrics(run_dir, "start")] == [2, 2]
+    assert starts(run_dir)[1] % 50 == 0
+    assert "starting again from there" in job.log
+    assert final_state(run_dir, STEPS) == whole
+
+
+def trainers(run_dir: Path) -> list[int]:
+    """Process ids of the ranks that train in `run_dir`: of the launchers' and srun's command lines theirs is the one without torchrun."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if "launch/train.py" in words[1:3] and f"run.dir={run_dir}" in words:
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "started"),
+    [
+        ("optim.lr=-1", "optim.lr", False),
+        ("data.root=/nowhere", "/nowhere: no such directory", True),  # only the trainer can tell
+    ],
+)
+def test_a_mistake_fails_once_with_its_reason(cluster, shards, tmp_path, override, message, started):
+    job = submit_training(cluster, tmp_path, shards, override)
+    facts = job.wait()
+    assert (facts["JobState"], facts["Restarts"]) == ("FAILED", "0"), job.log
+    assert facts["ExitCode"] != "0:0"
+    errors = [line for line in job.log.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert job.log.count("training in") == started
+    assert ("not queued again" if started else "not started") in job.log.splitlines()[-1]
+
+
+def test_a_node_that_cannot_reach_the_head_says_so_at_once(cluster, shards, tmp_path):
+    (tmp_path / "getent").write_text("#!/bin/sh\n# every name resolves, says the head node; the other one finds out\n")
+    (tmp_path / "getent").chmod(0o755)
+    path = f"{tmp_path}:{cluster.environment['PATH']}"
+    job = cluster.submit(tmp_path / "log", *TWO_NODES, "slurm/eval.sh", "--checkpoint", "/nowhere", PATH=path)
+    assert job.wait()["JobState"] == "FAILED"
+    assert re.search(r"^n2 cannot reach n1:\d+: .*(not known|resolution|address)", job.log, re.M), job.log
+    assert "error: not started: not every node reaches n1 at n1:" in job.log
+
+
+def test_a_port_in_use_is_left_to_its_user(cluster, tmp_path):
+    job = cluster.submit(tmp_path / "log", "--hold", *TWO_NODES, "slurm/eval.sh", "--checkpoint", "/nowhere")
+    port = 20000 + int(job.number) % 12000
+    with socket.create_server(("", port)):
+        cluster.call("scontrol", "release", job.number)
+        job.wait()
+    assert f"n1: port {port} is taken (" in job.log
+    assert f"head node n1 at 127.0.0.1:{20000 + (int(job.number) + 4001) % 12000}" in job.log
+    assert "error: /nowhere" in job.log, "it came to the evaluation"
+
+
+def test_an_array_of_tasks_writes_the_shards_that_one_process_writes(cluster, shards, tmp_path):
+    command = ("slurm/prep.sh", "imagefolder", shards.parent / "images", "--out", tmp_path / "out", "--num-shards", 3)
+    alone = cluster.submit(tmp_path / "alone", "--cpus-per-task=1", "--array=3", *command)
+    assert alone.wait()["JobState"] == "FAILED"
+    assert "an array of 1 tasks, 3 to 3: submit --array=0-N again" in alone.log
+    repeated = cluster.submit(tmp_path / "log-2", "--cpus-per-task=1", "--array=2", *command, PARTS="4")
+    array = cluster.submit(tmp_path / "log-%a", "--cpus-per-task=1", "--array=0-1,3", *command, PARTS="4")
+    for job in (repeated, array):
+        job.wait(lambda facts: facts["JobState"] in ("COMPLETED", "FAILED"))
+    logs = "".join(path.read_text() for path in sorted(tmp_path.glob("log-*")))
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert files == {path.name: path.read_bytes() for path in shards.iterdir()}, logs
+    assert "complete, 3 classes" in logs
+
+
+@pytest.fixture(scope="module")
+def limited(cluster, shards, tmp_path_factory):
+    """A job that meets its time limit of a minute, again and again, in a partition whose jobs are not preempted; and its run folder."""
+    folder = tmp_path_factory.mktemp("limited")
+    options = (*TWO_NODES[:-1], "--time=1", "--signal=B:USR1@20", "--partition=urgent")
+    return submit_training(cluster, folder, shards, steps=1_000_000, options=options), folder / "run"
+
+
+def test_preempted_jobs_save_and_come_back(cluster, shards, tmp_path, limited):
+    """Without notice Slurm ends and queues a job again by itself; with notice only the script can."""
+    jobs = {}
+    for partition in ("main", "grace"):
+        (tmp_path / partition).mkdir()
+        options = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=6", "--time=10", f"--partition={partition}")
+        jobs[partition] = submit_training(cluster, tmp_path / partition, shards, steps=1_000_000, options=options)
+    for partition, job in jobs.items():
+        wait_for_step(job, tmp_path / partition / "run", 20)
+    cluster.submit(
+        tmp_path / "urgent", "--partition=urgent", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=14", "--wrap=true"
+    ).wait()
+    for partition, job in jobs.items():
+        run_dir = tmp_path / partition / "run"
+        job.wait(lambda facts: facts["Restarts"] == "1" and facts["JobState"] == "RUNNING")
+        stopped = metrics(run_dir, "end")[0]
+        assert stopped["outcome"] == "stopped", job.log
+        wait_for_step(job, run_dir, stopped["step"] + 20)
+        assert starts(run_dir) == [0, stopped["step"]]
+        job.cancel()
+    assert "Not queued again by this script" in jobs["main"].log
+    assert f"Queueing job {jobs['grace'].number} again" in jobs["grace"].log
+
+
+def test_at_its_time_limit_a_job_is_saved_and_queued_again_and_after_scancel_it_is_not(limited):
+    job, run_dir = limited
+    job.wait(lambda facts: int(facts["Restarts"]) > 0 and facts["JobState"] == "RUNNING")
+    stopped = metrics(run_dir, "end")[0]
+    assert stopped["outcome"] == "stopped", job.log
+    assert "SIGUSR1: the time limit is near" in job.log
+    wait_for_step(job, run_dir, stopped["step"] + 1)
+    assert starts(run_dir)[1] == stopped["step"]
+    job.cancel()
+    facts = job.wait(lambda facts: facts["JobState"] == "CANCELLED")
+    restarts = facts["Restarts"]
+    deadline = time.monotonic() + 60
+    while "as the job itself was asked to end" not in job.log.splitlines()[-1]:
+        assert time.monotonic() < deadline, job.log
+        time.sleep(0.2)
+    assert (run_dir / "stopped_early").exists()
+    time.sleep(7)  # longer than a requeued job waits here
+    facts = job.facts()
+    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", restarts), job.log
