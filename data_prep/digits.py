@@ -25,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from data_prep.writer import Catalogue, Sample, add_arguments, positive, run, stable_hash, write
+from data_prep.command import add_arguments, positive, run
+from data_prep.writer import Catalogue, Sample, stable_hash, write
 
 VAL_FRACTION = 0.2
 TEXTURES = ("gradient", "stripes", "checks", "noise", "dots")

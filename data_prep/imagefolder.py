@@ -16,7 +16,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from data_prep.writer import Catalogue, PrepError, Sample, add_arguments, run, safe_key, stable_hash, write
+from data_prep.command import add_arguments, run
+from data_prep.jobs import PrepError
+from data_prep.writer import Catalogue, Sample, safe_key, stable_hash, write
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VAL_FOLDERS = ("val", "validation", "test")

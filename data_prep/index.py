@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.writer import PrepError, add_workers_argument, run, run_jobs
+from data_prep.command import add_workers_argument, run
+from data_prep.jobs import PrepError, run_jobs
 from vit.data import shards
 
 SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
@@ -87,7 +88,7 @@ def index(root: Path, workers: int = 1) -> None:
     tars = [root / name for names in splits.values() for name in names]
     if missing := [tar.name for tar in tars if not tar.exists()]:
         raise PrepError(f"{root}: shards that _info.json lists are missing: {', '.join(missing[:5])}; copy them again")
-    rows = run_jobs([(_index_shard, tar, tar) for tar in tars], workers)
+    rows = run_jobs([(_index_shard, tar, tar) for tar in tars], workers, what="reading shards")
     if info is not None:
         _compare(root, info, rows)
     for split, names in splits.items():

@@ -17,33 +17,25 @@ several machines can share the work (`--shards`): each writes its part, and whoe
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import json
-import multiprocessing
 import os
 import re
-import signal
 import socket
 import struct
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from data_prep.jobs import PrepError, UnreadableImages, count_one, run_jobs
 from vit.data import shards
-from vit.data.shards import ShardError
 
 SHARD_BYTES = 768 << 20
 """Aimed size of a shard when there is enough data: big enough for sequential disks, small enough to copy again."""
@@ -51,10 +43,6 @@ MIN_SHARDS = 8
 """Shards of a small train split: enough to share between the workers of readers that cannot seek."""
 MAX_KEY_BYTES = 90
 """A ustar header holds names of 100 bytes, extension included."""
-
-
-class PrepError(ValueError):
-    """The source or the output folder is not as it should be; says what is wrong and what to do."""
 
 
 class Sample(NamedTuple):
@@ -157,10 +145,6 @@ def _some(items: list[str], most: int = 5) -> str:
 # ---- one shard, in a worker process ---------------------------------------------------------------------------------
 
 
-class UnreadableImages(PrepError):
-    """Images that cannot be read. args[0]: a line for each."""
-
-
 class Shard(NamedTuple):
     """What a worker needs to write one shard. `plan` is the fingerprint of catalogue and options."""
 
@@ -209,7 +193,7 @@ def _write_shard(shard: Shard) -> np.ndarray:
             else:
                 _add_member(tar, f"{sample.key}.jpg", data)
                 _add_member(tar, f"{sample.key}.cls", b"%d" % sample.label)
-            _count_one()
+            count_one()
         if unreadable:
             raise UnreadableImages(unreadable)
         tar.write(bytes(2 * shards.TAR_BLOCK))
@@ -240,29 +224,6 @@ def _is_being_written(temporary: Path) -> bool:
 
 def _rows_of_whole_shard(tar: Path) -> np.ndarray:
     return shards.index_rows(shards.scan_tar(tar))
-
-
-_images_done: Any = None  # a multiprocessing.Value, in worker processes
-
-
-def _count_one() -> None:
-    with _images_done.get_lock():
-        _images_done.value += 1
-
-
-def _start_worker(images_done: Any) -> None:
-    """Share the counter of images; and end with the parent, as a worker whose parent was killed would wait for ever."""
-    global _images_done
-    _images_done = images_done
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the workers too, and one report of it is enough
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow_parent, daemon=True).start()
 
 
 # ---- all shards -----------------------------------------------------------------------------------------------------
@@ -297,7 +258,7 @@ def write(
     if len(todo) < len(mine):
         print(f"{root}: {len(mine) - len(todo)} of {len(mine)} shards are whole already and are kept")
     jobs: list[tuple[Callable[[Any], Any], Any, Any]] = [(_write_shard, shard, shard.tar) for shard in todo]
-    rows = run_jobs(jobs, workers, num_images=sum(len(shard.samples) for shard in todo))
+    rows = run_jobs(jobs, workers, what="writing", num_images=sum(len(shard.samples) for shard in todo))
 
     if part is not None:
         if missing := [tar.name for tar in tars if not _is_whole(tar, fingerprint)]:
@@ -307,7 +268,7 @@ def write(
         if not todo and (root / "_info.json").exists():
             print(f"{root}: complete already")
             return
-    rows |= run_jobs([(_rows_of_whole_shard, tar, tar) for tar in tars if tar not in rows], workers)
+    rows |= run_jobs([(_rows_of_whole_shard, tar, tar) for tar in tars if tar not in rows], workers, what="reading whole shards")
     for split, names in filenames.items():
         shards.write_index(root, split, [rows[root / name] for name in names])
     shards.write_info(
@@ -396,147 +357,3 @@ def _claim(root: Path, plan: dict[str, Any]) -> None:
 def _short(value: Any) -> str:
     """A value in an error message; of a sha256 the first 8 digits tell enough."""
     return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else json.dumps(value)
-
-
-def run_jobs(jobs: Sequence[tuple[Callable[[Any], Any], Any, Any]], workers: int, num_images: int = 0) -> dict[Any, Any]:
-    """Run (function, argument, name) jobs in worker processes and return {name: result}; shows progress if `num_images`.
-
-    All unreadable images are gathered before the one PrepError that lists them; any other error stops the rest at once.
-    """
-    # Spawned, not forked: the caller may have threads (torch's, rich's), and those do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    images_done = context.Value("Q", 0)
-    results: dict[Any, Any] = {}
-    unreadable: list[str] = []
-    with ProcessPoolExecutor(max(1, min(workers, len(jobs))), context, _start_worker, (images_done,)) as pool:
-        names: dict[Future, Any] = {pool.submit(function, argument): name for function, argument, name in jobs}
-        pending = set(names)
-        try:
-            with _Meter(num_images) as meter:
-                while pending:
-                    finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
-                    meter.update(images_done.value)
-                    for future in finished:
-                        try:
-                            results[names[future]] = future.result()
-                        except UnreadableImages as error:
-                            unreadable += error.args[0]
-        except BrokenProcessPool as error:
-            raise PrepError(
-                "a worker process was killed (out of memory?); run the same command again, it continues, perhaps with fewer --workers"
-            ) from error
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    if unreadable:
-        raise PrepError(
-            f"{len(unreadable)} images cannot be read; remove or replace them and run the same command again, "
-            f"whole shards are kept:\n  " + "\n  ".join(sorted(unreadable))
-        )
-    return results
-
-
-class _Meter:
-    """Progress on stderr: a bar on a terminal, else a line every 10 s. Nothing if there is nothing to count."""
-
-    def __init__(self, total: int):
-        self.total, self.start, self.last = total, time.monotonic(), time.monotonic()
-        self.bar = None
-        if total and sys.stderr.isatty():
-            from rich.console import Console
-
-            self.bar = Progress(
-                TextColumn("images"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]}"),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )
-
-    def __enter__(self) -> _Meter:
-        if self.bar:
-            self.bar.start()
-            self.task = self.bar.add_task("images", total=self.total, rate="")
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self.bar:
-            self.bar.stop()
-
-    def update(self, done: int) -> None:
-        now = time.monotonic()
-        images_per_s = done / max(1e-9, now - self.start)
-        if self.bar:
-            self.bar.update(self.task, completed=done, rate=f"{images_per_s:,.0f} images/s")
-        elif done and now - self.last >= 10:
-            self.last = now
-            print(
-                f"{done:,} of {self.total:,} images, {images_per_s:,.0f} images/s, {(self.total - done) / images_per_s:,.0f} s to go",
-                file=sys.stderr,
-                flush=True,
-            )
-
-
-# ---- the command line -----------------------------------------------------------------------------------------------
-
-
-def positive(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return int(text)
-
-
-def add_workers_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--workers`."""
-    parser.add_argument(
-        "--workers",
-        type=positive,
-        default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),  # macOS lacks it
-        metavar="N",
-        help="processes; the result does not depend on it (default: the cores of this process, %(default)s)",
-    )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags every source has: --out, --num-shards, --shards, --workers, --seed."""
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="ROOT",
-        help="folder of the shards; if it holds a part of them already, the rest is written",
-    )
-    parser.add_argument(
-        "--num-shards",
-        type=positive,
-        metavar="N",
-        help=f"shards of the training split, the other splits get as many in proportion "
-        f"(default: one for each {SHARD_BYTES >> 20} MiB, at least {MIN_SHARDS})",
-    )
-    parser.add_argument(
-        "--shards",
-        metavar="A-B|I/N",
-        help="write only these shards, numbered from 0 over all splits, train first: from A to B, or part I (from 0) of N; several "
-        "machines can share the work so, in any order; whichever finds all shards whole completes the data set (default: all)",
-    )
-    add_workers_argument(parser)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="deals samples to shards (default: %(default)s)")
-
-
-def run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
-    """Run a command and return its exit status: 0, or 2 after one readable line for what a user can set right."""
-    try:
-        command(args)
-    except (PrepError, ShardError) as error:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        print(f"error: {place}{error.strerror or error}; when that is solved run the same command again, it continues", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
-        return 130
-    else:
-        return 0
-    return 2

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from data_prep.writer import Catalogue, PrepError, Sample, as_jpeg, choose_num_shards, choose_part, deal, safe_key, write
+from data_prep.jobs import PrepError
+from data_prep.writer import Catalogue, Sample, as_jpeg, choose_num_shards, choose_part, deal, safe_key, write
 from vit.data.shards import open_split, scan_tar
 
 

@@ -1,0 +1,640 @@
+"""docs/errors.md is true: each row of its table is provoked with the real command, and what is printed is compared with the row.
+
+A row's first cell names its scenario. Besides text and exit status each row is checked for what was left behind: nothing for a mistake
+that is found before the start; for one that shows later, only whole files. Scenarios run at once in as many threads as there are cores,
+for nearly all of their time is spent on starting Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from processes import REPOSITORY, TINY, Background, command, environment, write_config
+from torch.utils.data import Dataset
+
+from vit import distributed
+from vit.checkpoint import complete_checkpoints, newest_checkpoint, read_info
+from vit.data.loader import Loader
+from vit.data.shards import open_split
+
+VERSIONS = runpy.run_path(str(REPOSITORY / "launch" / "check_versions.py"))
+DOCUMENT = REPOSITORY / "docs" / "errors.md"
+NEEDS_MOUNT = "needs Linux and the right to mount a file system"
+
+
+class Row(NamedTuple):
+    """A row of the table: what is wrong, the lines that are printed, with <placeholders>, and the exit status."""
+
+    what: str
+    printed: str
+    status: int
+
+
+def rows() -> list[Row]:
+    cells = [line.strip("| ").split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("|")]
+    return [
+        Row(row[0], "\n".join(part.strip().strip("`").rstrip() for part in row[1].split("<br>")), int(row[2]))
+        for row in cells
+        if len(row) == 3 and row[2].isdigit()
+    ]
+
+
+class Place:
+    """A folder with a config of its own; runs commands there and remembers the last one and what it changed."""
+
+    def __init__(self, folder: Path, shards: Path, finished: Path):
+        self.folder, self.shards, self.finished, self.run_dir = folder, shards, finished, folder / "run"
+        self.config = write_config(folder, shards)
+
+    def run(self, *line: object, **variables: str) -> None:
+        self.before = snapshot(self.folder)
+        full = [str(part) for part in line]
+        env = {**environment(), "CUDA_VISIBLE_DEVICES": "", **variables}
+        self.done = subprocess.run(full, capture_output=True, text=True, cwd=REPOSITORY, env=env, timeout=240, check=False)
+        self.after = snapshot(self.folder)
+
+    def train(self, *overrides: object, prefix: tuple[object, ...] = (), config: Path | None = None, **variables: str) -> None:
+        self.run(
+            *prefix,
+            *command("launch/train.py", "--config", config or self.config, f"run.dir={self.run_dir}", *TINY, *overrides, ranks=0),
+            **variables,
+        )
+
+    def evaluate(self, checkpoint: Path, *flags: object) -> None:
+        self.run(*command("launch/eval.py", "--checkpoint", checkpoint, "--num-workers", 0, *flags, ranks=0))
+
+    def imagefolder(self, source: Path, prefix: tuple[object, ...] = (), out: Path | None = None) -> None:
+        self.run(*prefix, sys.executable, "-m", "data_prep.imagefolder", source, "--out", out or self.folder / "out")
+
+    def own_shards(self) -> Path:
+        """A copy of the shards that may be spoilt."""
+        root = shutil.copytree(self.shards, self.folder / "shards")
+        self.config.write_text(self.config.read_text().replace(str(self.shards), str(root)))
+        return root
+
+    def resume(self, *overrides: object, **options) -> None:
+        """Go on with the finished run, a copy of which is put at `run_dir`, to step 6."""
+        if not self.run_dir.exists():
+            shutil.copytree(self.finished, self.run_dir)
+        self.train("train.steps=6", "--allow-change", "train.steps", *overrides, **options)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file below `folder`; the lock of a run only says which process had it last."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+SCENARIOS: dict[str, Callable[[Place], None]] = {}
+BEGUN: set[str] = set()
+SLOW: set[str] = set()
+
+
+def scenario(what: str, *, begun: bool = False, slow: bool = False):
+    """Register the scenario of the row `what`. `begun`: training was under way. `slow`: over five seconds."""
+
+    def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
+        SCENARIOS[what] = function
+        BEGUN.update([what] if begun else [])
+        SLOW.update([what] if slow else [])
+        return function
+
+    return register
+
+
+# ---- what a command can be started under ----------------------------------------------------------------------------
+
+
+def python(code: str) -> tuple[object, ...]:
+    """A prefix that runs `code` and then becomes the command behind it."""
+    return (sys.executable, "-c", f"{code}\nimport os, sys\nos.execvp(sys.argv[1], sys.argv[1:])")
+
+
+# Root passes over permission bits by two capabilities; without them it is told like anybody else.
+WITHOUT_PRIVILEGES = python("import ctypes, sys\nif sys.platform == 'linux':\n [ctypes.CDLL(None).prctl(24, c, 0, 0, 0) for c in (1, 2)]")
+WITH_6_GIB = python("import resource\nresource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))")
+
+
+@contextmanager
+def small_disk(place: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    place.mkdir()
+    if sys.platform != "linux" or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip(NEEDS_MOUNT)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def leave_free(disk: Path, free_kib: int) -> Path:
+    """Fill `disk` up to `free_kib`; returns the file to delete."""
+    filler = disk / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(disk).free - free_kib * 1024))
+    return filler
+
+
+@contextmanager
+def taken_port() -> Iterator[int]:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+# ---- configuration --------------------------------------------------------------------------------------------------
+
+
+@scenario("an unknown or misspelt key")
+def _(place):
+    place.config.write_text(place.config.read_text() + "optim: {weight_dekay: 0.1}\n")
+    place.train()
+
+
+@scenario("a value of the wrong type")
+def _(place):
+    place.train("data.global_batch_size=many")
+
+
+@scenario("a value out of range")
+def _(place):
+    place.config.write_text(place.config.read_text() + "optim: {lr: -1}\n")
+    place.train()
+
+
+@scenario("several of these at once")
+def _(place):
+    place.train("optim.lr=fast", "data.num_worker=3")
+
+
+@scenario("a key given twice")
+def _(place):
+    place.config.write_text(place.config.read_text() + "loss: {label_smoothing: 0.2}\n")
+    place.train()
+
+
+@scenario("both `epochs` and `steps`")
+def _(place):
+    place.config.write_text(place.config.read_text().replace("steps: 12,", "steps: 12, epochs: 3,"))
+    place.train()
+
+
+@scenario("no such config file")
+def _(place):
+    place.train(config=place.folder / "other.yaml")
+
+
+@scenario("an unknown model name")
+def _(place):
+    place.train("model.name=vit_base16")
+
+
+@scenario("an unknown model of timm")
+def _(place):
+    place.train("model.name=timm/resnet5")
+
+
+@scenario("an image size that the patch does not divide")
+def _(place):
+    place.train("model.image_size=30")
+
+
+@scenario("a global batch that cannot be divided")
+def _(place):
+    place.train("data.global_batch_size=7")
+
+
+@scenario("a batch larger than the data")
+def _(place):
+    place.train("data.global_batch_size=64")
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+
+@scenario("no such dataset folder")
+def _(place):
+    place.train("data.root=data/nowhere")
+
+
+@scenario("an empty dataset folder, or images that are no shards yet")
+def _(place):
+    (place.folder / "empty").mkdir()
+    place.train(f"data.root={place.folder / 'empty'}")
+
+
+@scenario("a dataset folder that may not be read")
+def _(place):
+    (place.own_shards() / "_info.json").chmod(0)
+    place.train(prefix=WITHOUT_PRIVILEGES)
+
+
+@scenario("an unknown split")
+def _(place):
+    place.train("data.train_split=trian")
+
+
+@scenario("a shard is missing")
+def _(place):
+    (place.own_shards() / "train-00001.tar").unlink()
+    place.train()
+
+
+@scenario("a shard is truncated")
+def _(place):
+    os.truncate(place.own_shards() / "train-00001.tar", 30_000)
+    place.train()
+
+
+@scenario("a shard was replaced by another of the same size")
+def _(place):
+    root = place.own_shards()
+    shutil.copy(root / "train-00001.tar", root / "train-00000.tar")
+    assert (root / "train-00000.tar").stat().st_size == json.loads((root / "train-00000.json").read_text())["bytes"]
+    place.train()
+
+
+@scenario("a shard does not match its index, as its reader finds", begun=True)
+def _(place):
+    root = place.own_shards()
+    data, index = (root / "train-00000.tar").read_bytes(), np.load(root / "train.index.npy")
+    offset = [int(row["offset"]) for row in index[:3]]
+    a, b, c = (start - 512 for start in offset)
+    assert index["size"][0] != index["size"][1]
+    (root / "train-00000.tar").write_bytes(data[:a] + data[b:c] + data[a:b] + data[c:])  # the first two samples change places
+    place.train("train.steps=5")
+
+
+def spoil_an_image(root: Path) -> str:
+    """Zeros over the first bytes of an image; returns its key."""
+    split = open_split(root, "train")
+    row, key = split.index[0], split.key(0)
+    with open(root / split.filenames[0], "r+b") as tar:
+        tar.seek(int(row["offset"]))
+        tar.write(bytes(200))
+    return key
+
+
+@scenario("a corrupt image in training", begun=True)
+def _(place):
+    key = spoil_an_image(place.own_shards())
+    place.train("train.steps=5")
+    assert f"'{key}'" in place.done.stderr
+
+
+@scenario("the same, with `data.on_bad_image=skip`: training goes on", begun=True)
+def _(place):
+    key = spoil_an_image(place.own_shards())
+    place.train("train.steps=5", "data.on_bad_image=skip")
+    assert f"{key} could not" in place.done.stderr
+    lines = [json.loads(line) for line in (place.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["bad_images"] for line in lines if line["kind"] == "train"][-1] == 1
+
+
+@scenario("a corrupt image in evaluation")
+def _(place):
+    root = place.own_shards()
+    split = open_split(root, "val")
+    with open(root / split.filenames[0], "r+b") as tar:
+        tar.seek(int(split.index[0]["offset"]))
+        tar.write(bytes(200))
+    place.evaluate(place.finished, "--data", root)
+
+
+@scenario("a label out of range")
+def _(place):
+    info = place.own_shards() / "_info.json"
+    info.write_text(info.read_text().replace('"class1",\n  "class2"', '"class1"'))
+    place.train()
+
+
+@scenario("more classes in the data than `model.num_classes`")
+def _(place):
+    place.train("model.num_classes=2")
+
+
+@scenario("an image folder without images")
+def _(place):
+    (place.folder / "images" / "cat").mkdir(parents=True)
+    place.imagefolder(place.folder / "images")
+
+
+@scenario("an image folder with a single class")
+def _(place):
+    shutil.copytree(place.shards.parent / "images" / "train" / "class0", place.folder / "images" / "cat")
+    place.imagefolder(place.folder / "images")
+
+
+@scenario("no permission to write the shards")
+def _(place):
+    (place.folder / "mine").mkdir(mode=0o555)
+    place.imagefolder(place.shards.parent / "images", prefix=WITHOUT_PRIVILEGES, out=place.folder / "mine" / "shards")
+
+
+# ---- checkpoints and run folders ------------------------------------------------------------------------------------
+
+
+@scenario("`init.checkpoint` of another architecture")
+def _(place):
+    place.train(f"init.checkpoint={place.finished}", "model.depth=3")
+
+
+@scenario("`init.checkpoint` of other classes")
+def _(place):
+    place.train(f"init.checkpoint={place.finished}", "model.num_classes=7")
+
+
+@scenario("a truncated weights file")
+def _(place):
+    whole = (place.finished / "weights" / "last.safetensors").read_bytes()
+    (place.folder / "cut.safetensors").write_bytes(whole[:-100])
+    place.evaluate(place.folder / "cut.safetensors")
+
+
+@scenario("a foreign file with pickled objects")
+def _(place):
+    torch.save({"what": Path}, place.folder / "foreign.pth")
+    place.evaluate(place.folder / "foreign.pth")
+
+
+@scenario("a folder that is no run and no checkpoint")
+def _(place):
+    place.train(f"init.checkpoint={place.shards}")
+
+
+@scenario("a truncated checkpoint, and none before it")
+def _(place):
+    shutil.copytree(place.finished, place.run_dir)
+    state = place.run_dir / "checkpoints" / "step_00000003" / "state.safetensors"
+    os.truncate(state, state.stat().st_size - 10)
+    place.train("train.steps=3")
+    # set aside for a person to look at, not deleted: under another name the files are the same
+    place.after = {re.sub(r"damaged_(step_\d+)_\d+", r"\1", name): data for name, data in place.after.items()}
+
+
+@scenario("a checkpoint of a newer release")
+def _(place):
+    shutil.copytree(place.finished, place.run_dir)
+    info = place.run_dir / "checkpoints" / "step_00000003" / "checkpoint.json"
+    info.write_text(json.dumps({**json.loads(info.read_text()), "format_version": 2}))
+    place.train("train.steps=3")
+
+
+@scenario("a run folder that was written with another config")
+def _(place):
+    shutil.copytree(place.finished, place.run_dir)
+    place.train("train.steps=3", "model.depth=3", "optim.lr=0.5")
+
+
+@scenario("a run folder that a live run is using", slow=True)
+def _(place):
+    background = Background(place.config, place.run_dir, "train.steps=100000", "log.every_steps=100", ranks=0)
+    background.wait_for_step(100)
+    os.kill(background.process.pid, signal.SIGSTOP)  # holds still, so that what is compared does not change
+    try:
+        place.train("train.steps=100000", "log.every_steps=100")
+    finally:
+        background.process.kill()
+        background.process.communicate()
+
+
+@scenario("no permission to write the run folder")
+def _(place):
+    (place.folder / "mine").mkdir(mode=0o555)
+    place.train(f"run.dir={place.folder / 'mine' / 'run'}", prefix=WITHOUT_PRIVILEGES)
+
+
+@scenario("no room on the disk for the next checkpoint", begun=True, slow=True)
+def _(place):
+    with small_disk(place.folder / "disk") as disk:
+        place.run_dir = disk / "run"
+        filler = leave_free(disk, 2200)
+        place.train()
+        told, left = place.done, place.after
+        goes_on_with_room(place, filler, from_step=3)
+        place.done, place.after = told, left
+
+
+@scenario("the disk is full while something is written", begun=True, slow=True)
+def _(place):
+    with small_disk(place.folder / "disk") as disk:
+        place.run_dir = disk / "run"
+        shutil.copytree(place.finished, place.run_dir)
+        filler = leave_free(disk, 100)
+        place.resume()
+        told, left = place.done, place.after
+        goes_on_with_room(place, filler, from_step=3, resume=True)
+        place.done, place.after = told, left
+
+
+def goes_on_with_room(place: Place, filler: Path, from_step: int, resume: bool = False) -> None:
+    """The checkpoint before is whole, and the same command goes on from it once there is room."""
+    newest = newest_checkpoint(place.run_dir, verify=True)
+    assert newest is not None
+    assert newest[1]["step"] == from_step
+    filler.unlink()
+    place.resume() if resume else place.train()
+    assert place.done.returncode == 0, place.done.stderr
+    assert f"resumed at step {from_step} of" in place.done.stderr
+
+
+# ---- machine --------------------------------------------------------------------------------------------------------
+
+
+@scenario("a GPU asked for where none is")
+def _(place):
+    place.train("train.device=cuda")
+
+
+@scenario("the same, by a flag of `launch/eval.py`")
+def _(place):
+    place.evaluate(place.finished, "--device", "cuda")
+
+
+@scenario("out of memory in a step", begun=True)
+def _(place):
+    if sys.platform != "linux":
+        pytest.skip("only Linux limits a process's memory")
+    place.train("model.patch_size=1", "model.mlp_ratio=10000.0", "train.device=cpu", prefix=WITH_6_GIB)
+
+
+@scenario("out of memory: Linux killed a loader worker", begun=True)
+def _(place):
+    endless = ["train.steps=100000", "eval.every_steps=100000", "checkpoint.every_steps=100000", "log.every_steps=10"]
+    background = Background(place.config, place.run_dir, *endless, "data.num_workers=1", ranks=0)
+    background.wait_for_step(10)
+    place.before = {}
+    [worker] = background.trainers()
+    os.kill(worker, signal.SIGKILL)
+    output = background.end()
+    place.done = subprocess.CompletedProcess([], background.process.returncode, "", output)
+    place.after = snapshot(place.folder)
+
+
+@scenario("no room in shared memory (Docker gives 64 MiB)", begun=True)
+def _(place):
+    mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip(NEEDS_MOUNT)
+    place.train("data.num_workers=1", "model.image_size=256", prefix=tuple(mount))
+
+
+@scenario("the port is taken, ranks started by hand")
+def _(place):
+    with taken_port() as port:
+        place.train(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+@scenario("the port is taken, `torchrun --master_port`: torchrun's own words, below its stack; `--standalone` finds a free port")
+def _(place):
+    with taken_port() as port:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
+        place.run(*launcher, REPOSITORY / "launch/train.py", "--config", place.config, f"run.dir={place.run_dir}", *TINY)
+
+
+@scenario("Python is too old")
+def _(place):
+    names = [f"python3.{minor}" for minor in range(8, 11)]
+    found = [shutil.which(name) for name in names] + [str(p) for p in Path(sys.base_prefix).parent.glob("*/bin/python3")]
+    is_old = "import sys; sys.exit(not (3, 8) <= sys.version_info < (3, 11))"
+    old = next((path for path in found if path and subprocess.run([path, "-c", is_old], capture_output=True).returncode == 0), None)
+    if old is not None:
+        place.run(old, REPOSITORY / "launch/train.py", "--config", place.config, f"run.dir={place.run_dir}")
+    else:  # ours, under a false name
+        (place.folder / "sitecustomize.py").write_text("import sys\nsys.version_info = (3, 9, 18)\n")
+        place.train(PYTHONPATH=str(place.folder), PYTHONDONTWRITEBYTECODE="1")
+
+
+@scenario("torch is too old")
+def _(place):
+    (place.folder / "torch").mkdir()
+    (place.folder / "torch" / "__init__.py").write_text('__version__ = "2.4.1+cpu"\n')
+    place.train(PYTHONPATH=str(place.folder), PYTHONDONTWRITEBYTECODE="1")
+
+
+@scenario("the environment is not active")
+def _(place):
+    interpreter = Path(sys.base_prefix) / "bin" / "python3"
+    place.run(interpreter, "-S", REPOSITORY / "launch/train.py", "--config", place.config, f"run.dir={place.run_dir}")
+
+
+# ---- the table and what happened ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """A finished run of three steps."""
+    place = Place(tmp_path_factory.mktemp("finished"), shards, Path())
+    place.train("train.steps=3", "eval.every_steps=100")
+    assert place.done.returncode == 0, place.done.stderr
+    return place.run_dir
+
+
+@pytest.fixture(scope="module")
+def happened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shards: Path, finished: Path):
+    """Row -> the future of its scenario, for the rows that were chosen on pytest's command line."""
+    base = tmp_path_factory.mktemp("errors")
+
+    def provoke(what: str) -> Place:
+        place = Place(Path(tempfile.mkdtemp(dir=base)), shards, finished)
+        SCENARIOS[what](place)
+        return place
+
+    here = [item for item in request.session.items if item.module is request.module and "row" in item.fixturenames]
+    chosen = [item.callspec.params["row"].what for item in here if item.callspec.params["row"].what in SCENARIOS]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as pool:
+        by_length = sorted(chosen, key=lambda what: what not in SLOW)
+        futures: dict[str, Future[Place]] = {what: pool.submit(provoke, what) for what in by_length}
+        yield futures
+        pool.shutdown(cancel_futures=True)
+
+
+def pattern_of(printed: str) -> str:
+    """The text as a pattern: a <placeholder> stands for one or more characters of its line."""
+    return ".+".join(map(re.escape, re.split(r"<[^<>\n]+>", printed)))
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.what, marks=[pytest.mark.slow] if row.what in SLOW else []) for row in rows()])
+def test_the_row_is_what_happens(row: Row, happened: dict[str, Future[Place]]):
+    assert row.what in SCENARIOS, "this row has no scenario"
+    place = happened[row.what].result()
+    output = place.done.stderr
+    assert place.done.returncode == row.status, output
+    assert re.search(f"^{pattern_of(row.printed)}$", output, re.MULTILINE), f"expected\n{row.printed}\nbut this was printed:\n{output}"
+    if row.printed.startswith("error: "):
+        assert "Traceback" not in output
+        assert len(re.findall(r"^(rank \d+: )?error: ", output, re.MULTILINE)) == 1, output
+        assert re.search(f"^{pattern_of(row.printed)}\\s*\\Z", output, re.MULTILINE), f"more was printed behind it:\n{output}"
+    if row.what not in BEGUN:
+        assert place.after == place.before, "files were written or changed"
+        return
+    changed = {name for name in place.before if place.after.get(name) != place.before[name]}
+    assert {Path(name).name for name in changed} <= {"metrics.jsonl", "config.yaml"}, "what was there before has changed"
+    left_over = [name for name in place.after if name.endswith(".tmp") or "/.tmp_" in name]
+    assert not left_over, "half-written files were left"
+    for checkpoint in complete_checkpoints(place.run_dir):
+        read_info(checkpoint, verify=True)
+
+
+def test_every_scenario_has_a_row_and_every_row_a_scenario():
+    listed = [row.what for row in rows()]
+    assert len(set(listed)) == len(listed)
+    assert set(listed) == set(SCENARIOS)
+
+
+class TooLarge(Dataset):
+    """Batches for which no machine has memory."""
+
+    def __init__(self, allocate: Callable[[int], object]):
+        self.allocate = allocate
+
+    def __getitem__(self, position: int) -> object:
+        return self.allocate(1 << 50)
+
+
+@pytest.mark.parametrize("allocate", [np.ones, torch.ones])
+def test_whichever_memory_runs_out_the_setting_is_named(allocate):
+    with pytest.raises((MemoryError, RuntimeError)) as caught:
+        allocate(1 << 50)
+    assert "Lower data.micro_batch_size in training" in distributed._out_of_memory(caught.value)
+    for num_workers in (0, 1):
+        with Loader(TooLarge(allocate), 0, 1, num_workers=num_workers) as loader:
+            with pytest.raises((MemoryError, RuntimeError)) as caught:
+                next(loader)
+        assert not multiprocessing.active_children(), "a worker outlives its loader while a traceback holds the iterator"
+        assert "while loading a batch. Lower data.num_workers" in distributed._out_of_memory(caught.value)
+
+
+def test_the_required_versions_are_those_of_pyproject():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">={}.{}".format(*VERSIONS["PYTHON"])
+    assert "torch>={}.{}".format(*VERSIONS["TORCH"]) in project["dependencies"]
+
+
+def test_old_pythons_can_read_the_commands_far_enough_to_be_told():
+    for path in [*(REPOSITORY / "launch").glob("*.py"), REPOSITORY / "data_prep" / "__init__.py"]:
+        ast.parse(path.read_text(), feature_version=(3, 8))
+    for path in (REPOSITORY / "launch").glob("*.py"):
+        if path.name != "check_versions.py":
+            imports = [line for line in path.read_text().splitlines() if re.match(r"(import|from) ", line)]
+            ours = [line for line in imports if line.split()[1].split(".")[0] not in sys.stdlib_module_names]
+            assert ours[0].startswith("import check_versions"), f"{path.name}: another import may fail before it can tell"
