@@ -15,7 +15,7 @@ from processes import environment, run
 from vit.config_io import load_config
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "slurm" / "README.md", ROOT / "CONTRIBUTING.md"]
 README = (ROOT / "README.md").read_text()
 
 
@@ -39,10 +39,15 @@ def test_a_command_of_the_readme_names_what_exists(line):
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
         return
-    if words[0] == "torchrun":
-        words = [word for word in words[1:] if not word.startswith("--nproc")]
-    else:
-        assert words.pop(0) == "python"
+    launcher = words.pop(0)
+    assert launcher in ("python", "torchrun", "sbatch")
+    if launcher != "python":  # its own options come before the script
+        words = words[next(i for i, word in enumerate(words) if not word.startswith("--")) :]
+    if launcher == "sbatch":
+        assert (ROOT / words[0]).is_file()
+        words[0] = {"slurm/prep.sh": "data_prep/", "slurm/train.sh": "launch/train.py", "slurm/eval.sh": "launch/eval.py"}[words[0]]
+        if words[0] == "data_prep/":
+            words = ["-m", f"data_prep.{words[1]}", *words[2:]]
     if words[0] == "-m":
         assert (ROOT / (words[1].replace(".", "/") + ".py")).is_file()
         assert run(words[1].replace(".", "/") + ".py", "--help").returncode == 0
@@ -74,7 +79,7 @@ def test_the_loop_of_the_docs_trains(shards, tmp_path):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_pictures_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if not target.startswith("http"):
@@ -83,5 +88,5 @@ def test_links_and_pictures_lead_somewhere(page):
 
 def test_the_demo_runs_the_readmes_commands():
     demo = (ROOT / "launch" / "demo.sh").read_text().replace('"${RANKS:-2}"', "2")
-    for line in commands()[2:6]:
+    for line in commands()[2:5]:
         assert f"run {line}" in demo
