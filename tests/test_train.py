@@ -120,18 +120,6 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, shards):
 
 
 @pytest.mark.slow
-def test_a_run_folder_in_use_is_refused(tmp_path, shards):
-    config = write_config(tmp_path, shards, steps=5000)
-    background = Background(config, tmp_path / "run", "data.num_workers=1", ranks=1)
-    background.wait_for_step(2)
-    second = run("launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *TINY)
-    os.kill(background.trainers()[0], signal.SIGTERM)
-    background.end()
-    assert second.returncode == 2
-    assert "in use by a live run (process" in second.stderr
-
-
-@pytest.mark.slow
 def test_any_number_of_ranks_sees_the_same_batches_and_a_finished_run_stays_finished(tmp_path, shards):
     checksums, losses = set(), []
     config = write_config(tmp_path, shards, steps=STEPS)

@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vit.distributed import World
+from vit.progress import Meter
 from vit.step import TrainStep
 from vit.weights import WeightsError, flush, save_weights
 
@@ -151,9 +152,15 @@ def _write_info(folder: Path, info: dict[str, Any]) -> None:
     flush(folder)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(path: Path, meter: Meter | None = None) -> str:
+    """Of a file; `meter` counts MiB."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(2**24):
+            digest.update(chunk)
+            if meter is not None:
+                meter.update(file.tell() >> 20)
+    return digest.hexdigest()
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
@@ -179,7 +186,9 @@ def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
         size = path.stat().st_size if path.is_file() else 0
         if size != expected["bytes"]:
             raise CheckpointError(f"{path}: has {size:,} bytes, {INFO_FILE} says {expected['bytes']:,}: it is truncated or missing")
-        if _sha256(path) != expected["sha256"]:
+        with Meter(f"checking {path}", size >> 20, "MiB") as meter:
+            found = _sha256(path, meter)
+        if found != expected["sha256"]:
             raise CheckpointError(f"{path}: its content does not match the sha256 in {INFO_FILE}: it is damaged")
     return info
 

@@ -298,6 +298,7 @@ def train(run: Run) -> str:
 
 def _save(run: Run, monitor: Monitor) -> None:
     """Weights first: a run whose last checkpoint is whole is finished, and nobody would write them again."""
+    run.record.progress(run.progress.step, f"step {run.progress.step}: saving")
     run.progress.elapsed_s = monitor.elapsed_s()
     with run.world.main_reports():
         _write_weights(run, "last")
