@@ -1,4 +1,4 @@
-"""Ends a command with one line where Python or torch is too old or nothing is installed; every command imports it first.
+"""Ends a command with one line where Python or torch is too old or nothing is installed; every command of launch/ imports it first.
 
 Later it would be too late: an import fails at whatever an old release lacks. So this file needs nothing of ours and nothing that is newer
 than Python 3.7. The numbers are those of pyproject.toml (tested). Ranks that torchrun started say it once.

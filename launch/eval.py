@@ -11,8 +11,8 @@ Every image of the split counts once, on any number of ranks. With --finetune th
 fine-tuning that was stopped or killed goes on with the same command.
 
 `--json` prints one object on stdout: num_images, correct_top1, correct_top5, top1 and top5 in percent, loss; with --finetune also
-`before`, `before_resized` (objects of this form) and `difference` (see vit/metrics.py). Exit status: 0 done, or stopped and saved; 1 a
-bug, with its stack; 2 something to set right; 130 interrupted.
+`before`, `before_resized` (objects of this form) and `difference` (see vit/metrics.py), or `stopped` and `run` after a signal. Exit
+status: 0 done, or stopped and saved; 1 a bug, with its stack; 2 something to set right; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ import torch
 
 from vit import config_io, distributed
 from vit.config import Config
+from vit.data.augment import create_augment
+from vit.data.loader import image_format
 from vit.data.shards import open_split
 from vit.distributed import World
 from vit.evaluate import Evaluation, evaluate
-from vit.known import KnownModel, adopt, published
+from vit.known import adopt, published
 from vit.metrics import paired_difference
 from vit.model import create_model
 from vit.progress import Meter
-from vit.train import build, create_augment, image_format, train
-from vit.weights import Trained, find_trained, load_weights, read_trained
+from vit.train import build, train
+from vit.weights import Trained, find_trained, fingerprint, load_weights, read_trained
 
 
 def main() -> World:
@@ -76,19 +78,25 @@ def main() -> World:
     asked_by = "--device " if args.device else "train.device="
     world = distributed.start(tuned.train.device if args.finetune else args.device or "auto", asked_by)
     path = world.main_first(lambda: find_trained(args.checkpoint or newest_run()))
-    known: KnownModel | None = None
+    known, config, problem = None, None, ""
     with world.main_reports():
         trained = read_trained(path)
-        if trained.config is None:
-            root, split = (tuned.data.root, tuned.data.val_split) if args.finetune else (args.data, args.split or "val")
-            trained, known = adopt(trained, args.model, root, split)
-        elif args.model:
+        if args.model and trained.config is not None:
             raise ValueError(f"--model {args.model}: {trained.path} comes from this project and knows what it is: leave --model out")
-        config = config_io.from_dict(trained.config or {}, str(trained.path))
+        try:
+            if trained.config is None:
+                root, split = (tuned.data.root, tuned.data.val_split) if args.finetune else (args.data, args.split or "val")
+                trained, known = adopt(trained, args.model, root, split)
+            config = config_io.from_dict(trained.config or {}, str(trained.path))
+        except ValueError as error:
+            if not args.finetune:
+                raise
+            problem = str(error)  # weights without a head can be fine-tuned, though not evaluated before
     world.check_same(f"{path}, step {trained.step}", "weights")
     if args.finetune:
-        finetune(trained, config, tuned, world, said, args.json)
+        finetune(trained, config, problem, tuned, world, said, args.json)
         return world
+    assert config is not None, "or the problem was raised"
     config = with_settings(config, settings)
     result = evaluate_trained(trained, config, world, said)
     if world.is_main and known is not None:
@@ -122,6 +130,11 @@ def with_settings(config: Config, settings: dict[str, Any]) -> Config:
     return config_io.from_dict(values, "command line")
 
 
+def size_of(config: Config) -> str:
+    """Height and width of its images in words."""
+    return "x".join(map(str, image_format(config).size))
+
+
 def newest_run() -> Path:
     """The folder under runs/ whose weights or checkpoints changed last."""
     changed = [p for pattern in ("*/weights/last.safetensors", "*/checkpoints/latest") for p in Path("runs").glob(pattern)]
@@ -137,24 +150,25 @@ def evaluate_trained(trained: Trained, config: Config, world: World, said: TextI
     """Evaluate weights under `config`, which may name another image size than they were trained at, and tell the result to `said`."""
     split = world.main_first(lambda: open_split(config.data.root, config.data.val_split))
     assert trained.num_classes is not None, "it came with its config"
-    if split.num_classes > trained.num_classes:
-        raise ValueError(
-            f"{split.root}: has {split.num_classes} classes, {trained.path} knows {trained.num_classes}: use data of its own kind"
-        )
     image = image_format(config)
-    model = create_model(config.model.name, config.model.image_size, trained.num_classes, **config.model.fields())
-    notes = load_weights(model, trained.weights, trained.grid_size)
+    with world.main_reports():
+        if split.num_classes > trained.num_classes:
+            raise ValueError(
+                f"{split.root}: has {split.num_classes} classes, {trained.path} knows {trained.num_classes}: use data of its own kind"
+            )
+        model = create_model(config.model.name, config.model.image_size, trained.num_classes, **config.model.fields())
+        notes = load_weights(model, trained.weights, trained.grid_size)
     model.to(world.device)
-    size = "x".join(map(str, image.size))
+    size = size_of(config)
     with Meter(f"evaluating at {size}", split.num_samples, "images", shown=world.is_main) as meter:
         result = evaluate(
             {"model": model},
             split,
             image,
-            create_augment(config, trained.num_classes, world),
+            create_augment(config, trained.num_classes, world.device),
             world,
             batch_size=config.eval.batch_size,
-            crop_ratio=config.eval.crop_ratio,
+            crop_pct=config.eval.crop_pct,
             precision=config.train.precision,
             num_workers=config.data.num_workers,
             on_batch=lambda done, total: meter.update(split.num_samples * done // total),
@@ -168,25 +182,38 @@ def evaluate_trained(trained: Trained, config: Config, world: World, said: TextI
     return result
 
 
-def finetune(trained: Trained, base: Config, tuned: Config, world: World, said: TextIO, as_json: bool) -> None:
-    """Fine-tune `trained`, whose config is `base`, by `tuned`; evaluate before, at both sizes, and after, on the images of `tuned`."""
+def finetune(trained: Trained, base: Config | None, problem: str, tuned: Config, world: World, said: TextIO, as_json: bool) -> None:
+    """Fine-tune `trained` by `tuned`; evaluate before, at both sizes, and after, on the images of `tuned`.
+
+    `base` is the config of `trained`, or None for weights that cannot be evaluated, with the `problem` in words.
+    """
     assert tuned.run.dir is not None, "load_config names it"
     split = world.main_first(lambda: open_split(tuned.data.root, tuned.data.val_split))
-    own_size, new_size = ("x".join(map(str, image_format(config).size)) for config in (base, tuned))
+    new_size = size_of(tuned)
     before: dict[str, Evaluation] = {}
-    if split.num_classes == trained.num_classes:
+    if base is not None and split.num_classes != trained.num_classes:
+        problem = f"{trained.path} knows {trained.num_classes} classes, {split.root} has {split.num_classes}"
+    if base is not None and not problem:
         data = {"data.root": tuned.data.root, "data.val_split": tuned.data.val_split}
         hardware = {"data.num_workers": tuned.data.num_workers, "eval.batch_size": tuned.eval.batch_size}
         before["before"] = evaluate_trained(trained, with_settings(base, {**data, **hardware}), world, said)
-        if new_size != own_size:
-            view = {"model.image_size": tuned.model.image_size, "eval.crop_ratio": tuned.eval.crop_ratio}
+        if new_size != size_of(base):
+            view = {"model.image_size": tuned.model.image_size, "eval.crop_pct": tuned.eval.crop_pct}
             before["before_resized"] = evaluate_trained(trained, with_settings(base, {**data, **hardware, **view}), world, said)
     elif world.is_main:
-        print(f"{trained.path} knows {trained.num_classes} classes, {split.root} has {split.num_classes}: no accuracy before", file=said)
+        print(f"no accuracy before: {problem}", file=said)
 
-    if train(build(tuned, world)) == "stopped":
+    run = build(tuned, world)
+    with world.main_reports():
+        if run.progress.facts.get("init_sha256") != fingerprint(trained.weights):
+            raise ValueError(
+                f"{tuned.run.dir} was fine-tuned from other weights than {trained.path} holds now: use another run.dir, or remove it"
+            )
+    if train(run) == "stopped":
         if world.is_main:
             print(f"fine-tuning was stopped before its end and is saved in {tuned.run.dir}: the same command goes on", file=said)
+            if as_json:
+                print(json.dumps({"stopped": True, "run": tuned.run.dir}))
         return
     world.barrier()
     after = evaluate_trained(read_trained(tuned.run.dir), tuned, world, said)
@@ -199,7 +226,7 @@ def finetune(trained: Trained, base: Config, tuned: Config, world: World, said: 
     if before:
         print(f"fine-tuned at {new_size}, image by image on the same {split.num_samples}:", file=said)
     for name, difference in differences.items():
-        against = f"base at {own_size}" if name == "before" else f"base at {new_size}, untrained there"
+        against = f"base at {size_of(base)}" if base is not None and name == "before" else f"base at {new_size}, untrained there"
         print(f"  against the {against}: {difference}", file=said)
     if as_json:
         others = {name: result.accuracy.to_dict() for name, result in before.items()}

@@ -27,12 +27,20 @@ def main() -> World:
     """The command line above; returns the world it started."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder (default: the newest run under runs/)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where the model runs (default: %(default)s)")
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="for the model (default: auto, a GPU if there is one and no training uses it)",
+    )
     args = parser.parse_args()
     run_dir = args.run or newest_run()
-    world = distributed.start(args.device)
+    in_use = is_in_use(run_dir)
+    # The GPU of a run that is going on may be full to the brim.
+    device = "cpu" if args.device == "auto" and in_use is not False else args.device
+    world = distributed.start(device, "--device ")
     with Meter("drawing", len(PAINTERS), "pictures") as meter:
-        report = make_report(run_dir, world.device, in_use=is_in_use(run_dir), on_picture=lambda done, total, name: meter.update(done))
+        report = make_report(run_dir, world.device, in_use=in_use, on_picture=lambda done, total, name: meter.update(done))
     print(report.page)
     for path in report.pictures.paths.values():
         print(f"  {path}")

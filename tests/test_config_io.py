@@ -152,7 +152,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
     [
         ("model:\n  dept: 3\n", "run.yaml:6: unknown key 'model.dept'; did you mean model.depth?"),
         ("model:\n  depth: 3\n  img_size: 3\n", "run.yaml:7: unknown key 'model.img_size'; did you mean model.image_size?"),
-        ("eval:\n  crop_ratios: 1\n", "run.yaml:6: unknown key 'eval.crop_ratios'; did you mean eval.crop_ratio?"),
+        ("eval:\n  crop_pcts: 1\n", "run.yaml:6: unknown key 'eval.crop_pcts'; did you mean eval.crop_pct?"),
         ("augment:\n  crop_ratios: 1\n", "run.yaml:6: unknown key 'augment.crop_ratios'; did you mean augment.crop_ratio?"),
         ("modle:\n  depth: 3\n", "run.yaml:5: unknown key 'modle'; did you mean model?"),
         ("lr: 0.1\n", "run.yaml:5: unknown key 'lr'; did you mean optim.lr?"),

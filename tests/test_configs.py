@@ -71,7 +71,7 @@ DEIT3_FINETUNE_384 = {
     "augment.cutmix_switch_prob": 0.5,  # default
     "loss.label_smoothing": 0.1,  # --smoothing 0.1
     "model.proj_drop_rate": None,  # --drop 0.0
-    "eval.crop_ratio": 1.0,  # --eval-crop-ratio 1.0
+    "eval.crop_pct": 1.0,  # --eval-crop-ratio 1.0
     "init.reset_head": False,  # main.py drops a head only where its shape differs
 }
 TABLES = {

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 
 import numpy as np
 import pytest
-from processes import TINY, command, environment, last_step, make_shards, metrics, run, train, write_config
+from processes import TINY, command, environment, final_state, last_step, make_shards, metrics, run, train, write_config
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 HIGHER = [setting for setting in TINY if "image_size" not in setting] + ["model.image_size=24"]
 
@@ -100,6 +103,18 @@ def test_stopped_fine_tuning_exits_with_0_and_the_same_command_goes_on(base, tmp
     assert "the same command goes on" in output
     assert (tmp_path / "tuned" / "stopped_early").exists()
     assert finetune(base, tmp_path, shards, steps=200).returncode == 0
-    both = [folder / "tuned" / "weights" / "last_ema.safetensors" for folder in (whole, tmp_path)]
-    assert metrics(both[0].parents[1], "eval")[-1]["loss"] == metrics(both[1].parents[1], "eval")[-1]["loss"]
-    assert len(metrics(both[1].parents[1], "start")) == 2
+    assert final_state(tmp_path / "tuned", 200) == final_state(whole / "tuned", 200), "bit for bit"
+    assert len(metrics(tmp_path / "tuned", "start")) == 2
+
+
+def test_another_base_under_the_same_path_is_noticed(base, tmp_path, shards):
+    mine = tmp_path / "mine"
+    shutil.copytree(base, mine)
+    assert finetune(mine, tmp_path, shards, steps=2).returncode == 0
+    weights = load_file(mine / "weights" / "last.safetensors")
+    with safe_open(mine / "weights" / "last.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+    save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, mine / "weights" / "last.safetensors", metadata)
+    done = finetune(mine, tmp_path, shards, steps=2)
+    assert done.returncode == 2
+    assert "was fine-tuned from other weights than" in done.stderr

@@ -20,13 +20,14 @@ from timm.models import save_for_hf
 
 from data_prep import imagefolder
 from vit.config_io import from_dict
+from vit.data.augment import create_augment
 from vit.data.decode import decode_center
+from vit.data.loader import image_format
 from vit.data.shards import open_split
 from vit.distributed import World
 from vit.evaluate import evaluate
 from vit.known import KNOWN, NO_NUMBER, TIMM, KnownModel, adopt, identify, own_model, published, to_config
 from vit.model import create_model
-from vit.train import create_augment, image_format
 from vit.weights import find_trained, load_weights, read_trained
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +44,7 @@ def test_a_row_has_the_settings_that_timm_has(row):
     settings = timm.get_pretrained_cfg(row.name)
     assert (3, *row.image_size) == settings.input_size
     assert (row.mean, row.std) == (settings.mean, settings.std)
-    assert (row.crop_ratio, row.interpolation, settings.crop_mode) == (settings.crop_pct, settings.interpolation, "center")
+    assert (row.crop_pct, row.interpolation, settings.crop_mode) == (settings.crop_pct, settings.interpolation, "center")
     assert (settings.num_classes, settings.classifier) == (1000, row.head)
     assert all(settings.url.endswith(f"/{file}") for file in row.files), settings.url
 
@@ -129,7 +130,7 @@ def test_an_image_looks_as_in_timm(name):
     assert list(known.image_size) == list(timm.get_pretrained_cfg(name).input_size[1:])
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (known.mean, known.std))
     for picture, data in jpegs().items():
-        ours = decode_center(data, known.image_size, known.crop_ratio, known.interpolation)
+        ours = decode_center(data, known.image_size, known.crop_pct, known.interpolation)
         theirs = view(Image.open(io.BytesIO(data)).convert("RGB"))
         levels = (ours - (theirs * std + mean) * 255).abs()
         assert levels.max() < 2.01, picture
@@ -245,8 +246,8 @@ def test_a_file_of_timms_computes_and_predicts_what_timm_does(name, save, fields
 
     split = open_split(photographs, "val")
     result = evaluate(
-        {"model": ours}, split, image_format(config), create_augment(config, 1000, WORLD), WORLD,
-        batch_size=4, crop_ratio=config.eval.crop_ratio, precision=config.train.precision,
+        {"model": ours}, split, image_format(config), create_augment(config, 1000, WORLD.device), WORLD,
+        batch_size=4, crop_pct=config.eval.crop_pct, precision=config.train.precision,
     )["model"]  # fmt: skip
     best, second = expected.topk(2).values.unbind(1)
     assert len(expected.argmax(1).unique()) > 2, "one class for all images would prove little"
@@ -294,7 +295,7 @@ def test_by_the_name_that_is_given(tmp_path):
     assert identify(tmp_path / "mine.pth", "timm/vit_base_patch16_384.augreg_in1k") == row
     assert identify(tmp_path / "vit_tiny_patch16_224.pth", "deit_small_patch16_224").name == "deit_small_patch16_224.fb_in1k"
     guest = identify(tmp_path / "mine.pth", "timm/resnet50.a1_in1k")
-    assert (guest.model, guest.crop_ratio, guest.head, guest.top1) == ({"name": "timm/resnet50"}, 0.95, "fc", None)
+    assert (guest.model, guest.crop_pct, guest.head, guest.top1) == ({"name": "timm/resnet50"}, 0.95, "fc", None)
     plain = identify(tmp_path / "mine.pth", "vit_base_patch8_224.augreg_in21k_ft_in1k")
     assert (plain.model, plain.mean, plain.source) == ({"name": "vit_b8"}, (0.5, 0.5, 0.5), NO_NUMBER)
 
@@ -314,7 +315,7 @@ def test_by_the_settings_beside_it(tmp_path):
     settings = json.loads((tmp_path / "config.json").read_text())
     settings["pretrained_cfg"]["crop_pct"] = 0.95
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert (identify(tmp_path).crop_ratio, identify(tmp_path).top1) == (0.95, None), "with another view the number is another"
+    assert (identify(tmp_path).crop_pct, identify(tmp_path).top1) == (0.95, None), "with another view the number is another"
     assert identify(tmp_path, "deit_tiny_patch16_224").name == "deit_tiny_patch16_224.fb_in1k", "what is given wins"
 
 
@@ -381,7 +382,7 @@ def test_a_config_says_what_the_row_says(row):
     config = from_dict(values, "test")
     assert (config.data.root, config.data.val_split, config.model.num_classes) == ("data/imagenet", "validation", 1000)
     assert (config.data.mean, config.data.std, config.data.interpolation) == (row.mean, row.std, row.interpolation)
-    assert (config.eval.crop_ratio, image_format(config).size, config.train.precision) == (row.crop_ratio, row.image_size, "fp32")
+    assert (config.eval.crop_pct, image_format(config).size, config.train.precision) == (row.crop_pct, row.image_size, "fp32")
     assert {"name": config.model.name, **config.model.fields()} == {"in_chans": 3, **row.model}
 
 
@@ -417,7 +418,7 @@ def test_the_page_has_the_table():
 
     def line(row: KnownModel) -> str:
         names = [row.name, *row.files]
-        side = f"{row.image_size[0]}, {row.crop_ratio:g}"
+        side = f"{row.image_size[0]}, {row.crop_pct:g}"
         return f"| {', '.join(f'`{name}`' for name in names)} | {side} | {row.top1:.2f} | {row.top5:.2f} |"
 
     page = (ROOT / "docs" / "recipes.md").read_text().partition("## Known models")[2]

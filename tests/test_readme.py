@@ -86,6 +86,11 @@ def test_links_and_pictures_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
 
 
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "configs").glob("*.yaml"))], ids=lambda page: page.name)
+def test_no_number_is_still_to_be_filled_in(page):
+    assert not re.search(r"\b[A-Z]+_(TIME|RESULT)\b|\bRESULT\b|\bTODO\b", page.read_text())
+
+
 def test_the_demo_runs_the_readmes_commands():
     demo = (ROOT / "launch" / "demo.sh").read_text().replace('"${RANKS:-2}"', "2")
     for line in commands()[2:5]:

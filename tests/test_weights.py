@@ -153,6 +153,15 @@ class Harmful:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.parametrize("name", ["timm/cait_xxs24_224", "timm/beit_base_patch16_224"])
+def test_models_whose_layers_are_called_as_deit3s_files_keep_their_names(name):
+    with torch.device("meta"):
+        weights = create_model(name, 224, 10).state_dict()
+    assert any(".gamma_1" in key for key in weights)
+    with torch.device("meta"):
+        load_weights(create_model(name, 224, 10), weights)
+
+
 def test_a_command_line_beside_the_weights_is_no_hindrance(tmp_path):
     """MAE's and DeiT's files have one."""
     torch.save({"model": tiny().state_dict(), "args": argparse.Namespace(lr=1, aa="rand-m9")}, tmp_path / "namespace.pth")

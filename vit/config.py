@@ -226,7 +226,7 @@ class EvalConfig(Section):
     """Evaluate each so many steps."""
     batch_size: Positive = 64
     """Images in one forward pass of one rank."""
-    crop_ratio: Annotated[float, Field(gt=0, le=1)] = 0.875
+    crop_pct: Annotated[float, Field(gt=0, le=1)] = 0.875
     """Side of the centre crop over the shorter side of the resized image (224 of 256)."""
 
 

@@ -227,6 +227,10 @@ class StopSignals:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
 
+    def release_interrupt(self) -> None:
+        """Let Ctrl-C interrupt again: there are no more steps that would see the flag."""
+        signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+
     def restore(self) -> None:
         """Give the signals back to who had them."""
         for number, handler in self._before.items():

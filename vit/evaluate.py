@@ -57,7 +57,7 @@ def evaluate(
     world: World,
     *,
     batch_size: int,
-    crop_ratio: float,
+    crop_pct: float,
     precision: str,
     num_workers: int = 0,
     on_batch: Callable[[int, int], None] | None = None,
@@ -66,7 +66,7 @@ def evaluate(
 
     `on_batch(done, total)` is called after each batch of this rank.
     """
-    batches = EvalBatches(split, image, crop_ratio, batch_size, rank=world.rank, world_size=world.size)
+    batches = EvalBatches(split, image, crop_pct, batch_size, rank=world.rank, world_size=world.size)
     counters = {name: AccuracyCounter(world.device) for name in models}
     predictions = {name: torch.zeros(split.num_samples, dtype=torch.int64, device=world.device) for name in models}
     was_training = {name: model.training for name, model in models.items()}

@@ -46,7 +46,7 @@ class KnownModel:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     """Per channel, of images scaled to [0, 1]."""
-    crop_ratio: float
+    crop_pct: float
     """Side of the centre crop over the shorter side of the resized image."""
     interpolation: str = "bicubic"
     top1: float | None = None
@@ -78,12 +78,12 @@ def own_model(architecture: str) -> dict[str, Any] | None:
     return fields
 
 
-def _row(name: str, channels: tuple[Channels, Channels], crop_ratio: float, top1: float, top5: float, file: str = "") -> KnownModel:
+def _row(name: str, channels: tuple[Channels, Channels], crop_pct: float, top1: float, top5: float, file: str = "") -> KnownModel:
     architecture = name.partition(".")[0]
     model, size = own_model(architecture), int(re.findall(r"\d+", architecture)[-1])
     assert model is not None, name
     files = (file,) if file else ()
-    return KnownModel(name, model, (size, size), *channels, crop_ratio, top1=top1, top5=top5, source=TIMM, files=files)
+    return KnownModel(name, model, (size, size), *channels, crop_pct, top1=top1, top5=top5, source=TIMM, files=files)
 
 
 def _mae(size: str, model: str, top1: float, top5: float) -> KnownModel:
@@ -209,7 +209,7 @@ def _by_file_name(file: Path) -> KnownModel:
 
 def _longest_prefix(text: str, names: Iterable[str]) -> str:
     """The longest of `names` with which `text` begins and where a word ends."""
-    return max((name for name in names if re.match(re.escape(name) + r"(?![A-Za-z0-9])", text)), key=len, default="")
+    return max((name for name in names if re.match(re.escape(name) + r"(?![A-Za-z0-9_])", text)), key=len, default="")
 
 
 def _from_timm(name: str) -> KnownModel | None:
@@ -306,7 +306,7 @@ def to_config(known: KnownModel, data_root: str, val_split: str = "val", num_cla
             "std": list(known.std),
             "interpolation": known.interpolation,
         },
-        "eval": {"crop_ratio": known.crop_ratio},
+        "eval": {"crop_pct": known.crop_pct},
         "train": {"steps": 1, "precision": "fp32"},
     }
     return config_io.to_dict(config_io.from_dict(values, known.name))

@@ -44,6 +44,10 @@ class Monitor:
         self.read(queued_behind=True)
         self._pending = (step, result, time.perf_counter(), self.loader.wait_s)
 
+    def start_clock(self) -> None:
+        """Training time begins now: what came before the first step, with the wait for its batch, was the start of the process."""
+        self._new_interval(time.perf_counter(), self.loader.wait_s)
+
     def resume_clock(self) -> None:
         """Evaluation and saving are no training time."""
         now = time.perf_counter()

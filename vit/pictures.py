@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from vit import config_io, visualize
 from vit.config import Config
 from vit.curves import plot_curves
-from vit.data.augment import Augment
+from vit.data.augment import create_augment
 from vit.data.decode import decode_center
-from vit.data.loader import ImageFormat, Loader, TrainBatches
+from vit.data.loader import Loader, TrainBatches, image_format
 from vit.data.order import divisors, make_order
 from vit.data.shards import Split, open_split
 from vit.evaluate import PREDICTIONS_FILE
+from vit.metrics import predicted_classes
 from vit.model import create_model
 from vit.record import METRICS_FILE
 from vit.weights import Trained, WeightsError, find_trained, load_weights, read_trained
@@ -40,6 +41,8 @@ from vit.weights import Trained, WeightsError, find_trained, load_weights, read_
 REPORT_FOLDER = "report"
 NUM_AUGMENTED, NUM_ATTENTION, NUM_ATTENTION_WRONG, NUM_CONFUSED_PAIRS, NUM_EXAMPLES = 24, 12, 4, 10, 6
 """Images in `augmented.png`; in `attention.png`, and how many of those were mistaken; rows and columns of `confused.png`."""
+MAX_CONFUSION_CLASSES = 5_000
+"""A matrix of 200 MB. The 21,841 classes of ImageNet-21k would take 3.8 GB, at the end of a run that is finished."""
 
 
 class ConfusedPair(NamedTuple):
@@ -186,13 +189,9 @@ class RunFolder:
     def confusion(self) -> NDArray[np.int64]:
         """(classes, classes): images of a class (row) by what they were taken for (column)."""
         predictions, labels, _ = self.predictions
+        if len(self.class_names) > MAX_CONFUSION_CLASSES:
+            raise ValueError(f"{len(self.class_names):,} classes are too many for a matrix: more than {MAX_CONFUSION_CLASSES:,}")
         return visualize.confusion_matrix(labels, predictions, len(self.class_names))
-
-    @cached_property
-    def image(self) -> ImageFormat:
-        model = self.config.model
-        size = model.image_size
-        return ImageFormat((size, size) if isinstance(size, int) else size, model.in_chans, self.config.data.interpolation)
 
     @cached_property
     def model(self) -> nn.Module:
@@ -207,21 +206,15 @@ class RunFolder:
             raise ValueError(f"{self.trained.path} does not say how many classes it knows")
         return self.trained.num_classes
 
-    def augment(self) -> Augment:
-        return Augment(self.config.augment, self.num_classes, self.config.data.mean, self.config.data.std, self.device)
-
     def eval_image(self, sample: int) -> Tensor:
         """What evaluation sees of an image of the validation split: (C, H, W) uint8."""
-        data, image = self.val_split.read(sample), self.image
-        return decode_center(data, image.size, self.config.eval.crop_ratio, image.interpolation, image.channels)
+        data, image = self.val_split.read(sample), image_format(self.config)
+        return decode_center(data, image.size, self.config.eval.crop_pct, image.interpolation, image.channels)
 
     def check_same_images(self) -> None:
         """Raise ValueError if the validation split is not the one that was evaluated."""
         if not np.array_equal(self.predictions[1], self.val_split.index["label"]):
             raise ValueError(f"{self.val_split.root} is no longer what was evaluated: its {self.val_split.name!r} split has other labels")
-
-    def name_of(self, label: int) -> str:
-        return self.class_names[label] if label < len(self.class_names) else f"class {label}"
 
 
 def _paint_curves(source: RunFolder, picture: Path) -> str:
@@ -238,14 +231,14 @@ def _paint_augmented(source: RunFolder, picture: Path) -> str:
     shares = [n for n in divisors(batch_size) if n % (config.augment.mix_group_size if mixes else 1) == 0] or [batch_size]
     share = next((n for n in shares if n >= NUM_AUGMENTED), shares[-1])
     batches = TrainBatches(
-        split, order, config.augment, source.image, world_size=batch_size // share, on_bad_image=config.data.on_bad_image
+        split, order, config.augment, image_format(config), world_size=batch_size // share, on_bad_image=config.data.on_bad_image
     )
     with Loader(batches, 0, 1) as loader:
         batch = next(loader)
     on_device = batch.to(source.device)
-    inputs, targets = source.augment()(on_device.images, on_device.labels, batch.table)
+    inputs, targets = create_augment(config, source.num_classes, source.device)(on_device.images, on_device.labels, batch.table)
     rows = np.flatnonzero(batch.weights.numpy() > 0)[:NUM_AUGMENTED]
-    mean, std, names = config.data.mean, config.data.std, [source.name_of(n) for n in range(source.num_classes)]
+    mean, std, names = config.data.mean, config.data.std, source.class_names[: source.num_classes]
     visualize.plot_augmented(inputs[rows].cpu(), targets[rows].cpu(), mean, std, names, picture)
     return f"The first {len(rows)} of the {batch_size:,} images of step 1, as the model saw them."
 
@@ -260,7 +253,7 @@ def _paint_attention(source: RunFolder, picture: Path) -> str:
     chosen = pick_images(labels, predictions, NUM_ATTENTION, NUM_ATTENTION_WRONG)
     images = torch.stack([source.eval_image(sample) for sample in chosen])
     model: Any = source.model
-    inputs = source.augment().normalize(images.to(source.device))
+    inputs = create_augment(source.config, source.num_classes, source.device).normalize(images.to(source.device))
     logits, relevance = [], []
     with torch.no_grad():
         for one in inputs.split(1):  # one after the other: a ViT-H at 518 pixels holds 4 GB of attention for each
@@ -268,9 +261,9 @@ def _paint_attention(source: RunFolder, picture: Path) -> str:
             rolled = visualize.attention_rollout(maps, getattr(model, "num_prefix_tokens", 0), getattr(model, "global_pool", "avg"))
             relevance.append(rolled.unflatten(1, _grid(source.trained, model)).cpu())
             logits.append(model(one).float().cpu())
-    probabilities, predicted = torch.cat(logits).softmax(1).max(1)
+    predicted, probabilities = predicted_classes(torch.cat(logits)), torch.cat(logits).softmax(1).amax(1)
     wrong = int((predicted.numpy() != labels[chosen]).sum())
-    names = [source.name_of(n) for n in range(source.num_classes)]
+    names = source.class_names[: source.num_classes]
     visualize.plot_attention(images, torch.cat(relevance), torch.from_numpy(labels[chosen]), predicted, probabilities, names, picture)
     which = "averaged weights" if source.trained.averaged else "weights"
     return (
@@ -359,7 +352,7 @@ PAINTERS: dict[str, Callable[[RunFolder, Path], str]] = {
 
 def _confused_pairs(source: RunFolder) -> list[ConfusedPair]:
     pairs = visualize.most_confused(source.confusion, NUM_CONFUSED_PAIRS)
-    return [ConfusedPair(source.name_of(true), source.name_of(taken), count, total) for true, taken, count, total in pairs]
+    return [ConfusedPair(source.class_names[true], source.class_names[taken], count, total) for true, taken, count, total in pairs]
 
 
 def _class_accuracies(source: RunFolder) -> list[ClassAccuracy]:

@@ -70,7 +70,7 @@ class Record:
     ):
         self.is_main = is_main
         self._tracking: Tracking | None = None
-        self._step, self._restarts, self._failed = first_step, 0, False
+        self._step, self._restarts, self._failed, self._stopped = first_step, 0, False, False
         if not is_main:
             return
         self._run_dir, self._config = run_dir, config
@@ -101,6 +101,7 @@ class Record:
         self._append(json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n")
         self._step, self._restarts = step, values.get("restarts", self._restarts)
         self._failed = self._failed or values.get("outcome") == "error"
+        self._stopped = values.get("outcome") == "stopped"
         if self._tracking is not None:
             if kind in ("train", "eval"):
                 numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
@@ -159,7 +160,7 @@ class Record:
         self._file.close()
         self._lock.close()  # the next attempt need not wait for W&B
         if self._tracking is not None:
-            self._tracking.close(failed=self._failed)
+            self._tracking.close(self._failed, self._stopped)
             self._tracking = None
 
 

@@ -30,6 +30,7 @@ from markupsafe import Markup, escape
 from vit import config_io
 from vit.config import Config
 from vit.curves import curve_panels
+from vit.data.loader import image_format
 from vit.data.shards import replacing
 from vit.history import History, read_history
 from vit.model import count_parameters, create_model, flops_per_image
@@ -175,7 +176,7 @@ def _facts(source: RunFolder, config: Config | None, story: History, plan: dict[
     """What was trained on what, in a few words each."""
     facts = []
     if config is not None:
-        height, width = source.image.size
+        height, width = image_format(config).size
         facts.append(("model", f"{config.model.name} at {height} × {width} pixels"))
         with suppress(Exception):  # a fact less; a model that cannot be made has its sentence at the pictures
             with torch.device("meta"):

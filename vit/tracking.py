@@ -73,7 +73,7 @@ def wanted_mode(setting: str) -> Mode:
 
 
 class Tracking:
-    """The training process's end of the feed. No method waits, except `close`; none raises.
+    """The training process's end of the feed. No method waits, but `close`, and `hear` for a second where the other one ends; none raises.
 
     `say` prints a line for people. `hear` passes on what the other process has to say and is to be called now and then.
     """
@@ -151,9 +151,10 @@ class Tracking:
             elif why:
                 self._say(f"wandb: stopped ({why}); metrics.jsonl has everything")
 
-    def close(self, failed: bool = False) -> None:
-        """Wait until everything is shown, or on disk. The other process keeps the time itself."""
-        self.send(end={"failed": failed})
+    def close(self, failed: bool = False, stopped: bool = False) -> None:
+        """Wait until everything is shown, or on disk. The other process keeps the time itself; if the run was `stopped` by a signal, whose
+        sender may not wait, that is as short as without a server."""
+        self.send(end={"failed": failed, "stopped": stopped})
         deadline = time.monotonic() + HARD_LIMIT_S
         try:
             while self._process is not None and time.monotonic() < deadline:
@@ -187,12 +188,12 @@ def _plain(value: Any) -> Any:
 
 
 class _Feed:
-    """What the training process has sent. `ended` once it has said so, or is gone."""
+    """What the training process has sent. `ended` once it has said so, or is gone; `stopped` if a signal ended the run."""
 
     def __init__(self, handle: int, parent: int):
         self._handle, self._parent, self._part = handle, parent, b""
         self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.ended = False
+        self.ended = self.stopped = False
 
     def poll(self) -> None:
         """Take in what is new."""
@@ -201,11 +202,12 @@ class _Feed:
             *lines, self._part = (self._part + part).split(b"\n")
             for line in lines:
                 message = json.loads(line)
-                self.ended = self.ended or "end" in message
+                if "end" in message:
+                    self.ended, self.stopped = True, message["end"]["stopped"]
                 self.messages.put(message)
         if gone and not self.ended:
             self.ended = True
-            self.messages.put({"end": {"failed": True}})
+            self.messages.put({"end": {"failed": True, "stopped": True}})
 
 
 class _Server:
@@ -384,7 +386,7 @@ def _follow(parent: int, why_offline: str, handle: int, tell: Callable[[str], No
             if late or now > session.opening_since + INIT_S:
                 session.problem = f"no run after {now - session.opening_since:.0f} s"
                 break
-        elif waited_s > (FINISH_S if online else OFFLINE_FINISH_S):
+        elif waited_s > (FINISH_S if online and not feed.stopped else OFFLINE_FINISH_S):
             session.problem = f"not finished after {waited_s:.0f} s"
             break
         elif online and now > next_probe:

@@ -20,6 +20,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,8 +33,8 @@ from vit import checkpoint as checkpoints
 from vit import config_io
 from vit.checkpoint import Progress
 from vit.config import Config
-from vit.data.augment import Augment
-from vit.data.loader import ImageFormat, Loader, TrainBatches
+from vit.data.augment import create_augment
+from vit.data.loader import ImageFormat, Loader, TrainBatches, image_format
 from vit.data.order import Order, sample_checksum
 from vit.data.shards import Split, open_split, replacing
 from vit.distributed import StopSignals, World, wrap
@@ -49,7 +50,7 @@ from vit.record import Record, lock_run, provenance
 from vit.report import make_report
 from vit.schedule import lr_at
 from vit.step import TrainStep
-from vit.weights import Trained, WeightsError, grid_size, load_weights, read_trained, save_weights
+from vit.weights import Trained, WeightsError, fingerprint, grid_size, load_weights, read_trained, save_weights
 
 MAY_CHANGE = (
     "run.", "log.", "checkpoint.", "eval.", "data.num_workers", "data.prefetch_batches", "data.micro_batch_size", "data.root",
@@ -80,10 +81,13 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """However it ends, the record is closed, the terminal given back and the signals with it."""
-        if error is not None:
-            self.record.write("end", self.progress.step, outcome="error", reason=f"{type(error).__name__}: {error}")
-        self.record.close()
-        self.signals.restore()
+        try:
+            if error is not None:
+                with suppress(ValueError):  # a full disk: the first error is the one to tell
+                    self.record.write("end", self.progress.step, outcome="error", reason=f"{type(error).__name__}: {error}")
+        finally:
+            self.record.close()
+            self.signals.restore()
 
     def models(self) -> dict[str, nn.Module]:
         """The weights, and their average if there is one."""
@@ -128,6 +132,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
             for note in notes:
                 if world.is_main:
                     print(f"{trained.path}: {note}", file=sys.stderr)
+            facts["init_sha256"] = fingerprint(trained.weights)
     model.to(world.device)
 
     # 3. The average copies the model before anything is compiled into it.
@@ -141,7 +146,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         model,
         wrap(model, world),
         create_optimizer(model, config.optim),
-        create_augment(config, num_classes, world),
+        create_augment(config, num_classes, world.device),
         world,
         lr_at=schedule,
         micro_batch_size=plan.micro_batch_size,
@@ -164,17 +169,6 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         progress.restarts += 1
     record = world.main_first(lambda: _open_record(config, world, folder, plan, progress, model, lock))
     return Run(config, world, folder, plan, order, train_split, val_split, image_format(config), train_step, record, progress, signals)
-
-
-def image_format(config: Config) -> ImageFormat:
-    """What the model of `config` takes."""
-    size = config.model.image_size
-    return ImageFormat((size, size) if isinstance(size, int) else size, config.model.in_chans, config.data.interpolation)
-
-
-def create_augment(config: Config, num_classes: int, world: World) -> Augment:
-    """The device's part of the image path, for training and evaluation."""
-    return Augment(config.augment, num_classes, config.data.mean, config.data.std, world.device)
 
 
 def _other_model_settings(trained: Trained, config: Config) -> str:
@@ -271,7 +265,7 @@ def train(run: Run) -> str:
             batch = next(loader)
             if progress.step == first_step:
                 run.train_step.settle(batch)
-                monitor.resume_clock()
+                monitor.start_clock()
             result = run.train_step(batch, progress.step, stop=bool(run.signals.received))
             for key in batch.bad_keys:
                 print(f"step {progress.step}: {key} could not be decoded and counts nowhere", file=sys.stderr)
@@ -326,9 +320,10 @@ def _finish(run: Run, monitor: Monitor) -> str:
 
 def _report(run: Run) -> None:
     """Pictures and page of a finished run, also for W&B. A stopped one may have seconds to live: `launch/report.py` makes them then."""
+    run.signals.release_interrupt()
     try:
         report = make_report(run.folder, run.world.device, in_use=False)
-    except Exception as error:  # a view must not decide how the run ended
+    except (Exception, KeyboardInterrupt) as error:  # a view must not decide how the run ended
         run.record.say(f"no report ({type(error).__name__}: {error}); python launch/report.py {run.folder} tries again")
         return
     pictures = report.pictures
@@ -385,7 +380,7 @@ def _evaluate(run: Run) -> bool:
             run.train_step.augment,
             run.world,
             batch_size=config.eval.batch_size,
-            crop_ratio=config.eval.crop_ratio,
+            crop_pct=config.eval.crop_pct,
             precision=config.train.precision,
             num_workers=config.data.num_workers,
             on_batch=on_batch,
@@ -397,14 +392,14 @@ def _evaluate(run: Run) -> bool:
     record.write("eval", progress.step, **{key + suffixed[name]: v for name, group in values.items() for key, v in group.items()})
     parts = [f"{'' if name == 'model' else name + ' '}{result.accuracy}" for name, result in results.items()]
     record.say(f"step {progress.step}: {'; '.join(parts)} on {run.val_split.num_samples} images of {config.data.val_split!r}")
+    progress.evaluated_step = progress.step
+    best = max(result.accuracy.top1 for result in results.values())
+    is_best, progress.best_top1 = best > progress.best_top1, max(best, progress.best_top1)
     with run.world.main_reports():
         if run.world.is_main:
             save_predictions(run.folder, results.get("ema", results["model"]), run.val_split, progress.step)
-    progress.evaluated_step = progress.step
-    best = max(result.accuracy.top1 for result in results.values())
-    if best > progress.best_top1:
-        progress.best_top1 = best
-        _write_weights(run, "best")
+        if is_best:
+            _write_weights(run, "best")
     return True
 
 

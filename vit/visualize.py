@@ -314,7 +314,7 @@ def confusion_matrix(labels: NDArray, predictions: NDArray, num_classes: int) ->
         )
     seen = predictions >= 0
     cells = labels[seen].astype(np.int64) * num_classes + predictions[seen]
-    return np.bincount(cells, minlength=num_classes**2).reshape(num_classes, num_classes).astype(np.int64)
+    return np.bincount(cells, minlength=num_classes**2).reshape(num_classes, num_classes).astype(np.int64, copy=False)
 
 
 def most_confused(matrix: NDArray[np.int64], num: int = 10) -> list[tuple[int, int, int, int]]:
@@ -382,7 +382,9 @@ def _draw_mistakes(axes: Axes, matrix: NDArray[np.int64]) -> None:
 
     pool = -(-len(matrix) // 350)
     edges = np.arange(0, len(matrix), pool)
-    mistakes = np.add.reduceat(np.add.reduceat(matrix - np.diag(matrix.diagonal()), edges, axis=0), edges, axis=1)
+    mistakes = matrix.copy()
+    np.fill_diagonal(mistakes, 0)
+    mistakes = np.add.reduceat(np.add.reduceat(mistakes, edges, axis=0), edges, axis=1)
     percent = 100.0 * mistakes / np.add.reduceat(matrix.sum(1), edges).clip(1)[:, None]
     lowest = percent[percent > 0].min(initial=100.0)
     drawn = axes.imshow(
@@ -405,13 +407,11 @@ def plot_most_confused(
 ) -> Path:
     """Draw a row for each mistake of `most_confused`, with a bar for its count and up to 6 images so mistaken. Returns `picture`.
 
-    examples: for each pair a list of (H, W, 1 or 3) uint8, which may be short or empty. No pairs give a picture that says so.
+    examples: for each pair a list of (H, W, 1 or 3) uint8, which may be short or empty.
     """
     row, text_in, thumb = 0.92, 2.75, 0.78
-    with drawing(picture, 0.5 + row * max(len(pairs), 1)) as figure:
+    with drawing(picture, 0.5 + row * len(pairs)) as figure:
         sheet = _sheet(figure, "Most frequent mistakes: true → predicted")
-        if not pairs:
-            sheet.text(0.1, 0.7, "None: no image was taken for another class.")
         for i, ((true, predicted, count, total), images) in enumerate(zip(pairs, examples, strict=True)):
             top = 0.5 + i * row
             lines = [_name(class_names, true), f"→ {_name(class_names, predicted)}"]

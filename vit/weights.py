@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -148,7 +149,8 @@ def load_weights(
         WeightsError: anything missing, left over or of another shape, all at once. The model is then unchanged.
     """
     target, notes = model.state_dict(), list[str]()
-    source = {re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): tensor for name, tensor in state_dict.items()}
+    # DeiT III's own names; BEiT's and CaiT's layers are really called so.
+    source = {name if name in target else re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): value for name, value in state_dict.items()}
     head = _head_prefixes(model)
     if reset_head:
         dropped = [name for name in source if name.startswith(head)]
@@ -204,6 +206,15 @@ def save_weights(path: str | os.PathLike[str], model_state_dict: Mapping[str, Te
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """sha256 of names, shapes and values."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -190,13 +190,13 @@ def test_grey_windows_have_one_channel():
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize(("size", "crop_ratio"), [(32, 0.875), (33, 0.9), (28, 1.0), (48, 0.95)])
+@pytest.mark.parametrize(("size", "crop_pct"), [(32, 0.875), (33, 0.9), (28, 1.0), (48, 0.95)])
 @pytest.mark.parametrize("original", [(97, 64), (64, 97), (75, 75), (40, 300), (20, 23), (500, 375)], ids=lambda wh: f"{wh[0]}x{wh[1]}")
-def test_center_view_is_torchvisions(original, size, crop_ratio, interpolation):
+def test_center_view_is_torchvisions(original, size, crop_pct, interpolation):
     data = encode(picture(*original))
-    view = v2.Compose([v2.Resize(int(size / crop_ratio), InterpolationMode(interpolation), antialias=True), v2.CenterCrop(size)])
+    view = v2.Compose([v2.Resize(int(size / crop_pct), InterpolationMode(interpolation), antialias=True), v2.CenterCrop(size)])
     theirs = view(torch.from_numpy(by_pillow(data)).permute(2, 0, 1))
-    np.testing.assert_array_equal(decode_center(data, (size, size), crop_ratio, interpolation), theirs)
+    np.testing.assert_array_equal(decode_center(data, (size, size), crop_pct, interpolation), theirs)
 
 
 @settings(deadline=None, max_examples=100)
@@ -206,8 +206,8 @@ def test_center_view_is_torchvisions(original, size, crop_ratio, interpolation):
     st.floats(0.3, 1.0),
     st.sampled_from([1, 3]),
 )
-def test_center_view_always_has_the_size_that_was_asked_for(original, size, crop_ratio, channels):
-    assert decode_center(encode(picture(*original)), size, crop_ratio, "bilinear", channels).shape == (channels, *size)
+def test_center_view_always_has_the_size_that_was_asked_for(original, size, crop_pct, channels):
+    assert decode_center(encode(picture(*original)), size, crop_pct, "bilinear", channels).shape == (channels, *size)
 
 
 def test_center_view_of_an_oblong_size_keeps_the_aspect_and_the_middle():

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vit.config import AugmentConfig
+from vit.config import AugmentConfig, Config
 from vit.data.order import fold, uniform
 
 # Columns of the table.
@@ -180,6 +180,11 @@ class Augment:
             changed = OPS[int(number)](images[rows].float(), strength[rows].view(-1, 1, 1, 1), self.fill)
             images[rows] = changed.round_().clamp_(0, 255).to(torch.uint8)
         return images
+
+
+def create_augment(config: Config, num_classes: int, device: torch.device) -> Augment:
+    """The device's part of the image path, for training and evaluation."""
+    return Augment(config.augment, num_classes, config.data.mean, config.data.std, device)
 
 
 # --- RandAugment (Cubuk et al. 2020) with timm's "increasing" operations (timm/data/auto_augment.py, `rand-m9-mstd0.5-inc1`)

@@ -54,15 +54,15 @@ def decode_window(data: bytes, window: Window, size: tuple[int, int], interpolat
     return resize(decode(data, channels)[top : top + height, left : left + width], size, interpolation)
 
 
-def decode_center(data: bytes, size: tuple[int, int], crop_ratio: float, interpolation: str, channels: int = 3) -> torch.Tensor:
-    """The evaluation view: resize until `size / crop_ratio` is covered, keeping the aspect, then crop the centre.
+def decode_center(data: bytes, size: tuple[int, int], crop_pct: float, interpolation: str, channels: int = 3) -> torch.Tensor:
+    """The evaluation view: resize until `size / crop_pct` is covered, keeping the aspect, then crop the centre.
 
-    Returns (channels, height, width) uint8. For square sizes this is torchvision's `Resize(int(size / crop_ratio))` and `CenterCrop(size)`,
+    Returns (channels, height, width) uint8. For square sizes this is torchvision's `Resize(int(size / crop_pct))` and `CenterCrop(size)`,
     with its rounding.
     """
     pixels = decode(data, channels)
     height, width = pixels.shape[:2]
-    cover_h, cover_w = int(size[0] / crop_ratio), int(size[1] / crop_ratio)
+    cover_h, cover_w = int(size[0] / crop_pct), int(size[1] / crop_pct)
     if cover_h * width >= cover_w * height:  # the height decides
         new_h, new_w = cover_h, int(cover_h * width / height)
     else:

@@ -8,7 +8,10 @@ Evaluation deals all samples of a split over the ranks in batches of one shape, 
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from vit.config import AugmentConfig
+from vit.config import AugmentConfig, Config
 from vit.data.augment import draw_crops, draw_mix, draw_table, sample_keys
 from vit.data.decode import decode_center, decode_window
 from vit.data.order import Order
@@ -68,6 +71,12 @@ class ImageFormat:
     """1 or 3."""
     interpolation: str = "bicubic"
     """bilinear or bicubic, antialiased."""
+
+
+def image_format(config: Config) -> ImageFormat:
+    """What the model of `config` takes."""
+    size = config.model.image_size
+    return ImageFormat((size, size) if isinstance(size, int) else size, config.model.in_chans, config.data.interpolation)
 
 
 @dataclass(frozen=True)
@@ -128,8 +137,8 @@ class TrainBatches(Dataset):
 class EvalBatches(Dataset):
     """All samples of a split once, dealt over the ranks in the same number of batches of one shape; fillers have weight 0."""
 
-    def __init__(self, split: Split, image: ImageFormat, crop_ratio: float, batch_size: int, *, rank: int = 0, world_size: int = 1):
-        self.split, self.image, self.crop_ratio, self.batch_size = split, image, crop_ratio, batch_size
+    def __init__(self, split: Split, image: ImageFormat, crop_pct: float, batch_size: int, *, rank: int = 0, world_size: int = 1):
+        self.split, self.image, self.crop_pct, self.batch_size = split, image, crop_pct, batch_size
         self.rank, self.world_size = rank, world_size
 
     def __len__(self) -> int:
@@ -144,7 +153,7 @@ class EvalBatches(Dataset):
         try:
             for row in np.flatnonzero(valid).tolist():
                 data = self.split.read(int(ids[row]))
-                images[row] = decode_center(data, self.image.size, self.crop_ratio, self.image.interpolation, self.image.channels)
+                images[row] = decode_center(data, self.image.size, self.crop_pct, self.image.interpolation, self.image.channels)
         except ShardError as error:
             return _Failure(str(error))
         except ValueError as error:
@@ -239,7 +248,15 @@ def _share(batch: Any) -> Any:
 
 def _start_worker(worker: int) -> None:
     """Ranks decide when to stop; Slurm and terminals signal every process of a job, and a worker that died of it would lose the last
-    save."""
+    save. But a worker ends with its rank: torch's own watchdog does not see that under the start method `forkserver` (Python 3.14)."""
     torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow_parent, daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
