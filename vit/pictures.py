@@ -1,4 +1,4 @@
-"""All pictures of a run, from its folder alone.
+"""All pictures of a run, from what lies on disk: its folder and, for pictures of images, its data.
 
 The data's story: a run folder is read as it lies there, finished, stopped, killed or still going on, never the live run. Config and weights
 give the model, the data folder gives images, `predictions.npz` says what was taken for what, and `vit.visualize` draws. Each picture is
