@@ -48,7 +48,8 @@ def main() -> World:
     parser.add_argument(
         "--checkpoint",
         metavar="RUN_OR_FILE",
-        help="run folder, checkpoint folder, weights file, or one of timm's (default: the newest run)",
+        help="run folder (its last weights, averaged where there are some), checkpoint folder, or weights file, also of timm's "
+        "(default: the newest run)",
     )
     parser.add_argument("--model", metavar="NAME", help="timm's name of weights that were trained elsewhere, if their file does not tell")
     parser.add_argument("--data", metavar="ROOT", help="folder of shards (default: the one it was trained on)")

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,11 @@ def test_the_python_of_the_readme_runs():
 
 def test_the_loop_of_the_docs_trains(shards, tmp_path):
     """Three classes, 60 images, three epochs of three batches; classes are colours, so nine steps already help."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_loop.md").read_text(), re.S)
+    page = (ROOT / "docs" / "own_loop.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    code += textwrap.indent(
+        textwrap.dedent("".join(re.findall(r"^      .*\n|^\n(?=      )", page.partition("**Evaluation**")[2], re.M))), "    "
+    )
     (tmp_path / "loop.py").write_text(code.replace("data/digits", str(shards)))
     done = subprocess.run(
         [sys.executable, tmp_path / "loop.py"], capture_output=True, text=True, env=environment(), cwd=tmp_path, check=False
@@ -77,6 +82,7 @@ def test_the_loop_of_the_docs_trains(shards, tmp_path):
     assert len(losses) == 9
     assert losses[0] == pytest.approx(math.log(3), abs=0.01), "a zero head over three classes starts at ln 3"
     assert losses[-1] < losses[0]
+    assert re.search(r"^top-1 [\d.]+ % ", done.stdout, re.M)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

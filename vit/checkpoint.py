@@ -1,9 +1,8 @@
 """Full state for resuming, complete or absent.
 
 The data's story: `TrainStep` holds everything an update changes; its tensors get flat names and go into one safetensors file, numbers and
-the config
-into `checkpoint.json` beside it. Both are written into a hidden folder, flushed to disk, and the folder is renamed: what carries the
-final name is whole. Only then does `latest` name it and do older ones go.
+the config into `checkpoint.json` beside it. Both are written into a hidden folder, flushed to disk, and the folder is renamed: what carries
+the final name is whole. Only then does `latest` name it and do older ones go.
 
     runs/<name>/checkpoints/
       step_00012500/
@@ -54,9 +53,7 @@ class Progress:
     """Where the run is: the part of a checkpoint that is not tensors."""
 
     step: int = 0
-    """Global batches attempted."""
-    batches_skipped: int = 0
-    """Batches passed over on top of that; the data position is `step + batches_skipped`."""
+    """Global batches attempted, which is also the position in the data."""
     updates_skipped: int = 0
     """Updates whose gradient was not finite, over the whole run."""
     updates_skipped_in_a_row: int = 0

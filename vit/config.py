@@ -29,7 +29,7 @@ class ModelConfig(Section):
     """The network. What is `None` is left to the preset or to the model's own default."""
 
     name: str = "vit_b16"
-    """`vit_{ti,s,b,l,h}{patch}` (Table 1 of the ViT paper), or `timm/<any>` for any model of timm."""
+    """`vit_{ti,s,b,l,h}{patch}` (sizes: `PRESETS` in vit/model.py), or `timm/<any>` for any model of timm."""
     image_size: Size = 224
     """Side of the square training image, or `[height, width]`."""
     in_chans: Literal[1, 3] = 3

@@ -416,7 +416,7 @@ def main() -> None:
     gflop = flops_per_image(model) / 1e9
     print(
         f"{args.name} at {model.image_size[0]}x{model.image_size[1]}: {count_parameters(model):,} parameters, "
-        f"{gflop:.2f} GFLOP an image forward"
+        f"{gflop:.2f} GFLOP an image forward (2 for each multiply-add; papers often count 1)"
     )
 
 

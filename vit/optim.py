@@ -1,8 +1,7 @@
 """Optimizers over proper parameter groups.
 
-The data's story: every trainable parameter of the model falls into exactly one of two groups, with weight decay and without; the step
-sets the
-groups' learning rate from `vit.schedule` before each update. Both optimizers are torch's fused ones: they skip an update on the device
+The data's story: every trainable parameter of the model falls into exactly one of two groups, with weight decay and without; the step sets
+the groups' learning rate from `vit.schedule` before each update. Both optimizers are torch's fused ones: they skip an update on the device
 when `found_inf` is set, so a non-finite gradient costs no wait.
 """
 

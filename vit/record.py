@@ -1,9 +1,8 @@
 """The record of a run: `metrics.jsonl` is the truth, console and Weights & Biases (`vit.tracking`) are views of it.
 
 The data's story: the loop hands numbers that were read from the device one step late; rank 0 appends each as one JSON object a line, and
-shows it.
-A restarted run appends, too: a `start` line tells from which step on later lines replace earlier ones, which `read_metrics` applies.
-W&B off, offline, down or hanging changes nothing in the file and never stops the run.
+shows it. A restarted run appends, too: a `start` line tells from which step on later lines replace earlier ones, which `read_metrics`
+applies. W&B off, offline, down or hanging changes nothing in the file and never stops the run.
 """
 
 from __future__ import annotations

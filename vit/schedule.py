@@ -13,9 +13,8 @@ def lr_at(step: int, *, peak_lr: float, total_steps: int, warmup_steps: int = 0,
     """Learning rate of the update at `step` in [0, total_steps).
 
     Linear warm-up: the update at step s has (s + 1) / warmup_steps of the peak. Then `cosine` (Loshchilov & Hutter 2017, equation 5,
-    without
-    restarts) or `linear` from the peak towards `min_lr`, which it would reach at `total_steps`, or `constant`. So no update is lost on a
-    rate of 0.
+    without restarts) or `linear` from the peak towards `min_lr`, which it would reach at `total_steps`, or `constant`. So no update is lost
+    on a rate of 0.
     """
     if step < warmup_steps:
         return peak_lr * (step + 1) / warmup_steps

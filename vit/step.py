@@ -1,8 +1,7 @@
 """One training step: a global batch in, one update out.
 
-The data's story: a rank's batch is cut into micro-batches; each is augmented on the device, goes through the model under autocast, and
-its loss,
-divided by the global batch, adds to the gradients; only the last backward lets DDP sum them. Then one norm decides everything: it
+The data's story: a rank's batch is cut into micro-batches; each is augmented on the device, goes through the model under autocast, and its
+loss, divided by the global batch, adds to the gradients; only the last backward lets DDP sum them. Then one norm decides everything: it
 clips, it tells a non-finite gradient, which makes the fused optimizer skip its update on the device and, for fp16, lowers the loss scale.
 What happened goes into a small vector that is summed over the ranks and read by the host one step late: no step waits for Python.
 
@@ -40,9 +39,8 @@ class StepResult:
     """What a step did, on its way to the host.
 
     `values`: (5,) float32 on the device: loss sum, row weights, ranks that want to stop, bad images, each over all ranks; gradient norm
-    before
-    clipping. On a GPU the copy is queued behind the step, with an event, so that reading waits for this step and not for what was queued
-    since.
+    before clipping. On a GPU the copy is queued behind the step, with an event, so that reading waits for this step and not for what was
+    queued since.
     """
 
     def __init__(self, values: Tensor):

@@ -56,7 +56,8 @@ MAY_CHANGE = (
     "run.", "log.", "checkpoint.", "eval.", "data.num_workers", "data.prefetch_batches", "data.micro_batch_size", "data.root",
     "data.val_split", "data.on_bad_image", "train.device", "train.compile", "train.max_skipped_steps",
 )  # fmt: skip
-"""Keys that a resumed run may have different from its checkpoint: they change neither batches nor updates beyond rounding."""
+"""Prefixes of keys that a resumed run may have different from its checkpoint: same batches, same recipe. (Another micro-batch draws other
+dropout masks; `on_bad_image` decides only about images that cannot be read.)"""
 
 
 @dataclass
@@ -102,6 +103,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     """Make the run of `config`, from its newest checkpoint if its folder has one. Raises ValueError for what a user can get wrong.
 
     1. data and plan, 2. weights: seeded, or `init.checkpoint`, 3. everything that surrounds them, 4. a checkpoint over all of it.
+    `world.main_first`: rank 0 does it, then the others. `world.main_reports`: all do it, and a mistake on any rank ends all, told once.
     """
     assert config.run.dir is not None, "load_config names the run folder"
     folder, signals = Path(config.run.dir), StopSignals()
@@ -114,8 +116,10 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         num_classes = choose_num_classes(config, train_split, val_split)
     index_sha256 = hashlib.sha256(train_split.index.tobytes()).hexdigest()
     world.check_same(index_sha256, "training data")
+    # What must be the same after a resume.
     facts = {"num_samples": train_split.num_samples, "index_sha256": index_sha256, "num_classes": num_classes}
-    lock = world.main_first(lambda: lock_run(folder) if world.is_main and folder.is_dir() else None)  # before anything there is read
+    # Before anything there is read; a folder that is not there yet is locked by `_open_record`, which makes it.
+    lock = world.main_first(lambda: lock_run(folder) if world.is_main and folder.is_dir() else None)
     found = world.main_first(lambda: _find_checkpoint(folder, config, facts, set(allow_change), world))
     world.check_same(found[0].name if found else "no checkpoint", f"contents of {folder}")
 
@@ -140,15 +144,14 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     if config.train.compile:
         for block in getattr(model, "blocks", [model]):  # block by block: one compilation serves all of them
             block.compile()
-    shape, ends = config.schedule, {"total_steps": plan.total_steps, "warmup_steps": plan.warmup_steps}
-    schedule = partial(lr_at, peak_lr=config.optim.lr, name=shape.name, min_lr=shape.min_lr, **ends)
+    schedule = partial(lr_at, peak_lr=config.optim.lr, name=config.schedule.name, min_lr=config.schedule.min_lr)
     train_step = TrainStep(
         model,
         wrap(model, world),
         create_optimizer(model, config.optim),
         create_augment(config, num_classes, world.device),
         world,
-        lr_at=schedule,
+        lr_at=partial(schedule, total_steps=plan.total_steps, warmup_steps=plan.warmup_steps),
         micro_batch_size=plan.micro_batch_size,
         precision=config.train.precision,
         label_smoothing=config.loss.label_smoothing,
@@ -237,46 +240,48 @@ def _open_record(
 def train(run: Run) -> str:
     """Train to the end or to a signal; returns "finished" or "stopped". Saves at every ending that is in its hands."""
     config, plan, progress = run.config, run.plan, run.progress
-    first_step, position = progress.step, progress.step + progress.batches_skipped
+    first_step = progress.step
     placed = {"rank": run.world.rank, "world_size": run.world.size}
     batches = TrainBatches(run.train_split, run.order, config.augment, run.image, **placed, on_bad_image=config.data.on_bad_image)
     loader = Loader(
         batches,
-        position,
-        position + plan.total_steps - progress.step,
+        first_step,
+        plan.total_steps,
         num_workers=config.data.num_workers,
         prefetch_batches=config.data.prefetch_batches,
         pin_memory=run.world.device.type == "cuda",
     )
     with run, loader:
         monitor = Monitor(config, plan, run.world, progress, run.record, loader, run.train_step.lr_at)
-        if run.world.is_main:  # a signal that has come since leaves it again
+        if run.world.is_main:  # forget an earlier stop; a signal in this attempt writes the file again
             (run.folder / "stopped_early").unlink(missing_ok=True)
-        if plan.evaluates_at(progress.step) and progress.evaluated_step < progress.step:  # a signal broke this evaluation off
+        if plan.evaluates_at(progress.step) and progress.evaluated_step < progress.step:  # broken off by a signal: made up for
             monitor.stop = not _evaluate(run)
             _save(run, monitor)
             monitor.resume_clock()
         elif progress.step == plan.total_steps:
             best = f", best top-1 {progress.best_top1:.2f} %" if progress.best_top1 >= 0 else ""
-            run.record.say(f"{run.folder} is finished: {progress.step} steps{best}. A longer one needs another run.dir")
+            run.record.say(
+                f"{run.folder} is finished: {progress.step} steps{best}; for more: another run.dir, or --allow-change train.epochs"
+            )
         run.train_step.model.train()
-        checksum, checksum_from = 0, position
+        checksum, checksum_from = 0, first_step
         while progress.step < plan.total_steps and not monitor.stop:
             batch = next(loader)
             if progress.step == first_step:
                 run.train_step.settle(batch)
                 monitor.start_clock()
+            # Forward, backward, update: vit/step.py. That a signal came travels with the sums that all ranks exchange.
             result = run.train_step(batch, progress.step, stop=bool(run.signals.received))
             for key in batch.bad_keys:
                 print(f"step {progress.step}: {key} could not be decoded and counts nowhere", file=sys.stderr)
-            monitor.take(progress.step, result)
+            monitor.take(progress.step, result)  # reads the step before this one, and sets monitor.stop
             progress.step += 1
 
-            position = progress.step + progress.batches_skipped
             checksum = (checksum + sample_checksum(batch.ids.numpy())) % 2**64
-            if position % plan.steps_per_epoch == 0 or progress.step == plan.total_steps:
-                _check_samples(run, checksum, checksum_from, position)
-                checksum, checksum_from = 0, position
+            if progress.step % plan.steps_per_epoch == 0 or progress.step == plan.total_steps:
+                _check_samples(run, checksum, checksum_from, progress.step)
+                checksum, checksum_from = 0, progress.step
 
             evaluation_due = plan.evaluates_at(progress.step)
             save_due = progress.step % config.checkpoint.every_steps == 0 or progress.step == plan.total_steps

@@ -1,11 +1,9 @@
 """Random numbers on the host, pixels on the device.
 
 The data's story: for each sample the host draws from a counter-based hash of (seed, epoch, sample, copy) where to crop, whether to flip,
-which
-RandAugment operations to apply; and from (seed, batch, group) how to mix. The crop is handed to the decoder. The rest is a small float
-table
-(B, K) that travels with the batch, so that `Augment` on the device is a pure function of (images, labels, table): the same on any number of
-ranks, workers and devices.
+which RandAugment operations to apply; and from (seed, batch, group) how to mix. The crop is handed to the decoder. The rest is a small
+float table (B, K) that travels with the batch, so that `Augment` on the device is a pure function of (images, labels, table): the same on
+any number of ranks, workers and devices.
 """
 
 from __future__ import annotations

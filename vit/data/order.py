@@ -3,9 +3,8 @@
 The data's story: blocks of consecutive samples lie over the numbering of all samples. In each epoch a Feistel permutation keyed by
 (seed, epoch) shuffles the blocks. The shuffled sequence is cut into `num_lanes` lanes of equal length; inside a lane, samples are permuted
 in tumbling windows, whose borders are staggered from lane to lane so that disk reads do not come in bursts. A batch takes an equal share
-from
-each lane, rows grouped by lane; rank r has rows [r G/R, (r+1) G/R). So the content of a batch depends neither on ranks nor on workers, any
-batch of any epoch is found without looking at another, and memory does not grow with the number of samples.
+from each lane, rows grouped by lane; rank r has rows [r G/R, (r+1) G/R). So the content of a batch depends neither on ranks nor on workers,
+any batch of any epoch is found without looking at another, and memory does not grow with the number of samples.
 
 An epoch is N // G full batches of distinct samples; the tail that does not fill a batch differs from epoch to epoch.
 
