@@ -130,7 +130,7 @@ def free_ports(count: int) -> list[int]:
         return [opened.getsockname()[1] for opened in sockets]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two nodes, n1 and n2, and three partitions: main, grace (30 s of notice before a preemption) and urgent, which preempts both."""
     missing = [name for name in DAEMONS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
