@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data_prep.jobs import PrepError
 from data_prep.writer import MIN_SHARDS, SHARD_BYTES
-from vit.data.shards import ShardError
+from vit.data.files import ShardError
 
 
 def positive(text: str) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 from data_prep.command import add_workers_argument, run
 from data_prep.jobs import PrepError, run_jobs
 from vit.data import shards
+from vit.data.tar import index_rows, scan_tar, write_idx
 
 SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
@@ -49,13 +50,13 @@ def find_shards(root: Path) -> dict[str, list[str]]:
 
 def _index_shard(tar: Path) -> np.ndarray:
     """Write the missing of `.idx` and sidecar, and return the index rows. A sidecar older than its tar does not count."""
-    samples = shards.scan_tar(tar)
+    samples = scan_tar(tar)
     if not tar.with_suffix(".idx").exists():
-        shards.write_idx(tar, samples)
+        write_idx(tar, samples)
     sidecar = shards.read_sidecar(tar)
     if sidecar is None or tar.with_suffix(".json").stat().st_mtime < tar.stat().st_mtime:
         shards.write_sidecar(tar, len(samples))
-    return shards.index_rows(samples)
+    return index_rows(samples)
 
 
 def _compare(root: Path, info: dict[str, Any], rows: dict[Path, np.ndarray]) -> None:

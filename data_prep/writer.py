@@ -36,6 +36,8 @@ from PIL import Image, UnidentifiedImageError
 
 from data_prep.jobs import PrepError, UnreadableImages, count_one, run_jobs
 from vit.data import shards
+from vit.data.files import read_json, replacing, write_json
+from vit.data.tar import TAR_BLOCK, index_rows, scan_tar, write_idx
 
 SHARD_BYTES = 768 << 20
 """Aimed size of a shard when there is enough data: big enough for sequential disks, small enough to copy again."""
@@ -173,7 +175,7 @@ def _add_member(tar: BinaryIO, name: str, data: bytes) -> None:
     fields = (name.encode(), b"0000644", b"0000000", b"0000000", b"%011o" % len(data), b"0" * 11)  # mode uid gid size mtime
     header = struct.pack("100s8s8s8s12s12s8s1s100s6s2s247x", *fields, b" " * 8, b"0", b"", b"ustar", b"00")
     tar.write(header[:148] + b"%06o\0 " % sum(header) + header[156:])
-    tar.write(data + bytes(-len(data) % shards.TAR_BLOCK))
+    tar.write(data + bytes(-len(data) % TAR_BLOCK))
 
 
 def _write_shard(shard: Shard) -> np.ndarray:
@@ -182,7 +184,7 @@ def _write_shard(shard: Shard) -> np.ndarray:
         if not _is_being_written(leftover):
             leftover.unlink(missing_ok=True)  # of a killed writer
     unreadable = []
-    with shards.replacing(shard.tar) as tar:
+    with replacing(shard.tar) as tar:
         for sample in shard.samples:
             try:
                 data = as_jpeg(shard.read(sample.origin))
@@ -196,13 +198,13 @@ def _write_shard(shard: Shard) -> np.ndarray:
             count_one()
         if unreadable:
             raise UnreadableImages(unreadable)
-        tar.write(bytes(2 * shards.TAR_BLOCK))
+        tar.write(bytes(2 * TAR_BLOCK))
         tar.flush()
-        scanned = shards.scan_tar(tar.name)  # the reader's view of it, before it gets its name
+        scanned = scan_tar(tar.name)  # the reader's view of it, before it gets its name
         assert [(s.key, s.label) for s in scanned] == [(s.key, s.label) for s in shard.samples]
-    shards.write_idx(shard.tar, scanned)
+    write_idx(shard.tar, scanned)
     shards.write_sidecar(shard.tar, len(scanned), plan=shard.plan)
-    return shards.index_rows(scanned)
+    return index_rows(scanned)
 
 
 def _is_being_written(temporary: Path) -> bool:
@@ -223,7 +225,7 @@ def _is_being_written(temporary: Path) -> bool:
 
 
 def _rows_of_whole_shard(tar: Path) -> np.ndarray:
-    return shards.index_rows(shards.scan_tar(tar))
+    return index_rows(scan_tar(tar))
 
 
 # ---- all shards -----------------------------------------------------------------------------------------------------
@@ -335,11 +337,11 @@ def _claim(root: Path, plan: dict[str, Any]) -> None:
     root.mkdir(parents=True, exist_ok=True)
     # In this order: another part may begin or end meanwhile, and tars are never there without one of the two files.
     foreign = sorted(path.name for path in root.glob("*.tar"))
-    there = shards.read_json(root / "_writing.json") or shards.read_json(root / "_info.json")
+    there = read_json(root / "_writing.json") or read_json(root / "_info.json")
     if there is None:
         if foreign:
             raise PrepError(f"{root}: holds shards of unknown origin ({_some(foreign)}); choose another --out")
-        shards.write_json(root / "_writing.json", plan)
+        write_json(root / "_writing.json", plan)
         return
     flat, asked = ({**part.get("options", {}), **{key: part.get(key) for key in ("source", "catalogue")}} for part in (there, plan))
     differ = [

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"vit.config", "vit.config_io", "vit.distributed", "vit.progress"},
-    {"vit.data.shards", "vit.data.order", "vit.data.decode", "vit.schedule"},
+    {"vit.config", "vit.config_io", "vit.distributed", "vit.progress", "vit.data.files"},
+    {"vit.data.tar", "vit.data.shards", "vit.data.order", "vit.data.decode", "vit.schedule"},
     {"vit.data.loader", "vit.data.augment", "vit.model", "vit.loss", "vit.optim", "vit.ema", "vit.metrics"},
     {"vit.step", "vit.evaluate", "vit.checkpoint", "vit.weights", "vit.known", "vit.plan", "vit.record", "vit.tracking", "vit.monitor"}
     | {"vit.history", "vit.visualize", "vit.curves", "vit.pictures", "vit.report"},
@@ -53,12 +53,26 @@ def test_imports_go_down_and_never_in_a_circle(path):
 
 @pytest.mark.parametrize("path", modules("data_prep"), ids=name_of)
 def test_data_prep_knows_the_format_and_itself_only(path):
-    assert {name for name in imports_of(path) if name.startswith("vit.")} <= {"vit.data.shards", "vit.progress"}
+    assert {name for name in imports_of(path) if name.startswith("vit.")} <= {
+        "vit.data.files",
+        "vit.data.tar",
+        "vit.data.shards",
+        "vit.progress",
+    }
 
 
 @pytest.mark.parametrize(
     "name",
-    ["vit.data.shards", "vit.data.order", "vit.schedule", "vit.progress", "data_prep.imagefolder", "data_prep.digits", "data_prep.index"],
+    [
+        "vit.data.tar",
+        "vit.data.shards",
+        "vit.data.order",
+        "vit.schedule",
+        "vit.progress",
+        "data_prep.imagefolder",
+        "data_prep.digits",
+        "data_prep.index",
+    ],
 )
 def test_works_where_torch_is_not_installed(name):
     code = f"import sys; sys.modules['torch'] = None; import {name}"

@@ -12,8 +12,9 @@ import torch
 
 from vit import config_io
 from vit.config import Config
+from vit.data.files import ShardError
 from vit.data.order import Order, divisors, make_order
-from vit.data.shards import ShardError, Split, open_split
+from vit.data.shards import Split, open_split
 from vit.model import count_parameters, create_model, flops_per_image
 
 

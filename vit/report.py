@@ -30,8 +30,8 @@ from markupsafe import Markup, escape
 from vit import config_io
 from vit.config import Config
 from vit.curves import curve_panels
+from vit.data.files import replacing
 from vit.data.loader import image_format
-from vit.data.shards import replacing
 from vit.history import History, read_history
 from vit.model import count_parameters, create_model, flops_per_image
 from vit.pictures import PAINTERS, REPORT_FOLDER, Pictures, RunFolder, draw_pictures, sentence

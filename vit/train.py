@@ -34,9 +34,10 @@ from vit import config_io
 from vit.checkpoint import Progress
 from vit.config import Config
 from vit.data.augment import create_augment
+from vit.data.files import replacing
 from vit.data.loader import ImageFormat, Loader, TrainBatches, image_format
 from vit.data.order import Order, sample_checksum
-from vit.data.shards import Split, open_split, replacing
+from vit.data.shards import Split, open_split
 from vit.distributed import StopSignals, World, wrap
 from vit.ema import Ema
 from vit.evaluate import evaluate, save_predictions

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from vit.config import AugmentConfig
+from vit.data.files import ShardError
 from vit.data.loader import EvalBatches, ImageFormat, Loader, TrainBatches
 from vit.data.order import make_order
-from vit.data.shards import ShardError, open_split
+from vit.data.shards import open_split
 
 BATCH, FORMAT = 24, ImageFormat((16, 16), 3, "bilinear")
 AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, randaugment_layers=2)

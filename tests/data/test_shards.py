@@ -16,7 +16,9 @@ import pytest
 import webdataset
 from PIL import Image
 
-from vit.data.shards import INDEX_DTYPE, ShardError, build_index, open_split, scan_tar, write_idx, write_info, write_sidecar
+from vit.data.files import ShardError
+from vit.data.shards import build_index, open_split, write_info, write_sidecar
+from vit.data.tar import INDEX_DTYPE, scan_tar, write_idx
 
 NUM_SHARDS, PER_SHARD = 3, 5
 

@@ -18,7 +18,8 @@ from PIL import Image
 
 from data_prep.jobs import PrepError
 from data_prep.writer import Catalogue, Sample, as_jpeg, choose_num_shards, choose_part, deal, safe_key, write
-from vit.data.shards import open_split, scan_tar
+from vit.data.shards import open_split
+from vit.data.tar import scan_tar
 
 
 def image_bytes(number: int = 0, format: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (24, 16)) -> bytes:

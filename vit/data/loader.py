@@ -26,8 +26,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from vit.config import AugmentConfig, Config
 from vit.data.augment import draw_crops, draw_mix, draw_table, sample_keys
 from vit.data.decode import decode_center, decode_window
+from vit.data.files import ShardError
 from vit.data.order import Order
-from vit.data.shards import ShardError, Split
+from vit.data.shards import Split
 
 
 @dataclass(frozen=True)
