@@ -28,6 +28,7 @@ import check_versions  # noqa: F401
 import torch
 
 from vit import config_io, distributed
+from vit.checkpoint import newest_checkpoint
 from vit.config import Config
 from vit.data.augment import create_augment
 from vit.data.loader import image_format
@@ -189,6 +190,12 @@ def finetune(trained: Trained, base: Config | None, problem: str, tuned: Config,
     `base` is the config of `trained`, or None for weights that cannot be evaluated, with the `problem` in words.
     """
     assert tuned.run.dir is not None, "load_config names it"
+    with world.main_reports():  # a run that goes on, or is finished, must have begun with these weights
+        found = newest_checkpoint(Path(tuned.run.dir))
+        if found is not None and found[1]["facts"].get("init_sha256") not in (None, fingerprint(trained.weights)):
+            raise ValueError(
+                f"{tuned.run.dir} was fine-tuned from other weights than {trained.path} holds now: use another run.dir, or remove it"
+            )
     split = world.main_first(lambda: open_split(tuned.data.root, tuned.data.val_split))
     new_size = size_of(tuned)
     before: dict[str, Evaluation] = {}
@@ -204,13 +211,7 @@ def finetune(trained: Trained, base: Config | None, problem: str, tuned: Config,
     elif world.is_main:
         print(f"no accuracy before: {problem}", file=said)
 
-    run = build(tuned, world)
-    with world.main_reports():
-        if run.progress.facts.get("init_sha256") != fingerprint(trained.weights):
-            raise ValueError(
-                f"{tuned.run.dir} was fine-tuned from other weights than {trained.path} holds now: use another run.dir, or remove it"
-            )
-    if train(run) == "stopped":
+    if train(build(tuned, world)) == "stopped":
         if world.is_main:
             print(f"fine-tuning was stopped before its end and is saved in {tuned.run.dir}: the same command goes on", file=said)
             if as_json:

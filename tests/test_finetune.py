@@ -115,6 +115,8 @@ def test_another_base_under_the_same_path_is_noticed(base, tmp_path, shards):
     with safe_open(mine / "weights" / "last.safetensors", framework="pt") as file:
         metadata = file.metadata()
     save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, mine / "weights" / "last.safetensors", metadata)
+    before = (tmp_path / "tuned" / "metrics.jsonl").read_bytes()
     done = finetune(mine, tmp_path, shards, steps=2)
     assert done.returncode == 2
     assert "was fine-tuned from other weights than" in done.stderr
+    assert (tmp_path / "tuned" / "metrics.jsonl").read_bytes() == before
