@@ -296,7 +296,7 @@ def _out_of_memory(error: Exception) -> str:
             "a loader worker was killed from outside, which Linux does when memory runs out. "
             "Lower data.num_workers or data.prefetch_batches: each worker holds that many batches"
         )
-    if "shared memory" in text and "No space left" in text:
+    if "shared memory" in text and ("No space left" in text or "unable to allocate" in text):  # torch 2.15 and 2.11
         return f"no room in shared memory for a loader worker's batch. {_SHARED_MEMORY_REMEDY}"
     if isinstance(error, torch.OutOfMemoryError):
         reason = text.split(". ")[0]
