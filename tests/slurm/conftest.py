@@ -65,6 +65,9 @@ PartitionName=urgent Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF
 """
 
 
+UNFINISHED = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "PREEMPTED")
+
+
 class Cluster:
     """Slurm's commands against the tests' own daemons."""
 
@@ -99,9 +102,10 @@ class Job:
         self.cluster, self.number, self.path = cluster, number, log
 
     def facts(self) -> dict[str, str]:
-        """What `scontrol show job` says, of the last task for an array."""
-        line = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number).splitlines()[-1]
-        return dict(word.split("=", 1) for word in line.split() if "=" in word)
+        """What `scontrol show job` says; of an array, about a task that is not over, as long as there is one."""
+        lines = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number).splitlines()
+        tasks = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
+        return next((task for task in tasks if task["JobState"] in UNFINISHED), tasks[-1])
 
     @property
     def log(self) -> str:
@@ -112,7 +116,7 @@ class Job:
         deadline = time.monotonic() + timeout_s
         while True:
             facts = self.facts()
-            over = facts["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "PREEMPTED")
+            over = facts["JobState"] not in UNFINISHED
             if happened(facts) if happened else over:
                 return facts
             if (over and happened) or time.monotonic() > deadline:
