@@ -1,16 +1,21 @@
-"""What all commands of `data_prep` share: flags, and how they end."""
+"""What all commands of `data_prep` share: flags, the plan of a dry run, and how they end."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from types import FrameType
 
+from data_prep.catalogue import Source
+from data_prep.images import ImagePolicy
 from data_prep.jobs import PrepError
-from data_prep.writer import MIN_SHARDS, SHARD_BYTES
+from data_prep.writer import MIN_SHARDS, SHARD_BYTES, Plan, Settings, choose_part, discard, make_plan, write
 from vit.data.files import ShardError
+from vit.progress import duration
 
 
 def positive(text: str) -> int:
@@ -20,7 +25,24 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_workers_argument(parser: argparse.ArgumentParser) -> None:
+def fraction(text: str) -> float:
+    """An argparse type: a number in [0, 1)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number in [0, 1)")
+    return value
+
+
+def _quality(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to 100")
+    return int(text)
+
+
+def add_workers_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--workers`."""
     parser.add_argument(
         "--workers",
@@ -32,43 +54,162 @@ def add_workers_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags every source has: --out, --num-shards, --shards, --workers, --seed."""
-    parser.add_argument(
+    """Add the flags every source has."""
+    shards = parser.add_argument_group("shards")
+    shards.add_argument(
         "--out",
-        type=Path,
         required=True,
         metavar="ROOT",
-        help="folder of the shards; if it holds a part of them already, the rest is written",
+        help="folder of the shards, or a URL that fsspec knows (s3://bucket/folder); what is there already is kept, the rest is written",
     )
-    parser.add_argument(
+    number = shards.add_mutually_exclusive_group()
+    number.add_argument(
         "--num-shards",
         type=positive,
         metavar="N",
-        help=f"shards of the training split, the other splits get as many in proportion "
-        f"(default: one for each {SHARD_BYTES >> 20} MiB, at least {MIN_SHARDS})",
+        help="shards of the training split, the other splits get as many in proportion (default: by size)",
     )
-    parser.add_argument(
+    number.add_argument(
+        "--shard-mib",
+        type=positive,
+        default=SHARD_BYTES >> 20,
+        metavar="MIB",
+        help=f"aimed size of a shard, where that gives {MIN_SHARDS} at least (default: %(default)s)",
+    )
+    shards.add_argument(
         "--shards",
         metavar="A-B|I/N",
         help="write only these shards, numbered from 0 over all splits, train first: from A to B, or part I (from 0) of N; several "
         "machines can share the work so, in any order; whichever finds all shards whole completes the data set (default: all)",
     )
-    add_workers_argument(parser)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="deals samples to shards (default: %(default)s)")
+    shards.add_argument("--seed", type=int, default=0, metavar="N", help="deals samples to shards (default: %(default)s)")
+    shards.add_argument(
+        "--minival",
+        type=fraction,
+        metavar="F",
+        help="hold out this part of each training class as the split `minival`, by a hash of the key",
+    )
+    shards.add_argument("--with-json", action="store_true", help="a third member for each image: its original name, label and class")
+
+    images = parser.add_argument_group("images")
+    images.add_argument(
+        "--check",
+        choices=("decode", "headers"),
+        default="decode",
+        help="decode every image once, or trust all but the headers, at the speed of the disk (default: %(default)s)",
+    )
+    images.add_argument("--apply-exif", action="store_true", help="turn images as their EXIF orientation says (published numbers do not)")
+    images.add_argument(
+        "--resize-short-side", type=positive, metavar="PX", help="shrink larger images until their short side has PX pixels"
+    )
+    images.add_argument(
+        "--jpeg-quality",
+        type=_quality,
+        default=ImagePolicy().jpeg_quality,
+        metavar="Q",
+        help="of images that are changed: resized, turned, or no RGB or grey JPEG (default: %(default)s); all others keep their bytes",
+    )
+    images.add_argument(
+        "--max-unreadable",
+        type=fraction,
+        default=Settings().max_unreadable,
+        metavar="F",
+        help="stop with an error if more than this part of the images cannot be read; fewer are left out and listed in quarantine.jsonl "
+        "(default: %(default)s)",
+    )
+
+    running = parser.add_argument_group("running")
+    add_workers_argument(running)
+    running.add_argument(
+        "--dry-run", action="store_true", help="list the source, print the plan with disk space and time, and write nothing"
+    )
 
 
-def run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
-    """Run a command and return its exit status: 0, or 2 after one readable line for what a user can set right."""
+def settings_of(args: argparse.Namespace) -> Settings:
+    """What the flags of `add_arguments` say."""
+    policy = ImagePolicy(args.check, args.apply_exif, args.resize_short_side, args.jpeg_quality)
+    return Settings(
+        num_shards=args.num_shards,
+        shard_bytes=args.shard_mib << 20,
+        seed=args.seed,
+        workers=args.workers,
+        part=args.shards,
+        policy=policy,
+        with_json=args.with_json,
+        minival=args.minival,
+        max_unreadable=args.max_unreadable,
+    )
+
+
+def prepare(source: Source, args: argparse.Namespace) -> None:
+    """Write the shards of a source as the flags of `add_arguments` say, or print the plan."""
+    settings = settings_of(args)
+    if not args.dry_run:
+        write(source, args.out, settings)
+        return
+    plan = make_plan(source, args.out, settings, keep=False)
+    try:
+        print(_told(plan))
+    finally:
+        discard(plan)
+
+
+def _told(plan: Plan) -> str:
+    """The plan in words: splits, shards, bytes, time."""
+    lines = [f"{plan.source.name}: {len(plan.catalogue.class_names):,} classes"]
+    lines += [f"  {note}" for note in plan.catalogue.notes]
+    for split, samples in plan.catalogue.splits.items():
+        count = plan.counts[split]
+        lines.append(f"  {split}: {samples:,} images in {count:,} shards of {samples // count:,} or one more")
+    total, part = sum(plan.counts.values()), choose_part(plan.settings.part, plan.counts)
+    share = len(part) / total
+    if plan.settings.part is not None:
+        lines.append(f"  this part: {len(part):,} of {total:,} shards")
+    free = plan.output.free_bytes()
+    needed = plan.num_bytes * share
+    room = "" if free is None else f", {_size(free)} are free{'' if free > needed else ': NOT ENOUGH'}"
+    lines.append(f"  disk: about {_size(needed)}{room}")
+    seconds = sum(plan.catalogue.splits.values()) * share * plan.seconds_per_image / plan.settings.workers
+    measured = f"{1 / max(plan.seconds_per_image, 1e-9):,.0f} images/s in one process, measured on a few"
+    if math.isfinite(seconds):
+        lines.append(f"  time: about {duration(seconds)} with {plan.settings.workers} processes ({measured}; a slow disk can take longer)")
+    return "\n".join([*lines, f"nothing was written to {plan.output}"])
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
+
+
+def run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace, then: str = "the same command continues") -> int:
+    """Run a command and return its exit status: 0, or 2 after one readable line for what a user can set right.
+
+    SIGTERM ends it as Ctrl-C does: what is half written goes, whole shards stay.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # one is enough
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         command(args)
     except (PrepError, ShardError) as error:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        print(f"error: {place}{error.strerror or error}; when that is solved run the same command again, it continues", file=sys.stderr)
+        print(f"error: {place}{error.strerror or error}; when that is solved, {then}", file=sys.stderr)
+    except _Terminated:
+        print(f"terminated; {then}", file=sys.stderr)
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
-        return 130
+        print(f"interrupted; {then}", file=sys.stderr)
+        return 128 + signal.SIGINT
     else:
         return 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 2
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""

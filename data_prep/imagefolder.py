@@ -1,11 +1,13 @@
 """Shards from a folder of images, one subfolder for each class.
 
-    python -m data_prep.imagefolder SOURCE --out ROOT [--num-shards N] [--workers N] [--seed N] [--val-fraction F]
-                                    [--shards A-B | --shards I/N]
+    python -m data_prep.imagefolder SOURCE --out ROOT [--val-fraction F]
 
 The data's story: SOURCE is `train/<class>/...` with `val/<class>/...` (or `validation`, or `test`), or `<class>/...` alone,
 of which each class gives a tenth to `val`. Images may lie in subfolders of their class. A label is the position of the class
 among the sorted names of train's classes; a key is the path below the split, without extension, in safe characters.
+
+Folders are listed one class at a time, so the memory needed is that of the largest class. Links are followed; one that leads
+back to a folder above it is an error.
 """
 
 from __future__ import annotations
@@ -14,128 +16,176 @@ import argparse
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from data_prep.command import add_arguments, run
+import numpy as np
+
+from data_prep.catalogue import Builder, Sample, Source, safe_key, stable_hash
+from data_prep.command import add_arguments, fraction, prepare, run
 from data_prep.jobs import PrepError
-from data_prep.writer import Catalogue, Sample, safe_key, stable_hash, write
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 VAL_FOLDERS = ("val", "validation", "test")
 VAL_FRACTION = 0.1
 
 
-def _folders(parent: Path) -> list[str]:
-    return sorted(entry.name for entry in os.scandir(parent) if entry.is_dir() and not entry.name.startswith("."))
+# ---- any tree of images, for other sources too ------------------------------------------------------------------------
 
 
-def _images(split: Path) -> dict[str, list[Path]]:
-    """Images of each class below `split`, sorted, hidden files and folders left out. Classes may be empty."""
-    by_class = {}
-    for name in _folders(split):
-        found = []
-        for folder, subfolders, files in os.walk(split / name, followlinks=True):
-            subfolders[:] = [sub for sub in subfolders if not sub.startswith(".")]
-            found += [Path(folder, file) for file in files if file.lower().endswith(EXTENSIONS) and not file.startswith(".")]
-        by_class[name] = sorted(found)
-    return by_class
+def images_below(folder: Path) -> Iterator[str]:
+    """Paths of the images below `folder`, relative to it, in the system's order; hidden files and folders are left out.
 
-
-def _samples(split: Path, by_class: dict[str, list[Path]], labels: dict[str, int]) -> list[Sample]:
-    """Samples of a split. Paths that give the same key (a.jpg and a.png) get a hash of the path at its end."""
-    paths = [(path.relative_to(split), labels[name]) for name, found in by_class.items() for path in found]
-    keys = Counter(safe_key(str(path.with_suffix(""))) for path, _ in paths)
-    samples = []
-    for path, label in paths:
-        key = str(path.with_suffix(""))
-        if keys[safe_key(key)] > 1:
-            key = f"{key}_{stable_hash(path).hex()}"
-        samples.append(Sample(key, label, str(split / path)))
-    return samples
-
-
-def _hold_out(samples: list[Sample], val_fraction: float) -> tuple[list[Sample], list[Sample]]:
-    """(train, val): of each class the given fraction, chosen by a hash of the key alone, so no seed moves an image."""
-    train, val = [], []
-    for label in sorted({sample.label for sample in samples}):
-        members = sorted((sample for sample in samples if sample.label == label), key=lambda s: (stable_hash(s.key), s.key))
-        num_val = min(round(val_fraction * len(members)), len(members) - 1)
-        val += members[:num_val]
-        train += members[num_val:]
-    return train, val
-
-
-def catalogue(source: Path, val_fraction: float | None = None) -> Catalogue:
-    """The catalogue of an image folder.
-
-    val_fraction: in [0, 1), of each class; only where SOURCE has no val folder, by default 0.1. Raises PrepError if the
-    folder is missing, holds no images or a single class, or if val has classes that train lacks.
+    Raises PrepError for a folder that cannot be listed, and for a link back to a folder above it.
     """
-    if not source.is_dir():
+    waiting: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+    while waiting:
+        prefix, above = waiting.pop()
+        here = os.path.join(folder, prefix)
+        try:
+            status = os.stat(here)
+            identity = (status.st_dev, status.st_ino)
+            if identity in above:
+                link = next((path for path in (Path(here), *Path(here).parents) if path.is_symlink()), here)
+                raise PrepError(f"{link}: a link back to a folder above it; remove the link")
+            with os.scandir(here) as entries:
+                for entry in entries:
+                    if entry.name.startswith("."):
+                        continue
+                    if entry.is_dir():
+                        waiting.append((f"{prefix}{entry.name}/", above | {identity}))
+                    elif entry.name.lower().endswith(EXTENSIONS):
+                        yield prefix + entry.name
+        except OSError as error:
+            raise _cannot_list(error, here) from error
+
+
+def folders_in(parent: Path) -> list[str]:
+    """Sorted names of the folders in `parent`, hidden ones left out. Raises PrepError if it cannot be listed."""
+    try:
+        with os.scandir(parent) as entries:
+            return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    except OSError as error:
+        raise _cannot_list(error, str(parent)) from error
+
+
+def _cannot_list(error: OSError, folder: str) -> PrepError:
+    return PrepError(f"{(error.filename or folder).rstrip('/')}: cannot be listed ({error.strerror}); set that right, or move it elsewhere")
+
+
+def unique_keys(paths: Sequence[str]) -> list[str]:
+    """The key of each path: without its extension. Those that would be equal (a.jpg and a.png) get a hash of the path at the end."""
+    keys = [os.path.splitext(path)[0] for path in paths]
+    safe = [safe_key(key) for key in keys]
+    times = Counter(safe)
+    return [f"{key}_{stable_hash(path).hex()}" if times[same] > 1 else key for path, key, same in zip(paths, keys, safe, strict=True)]
+
+
+def read(sample: Sample) -> bytes:
+    """Bytes of the image at `name` below the folder `file`. Raises OSError, and ValueError for what is no regular file."""
+    path = os.path.join(sample.file, sample.name)
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+        raise ValueError("not a regular file")
+    with open(path, "rb") as file:
+        return file.read()
+
+
+# ---- the source -------------------------------------------------------------------------------------------------------
+
+
+def source(folder: Path, val_fraction: float | None = None) -> Source:
+    """The images of class folders.
+
+    val_fraction: in [0, 1), of each class; only where `folder` has no val folder, by default 0.1. Raises PrepError if the
+    folder is missing or has a val folder without train; when it is listed, if it holds no images or a single class, if a class
+    has no images, or if val has classes that train lacks.
+    """
+    train, val = _layout(folder)
+    if val is None:
+        val_fraction = VAL_FRACTION if val_fraction is None else val_fraction
+        return Source("imagefolder", {"val_fraction": val_fraction}, partial(_fill, train, None, val_fraction), read)
+    if val_fraction is not None:
+        raise PrepError(f"--val-fraction {val_fraction} was given, but {val} is there; leave one of them out")
+    return Source("imagefolder", {}, partial(_fill, train, val, 0.0), read)
+
+
+def _layout(folder: Path) -> tuple[Path, Path | None]:
+    """Folders of train and val; val is None if it is to be cut from train."""
+    if not folder.is_dir():
         raise PrepError(
-            f"{source}: {'not a folder' if source.exists() else 'no such folder'}; "
+            f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; "
             "expected a folder with one subfolder of images for each class"
         )
-    train_folder = source / "train" if (source / "train").is_dir() else source
-    val_folder = next((source / name for name in VAL_FOLDERS if (source / name).is_dir()), None)
-    if train_folder == source and val_folder is not None and not (set(_folders(source)) - set(VAL_FOLDERS)):
-        raise PrepError(f"{source}: has {val_folder.name}/ but no train/; expected train/<class>/* and val/<class>/*, or <class>/* alone")
-    if train_folder == source:
-        val_folder = None  # then `test` is a class like any other
-    train_images = _images(train_folder)
-    num_images = sum(map(len, train_images.values()))
-    if num_images == 0:
-        raise PrepError(
-            f"{train_folder}: no images ({', '.join(EXTENSIONS)}) in its {len(train_images)} subfolders; expected <class>/<image>"
-        )
-    if empty := [name for name, found in train_images.items() if not found]:
-        raise PrepError(f"{train_folder}: classes without images: {', '.join(empty)}; remove these folders or fill them")
-    if len(train_images) < 2:
-        raise PrepError(f"{train_folder}: only one class ({', '.join(train_images)}); expected two subfolders at least")
-    class_names = list(train_images)
-    labels = {name: label for label, name in enumerate(class_names)}
-    samples = _samples(train_folder, train_images, labels)
-    options = {}
-    if val_folder is None:
-        options["val_fraction"] = VAL_FRACTION if val_fraction is None else val_fraction
-        train, val = _hold_out(samples, options["val_fraction"])
-    elif val_fraction is not None:
-        raise PrepError(f"--val-fraction {val_fraction} was given, but {val_folder} is there; leave one of them out")
-    else:
-        val_images = {name: found for name, found in _images(val_folder).items() if found}
-        if unknown := [name for name in val_images if name not in labels]:
-            raise PrepError(f"{val_folder}: classes that train lacks: {', '.join(unknown)}; train has {len(labels)} classes")
-        if not val_images:
-            raise PrepError(f"{val_folder}: no images; expected <class>/<image>, or no such folder and --val-fraction")
-        train, val = samples, _samples(val_folder, val_images, labels)
-    splits = {"train": train, **({"val": val} if val else {})}
-    return Catalogue("imagefolder", options, class_names, splits, read)
+    val = next((folder / name for name in VAL_FOLDERS if (folder / name).is_dir()), None)
+    if (folder / "train").is_dir():
+        return folder / "train", val
+    if val is not None and not (set(folders_in(folder)) - set(VAL_FOLDERS)):
+        raise PrepError(f"{folder}: has {val.name}/ but no train/; expected train/<class>/* and val/<class>/*, or <class>/* alone")
+    return folder, None  # `test` is a class like any other then
 
 
-def read(path: str) -> bytes:
-    """Bytes of one image file."""
-    return Path(path).read_bytes()
+def _fill(train: Path, val: Path | None, val_fraction: float, builder: Builder) -> None:
+    names = folders_in(train)
+    labels = {name: label for label, name in enumerate(names)}
+    builder.classes(names)
+    _add_split(builder, "train", train, labels, val_fraction)
+    per_class = builder.count("train")
+    if not per_class.sum():
+        raise PrepError(f"{train}: no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders; expected <class>/<image>")
+    if empty := [name for name, count in zip(names, per_class, strict=True) if not count]:
+        raise PrepError(f"{train}: classes without images: {', '.join(empty)}; remove these folders or fill them")
+    if len(names) < 2:
+        raise PrepError(f"{train}: only one class ({', '.join(names)}); expected two subfolders at least")
+    if val is not None:
+        if unknown := [name for name in folders_in(val) if name not in labels and any(images_below(val / name))]:
+            raise PrepError(f"{val}: classes that train lacks: {', '.join(unknown)}; remove these folders, or add their like to train")
+        _add_split(builder, "val", val, {name: labels[name] for name in folders_in(val) if name in labels})
+        if not builder.count("val").sum():
+            raise PrepError(f"{val}: no images; expected <class>/<image>, or no such folder and --val-fraction")
 
 
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number in [0, 1)")
-    return value
+def _add_split(builder: Builder, split: str, folder: Path, labels: dict[str, int], val_fraction: float = 0.0) -> None:
+    """Add the images of these classes of `folder` to `split`, or the given fraction of each class to val."""
+    file = builder.file(folder)
+    for classes in _classes_with_common_keys(labels):
+        paths = [f"{name}/{path}" for name in classes for path in images_below(folder / name)]
+        keys = dict(zip(paths, unique_keys(paths), strict=True))
+        for name in classes:
+            of_class = {path: keys[path] for path in paths if path.startswith(f"{name}/")}
+            held = held_out(list(of_class.values()), val_fraction)
+            for into, held_there in ((split, False), ("val", True)):
+                chosen = {path: key for path, key in of_class.items() if (key in held) == held_there}
+                if chosen:
+                    nothing = np.zeros(len(chosen), np.int64)  # a file is read whole: it has no offset, and its size need not be asked for
+                    builder.add(into, file, list(chosen), labels[name], nothing, nothing, list(chosen.values()))
 
 
-def _prepare(args: argparse.Namespace) -> None:
-    write(
-        catalogue(args.source, args.val_fraction),
-        args.out,
-        num_shards=args.num_shards,
-        seed=args.seed,
-        workers=args.workers,
-        part=args.shards,
-    )
+def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:
+    """The classes, those together whose keys might be equal, such as a/b_c.jpg and a_b/c.jpg; mostly each one alone."""
+    group: list[str] = []
+    first = ""
+    for start, name in sorted((f"{safe_key(name)}_", name) for name in names):
+        if group and not start.startswith(first):
+            yield group
+            group = []
+        if not group:
+            first = start
+        group.append(name)
+    if group:
+        yield group
+
+
+def held_out(keys: Sequence[str], fraction: float, *seed: int) -> set[str]:
+    """The fraction of a class's keys with the smallest hash, rounded; one key at least stays.
+
+    By default of the key alone, so neither the seed nor another image moves an image.
+    """
+    num_held = min(round(fraction * len(keys)), len(keys) - 1)
+    return set(sorted(keys, key=lambda key: (stable_hash(*seed, key), key))[: max(0, num_held)])
+
+
+# ---- the command ------------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -146,12 +196,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="folder with train/ and val/, or with the classes")
     parser.add_argument(
         "--val-fraction",
-        type=_fraction,
+        type=fraction,
         metavar="F",
         help=f"part of each class that becomes val, if SOURCE has no val folder (default: {VAL_FRACTION})",
     )
     add_arguments(parser)
-    return run(_prepare, parser.parse_args(argv))
+    return run(lambda args: prepare(source(args.source, args.val_fraction), args), parser.parse_args(argv))
 
 
 if __name__ == "__main__":

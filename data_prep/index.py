@@ -1,28 +1,45 @@
 """Make shards that others wrote readable for us: add what is missing, touch no tar.
 
-    python -m data_prep.index ROOT [--workers N]
+    python -m data_prep.index ROOT [--split NAME] [--workers N]
+    python -m data_prep.index s3://bucket/folder [--out FOLDER]
+    python -m data_prep.index 'https://host/path/imagenet1k-train-{0000..1023}.tar' --out FOLDER
 
 The data's story: every `<split>-*.tar` or `<anything>-<split>-*.tar` in ROOT (imagenet1k-train-0000.tar) is scanned and hashed
 once; its `.idx` and its sidecar are written beside it, then `<split>.index.npy` for each split and last `_info.json`. An
 `_info.json` that is there already says which shards belong to which split; it is compared with the tars and never changed.
 Class names are not known from tars, so the number of classes is the largest label of any split plus one.
+
+Shards at a URL are fetched one after the other, each whole, into the folder for temporary files (TMPDIR), and removed again; ROOT is any
+folder that fsspec can list (s3://, gs://, hf://datasets/timm/imagenet-1k-wds), or an address of the web: there the shards are named
+as webdataset names them, with braces, unless an `_info.json` lies in that folder. What is written goes beside the shards if that can be
+written, else to FOLDER, whose `_info.json` then says in "shards_at" where they are. A command that was stopped goes on after the shards it
+has read; until all are, their index rows wait in `<shard>.rows.npy`.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from data_prep.command import add_workers_argument, run
+from data_prep.download import WebFolder
 from data_prep.jobs import PrepError, run_jobs
-from vit.data import shards
-from vit.data.tar import index_rows, scan_tar, write_idx
+from data_prep.output import Output, temporary_folder
+from vit.data import files, shards
+from vit.data.files import ShardError
+from vit.data.tar import INDEX_DTYPE, ScannedSample, index_rows, scan_tar, write_idx
 
 SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
+
+
+# ---- which shards --------------------------------------------------------------------------------------------------
 
 
 def split_of(filename: str) -> str | None:
@@ -32,73 +49,305 @@ def split_of(filename: str) -> str | None:
     return usual[0] if usual else parts[-1] if parts and number.isdecimal() and parts[-1].isalpha() else None
 
 
-def find_shards(root: Path) -> dict[str, list[str]]:
-    """File names of each split, sorted. Raises PrepError if there are none, or one whose name tells no split."""
-    names = sorted(path.name for path in root.glob("*.tar"))
+def group_by_split(names: list[str], root: str, split: str | None = None) -> dict[str, list[str]]:
+    """File names of each split, sorted; all in `split` if given. Raises PrepError if there are none, or their names do not fit."""
     if not names:
         raise PrepError(f"{root}: no .tar files; expected <split>-00000.tar or <anything>-<split>-00000.tar")
-    split_by_name = {name: split_of(name) for name in names}
-    if unclear := [name for name, split in split_by_name.items() if split is None]:
+    said = {name: split_of(name) for name in sorted(names)}
+    if split is None and (unclear := [name for name, found in said.items() if found is None]):
         raise PrepError(
-            f"{root}: no split in the name of {', '.join(unclear[:5])}; rename to <split>-00000.tar, or move away what is no shard"
+            f"{root}: no split in the name of {_some(unclear)}; if they are all of one split, as img2dataset's 00000.tar, say which: "
+            "--split train; else rename to <split>-00000.tar, or move away what is no shard"
         )
+    if split and (others := [name for name, found in said.items() if found not in (None, split)]):
+        raise PrepError(f"{root}: --split {split}, but another split is in the name of {_some(others)}")
     splits: dict[str, list[str]] = {}
-    for name, split in split_by_name.items():
-        splits.setdefault(str(split), []).append(name)
+    for name, found in said.items():
+        splits.setdefault(split or str(found), []).append(name)
     return splits
 
 
-def _index_shard(tar: Path) -> np.ndarray:
-    """Write the missing of `.idx` and sidecar, and return the index rows. A sidecar older than its tar does not count."""
-    samples = scan_tar(tar)
+def expand_braces(pattern: str) -> list[str]:
+    """`a-{0..2}.tar` -> a-0.tar, a-1.tar, a-2.tar, as shells and webdataset do; {000..002} keeps zeros, {a,b} is either."""
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if match is None:
+        return [pattern]
+    if bounds := re.fullmatch(r"(\d+)\.\.(\d+)", match[1]):
+        low, high = int(bounds[1]), int(bounds[2])
+        width = max(map(len, bounds.groups())) if any(len(text) > 1 and text[0] == "0" for text in bounds.groups()) else 0
+        choices = [f"{number:0{width}d}" for number in (range(low, high + 1) if low <= high else range(low, high - 1, -1))]
+    else:
+        choices = match[1].split(",")
+    whole = [pattern[: match.start()] + choice + pattern[match.end() :] for choice in choices]
+    return list(dict.fromkeys(name for part in whole for name in expand_braces(part)))
+
+
+def locate(roots: list[str]) -> tuple[Output | WebFolder, list[str] | None]:
+    """The place that `roots` names, and the names of its shards if they are given one by one. Raises PrepError."""
+    urls = [url for root in roots for url in (expand_braces(root) if "://" in root else [root])]
+    on_the_web = urls[0].startswith(("http://", "https://"))
+    if len(urls) == 1 and not ("://" in urls[0] and urls[0].endswith(".tar")):
+        return (WebFolder(urls[0].rstrip("/")) if on_the_web else Output(urls[0])), None
+    if strange := [url for url in urls if "://" not in url or not url.endswith(".tar")]:
+        raise PrepError(f"{_some(strange)}: expected one folder, or URLs of shards, which end in .tar")
+    folders = {url.rpartition("/")[0] for url in urls}
+    if len(folders) > 1:
+        raise PrepError(f"shards of several folders ({_some(sorted(folders))}); a data set lies in one: index each for itself")
+    folder = folders.pop()
+    return (WebFolder(folder) if on_the_web else Output(folder)), [url.rpartition("/")[2] for url in urls]
+
+
+def _some(items: list[str], most: int = 5) -> str:
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+# ---- one shard, in a worker process ---------------------------------------------------------------------------------
+
+
+class Shard(NamedTuple):
+    """A shard to index: where it is, where its index goes, and the rows that an index of an earlier command has for it."""
+
+    source: Output | WebFolder
+    output: Output
+    name: str
+    rows: np.ndarray | None = None
+
+
+def _index_shard(shard: Shard) -> tuple[np.ndarray, dict[str, Any]]:
+    """The index rows and the sidecar of a shard; its `.idx` and sidecar are there then."""
+    if isinstance(shard.source, Output) and shard.source.local is not None:
+        return _index_in_place(shard.source.local / shard.name)
+    return _indexed_before(shard) or _index_fetched(shard, shard.source)
+
+
+def _index_in_place(tar: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """Write the missing of `.idx` and sidecar. A sidecar older than its tar does not count."""
+    samples = _scan(tar)
     if not tar.with_suffix(".idx").exists():
         write_idx(tar, samples)
     sidecar = shards.read_sidecar(tar)
     if sidecar is None or tar.with_suffix(".json").stat().st_mtime < tar.stat().st_mtime:
-        shards.write_sidecar(tar, len(samples))
-    return index_rows(samples)
+        sidecar = shards.write_sidecar(tar, len(samples))
+    return index_rows(samples), sidecar
 
 
-def _compare(root: Path, info: dict[str, Any], rows: dict[Path, np.ndarray]) -> None:
+def _indexed_before(shard: Shard) -> tuple[np.ndarray, dict[str, Any]] | None:
+    """What an earlier command found out about a shard that is still the same, as far as its size tells."""
+    name = _stem(shard.name)
+    sidecar = shard.output.read_json(f"{name}.json")
+    if sidecar is None:
+        return None
+    if sidecar.get("filename") != shard.name or not {"num_samples", "bytes", "sha256"} <= sidecar.keys():
+        raise ShardError(
+            f"{shard.output}/{name}.json: not a sidecar of ours, and its place is needed: move it away, or choose another --out"
+        )
+    rows = shard.rows
+    if rows is None and shard.output.size(f"{name}.rows.npy") > 0:
+        with temporary_folder() as folder:
+            rows = np.load(shard.output.fetch(f"{name}.rows.npy", folder))
+    unchanged = sidecar.get("shards_at") == _elsewhere(shard) and shard.source.size(shard.name) in (-1, sidecar["bytes"])
+    return (rows, sidecar) if unchanged and rows is not None and len(rows) == sidecar["num_samples"] else None
+
+
+def _index_fetched(shard: Shard, source: Output | WebFolder) -> tuple[np.ndarray, dict[str, Any]]:
+    """Fetch a shard, scan and hash it, and publish what is to be known of it; the sidecar last, as it says that all is there."""
+    with temporary_folder() as folder:
+        tar = source.fetch(shard.name, folder)
+        with _called(str(source), folder):
+            samples = _scan(tar)
+        rows = index_rows(samples)
+        np.save(tar.with_suffix(".rows.npy"), rows)
+        write_idx(tar, samples)
+        extra = {} if _elsewhere(shard) is None else {"shards_at": _elsewhere(shard)}
+        sidecar = shards.write_sidecar(tar, len(samples), **extra)
+        for extension in (".rows.npy", ".idx", ".json"):
+            shard.output.publish(tar.with_suffix(extension))
+    return rows, sidecar
+
+
+def _elsewhere(shard: Shard) -> str | None:
+    """Where the tar is, if not beside its index."""
+    return None if str(shard.source) == str(shard.output) else str(shard.source)
+
+
+def _scan(tar: Path) -> list[ScannedSample]:
+    try:
+        return scan_tar(tar)
+    except ShardError as error:
+        if "has no .cls" not in str(error):
+            raise
+        raise ShardError(
+            f"{error}. A member <key>.cls holds the label, the class index in ASCII. img2dataset writes captions and no labels: sort its "
+            "images into class folders for `python -m data_prep.imagefolder`, or write its shards again with a .cls for each sample"
+        ) from error
+
+
+@contextmanager
+def _called(place: str, folder: Path) -> Iterator[None]:
+    """ShardErrors about files in a temporary folder name the place they came from."""
+    try:
+        yield
+    except ShardError as error:
+        raise ShardError(str(error).replace(str(folder), place)) from error
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(".tar")
+
+
+# ---- all shards -----------------------------------------------------------------------------------------------------
+
+
+def index(roots: list[str], workers: int = 1, out: str | None = None, split: str | None = None) -> None:
+    """Write what is missing beside the tars of a folder, or to `out`. Raises PrepError or ShardError; never alters a tar.
+
+    roots: one folder, one URL of a folder, or URLs of tars, braces allowed. split: of all shards, where their names tell none.
+    """
+    source, names = locate(roots)
+    output = _choose_output(source, out)
+    theirs, ours = _read_infos(source, output, names is not None)
+    if theirs is not None and names is None:
+        splits = {name: list(described["filenames"]) for name, described in theirs["splits"].items()}
+        if split and set(splits) != {split}:
+            raise PrepError(f"{source}: --split {split}, but its _info.json has {', '.join(splits)}")
+    else:
+        splits = group_by_split(_listed(source) if names is None else names, str(source), split)
+    _compare_lists(output, ours, splits)
+    tars = [name for names_of_split in splits.values() for name in names_of_split]
+    _check_names(source, tars)
+
+    known = {} if output is source and output.local else _known_rows(output, splits)
+    jobs = [(_index_shard, Shard(source, output, name, known.get(name)), name) for name in tars]
+    found = run_jobs(jobs, workers, what="reading shards", num_jobs=len(jobs))
+    for info in (theirs, ours):
+        if info is not None:
+            _compare(output, info, found)
+
+    with output.staging() as folder:
+        for name, filenames in splits.items():
+            shards.save_index(folder / f"{name}.index.npy", [found[filename][0] for filename in filenames])
+            output.publish(folder / f"{name}.index.npy")
+            print(f"{name}: {sum(len(found[filename][0]) for filename in filenames):,} samples in {len(filenames)} shards")
+    if ours is None:
+        about: dict[str, Any] = _classes(theirs, found) | ({} if output is source else {"shards_at": str(source)})
+        sidecars = {name: sidecar for name, (_, sidecar) in found.items()}
+        output.write_json("_info.json", shards.make_info(splits, sidecars, source="index", options={}, **about))
+    for name in output.sizes().keys() & {f"{_stem(tar)}.rows.npy" for tar in tars}:
+        output.remove(name)
+    print(f"{output}: indexed{', _info.json was there and fits' if ours is not None else ''}")
+
+
+def _choose_output(source: Output | WebFolder, out: str | None) -> Output:
+    """Where the index goes, made and writable. Raises PrepError."""
+    if isinstance(source, Output) and source.local is not None:
+        if out is not None:
+            raise PrepError(f"--out {out} is for shards at a URL; the index of a folder is written beside its shards")
+        if not source.local.is_dir():
+            what = "not a folder" if source.local.exists() else "no such folder"
+            raise PrepError(f"{source}: {what}; expected a folder of tar shards, or URLs")
+        return source
+    if out is not None:
+        output = Output(out)
+    elif isinstance(source, Output):
+        output = source
+    else:
+        raise PrepError(f"{source}: nothing can be written beside shards on the web; give a folder for their index with --out")
+    try:
+        output.make()
+    except PrepError as error:
+        raise PrepError(f"{error}{'' if out else '. Where nothing can be written, give a folder for the index with --out'}") from error
+    if out is not None and (tars := sorted(name for name in output.sizes() if name.endswith(".tar"))):
+        raise PrepError(f"{output}: holds shards itself ({_some(tars)}); choose an empty folder for the index of {source}")
+    return output
+
+
+def _read_infos(source: Output | WebFolder, output: Output, listed: bool) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The `_info.json` beside the shards (not looked for if these are `listed` one by one), and that in the output; it may be the same."""
+    for place in (source, output):
+        if isinstance(place, Output) and place.read_json("_writing.json") and not place.read_json("_info.json"):
+            raise PrepError(f"{place}: a writer has not finished here; run its command again, it continues")
+    ours = _info(output)
+    if output is source:
+        return ours, ours
+    theirs = None if listed else _info(source)
+    if theirs is None and not listed and isinstance(source, WebFolder):
+        raise PrepError(
+            f"{source}: no _info.json there, and the web has no lists of files: name the shards, as in '{source}/train-{{0000..0099}}.tar'"
+        )
+    if ours is not None and ours.get("shards_at") != str(source):
+        raise PrepError(f"{output}: holds the index of {ours.get('shards_at', 'other shards')}, not of {source}; choose another --out")
+    return theirs, ours
+
+
+def _info(place: Output | WebFolder) -> dict[str, Any] | None:
+    """The `_info.json` of a place, as checked by `shards.read_info`."""
+    content = place.read_json("_info.json")
+    if content is None:
+        return None
+    with temporary_folder() as folder, _called(str(place), folder):
+        files.write_json(folder / "_info.json", content)
+        info = shards.read_info(folder)
+    for split, described in info["splits"].items():
+        if not 0 < len(described.get("filenames", [])) == len(described.get("shard_lengths", [])):
+            raise PrepError(f"{place}/_info.json: filenames and shard_lengths of split {split!r} do not fit together; move it away")
+    return info
+
+
+def _listed(source: Output | WebFolder) -> list[str]:
+    assert isinstance(source, Output)
+    return sorted(name for name in source.sizes() if name.endswith(".tar"))
+
+
+def _check_names(source: Output | WebFolder, tars: list[str]) -> None:
+    """Raise PrepError for shards that are not there, as far as that can be told at once, and for names that lead elsewhere."""
+    if isinstance(source, Output):
+        there = source.sizes()
+        if missing := [name for name in tars if name not in there and source.size(name) < 0]:
+            raise PrepError(f"{source}: shards are missing: {_some(missing)}; copy them again, or correct the list")
+        if source.local is not None:
+            return
+    if strange := [name for name in tars if not re.fullmatch(r"[^/]+\.tar", name)]:
+        raise PrepError(f"{source}: {_some(strange)} in _info.json: expected names of tars in this very folder")
+
+
+def _compare_lists(output: Output, info: dict[str, Any] | None, splits: dict[str, list[str]]) -> None:
+    there = None if info is None else {name: list(described["filenames"]) for name, described in info["splits"].items()}
+    if there not in (None, splits):
+        raise PrepError(f"{output}: its _info.json lists other shards than those named here; move it away, or choose another --out")
+
+
+def _known_rows(output: Output, splits: dict[str, list[str]]) -> dict[str, np.ndarray]:
+    """Rows by shard of the index files that an earlier command has written."""
+    known: dict[str, np.ndarray] = {}
+    for split, names in splits.items():
+        if output.size(f"{split}.index.npy") <= 0:
+            continue
+        with temporary_folder() as folder:
+            rows = np.load(output.fetch(f"{split}.index.npy", folder))
+        if rows.dtype == INDEX_DTYPE:
+            known |= {name: rows[rows["shard"] == number] for number, name in enumerate(names)}
+    return known
+
+
+def _compare(output: Output, info: dict[str, Any], found: dict[str, tuple[np.ndarray, dict[str, Any]]]) -> None:
     """Raise PrepError listing the shards whose length or size is not what `_info.json` says."""
     problems = []
     for described in info["splits"].values():
         sizes = described.get("shard_bytes") or [None] * len(described["filenames"])
         for name, length, size in zip(described["filenames"], described["shard_lengths"], sizes, strict=True):
-            found = (root / name).stat().st_size
-            if len(rows[root / name]) != length or size not in (None, found):
-                problems.append(
-                    f"{name} holds {len(rows[root / name])} samples in {found} bytes, "
-                    f"_info.json says {length}{'' if size is None else f' in {size}'}"
-                )
+            rows, sidecar = found[name]
+            if len(rows) != length or size not in (None, sidecar["bytes"]):
+                said = f"_info.json says {length}{'' if size is None else f' in {size}'}"
+                problems.append(f"{name} holds {len(rows)} samples in {sidecar['bytes']} bytes, {said}")
     if problems:
-        raise PrepError(f"{root}: {'; '.join(problems)}. If the tars are right, move _info.json away and run this again")
+        raise PrepError(f"{output}: {'; '.join(problems)}. If the tars are right, move _info.json away and run this again")
 
 
-def index(root: Path, workers: int = 1) -> None:
-    """Write what is missing beside the tars of `root`. Raises PrepError or ShardError; never alters a tar."""
-    if not root.is_dir():
-        raise PrepError(f"{root}: {'not a folder' if root.exists() else 'no such folder'}; expected a folder of tar shards")
-    if (root / "_writing.json").exists() and not (root / "_info.json").exists():
-        raise PrepError(f"{root}: a writer has not finished here; run its command again, it continues")
-    info = shards.read_info(root) if (root / "_info.json").exists() else None
-    if info is None:
-        splits = find_shards(root)
-    else:
-        splits = {split: list(described["filenames"]) for split, described in info["splits"].items()}
-    tars = [root / name for names in splits.values() for name in names]
-    if missing := [tar.name for tar in tars if not tar.exists()]:
-        raise PrepError(f"{root}: shards that _info.json lists are missing: {', '.join(missing[:5])}; copy them again")
-    rows = run_jobs([(_index_shard, tar, tar) for tar in tars], workers, what="reading shards")
-    if info is not None:
-        _compare(root, info, rows)
-    for split, names in splits.items():
-        shards.write_index(root, split, [rows[root / name] for name in names])
-        print(f"{split}: {sum(len(rows[root / name]) for name in names):,} samples in {len(names)} shards")
-    if info is None:
-        num_classes = max(int(part["label"].max()) for part in rows.values()) + 1
-        shards.write_info(root, splits, source="index", options={}, class_names=[], num_classes=num_classes)
-    print(f"{root}: indexed{', _info.json was there and fits' if info is not None else ''}")
+def _classes(theirs: dict[str, Any] | None, found: dict[str, tuple[np.ndarray, dict[str, Any]]]) -> dict[str, Any]:
+    """class_names and num_classes, from the `_info.json` beside the shards as far as it knows them."""
+    largest = max(int(rows["label"].max()) for rows, _ in found.values())
+    names = list((theirs or {}).get("class_names") or [])
+    return {"class_names": names, "num_classes": len(names) or (theirs or {}).get("num_classes") or largest + 1}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,9 +355,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.index", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("root", type=Path, metavar="ROOT", help="folder of tar shards")
+    parser.add_argument("root", nargs="+", metavar="ROOT", help="folder of tar shards, its URL, or URLs of shards (quote the braces)")
+    parser.add_argument("--out", metavar="FOLDER", help="for shards at a URL: where the index goes if not beside them")
+    parser.add_argument("--split", metavar="NAME", help="split of all shards, where their names tell none (00000.tar)")
     add_workers_argument(parser)
-    return run(lambda args: index(args.root, args.workers), parser.parse_args(argv))
+    return run(lambda args: index(args.root, args.workers, args.out, args.split), parser.parse_args(argv))
 
 
 if __name__ == "__main__":

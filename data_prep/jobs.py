@@ -1,4 +1,4 @@
-"""Work for several processes: run it, show how far it is, gather what failed. Free of torch.
+"""Work for several processes: run it, show how far it is, stop it. Free of torch.
 
 The data's story: a list of jobs, each a module-level function with one argument, goes to a pool of processes; results come back by name.
 """
@@ -6,86 +6,99 @@ The data's story: a list of jobs, each a module-level function with one argument
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from vit.progress import Meter
+from vit.worker import follow_parent
+
+JOBS_WAITING = 4
+"""Jobs handed to the pool for each worker: enough to keep it busy, so few that a million jobs need no memory."""
 
 
 class PrepError(ValueError):
     """The source or the output folder is not as it should be; says what is wrong and what to do."""
 
 
-class UnreadableImages(PrepError):
-    """Images that cannot be read. args[0]: a line for each."""
-
-
-def run_jobs(jobs: Sequence[tuple[Callable[[Any], Any], Any, Any]], workers: int, what: str, num_images: int = 0) -> dict[Any, Any]:
+def run_jobs(
+    jobs: Iterable[tuple[Callable[[Any], Any], Any, Any]],
+    workers: int,
+    what: str,
+    *,
+    num_jobs: int,
+    num_images: int = 0,
+    unit: str = "shards",
+    on_result: Callable[[Any, Any], None] | None = None,
+) -> dict[Any, Any]:
     """Run (function, argument, name) jobs in worker processes and return {name: result}.
 
-    Shows the progress of `what`: of `num_images`, which the jobs count with `count_one`, or without it of the jobs themselves.
-
-    All unreadable images are gathered before the one PrepError that lists them; any other error stops the rest at once.
+    Shows the progress of `what`: of `num_images`, which the jobs count with `count_one`, or without it of the jobs, each one of `unit`.
+    `on_result(name, result)` is called as each one is ready, and the results are not kept. The first error stops all jobs, within an image
+    for those that count, and is raised.
     """
     # Spawned, not forked: the caller may have threads (torch's, rich's), and those do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    images_done = context.Value("Q", 0)
+    images_done, bytes_done, stopping = context.Value("Q", 0), context.Value("Q", 0), context.Value("b", 0)
     results: dict[Any, Any] = {}
-    unreadable: list[str] = []
-    with ProcessPoolExecutor(max(1, min(workers, len(jobs))), context, _start_worker, (images_done,)) as pool:
-        names: dict[Future, Any] = {pool.submit(function, argument): name for function, argument, name in jobs}
-        pending = set(names)
+    names: dict[Future, Any] = {}
+    waiting, finished_jobs = iter(jobs), 0
+    workers = max(1, min(workers, num_jobs))
+    with ProcessPoolExecutor(workers, context, _start_worker, (images_done, bytes_done, stopping)) as pool:
         try:
-            with Meter(what, num_images or len(jobs), "images" if num_images else "shards") as meter:
-                while pending:
-                    finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
-                    meter.update(images_done.value if num_images else len(names) - len(pending))
-                    for future in finished:
-                        try:
-                            results[names[future]] = future.result()
-                        except UnreadableImages as error:
-                            unreadable += error.args[0]
+            with Meter(what, num_images or num_jobs, "images" if num_images else unit) as meter:
+                while True:
+                    for function, argument, name in waiting:
+                        names[pool.submit(function, argument)] = name
+                        if len(names) >= JOBS_WAITING * workers:
+                            break
+                    if not names:
+                        break
+                    for future in wait(names, timeout=0.2, return_when=FIRST_COMPLETED).done:
+                        name, result = names.pop(future), future.result()
+                        finished_jobs += 1
+                        if on_result is not None:
+                            on_result(name, result)
+                        else:
+                            results[name] = result
+                    if num_images:
+                        meter.update(images_done.value, f"{finished_jobs} of {num_jobs} {unit}", bytes_done.value)
+                    else:
+                        meter.update(finished_jobs)
         except BrokenProcessPool as error:
             raise PrepError(
                 "a worker process was killed (out of memory?); run the same command again, it continues, perhaps with fewer --workers"
             ) from error
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            stopping.value = 1  # and the pool waits for its workers, who clean up
+            for future in names:
+                future.cancel()
             raise
-    if unreadable:
-        raise PrepError(
-            f"{len(unreadable)} images cannot be read; remove or replace them and run the same command again, "
-            f"whole shards are kept:\n  " + "\n  ".join(sorted(unreadable))
-        )
     return results
 
 
 # ---- in a worker process ------------------------------------------------------------------------------------------------
 
-_images_done: Any = None  # a multiprocessing.Value, in worker processes
+_counters: Any = None  # three multiprocessing.Value, in worker processes
 
 
-def count_one() -> None:
-    """Tell the parent that one more image is done; for functions that `run_jobs` runs."""
-    with _images_done.get_lock():
-        _images_done.value += 1
+class _Stopped(Exception):
+    """Another job failed, or the command was interrupted: what is half written goes."""
 
 
-def _start_worker(images_done: Any) -> None:
-    """Share the counter of images; and end with the parent, as a worker whose parent was killed would wait for ever."""
-    global _images_done
-    _images_done = images_done
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the workers too, and one report of it is enough
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+def count_one(num_bytes: int = 0) -> None:
+    """Tell the parent that one more image, of so many bytes, is done; in functions that `run_jobs` runs. Ends the job if all shall stop."""
+    images_done, bytes_done, stopping = _counters
+    if stopping.value:
+        raise _Stopped
+    with images_done.get_lock():
+        images_done.value += 1
+        bytes_done.value += num_bytes
 
-    def follow_parent() -> None:
-        parent.join()
-        os._exit(1)
 
-    threading.Thread(target=follow_parent, daemon=True).start()
+def _start_worker(*counters: Any) -> None:
+    """Share the counters."""
+    global _counters
+    _counters = counters
+    follow_parent()

@@ -1,292 +1,196 @@
-"""The one writer of all sources: a catalogue of samples in, shards out. Free of torch.
+"""The one writer of all sources: a source in, a data set of shards out. Free of torch.
 
-The data's story: a source lists its samples (key, label, where the bytes are) for each split; a seed deals them to a fixed
-number of shards, whose lengths differ by one at most; worker processes fetch, check and, where needed, convert each image
-and write one shard at a time; the index and `_info.json` follow when every shard is whole.
+The data's story: the source's samples are listed in a catalogue; a hash of (seed, key) deals them to a fixed number of shards, whose
+lengths differ by one at most; worker processes write one shard at a time; when every shard is whole, the index, `_info.json`, the list of
+unreadable images and the data set's card follow.
 
     <root>/                 the format is told in vit/data/shards.py
       _writing.json         what this folder is for; from the first moment until `_info.json` takes its place
+      _catalogue/           where each sample comes from, see data_prep/catalogue.py; goes at the end
+      _spool/               images of sources that cannot be read in place; goes at the end
       .train-00000.tar.*    a shard being written; gets its name when it is complete and on the disk
       train-00000.tar  train-00000.idx  train-00000.json      written in this order
-      train.index.npy  _info.json                             written last
+      train.index.npy  quarantine.jsonl  _info.json           written last
+      dataset.md  contact_sheet.png                           drawn of all that
 
 Shard k is a pure function of (catalogue, options, k). So the number of workers and the order in which they finish leave no
 trace in the bytes, and the same command run again after a kill only writes the shards that are missing. For the same reason
 several machines can share the work (`--shards`): each writes its part, and whoever finds all shards whole writes the rest.
+
+A root that is a URL gets the same files; `_catalogue` and `_spool` then lie in the folder for temporary files.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import os
+import math
 import re
-import socket
-import struct
+import shutil
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
-from data_prep.jobs import PrepError, UnreadableImages, count_one, run_jobs
-from vit.data import shards
-from vit.data.files import read_json, replacing, write_json
-from vit.data.tar import TAR_BLOCK, index_rows, scan_tar, write_idx
+from data_prep.catalogue import Builder, Catalogue, Source, open_catalogue, some
+from data_prep.images import ImagePolicy, prepare
+from data_prep.jobs import PrepError, run_jobs
+from data_prep.output import Output
+from data_prep.shard import Shard, Work, rows_path, scan_shard, still_holds, write_shard
+from vit.data.files import remove_leftovers, replacing
+from vit.data.shards import make_info, save_index
 
 SHARD_BYTES = 768 << 20
 """Aimed size of a shard when there is enough data: big enough for sequential disks, small enough to copy again."""
 MIN_SHARDS = 8
 """Shards of a small train split: enough to share between the workers of readers that cannot seek."""
-MAX_KEY_BYTES = 90
-"""A ustar header holds names of 100 bytes, extension included."""
-
-
-class Sample(NamedTuple):
-    """One image of a source. `origin` is whatever the catalogue's `read` needs to get the bytes; it is pickled."""
-
-    key: str
-    label: int
-    origin: Any
+MEASURED_SAMPLES = 64
+"""Images that sizes and times are estimated from."""
+BYTES_BESIDE = 2048
+"""About the bytes that a sample needs beside its image: two or three headers, paddings, its lines in the indices."""
 
 
 @dataclass(frozen=True)
-class Catalogue:
-    """All samples of a source, in any order: the order of the shards comes from the keys and the seed."""
+class Settings:
+    """What all sources have in common."""
 
-    source: str
-    """Name of the source, recorded in `_info.json`."""
-    options: dict[str, Any]
-    """The source's own settings that decide what is written (JSON values)."""
-    class_names: list[str]
-    """Name of each label."""
-    splits: Mapping[str, Sequence[Sample]]
-    """Samples by split; the first is the training split."""
-    read: Callable[[Any], bytes]
-    """Encoded image of a sample's `origin`; a module-level function, as it runs in worker processes."""
-
-
-# ---- samples to shards ----------------------------------------------------------------------------------------------
-
-
-def stable_hash(*parts: Any) -> bytes:
-    """8 bytes that depend on the parts' text alone: not on the process (as `hash` does), nor on a library's version."""
-    return hashlib.blake2b("\0".join(map(str, parts)).encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    num_shards: int | None = None
+    """Of the training split; the others get as many in proportion. None: by size."""
+    shard_bytes: int = SHARD_BYTES
+    seed: int = 0
+    """Deals samples to shards."""
+    workers: int = 1
+    """Processes; without influence on the bytes."""
+    part: str | None = None
+    """Write these shards only, see `choose_part`."""
+    policy: ImagePolicy = field(default_factory=ImagePolicy)
+    with_json: bool = False
+    """A third member for each sample: original name, label and class."""
+    minival: float | None = None
+    """Part of each training class that becomes the split `minival`."""
+    max_unreadable: float = 0.01
+    """Part of all images that may be unreadable; more is an error."""
 
 
-def safe_key(text: str) -> str:
-    """`text` as a key: no dot (webdataset ends the key at the first), no slash, no blank, at most 90 bytes.
+# ---- the plan -------------------------------------------------------------------------------------------------------
 
-    What is longer keeps its beginning and ends in a hash of the whole.
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides the bytes, and which shards there are."""
+
+    source: Source
+    settings: Settings
+    output: Output
+    catalogue: Catalogue
+    counts: dict[str, int]
+    """Shards of each split."""
+    mean_bytes: float
+    """Of an image as it is written, estimated."""
+    seconds_per_image: float
+    """Of one process, reading, checking and converting, measured on a few images."""
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What `_writing.json` and `_info.json` say of it; compared when a command is continued."""
+        options = {**_options(self.source, self.settings), "num_shards": self.counts}
+        return {"source": self.source.name, "options": options, "catalogue": self.catalogue.sha256}
+
+    @property
+    def fingerprint(self) -> str:
+        """Of `recorded`; each shard's sidecar holds it."""
+        return hashlib.sha256(json.dumps(self.recorded, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def filenames(self) -> dict[str, list[str]]:
+        """Shards of each split."""
+        return {split: [f"{split}-{k:05d}.tar" for k in range(count)] for split, count in self.counts.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all shards, estimated."""
+        return round(sum(self.catalogue.splits.values()) * (self.mean_bytes + BYTES_BESIDE))
+
+    def work(self) -> list[Work]:
+        """A job for each shard, train first."""
+        fingerprint, jobs = self.fingerprint, []
+        for split, names in self.filenames.items():
+            for k, name in enumerate(names):
+                shard = Shard(name.removesuffix(".tar"), split, range(k, self.catalogue.splits[split], len(names)))
+                options = (self.settings.policy, self.settings.with_json, self.output, fingerprint)
+                jobs.append(Work(shard, self.catalogue, self.source.read, *options))
+        return jobs
+
+
+def _options(source: Source, settings: Settings) -> dict[str, Any]:
+    options = {**source.options, **settings.policy.options(), "seed": settings.seed}
+    options |= {"with_json": True} if settings.with_json else {}
+    return options | ({"minival": settings.minival} if settings.minival else {})
+
+
+def make_plan(source: Source, out: Path | str, settings: Settings, keep: bool = True) -> Plan:
+    """List the source and choose the shards. Raises PrepError, with nothing changed, if `out` holds something else.
+
+    keep: the catalogue lies in `out`, where other processes and later commands find it; else in the folder for temporary files.
     """
-    key = re.sub(r"[./\\\s\x00-\x1f]", "_", text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
-    if len(key.encode()) > MAX_KEY_BYTES:
-        key = f"{key.encode()[: MAX_KEY_BYTES - 17].decode(errors='ignore')}_{stable_hash(text).hex()}"
-    return key
+    output = Output(out)
+    _refuse_others(output, {"source": source.name, "options": _options(source, settings)})
+    folder = output.local if keep and output.local else _temporary_folder(output)
 
+    def hold_out(builder: Builder) -> None:
+        if settings.minival:
+            builder.hold_out("train", "minival", settings.minival)
 
-def deal(samples: Sequence[Sample], num_shards: int, seed: int) -> list[list[Sample]]:
-    """Samples of each shard: a permutation keyed by (seed, key), dealt like cards, so lengths differ by one at most."""
-    order = sorted(samples, key=lambda sample: (stable_hash(seed, sample.key), sample.key))
-    return [order[shard::num_shards] for shard in range(num_shards)]
-
-
-def choose_num_shards(catalogue: Catalogue, num_shards: int | None) -> dict[str, int]:
-    """Shards of each split. `num_shards` is for the first (train); the others get as many in proportion, at least 1.
-
-    By default train gets one for each 768 MiB, but at least 8; its size is estimated from 64 samples.
-    """
-    train = next(iter(catalogue.splits.values()))
-    if num_shards is None:
-        by_key = sorted(train)[:: max(1, len(train) // 64)]
-        sizes = []
-        for sample in by_key:
-            try:
-                sizes.append(len(catalogue.read(sample.origin)))
-            except (OSError, ValueError):
-                continue  # an image that cannot be read is reported with all the others, when its shard is written
-        mean_bytes = sum(sizes) / max(1, len(sizes))
-        num_shards = min(len(train), max(MIN_SHARDS, round(len(train) * mean_bytes / SHARD_BYTES)))
-    chosen = {split: max(1, round(num_shards * len(samples) / len(train))) for split, samples in catalogue.splits.items()}
-    for split, samples in catalogue.splits.items():
-        if chosen[split] > len(samples):
-            raise PrepError(
-                f"{chosen[split]} shards for the {len(samples)} samples of split {split!r}; use --num-shards {len(train)} or fewer"
-            )
-    return chosen
-
-
-def _checked(catalogue: Catalogue) -> Catalogue:
-    """The catalogue with safe keys. Raises PrepError for empty splits, equal keys and labels without a class."""
-    splits = {}
-    for split, samples in catalogue.splits.items():
-        if not samples:
-            raise PrepError(f"split {split!r} has no samples")
-        splits[split] = [sample._replace(key=safe_key(sample.key)) for sample in samples]
-        twice = [key for key, count in Counter(sample.key for sample in splits[split]).items() if count > 1]
-        if twice:
-            raise PrepError(
-                f"split {split!r}: {len(twice)} keys are used more than once: {_some(sorted(twice))}; "
-                "keys must differ (dots, slashes and blanks count as '_')"
-            )
-        outside = [sample.key for sample in splits[split] if not 0 <= sample.label < len(catalogue.class_names)]
-        if outside:
-            raise PrepError(f"split {split!r}: {len(outside)} labels lie outside [0, {len(catalogue.class_names)}): {_some(outside)}")
-    return Catalogue(catalogue.source, catalogue.options, catalogue.class_names, splits, catalogue.read)
-
-
-def _some(items: list[str], most: int = 5) -> str:
-    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
-
-
-# ---- one shard, in a worker process ---------------------------------------------------------------------------------
-
-
-class Shard(NamedTuple):
-    """What a worker needs to write one shard. `plan` is the fingerprint of catalogue and options."""
-
-    tar: Path
-    samples: list[Sample]
-    read: Callable[[Any], bytes]
-    plan: str
-
-
-def as_jpeg(data: bytes) -> bytes:
-    """The image as RGB or grey JPEG: such bytes pass untouched after a full decode, all else is encoded at quality 95.
-
-    Raises whatever Pillow raises for images it cannot decode to the end.
-    """
-    with Image.open(io.BytesIO(data)) as image:
-        image.load()
-        if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):  # MPO: a JPEG with further ones behind it
-            return data
-        encoded = io.BytesIO()
-        image.convert("RGB").save(encoded, "JPEG", quality=95)
-        return encoded.getvalue()
-
-
-def _add_member(tar: BinaryIO, name: str, data: bytes) -> None:
-    """Append a ustar member. By hand, as `tarfile` fills unused fields differently from one Python to the next."""
-    fields = (name.encode(), b"0000644", b"0000000", b"0000000", b"%011o" % len(data), b"0" * 11)  # mode uid gid size mtime
-    header = struct.pack("100s8s8s8s12s12s8s1s100s6s2s247x", *fields, b" " * 8, b"0", b"", b"ustar", b"00")
-    tar.write(header[:148] + b"%06o\0 " % sum(header) + header[156:])
-    tar.write(data + bytes(-len(data) % TAR_BLOCK))
-
-
-def _write_shard(shard: Shard) -> np.ndarray:
-    """Write tar, idx and sidecar of one shard and return its index rows. Raises UnreadableImages; the tar is then absent."""
-    for leftover in shard.tar.parent.glob(f".{shard.tar.stem}.*.tmp"):
-        if not _is_being_written(leftover):
-            leftover.unlink(missing_ok=True)  # of a killed writer
-    unreadable = []
-    with replacing(shard.tar) as tar:
-        for sample in shard.samples:
-            try:
-                data = as_jpeg(shard.read(sample.origin))
-            except Exception as error:  # a decoder may raise anything for a damaged image
-                reason = "not an image Pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)
-                place = f" ({sample.origin})" if isinstance(sample.origin, (str, Path)) else ""
-                unreadable.append(f"{sample.key}{place}: {reason}")
-            else:
-                _add_member(tar, f"{sample.key}.jpg", data)
-                _add_member(tar, f"{sample.key}.cls", b"%d" % sample.label)
-            count_one()
-        if unreadable:
-            raise UnreadableImages(unreadable)
-        tar.write(bytes(2 * TAR_BLOCK))
-        tar.flush()
-        scanned = scan_tar(tar.name)  # the reader's view of it, before it gets its name
-        assert [(s.key, s.label) for s in scanned] == [(s.key, s.label) for s in shard.samples]
-    write_idx(shard.tar, scanned)
-    shards.write_sidecar(shard.tar, len(scanned), plan=shard.plan)
-    return index_rows(scanned)
-
-
-def _is_being_written(temporary: Path) -> bool:
-    """Whether a live process has this file (overlapping `--shards`, a task repeated too early): it may finish, its bytes are the same.
-
-    Of this host the process id in the name tells; of another one, whether the file has changed in the last ten minutes.
-    """
+    made: dict[str, Any] = {"workers": settings.workers, "finish": hold_out, "also": settings.minival, "dry": not keep}
+    catalogue = open_catalogue(source, folder / "_catalogue", settings.seed, **made)
+    mean_bytes, seconds = _measured(source, catalogue, settings.policy)
+    counts = choose_num_shards(catalogue.splits, settings, mean_bytes)
+    plan = Plan(source, settings, output, catalogue, counts, mean_bytes, seconds)
     try:
-        host, process = temporary.name.removesuffix(".tmp").rsplit(".", 1)
-        if not host.endswith(f".{socket.gethostname()}"):
-            return time.time() - temporary.stat().st_mtime < 600
-        os.kill(int(process), 0)
-    except PermissionError:
-        return True  # alive, and somebody else's
-    except (OSError, ValueError):
-        return False
-    return True
+        _refuse_others(output, plan.recorded)
+    except PrepError:
+        discard(plan)
+        raise
+    return plan
 
 
-def _rows_of_whole_shard(tar: Path) -> np.ndarray:
-    return index_rows(scan_tar(tar))
+def _temporary_folder(output: Output) -> Path:
+    return Path(tempfile.gettempdir()) / f"vit-data-prep-{hashlib.sha256(str(output).encode()).hexdigest()[:16]}"
 
 
-# ---- all shards -----------------------------------------------------------------------------------------------------
+def _measured(source: Source, catalogue: Catalogue, policy: ImagePolicy) -> tuple[float, float]:
+    """(bytes of an image as it is written, seconds to make it), means over a few of the training split; nan seconds if none is readable."""
+    split, total = next(iter(catalogue.splits.items()))
+    samples = catalogue.table(split).samples(range(min(total, MEASURED_SAMPLES)))
+    sizes, began = [], time.perf_counter()
+    for sample in samples:
+        try:
+            sizes.append(len(prepare(source.read(sample), policy).data))
+        except (OSError, ValueError):
+            continue  # an image that cannot be read is reported when its shard is written
+    if not sizes:
+        return sum(sample.size for sample in samples) / len(samples), math.nan
+    return sum(sizes) / len(sizes), (time.perf_counter() - began) / len(sizes)
 
 
-def write(
-    catalogue: Catalogue, root: Path | str, *, num_shards: int | None = None, seed: int = 0, workers: int = 1, part: str | None = None
-) -> None:
-    """Write all splits of a catalogue to `root`, or complete them. Prints what it does.
-
-    num_shards: of the first split, see `choose_num_shards`. seed: deals samples to shards. workers: processes, of no influence
-    on the bytes. part: write these shards only, see `choose_part`; index and `_info.json` follow in the call that finds all
-    shards whole, be they several at once.
-
-    Raises PrepError, with nothing overwritten, if `root` holds another catalogue or other options, and listing all images
-    that cannot be read (then there is no `_info.json`, and whole shards are kept). OSError: disk full, no permission; the
-    same command continues.
-    """
-    start = time.monotonic()
-    root = Path(root)
-    catalogue = _checked(catalogue)
-    counts = choose_num_shards(catalogue, num_shards)
-    mine = choose_part(part, counts)
-    plan = _plan(catalogue, counts, seed)
-    _claim(root, plan)
-    fingerprint = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
-
-    filenames = {split: [f"{split}-{k:05d}.tar" for k in range(count)] for split, count in counts.items()}
-    tars = [root / name for names in filenames.values() for name in names]
-    hands = [hand for split, samples in catalogue.splits.items() for hand in deal(samples, counts[split], seed)]
-    todo = [Shard(tars[k], hands[k], catalogue.read, fingerprint) for k in mine if not _is_whole(tars[k], fingerprint)]
-    if len(todo) < len(mine):
-        print(f"{root}: {len(mine) - len(todo)} of {len(mine)} shards are whole already and are kept")
-    jobs: list[tuple[Callable[[Any], Any], Any, Any]] = [(_write_shard, shard, shard.tar) for shard in todo]
-    rows = run_jobs(jobs, workers, what="writing", num_images=sum(len(shard.samples) for shard in todo))
-
-    if part is not None:
-        if missing := [tar.name for tar in tars if not _is_whole(tar, fingerprint)]:
-            written = f"{len(todo)} shards of part {part} written, {time.monotonic() - start:.1f} s"
-            print(f"{root}: {written}; {len(missing)} of {len(tars)} are still missing ({_some(missing)}), other parts write them")
-            return
-        if not todo and (root / "_info.json").exists():
-            print(f"{root}: complete already")
-            return
-    rows |= run_jobs([(_rows_of_whole_shard, tar, tar) for tar in tars if tar not in rows], workers, what="reading whole shards")
-    for split, names in filenames.items():
-        shards.write_index(root, split, [rows[root / name] for name in names])
-    shards.write_info(
-        root,
-        filenames,
-        source=plan["source"],
-        options=plan["options"],
-        catalogue=plan["catalogue"],
-        class_names=catalogue.class_names,
-        num_classes=len(catalogue.class_names),
-    )
-    (root / "_writing.json").unlink(missing_ok=True)
-    for split, names in filenames.items():
-        num_bytes = sum(_size(root / name) for name in names)
-        print(f"{split}: {len(catalogue.splits[split]):,} samples in {len(names)} shards, {num_bytes / 1e6:,.1f} MB")
-    print(f"{root}: complete, {len(catalogue.class_names)} classes, {time.monotonic() - start:.1f} s")
+def choose_num_shards(splits: Mapping[str, int], settings: Settings, mean_bytes: float) -> dict[str, int]:
+    """Shards of each split: as many as asked for the first (train), by default one for each `shard_bytes`, but at least 8; the others
+    get as many in proportion, at least 1. splits: samples of each. mean_bytes: of an image."""
+    train = next(iter(splits.values()))
+    num_shards = settings.num_shards
+    if num_shards is None:
+        num_shards = min(train, max(MIN_SHARDS, round(train * mean_bytes / settings.shard_bytes)))
+    chosen = {split: max(1, round(num_shards * total / train)) for split, total in splits.items()}
+    for split, total in splits.items():
+        if chosen[split] > total:
+            raise PrepError(f"{chosen[split]} shards for the {total} samples of split {split!r}; use --num-shards {train} or fewer")
+    return chosen
 
 
 def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
@@ -312,46 +216,25 @@ def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
     raise PrepError(f"--shards {part}: expected A-B, such as 100-199, or I/N, such as 0/8, for the first of 8 parts")
 
 
-def _is_whole(tar: Path, fingerprint: str) -> bool:
-    """A shard of this very plan is there, with its sidecar, which is written last."""
-    sidecar = shards.read_sidecar(tar)
-    return sidecar is not None and sidecar.get("plan") == fingerprint and _size(tar) == sidecar["bytes"]
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else -1
-
-
-def _plan(catalogue: Catalogue, counts: dict[str, int], seed: int) -> dict[str, Any]:
-    """All that decides the bytes, in the form `_writing.json` and `_info.json` record it."""
-    digest = hashlib.sha256(json.dumps(catalogue.class_names).encode())
-    for split, samples in catalogue.splits.items():
-        for key, label in sorted((sample.key, sample.label) for sample in samples):
-            digest.update(f"{split}\t{key}\t{label}\n".encode())
-    options = {**catalogue.options, "seed": seed, "num_shards": counts}
-    return {"source": catalogue.source, "options": options, "catalogue": digest.hexdigest()}
-
-
-def _claim(root: Path, plan: dict[str, Any]) -> None:
-    """Make `root` and note what it is for. Raises PrepError if it is for something else."""
-    root.mkdir(parents=True, exist_ok=True)
+def _refuse_others(output: Output, asked: dict[str, Any]) -> None:
+    """Raise PrepError if the folder is for something else than `asked`, as far as that says."""
     # In this order: another part may begin or end meanwhile, and tars are never there without one of the two files.
-    foreign = sorted(path.name for path in root.glob("*.tar"))
-    there = read_json(root / "_writing.json") or read_json(root / "_info.json")
+    foreign = sorted(name for name in output.sizes() if name.endswith(".tar"))
+    there = output.read_json("_writing.json") or output.read_json("_info.json")
     if there is None:
         if foreign:
-            raise PrepError(f"{root}: holds shards of unknown origin ({_some(foreign)}); choose another --out")
-        write_json(root / "_writing.json", plan)
+            raise PrepError(f"{output}: holds shards of unknown origin ({some(foreign)}); choose another --out")
         return
-    flat, asked = ({**part.get("options", {}), **{key: part.get(key) for key in ("source", "catalogue")}} for part in (there, plan))
+    flat, wanted = ({**part.get("options", {}), **{key: part.get(key) for key in ("source", "catalogue")}} for part in (there, asked))
+    early = {"num_shards", "catalogue"} - ({"num_shards", "catalogue"} & (asked.keys() | asked["options"].keys()))
     differ = [
-        f"{key} is {_short(flat.get(key))} there, {_short(asked.get(key))} here"
-        for key in sorted(flat.keys() | asked.keys())
-        if flat.get(key) != asked.get(key)
+        f"{key} is {_short(flat.get(key))} there, {_short(wanted.get(key))} here{' (images were added, removed or renamed)' * (key == 'catalogue')}"
+        for key in sorted((flat.keys() | wanted.keys()) - early)
+        if flat.get(key) != wanted.get(key)
     ]
     if differ:
         raise PrepError(
-            f"{root}: holds another data set or other options: {'; '.join(differ)}. Nothing was changed; use the "
+            f"{output}: holds another data set or other options: {'; '.join(differ)}. Nothing was changed; use the "
             "same options, choose another --out or delete the folder"
         )
 
@@ -359,3 +242,152 @@ def _claim(root: Path, plan: dict[str, Any]) -> None:
 def _short(value: Any) -> str:
     """A value in an error message; of a sha256 the first 8 digits tell enough."""
     return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else json.dumps(value)
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def write(source: Source, out: Path | str, settings: Settings | None = None) -> None:
+    """Write all splits of a source to `out`, a folder or a URL, or complete them. Prints what it does.
+
+    With `settings.part` only these shards; index and `_info.json` follow in the call that finds all shards whole, be they several at once.
+
+    Raises PrepError, with nothing overwritten, if `out` holds another catalogue or other options, and if too many images are unreadable
+    (then there is no `_info.json`, and whole shards are kept). OSError: disk full, no permission; the same command continues.
+    """
+    began = time.monotonic()
+    settings = settings or Settings()
+    output = Output(out)
+    output.make()
+    plan = make_plan(source, out, settings)
+    try:
+        _write(plan, began)
+    except FileNotFoundError:
+        if plan.catalogue.folder.exists() or output.read_json("_info.json") is None:
+            raise
+        print(f"{output}: completed by another process meanwhile")  # which removed the catalogue
+    finally:
+        if source.inputs is None:  # the catalogue is this process's own
+            shutil.rmtree(plan.catalogue.folder, ignore_errors=True)
+
+
+def _write(plan: Plan, began: float) -> None:
+    output, settings = plan.output, plan.settings
+    if output.local:
+        remove_leftovers(output.local)
+    work = plan.work()
+    mine = [work[k] for k in choose_part(settings.part, plan.counts)]
+    if not {"_writing.json", "_info.json"} & output.sizes().keys():
+        output.write_json("_writing.json", plan.recorded)
+    whole = _whole_shards(plan, work)
+    todo = [job for job in mine if job.shard.name not in whole]
+    if len(todo) < len(mine):
+        print(f"{output}: {len(mine) - len(todo)} of {len(mine)} shards are whole already and are kept")
+    _warn_of_full_disk(plan, len(todo) / len(work))
+    most = settings.max_unreadable * sum(plan.catalogue.splits.values())
+
+    def on_result(name: str, sidecar: dict[str, Any]) -> None:
+        whole[name] = sidecar
+        _refuse_unreadable(whole, most, settings)
+
+    num_images = sum(len(job.shard.places) for job in todo)
+    jobs = ((write_shard, job, job.shard.name) for job in todo)
+    run_jobs(jobs, settings.workers, "writing", num_jobs=len(todo), num_images=num_images, on_result=on_result)
+
+    if settings.part is not None:
+        whole = _whole_shards(plan, work)  # other parts have gone on meanwhile
+        if missing := [f"{job.shard.name}.tar" for job in work if job.shard.name not in whole]:
+            written = f"{len(todo)} shards of part {settings.part} written, {time.monotonic() - began:.1f} s"
+            print(f"{output}: {written}; {len(missing)} of {len(work)} are still missing ({some(missing)}), other parts write them")
+            return
+    _refuse_unreadable(whole, most, settings)
+    if not todo and output.read_json("_info.json") is not None and output.size("dataset.md") > 0:
+        print(f"{output}: complete already")
+        output.remove("_writing.json")
+        discard(plan)
+        return
+    _complete(plan, work, whole)
+    print(f"{output}: complete, {len(plan.catalogue.class_names)} classes, {time.monotonic() - began:.1f} s")
+
+
+def _whole_shards(plan: Plan, work: list[Work]) -> dict[str, dict[str, Any]]:
+    """Sidecars, by name, of the shards of this very plan that are there; a sidecar is written last."""
+    sizes = plan.output.sizes()
+    there = [job for job in work if {f"{job.shard.name}.json", f"{job.shard.name}.tar"} <= sizes.keys()]
+    with ThreadPoolExecutor(16) as pool:  # a store takes a round trip for each
+        sidecars = pool.map(lambda job: plan.output.read_json(f"{job.shard.name}.json"), there)
+        return {
+            job.shard.name: sidecar
+            for job, sidecar in zip(there, sidecars, strict=True)
+            if sidecar is not None and sidecar.get("plan") == job.plan and sizes[f"{job.shard.name}.tar"] == sidecar["bytes"]
+            if still_holds(job, sidecar)
+        }
+
+
+def _refuse_unreadable(sidecars: Mapping[str, dict[str, Any]], most: float, settings: Settings) -> None:
+    entries = [entry for sidecar in sidecars.values() for entry in sidecar["quarantined"]]
+    if len(entries) > most:
+        listed = "\n  ".join(f"{entry['key']} ({entry['file']}, {entry['name']}): {entry['reason']}" for entry in entries[:20])
+        more = f"\n  and {len(entries) - 20} more" if len(entries) > 20 else ""
+        raise PrepError(
+            f"{len(entries)} images cannot be read, more than --max-unreadable {settings.max_unreadable} of all allows. Mend or replace "
+            f"them (others may follow), or allow more; then run the same command again, whole shards are kept:\n  {listed}{more}"
+        )
+
+
+def _warn_of_full_disk(plan: Plan, share: float) -> None:
+    free = plan.output.free_bytes()
+    if free is not None and plan.num_bytes * share > free:
+        needed = f"about {plan.num_bytes * share / 1e6:,.0f} MB are to be written, {free / 1e6:,.0f} MB are free"
+        print(f"warning: {needed}; if the disk fills up, whole shards stay, and the same command goes on when there is room", flush=True)
+
+
+def _complete(plan: Plan, work: list[Work], sidecars: Mapping[str, dict[str, Any]]) -> None:
+    """Write all that describes the shards, which are whole."""
+    from data_prep.card import write_card  # a command of its own, over the same flags, which know this module
+
+    output, catalogue, filenames = plan.output, plan.catalogue, plan.filenames
+    unknown = [job for job in work if not rows_path(catalogue, job.shard.name).exists()]
+    jobs = ((scan_shard, job, job.shard.name) for job in unknown)
+    run_jobs(jobs, plan.settings.workers, "reading whole shards", num_jobs=len(unknown))
+    by_name = {f"{name}.tar": sidecar for name, sidecar in sidecars.items()}
+    entries = [entry for job in work for entry in sidecars[job.shard.name]["quarantined"]]
+    changed = sum((Counter(sidecar["changed"]) for sidecar in by_name.values()), Counter())
+    found: dict[str, Any] = {
+        "origin": catalogue.notes,
+        "listed": dict(catalogue.splits),
+        "changed": dict(sorted(changed.items())),
+        "quarantined": len(entries),
+    }
+    classes: dict[str, Any] = {"class_names": catalogue.class_names, "num_classes": len(catalogue.class_names)}
+    info = make_info(filenames, by_name, **plan.recorded, **found, **classes)
+    with output.staging() as folder:
+        for split, names in filenames.items():
+            save_index(folder / f"{split}.index.npy", (np.load(rows_path(catalogue, name.removesuffix(".tar"))) for name in names))
+            output.publish(folder / f"{split}.index.npy")
+        if entries:
+            with replacing(folder / "quarantine.jsonl") as file:
+                file.write("".join(json.dumps(entry) + "\n" for entry in entries).encode())
+            output.publish(folder / "quarantine.jsonl")
+        else:
+            output.remove("quarantine.jsonl")
+    output.write_json("_info.json", info)
+    output.remove("_writing.json")
+    for split, described in info["splits"].items():
+        size = f"{sum(described['shard_bytes']) / 1e6:,.1f} MB"
+        print(f"{split}: {described['num_samples']:,} samples in {len(described['filenames'])} shards, {size}")
+    if changed:
+        print("changed or remarkable: " + ", ".join(f"{count} {reason}" for reason, count in sorted(changed.items())))
+    if entries:
+        print(f"left out: {len(entries)} unreadable images, listed in {output}/quarantine.jsonl")
+    discard(plan)
+    write_card(output)
+
+
+def discard(plan: Plan) -> None:
+    """Remove catalogue and spool: all is written, or nothing is to be."""
+    folder = plan.catalogue.folder
+    for path in (folder, folder.with_name("_spool")):
+        shutil.rmtree(path, ignore_errors=True)
+    if folder.parent == _temporary_folder(plan.output):
+        shutil.rmtree(folder.parent, ignore_errors=True)

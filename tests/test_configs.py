@@ -18,7 +18,8 @@ from vit.train import build, train
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
-PUBLISHED = [path for path in RECIPES if not path.stem.startswith("demo")]
+OWN = ("demo", "mnist", "animals10")
+PUBLISHED = [path for path in RECIPES if not path.stem.startswith(OWN)]
 HEADER = ("source", "command")
 IMAGENET_TRAIN = 1_281_167
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"vit.config", "vit.config_io", "vit.distributed", "vit.progress", "vit.data.files"},
+    {"vit.config", "vit.config_io", "vit.distributed", "vit.progress", "vit.worker", "vit.data.files", "vit.data.jpeg"},
     {"vit.data.tar", "vit.data.shards", "vit.data.order", "vit.data.decode", "vit.schedule"},
     {"vit.data.loader", "vit.data.augment", "vit.model", "vit.loss", "vit.optim", "vit.ema", "vit.metrics"},
     {"vit.step", "vit.evaluate", "vit.checkpoint", "vit.weights", "vit.known", "vit.plan", "vit.record", "vit.tracking", "vit.monitor"}
@@ -55,21 +55,31 @@ def test_imports_go_down_and_never_in_a_circle(path):
 def test_data_prep_knows_the_format_and_itself_only(path):
     assert {name for name in imports_of(path) if name.startswith("vit.")} <= {
         "vit.data.files",
+        "vit.data.jpeg",
         "vit.data.tar",
         "vit.data.shards",
         "vit.progress",
+        "vit.worker",
     }
 
 
 @pytest.mark.parametrize(
     "name",
     [
+        "vit.data.jpeg",
         "vit.data.tar",
         "vit.data.shards",
         "vit.data.order",
         "vit.schedule",
         "vit.progress",
+        "data_prep.images",
+        "data_prep.animals10",
+        "data_prep.card",
+        "data_prep.cifar",
         "data_prep.imagefolder",
+        "data_prep.imagenet",
+        "data_prep.mnist",
+        "data_prep.verify",
         "data_prep.digits",
         "data_prep.index",
     ],

@@ -49,17 +49,19 @@ class Meter:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, done: int) -> None:
-        """`done` of `total` so far."""
+    def update(self, done: int, also: str = "", num_bytes: int = 0) -> None:
+        """`done` of `total` so far; `also` is shown behind it, and `num_bytes` so far as MB/s."""
         now = time.monotonic()
         in_log = self.into is None and self._live is None
         if not self.shown or (in_log and now - self._said < LOG_EVERY_S):
             return
         self._said = now
-        per_s = done / max(now - self._began, 1e-9)
+        elapsed_s = max(now - self._began, 1e-9)
+        per_s = done / elapsed_s
         eta_s = (self.total - done) / per_s if done else math.inf
-        rate = f"{per_s:,.{1 if per_s < 10 else 0}f} {self.unit}/s"
-        text = f"{self.what}: {done:,} of {self.total:,} {self.unit}, {rate}, ETA {duration(eta_s)}"
+        parts = [f"{done:,} of {self.total:,} {self.unit}", f"{per_s:,.{1 if per_s < 10 else 0}f} {self.unit}/s"]
+        parts += [f"{num_bytes / elapsed_s / 1e6:,.1f} MB/s"] if num_bytes else []
+        text = f"{self.what}: {', '.join([*parts, *filter(None, [also])])}, ETA {duration(eta_s)}"
         if self.into is not None:
             self.into(text)
         elif self._live is not None:

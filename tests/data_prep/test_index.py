@@ -1,25 +1,29 @@
 """Shards that others made become readable, and their tars stay as they are."""
 
 import hashlib
+import io
 import json
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import webdataset
+from braceexpand import braceexpand
+from PIL import Image
+from servers import S3Server, WebServer
 
-from data_prep.index import main, split_of
-from data_prep.writer import Catalogue, Sample, write
+from data_prep import imagefolder
+from data_prep.index import expand_braces, main, split_of
+from data_prep.output import Output
 from vit.data.shards import open_split
 
 
 def jpeg(number: int) -> bytes:
-    from io import BytesIO
-
-    from PIL import Image
-
-    encoded = BytesIO()
+    encoded = io.BytesIO()
     Image.new("RGB", (10 + number, 9), (number, 0, 0)).save(encoded, "JPEG")
     return encoded.getvalue()
 
@@ -102,14 +106,47 @@ def test_replaced_tar_gets_a_new_sidecar(foreign):
 
 
 def test_our_own_shards_stay_as_they_are(tmp_path):
+    for n in range(6):
+        image = tmp_path / "images" / "train" / "ab"[n % 2] / f"{n}.jpg"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        image.write_bytes(jpeg(n))
+    (tmp_path / "images" / "train").rename(tmp_path / "images" / "val")
+    shutil.copytree(tmp_path / "images" / "val", tmp_path / "images" / "train")
     root = tmp_path / "own"
-    samples = [Sample(f"k{n}", n % 2, jpeg(n)) for n in range(6)]
-    write(Catalogue("test", {}, ["a", "b"], {"train": samples}, bytes), root, num_shards=2)
+    assert imagefolder.main([str(tmp_path / "images"), "--out", str(root), "--num-shards", "2", "--workers", "1"]) == 0
     whole = contents(root)
     (root / "train-00000.idx").unlink()
     (root / "train.index.npy").unlink()
     assert main([str(root), "--workers", "1"]) == 0
     assert contents(root) == whole
+
+
+def test_split_from_the_command_line(foreign, capsys):
+    for n, tar in enumerate(sorted(foreign.glob("*train*.tar"))):
+        tar.rename(foreign / f"{n:05d}.tar")  # as img2dataset names its shards
+    (foreign / "imagenet1k-validation-0000.tar").unlink()
+    assert main([str(foreign), "--workers", "1"]) == 2
+    assert "no split in the name of 00000.tar, 00001.tar, 00002.tar; if they are all of one split" in capsys.readouterr().err
+    assert main([str(foreign), "--workers", "1", "--split", "train"]) == 0
+    assert open_split(foreign, "train").num_samples == 12
+    assert main([str(foreign), "--workers", "1", "--split", "train"]) == 0
+    assert main([str(foreign), "--workers", "1", "--split", "val"]) == 2
+    assert "--split val, but its _info.json has train" in capsys.readouterr().err
+
+
+def test_split_against_the_names(foreign, capsys):
+    assert main([str(foreign), "--workers", "1", "--split", "train"]) == 2
+    assert "--split train, but another split is in the name of imagenet1k-validation-0000.tar" in capsys.readouterr().err
+
+
+def test_shards_without_labels(tmp_path, capsys):
+    with webdataset.TarWriter(str(tmp_path / "00000.tar")) as tar:  # the members that img2dataset writes
+        for n in range(8):
+            tar.write({"__key__": f"{n:09d}", "jpg": jpeg(n), "json": {"caption": "a cat"}, "txt": "a cat"})
+    assert main([str(tmp_path), "--split", "train", "--workers", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "00000.tar: sample '000000000' has no .cls (its members: jpg, json, txt)" in error
+    assert "A member <key>.cls holds the label, the class index in ASCII. img2dataset writes captions and no labels" in error
 
 
 @pytest.mark.parametrize(
@@ -119,7 +156,7 @@ def test_our_own_shards_stay_as_they_are(tmp_path):
         (lambda root: [tar.unlink() for tar in root.glob("*.tar")], "no .tar files; expected <split>-00000.tar"),
         (lambda root: (root / "0001.tar").write_bytes(b"x"), "no split in the name of 0001.tar"),
         (lambda root: (root / "imagenet1k-train-0000.tar").write_bytes(b"x" * 600), "imagenet1k-train-0000.tar: not a plain tar"),
-        (lambda root: (root / "_writing.json").write_text("{}"), "a writer has not finished here"),
+        (lambda root: (root / "_writing.json").write_text('{"source": "x"}'), "a writer has not finished here"),
         (lambda root: (root / "imagenet1k-train-0002.json").write_text("[]"), "imagenet1k-train-0002.json: expected a JSON object"),
     ],
 )
@@ -143,3 +180,182 @@ def test_help_is_readable():
     done = subprocess.run([sys.executable, "-m", "data_prep.index", "--help"], capture_output=True, text=True, check=True)
     assert "ROOT" in done.stdout
     assert "--workers N" in done.stdout
+
+
+# ---- shards at a URL ------------------------------------------------------------------------------------------------
+
+BRACES = "imagenet1k-{train-{0000..0002},validation-0000}.tar"
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(foreign, s3) -> str:
+    """URL of a folder that holds the foreign shards."""
+    output = Output(f"{s3.new_bucket()}/shards")
+    for tar in foreign.glob("*.tar"):
+        output.publish(Path(shutil.copy(tar, foreign.parent)))
+    return str(output)
+
+
+@pytest.fixture
+def web(foreign, monkeypatch, tmp_path):
+    """A server whose /shards holds the foreign shards."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with WebServer({f"/shards/{tar.name}": tar.read_bytes() for tar in foreign.glob("*.tar")}) as server:
+        yield server
+
+
+def without(info: dict, *keys: str) -> dict:
+    return {key: value for key, value in info.items() if key not in keys}
+
+
+def assert_indexed_as_if_local(out: Path, foreign: Path, url: str) -> None:
+    """`out` holds all that indexing the shards where they lie gives, and no tar; with the tars it is a data set."""
+    assert main([str(foreign), "--workers", "1"]) == 0
+    local, remote = contents(foreign), contents(out)
+    assert remote.keys() == {name for name in local if not name.endswith(".tar")}
+    for name in remote.keys() & {name for name in local if name.endswith((".idx", ".npy"))}:
+        assert remote[name] == local[name]
+    for name in (name for name in remote if name.endswith(".json")):
+        assert json.loads(remote[name])["shards_at"] == url
+        assert without(json.loads(remote[name]), "shards_at") == json.loads(local[name])
+    for tar in foreign.glob("*.tar"):
+        shutil.copy(tar, out)
+    assert [open_split(out, "train").key(i) for i in range(12)] == [f"train{n}" for n in range(12)]
+
+
+def fetched(web: WebServer) -> list[str]:
+    return sorted(path.removeprefix("/shards/") for method, path, _ in web.requests if method == "GET")
+
+
+def test_shards_on_the_web(foreign, web, tmp_path):
+    out = tmp_path / "out"
+    url = f"{web.url}/shards"
+    web.cuts = [1000, 500]
+    assert main([f"{url}/{BRACES}", "--out", str(out), "--workers", "2"]) == 0
+    assert list((tmp_path / "tmp").iterdir()) == []
+    first, web.requests[:] = contents(out), []
+    assert main([f"{url}/{BRACES}", "--out", str(out), "--workers", "2"]) == 0
+    assert contents(out) == first
+    assert fetched(web) == []  # sizes were enough
+    assert_indexed_as_if_local(out, foreign, url)
+
+
+def test_shards_on_the_web_and_their_index_in_a_store(web, s3):
+    bucket = s3.new_bucket()
+    assert main([f"{web.url}/shards/{BRACES}", "--out", f"{bucket}/index", "--workers", "1"]) == 0
+    assert Output(f"{bucket}/index").read_json("_info.json")["shards_at"] == f"{web.url}/shards"
+    assert {name.rpartition(".")[2] for name in Output(f"{bucket}/index").sizes()} == {"json", "idx", "npy"}
+
+
+def test_shards_on_the_web_with_an_info(foreign, web, tmp_path, capsys):
+    names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]
+    theirs = {"splits": {"train": {"name": "train", "filenames": names, "shard_lengths": [4, 4], "num_samples": 8}}, "num_classes": 9}
+    web.files["/shards/_info.json"] = json.dumps(theirs).encode()
+    assert main([f"{web.url}/shards", "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
+    info = json.loads((tmp_path / "out" / "_info.json").read_text())
+    assert (info["splits"]["train"]["filenames"], info["num_classes"]) == (names, 9)
+    theirs["splits"]["train"]["shard_lengths"] = [4, 5]
+    web.files["/shards/_info.json"] = json.dumps(theirs).encode()
+    assert main([f"{web.url}/shards", "--out", str(tmp_path / "other"), "--workers", "1"]) == 2
+    assert "imagenet1k-train-0000.tar holds 4 samples in" in capsys.readouterr().err
+
+
+def test_killed_and_continued(foreign, web, tmp_path):
+    out, url = tmp_path / "out", f"{web.url}/shards"
+    names = [f"{url}/imagenet1k-train-{k:04d}.tar" for k in range(3)] + [f"{url}/imagenet1k-validation-0000.tar"]
+    last = web.files.pop("/shards/imagenet1k-validation-0000.tar")  # so it cannot be complete before the kill
+    arguments = [sys.executable, "-m", "data_prep.index", *names, "--out", str(out), "--workers", "1"]
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not (out / "imagenet1k-train-0001.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    web.files["/shards/imagenet1k-validation-0000.tar"] = last
+    web.requests.clear()
+    assert main([*names, "--out", str(out), "--workers", "1"]) == 0
+    assert not {"imagenet1k-train-0000.tar", "imagenet1k-train-0001.tar"} & set(fetched(web))
+    assert_indexed_as_if_local(out, foreign, url)
+
+
+def test_a_shard_that_was_replaced_on_the_web(foreign, web, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = [f"{web.url}/shards/{BRACES}", "--out", str(out), "--workers", "1"]
+    assert main(arguments) == 0
+    web.files["/shards/imagenet1k-train-0001.tar"] += bytes(512)
+    web.requests.clear()
+    assert main(arguments) == 2
+    assert fetched(web) == ["imagenet1k-train-0001.tar"]
+    assert "imagenet1k-train-0001.tar holds 4 samples in" in capsys.readouterr().err
+    (out / "_info.json").unlink()
+    assert main(arguments) == 0
+    described = json.loads((out / "_info.json").read_text())["splits"]["train"]
+    assert described["shard_sha256"][1] == hashlib.sha256(web.files["/shards/imagenet1k-train-0001.tar"]).hexdigest()
+
+
+def test_shards_in_a_store_that_can_be_written(foreign, bucket):
+    assert main([bucket, "--workers", "1"]) == 0
+    assert main([str(foreign), "--workers", "1"]) == 0
+    output = Output(bucket)
+    assert output.sizes() == {name: len(content) for name, content in contents(foreign).items()}
+    for name, content in contents(foreign).items():
+        assert output.fetch(name, foreign.parent).read_bytes() == content
+    assert main([f"{bucket}/{BRACES}", "--workers", "1"]) == 0
+    assert output.sizes() == {name: len(content) for name, content in contents(foreign).items()}
+
+
+def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path, capsys):
+    with s3.only("s3:ListBucket", "s3:GetObject"):
+        assert main([bucket, "--workers", "1"]) == 2
+        error = capsys.readouterr().err
+        assert "no permission to do this" in error
+        assert error.endswith("Where nothing can be written, give a folder for the index with --out\n")
+        assert main([bucket, "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
+    assert_indexed_as_if_local(tmp_path / "out", foreign, bucket)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (f"<url>/{BRACES}", "nothing can be written beside shards on the web; give a folder for their index with --out"),
+        (
+            "<url> --out <out>",
+            "no _info.json there, and the web has no lists of files: name the shards, as in '<url>/train-{0000..0099}.tar'",
+        ),
+        ("<url>/x-train-{0,0}.tar --out <out>", "<url>/x-train-0.tar: the server answers 404 Not Found; correct the address"),
+        ("<url>/train-0.tar <folder> --out <out>", "<folder>: expected one folder, or URLs of shards, which end in .tar"),
+        ("<url>/{a,b}/train-0.tar --out <out>", "shards of several folders (<url>/a, <url>/b); a data set lies in one"),
+        ("<folder> --out <out>", "--out <out> is for shards at a URL; the index of a folder is written beside its shards"),
+        ("<url>/train-0.tar --out <folder>", "<folder>: holds shards itself (imagenet1k-train-0000.tar, imagenet1k-train-0001.tar, "),
+        ("<url>/damaged-train-0000.tar --out <out>", "<url>/damaged-train-0000.tar: truncated"),
+        ("<url>/hostile --out <out>", "../../etc/train-0.tar in _info.json: expected names of tars in this very folder"),
+        ("<url>/train-0.tar --out <other>", "<other>: holds the index of http://elsewhere/shards, not of <url>; choose another --out"),
+    ],
+)
+def test_errors_with_urls(arguments, message, foreign, web, tmp_path, capsys):
+    web.files["/shards/damaged-train-0000.tar"] = web.files["/shards/imagenet1k-train-0000.tar"][:5000]
+    hostile = {"splits": {"train": {"filenames": ["../../etc/train-0.tar"], "shard_lengths": [1]}}}
+    web.files["/shards/hostile/_info.json"] = json.dumps(hostile).encode()
+    (tmp_path / "other").mkdir()
+    other = {"splits": {"train": {"filenames": ["train-0.tar"], "shard_lengths": [1]}}, "shards_at": "http://elsewhere/shards"}
+    (tmp_path / "other" / "_info.json").write_text(json.dumps(other))
+    for word, place in {"url": f"{web.url}/shards", "out": tmp_path / "out", "folder": foreign, "other": tmp_path / "other"}.items():
+        arguments, message = arguments.replace(f"<{word}>", str(place)), message.replace(f"<{word}>", str(place))
+    assert main([*arguments.split(), "--workers", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert str(tmp_path / "tmp") not in error
+
+
+@pytest.mark.parametrize("pattern", ["a-{0..3}.tar", BRACES, "{000..012}", "{8..11}-{a,b}", "{3..1}", "plain.tar", "{a,{b,c}-{0..1}}"])
+def test_braces(pattern):
+    assert sorted(expand_braces(pattern)) == sorted(set(braceexpand(pattern)))

@@ -4,22 +4,29 @@ import hashlib
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tarfile
 import time
-from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import webdataset
 from PIL import Image
 
+from data_prep.catalogue import Builder, Source, read_range
+from data_prep.images import ImagePolicy
 from data_prep.jobs import PrepError
-from data_prep.writer import Catalogue, Sample, as_jpeg, choose_num_shards, choose_part, deal, safe_key, write
+from data_prep.writer import Settings, choose_num_shards, choose_part, write
 from vit.data.shards import open_split
 from vit.data.tar import scan_tar
+
+FOUR = Settings(num_shards=4)
 
 
 def image_bytes(number: int = 0, format: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (24, 16)) -> bytes:
@@ -28,13 +35,34 @@ def image_bytes(number: int = 0, format: str = "JPEG", mode: str = "RGB", size: 
     return encoded.getvalue()
 
 
-def small_catalogue(num_train: int = 23, num_val: int = 7, **options) -> Catalogue:
-    """`read` is the builtin `bytes`: the origin of a sample is its encoded image."""
-    splits = {
-        split: [Sample(f"{split}.{n}", n % 3, image_bytes(n)) for n in range(num)]
-        for split, num in (("train", num_train), ("val", num_val))
+def source_of(folder: Path, splits: dict[str, list[tuple[str, int, bytes]]], **options) -> Source:
+    """A source of (name, label, encoded image) in a file in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "images.bin"
+    path.write_bytes(b"".join(data for samples in splits.values() for _, _, data in samples))
+
+    def fill(builder: Builder) -> None:
+        builder.classes(["a", "b", "c"])
+        builder.note("made for a test")
+        file, end = builder.file(path), 0
+        for split, samples in splits.items():
+            sizes = np.array([len(data) for _, _, data in samples], np.int64)
+            ends = end + np.cumsum(sizes)
+            builder.add(split, file, [name for name, _, _ in samples], [label for _, label, _ in samples], ends - sizes, sizes)
+            end = ends[-1] if len(ends) else end
+
+    return Source("test", options, fill, read_range)
+
+
+def small_splits(num_train: int = 23, num_val: int = 7) -> dict[str, list[tuple[str, int, bytes]]]:
+    return {
+        split: [(f"{split}.{n}.JPEG", n % 3, image_bytes(n)) for n in range(num)] for split, num in (("train", num_train), ("val", num_val))
     }
-    return Catalogue("test", options, ["a", "b", "c"], splits, bytes)
+
+
+@pytest.fixture
+def small(tmp_path) -> Source:
+    return source_of(tmp_path / "source", small_splits())
 
 
 def digest(root: Path) -> dict[str, str]:
@@ -43,18 +71,16 @@ def digest(root: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("written") / "root"
-    write(small_catalogue(), root, num_shards=4, workers=1)
-    return root
+    folder = tmp_path_factory.mktemp("written")
+    write(source_of(folder / "source", small_splits()), folder / "root", FOUR)
+    return folder / "root"
 
 
 def test_workers_and_order_leave_no_trace(written, tmp_path):
-    catalogue = small_catalogue()
-    backwards = {split: samples[::-1] for split, samples in catalogue.splits.items()}
-    write(Catalogue("test", {}, ["a", "b", "c"], backwards, bytes), tmp_path / "b", num_shards=4, workers=2)
-    assert digest(tmp_path / "b") == digest(written)
-    assert not list(written.glob(".*"))
-    assert not (written / "_writing.json").exists()
+    backwards = {split: samples[::-1] for split, samples in small_splits().items()}
+    write(source_of(tmp_path, backwards), tmp_path / "root", replace(FOUR, workers=2))
+    assert digest(tmp_path / "root") == digest(written)
+    assert not [path.name for path in written.iterdir() if path.name.startswith((".", "_")) and path.name != "_info.json"]
 
 
 def test_every_sample_once_with_its_label(written):
@@ -86,28 +112,38 @@ def test_shards_are_plain_tars(written):
         assert keys == [f"{sample.key}.{ext}" for sample in scan_tar(written / name) for ext in ("jpg", "cls")]
 
 
-def test_deal_is_fair_and_seeded():
-    samples = [Sample(f"k{n}", 0, None) for n in range(101)]
-    hands = deal(samples, 8, seed=1)
-    assert sorted(map(len, hands)) == [12] * 3 + [13] * 5
-    assert Counter(s for hand in hands for s in hand) == Counter(samples)
-    assert hands == deal(samples[::-1], 8, seed=1) != deal(samples, 8, seed=2)
-    assert [s.key for s in hands[0][:4]] == ["k14", "k49", "k4", "k18"], "the permutation is part of the format: do not change it"
-
-
-def test_default_number_of_shards(monkeypatch):
-    assert choose_num_shards(small_catalogue(), None) == {"train": 8, "val": 2}
-    assert choose_num_shards(small_catalogue(5, 5), None) == {"train": 5, "val": 5}
-    catalogue = small_catalogue(1000, 100)
-    monkeypatch.setattr("data_prep.writer.SHARD_BYTES", len(image_bytes()) * 50)
-    assert choose_num_shards(catalogue, None)["train"] == pytest.approx(20, abs=1)
+def test_default_number_of_shards():
+    assert choose_num_shards({"train": 23, "val": 7}, Settings(), 600.0) == {"train": 8, "val": 2}
+    assert choose_num_shards({"train": 5, "val": 5}, Settings(), 600.0) == {"train": 5, "val": 5}
+    assert choose_num_shards({"train": 1000, "val": 100}, Settings(shard_bytes=50 * 600), 600.0) == {"train": 20, "val": 2}
     with pytest.raises(PrepError, match="use --num-shards 23 or fewer"):
-        choose_num_shards(small_catalogue(), 24)
+        choose_num_shards({"train": 23, "val": 7}, Settings(num_shards=24), 600.0)
 
 
-def test_again_keeps_what_is_whole_and_mends_the_rest(written, tmp_path, capsys):
+def test_original_names_and_classes_are_there_on_request(tmp_path, small):
+    write(small, tmp_path / "root", replace(FOUR, with_json=True))
+    found = {}
+    for tar in (tmp_path / "root").glob("*.tar"):
+        for sample in webdataset.WebDataset(str(tar), shardshuffle=False).decode():
+            found[sample["__key__"]] = sample["json"]
+    expected = {
+        f"{split}_{n}": {"name": f"{split}.{n}.JPEG", "label": n % 3, "class": "abc"[n % 3]}
+        for split, num in (("train", 23), ("val", 7))
+        for n in range(num)
+    }
+    assert found == expected
+
+
+def test_minival_is_cut_by_class_and_hash(tmp_path, small):
+    write(small, tmp_path / "root", replace(FOUR, minival=0.25))
+    info = json.loads((tmp_path / "root" / "_info.json").read_text())
+    assert {split: described["num_samples"] for split, described in info["splits"].items()} == {"train": 17, "val": 7, "minival": 6}
+    assert np.bincount(open_split(tmp_path / "root", "minival").index["label"]).tolist() == [2, 2, 2]
+
+
+def test_again_keeps_what_is_whole_and_mends_the_rest(written, small, tmp_path, capsys):
     root = tmp_path / "root"
-    write(small_catalogue(), root, num_shards=4)
+    write(small, root, FOUR)
     kept = (root / "train-00001.tar").stat().st_mtime_ns
     (root / "train-00000.tar").unlink()
     os.truncate(root / "train-00002.tar", 1000)
@@ -119,64 +155,67 @@ def test_again_keeps_what_is_whole_and_mends_the_rest(written, tmp_path, capsys)
     ended.wait()
     (root / f".train-00000.tar.{socket.gethostname()}.{ended.pid}.tmp").write_bytes(b"left by a killed writer of this host")
     with pytest.raises(PrepError, match="shards of unknown origin"):  # neither plan nor info: could be anyone's
-        write(small_catalogue(), root, num_shards=4)
+        write(small, root, FOUR)
     (root / "_info.json").write_bytes((written / "_info.json").read_bytes())
     capsys.readouterr()
-    write(small_catalogue(), root, num_shards=4)
+    write(small, root, FOUR)
     assert "2 of 5 shards are whole already and are kept" in capsys.readouterr().out
     assert (root / "train-00001.tar").stat().st_mtime_ns == kept
     assert digest(root) == digest(written)
 
 
 @pytest.mark.parametrize(
-    ("catalogue", "settings", "difference"),
+    ("num_train", "options", "settings", "difference"),
     [
-        (small_catalogue(), {"seed": 1}, "seed is 0 there, 1 here"),
-        (small_catalogue(), {"num_shards": 5}, "num_shards is"),
-        (small_catalogue(quality=9), {}, "quality is null there, 9 here"),
-        (small_catalogue(22), {}, "catalogue is"),
+        (23, {}, {"seed": 1}, "seed is 0 there, 1 here"),
+        (23, {}, {"num_shards": 5}, "num_shards is"),
+        (23, {"quality": 9}, {}, "quality is null there, 9 here"),
+        (23, {}, {"with_json": True}, "with_json is null there, true here"),
+        (23, {}, {"policy": ImagePolicy(resize_short_side=8)}, "resize_short_side is null there, 8 here"),
+        (22, {}, {}, "catalogue is"),
     ],
 )
-def test_other_contents_are_refused(written, catalogue, settings, difference):
+def test_other_contents_are_refused(written, tmp_path, num_train, options, settings, difference):
     before = digest(written)
+    source = source_of(tmp_path, small_splits(num_train), **options)
     with pytest.raises(PrepError, match=rf"holds another data set or other options: .*{difference}.*choose another --out"):
-        write(catalogue, written, **{"num_shards": 4, **settings})
+        write(source, written, replace(FOUR, **settings))
     assert digest(written) == before
 
 
-def test_parts_in_any_order_are_the_whole_and_a_repeated_part_changes_nothing(written, tmp_path, capsys):
+def test_parts_in_any_order_are_the_whole_and_a_repeated_part_changes_nothing(written, small, tmp_path, capsys):
     root = tmp_path / "root"
     for part, missing in (("3-4", "3 of 5 are still missing (train-00000.tar, train-00001.tar, train-00002.tar)"), ("0-0", "2 of 5")):
-        write(small_catalogue(), root, num_shards=4, part=part)
+        write(small, root, replace(FOUR, part=part))
         assert missing in capsys.readouterr().out
     assert (root / "_writing.json").exists()
     assert not (root / "_info.json").exists()
     before = {path: path.stat().st_mtime_ns for path in root.iterdir()}
-    write(small_catalogue(), root, num_shards=4, part="0-0")
+    write(small, root, replace(FOUR, part="0-0"))
     assert {path: path.stat().st_mtime_ns for path in root.iterdir()} == before
-    write(small_catalogue(), root, num_shards=4, part="0-2", workers=2)
+    write(small, root, replace(FOUR, part="0-2", workers=2))
     assert digest(root) == digest(written)
     before = {path: path.stat().st_mtime_ns for path in root.iterdir()}
-    write(small_catalogue(), root, num_shards=4, part="3-4")
+    write(small, root, replace(FOUR, part="3-4"))
     assert "complete already" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in root.iterdir()} == before
 
 
-def test_the_file_of_a_live_writer_is_left_alone(written, tmp_path):
+def test_the_file_of_a_live_writer_is_left_alone(small, tmp_path):
     root = tmp_path / "root"
     root.mkdir()
     live = [root / f".train-00000.tar.{name}.tmp" for name in (f"{socket.gethostname()}.{os.getppid()}", "elsewhere.1")]
     for path in live:
         path.write_bytes(b"being written")
-    write(small_catalogue(), root, num_shards=4, part="0-0")
+    write(small, root, replace(FOUR, part="0-0"))
     assert all(path.exists() for path in live)
 
 
-def test_a_part_mends_what_is_gone_from_a_complete_data_set(written, tmp_path):
+def test_a_part_mends_what_is_gone_from_a_complete_data_set(written, small, tmp_path):
     root = tmp_path / "root"
-    write(small_catalogue(), root, num_shards=4)
+    write(small, root, FOUR)
     (root / "val-00000.tar").unlink()
-    write(small_catalogue(), root, num_shards=4, part="1/2")
+    write(small, root, replace(FOUR, part="1/2"))
     assert digest(root) == digest(written)
 
 
@@ -210,56 +249,77 @@ def test_bad_parts(part, message, tmp_path):
         choose_part(part, {"train": 8, "val": 2})
 
 
-def test_unreadable_images_are_all_listed(tmp_path):
-    catalogue = small_catalogue()
-    train = catalogue.splits["train"]
-    good = dict(enumerate(train))
-    train[3] = train[3]._replace(origin=image_bytes(3)[:-100])
-    train[17] = train[17]._replace(origin=b"<html>")
+def damaged(folder: Path) -> Source:
+    splits = small_splits()
+    splits["train"][3] = ("train.3.JPEG", 0, image_bytes(3)[:-100])
+    splits["train"][17] = ("train.17.JPEG", 2, b"<html>")
+    return source_of(folder, splits)
+
+
+def test_unreadable_images_are_left_out_and_listed(tmp_path, capsys):
     root = tmp_path / "root"
-    with pytest.raises(PrepError, match=r"2 images cannot be read[^\0]*train_17: not an image[^\0]*train_3: .*[Tt]runcated"):
-        write(catalogue, root, num_shards=4)
+    write(damaged(tmp_path), root, replace(FOUR, max_unreadable=0.1))
+    assert "left out: 2 unreadable images, listed in" in capsys.readouterr().out
+    listed = {entry["key"]: entry for entry in map(json.loads, (root / "quarantine.jsonl").read_text().splitlines())}
+    assert sorted(listed) == ["train_17", "train_3"]
+    entry = listed["train_17"]
+    expected = {"split": "train", "label": 2, "name": "train.17.JPEG", "file": "images.bin", "size": 6}
+    assert expected.items() <= entry.items()
+    assert entry["sha256"] == hashlib.sha256(b"<html>").hexdigest()
+    assert "cut off" in listed["train_3"]["reason"]
+    split = open_split(root, "train")
+    assert sorted(split.key(i) for i in range(split.num_samples)) == sorted(f"train_{n}" for n in range(23) if n not in (3, 17))
+    assert json.loads((root / "_info.json").read_text())["quarantined"] == 2
+
+
+def test_too_many_unreadable_images_stop_it_until_they_are_mended(written, tmp_path):
+    root = tmp_path / "root"
+    with pytest.raises(PrepError, match=r"[12] images cannot be read, more than --max-unreadable 0.01 of all allows\..*[^\0]*train_"):
+        write(damaged(tmp_path), root, FOUR)
     assert not (root / "_info.json").exists()
     for tar in root.glob("*.tar"):
         scan_tar(tar)
-    train[3], train[17] = good[3], good[17]
-    write(catalogue, root, num_shards=4)  # the same command, once they are mended
-    assert open_split(root, "train").num_samples == 23
+    write(source_of(tmp_path, small_splits()), root, FOUR)  # the same command, once they are mended
+    assert digest(root) == digest(written)
+
+
+def test_images_that_are_no_rgb_jpeg_are_converted_and_counted(tmp_path, capsys):
+    splits = small_splits()
+    for n, (form, mode) in enumerate([("JPEG", "CMYK"), ("PNG", "RGBA"), ("JPEG", "CMYK"), ("WEBP", "RGB")]):
+        splits["train"][n] = (f"train.{n}.JPEG", n % 3, image_bytes(n, form, mode))
+    write(source_of(tmp_path, splits), tmp_path / "root", FOUR)
+    info = json.loads((tmp_path / "root" / "_info.json").read_text())
+    assert sum(info["changed"].values()) == 4
+    assert info["changed"]["CMYK JPEG"] == 2
+    assert "2 CMYK JPEG" in capsys.readouterr().out
+    split = open_split(tmp_path / "root", "train")
+    for i in range(split.num_samples):
+        with Image.open(io.BytesIO(split.read(i))) as image:
+            assert (image.format, image.mode) == ("JPEG", "RGB")
 
 
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
         ([], "split 'train' has no samples"),
-        ([Sample("a.b", 0, b""), Sample("a_b", 1, b"")], "1 keys are used more than once: a_b"),
-        ([Sample("a", 2, b"")], r"1 labels lie outside \[0, 2\): a"),
+        ([("a.b.jpg", 0, b"x"), ("a_b.jpg", 1, b"y")], "1 keys are used more than once: a_b"),
+        ([("a.jpg", 3, b"x")], r"1 labels lie outside \[0, 3\), the first is 3"),
     ],
 )
 def test_bad_catalogues(tmp_path, samples, message):
     with pytest.raises(PrepError, match=message):
-        write(Catalogue("test", {}, ["a", "b"], {"train": samples}, bytes), tmp_path / "root")
+        write(source_of(tmp_path, {"train": samples}), tmp_path / "root")
+    assert not list((tmp_path / "root").iterdir())
+
+
+def test_a_dry_run_tells_the_plan_and_writes_nothing(digits, tmp_path):
+    done = subprocess.run([*DIGITS, "--out", tmp_path / "root", "--dry-run"], check=True, capture_output=True, text=True)
     assert not (tmp_path / "root").exists()
-
-
-def test_images_pass_untouched_or_become_rgb_jpeg():
-    for mode in ("RGB", "L"):
-        assert as_jpeg(image_bytes(5, "JPEG", mode)) == image_bytes(5, "JPEG", mode)
-    for format, mode in (("JPEG", "CMYK"), ("PNG", "RGBA"), ("PNG", "P"), ("PNG", "RGB"), ("WEBP", "RGB"), ("GIF", "P"), ("TIFF", "RGB")):
-        given = Image.open(io.BytesIO(image_bytes(5, format, mode))).convert("RGB").resize((1, 1), Image.Resampling.BOX)
-        with Image.open(io.BytesIO(as_jpeg(image_bytes(5, format, mode)))) as image:
-            assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (24, 16))
-            assert all(
-                abs(a - b) <= 6
-                for a, b in zip(image.resize((1, 1), Image.Resampling.BOX).getpixel((0, 0)), given.getpixel((0, 0)), strict=True)
-            ), (format, mode)
-
-
-def test_safe_keys():
-    assert safe_key("n01/a.b c\n") == "n01_a_b_c_"
-    long = "é" * 80
-    assert len(safe_key(long).encode()) <= 90
-    assert safe_key(long) != safe_key(long + "x")
-    assert safe_key("bad\udcff") == "bad\ufffd"
+    info = json.loads((digits / "_info.json").read_text())
+    for split, described in info["splits"].items():
+        assert f"{split}: {described['num_samples']:,} images in {len(described['filenames'])} shards" in done.stdout
+    size = float(re.search(r"disk: about ([\d.]+) MB", done.stdout)[1]) * 1e6
+    assert size == pytest.approx(sum(sum(described["shard_bytes"]) for described in info["splits"].values()), rel=0.5)
 
 
 # ---- real processes: kills, full disks --------------------------------------------------------------------------------
@@ -295,10 +355,7 @@ def test_killed_and_continued(digits, tmp_path, num_tars):
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 10  # the workers follow their parent, or they would write on beside the next run
-    while group_exists(process.pid):
-        assert time.monotonic() < deadline, "workers outlived their parent"
-        time.sleep(0.01)
+    wait_for_end_of_group(process.pid)  # the workers follow their parent, or they would write on beside the next run
     for tar in root.glob("*.tar"):
         assert tar.read_bytes() == (digits / tar.name).read_bytes(), "torn"
     assert not (root / "_info.json").exists()
@@ -321,26 +378,47 @@ def test_a_bad_part_is_one_line(tmp_path):
     failed = subprocess.run([*DIGITS, "--out", tmp_path / "root", "--shards", "9-99"], capture_output=True, text=True)
     assert failed.returncode == 2
     assert failed.stderr == "error: --shards 9-99: there are shards 0 to 14 (train has 12; val has 3), and A-B goes upwards\n"
-    assert not (tmp_path / "root").exists()
+    assert not list((tmp_path / "root").iterdir())
 
 
-def group_exists(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def wait_for_end_of_group(group: int) -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        assert time.monotonic() < deadline, "workers outlived their parent"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_it_ends_at_once_and_clean(digits, tmp_path, number, status):
+    root = tmp_path / "root"
+    process = subprocess.Popen([*DIGITS, "--out", root, "--workers", "2"], start_new_session=True, stderr=subprocess.PIPE, text=True)
+    while not list(root.glob(".*.tar.*.tmp")):
+        assert process.poll() is None, "finished before it could be interrupted"
+        time.sleep(0.001)
+    process.send_signal(number)  # to the parent alone, as a batch system may
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert errors.endswith("; the same command continues\n")
+    assert errors.count("\n") == 1
+    wait_for_end_of_group(process.pid)
+    assert not list(root.glob(".*.tar.*.tmp"))
+    subprocess.run([*DIGITS, "--out", root, "--workers", "2"], check=True)
+    assert digest(root) == digest(digits)
 
 
 def test_full_disk_is_one_line_and_continues(digits, tmp_path):
     root = tmp_path / "root"
     command = " ".join(map(str, [*DIGITS, "--out", root, "--workers", "1"]))
-    failed = subprocess.run(["bash", "-c", f"ulimit -f 100; exec {command}"], capture_output=True, text=True)
+    failed = subprocess.run(["bash", "-c", f"ulimit -f 200; exec {command}"], capture_output=True, text=True)
     assert failed.returncode == 2
     assert failed.stderr.startswith("error: ")
     assert failed.stderr.count("\n") == 1
     assert ".tar: File too large" in failed.stderr
-    assert "it continues" in failed.stderr
+    assert "the same command continues" in failed.stderr
     assert not list(root.glob("*.tar"))
     assert not list(root.glob(".*.tmp"))
     subprocess.run([*DIGITS, "--out", root, "--workers", "2"], check=True)

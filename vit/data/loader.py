@@ -8,10 +8,6 @@ Evaluation deals all samples of a split over the ranks in batches of one shape, 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -29,6 +25,7 @@ from vit.data.decode import decode_center, decode_window
 from vit.data.files import ShardError
 from vit.data.order import Order
 from vit.data.shards import Split
+from vit.worker import follow_parent
 
 
 @dataclass(frozen=True)
@@ -248,16 +245,7 @@ def _share(batch: Any) -> Any:
 
 
 def _start_worker(worker: int) -> None:
-    """Ranks decide when to stop; Slurm and terminals signal every process of a job, and a worker that died of it would lose the last
-    save. But a worker ends with its rank: torch's own watchdog does not see that under the start method `forkserver` (Python 3.14)."""
+    """A worker that died of a signal meant for its rank would lose the rank's last save; one that outlived it would hold its memory:
+    torch's own watchdog does not see that under the start method `forkserver` (Python 3.14)."""
     torch.set_num_threads(1)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow_parent, daemon=True).start()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    follow_parent()

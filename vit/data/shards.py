@@ -23,9 +23,9 @@ import logging
 import os
 import resource
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 # ---- what describes the tars --------------------------------------------------------------------------------------
 
 
-def write_sidecar(tar: Path, num_samples: int, **extra: Any) -> dict[str, Any]:
-    """Write and return the sidecar of a whole tar: filename, num_samples, bytes, sha256 and what `extra` holds."""
-    sidecar = dict(filename=tar.name, num_samples=num_samples, bytes=tar.stat().st_size, sha256=_sha256(tar), **extra)
+def write_sidecar(tar: Path, num_samples: int, sha256: str | None = None, **extra: Any) -> dict[str, Any]:
+    """Write and return the sidecar of a whole tar: filename, num_samples, bytes, sha256 (None: of the tar, read again) and `extra`."""
+    sidecar = dict(filename=tar.name, num_samples=num_samples, bytes=tar.stat().st_size, sha256=sha256 or _sha256(tar), **extra)
     write_json(tar.with_suffix(".json"), sidecar)
     return sidecar
 
@@ -54,33 +54,38 @@ def read_sidecar(tar: Path) -> dict[str, Any] | None:
     return sidecar
 
 
-def write_info(
-    root: Path,
+def make_info(
     splits: dict[str, list[str]],
+    sidecars: Mapping[str, dict[str, Any]],
     *,
     source: str,
     options: dict[str, Any],
     class_names: list[str],
     num_classes: int,
     **extra: Any,
-) -> None:
-    """Write `<root>/_info.json` from the sidecars of the shards.
+) -> dict[str, Any]:
+    """The content of `_info.json`.
 
-    splits: shard file names of each split, in order. source, options: where the data come from, recorded as given.
-    class_names: name of each label, or [] if unknown. Raises ShardError naming the shards that have no sidecar yet.
+    splits: shard file names of each split, in order. sidecars: by file name. source, options: where the data come from, recorded as given.
+    class_names: name of each label, or [] if unknown.
     """
-    filenames = [name for names in splits.values() for name in names]
-    sidecars = {name: sidecar for name in filenames if (sidecar := read_sidecar(root / name)) is not None}
-    if missing := [name for name in filenames if name not in sidecars]:
-        text = f"{len(missing)} of {len(filenames)} shards have no sidecar (first: {missing[0]})"
-        raise ShardError(f"{root}: not complete, {text}; run the command that writes them again, it continues")
-    info = {"format_version": FORMAT_VERSION, "source": source, "options": options, **extra, "num_classes": num_classes}
+    info: dict[str, Any] = {"format_version": FORMAT_VERSION, "source": source, "options": options, **extra, "num_classes": num_classes}
     info |= {"class_names": class_names, "splits": {}}
     for split, names in splits.items():
         lengths, sizes, sha256 = ([sidecars[name][key] for name in names] for key in ("num_samples", "bytes", "sha256"))
         described = {"name": split, "num_samples": sum(lengths), "filenames": names, "shard_lengths": lengths}
         info["splits"][split] = described | {"shard_bytes": sizes, "shard_sha256": sha256}
-    write_json(root / "_info.json", info)
+    return info
+
+
+def write_info(root: Path, splits: dict[str, list[str]], **about: Any) -> None:
+    """Write `<root>/_info.json` from the sidecars of the shards; `about`: as `make_info`. Raises ShardError naming shards without."""
+    filenames = [name for names in splits.values() for name in names]
+    sidecars = {name: sidecar for name in filenames if (sidecar := read_sidecar(root / name)) is not None}
+    if missing := [name for name in filenames if name not in sidecars]:
+        text = f"{len(missing)} of {len(filenames)} shards have no sidecar (first: {missing[0]})"
+        raise ShardError(f"{root}: not complete, {text}; run the command that writes them again, it continues")
+    write_json(root / "_info.json", make_info(splits, sidecars, **about))
 
 
 def read_info(root: Path | str) -> dict[str, Any]:
@@ -112,24 +117,37 @@ def read_info(root: Path | str) -> dict[str, Any]:
 # ---- the index ----------------------------------------------------------------------------------------------------
 
 
+def save_index(path: Path, rows_by_shard: Iterable[np.ndarray]) -> None:
+    """Write an index file from the `index_rows` of each shard, in order, one shard in memory at a time."""
+    with replacing(path) as file:
+        _write_header(file, 0)
+        num_samples = 0
+        for shard, rows in enumerate(rows_by_shard):
+            rows["shard"] = shard
+            file.write(rows.tobytes())
+            num_samples += len(rows)
+        file.seek(0)
+        _write_header(file, num_samples)
+
+
+def _write_header(file: BinaryIO, num_samples: int) -> None:
+    """The header of a .npy file; its length does not depend on the number, for which numpy leaves room."""
+    described = {"descr": np.lib.format.dtype_to_descr(INDEX_DTYPE), "fortran_order": False, "shape": (num_samples,)}
+    np.lib.format.write_array_header_1_0(file, described)
+
+
 def write_index(root: Path, split: str, rows_by_shard: Iterable[np.ndarray]) -> np.ndarray:
     """Write `<root>/<split>.index.npy` from the `index_rows` of each shard, in order, and return it, mapped.
 
     Where the folder cannot be written the index is only returned: a read-only data set stays usable.
     """
-    numbered = []
-    for shard, rows in enumerate(rows_by_shard):
-        rows["shard"] = shard
-        numbered.append(rows)
-    index = np.concatenate(numbered)
-    path = root / f"{split}.index.npy"
+    path, all_rows = root / f"{split}.index.npy", list(rows_by_shard)
     try:
-        with replacing(path) as file:
-            np.save(file, index)
+        save_index(path, all_rows)
         return np.load(path, mmap_mode="r")
     except OSError as error:
         log.warning("%s is kept in memory only (%s); it is rebuilt each time the data are opened", path, error.strerror)
-        return index
+        return np.concatenate(all_rows)
 
 
 def build_index(root: Path | str, split: str, filenames: list[str] | None = None) -> np.ndarray:
@@ -314,6 +332,11 @@ def open_split(root: Path | str, split: str) -> Split:
     problems = []
 
     # 1. The shards themselves.
+    if (elsewhere := info.get("shards_at")) and not any((root / name).exists() for name in filenames):
+        raise ShardError(
+            f"{root}: holds only the index of shards at {elsewhere}; training reads shards from a disk: copy the tars into {root} "
+            "(from S3: aws s3 cp --recursive) and open it again"
+        )
     if not 0 < len(filenames) == len(lengths) == len(recorded) == len(sha256) or sum(lengths) != num_samples:
         counts = f"{len(filenames)} filenames, {len(lengths)} shard_lengths (sum {sum(lengths)}), {len(recorded)} shard_bytes"
         problems.append(f"{where}: {counts} and num_samples {num_samples} do not fit together; restore it from its source")

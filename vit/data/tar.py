@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from vit.data.files import ShardError, replacing, unreadable
+from vit.data.jpeg import MAX_PIXELS, read_header
 
 INDEX_DTYPE = np.dtype(
     [  # 24 bytes a sample: 31 MB for ImageNet-1k
@@ -101,8 +102,15 @@ def _walk_tar(fd: int, path: Path) -> Iterator[tuple[str, Member]]:
 def _image_size(fd: int, image: Member) -> tuple[int, int]:
     """(width, height) in pixels, from the first 16 KiB if they suffice: most headers are short, most images are not."""
     for num_bytes in (min(16384, image.size), image.size):
+        data = os.pread(fd, num_bytes, image.offset)
         try:
-            with Image.open(io.BytesIO(os.pread(fd, num_bytes, image.offset))) as opened:
+            header = read_header(data)  # an eighth of Pillow's time
+            if header.precision == 8 and header.num_components in (1, 3, 4) and header.width * header.height <= MAX_PIXELS:
+                return header.width, header.height
+        except ValueError:
+            pass  # another format, an odd JPEG, or one whose headers are longer
+        try:
+            with Image.open(io.BytesIO(data)) as opened:
                 width, height = opened.size
                 break
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:

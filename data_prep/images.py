@@ -1,0 +1,219 @@
+"""The image policy: encoded bytes of any source in, the bytes that go into a shard out. Free of torch.
+
+The data's story: the headers of a JPEG are read; if it is an ordinary one (8 bits, grey or colour) of which nothing else is wanted, its
+data are checked and its bytes pass untouched. All else is decoded and encoded anew: as an RGB JPEG of the policy's quality with full
+chroma resolution (4:4:4), or as a grey one if a grey JPEG is resized or turned. What no decoder takes is `Unreadable`, with the reason.
+Equal bytes and policy give equal bytes.
+
+Readable is what the loader can decode (vit/data/decode.py): simplejpeg, strict, or else Pillow, which overlooks some damage.
+
+Colours become what `Image.convert("RGB")` makes of them, as torchvision and timm would see them: transparency is dropped, not composited,
+palettes are looked up, profiles are ignored. Two differences, where clipping would ruin the image: 16 bits are scaled to 8; 32-bit integers
+and floats, whose range nobody knows, are unreadable. Of an animation the first frame counts. TIFFs are turned by Pillow itself.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import simplejpeg
+from PIL import Image, UnidentifiedImageError
+
+from data_prep.jobs import PrepError
+from vit.data.jpeg import MAX_PIXELS, JpegHeader, read_header
+
+CHECKS = ("decode", "headers")
+MAX_SIDE = 65_500
+"""Pixels; libjpeg's limit, in both directions."""
+REFUSED_BY_STRICT = "JPEG that strict decoders refuse"
+"""The `change` of a JPEG that only Pillow takes; its bytes are untouched unless another change is named. Stray bytes, bad Huffman codes,
+odd sampling: most training code does not notice, so published numbers come with such images, and the loader falls back on Pillow."""
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What makes an image with this EXIF orientation upright."""
+ORIENTATION_TAG = 0x0112
+
+
+class Unreadable(ValueError):
+    """An image that cannot become a sample; its text is the reason, without the image's name."""
+
+
+@dataclass(frozen=True)
+class ImagePolicy:
+    """What is done to each image. Raises PrepError for values that make no sense."""
+
+    check: str = "decode"
+    """One of CHECKS. decode: all data of each JPEG are decoded once. headers: its headers are read and its end mark is looked for."""
+    apply_exif: bool = False
+    """Turn images upright by their EXIF orientation. Published numbers come from images that were left as they are."""
+    resize_short_side: int | None = None
+    """Pixels of the shorter side of images that are larger; bicubic, antialiased. Smaller images stay as they are."""
+    jpeg_quality: int = 95
+    """Of what has to be encoded anew; libjpeg's scale, 1 to 100."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.check not in CHECKS:
+            problems.append(f"--check {self.check}: expected one of {', '.join(CHECKS)}")
+        if self.resize_short_side is not None and self.resize_short_side < 1:
+            problems.append(f"--resize-short-side {self.resize_short_side}: expected 1 pixel or more")
+        if not 1 <= self.jpeg_quality <= 100:
+            problems.append(f"--jpeg-quality {self.jpeg_quality}: expected 1 to 100")
+        if problems:
+            raise PrepError("; ".join(problems))
+
+    def options(self) -> dict[str, Any]:
+        """JSON values that decide, with an image's bytes, what `prepare` returns."""
+        return asdict(self)
+
+    def target_size(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) after `resize_short_side`, with the rounding of torchvision's Resize."""
+        short = self.resize_short_side
+        if short is None or min(width, height) <= short:
+            return width, height
+        return (short, int(short * height / width)) if width <= height else (int(short * width / height), short)
+
+    def is_turned(self, orientation: int) -> bool:
+        """Whether pixels of this EXIF orientation are moved."""
+        return self.apply_exif and orientation in UPRIGHT
+
+
+class Prepared(NamedTuple):
+    """One image as it goes into a shard."""
+
+    data: bytes
+    """Encoded image, a JPEG."""
+    width: int
+    height: int
+    """Pixels of `data`."""
+    change: str | None
+    """What was done or is remarkable, in few words that can be counted: "CMYK JPEG", "PNG (RGBA), resized"; None for untouched bytes."""
+
+
+def prepare(data: bytes, policy: ImagePolicy) -> Prepared:
+    """The encoded image `data` as it goes into a shard. Raises Unreadable."""
+    try:
+        header = read_header(data)
+    except ValueError as error:  # most likely another format; Pillow also knows some tricks with odd JPEG headers
+        return _by_pillow(data, policy, jpeg_problem=str(error) if data.startswith(b"\xff\xd8") else None)
+    _refuse_beyond_limits(header)
+    if header.num_components == 4:
+        return _by_pillow(data, policy, jpeg_problem=None)
+
+    size = (header.width, header.height)
+    target = policy.target_size(*size)
+    untouched = target == size and not policy.is_turned(header.orientation)
+    if untouched and policy.check == "headers" and _looks_whole(data, header):
+        return Prepared(data, *size, None)
+    try:
+        # An eighth of the size takes all the entropy decoding, hence finds all the damage, and little of the rest.
+        pixels = _decode_strictly(data, header, 8 if untouched else _reduction(size, target))
+    except ValueError as error:
+        return _by_pillow(data, policy, jpeg_problem=str(error))
+    if untouched:
+        return Prepared(data, *size, None)
+    return _encode(Image.fromarray(pixels.squeeze(2) if header.num_components == 1 else pixels), size, header.orientation, policy, [])
+
+
+def _refuse_beyond_limits(header: JpegHeader) -> None:
+    """Raise Unreadable for what neither simplejpeg nor Pillow decodes, in clearer words than theirs."""
+    width, height = header.width, header.height
+    if header.precision != 8 or header.num_components not in (1, 3, 4):
+        raise Unreadable(f"a JPEG of {header.precision} bits and {header.num_components} components; expected 8 bits and 1, 3 or 4")
+    if max(width, height) > MAX_SIDE:
+        raise Unreadable(f"{width} x {height} pixels; sides of JPEGs have {MAX_SIDE} at most")
+    if width * height > MAX_PIXELS:
+        raise Unreadable(f"{width} x {height} pixels are more than {MAX_PIXELS}")
+
+
+def _looks_whole(data: bytes, header: JpegHeader) -> bool:
+    """Whether the image data end with the end mark. If not, they are cut off almost for certain; the decoders have the last word."""
+    return header.process <= 2 and data.rfind(b"\xff\xd9", header.scan_offset) >= 0
+
+
+def _decode_strictly(data: bytes, header: JpegHeader, reduction: int) -> np.ndarray:
+    """Pixels (H, W, 1 or 3) uint8, each side divided by `reduction` (1, 2, 4, 8; rounded up). Raises ValueError for any damage."""
+    colorspace = "RGB" if header.num_components == 3 else "GRAY"
+    return simplejpeg.decode_jpeg(
+        data, colorspace, min_width=-(-header.width // reduction), min_height=-(-header.height // reduction), min_factor=reduction
+    )
+
+
+def _reduction(size: tuple[int, int], target: tuple[int, int]) -> int:
+    """By how much the decoder may reduce an image before the resize: it stays four times the target, which harms less than the encoding."""
+    return next((reduction for reduction in (8, 4, 2) if min(size) >= 4 * reduction * min(target)), 1)
+
+
+def _by_pillow(data: bytes, policy: ImagePolicy, jpeg_problem: str | None) -> Prepared:
+    """`prepare` for what is no ordinary and sound JPEG. jpeg_problem: the reason, should Pillow not be able to read it either."""
+    try:
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data)) as image:
+            if image.format == "EPS":
+                raise ValueError("EPS is a program, not an image")  # which Pillow would have Ghostscript run
+            image.load()
+            is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG with further ones behind it
+            kept = is_jpeg and image.mode in ("L", "RGB")
+            change = REFUSED_BY_STRICT if kept else f"{image.mode} JPEG" if is_jpeg else f"{image.format} ({image.mode})"
+            orientation = _orientation(image)
+            pixels = image if kept else _as_rgb(image)
+    except Exception as error:  # each of Pillow's plugins has its own: OSError, SyntaxError, RuntimeError, TypeError, ...
+        raise Unreadable(jpeg_problem or _why(error, data)) from error
+    if kept and policy.target_size(*pixels.size) == pixels.size and not policy.is_turned(orientation):
+        return Prepared(data, *pixels.size, change)
+    return _encode(pixels, pixels.size, orientation, policy, [change])
+
+
+def _why(error: Exception, data: bytes) -> str:
+    if not data:
+        return "0 bytes"
+    if isinstance(error, UnidentifiedImageError):
+        return f"no image that Pillow knows; begins with {data[:16]!r}"
+    return str(error) or type(error).__name__
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return image.getexif().get(ORIENTATION_TAG, 1)
+    except Exception:  # of a damaged block; the image is not to blame
+        return 1
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):
+        wide = np.asarray(image).astype(np.uint32)
+        image = Image.fromarray(((wide + 128) // 257).astype(np.uint8))  # 65535 = 257 x 255
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no known range; scale them to 8 bits first")
+    return image.convert("RGB")
+
+
+def _encode(image: Image.Image, size: tuple[int, int], orientation: int, policy: ImagePolicy, changes: list[str]) -> Prepared:
+    """Resize, turn and encode. size: of the original, as the decoder may have reduced `image`. changes: what was done to it before."""
+    target = policy.target_size(*size)
+    if max(target) > MAX_SIDE:
+        raise Unreadable(f"{target[0]} x {target[1]} pixels; sides of JPEGs have {MAX_SIDE} at most")
+    exif = b""
+    if target != size:
+        image = image.resize(target, Image.Resampling.BICUBIC)
+        changes = [*changes, "resized"]
+    if policy.is_turned(orientation):
+        image = image.transpose(UPRIGHT[orientation])
+        changes = [*changes, f"EXIF orientation {orientation} applied"]
+    elif orientation in UPRIGHT:  # left alone: whoever minds it shall find it
+        tag = Image.Exif()
+        tag[ORIENTATION_TAG] = orientation
+        exif = tag.tobytes()
+    encoded = io.BytesIO()
+    image.save(encoded, "JPEG", quality=policy.jpeg_quality, subsampling=0, exif=exif, comment=None)
+    return Prepared(encoded.getvalue(), *image.size, ", ".join(changes))

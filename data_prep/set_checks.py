@@ -1,0 +1,394 @@
+"""What can be wrong with a finished data set as a whole: its files, its labels, its keys, equal images. Free of torch.
+
+The data's story: `_info.json` says which shards there are; folder, sidecars, index files and `quarantine.jsonl` are compared with it. After
+the shards were read (data_prep/shard_checks.py), what was seen of each sample is put together over all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.catalogue import some
+from data_prep.jobs import PrepError
+from data_prep.shard_checks import MOST_LINES, WRITE_AGAIN, Found, counted
+from vit.data.files import ShardError
+from vit.data.shards import Split, read_info, read_sidecar
+from vit.data.tar import INDEX_DTYPE
+
+IMAGENET_IMAGES = {"train": 1_281_167, "val": 50_000, "validation": 50_000}
+IMAGENET_PER_CLASS = {"train": (732, 1300), "val": (50, 50), "validation": (50, 50)}
+"""Fewest and most images of a class (readme of the ILSVRC2012 devkit)."""
+
+
+@dataclass
+class Part:
+    """One split of the data set: what is recorded, and what was found."""
+
+    name: str
+    described: dict[str, Any]
+    index: np.ndarray | None = None
+    """The index file, mapped; None if it does not fit."""
+    sidecars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    present: list[int] = field(default_factory=list)
+    """Numbers of the shards that are there in their recorded size."""
+    seen: dict[int, np.ndarray] = field(default_factory=dict)
+    """SEEN_DTYPE of each shard that was walked."""
+    num_bytes: int = 0
+    """Of the tars that are there."""
+    num_checked: int = 0
+
+    @property
+    def filenames(self) -> list[str]:
+        return self.described["filenames"]
+
+    @property
+    def firsts(self) -> list[int]:
+        """Number of each shard's first sample."""
+        lengths = self.described["shard_lengths"]
+        return (np.cumsum(lengths) - lengths).tolist()
+
+    def quarantined(self) -> list[dict[str, Any]]:
+        """The entries of all sidecars."""
+        return [entry for sidecar in self.sidecars.values() for entry in sidecar.get("quarantined", [])]
+
+    def changed(self) -> Counter[str]:
+        """Images that the writer converted, by reason."""
+        total: Counter[str] = Counter()
+        for sidecar in self.sidecars.values():
+            total.update(sidecar.get("changed", {}))
+        return total
+
+    def labels(self) -> np.ndarray:
+        """(n,) int32 of all samples seen; of the index after a quick check."""
+        if self.seen:
+            return np.concatenate([rows["label"] for rows in self.seen.values()])
+        return np.array([], np.int32) if self.index is None else np.asarray(self.index["label"])
+
+
+@dataclass
+class DataSet:
+    """A folder of shards and its `_info.json`."""
+
+    root: Path
+    info: dict[str, Any]
+    parts: list[Part]
+
+    @property
+    def ours(self) -> bool:
+        """Written by our writer, not indexed afterwards."""
+        return "catalogue" in self.info
+
+    @property
+    def class_names(self) -> list[str]:
+        return list(self.info.get("class_names") or [])
+
+    @property
+    def num_classes(self) -> int | None:
+        return len(self.class_names) or self.info.get("num_classes")
+
+    def class_name(self, label: int) -> str:
+        """A class for people."""
+        return f"class {self.class_names[label] if 0 <= label < len(self.class_names) else label}"
+
+    def sample_name(self, part: Part, shard: int, row: int) -> str:
+        """A sample for people: its shard and its key, if the index leads to it, else its position."""
+        place = f"row {row}"
+        if part.index is not None:
+            split = Split(self.root, part.name, part.filenames, part.index, self.num_classes or 0, [])
+            try:
+                place = split.key(part.firsts[shard] + row)
+            except (ShardError, OSError):
+                pass
+            finally:
+                split.close()
+        return f"{part.filenames[shard]} {place}"
+
+
+# ---- what is recorded -----------------------------------------------------------------------------------------------
+
+
+def open_data_set(place: str) -> DataSet:
+    """The data set at `place`. Raises PrepError or ShardError if there is none that could be checked."""
+    if "://" in place:
+        raise PrepError(f"{place}: only local folders are verified; copy the data set, or mount it, and give the folder")
+    root = Path(place)
+    if (root / "_writing.json").exists() and not (root / "_info.json").exists():
+        raise PrepError(f"{root}: not finished yet; run the command that writes it again, it continues")
+    info = read_info(root)
+    if elsewhere := info.get("shards_at"):
+        raise PrepError(f"{root}: an index only, its shards are at {elsewhere}; local shards are verified: copy them and index the copy")
+    parts = [Part(name, described) for name, described in info["splits"].items()]
+    for part in parts:
+        where = f"{root}/_info.json, split {part.name!r}"
+        lists = {key: part.described.get(key) or [] for key in ("filenames", "shard_lengths")}
+        if missing := [key for key, value in lists.items() if not value]:
+            raise PrepError(f"{where}: no {' and '.join(missing)}; move it away and run `python -m data_prep.index {root}`")
+        lists |= {key: part.described[key] for key in ("shard_bytes", "shard_sha256") if part.described.get(key)}
+        if len({len(value) for value in lists.values()}) > 1:
+            counts = ", ".join(f"{len(value)} {key}" for key, value in lists.items())
+            raise PrepError(f"{where}: {counts}, which should be equally many; restore it from its source")
+    return DataSet(root, info, parts)
+
+
+def check_folder(data: DataSet) -> Iterator[Found]:
+    """Compare folder, `_info.json`, sidecars and index files, and fill each part's `sidecars`, `present` and `index`."""
+    listed = Counter(name for part in data.parts for name in part.filenames)
+    for name, count in listed.items():
+        if count > 1:
+            yield Found("files", "_info.json", f"lists {name} {count} times; restore it from its source")
+    for name in sorted(os.listdir(data.root)):
+        if name.endswith(".tar") and name not in listed and not name.startswith("."):
+            text = "not in _info.json, and tools that take all tars of a folder would read it; move it away"
+            yield Found("files", name, text)
+        elif name.endswith(".tmp") or name in ("_writing.json", "_catalogue", "_spool"):
+            yield Found("files", name, "left over from a writer; delete it, unless one is at work here", fails=False)
+    for part in data.parts:
+        lengths, total = part.described["shard_lengths"], part.described.get("num_samples")
+        if sum(lengths) != total:
+            yield Found("files", "_info.json", f"{part.name}: num_samples is {total}, shard_lengths add up to {sum(lengths)}")
+        for number in range(len(part.filenames)):
+            yield from _check_recorded(data, part, number)
+        yield from _open_index(data, part)
+
+
+def _check_recorded(data: DataSet, part: Part, number: int) -> Iterator[Found]:
+    """One shard's size and sidecar against `_info.json`."""
+    name, tar = part.filenames[number], data.root / part.filenames[number]
+    recorded = {"filename": name, "num_samples": part.described["shard_lengths"][number]}
+    for key in ("bytes", "sha256"):
+        if part.described.get(f"shard_{key}"):
+            recorded[key] = part.described[f"shard_{key}"][number]
+    try:
+        size = tar.stat().st_size
+        part.num_bytes += size
+        if size == recorded.get("bytes", size):
+            part.present.append(number)
+        else:
+            way = "shorter" if size < recorded["bytes"] else "longer"
+            told = f"{size:,} bytes, _info.json says {recorded['bytes']:,}"
+            yield Found(
+                "files", name, f"{told}: {abs(size - recorded['bytes']):,} bytes {way}; its contents were not checked; {WRITE_AGAIN}"
+            )
+    except OSError as error:
+        yield Found("files", name, f"{'missing' if isinstance(error, FileNotFoundError) else error.strerror}; {WRITE_AGAIN}")
+    try:
+        sidecar = read_sidecar(tar)
+    except ShardError as error:
+        yield Found("files", tar.with_suffix(".json").name, str(error).removeprefix(f"{tar.with_suffix('.json')}: "))
+        return
+    if sidecar is None:
+        remedy = (
+            "repeat the command that wrote the data set" if data.ours else f"run `python -m data_prep.index {data.root}`, which writes it"
+        )
+        yield Found("files", tar.with_suffix(".json").name, f"absent; {remedy}")
+        return
+    entries = sidecar.get("quarantined", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and {"key", "label"} <= entry.keys() for entry in entries):
+        yield Found("files", tar.with_suffix(".json").name, "quarantined should be a list of objects with key and label; restore it")
+        return
+    part.sidecars[name] = sidecar
+    for key, value in recorded.items():
+        if sidecar[key] != value:
+            text = f"{key} is {sidecar[key]!r}, _info.json says {value!r}; restore the one that is wrong"
+            yield Found("files", tar.with_suffix(".json").name, text)
+
+
+def _open_index(data: DataSet, part: Part) -> Iterator[Found]:
+    path = data.root / f"{part.name}.index.npy"
+    remedy = f"run `python -m data_prep.index {data.root}`, which writes it"
+    try:
+        index = np.load(path, mmap_mode="r")
+    except FileNotFoundError:
+        yield Found("indexes", path.name, f"absent; {remedy}")
+    except (ValueError, OSError, EOFError) as error:
+        yield Found("indexes", path.name, f"unreadable ({error}); delete it and {remedy}")
+    else:
+        if index.dtype != INDEX_DTYPE or index.ndim != 1:
+            yield Found("indexes", path.name, f"of another format; delete it and {remedy}")
+        elif len(index) != sum(part.described["shard_lengths"]):
+            told = f"{len(index):,} rows, _info.json has {sum(part.described['shard_lengths']):,} samples"
+            yield Found("indexes", path.name, f"{told}; delete it and {remedy}")
+        else:
+            part.index = index
+
+
+def check_quarantine(data: DataSet) -> Iterator[Found]:
+    """`quarantine.jsonl` and the totals in `_info.json` against the sidecars."""
+    path = data.root / "quarantine.jsonl"
+    recorded = Counter((part.name, entry["key"]) for part in data.parts for entry in part.quarantined())
+    if path.exists():
+        yield from _compare_quarantine(path, recorded)
+    elif recorded:
+        told = f"absent, but the sidecars have {counted(recorded.total(), 'unreadable image')}"
+        yield Found("quarantine", path.name, f"{told}; repeat the command that wrote the data set")
+    for part in data.parts if data.ours else []:
+        dealt = [sidecar["num_samples"] + len(sidecar.get("quarantined", [])) for sidecar in part.sidecars.values()]
+        if dealt and max(dealt) - min(dealt) > 1:
+            told = f"shards have {min(dealt):,} to {max(dealt):,} samples with the quarantined ones, but they were dealt evenly"
+            yield Found("quarantine", part.name, f"{told}: some are in neither shard nor sidecar")
+    changed = sum((part.changed() for part in data.parts), Counter[str]())
+    for key, found in (("quarantined", recorded.total()), ("changed", dict(changed))):
+        if data.info.get(key, type(found)()) != found:
+            yield Found(
+                "quarantine", "_info.json", f"{key} is {data.info.get(key)}, the sidecars have {found}; restore the one that is wrong"
+            )
+
+
+def _compare_quarantine(path: Path, recorded: Counter[tuple[str, str]]) -> Iterator[Found]:
+    listed: Counter[tuple[str, str]] = Counter()
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            entry = json.loads(line)
+            listed[entry["split"], entry["key"]] += 1
+        except (ValueError, KeyError, TypeError):
+            yield Found("quarantine", path.name, f"line {number} is no JSON object with split and key: {line[:60]!r}")
+    for split, key in sorted(recorded - listed):
+        yield Found("quarantine", path.name, f"{split} {key} is not in it, but in its shard's sidecar")
+    for split, key in sorted(listed - recorded):
+        yield Found("quarantine", path.name, f"{split} {key} is in it, but in no sidecar")
+
+
+# ---- labels and keys, over all shards ----------------------------------------------------------------------------------
+
+
+def check_labels(data: DataSet) -> Iterator[Found]:
+    """Labels in range; a training image for every class; as many names as classes."""
+    info = data.info
+    if data.class_names and info.get("num_classes") not in (None, len(data.class_names)):
+        yield Found("labels", "_info.json", f"num_classes is {info['num_classes']}, class_names are {len(data.class_names)}")
+    if twice := [name for name, count in Counter(data.class_names).items() if count > 1]:
+        yield Found("labels", "_info.json", f"class_names are there twice: {some(twice)}", fails=False)
+    if data.num_classes is None:
+        return
+    for part in data.parts:
+        labels = part.labels()
+        outside = np.unique(labels[(labels < 0) | (labels >= data.num_classes)])
+        if len(outside):
+            count = int(np.isin(labels, outside).sum())
+            told = f"{counted(count, 'label')} outside 0 to {data.num_classes - 1}: {some([str(label) for label in outside])}"
+            yield Found("labels", part.name, f"{told}; correct the shards, or the classes in _info.json")
+    train = data.parts[0]
+    empty = [data.class_name(int(label)).removeprefix("class ") for label in np.flatnonzero(images_per_class(data, train) == 0)]
+    if empty and not _incomplete(data, train):
+        fails = data.ours and not _partial(data)
+        yield Found(
+            "labels", train.name, f"{len(empty)} {'class' if len(empty) == 1 else 'classes'} without an image: {some(empty)}", fails=fails
+        )
+
+
+def images_per_class(data: DataSet, part: Part) -> np.ndarray:
+    """(num_classes,) samples of each class that were seen, labels outside left out; empty if the number of classes is not recorded."""
+    labels, num_classes = part.labels(), data.num_classes or 0
+    return np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
+
+
+def _listed_per_class(data: DataSet, part: Part) -> np.ndarray:
+    """(num_classes,) samples of each class, quarantined ones counted."""
+    left_out = Counter(entry["label"] for entry in part.quarantined())
+    return images_per_class(data, part) + [left_out[label] for label in range(data.num_classes or 0)]
+
+
+def _incomplete(data: DataSet, part: Part) -> bool:
+    """Some samples were not seen, as their shard is missing or damaged: then counts say nothing, and that is reported already."""
+    return len(part.labels()) != sum(part.described["shard_lengths"])
+
+
+def _partial(data: DataSet) -> bool:
+    return bool((data.info.get("options") or {}).get("partial"))
+
+
+def check_imagenet(data: DataSet) -> Iterator[Found]:
+    """If the classes are 1,000 WordNet ids: are these the images of ILSVRC2012? Quarantined ones count, they were there."""
+    names = data.class_names
+    if len(names) != 1000 or not all(re.fullmatch(r"n\d{8}", name) for name in names):
+        return
+    if names != sorted(names):
+        text = "class_names are not sorted: labels are not those of published weights; write the shards again"
+        yield Found("ImageNet", "_info.json", text)
+    fails = data.info.get("source") == "imagenet" and not _partial(data)
+    for part in data.parts:
+        if part.name not in IMAGENET_IMAGES or _incomplete(data, part):
+            continue
+        # What was held out of train belongs to it.
+        together = [other for other in data.parts if other is part or (part.name, other.name) == ("train", "minival")]
+        counts = np.sum([_listed_per_class(data, other) for other in together], axis=0)
+        if counts.sum() != IMAGENET_IMAGES[part.name]:
+            told = f"{counts.sum():,} images, quarantined ones counted; ILSVRC2012 has {IMAGENET_IMAGES[part.name]:,}"
+            yield Found("ImageNet", part.name, told, fails)
+        low, high = IMAGENET_PER_CLASS[part.name]
+        if len(odd := np.flatnonzero((counts < low) | (counts > high))):
+            expected = f"{low} to {high:,}" if low < high else f"{low}"
+            listed = some([f"{names[label]} has {counts[label]:,}" for label in odd])
+            yield Found("ImageNet", part.name, f"{len(odd)} classes have not {expected} images: {listed}", fails)
+
+
+# ---- equal ones -----------------------------------------------------------------------------------------------------
+
+
+GROUP, PART, SHARD, ROW, LABEL = range(5)
+"""Columns of `_repeated`."""
+
+
+def _repeated(parts: list[Part], column: str) -> np.ndarray:
+    """(n, 5) int64, sorted: GROUP, PART, SHARD, ROW and LABEL of each sample whose value in `column` is there twice or more."""
+    every = [(p, shard, rows) for p, part in enumerate(parts) for shard, rows in part.seen.items()]
+    values = np.concatenate([np.empty(0, "<u8"), *(rows[column] for *_, rows in every)])
+    values.sort()
+    repeated = np.unique(values[1:][values[1:] == values[:-1]])
+    del values
+    found = [np.empty((0, 5), np.int64)]
+    for p, shard, rows in every if len(repeated) else []:
+        group = np.minimum(np.searchsorted(repeated, rows[column]), len(repeated) - 1)
+        here = np.flatnonzero(repeated[group] == rows[column])
+        one = np.ones(len(here), np.int64)
+        found.append(np.stack([group[here], p * one, shard * one, here, rows["label"][here]], 1))
+    together = np.concatenate(found)
+    return together[np.lexsort(together.T[::-1])]
+
+
+def check_keys(data: DataSet) -> Iterator[Found]:
+    """No key is there twice in a split."""
+    for part in data.parts:
+        for group in _groups(_repeated([part], "key"))[:MOST_LINES]:
+            where = " and ".join(data.sample_name(part, int(sample[SHARD]), int(sample[ROW])) for sample in group[:3])
+            yield Found("tars", part.name, f"a key that is there {len(group)} times: {where}; write the shards again with keys that differ")
+
+
+def _groups(rows: np.ndarray) -> list[np.ndarray]:
+    """The rows of each group."""
+    return np.split(rows, np.flatnonzero(np.diff(rows[:, GROUP])) + 1) if len(rows) else []
+
+
+def check_duplicates(data: DataSet) -> Iterator[Found]:
+    """Images of the same bytes: in two splits, under two labels, or just twice. All are notes: sources have them."""
+    groups = _groups(_repeated(data.parts, "image"))
+    two_splits = [group for group in groups if np.ptp(group[:, PART])]
+    two_labels = [group for group in groups if np.ptp(group[:, LABEL])]
+    neither = [group for group in groups if not np.ptp(group[:, PART]) and not np.ptp(group[:, LABEL])]
+    for kind, chosen in (("in two splits", two_splits), ("under two labels", two_labels), ("twice in a split, under one label", neither)):
+        if chosen:
+            yield from _tell_duplicates(data, kind, chosen)
+
+
+def _tell_duplicates(data: DataSet, kind: str, groups: list[np.ndarray]) -> Iterator[Found]:
+    there = np.unique(np.concatenate([group[:, PART] for group in groups]))
+    where = ", ".join(data.parts[p].name for p in there)
+    told = f"the same bytes {kind}: {counted(len(groups), 'image')} in {counted(sum(map(len, groups)), 'sample')}"
+    details = []
+    for group in groups[:MOST_LINES]:
+        same = [
+            f"{data.sample_name(data.parts[p], shard, row)} ({data.class_name(label)})" for _, p, shard, row, label in group[:4].tolist()
+        ]
+        details.append(f"{' = '.join(same)}{f' and {len(group) - 4:,} more' if len(group) > 4 else ''}")
+    if len(groups) > MOST_LINES:
+        details.append(f"and {counted(len(groups) - MOST_LINES, 'more such image')}")
+    yield Found("duplicates", where, told, fails=False, details=tuple(details))

@@ -1,0 +1,225 @@
+"""One shard, from its samples to a whole tar with index and sidecar. Runs in a worker process; free of torch.
+
+The data's story: the samples of the shard are looked up in the catalogue; each one's bytes are read from the source, checked and, where
+needed, converted; tar headers are put between them, and all goes to the disk some MiB at a time, while a thread hashes it.
+What cannot be read is listed in the sidecar instead. Then `.idx`, then the sidecar, which says that the shard is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_prep.catalogue import Catalogue, Sample
+from data_prep.images import ImagePolicy, Prepared, Unreadable, prepare
+from data_prep.jobs import PrepError, count_one
+from data_prep.output import Output
+from vit.data import shards
+from vit.data.files import replacing
+from vit.data.tar import TAR_BLOCK, Member, ScannedSample, index_rows, write_idx
+
+BUFFER_BYTES = 4 << 20
+"""Bytes handed to the system at once."""
+NUM_BUFFERS = 3
+"""One that is filled, one that is hashed, and one to spare."""
+
+
+class Shard(NamedTuple):
+    """Which samples a shard has: every `step`-th of its split's dealt order."""
+
+    name: str
+    """Without .tar."""
+    split: str
+    places: range
+
+
+class Work(NamedTuple):
+    """What a worker needs to write one shard."""
+
+    shard: Shard
+    catalogue: Catalogue
+    read: Callable[[Sample], bytes]
+    policy: ImagePolicy
+    with_json: bool
+    output: Output
+    plan: str
+    """Fingerprint of all that decides the bytes."""
+
+    def samples(self) -> list[Sample]:
+        """The shard's samples, in order."""
+        return self.catalogue.table(self.shard.split).samples(self.shard.places)
+
+
+class TarStream:
+    """Appends members to a file descriptor, some MiB at a time, and hashes what it wrote.
+
+    Bytes are copied into a few buffers that are used again and again: cheaper than to keep each image until it is written, as new memory
+    has to be mapped for it then. Headers are made by hand, as `tarfile` fills unused fields differently from one Python to the next.
+    """
+
+    def __init__(self, descriptor: int):
+        self.size = 0
+        """Bytes so far."""
+        self._descriptor, self._filled = descriptor, 0
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for _ in range(NUM_BUFFERS):
+            self._free.put(memoryview(bytearray(BUFFER_BYTES)))
+        self._buffer = self._free.get()
+        self._sha256 = hashlib.sha256()
+        self._to_hash: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
+        self._hasher = threading.Thread(target=self._hash, daemon=True)
+        self._hasher.start()
+
+    def add(self, name: str, data: bytes) -> Member:
+        """Append a ustar member of at most 100 bytes of name."""
+        fields = (name.encode(), b"0000644", b"0000000", b"0000000", b"%011o" % len(data), b"0" * 11)  # mode uid gid size mtime
+        header = struct.pack("100s8s8s8s12s12s8s1s100s6s2s247x", *fields, b" " * 8, b"0", b"", b"ustar", b"00")
+        self._append(header[:148] + b"%06o\0 " % sum(header) + header[156:])
+        offset = self.size
+        self._append(data)
+        if padding := -len(data) % TAR_BLOCK:
+            self._append(bytes(padding))
+        return Member(name.partition(".")[2], offset, len(data), name)
+
+    def close(self) -> str:
+        """Append the end-of-archive mark; returns the sha256 of everything, in hex."""
+        self._append(bytes(2 * TAR_BLOCK))
+        self._flush()
+        self.abandon()
+        return self._sha256.hexdigest()
+
+    def abandon(self) -> None:
+        """End the hashing thread."""
+        self._to_hash.put(None)
+        self._hasher.join()
+
+    def _append(self, data: bytes) -> None:
+        self.size += len(data)
+        while len(data) >= (room := BUFFER_BYTES - self._filled):
+            self._buffer[self._filled :] = data[:room]
+            self._filled, data = BUFFER_BYTES, data[room:]
+            self._flush()
+        end = self._filled + len(data)
+        self._buffer[self._filled : end] = data
+        self._filled = end
+
+    def _flush(self) -> None:
+        self._to_hash.put((self._buffer, self._filled))
+        rest = self._buffer[: self._filled]
+        while rest:  # written in parts if a signal comes, or the disk is about to be full
+            rest = rest[os.write(self._descriptor, rest) :]
+        self._buffer, self._filled = self._free.get(), 0
+
+    def _hash(self) -> None:
+        while (job := self._to_hash.get()) is not None:
+            buffer, filled = job
+            self._sha256.update(buffer[:filled])
+            self._free.put(buffer)
+
+
+def write_shard(work: Work) -> dict[str, Any]:
+    """Write and publish one shard; returns its sidecar. Its index rows go to `rows_path`."""
+    shard = work.shard
+    scanned: list[ScannedSample] = []
+    quarantined: list[dict[str, Any]] = []
+    changed: Counter[str] = Counter()
+    with work.output.staging() as folder:
+        tar = folder / f"{shard.name}.tar"
+        with replacing(tar) as file:
+            stream = TarStream(file.fileno())
+            try:
+                for sample in work.samples():
+                    prepared = _prepared(work, sample)
+                    if isinstance(prepared, dict):
+                        quarantined.append(prepared)
+                        count_one()
+                    else:
+                        scanned.append(_add(stream, work, sample, prepared))
+                        changed.update([prepared.change] if prepared.change else [])
+                        count_one(len(prepared.data))
+                if not scanned:
+                    raise PrepError(f"{shard.name}: none of its {len(quarantined)} images can be read, the first: {_told(quarantined[0])}")
+                sha256 = stream.close()
+            except BaseException:
+                stream.abandon()
+                raise
+        write_idx(tar, scanned)
+        extra = {"plan": work.plan, "changed": dict(sorted(changed.items())), "quarantined": quarantined}
+        sidecar = shards.write_sidecar(tar, len(scanned), sha256=sha256, **extra)
+        _save_rows(work, index_rows(scanned))
+        for extension in (".tar", ".idx", ".json"):  # the sidecar says that all is there
+            work.output.publish(tar.with_suffix(extension))
+    return sidecar
+
+
+def _prepared(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
+    """The image as it goes into the shard, or its line of `quarantine.jsonl`."""
+    data = None
+    try:
+        data = work.read(sample)
+        return prepare(data, work.policy)
+    except (Unreadable, ValueError, OSError) as error:
+        entry = {"split": work.shard.split, "key": sample.key, "label": sample.label, "name": sample.name, "reason": str(error)}
+        place = {"file": Path(sample.file).name, "offset": sample.offset, "size": sample.size}
+        return entry | place | {"sha256": None if data is None else hashlib.sha256(data).hexdigest()}
+
+
+def _told(entry: dict[str, Any]) -> str:
+    return f"{entry['name']} ({entry['reason']})"
+
+
+def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> ScannedSample:
+    image = stream.add(f"{sample.key}.jpg", prepared.data)
+    members = [image, stream.add(f"{sample.key}.cls", b"%d" % sample.label)]
+    if work.with_json:
+        described = {"name": sample.name, "label": sample.label, "class": work.catalogue.class_names[sample.label]}
+        members.append(stream.add(f"{sample.key}.json", json.dumps(described, ensure_ascii=False).encode("utf-8", "replace")))
+    return ScannedSample(sample.key, sample.label, prepared.width, prepared.height, image, tuple(members))
+
+
+def still_holds(work: Work, sidecar: dict[str, Any]) -> bool:
+    """Whether what a whole shard had to leave out is still as unreadable: images may have been mended since."""
+    if not sidecar.get("quarantined"):
+        return True
+    samples = {sample.key: sample for sample in work.samples()}
+    for entry in sidecar["quarantined"]:
+        try:
+            now = hashlib.sha256(work.read(samples[entry["key"]])).hexdigest()
+        except (OSError, ValueError):
+            now = None
+        if now != entry["sha256"]:
+            return False
+    return True
+
+
+# ---- index rows, kept beside the catalogue until the index is written ---------------------------------------------------
+
+
+def rows_path(catalogue: Catalogue, name: str) -> Path:
+    """Where the index rows of shard `name` wait."""
+    return catalogue.folder / "rows" / f"{name}.npy"
+
+
+def _save_rows(work: Work, rows: np.ndarray) -> None:
+    path = rows_path(work.catalogue, work.shard.name)
+    path.parent.mkdir(exist_ok=True)
+    with replacing(path) as file:
+        np.save(file, rows)
+
+
+def scan_shard(work: Work) -> None:
+    """Save the index rows of a whole shard that an earlier command wrote."""
+    from vit.data.tar import scan_tar
+
+    with work.output.staging() as folder:
+        _save_rows(work, index_rows(scan_tar(work.output.fetch(f"{work.shard.name}.tar", folder))))

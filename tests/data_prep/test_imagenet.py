@@ -1,0 +1,296 @@
+"""ImageNet in all its layouts: the same catalogue and bytes from each, torchvision's labels, the counts."""
+
+import hashlib
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_imagenet import (
+    LAYOUTS,
+    WNIDS,
+    Fake,
+    as_kaggle_zip,
+    as_official,
+    as_parquet,
+    kaggle_files,
+    make_fake,
+    tar_of,
+    write_archives,
+    write_devkit,
+    write_flat_val,
+    write_inner_tars,
+    write_torchvision_tree,
+    write_train_tar,
+    write_zip,
+)
+
+from data_prep import imagenet
+from data_prep.catalogue import Catalogue, open_catalogue
+from data_prep.imagenet import differences, main, source
+from data_prep.jobs import PrepError
+from vit.data.shards import open_split
+
+
+@pytest.fixture(scope="module")
+def fake() -> Fake:
+    return make_fake(num_classes=12, train_per_class=5, val_per_class=3, odd=True)
+
+
+def catalogue(folder: Path, *paths: Path) -> Catalogue:
+    return open_catalogue(source(paths, allow_partial=True), folder / "_catalogue", seed=0, workers=2)
+
+
+def contents(found: Catalogue, split: str) -> dict[str, tuple[int, str, int, bytes]]:
+    """{key: (label, name, size, bytes)}"""
+    table = found.table(split)
+    return {s.key: (s.label, s.name, s.size, imagenet.read(s)) for s in table.samples(range(len(table)))}
+
+
+def expected(fake: Fake, split: str) -> dict[str, tuple[int, str, int, bytes]]:
+    images = fake.images(split)
+    return {key: (label, f"{key}.JPEG", len(images[key]), images[key]) for key, label in fake.labels(split).items()}
+
+
+@pytest.fixture(scope="module")
+def reference(fake, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("reference")
+    return catalogue(folder, *as_official(fake, folder)).sha256
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_all_layouts_give_the_same(tmp_path, fake, reference, layout: Callable[[Fake, Path], list[Path]]):
+    found = catalogue(tmp_path, *layout(fake, tmp_path))
+    assert found.class_names == fake.wnids
+    assert list(found.splits) == ["train", "val"]
+    for split in found.splits:
+        assert contents(found, split) == expected(fake, split)
+    assert found.sha256 == reference
+
+
+def test_the_layout_is_said(tmp_path, fake, capsys):
+    found = catalogue(tmp_path, *as_official(fake, tmp_path))
+    said = capsys.readouterr().out
+    folder = tmp_path / "downloads"
+    assert f"train: a tar of tars, read in place ({folder}/ILSVRC2012_img_train.tar)" in said
+    assert f"val: a flat tar, read in place ({folder}/ILSVRC2012_img_val.tar)" in said
+    assert f"labels of val: the development kit ({folder}/ILSVRC2012_devkit_t12.tar.gz)" in said
+    assert "partial: train: 67 images instead of 1,281,167" in said
+    assert f"train: a tar of tars, read in place ({folder}/ILSVRC2012_img_train.tar)" in found.notes
+
+
+def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
+    """torchvision unpacks the same archives and reads the same kit; its labels are those of published weights."""
+    from torchvision.datasets import ImageNet
+    from torchvision.datasets import imagenet as theirs
+
+    folder = as_official(fake, tmp_path)[0]
+    ours = catalogue(tmp_path, folder)
+    for part, (name, _) in theirs.ARCHIVE_META.items():
+        md5 = hashlib.md5((folder / name).read_bytes()).hexdigest()
+        monkeypatch.setitem(theirs.ARCHIVE_META, part, (name, md5))
+    for split in ("train", "val"):
+        labels = {Path(path).stem: label for path, label in ImageNet(str(folder), split).samples}
+        assert labels == {key: label for key, (label, *_) in contents(ours, split).items()}
+        assert labels == fake.labels(split)
+    with pytest.raises(PrepError, match=r"train is there 2 times: .*ILSVRC2012_img_train.tar \(a tar of tars.*/train \(12 class folders\)"):
+        source([folder], allow_partial=True)  # now archives and trees lie side by side
+
+
+def test_the_kits_ids_are_not_the_labels(tmp_path, fake):
+    """The trap: ILSVRC2012_ID - 1 looks like a label, and evaluates to 0.1 %."""
+    found = contents(catalogue(tmp_path, *as_official(fake, tmp_path)), "val")
+    by_id = {name[:-5]: fake.ids[wnid] - 1 for name, wnid in fake.val_wnids.items()}
+    assert sorted(set(by_id.values())) == list(range(12))
+    assert {key: label for key, (label, *_) in found.items()} != by_id
+
+
+def test_shards_do_not_depend_on_the_layout(tmp_path, fake):
+    hashes = []
+    for name, layout in (("a", as_official), ("b", as_kaggle_zip), ("c", as_parquet)):
+        (tmp_path / name).mkdir()
+        paths = layout(fake, tmp_path / name)
+        out = tmp_path / name / "out"
+        flags = ["--out", str(out), "--partial", "--num-shards", "3", "--with-json", "--max-unreadable", "0.5", "--workers", "2"]
+        assert main([*map(str, paths), *flags]) == 0
+        hashes.append({tar.name: hashlib.sha256(tar.read_bytes()).hexdigest() for tar in sorted(out.glob("*.tar"))})
+        assert not (out / "_spool").exists()
+    assert len(hashes[0]) == 5
+    assert all(found == hashes[0] for found in hashes)
+    train = open_split(tmp_path / "a" / "out", "train")
+    labels = {train.key(n): int(train.index["label"][n]) for n in range(train.num_samples)}
+    missing = fake.labels("train").keys() - labels.keys()
+    assert len(missing) == 1  # the truncated one, in quarantine
+    assert labels == {key: label for key, label in fake.labels("train").items() if key not in missing}
+
+
+def test_a_thousand_tars_are_read_in_any_order(tmp_path):
+    fake = make_fake(num_classes=1000, train_per_class=2, val_per_class=1)
+    write_inner_tars(fake, tmp_path / "train")
+    write_flat_val(fake, tmp_path / "val")
+    write_devkit(fake, tmp_path / "ILSVRC2012_devkit_t12.tar.gz")
+    found = catalogue(tmp_path, tmp_path / "train", tmp_path / "val", tmp_path / "ILSVRC2012_devkit_t12.tar.gz")
+    assert found.class_names == WNIDS
+    assert found.sha256 == catalogue(tmp_path / "x", _archives_of(fake, tmp_path / "x")).sha256
+    for split in ("train", "val"):
+        assert {key: row[0] for key, row in contents(found, split).items()} == fake.labels(split)
+
+
+def _archives_of(fake: Fake, folder: Path) -> Path:
+    return write_archives(fake, folder / "downloads")
+
+
+# ---- what does not belong ------------------------------------------------------------------------------------------------
+
+
+def test_files_of_macos_are_passed_over(tmp_path, fake, reference):
+    tree = write_torchvision_tree(fake, tmp_path / "tree")
+    for folder in (tree, tree / "train", tree / "train" / fake.wnids[0], tree / "val" / fake.wnids[1]):
+        (folder / ".DS_Store").write_bytes(b"x")
+        (folder / f"._{fake.wnids[0]}_1.JPEG").write_bytes(b"x")
+    (tree / "__MACOSX" / "train").mkdir(parents=True)
+    (tree / "train" / fake.wnids[0] / "notes.txt").write_text("no image")
+    assert catalogue(tmp_path / "a", tree).sha256 == reference
+    files = kaggle_files(fake)
+    files |= {f"__MACOSX/{name.replace('n0', '._n0')}": b"x" for name in files}
+    files |= {f"ILSVRC/Data/CLS-LOC/train/{fake.wnids[0]}/._{fake.wnids[0]}_1.JPEG": b"x"}
+    assert catalogue(tmp_path / "b", write_zip(files, tmp_path / "a.zip")).sha256 == reference
+    dirty = Fake(
+        fake.wnids, {w: {f"./._{w}_1.JPEG": b"x"} | images for w, images in fake.train.items()}, fake.val, fake.val_wnids, fake.ids
+    )
+    assert catalogue(tmp_path / "c", write_archives(dirty, tmp_path / "d")).sha256 == reference
+
+
+def test_other_files_among_the_images_are_told(tmp_path, fake):
+    folder = write_torchvision_tree(fake, tmp_path / "in")
+    first = fake.wnids[0]
+    (tmp_path / "in.tar").write_bytes(tar_of([(f"{first}.tar", tar_of([(f"{first}_1.JPEG", b"x"), ("readme", b"")]))]))
+    found = catalogue(tmp_path, tmp_path / "in.tar", folder / "val")
+    assert "train: 1 files that are no images are left out: readme" in found.notes
+
+
+# ---- counts ---------------------------------------------------------------------------------------------------------------
+
+
+def test_whole_counts_differ_in_nothing():
+    train = np.full(1000, 1300)
+    train[0] = 732
+    train[1:] -= np.diff(np.linspace(0, 18_833 - 568, 1000).astype(int))  # all 1,300 would be 18,833 too many
+    assert train.sum() == 1_281_167
+    assert differences("train", WNIDS, train) == []
+    assert differences("val", WNIDS, np.full(1000, 50)) == []
+
+
+def test_all_differences_are_told():
+    train = np.full(1000, 1281)
+    train[[3, 4]] = 0
+    train[5], train[6] = 731, 1301
+    assert differences("train", WNIDS, train) == [
+        f"train: {train.sum():,} images instead of 1,281,167",
+        f"train: 2 classes have no images: {WNIDS[3]} (0), {WNIDS[4]} (0)",
+        f"train: 1 classes have fewer than 732: {WNIDS[5]} (731)",
+        f"train: 1 classes have more than 1300: {WNIDS[6]} (1301)",
+    ]
+    val = np.full(1000, 50)
+    val[7], val[8] = 51, 49
+    assert differences("val", WNIDS, val) == [
+        f"val: 1 classes have fewer than 50: {WNIDS[8]} (49)",
+        f"val: 1 classes have more than 50: {WNIDS[7]} (51)",
+    ]
+
+
+def test_less_needs_partial(tmp_path, fake, capsys):
+    folder = as_official(fake, tmp_path)[0]
+    (folder / "train").mkdir()
+    small = make_fake(3, 2, 1)
+    write_train_tar(small, folder / "ILSVRC2012_img_train.tar")
+    (folder / "train").rmdir()
+    assert main([str(folder), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "3 classes instead of 1,000; missing: " + ", ".join(fake.wnids[3:8]) + " and 4 more" in said
+    assert "train: 6 images instead of 1,281,167" in said
+    assert "val: 27 images of unknown classes: " in said
+    assert "val: 9 images instead of 50,000" in said
+    assert "--partial" in said
+    assert not list((tmp_path / "out").glob("*.tar"))
+    found = catalogue(tmp_path, folder)  # a part of the classes: val gives what belongs to them
+    assert found.class_names == small.wnids
+    assert found.splits == {"train": 6, "val": 9}
+    assert any("27 images of unknown classes" in note for note in found.notes)
+
+
+def test_one_split_alone(tmp_path, fake):
+    folder = as_official(fake, tmp_path)[0]
+    with pytest.raises(PrepError, match=r"no images of train found; expected one of ILSVRC2012_img_train\.tar"):
+        source([folder / "ILSVRC2012_img_val.tar", folder / "ILSVRC2012_devkit_t12.tar.gz"])
+    val = catalogue(tmp_path / "v", folder / "ILSVRC2012_img_val.tar", folder / "ILSVRC2012_devkit_t12.tar.gz")
+    assert contents(val, "val") == expected(fake, "val")
+    assert (val.class_names, list(val.splits)) == (fake.wnids, ["val"])
+    train = catalogue(tmp_path / "t", folder / "ILSVRC2012_img_train.tar")
+    assert contents(train, "train") == expected(fake, "train")
+
+
+# ---- once, and again ----------------------------------------------------------------------------------------------------------
+
+
+def test_parquets_are_copied_once_and_again_when_they_change(tmp_path, fake, capsys):
+    folder = as_parquet(fake, tmp_path)[0]
+    spooled = {path.name: path.stat().st_ino for path in _spooled(tmp_path, folder, 0)}
+    assert len(spooled) == 10
+    assert {path.name: path.stat().st_ino for path in _spooled(tmp_path, folder, 1)} == spooled  # another seed, the same images
+    victim = sorted(tmp_path.glob("_spool/train-00000*.json"))[0]
+    victim.unlink()  # as if a kill came between the images and their table
+    assert {path.name for path in _spooled(tmp_path, folder, 2)} == spooled.keys()
+    changed = folder / "data" / "train-00000-of-00003.parquet"
+    os.utime(changed, (1, 1))
+    assert len({path.name for path in _spooled(tmp_path, folder, 3)} - spooled.keys()) == 2
+
+
+def _spooled(folder: Path, parquets: Path, seed: int) -> list[Path]:
+    found = open_catalogue(source([parquets], allow_partial=True), folder / "_catalogue", seed=seed, workers=2)
+    assert found.splits == {"train": 67, "val": 36}
+    return sorted((folder / "_spool").iterdir())
+
+
+def test_no_pyarrow(tmp_path, fake, monkeypatch):
+    folder = as_parquet(fake, tmp_path)[0]
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(PrepError, match="pip install pyarrow"):
+        catalogue(tmp_path, folder)
+
+
+def test_a_catalogue_is_made_anew_only_when_something_changed(tmp_path, fake):
+    tree = write_torchvision_tree(fake, tmp_path / "in")
+    catalogue(tmp_path, tree)
+    made = (tmp_path / "_catalogue" / "catalogue.json").stat().st_mtime_ns
+    catalogue(tmp_path, tree)
+    assert (tmp_path / "_catalogue" / "catalogue.json").stat().st_mtime_ns == made
+    shutil.copy(next((tree / "train" / fake.wnids[0]).iterdir()), tree / "train" / fake.wnids[0] / f"{fake.wnids[0]}_77777.JPEG")
+    assert catalogue(tmp_path, tree).splits["train"] == 68
+
+
+def test_md5_on_request(tmp_path, fake, monkeypatch, capsys):
+    folder = as_official(fake, tmp_path)[0]
+    with pytest.raises(PrepError) as error:
+        source([folder], allow_partial=True, md5=True)
+    for name, md5 in imagenet.MD5.items():
+        found = hashlib.md5((folder / name).read_bytes()).hexdigest()
+        assert f"{name} ({(folder / name).stat().st_size:,} bytes) has md5 {found}; expected {md5}" in str(error.value)
+        monkeypatch.setitem(imagenet.MD5, name, found)
+    source([folder], allow_partial=True, md5=True)
+    assert capsys.readouterr().out.count(": as published") == 3
+    source([write_torchvision_tree(fake, tmp_path / "tree")], allow_partial=True, md5=True)
+    assert "md5: none of the files has an official one" in capsys.readouterr().out
+
+
+def test_reading_tells_what_it_lacks(tmp_path, fake):
+    tree = write_torchvision_tree(fake, tmp_path / "in")
+    table = catalogue(tmp_path, tree).table("train")
+    sample = random.Random(0).choice(table.samples(range(len(table))))
+    os.unlink(os.path.join(sample.file, sample.name))
+    with pytest.raises(OSError, match="No such file"):
+        imagenet.read(sample)

@@ -1,0 +1,155 @@
+"""ImageNet's own archives with all 1,000 classes, killed again and again: the same shards as an undisturbed run, that every other reader
+understands. VIT_KILLS sets the number of kills."""
+
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+from fake_imagenet import Fake, make_fake, write_archives
+from PIL import Image
+
+from data_prep import verify
+from vit.data.shards import open_split
+
+KILLS = int(os.environ.get("VIT_KILLS", "5"))
+ODD = 7
+"""Images that are no plain colour JPEG; one of them is truncated."""
+
+
+def command(source: Path, out: Path, workers: int) -> list[str]:
+    options = ["--partial", "--num-shards", "20", "--workers", str(workers)]
+    return [sys.executable, "-m", "data_prep.imagenet", str(source), "--out", str(out), *options]
+
+
+@pytest.fixture(scope="module")
+def fake() -> Fake:
+    return make_fake(num_classes=1000, train_per_class=3, val_per_class=1, odd=True)
+
+
+@pytest.fixture(scope="module")
+def archives(fake, tmp_path_factory) -> Path:
+    return write_archives(fake, tmp_path_factory.mktemp("downloads"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(archives, tmp_path_factory) -> tuple[Path, str, float]:
+    """The shards, what was printed, and the seconds it took."""
+    out, began = tmp_path_factory.mktemp("undisturbed") / "imagenet", time.monotonic()
+    done = subprocess.run(command(archives, out, workers=1), check=True, capture_output=True, text=True)
+    return out, done.stdout, time.monotonic() - began
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in root.iterdir()}
+
+
+def test_the_layout_is_said_and_odd_images_are_counted(undisturbed, fake):
+    root, printed, _ = undisturbed
+    info = json.loads((root / "_info.json").read_text())
+    assert info["class_names"] == fake.wnids
+    assert "ILSVRC2012_img_train.tar" in printed
+    assert info["listed"] == {"train": 3000 + ODD, "val": 1000}
+    assert info["quarantined"] == 1
+    assert info["changed"] == {"CMYK JPEG": 1, "PNG (RGBA)": 1}
+    (entry,) = map(json.loads, (root / "quarantine.jsonl").read_text().splitlines())
+    assert entry["file"] == "ILSVRC2012_img_train.tar"
+    with open(root.parent.parent / "downloads0" / entry["file"], "rb") as tar:
+        tar.seek(entry["offset"])
+        assert tar.read(entry["size"]) == fake.images("train")[entry["key"]]
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_and_continued(archives, undisturbed, tmp_path):
+    expected, _, seconds = undisturbed
+    out, moments = tmp_path / "imagenet", random.Random(0)
+    for kill in range(KILLS):
+        process = subprocess.Popen(command(archives, out, workers=2), start_new_session=True, stdout=subprocess.DEVNULL)
+        time.sleep(moments.uniform(0.2, seconds))
+        if kill % 2:
+            os.killpg(process.pid, signal.SIGKILL)  # a machine that goes down
+        else:
+            process.kill()  # its workers have to notice
+        process.wait()
+        for tar in out.glob("*.tar"):
+            assert tar.read_bytes() == (expected / tar.name).read_bytes(), f"torn by kill {kill}"
+    subprocess.run(command(archives, out, workers=2), check=True)
+    assert contents(out) == contents(expected)
+
+
+def test_verify_passes(undisturbed, capsys):
+    root, _, _ = undisturbed
+    assert verify.main([str(root), "--workers", "2"]) == 0, capsys.readouterr().out
+    assert verify.main([str(root), "--quick", "--workers", "1"]) == 0
+
+
+@pytest.fixture(scope="module")
+def labels(undisturbed, fake) -> dict[str, int]:
+    """{key: label} of every training image that can be read."""
+    root, _, _ = undisturbed
+    left_out = json.loads((root / "quarantine.jsonl").read_text())["key"]
+    return {key: label for key, label in fake.labels("train").items() if key != left_out}
+
+
+def test_the_reader_of_this_project_sees_the_same_labels_and_bytes(undisturbed, fake, labels):
+    root, _, _ = undisturbed
+    split, images = open_split(root, "train"), fake.images("train")
+    assert {split.key(i): int(split.index["label"][i]) for i in range(split.num_samples)} == labels
+    changed = [split.key(i) for i in range(split.num_samples) if split.read(i) != images[split.key(i)]]
+    assert len(changed) == 2  # CMYK, PNG
+    val = open_split(root, "val")
+    assert {val.key(i): int(val.index["label"][i]) for i in range(val.num_samples)} == fake.labels("val")
+
+
+def test_plain_tar_and_webdataset_see_the_same_labels(undisturbed, labels):
+    root, _, _ = undisturbed
+    by_tar, by_webdataset = {}, {}
+    for path in sorted(root.glob("train-*.tar")):
+        subprocess.run(["tar", "-tf", path], check=True, stdout=subprocess.DEVNULL)
+        with tarfile.open(path) as tar:
+            by_tar |= {m.name[:-4]: int(tar.extractfile(m).read()) for m in tar if m.name.endswith(".cls")}
+        for sample in webdataset.WebDataset(str(path), shardshuffle=False).decode("pil"):
+            assert sample["jpg"].mode == "RGB"
+            by_webdataset[sample["__key__"]] = sample["cls"]
+    assert by_tar == by_webdataset == labels
+
+
+def test_timm_sees_the_same_labels(undisturbed, fake):
+    from timm.data import create_dataset
+
+    root, _, _ = undisturbed
+    dataset = create_dataset("wds/", root=str(root), split="val", is_training=False, batch_size=1)
+    assert np.bincount([label for _, label in dataset], minlength=1000).tolist() == [1] * 1000
+    images = fake.images("val")
+    by_pixels = {Image.open(io.BytesIO(images[key])).tobytes(): label for key, label in fake.labels("val").items()}
+    assert all(by_pixels[image.tobytes()] == label for image, label in dataset)
+
+
+def test_hugging_face_datasets_sees_the_same_labels(undisturbed, labels, tmp_path):
+    import datasets
+
+    root, _, _ = undisturbed
+    tars = {"train": [str(path) for path in sorted(root.glob("train-*.tar"))]}
+    loaded = datasets.load_dataset("webdataset", data_files=tars, split="train", streaming=True, cache_dir=str(tmp_path))
+    assert {row["__key__"]: int(row["cls"]) for row in loaded} == labels
+
+
+def test_a_missing_shard_is_named_and_written_again(undisturbed, archives, tmp_path, capsys):
+    expected, _, _ = undisturbed
+    root = tmp_path / "imagenet"
+    shutil.copytree(expected, root)
+    (root / "train-00007.tar").unlink()
+    assert verify.main([str(root), "--workers", "1"]) == 1
+    assert "train-00007.tar" in capsys.readouterr().out
+    subprocess.run(command(archives, root, workers=1), check=True)
+    assert contents(root) == contents(expected)

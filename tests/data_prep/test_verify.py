@@ -1,0 +1,582 @@
+"""Every kind of damage to a finished data set is found and named; a sound one passes."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_prep import imagefolder, index
+from data_prep.set_checks import Part, _repeated
+from data_prep.shard_checks import SEEN_DTYPE
+from data_prep.verify import main
+
+PER_CLASS = {"apple": 10, "pear": 11, "plum": 9}
+
+
+def image_bytes(seed: int, format: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (32, 24)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(encoded, format)
+    return encoded.getvalue()
+
+
+def verify(root: Path, *flags: str) -> int:
+    return main([str(root), "--workers", "1", *flags])
+
+
+def edit(path: Path, change: Callable[[bytearray], object]) -> None:
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+
+
+def edit_json(path: Path, change: Callable[[dict], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def edit_rows(path: Path, change: Callable[[np.ndarray], object]) -> None:
+    rows = np.load(path)
+    change(rows)
+    np.save(path, rows)
+
+
+def members_of(tar: Path) -> list[tarfile.TarInfo]:
+    with tarfile.open(tar) as opened:
+        return opened.getmembers()
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    """A data set of ours: 3 classes, 7 + 1 shards; a PNG that was converted, an unreadable image."""
+    folder = tmp_path_factory.mktemp("sound")
+    for label, (name, count) in enumerate(PER_CLASS.items()):
+        (folder / "images" / name).mkdir(parents=True)
+        for n in range(count):
+            (folder / "images" / name / f"{name}{n}.jpg").write_bytes(image_bytes(100 * label + n))
+    (folder / "images" / "plum" / "png.png").write_bytes(image_bytes(999, "PNG"))
+    (folder / "images" / "pear" / "broken.jpg").write_bytes(b"no image")
+    options = ["--num-shards", "7", "--workers", "1", "--max-unreadable", "0.5"]
+    assert imagefolder.main([str(folder / "images"), "--out", str(folder / "set"), *options]) == 0
+    return folder / "set"
+
+
+@pytest.fixture
+def root(sound, tmp_path) -> Path:
+    shutil.copytree(sound, tmp_path / "set")
+    return tmp_path / "set"
+
+
+def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> None:
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+
+
+def foreign(folder: Path, *shards: Sequence[tuple[str, bytes]], split: str = "train") -> Path:
+    """Shards that others made, indexed by `data_prep.index`."""
+    folder.mkdir(exist_ok=True)
+    for number, members in enumerate(shards):
+        write_tar(folder / f"{split}-{number:03d}.tar", members)
+    assert index.main([str(folder), "--workers", "1"]) == 0
+    return folder
+
+
+def pair(key: str, data: bytes, label: int) -> list[tuple[str, bytes]]:
+    return [(f"{key}.jpg", data), (f"{key}.cls", b"%d" % label)]
+
+
+# ---- sound ones -----------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_data_set_passes(root, capsys):
+    before = {path: path.read_bytes() for path in root.iterdir()}
+    assert verify(root) == 0
+    told = capsys.readouterr().out
+    assert "PROBLEMS" not in told
+    assert "Notes" not in told
+    num_train, num_val = (sum(len(members_of(tar)) // 2 for tar in root.glob(f"{split}-*.tar")) for split in ("train", "val"))
+    assert num_train + num_val == sum(PER_CLASS.values()) + 1
+    for row in (
+        ("shards", 7, 1),
+        ("samples recorded", num_train, num_val),
+        ("images checked", num_train, num_val),
+        ("changed or remarked", "(0 +1|1 +0)"),
+        ("quarantined", 1, 0),
+    ):
+        assert re.search(r"\s+".join(map(str, row)), told), row
+    assert re.search(rf"{root}: right, \d+\.\d s\n$", told)
+    assert {path: path.read_bytes() for path in root.iterdir()} == before
+    assert verify(root, "--strict") == 0
+
+
+def test_a_quick_check_says_what_it_left_out(root, capsys):
+    assert verify(root, "--quick", "--sample", "10") == 0
+    told = capsys.readouterr().out
+    decoded = [int(number) for number in re.findall(r"\d+", re.search(r"images checked(.*)", told)[1])]
+    assert sum(decoded) in range(10, 18)
+    assert f"{sum(decoded)} images, spread over all shards" in told
+    assert "NOT checked, leave out --quick" in told
+    assert "right, as far as checked" in told
+
+
+def test_the_command_ends_with_its_status_and_writes_plain_lines(root):
+    command = [sys.executable, "-m", "data_prep.verify", str(root), "--workers", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    (root / "train-00002.tar").unlink()
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 1
+
+
+def test_shards_of_others_pass(tmp_path, capsys):
+    shards = [[member for n in range(3) for member in pair(f"{s}_{n}", image_bytes(10 * s + n), n)] for s in range(2)]
+    root = foreign(tmp_path / "foreign", *shards)
+    assert verify(root) == 0
+    assert verify(root, "--quick") == 0
+    described = {"name": "train", "filenames": ["train-000.tar", "train-001.tar"], "shard_lengths": [3, 3], "num_samples": 6}
+    (root / "_info.json").write_text(json.dumps({"splits": {"train": described}}))  # timm's, without our keys
+    assert verify(root) == 0
+    edit(root / "train-001.tar", lambda data: data.__setitem__(700, data[700] ^ 1))
+    capsys.readouterr()
+    assert verify(root) == 1  # by its sidecar
+    assert "train-001.tar: altered or replaced: its sha256" in capsys.readouterr().out
+
+
+# ---- damage ---------------------------------------------------------------------------------------------------------
+
+
+def reverse_samples(tar: Path) -> None:
+    """The same samples in another order: a sound tar of the same size."""
+    data, members = tar.read_bytes(), members_of(tar)
+    ends = [member.offset for member in members[2::2]] + [members[-1].offset_data + 512]
+    samples = [data[first.offset : end] for first, end in zip(members[::2], ends, strict=True)]
+    tar.write_bytes(b"".join(reversed(samples)) + data[ends[-1] :])
+
+
+def overwrite_image(tar: Path, number: int) -> None:
+    image = members_of(tar)[2 * number]
+    edit(tar, lambda data: data.__setitem__(slice(image.offset_data + 300, image.offset_data + image.size), b"?" * (image.size - 300)))
+
+
+def line_of_idx(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def one_sample_less(info: dict) -> None:
+    val = info["splits"]["val"]
+    val.update(num_samples=val["num_samples"] - 1, shard_lengths=[val["shard_lengths"][0] - 1])
+
+
+TARS: list[tuple[Callable[[Path], object], list[str]]] = [
+    (lambda root: (root / "train-00000.tar").unlink(), ["train-00000.tar: missing"]),
+    (
+        lambda root: edit(root / "train-00001.tar", lambda data: data.__delitem__(slice(-3000, None))),
+        ["train-00001.tar: .* 3,000 bytes shorter"],
+    ),
+    (lambda root: edit(root / "train-00002.tar", lambda data: data.extend(bytes(512))), ["train-00002.tar: .* 512 bytes longer"]),
+    (
+        lambda root: edit(root / "train-00003.tar", lambda data: data.__setitem__(slice(0, 512), b"\7" * 512)),
+        ["train-00003.tar: altered or replaced", "train-00003.tar: not a plain tar"],
+    ),
+    (
+        lambda root: reverse_samples(root / "train-00004.tar"),
+        [
+            "train-00004.tar: altered or replaced",
+            r"train-00004.idx: line \d",
+            r"train.index.npy: \d rows of train-00004.tar, the first is row \d+ \(key ",
+        ],
+    ),
+    (
+        lambda root: overwrite_image(root / "train-00005.tar", 1),
+        ["train-00005.tar: altered or replaced", "train-00005.tar: .*: cannot be decoded"],
+    ),
+    (lambda root: (root / "train-00009.tar").write_bytes(b""), ["train-00009.tar: not in _info.json"]),
+    (
+        lambda root: edit(root / "train-00006.tar", lambda data: data.__setitem__(1200, data[1200] ^ 1)),
+        ["train-00006.tar: altered or replaced: its sha256"],
+    ),
+]
+BESIDE: list[tuple[Callable[[Path], object], list[str]]] = [
+    (
+        lambda root: edit_json(root / "train-00000.json", lambda sidecar: sidecar.update(sha256="0")),
+        ["train-00000.json: sha256 is '0', _info.json says '"],
+    ),
+    (lambda root: (root / "train-00001.json").unlink(), ["train-00001.json: absent"]),
+    (lambda root: (root / "train-00002.json").write_text("{}"), ["train-00002.json: not a sidecar of ours"]),
+    (
+        lambda root: edit_json(root / "train-00003.json", lambda sidecar: sidecar.update(quarantined=[1])),
+        ["train-00003.json: quarantined should be a list"],
+    ),
+    (lambda root: (root / "train-00004.idx").unlink(), ["train-00004.idx: absent"]),
+    (lambda root: line_of_idx(root / "train-00005.idx", "jpg 512 ", "jpg 513 "), ["train-00005.idx: line 2"]),
+    (lambda root: line_of_idx(root / "train-00006.idx", "v1.2 ", "v1.2 1"), ["train-00006.idx: begins with 'v1.2 1"]),
+    (
+        lambda root: edit_rows(root / "val.index.npy", lambda rows: rows["label"].__setitem__(0, (rows["label"][0] + 1) % 3)),
+        [r"val.index.npy: 1 row of val-00000.tar, the first is row 0 \(key \w+\): label "],
+    ),
+    (
+        lambda root: edit_rows(root / "train.index.npy", lambda rows: rows["width"].__setitem__(slice(0, 2), 99)),
+        ["train.index.npy: 2 rows of train-00000.tar, .*: width 99, the tar says 32"],
+    ),
+    (
+        lambda root: (root / "quarantine.jsonl").write_text('{"split": "val", "key": "x"}\n[1]\n'),
+        [
+            "quarantine.jsonl: line 2 is no JSON object",
+            "quarantine.jsonl: train pear_broken is not in it, but in its shard's sidecar",
+            "quarantine.jsonl: val x is in it, but in no sidecar",
+        ],
+    ),
+    (
+        lambda root: edit_json(root / "_info.json", lambda info: info.update(quarantined=5)),
+        ["_info.json: quarantined is 5, the sidecars have 1"],
+    ),
+]
+NO_INDEX: list[tuple[Callable[[Path], object], list[str]]] = [
+    (lambda root: (root / "train.index.npy").unlink(), ["train.index.npy: absent"]),
+    (lambda root: np.save(root / "val.index.npy", np.zeros(3)), ["val.index.npy: of another format"]),
+    (lambda root: (root / "quarantine.jsonl").unlink(), ["quarantine.jsonl: absent, but the sidecars have 1"]),
+    (
+        lambda root: edit_json(root / "_info.json", lambda info: info.update(changed={})),
+        ["_info.json: changed is {}, the sidecars have {'PNG"],
+    ),
+]
+TORN_INDEX: list[tuple[Callable[[Path], object], list[str]]] = [
+    (lambda root: edit(root / "train.index.npy", lambda data: data.__delitem__(slice(50, None))), ["train.index.npy: unreadable"]),
+    (lambda root: np.save(root / "val.index.npy", np.load(root / "val.index.npy")[:-1]), ["val.index.npy: .* rows, _info.json has"]),
+    (
+        lambda root: edit_json(root / "_info.json", lambda info: info["splits"]["train"].update(num_samples=1)),
+        ["_info.json: train: num_samples is 1, shard_lengths add up to "],
+    ),
+    (
+        lambda root: edit_json(root / "_info.json", lambda info: info.update(num_classes=7)),
+        ["_info.json: num_classes is 7, class_names are 3"],
+    ),
+]
+TOO_FEW_CLASSES: list[tuple[Callable[[Path], object], list[str]]] = [
+    (
+        lambda root: edit_json(root / "_info.json", lambda info: info.update(num_classes=2, class_names=["apple", "pear"])),
+        [r"train: \d+ labels outside 0 to 1: 2", r"val: \d+ labels? outside 0 to 1: 2"],
+    )
+]
+TOO_MANY_CLASSES: list[tuple[Callable[[Path], object], list[str]]] = [
+    (
+        lambda root: edit_json(root / "_info.json", lambda info: info.update(num_classes=5, class_names=[*"abcde"])),
+        ["train: 2 classes without an image: d, e"],
+    ),
+    (
+        lambda root: edit_json(root / "_info.json", one_sample_less),
+        ["val-00000.tar: holds 3 samples, _info.json says 2", "val-00000.json: num_samples", "val.index.npy: 3 rows"],
+    ),
+]
+DAMAGES = [TARS, BESIDE, NO_INDEX, TORN_INDEX, TOO_FEW_CLASSES, TOO_MANY_CLASSES]
+
+
+def problems_in(told: str) -> list[str]:
+    """The lines of a report's problems."""
+    return re.findall(r"(?m)^    (\S.*)$", told[told.index("PROBLEMS") : (told + "Notes").index("Notes")].split("\n\n")[0])
+
+
+@pytest.mark.parametrize("damages", DAMAGES, ids=["tars", "beside", "no index", "torn index", "too few classes", "too many classes"])
+def test_every_damage_is_named_and_nothing_else(root, damages, capsys):
+    for break_it, _ in damages:
+        break_it(root)
+    assert verify(root) == 1
+    told = capsys.readouterr().out
+    expected = [text for _, texts in damages for text in texts]
+    assert [text for text in expected if not re.search(rf"(?m)^    {text}", told)] == []
+    assert [line for line in problems_in(told) if not any(re.match(text, line) for text in expected)] == []
+    assert f"{len(problems_in(told))} problem" in told.splitlines()[-1]
+
+
+@pytest.mark.parametrize("damages", [TARS, BESIDE, NO_INDEX], ids=["tars", "beside", "no index"])
+def test_a_quick_check_names_most_of_it(root, damages, capsys):
+    for break_it, _ in damages:
+        break_it(root)
+    assert verify(root, "--quick") == 1
+    told = capsys.readouterr().out
+    named = {texts[0].split(":")[0] for _, texts in damages} - {"train-00006.tar"}  # one bit, which only sha256 tells
+    assert [name for name in named if f"    {name}: " not in told] == []
+
+
+def test_a_shard_of_which_only_a_header_is_damaged(root, capsys):
+    second = members_of(root / "train-00002.tar")[2].offset
+    edit(root / "train-00002.tar", lambda data: data.__setitem__(slice(second, second + 512), bytes(512)))
+    assert verify(root) == 1
+    assert "train-00002.tar: damaged: zeros instead of a header" in capsys.readouterr().out
+
+
+def test_many_lines_about_one_shard_are_cut(tmp_path, capsys):
+    members = [member for n in range(15) for member in pair(f"k{n:02d}", image_bytes(n)[:-200], n % 2)]
+    assert verify(foreign(tmp_path / "foreign", members)) == 1
+    told = capsys.readouterr().out
+    assert "train-000.tar: k09: cannot be decoded" in told
+    assert "k10: cannot" not in told
+    assert "train-000.tar: and 5 more like these in this shard" in told
+
+
+def test_samples_that_are_in_neither_shard_nor_quarantine(root, capsys):
+    tar = root / "train-00000.tar"
+    kept = [member for member in members_of(tar) if member.name not in {m.name for m in members_of(tar)[2:8]}]
+    with tarfile.open(tar) as opened:
+        contents = [(member.name, opened.extractfile(member).read()) for member in kept]
+    write_tar(tar, contents)
+    for path in (tar.with_suffix(".idx"), tar.with_suffix(".json"), root / "train.index.npy", root / "_info.json"):
+        path.rename(path.with_name(f"{path.name}.before"))
+    assert index.main([str(root), "--workers", "1"]) == 0  # everything fits again, the three samples are gone
+    before = json.loads((root / "_info.json.before").read_text())
+    edit_json(
+        root / "_info.json", lambda info: info.update({key: before[key] for key in ("catalogue", "changed", "quarantined", "class_names")})
+    )
+    assert verify(root) == 1
+    assert "in neither shard nor sidecar" in capsys.readouterr().out
+
+
+def test_leftovers_are_notes(root, capsys):
+    for name in (".train-00001.tar.host.1.tmp", "_writing.json"):
+        (root / name).write_text("{}")
+    assert verify(root) == 0
+    told = capsys.readouterr().out
+    assert ".train-00001.tar.host.1.tmp: left over" in told
+    assert "_writing.json: left over" in told
+    assert "right, 2 notes" in told
+    assert verify(root, "--strict") == 1
+
+
+# ---- what only foreign shards have --------------------------------------------------------------------------------------
+
+
+def member(name: str, type: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    made.type, made.linkname = type, target
+    return made
+
+
+def test_hostile_members(tmp_path, capsys):
+    (tmp_path / "foreign").mkdir()
+    hostile = {
+        member("soft", tarfile.SYMTYPE, "/etc/passwd"): "'soft' is a link to '/etc/passwd'",
+        member("hard", tarfile.LNKTYPE, "k0.jpg"): "'hard' is a link to 'k0.jpg'",
+        member("device", tarfile.CHRTYPE): "'device' is no file",
+        member("folder", tarfile.DIRTYPE): None,
+    }
+    tar = tmp_path / "foreign" / "train-000.tar"
+    paths = ["/etc/evil", "../evil", "fine/evil"]
+    write_tar(tar, [member for number, path in enumerate(paths) for member in pair(path, image_bytes(number), 0)])
+    with tarfile.open(tar, "a") as opened:
+        for extra in hostile:
+            opened.addfile(extra)
+    assert index.main([str(tar.parent), "--workers", "1"]) == 0
+    capsys.readouterr()
+    assert verify(tar.parent) == 1
+    told = capsys.readouterr().out
+    for path in ("/etc/evil", "../evil"):
+        assert f"train-000.tar: '{path}.jpg' leads out of the folder where somebody unpacks it" in told
+    for expected in filter(None, hostile.values()):
+        assert f"train-000.tar: {expected}" in told
+    assert "'folder'" not in told
+    assert "fine" not in told
+
+
+def test_a_member_of_two_sizes(tmp_path, capsys):
+    """An extended header can give a size that is not the plain one's: readers that heed it see other samples than those that do not."""
+    (tmp_path / "foreign").mkdir()
+    tar = tmp_path / "foreign" / "train-000.tar"
+    with tarfile.open(tar, "w", format=tarfile.PAX_FORMAT) as opened:
+        for name, data in (*pair("k0", image_bytes(0), 0), *pair("k1", image_bytes(1), 1)):
+            member = tarfile.TarInfo(name)
+            member.size, member.pax_headers = len(data), {"size": "9"} if name == "k1.cls" else {}
+            opened.addfile(member, io.BytesIO(data))
+    assert index.main([str(tar.parent), "--workers", "1"]) == 0
+    assert verify(tar.parent) == 1
+    assert "train-000.tar: read in two ways: ('k1.cls', " in capsys.readouterr().out
+
+
+def test_broken_tars_of_others(tmp_path, capsys):
+    root = foreign(tmp_path / "foreign", *([*pair(f"k{s}", image_bytes(s), 0), *pair(f"l{s}", image_bytes(9 + s), 1)] for s in range(5)))
+    write_tar(root / "train-000.tar", [*pair("a.b", image_bytes(0), 0), *pair("c", image_bytes(1), 0)])
+    write_tar(root / "train-001.tar", [("k.jpg", image_bytes(0)), *pair("c", image_bytes(1), 0)])
+    write_tar(root / "train-002.tar", [*pair("k", image_bytes(0), 0), *pair("k", image_bytes(1), 0)])
+    edit(root / "train-003.tar", lambda data: data.__delitem__(slice(1000, None)))
+    (root / "train-004.tar").write_bytes(b"\x1f\x8b" + bytes(2000))
+    for path in (*root.glob("*.json"), *root.glob("*.idx"), *root.glob("*.npy")):
+        path.unlink()
+    filenames = [f"train-{n:03d}.tar" for n in range(5)]
+    described = {"name": "train", "filenames": filenames, "shard_lengths": [2] * 5, "num_samples": 10}
+    (root / "_info.json").write_text(json.dumps({"splits": {"train": described}, "num_classes": 2}))
+    assert verify(root) == 1
+    told = capsys.readouterr().out
+    for text in (
+        "train-000.tar: 'a.b.jpg': a key with a dot; readers end it at the first one and take 'a'",
+        "train-001.tar: sample 'k' has no .cls",
+        "train-002.tar: sample 'k' has an extension twice",
+        "train-003.tar: truncated",
+        "train-004.tar: not a plain tar",
+    ):
+        assert text in told
+
+
+def test_names_cannot_confuse_the_terminal(tmp_path, capsys):
+    members = [*pair("k\x1b[31m\nall right\udcff", image_bytes(0)[:-300], 0), *pair("犬", image_bytes(1)[:-300], 1)]
+    assert verify(foreign(tmp_path / "foreign", members)) == 1
+    told = capsys.readouterr().out
+    assert r"train-000.tar: k\x1b[31m\nall right\udcff: cannot be decoded" in told
+    assert "train-000.tar: 犬: cannot be decoded" in told
+
+
+def test_a_key_in_two_shards_is_a_problem(tmp_path, capsys):
+    root = foreign(tmp_path / "foreign", *([*pair("same", image_bytes(s), 0), *pair(f"k{s}", image_bytes(9 + s), 1)] for s in range(2)))
+    assert verify(root) == 1
+    assert "train: a key that is there 2 times: train-000.tar same and train-001.tar same" in capsys.readouterr().out
+
+
+def test_what_the_loader_converts_is_a_note_and_in_our_own_shards_a_problem(tmp_path, capsys):
+    members = [*pair("cmyk", image_bytes(0, mode="CMYK"), 0), *pair("png", image_bytes(1, "PNG"), 1), *pair("rgb", image_bytes(2), 1)]
+    root = foreign(tmp_path / "foreign", members)
+    assert verify(root) == 0
+    told = capsys.readouterr().out
+    assert "train-000.tar: 1 image: CMYK JPEG" in told
+    assert "train-000.tar: 1 image: PNG (RGB)" in told
+    edit_json(root / "_info.json", lambda info: info.update(catalogue="0"))
+    assert verify(root) == 1
+    told = capsys.readouterr().out.split("Notes")[0]
+    assert "train-000.tar: cmyk: not an image our writer writes (CMYK JPEG)" in told
+    assert "rgb:" not in told
+
+
+# ---- equal images -------------------------------------------------------------------------------------------------------
+
+
+def test_equal_images_are_counted_and_named(tmp_path, capsys):
+    root = tmp_path / "foreign"
+    same, leak, label = image_bytes(0), image_bytes(1), image_bytes(2)
+    root.mkdir()
+    write_tar(root / "val-000.tar", [*pair("v0", leak, 0), *pair("v1", image_bytes(3), 1)])
+    foreign(
+        root,
+        [*pair("a", same, 0), *pair("b", leak, 0), *pair("c", label, 0)],
+        [*pair("d", same, 0), *pair("e", label, 1), *pair("f", image_bytes(4), 1)],
+    )
+    assert verify(root) == 0
+    told = capsys.readouterr().out
+    for text in (
+        "train, val: the same bytes in two splits: 1 image in 2 samples",
+        "train-000.tar b (class 0) = val-000.tar v0 (class 0)",
+        "train: the same bytes under two labels: 1 image in 2 samples",
+        "train-000.tar c (class 0) = train-001.tar e (class 1)",
+        "train: the same bytes twice in a split, under one label: 1 image in 2 samples",
+        "train-000.tar a (class 0) = train-001.tar d (class 0)",
+        "right, 3 notes",
+    ):
+        assert text in told
+    assert verify(root, "--strict") == 1
+
+
+@pytest.mark.parametrize("num_values", [3, 40, 10**9])
+def test_repeated_values_are_all_found(num_values):
+    rng = np.random.default_rng(num_values)
+    parts = []
+    for name in ("train", "val"):
+        part = Part(name, {})
+        for shard in range(3):
+            part.seen[shard] = np.zeros(7, SEEN_DTYPE)
+            part.seen[shard]["image"], part.seen[shard]["label"] = rng.integers(0, num_values, 7), rng.integers(0, 4, 7)
+        parts.append(part)
+    samples = [
+        (int(row["image"]), p, shard, number, int(row["label"]))
+        for p, part in enumerate(parts)
+        for shard, rows in part.seen.items()
+        for number, row in enumerate(rows)
+    ]
+    count = Counter(sample[0] for sample in samples)
+    expected = sorted(sample for sample in samples if count[sample[0]] > 1)
+    found = _repeated(parts, "image")
+    assert found[:, 1:].tolist() == [list(sample[1:]) for sample in expected]
+    groups = Counter(found[:, 0].tolist())
+    assert sorted(groups.values()) == sorted(n for n in count.values() if n > 1)
+
+
+# ---- ImageNet -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wordnet(tmp_path_factory) -> Path:
+    """Two images of each of 1,000 classes, one of them in val, by one process for speed."""
+    root, small = tmp_path_factory.mktemp("wordnet"), image_bytes(0, size=(4, 4))
+    for split in ("train", "val"):
+        members = [member for label in range(1000) for member in pair(f"{split}{label}", small + b"%d%s" % (label, split.encode()), label)]
+        write_tar(root / f"{split}-000.tar", members)
+    assert index.main([str(root), "--workers", "1"]) == 0
+    names = [f"n{10_000_000 + label}" for label in range(1000)]
+    edit_json(root / "_info.json", lambda info: info.update(class_names=names, source="imagenet"))
+    return root
+
+
+@pytest.mark.parametrize(("options", "status"), [({}, 1), ({"partial": True}, 0)])
+def test_imagenet_is_counted(wordnet, tmp_path, options, status, capsys):
+    shutil.copytree(wordnet, tmp_path / "set")
+    edit_json(tmp_path / "set" / "_info.json", lambda info: info.update(options=options))
+    assert verify(tmp_path / "set", "--quick") == status
+    told = capsys.readouterr().out
+    for text in (
+        "train: 1,000 images, quarantined ones counted; ILSVRC2012 has 1,281,167",
+        "train: 1000 classes have not 732 to 1,300 images: n10000000 has 1",
+        "val: 1,000 images, quarantined ones counted; ILSVRC2012 has 50,000",
+        "val: 1000 classes have not 50 images: n10000000 has 1",
+    ):
+        assert text in told
+
+
+def test_imagenet_classes_in_another_order_are_a_problem_always(wordnet, tmp_path, capsys):
+    shutil.copytree(wordnet, tmp_path / "set")
+    edit_json(tmp_path / "set" / "_info.json", lambda info: info.update(class_names=info["class_names"][::-1], options={"partial": True}))
+    assert verify(tmp_path / "set", "--quick") == 1
+    assert "labels are not those of published weights" in capsys.readouterr().out
+
+
+# ---- what cannot be checked ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda root: shutil.rmtree(root), "no such directory; expected a folder of shards"),
+        (lambda root: (shutil.rmtree(root), root.write_text("")), "not a directory"),
+        (lambda root: (root / "_info.json").unlink(), "no _info.json; if the shards are complete"),
+        (lambda root: (root / "_info.json").rename(root / "_writing.json"), "not finished yet; run the command that writes it again"),
+        (lambda root: (root / "_info.json").write_text("{"), "_info.json: not valid JSON"),
+        (lambda root: (root / "_info.json").write_text('{"splits": {"train": {}}}'), "split 'train': no filenames and shard_lengths"),
+        (lambda root: edit_json(root / "_info.json", lambda info: info["splits"]["val"]["shard_bytes"].append(1)), "2 shard_bytes"),
+        (lambda root: edit_json(root / "_info.json", lambda info: info.update(shards_at="s3://b/f")), "its shards are at s3://b/f"),
+    ],
+)
+def test_what_cannot_be_checked_is_one_line_and_status_2(root, prepare, message, capsys):
+    prepare(root)
+    assert verify(root) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_urls_are_refused(capsys):
+    assert main(["s3://bucket/folder"]) == 2
+    assert "s3://bucket/folder: only local folders are verified" in capsys.readouterr().err

@@ -1,0 +1,357 @@
+"""ImageNet in small: its files in their true formats, with real WordNet ids and images of some pixels.
+
+    fake = make_fake(num_classes=10, train_per_class=5, val_per_class=2)
+    write_archives(fake, folder)          # ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz
+
+The data's story: images are made once, then written in whatever layout is asked for. As in the original the kit's ids
+(ILSVRC2012_ID) are in another order than the WNIDs, numbers in the names have gaps and no fixed width, and validation
+images are not in the order of their classes.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import random
+import tarfile
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import simplejpeg
+import timm
+from PIL import Image
+
+WNIDS = sorted((Path(timm.__file__).parent / "data/_info/imagenet_synsets.txt").read_text().split())
+
+
+@dataclass(frozen=True)
+class Fake:
+    """Images by their original names, such as n01440764_18.JPEG."""
+
+    wnids: list[str]
+    """Sorted: a label is a position here."""
+    train: dict[str, dict[str, bytes]]
+    """{wnid: {name: encoded image}}"""
+    val: dict[str, bytes]
+    val_wnids: dict[str, str]
+    """{name of a validation image: wnid}"""
+    ids: dict[str, int]
+    """{wnid: ILSVRC2012_ID}, from 1"""
+
+    def labels(self, split: str) -> dict[str, int]:
+        """{key: label}"""
+        if split == "val":
+            return {name[:-5]: self.wnids.index(wnid) for name, wnid in self.val_wnids.items()}
+        return {name[:-5]: self.wnids.index(wnid) for wnid, images in self.train.items() for name in images}
+
+    def images(self, split: str) -> dict[str, bytes]:
+        """{key: encoded image}"""
+        named = self.val if split == "val" else {name: data for images in self.train.values() for name, data in images.items()}
+        return {name[:-5]: data for name, data in named.items()}
+
+
+# ---- images -----------------------------------------------------------------------------------------------------------
+
+
+def _jpeg(pixels: np.ndarray) -> bytes:
+    return simplejpeg.encode_jpeg(pixels, quality=90)
+
+
+def _saved(image: Image.Image, format: str = "JPEG", **how: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, **how)
+    return file.getvalue()
+
+
+def odd_images(seed: int = 0) -> dict[str, bytes]:
+    """The kinds of odd files that lie among ImageNet's, all to be named .JPEG; "truncated" alone cannot be read."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
+    image = Image.fromarray(pixels)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # orientation: a quarter turn
+    return {
+        "cmyk": _saved(image.convert("CMYK")),
+        "rgba_png": _saved(image.convert("RGBA"), "PNG"),
+        "grey": _saved(image.convert("L")),
+        "one_pixel": _saved(image.crop((0, 0, 1, 1))),
+        "truncated": (whole := _saved(image, quality=95))[: len(whole) // 2],
+        "progressive": _saved(image, progressive=True),
+        "exif_turned": _saved(image, exif=turned),
+    }
+
+
+def make_fake(num_classes: int = 10, train_per_class: int = 5, val_per_class: int = 2, odd: bool = False, seed: int = 0) -> Fake:
+    """Images of the first classes; with `odd`, the last training images of the first classes are odd ones, one kind a class."""
+    rng, shuffle = np.random.default_rng(seed), random.Random(seed)
+    wnids = WNIDS[:num_classes]
+
+    def image() -> bytes:
+        height, width = (int(side) for side in rng.integers(20, 33, 2))
+        tile = rng.integers(0, 256, (4, 4, 3), np.uint8)
+        return _jpeg(np.ascontiguousarray(np.tile(tile.repeat(3, 0).repeat(3, 1), (3, 3, 1))[:height, :width]))
+
+    train = {}
+    for wnid in wnids:
+        numbers = shuffle.sample(range(1, 20 * train_per_class + 10), train_per_class)
+        train[wnid] = {f"{wnid}_{number}.JPEG": image() for number in numbers}
+    for wnid, data in zip(wnids * (7 if odd else 0), odd_images(seed).values(), strict=False):
+        train[wnid][f"{wnid}_{900_000 + len(train[wnid])}.JPEG"] = data
+    members = [wnid for wnid in wnids for _ in range(val_per_class)]
+    shuffle.shuffle(members)
+    names = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, len(members) + 1)]
+    ids = list(range(1, num_classes + 1))
+    shuffle.shuffle(ids)
+    if ids == sorted(ids):
+        ids.reverse()
+    return Fake(wnids, train, {name: image() for name in names}, dict(zip(names, members, strict=True)), dict(zip(wnids, ids, strict=True)))
+
+
+# ---- the official archives --------------------------------------------------------------------------------------------
+
+
+def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:
+    """A tar as GNU tar makes it, padded to 10 KiB."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for name, data in files:
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime, member.mode = len(data), 1_340_000_000, 0o644
+            tar.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+def write_train_tar(fake: Fake, path: Path) -> Path:
+    """The tar of one tar a class."""
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as outer:
+        for wnid, images in fake.train.items():
+            data = tar_of(images.items())
+            member = tarfile.TarInfo(f"{wnid}.tar")
+            member.size = len(data)
+            outer.addfile(member, io.BytesIO(data))
+    return path
+
+
+def write_inner_tars(fake: Fake, folder: Path) -> Path:
+    """One tar a class, as they lie in the official one."""
+    folder.mkdir(parents=True)
+    for wnid, images in fake.train.items():
+        (folder / f"{wnid}.tar").write_bytes(tar_of(images.items()))
+    return folder
+
+
+def write_val_tar(fake: Fake, path: Path) -> Path:
+    """The flat tar of validation images."""
+    path.write_bytes(tar_of(fake.val.items()))
+    return path
+
+
+def meta_mat(fake: Fake) -> bytes:
+    """`meta.mat` of the development kit: classes by ILSVRC2012_ID, then the groups they belong to."""
+    from scipy.io import savemat
+
+    dtype = [(name, "O") for name in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children")]
+    dtype += [(name, "O") for name in ("wordnet_height", "num_train_images")]
+    none, number = np.zeros((1, 0), np.uint8), lambda value: np.array([[float(value)]])
+    by_id = sorted(fake.ids, key=fake.ids.__getitem__)
+    rows = [
+        (number(fake.ids[w]), w, f"word of {w}, other word", f"gloss of {w}", number(0), none, number(0), number(len(fake.train[w])))
+        for w in by_id
+    ]
+    root, group = len(by_id) + 1, len(by_id) + 2
+    children = np.array([[fake.ids[w] for w in by_id]], np.float64)
+    rows.append((number(root), "n00001740", "entity", "all", number(1), number(group), number(2), number(0)))
+    rows.append((number(group), "n00021939", "artifact", "things", number(len(by_id)), children, number(1), number(0)))
+    synsets = np.empty((len(rows), 1), dtype)
+    for place, row in enumerate(rows):
+        synsets[place, 0] = row
+    file = io.BytesIO()
+    savemat(file, {"synsets": synsets})
+    return file.getvalue()
+
+
+def devkit_files(fake: Fake) -> dict[str, bytes]:
+    """Files of the development kit, by their paths in its archive."""
+    truth = "".join(f"{fake.ids[fake.val_wnids[name]]}\n" for name in sorted(fake.val))
+    return {
+        "readme.txt": b"Development kit of a small ImageNet\n",
+        "data/ILSVRC2012_validation_ground_truth.txt": truth.encode(),
+        "data/meta.mat": meta_mat(fake),
+    }
+
+
+def write_devkit(fake: Fake, path: Path) -> Path:
+    """ILSVRC2012_devkit_t12.tar.gz."""
+    with tarfile.open(path, "w:gz", format=tarfile.GNU_FORMAT) as tar:
+        for name, data in devkit_files(fake).items():
+            member = tarfile.TarInfo(f"ILSVRC2012_devkit_t12/{name}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def write_archives(fake: Fake, folder: Path) -> Path:
+    """The three official files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_train_tar(fake, folder / "ILSVRC2012_img_train.tar")
+    write_val_tar(fake, folder / "ILSVRC2012_img_val.tar")
+    write_devkit(fake, folder / "ILSVRC2012_devkit_t12.tar.gz")
+    return folder
+
+
+def write_synset_list(fake: Fake, path: Path) -> Path:
+    """imagenet_2012_validation_synset_labels.txt: one WNID a line, in the order of the images' names."""
+    path.write_text("".join(f"{fake.val_wnids[name]}\n" for name in sorted(fake.val)))
+    return path
+
+
+# ---- what others made of them -----------------------------------------------------------------------------------------
+
+
+def write_files(files: Iterable[tuple[str, bytes]], folder: Path) -> Path:
+    """A folder of these files."""
+    for name, data in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def write_devkit_folder(fake: Fake, folder: Path) -> Path:
+    """The development kit, unpacked."""
+    return write_files(devkit_files(fake).items(), folder)
+
+
+def write_flat_val(fake: Fake, folder: Path) -> Path:
+    """The validation images in one folder."""
+    return write_files(fake.val.items(), folder)
+
+
+def torchvision_files(fake: Fake) -> dict[str, bytes]:
+    """train/<wnid>/ and val/<wnid>/."""
+    files = {f"train/{wnid}/{name}": data for wnid, images in fake.train.items() for name, data in images.items()}
+    return files | {f"val/{fake.val_wnids[name]}/{name}": data for name, data in fake.val.items()}
+
+
+def write_torchvision_tree(fake: Fake, folder: Path) -> Path:
+    """train/<wnid>/ and val/<wnid>/."""
+    return write_files(torchvision_files(fake).items(), folder)
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> bytes:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("ImageId", "PredictionString"))
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def kaggle_files(fake: Fake) -> dict[str, bytes]:
+    """All of imagenet-object-localization-challenge; the rows of the tables are in no order."""
+    files = {f"ILSVRC/Data/CLS-LOC/train/{wnid}/{name}": data for wnid, images in fake.train.items() for name, data in images.items()}
+    files |= {f"ILSVRC/Data/CLS-LOC/val/{name}": data for name, data in fake.val.items()}
+    files["ILSVRC/Data/CLS-LOC/test/ILSVRC2012_test_00000001.JPEG"] = next(iter(fake.val.values()))
+    for wnid, images in fake.train.items():
+        files[f"ILSVRC/Annotations/CLS-LOC/train/{wnid}/{next(iter(images))[:-5]}.xml"] = b"<annotation></annotation>"
+    files["ILSVRC/ImageSets/CLS-LOC/val.txt"] = "".join(f"{n[:-5]} {i}\n" for i, n in enumerate(fake.val, 1)).encode()
+    files["LOC_synset_mapping.txt"] = "".join(f"{wnid} word of {wnid}\n" for wnid in fake.wnids).encode()
+    in_no_order = sorted(fake.val, key=lambda name: name[::-1], reverse=True)
+    files["LOC_val_solution.csv"] = _table((n[:-5], f"{fake.val_wnids[n]} 1 2 3 4 {fake.val_wnids[n]} 5 6 7 8 ") for n in in_no_order)
+    files["LOC_train_solution.csv"] = _table((n[:-5], f"{w} 1 2 3 4 ") for w, images in fake.train.items() for n in images)
+    files["LOC_sample_submission.csv"] = _table([("ILSVRC2012_test_00000001", "1 1 1 1 1")])
+    return files
+
+
+def write_kaggle_tree(fake: Fake, folder: Path) -> Path:
+    """Kaggle's archive, unpacked."""
+    return write_files(kaggle_files(fake).items(), folder)
+
+
+def write_zip(files: dict[str, bytes], path: Path, compression: int = zipfile.ZIP_DEFLATED) -> Path:
+    """A zip of these files."""
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return path
+
+
+def write_parquets(fake: Fake, folder: Path, num_train: int = 3, num_val: int = 2, rows_per_group: int = 7) -> Path:
+    """data/train-*-of-*.parquet and data/validation-*: rows {image: {bytes, path}, label} in no order of classes, names with their WNID."""
+    import pyarrow
+    import pyarrow.parquet
+
+    (folder / "data").mkdir(parents=True)
+    image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    schema = pyarrow.schema([("image", image), ("label", pyarrow.int64())])
+    for split, name, count in (("train", "train", num_train), ("val", "validation", num_val)):
+        labels, images = fake.labels(split), fake.images(split)
+        keys = sorted(images)
+        random.Random(1).shuffle(keys)
+        for part in range(count):
+            rows = [
+                {"image": {"bytes": images[key], "path": f"{key}_{fake.wnids[labels[key]]}.JPEG"}, "label": labels[key]}
+                for key in keys[part::count]
+            ]
+            path = folder / "data" / f"{name}-{part:05d}-of-{count:05d}.parquet"
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path, row_group_size=rows_per_group)
+    return folder
+
+
+# ---- as users have them: (fake, folder) -> paths for the command line ----------------------------------------------------
+
+
+def as_official(fake: Fake, folder: Path) -> list[Path]:
+    return [write_archives(fake, folder / "downloads")]
+
+
+def as_archives_one_by_one_and_renamed(fake: Fake, folder: Path) -> list[Path]:
+    kit = write_devkit(fake, folder / "devkit_of_tasks_1_and_2.tgz")
+    return [write_val_tar(fake, folder / "b.tar"), kit, write_train_tar(fake, folder / "a.tar")]
+
+
+def as_inner_tars(fake: Fake, folder: Path) -> list[Path]:
+    write_inner_tars(fake, folder / "in" / "train")
+    write_flat_val(fake, folder / "in" / "val")
+    write_synset_list(fake, folder / "in" / "imagenet_2012_validation_synset_labels.txt")
+    return [folder / "in"]
+
+
+def as_torchvision(fake: Fake, folder: Path) -> list[Path]:
+    return [write_torchvision_tree(fake, folder / "in")]
+
+
+def as_two_trees(fake: Fake, folder: Path) -> list[Path]:
+    write_torchvision_tree(fake, folder / "in")
+    (folder / "in" / "train").rename(folder / "some")
+    (folder / "in" / "val").rename(folder / "others")
+    return [folder / "others", folder / "some"]
+
+
+def as_kaggle_tree(fake: Fake, folder: Path) -> list[Path]:
+    return [write_kaggle_tree(fake, folder / "in")]
+
+
+def as_kaggle_inner_folder_and_devkit(fake: Fake, folder: Path) -> list[Path]:
+    write_devkit_folder(fake, folder / "ILSVRC2012_devkit_t12")
+    return [write_kaggle_tree(fake, folder / "in") / "ILSVRC" / "Data" / "CLS-LOC", folder / "ILSVRC2012_devkit_t12"]
+
+
+def as_kaggle_zip(fake: Fake, folder: Path) -> list[Path]:
+    return [write_zip(kaggle_files(fake), folder / "imagenet-object-localization-challenge.zip")]
+
+
+def as_zipped_tree(fake: Fake, folder: Path) -> list[Path]:
+    return [write_zip({f"imagenet/{name}": data for name, data in torchvision_files(fake).items()}, folder / "a.zip", zipfile.ZIP_STORED)]
+
+
+def as_parquet(fake: Fake, folder: Path) -> list[Path]:
+    return [write_parquets(fake, folder / "imagenet-1k")]
+
+
+def as_train_tar_and_val_tree(fake: Fake, folder: Path) -> list[Path]:
+    return [write_train_tar(fake, folder / "ILSVRC2012_img_train.tar"), write_torchvision_tree(fake, folder / "in") / "val"]
+
+
+LAYOUTS = {name.removeprefix("as_"): function for name, function in sorted(globals().items()) if name.startswith("as_")}
+"""All of the above by name: they must give the same shards."""

@@ -1,0 +1,225 @@
+"""Helpers for tests: real servers on 127.0.0.1. One for files over HTTP, whose faults a test writes down beforehand; one for S3; and a
+cable between client and server that a test can cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import boto3
+import fsspec
+from moto.server import ThreadedMotoServer
+
+
+class WebServer:
+    """Serves `files` ({"/path": bytes}) with ranges and ETags until the block ends.
+
+        with WebServer({"/a.bin": data}) as server:
+            server.cuts = [1000, 5000]     # the first two answers to GET end after so many bytes
+            download(f"{server.url}/a.bin", path)
+
+    `statuses`: answered instead, one for each GET; `ranges`: False for a server that ignores Range; `lengths`: False for one that does not
+    tell sizes; `claimed_length`: told instead of the true one; `hang_after`: an answer pauses after so many bytes until this is None again.
+    `requests` holds (method, path, Range or None) of each.
+    """
+
+    def __init__(self, files: dict[str, bytes]):
+        self.files, self.requests = files, []  # type: dict[str, bytes], list[tuple[str, str, str | None]]
+        self.cuts: list[int] = []
+        self.statuses: list[int] = []
+        self.ranges = self.lengths = True
+        self.claimed_length: int | None = None
+        self.hang_after: int | None = None
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_FileHandler,), {"web": self}))
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> WebServer:
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _FileHandler(BaseHTTPRequestHandler):
+    web: WebServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        web, wanted = self.web, self.headers["Range"]
+        web.requests.append((self.command, self.path, wanted))
+        content = web.files.get(self.path)
+        if (body and web.statuses) or content is None:
+            self.send_error(web.statuses.pop(0) if body and web.statuses else 404)
+            return
+        tag, start = f'"{hash(content):x}"', 0
+        if wanted and web.ranges and self.headers["If-Range"] in (None, tag):
+            start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])
+            if start >= len(content):
+                self.send_response(416)
+                self.send_header("Content-Range", f"bytes */{len(content)}")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        else:
+            self.send_response(200)
+        self.send_header("ETag", tag)
+        if web.lengths:
+            self.send_header("Content-Length", str(web.claimed_length or len(content) - start))
+        self.send_header("Connection", "close")
+        self.close_connection = True
+        self.end_headers()
+        if body:
+            end = start + web.cuts.pop(0) if web.cuts else len(content)
+            pause = end if web.hang_after is None else start + web.hang_after
+            with suppress(ConnectionError):  # the client was killed
+                self.wfile.write(content[start:pause])
+                while web.hang_after is not None:
+                    time.sleep(0.01)
+                self.wfile.write(content[pause:end])
+
+
+class S3Server:
+    """An S3 server in this process; until the block ends the environment holds its address and credentials, for other processes too."""
+
+    def __init__(self) -> None:
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self._names = (f"bucket-{n}" for n in itertools.count())
+
+    def __enter__(self) -> S3Server:
+        self._server.start()
+        self.port = self._server.get_host_and_port()[1]
+        self._before = dict(os.environ)
+        os.environ.update(
+            AWS_ACCESS_KEY_ID="test",
+            AWS_SECRET_ACCESS_KEY="test",
+            AWS_DEFAULT_REGION="us-east-1",
+            AWS_ENDPOINT_URL=f"http://127.0.0.1:{self.port}",
+            AWS_MAX_ATTEMPTS="1",
+            AWS_CONFIG_FILE=os.devnull,
+            AWS_SHARED_CREDENTIALS_FILE=os.devnull,
+            AWS_EC2_METADATA_DISABLED="true",
+            no_proxy="127.0.0.1",
+            NO_PROXY="127.0.0.1",
+        )
+        forget_clients()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.clear()
+        os.environ.update(self._before)
+        forget_clients()
+        self._server.stop()
+
+    def new_bucket(self) -> str:
+        """Make one; returns its URL."""
+        name = next(self._names)
+        boto3.client("s3").create_bucket(Bucket=name)
+        return f"s3://{name}"
+
+    def objects(self, url: str) -> dict[str, bytes]:
+        """All objects of a bucket by key, as Amazon's own client sees them."""
+        client, bucket = boto3.client("s3"), url.split("/")[2]
+        found = client.list_objects_v2(Bucket=bucket).get("Contents", [])
+        return {entry["Key"]: client.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read() for entry in found}
+
+    @contextmanager
+    def only(self, *actions: str) -> Iterator[None]:
+        """The environment holds the keys of a user who may do these actions only; the server asks for them until the block ends."""
+        iam, before = boto3.client("iam"), dict(os.environ)
+        policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": [*actions], "Resource": "*"}]}
+        iam.create_user(UserName="somebody")
+        iam.put_user_policy(UserName="somebody", PolicyName="only", PolicyDocument=json.dumps(policy))
+        key = iam.create_access_key(UserName="somebody")["AccessKey"]
+        self._ask_for_credentials(after_requests=0)
+        os.environ.update(AWS_ACCESS_KEY_ID=key["AccessKeyId"], AWS_SECRET_ACCESS_KEY=key["SecretAccessKey"])
+        forget_clients()
+        try:
+            yield
+        finally:
+            os.environ.update(before)
+            forget_clients()
+            self._ask_for_credentials(after_requests=1 << 60)
+            iam.delete_access_key(UserName="somebody", AccessKeyId=key["AccessKeyId"])
+            iam.delete_user_policy(UserName="somebody", PolicyName="only")
+            iam.delete_user(UserName="somebody")
+
+    def _ask_for_credentials(self, after_requests: int) -> None:
+        url = f"http://127.0.0.1:{self.port}/moto-api/reset-auth"
+        urllib.request.urlopen(urllib.request.Request(url, b"%d" % after_requests, {"Content-Type": "text/plain"})).close()
+
+
+def forget_clients() -> None:
+    """fsspec keeps a client for each kind of URL, with the address and the credentials of its first use."""
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+@contextmanager
+def cable(port: int, *, carries: int, then: str, times: int = 1) -> Iterator[tuple[int, threading.Event]]:
+    """A port that leads to `port` of this machine. Each of the first `times` connections stops after `carries` bytes to the server, which
+    the event tells: `then` it is "cut", or it "hangs". The others are good."""
+    listener, stopped, over = socket.create_server(("127.0.0.1", 0)), threading.Event(), threading.Event()
+
+    def carry(source: socket.socket, target: socket.socket, left: float) -> None:
+        with source, target:
+            while data := _received(source):
+                left -= len(data)
+                if left < 0:
+                    stopped.set()
+                    if then == "hangs":
+                        over.wait()
+                    for end in (source, target):
+                        with suppress(OSError):
+                            end.shutdown(socket.SHUT_RDWR)
+                    return
+                with suppress(OSError):
+                    target.sendall(data)
+
+    def serve() -> None:
+        for number in itertools.count():
+            try:
+                client = listener.accept()[0]
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", port))
+            for ends in ((client, server, carries if number < times else math.inf), (server, client, math.inf)):
+                threading.Thread(target=carry, args=ends, daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield listener.getsockname()[1], stopped
+    finally:
+        over.set()
+        listener.close()
+
+
+def _received(source: socket.socket) -> bytes:
+    try:
+        return source.recv(1 << 16)
+    except OSError:
+        return b""

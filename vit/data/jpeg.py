@@ -1,0 +1,111 @@
+"""The headers of a JPEG, read without a decoder. Free of torch.
+
+The data's story: a JPEG is a chain of segments, each with a marker and its length. They are walked from the start of the image to its first
+scan; whatever lies in between (EXIF, ICC profiles, tables) is stepped over, however long it is. The entropy-coded data are not looked at.
+
+Source: ITU-T T.81, annex B; Exif 2.32, section 4.6 for the orientation.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+MAX_PIXELS = 178_956_970
+"""Pillow's limit: a damaged header may promise 65,535 x 65,535 pixels, whose 13 GB nobody has."""
+FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+"""Markers of frames: SOF0 to SOF15; the three left out are Huffman tables, a reserved one and arithmetic conditioning."""
+SEGMENTS = frozenset((0xC4, 0xCC, 0xDA, 0xDB, 0xDC, 0xDD, *range(0xE0, 0xF0), 0xFE))
+"""Markers of all else that has a length: tables, start of scan, number of lines, restart interval, APPn, comment."""
+LONE = frozenset((0x01, *range(0xD0, 0xD8)))
+"""Markers without a length: TEM and the restart markers."""
+
+
+class JpegHeader(NamedTuple):
+    """What the segments before the image data tell."""
+
+    width: int
+    height: int
+    """Pixels, as stored: before any turn by EXIF."""
+    num_components: int
+    """1 (grey), 3 (colour), 4 (CMYK or YCCK)."""
+    precision: int
+    """Bits a sample; 8 for all but medical and scientific images."""
+    process: int
+    """n of SOFn. 0: baseline, 1: extended sequential, 2: progressive, 3: lossless; from 5 on hierarchical or arithmetic coding."""
+    orientation: int
+    """EXIF orientation, 1 to 8; 1 (upright) if there is none or if it makes no sense."""
+    adobe_transform: int | None
+    """Colour transform of Adobe's segment. 0: none (RGB or CMYK), 1: YCbCr, 2: YCCK; None without such a segment."""
+    restart_interval: int
+    """Blocks (MCUs) between two restart markers; 0: no restart markers."""
+    scan_offset: int
+    """Bytes from the start of the file to the entropy-coded data of the first scan."""
+
+
+def read_header(data: bytes) -> JpegHeader:
+    """The header of the JPEG that begins `data`, which may end anywhere behind the start of the first scan.
+
+    Raises ValueError where libjpeg could not begin to decode, or only after skipping bytes that belong to no segment: no JPEG, cut off in
+    its headers, damaged headers, no pixels.
+    """
+    if data[:2] != b"\xff\xd8":
+        raise ValueError("no JPEG")
+    frame = adobe_transform = None
+    orientation, restart_interval = 1, 0
+    position = 2
+    try:
+        while True:
+            if data[position] != 0xFF:
+                raise ValueError(f"damaged JPEG headers: no marker at byte {position}")
+            marker = data[position + 1]
+            if marker not in SEGMENTS and marker not in FRAMES:
+                if marker != 0xFF and marker not in LONE:
+                    raise ValueError(f"damaged JPEG headers: marker 0x{marker:02x} at byte {position}")
+                position += 1 if marker == 0xFF else 2  # any number of fill bytes, 0xFF, may stand before a marker
+                continue
+            length = data[position + 2] << 8 | data[position + 3]
+            end = position + 2 + length
+            if length < 2:
+                raise ValueError(f"damaged JPEG headers: a segment of {length} bytes at byte {position}")
+            if marker in FRAMES:
+                if frame is not None:
+                    raise ValueError(f"damaged JPEG headers: a second frame at byte {position}")
+                frame = struct.unpack_from(">BHHB", data, position + 4)
+                if length != 8 + 3 * frame[3] or 0 in frame:
+                    raise ValueError("damaged JPEG headers: a frame of {2} x {1} pixels, {3} components, {0} bits".format(*frame))
+                process = marker - 0xC0
+            elif marker == 0xDA:
+                break
+            elif marker == 0xDD:
+                restart_interval = data[position + 4] << 8 | data[position + 5]
+            elif marker == 0xE1 and orientation == 1 and data[position + 4 : position + 10] == b"Exif\0\0":
+                orientation = _exif_orientation(data[position + 10 : end])
+            elif marker == 0xEE and length >= 14 and data[position + 4 : position + 9] == b"Adobe":
+                adobe_transform = data[position + 15]
+            position = end
+    except (IndexError, struct.error):
+        raise ValueError(f"cut off in the JPEG headers, after {len(data)} bytes") from None
+    if frame is None:
+        raise ValueError("damaged JPEG headers: image data without a frame")
+    if end > len(data):
+        raise ValueError(f"cut off in the JPEG headers, after {len(data)} bytes")
+    precision, height, width, num_components = frame
+    return JpegHeader(width, height, num_components, precision, process, orientation, adobe_transform, restart_interval, end)
+
+
+def _exif_orientation(tiff: bytes) -> int:
+    """Orientation in the first directory of an EXIF block (a small TIFF), 1 if it has none or is damaged."""
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
+    if order is None:
+        return 1
+    try:
+        (directory,) = struct.unpack_from(order + "I", tiff, 4)
+        (num_entries,) = struct.unpack_from(order + "H", tiff, directory)
+        for entry in range(directory + 2, directory + 2 + 12 * num_entries, 12):
+            tag, _, _, value = struct.unpack_from(order + "HHIH", tiff, entry)
+            if tag == 0x0112:
+                return value if 1 <= value <= 8 else 1
+    except struct.error:
+        pass  # cut off: cameras and editors do leave such blocks behind
+    return 1
