@@ -13,7 +13,6 @@ The data set's translate.py lacks the way from `ragno` to spider; the table here
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ import numpy as np
 from data_prep import imagefolder
 from data_prep.archives import read_zip_member, walk_zip
 from data_prep.catalogue import Builder, Source, some, stable_hash
-from data_prep.command import add_arguments, prepare, run
+from data_prep.command import Parser, add_arguments, prepare, run
 from data_prep.imagefolder import EXTENSIONS, images_below, unique_keys
 from data_prep.jobs import PrepError
 
@@ -191,9 +190,7 @@ def _tell(source: Path, counts: dict[str, int], outside: Sequence[str], builder:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.animals10", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m data_prep.animals10", __doc__)
     parser.add_argument("source", type=Path, metavar="SOURCE", help="Kaggle's zip, or a folder into which it was unpacked")
     parser.add_argument(
         "--fractions",

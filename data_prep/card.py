@@ -15,7 +15,6 @@ Equal data sets give equal bytes, with equal versions of Pillow.
 
 from __future__ import annotations
 
-import argparse
 import io
 import itertools
 import json
@@ -34,7 +33,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from data_prep.catalogue import stable_hash
-from data_prep.command import run
+from data_prep.command import Parser, run
 from data_prep.output import Output
 from vit.data.files import ShardError, replacing
 from vit.data.shards import read_info
@@ -375,9 +374,7 @@ def _classes(card: Card) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.card", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m data_prep.card", __doc__)
     parser.add_argument("root", metavar="ROOT", help="finished data set, a folder or a URL")
     return run(lambda args: write_card(args.root), parser.parse_args(argv), "start it again")
 

@@ -5,7 +5,7 @@ bytes are. Rows go to `rows.bin`, keys and original names to `text.bin`. When al
 (seed, key): the order in which the writer deals samples to shards. The order in which the source listed them leaves no trace, and the
 same images found in two layouts give the same shards.
 
-    <folder>/               `_catalogue` in the output folder while a command runs, see `open_catalogue`
+    <root>/_catalogue-<what it was made of>/        in the output folder, until the shards are complete
       catalogue.json        classes, files, splits; written last
       <split>.rows.bin      ROW, in the order of adding
       <split>.hashes.bin    HASH, likewise: what sorting needs
@@ -15,14 +15,18 @@ same images found in two layouts give the same shards.
 
 from __future__ import annotations
 
+import errno
+import glob
 import hashlib
 import json
 import os
 import re
 import shutil
+import socket
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +55,8 @@ ROWS_IN_MEMORY = 1 << 21
 MAX_OPEN_FILES = 256
 """A quarter of the usual limit of a process."""
 FORMAT = 1
+PREFIX, SPOOL = "_catalogue-", "_spool"
+"""Names in the output folder."""
 
 
 class Sample(NamedTuple):
@@ -78,6 +84,11 @@ class Source:
     """Encoded image of a sample; picklable, as it runs in worker processes. Raises OSError or ValueError."""
     inputs: Sequence[Path] | None = None
     """Archives whose path, size and time of change tell that a catalogue made before still holds. None: it is made anew each time."""
+
+    def made_of(self, seed: int, also: Any = None) -> str:
+        """A sha256 of all that decides the catalogue, in hex."""
+        inputs = [(os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self.inputs or ()]
+        return hashlib.sha256(json.dumps([FORMAT, self.name, self.options, seed, inputs, also]).encode()).hexdigest()
 
 
 # ---- keys -----------------------------------------------------------------------------------------------------------
@@ -338,78 +349,110 @@ class Catalogue:
     """A finished catalogue; picklable: it travels as its folder's path, and arrays are mapped where it arrives."""
 
     folder: Path
-    class_names: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    splits: Mapping[str, int] = field(default_factory=dict)
+    class_names: list[str]
+    notes: list[str]
+    splits: Mapping[str, int]
     """Samples of each split; the first is the training split."""
-    sha256: str = ""
+    sha256: str
     """Of classes, splits, keys and labels: two catalogues with the same are of the same images."""
+    is_new: bool = False
+    """Made by this process just now."""
 
     @classmethod
-    def load(cls, folder: Path) -> Catalogue:
-        """The catalogue in `folder`."""
-        found = read_json(folder / "catalogue.json")
-        assert found is not None, folder
-        return cls(folder, found["class_names"], found["notes"], found["splits"], found["sha256"])
+    def load(cls, folder: Path, is_new: bool = False) -> Catalogue:
+        """The catalogue in `folder`. Raises FileNotFoundError if it was removed: the data set is complete."""
+        found = _described(folder)
+        return cls(folder, found["class_names"], found["notes"], found["splits"], found["sha256"], is_new)
 
     def table(self, split: str) -> Table:
-        """The samples of a split."""
+        """The samples of a split. Raises FileNotFoundError if the catalogue was removed."""
         return _open_table(self.folder, split)
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    found = read_json(folder / "catalogue.json")
+    if found is None:
+        raise FileNotFoundError(errno.ENOENT, "the catalogue was removed", str(folder / "catalogue.json"))
+    return found
 
 
 @lru_cache(maxsize=4)
 def _open_table(folder: Path, split: str) -> Table:
-    described = read_json(folder / "catalogue.json")
-    assert described is not None, folder
-    return Table(folder, split, described["files"])
+    return Table(folder, split, _described(folder)["files"])
 
 
 def open_catalogue(
     source: Source,
-    folder: Path,
+    root: Path,
     seed: int,
     workers: int = 1,
     finish: Callable[[Builder], None] | None = None,
     also: Any = None,
     dry: bool = False,
 ) -> Catalogue:
-    """The catalogue of `source` in `folder`: the one that is there if it was made of the same inputs, else a new one.
+    """The catalogue of `source`, in a folder in `root`: the one that is there if it was made of the same inputs, else a new one.
 
-    `finish` is called after `source.fill` and `also` (JSON) says what it depends on. Several processes may do this at once: the first to be
-    ready gives its catalogue the name, and the others take that one. Without inputs to compare it keeps its temporary name, which tells the
-    process it belongs to; the caller removes it.
+    `finish` is called after `source.fill` and `also` (JSON) says what it depends on. Several processes may do this at once: the name tells
+    what a catalogue was made of, the first to be ready gives it, the others take that one, and nobody replaces another's. Without inputs to
+    compare it keeps its temporary name, which tells the process it belongs to.
     """
-    inputs = None if source.inputs is None else [(os.path.abspath(p), p.stat().st_size, p.stat().st_mtime_ns) for p in source.inputs]
-    made_of = json.loads(json.dumps([FORMAT, source.name, source.options, seed, inputs, also]))
-
-    def is_there() -> bool:
-        return inputs is not None and (read_json(folder / "made_of.json") or {}).get("made_of") == made_of
-
-    if is_there():
+    folder = root / f"{PREFIX}{source.made_of(seed, also)[:16]}"
+    if source.inputs is not None and folder.exists():
         return Catalogue.load(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder.parent, folder.name)
-    temporary = temporary_beside(folder)
-    temporary.mkdir()
+    root.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(root)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=f".{socket.gethostname()}.{os.getpid()}.tmp", dir=root))
+    temporary.chmod(0o777 & ~_umask())
     try:
-        builder = Builder(temporary, seed, workers, folder.with_name("_spool"), dry)
+        builder = Builder(temporary, seed, workers, root / SPOOL, dry)
         source.fill(builder)
         if finish is not None:
             finish(builder)
         builder.finish()
-        write_json(temporary / "made_of.json", {"made_of": made_of})
-        if inputs is None:  # the process's own
-            return Catalogue.load(temporary)
-        if not is_there():  # another process may have been quicker
-            shutil.rmtree(folder, ignore_errors=True)
+        if source.inputs is None:
+            return Catalogue.load(temporary, is_new=True)
+        try:
             os.rename(temporary, folder)
+        except OSError:
+            if not folder.exists():
+                raise
+            shutil.rmtree(temporary, ignore_errors=True)  # another process was quicker
+            return Catalogue.load(folder)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(temporary)  # a full disk does not say where
         raise
-    shutil.rmtree(temporary, ignore_errors=True)
-    return Catalogue.load(folder)
+    return Catalogue.load(folder, is_new=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def remove_catalogue(folder: Path) -> None:
+    """Remove a catalogue, or the spool: gone for other processes at once, not file by file."""
+    _open_table.cache_clear()  # it maps the files
+    gone = temporary_beside(folder) if not folder.name.startswith(".") else folder
+    try:
+        if gone != folder:
+            os.rename(folder, gone)
+    except OSError:  # not there, or another process does it
+        return
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def remove_catalogues(root: Path) -> None:
+    """Remove all catalogues in `root`, and the spool: the shards are complete."""
+    for folder in [*root.glob(f"{glob.escape(PREFIX)}*"), root / SPOOL]:
+        remove_catalogue(folder)
+
+
+def is_of_catalogue(error: FileNotFoundError) -> bool:
+    """Whether what is missing belongs to a catalogue or the spool, which a process that completes the data set removes."""
+    return any(part.startswith((PREFIX, SPOOL, f".{PREFIX}")) for part in Path(str(error.filename)).parts)
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
@@ -430,8 +473,10 @@ def descriptor(file: str) -> int:
 
 
 def read_range(sample: Sample) -> bytes:
-    """The bytes at (offset, size) of the sample's file. Raises OSError, and ValueError if the file ends before."""
+    """The bytes at (offset, size) of the sample's file. Raises OSError."""
     data = os.pread(descriptor(sample.file), sample.size, sample.offset)
     if len(data) != sample.size:
-        raise ValueError(f"{sample.file} ends at byte {sample.offset + len(data)}, inside the image")
+        raise OSError(
+            errno.EIO, f"ends at byte {sample.offset + len(data)}, inside {sample.name}; it was whole when it was listed", sample.file
+        )
     return data

@@ -31,7 +31,7 @@ import numpy as np
 from PIL import Image
 
 from data_prep.catalogue import Builder, Sample, Source, read_range
-from data_prep.command import add_arguments, prepare, run
+from data_prep.command import Parser, add_arguments, prepare, run
 from data_prep.download import download
 from data_prep.jobs import PrepError
 
@@ -243,9 +243,7 @@ def _prepare(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.cifar", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m data_prep.cifar", __doc__)
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the archive, or a folder with it or with its .bin files")
     parser.add_argument("--classes", type=int, choices=tuple(KINDS), help="which data set (default: the one that is there)")
     parser.add_argument("--download", action="store_true", help="fetch the archive into the folder SOURCE first (170 MB)")

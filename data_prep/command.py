@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import os
+import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 from data_prep.catalogue import Source
 from data_prep.images import ImagePolicy
 from data_prep.jobs import PrepError
-from data_prep.writer import MIN_SHARDS, SHARD_BYTES, Plan, Settings, choose_part, discard, make_plan, write
+from data_prep.plan import MIN_SHARDS, SHARD_BYTES, Plan, Settings, choose_part, make_plan, size
+from data_prep.writer import write
 from vit.data.files import ShardError
 from vit.progress import duration
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, but a mistake is one line that begins with `error:`, and an option is never guessed from its beginning."""
+
+    def __init__(self, prog: str, story: str | None):
+        super().__init__(prog=prog, description=story, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the line and end with status 2."""
+        if message.startswith("unrecognized arguments: "):
+            known = [option for action in self._actions for option in action.option_strings]
+            unknown = message.removeprefix("unrecognized arguments: ").split()
+            options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            near = sorted({near for option in options for near in difflib.get_close_matches(option, known, n=1)})
+            message = f"unknown: {' '.join(unknown)}" + (f"; did you mean {' '.join(near)}?" if near else "")
+        self.exit(2, f"error: {message} ({self.prog} --help lists the options)\n")
 
 
 def positive(text: str) -> int:
@@ -34,6 +56,13 @@ def fraction(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number in [0, 1)")
     return value
+
+
+def _part(text: str) -> str:
+    bounds = re.fullmatch(r"(\d+)([-/])(\d+)", text, re.ASCII)
+    if not bounds or (int(bounds[1]) > int(bounds[3]) if bounds[2] == "-" else int(bounds[1]) >= int(bounds[3])):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither A-B, such as 100-199, nor I/N, such as 0/8 for the first of 8 parts")
+    return text
 
 
 def _quality(text: str) -> int:
@@ -72,12 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number.add_argument(
         "--shard-mib",
         type=positive,
-        default=SHARD_BYTES >> 20,
         metavar="MIB",
-        help=f"aimed size of a shard, where that gives {MIN_SHARDS} at least (default: %(default)s)",
+        help=f"aimed size of a shard, where that gives {MIN_SHARDS} at least (default: {SHARD_BYTES >> 20})",
     )
     shards.add_argument(
         "--shards",
+        type=_part,
         metavar="A-B|I/N",
         help="write only these shards, numbered from 0 over all splits, train first: from A to B, or part I (from 0) of N; several "
         "machines can share the work so, in any order; whichever finds all shards whole completes the data set (default: all)",
@@ -130,7 +159,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     policy = ImagePolicy(args.check, args.apply_exif, args.resize_short_side, args.jpeg_quality)
     return Settings(
         num_shards=args.num_shards,
-        shard_bytes=args.shard_mib << 20,
+        shard_bytes=args.shard_mib and args.shard_mib << 20,
         seed=args.seed,
         workers=args.workers,
         part=args.shards,
@@ -147,37 +176,35 @@ def prepare(source: Source, args: argparse.Namespace) -> None:
     if not args.dry_run:
         write(source, args.out, settings)
         return
-    plan = make_plan(source, args.out, settings, keep=False)
+    plan = make_plan(source, args.out, settings, dry=True)
     try:
         print(_told(plan))
     finally:
-        discard(plan)
+        shutil.rmtree(plan.catalogue.folder.parent, ignore_errors=True)
 
 
 def _told(plan: Plan) -> str:
     """The plan in words: splits, shards, bytes, time."""
     lines = [f"{plan.source.name}: {len(plan.catalogue.class_names):,} classes"]
-    lines += [f"  {note}" for note in plan.catalogue.notes]
     for split, samples in plan.catalogue.splits.items():
         count = plan.counts[split]
-        lines.append(f"  {split}: {samples:,} images in {count:,} shards of {samples // count:,} or one more")
-    total, part = sum(plan.counts.values()), choose_part(plan.settings.part, plan.counts)
-    share = len(part) / total
-    if plan.settings.part is not None:
-        lines.append(f"  this part: {len(part):,} of {total:,} shards")
+        more = f" to {samples // count + 1:,}" if samples % count else ""
+        lines.append(f"  {split}: {samples:,} images in {count:,} shards of {samples // count:,}{more}")
+    work, there = plan.work(), plan.output.sizes()
+    part = [work[k] for k in choose_part(plan.settings.part, plan.counts)]
+    todo = [job for job in part if not {f"{job.shard.name}.tar", f"{job.shard.name}.json"} <= there.keys()]
+    share = len(todo) / len(work)
+    of_part = "" if plan.settings.part is None else f" of part {plan.settings.part}"
+    lines.append(f"  to write: {len(todo):,} of {len(part):,} shards{of_part}")
     free = plan.output.free_bytes()
     needed = plan.num_bytes * share
-    room = "" if free is None else f", {_size(free)} are free{'' if free > needed else ': NOT ENOUGH'}"
-    lines.append(f"  disk: about {_size(needed)}{room}")
+    room = "" if free is None else f", {size(free)} are free{'' if free > needed else ': NOT ENOUGH'}"
+    lines.append(f"  disk: about {size(needed)}{room}")
     seconds = sum(plan.catalogue.splits.values()) * share * plan.seconds_per_image / plan.settings.workers
     measured = f"{1 / max(plan.seconds_per_image, 1e-9):,.0f} images/s in one process, measured on a few"
     if math.isfinite(seconds):
         lines.append(f"  time: about {duration(seconds)} with {plan.settings.workers} processes ({measured}; a slow disk can take longer)")
     return "\n".join([*lines, f"nothing was written to {plan.output}"])
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace, then: str = "the same command continues") -> int:

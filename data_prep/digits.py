@@ -35,7 +35,7 @@ from PIL import Image
 
 from data_prep import mnist
 from data_prep.catalogue import Builder, Sample, Source, read_range, stable_hash
-from data_prep.command import add_arguments, positive, prepare, run
+from data_prep.command import Parser, add_arguments, positive, prepare, run
 from data_prep.imagefolder import images_below
 from data_prep.jobs import PrepError
 
@@ -305,9 +305,7 @@ def _prepare(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.digits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m data_prep.digits", __doc__)
     parser.add_argument("--image-size", type=positive, default=48, metavar="N", help="side in pixels (default: %(default)s)")
     parser.add_argument("--renderings", type=positive, metavar="N", help="training images of each original (default: 6, with --mnist 1)")
     parser.add_argument(

@@ -12,7 +12,6 @@ back to a folder above it is an error.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections import Counter
@@ -22,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep.archives import MAX_IMAGE_BYTES
 from data_prep.catalogue import Builder, Sample, Source, safe_key, stable_hash
-from data_prep.command import add_arguments, fraction, prepare, run
+from data_prep.command import Parser, add_arguments, fraction, prepare, run
 from data_prep.jobs import PrepError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -88,13 +88,15 @@ def read(sample: Sample) -> bytes:
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
         raise ValueError("not a regular file")
     with open(path, "rb") as file:
+        if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_IMAGE_BYTES:
+            raise ValueError(f"{num_bytes:,} bytes; no image has more than {MAX_IMAGE_BYTES:,}")
         return file.read()
 
 
 # ---- the source -------------------------------------------------------------------------------------------------------
 
 
-def source(folder: Path, val_fraction: float | None = None) -> Source:
+def source(folder: Path, val_fraction: float | None = None, out: Path | None = None) -> Source:
     """The images of class folders.
 
     val_fraction: in [0, 1), of each class; only where `folder` has no val folder, by default 0.1. Raises PrepError if the
@@ -102,6 +104,8 @@ def source(folder: Path, val_fraction: float | None = None) -> Source:
     has no images, or if val has classes that train lacks.
     """
     train, val = _layout(folder)
+    if out is not None and (out == folder.resolve() or out.is_relative_to(train.resolve())):
+        raise PrepError(f"{out}: lies among the images of {folder}; give --out another folder")
     if val is None:
         val_fraction = VAL_FRACTION if val_fraction is None else val_fraction
         return Source("imagefolder", {"val_fraction": val_fraction}, partial(_fill, train, None, val_fraction), read)
@@ -127,6 +131,9 @@ def _layout(folder: Path) -> tuple[Path, Path | None]:
 
 def _fill(train: Path, val: Path | None, val_fraction: float, builder: Builder) -> None:
     names = folders_in(train)
+    if train.name == "train" and (unused := [name for name in folders_in(train.parent) if train.parent / name not in (train, val)]):
+        builder.note(f"folders beside {train} that are not used: {', '.join(unused)}")
+        print(builder.notes[-1], flush=True)
     labels = {name: label for label, name in enumerate(names)}
     builder.classes(names)
     _add_split(builder, "train", train, labels, val_fraction)
@@ -139,7 +146,7 @@ def _fill(train: Path, val: Path | None, val_fraction: float, builder: Builder) 
         raise PrepError(f"{train}: only one class ({', '.join(names)}); expected two subfolders at least")
     if val is not None:
         if unknown := [name for name in folders_in(val) if name not in labels and any(images_below(val / name))]:
-            raise PrepError(f"{val}: classes that train lacks: {', '.join(unknown)}; remove these folders, or add their like to train")
+            raise PrepError(f"{val}: classes that train lacks: {', '.join(unknown)}; remove these folders, or add these classes to train")
         _add_split(builder, "val", val, {name: labels[name] for name in folders_in(val) if name in labels})
         if not builder.count("val").sum():
             raise PrepError(f"{val}: no images; expected <class>/<image>, or no such folder and --val-fraction")
@@ -190,9 +197,7 @@ def held_out(keys: Sequence[str], fraction: float, *seed: int) -> set[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.imagefolder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m data_prep.imagefolder", __doc__)
     parser.add_argument("source", type=Path, metavar="SOURCE", help="folder with train/ and val/, or with the classes")
     parser.add_argument(
         "--val-fraction",
@@ -201,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
         help=f"part of each class that becomes val, if SOURCE has no val folder (default: {VAL_FRACTION})",
     )
     add_arguments(parser)
-    return run(lambda args: prepare(source(args.source, args.val_fraction), args), parser.parse_args(argv))
+    return run(lambda args: prepare(source(args.source, args.val_fraction, Path(args.out).resolve()), args), parser.parse_args(argv))
 
 
 if __name__ == "__main__":

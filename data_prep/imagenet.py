@@ -170,9 +170,12 @@ def fill(found: Found, allow_partial: bool, builder: Builder) -> None:
             errors.append(f"{layout.split}: {layout.path} holds no images")
         partial_only += differences(layout.split, class_names, builder.count(layout.split))
     if errors or (partial_only and not allow_partial):
-        lines = "\n  ".join(errors + partial_only)
+        lines = "\n  ".join(errors if allow_partial else errors + partial_only)
         hint = "" if errors else "\nget what is missing (--md5 checks the archives), or take what there is with --partial"
         raise PrepError(f"not ImageNet-1k as it should be:\n  {lines}{hint}")
+    if len(class_names) < NUM_CLASSES and allow_partial:
+        here = f"labels are positions among {len(class_names):,} classes"
+        partial_only.append(f"{here}: not the labels of published weights, which know {NUM_CLASSES:,}")
     for line in partial_only:
         print(f"partial: {line}", flush=True)
         builder.note(f"partial: {line}")
@@ -183,7 +186,9 @@ def fill(found: Found, allow_partial: bool, builder: Builder) -> None:
 
 def _read_file(sample: Sample) -> bytes:
     with open(os.path.join(sample.file, sample.name), "rb") as file:
-        return file.read(MAX_IMAGE_BYTES)
+        if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_IMAGE_BYTES:
+            raise ValueError(f"{num_bytes:,} bytes; no image has more than {MAX_IMAGE_BYTES:,}")
+        return file.read()
 
 
 READERS = {".tar": read_range, ".images": read_range, ".zip": read_zip_member}
@@ -214,7 +219,7 @@ def check_md5(paths: Sequence[Path]) -> None:
         except OSError as error:
             raise PrepError(str(unreadable(path, error))) from error
         if digest.hexdigest() != expected:
-            wrong.append(f"{path}: {size:,} bytes with md5 {digest.hexdigest()}, expected {expected}; download it again")
+            wrong.append(f"{path} ({size:,} bytes) has md5 {digest.hexdigest()}; expected {expected}; download it again")
         else:
             print(f"md5 of {path.name}: as published", flush=True)
     if wrong:
@@ -263,9 +268,7 @@ def _prepare(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.imagenet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.Parser("python -m data_prep.imagenet", __doc__)
     parser.add_argument(
         "source", type=Path, nargs="+", metavar="SOURCE", help="folder that holds the files, or the files and folders themselves"
     )

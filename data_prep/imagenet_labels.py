@@ -121,7 +121,13 @@ def read_devkit_archive(path: Path) -> dict[str, str]:
 
 
 def _by_table(text: str, where: str) -> dict[str, str]:
-    rows = csv.DictReader(io.StringIO(text))
+    try:
+        return _rows_by_image(csv.DictReader(io.StringIO(text)), where)
+    except csv.Error as error:
+        raise PrepError(f"{where}: not a table of ImageId,PredictionString ({error})") from error
+
+
+def _rows_by_image(rows: csv.DictReader[str], where: str) -> dict[str, str]:
     if not {"ImageId", "PredictionString"} <= set(rows.fieldnames or ()):
         raise PrepError(f"{where}: its columns are {', '.join(rows.fieldnames or ()) or 'none'}; expected ImageId,PredictionString")
     labels: dict[str, str] = {}

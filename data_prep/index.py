@@ -18,7 +18,6 @@ has read; until all are, their index rows wait in `<shard>.rows.npy`.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_prep.command import add_workers_argument, run
+from data_prep.command import Parser, add_workers_argument, run
 from data_prep.download import WebFolder
 from data_prep.jobs import PrepError, run_jobs
 from data_prep.output import Output, temporary_folder
@@ -352,9 +351,7 @@ def _classes(theirs: dict[str, Any] | None, found: dict[str, tuple[np.ndarray, d
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.index", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m data_prep.index", __doc__)
     parser.add_argument("root", nargs="+", metavar="ROOT", help="folder of tar shards, its URL, or URLs of shards (quote the braces)")
     parser.add_argument("--out", metavar="FOLDER", help="for shards at a URL: where the index goes if not beside them")
     parser.add_argument("--split", metavar="NAME", help="split of all shards, where their names tell none (00000.tar)")

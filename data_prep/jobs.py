@@ -5,6 +5,7 @@ The data's story: a list of jobs, each a module-level function with one argument
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -12,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from vit.progress import Meter
-from vit.worker import follow_parent
+from vit.worker import follow_parent, held_back
 
 JOBS_WAITING = 4
 """Jobs handed to the pool for each worker: enough to keep it busy, so few that a million jobs need no memory."""
@@ -45,14 +46,14 @@ def run_jobs(
     names: dict[Future, Any] = {}
     waiting, finished_jobs = iter(jobs), 0
     workers = max(1, min(workers, num_jobs))
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, context, _start_worker, (images_done, bytes_done, stopping)) as pool:
         try:
             with Meter(what, num_images or num_jobs, "images" if num_images else unit) as meter:
                 while True:
-                    for function, argument, name in waiting:
-                        names[pool.submit(function, argument)] = name
-                        if len(names) >= JOBS_WAITING * workers:
-                            break
+                    with held_back():  # the first submission starts the workers
+                        for function, argument, name in itertools.islice(waiting, JOBS_WAITING * workers - len(names)):
+                            names[pool.submit(function, argument)] = name
                     if not names:
                         break
                     for future in wait(names, timeout=0.2, return_when=FIRST_COMPLETED).done:
@@ -67,6 +68,8 @@ def run_jobs(
                     else:
                         meter.update(finished_jobs)
         except BrokenProcessPool as error:
+            for worker in set(multiprocessing.active_children()) - others:  # one may have died with a lock that they wait for
+                worker.kill()
             raise PrepError(
                 "a worker process was killed (out of memory?); run the same command again, it continues, perhaps with fewer --workers"
             ) from error

@@ -28,7 +28,7 @@ import numpy as np
 from PIL import Image
 
 from data_prep.catalogue import Builder, Sample, Source, read_range
-from data_prep.command import add_arguments, prepare, run
+from data_prep.command import Parser, add_arguments, prepare, run
 from data_prep.download import download
 from data_prep.jobs import PrepError
 from vit.data.files import unreadable
@@ -236,9 +236,7 @@ def _prepare(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.mnist", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m data_prep.mnist", __doc__)
     parser.add_argument("source", type=Path, metavar="SOURCE", help="folder of the four idx files, or torchvision's root folder")
     parser.add_argument("--variant", choices=tuple(VARIANTS), default="mnist", help="which data set (default: %(default)s)")
     parser.add_argument("--download", action="store_true", help="fetch what is missing into SOURCE first (11, 30 or 21 MB)")

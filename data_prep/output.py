@@ -78,6 +78,8 @@ class Output:
     def make(self) -> None:
         """Make the folder, and find out by an empty file whether it can be written. Raises PrepError."""
         if self.local is not None:
+            if self.local.is_file():
+                raise PrepError(f"{self}: cannot be written (is a file); choose another folder, or change this one")
             try:
                 self.local.mkdir(parents=True, exist_ok=True)
                 probe = temporary_beside(self.local / "writable")
@@ -131,6 +133,25 @@ class Output:
         with self.staging() as folder:
             files.write_json(folder / name, content)
             self.publish(folder / name)
+
+    def claim(self, name: str, content: dict[str, Any]) -> None:
+        """Write `content` as JSON unless the file is there: of several processes that do this at once in a folder, the first one's stays.
+
+        Stores have no such thing: there the last one's does.
+        """
+        if self.local is None:
+            self.write_json(name, content)
+            return
+        temporary = temporary_beside(self.local / name)
+        files.write_json(temporary, content)
+        try:
+            os.link(temporary, self.local / name)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            os.replace(temporary, self.local / name)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     @contextmanager
     def staging(self) -> Iterator[Path]:

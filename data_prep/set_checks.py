@@ -149,7 +149,7 @@ def check_folder(data: DataSet) -> Iterator[Found]:
         if name.endswith(".tar") and name not in listed and not name.startswith("."):
             text = "not in _info.json, and tools that take all tars of a folder would read it; move it away"
             yield Found("files", name, text)
-        elif name.endswith(".tmp") or name in ("_writing.json", "_catalogue", "_spool"):
+        elif name.endswith(".tmp") or name in ("_writing.json", "_spool") or name.startswith("_catalogue-"):
             yield Found("files", name, "left over from a writer; delete it, unless one is at work here", fails=False)
     for part in data.parts:
         lengths, total = part.described["shard_lengths"], part.described.get("num_samples")

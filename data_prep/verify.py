@@ -19,7 +19,7 @@ Memory: some 30 bytes an image in the main process (40 MB for ImageNet-1k), and 
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.command import add_workers_argument, positive, run
+from data_prep.command import Parser, add_workers_argument, positive, run
 from data_prep.jobs import run_jobs
 from data_prep.set_checks import (
     DataSet,
@@ -200,9 +200,7 @@ def table(report: Report) -> Table:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m data_prep.verify", __doc__)
     parser.add_argument("root", metavar="ROOT", help="folder of a finished data set")
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: structure, and a sample of the images")
     parser.add_argument(
@@ -218,7 +216,10 @@ def main(argv: list[str] | None = None) -> int:
     reports: list[Report] = []
     status = run(lambda args: reports.append(verify(args.root, args.workers, args.sample if args.quick else None)), args, "start it again")
     for report in reports:
-        print_report(report)
+        try:
+            print_report(report)
+        except BrokenPipeError:  # `verify ... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = int(report.count(fails=True) > 0 or (args.strict and bool(report.found)))
     return status
 

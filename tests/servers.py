@@ -103,13 +103,16 @@ class _FileHandler(BaseHTTPRequestHandler):
                 self.wfile.write(content[pause:end])
 
 
+_NUMBERS = itertools.count()
+"""Of buckets: the servers of one process know each other's."""
+
+
 class S3Server:
     """An S3 server in this process; until the block ends the environment holds its address and credentials, for other processes too."""
 
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        self._names = (f"bucket-{n}" for n in itertools.count())
 
     def __enter__(self) -> S3Server:
         self._server.start()
@@ -138,7 +141,7 @@ class S3Server:
 
     def new_bucket(self) -> str:
         """Make one; returns its URL."""
-        name = next(self._names)
+        name = f"bucket-{next(_NUMBERS)}"
         boto3.client("s3").create_bucket(Bucket=name)
         return f"s3://{name}"
 

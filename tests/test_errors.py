@@ -1,4 +1,4 @@
-"""docs/errors.md is true: each row of its table is provoked with the real command, and what is printed is compared with the row.
+"""docs/errors.md is true: each row of its first table is provoked with the real command, and what is printed is compared with the row.
 
 A row's first cell names its scenario. Besides text and exit status each row is checked for what was left behind: nothing for a mistake
 that is found before the start; for one that shows later, only whole files. Scenarios run at once in as many threads as there are cores,
@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from error_rows import NEEDS_MOUNT, WITHOUT_PRIVILEGES, Row, leave_free, pattern_of, python, rows, small_disk, snapshot
 from processes import REPOSITORY, TINY, Background, command, environment, write_config
 from torch.utils.data import Dataset
 
@@ -38,25 +38,7 @@ from vit.data.loader import Loader
 from vit.data.shards import open_split
 
 VERSIONS = runpy.run_path(str(REPOSITORY / "launch" / "check_versions.py"))
-DOCUMENT = REPOSITORY / "docs" / "errors.md"
-NEEDS_MOUNT = "needs Linux and the right to mount a file system"
-
-
-class Row(NamedTuple):
-    """A row of the table: what is wrong, the lines that are printed, with <placeholders>, and the exit status."""
-
-    what: str
-    printed: str
-    status: int
-
-
-def rows() -> list[Row]:
-    cells = [line.strip("| ").split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("|")]
-    return [
-        Row(row[0], "\n".join(part.strip().strip("`").rstrip() for part in row[1].split("<br>")), int(row[2]))
-        for row in cells
-        if len(row) == 3 and row[2].isdigit()
-    ]
+ROWS = rows("When something is wrong")
 
 
 class Place:
@@ -83,9 +65,6 @@ class Place:
     def evaluate(self, checkpoint: Path, *flags: object) -> None:
         self.run(*command("launch/eval.py", "--checkpoint", checkpoint, "--num-workers", 0, *flags, ranks=0))
 
-    def imagefolder(self, source: Path, prefix: tuple[object, ...] = (), out: Path | None = None) -> None:
-        self.run(*prefix, sys.executable, "-m", "data_prep.imagefolder", source, "--out", out or self.folder / "out")
-
     def own_shards(self) -> Path:
         """A copy of the shards that may be spoilt."""
         root = shutil.copytree(self.shards, self.folder / "shards")
@@ -97,11 +76,6 @@ class Place:
         if not self.run_dir.exists():
             shutil.copytree(self.finished, self.run_dir)
         self.train("train.steps=6", "--allow-change", "train.steps", *overrides, **options)
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file below `folder`; the lock of a run only says which process had it last."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
 SCENARIOS: dict[str, Callable[[Place], None]] = {}
@@ -124,33 +98,7 @@ def scenario(what: str, *, begun: bool = False, slow: bool = False):
 # ---- what a command can be started under ----------------------------------------------------------------------------
 
 
-def python(code: str) -> tuple[object, ...]:
-    """A prefix that runs `code` and then becomes the command behind it."""
-    return (sys.executable, "-c", f"{code}\nimport os, sys\nos.execvp(sys.argv[1], sys.argv[1:])")
-
-
-# Root passes over permission bits by two capabilities; without them it is told like anybody else.
-WITHOUT_PRIVILEGES = python("import ctypes, sys\nif sys.platform == 'linux':\n [ctypes.CDLL(None).prctl(24, c, 0, 0, 0) for c in (1, 2)]")
 WITH_6_GIB = python("import resource\nresource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))")
-
-
-@contextmanager
-def small_disk(place: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
-    place.mkdir()
-    if sys.platform != "linux" or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", place], capture_output=True).returncode:
-        pytest.skip(NEEDS_MOUNT)
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "--lazy", place], check=True)
-
-
-def leave_free(disk: Path, free_kib: int) -> Path:
-    """Fill `disk` up to `free_kib`; returns the file to delete."""
-    filler = disk / "filler"
-    filler.write_bytes(bytes(shutil.disk_usage(disk).free - free_kib * 1024))
-    return filler
 
 
 @contextmanager
@@ -330,24 +278,6 @@ def _(place):
 @scenario("more classes in the data than `model.num_classes`")
 def _(place):
     place.train("model.num_classes=2")
-
-
-@scenario("an image folder without images")
-def _(place):
-    (place.folder / "images" / "cat").mkdir(parents=True)
-    place.imagefolder(place.folder / "images")
-
-
-@scenario("an image folder with a single class")
-def _(place):
-    shutil.copytree(place.shards.parent / "images" / "train" / "class0", place.folder / "images" / "cat")
-    place.imagefolder(place.folder / "images")
-
-
-@scenario("no permission to write the shards")
-def _(place):
-    (place.folder / "mine").mkdir(mode=0o555)
-    place.imagefolder(place.shards.parent / "images", prefix=WITHOUT_PRIVILEGES, out=place.folder / "mine" / "shards")
 
 
 # ---- checkpoints and run folders ------------------------------------------------------------------------------------
@@ -568,12 +498,7 @@ def happened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pool.shutdown(cancel_futures=True)
 
 
-def pattern_of(printed: str) -> str:
-    """The text as a pattern: a <placeholder> stands for one or more characters of its line."""
-    return ".+".join(map(re.escape, re.split(r"<[^<>\n]+>", printed)))
-
-
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.what, marks=[pytest.mark.slow] if row.what in SLOW else []) for row in rows()])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.what, marks=[pytest.mark.slow] if row.what in SLOW else []) for row in ROWS])
 def test_the_row_is_what_happens(row: Row, happened: dict[str, Future[Place]]):
     assert row.what in SCENARIOS, "this row has no scenario"
     place = happened[row.what].result()
@@ -596,7 +521,7 @@ def test_the_row_is_what_happens(row: Row, happened: dict[str, Future[Place]]):
 
 
 def test_every_scenario_has_a_row_and_every_row_a_scenario():
-    listed = [row.what for row in rows()]
+    listed = [row.what for row in ROWS]
     assert len(set(listed)) == len(listed)
     assert set(listed) == set(SCENARIOS)
 

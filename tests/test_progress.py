@@ -25,8 +25,8 @@ def test_a_log_file_gets_a_line_with_rate_and_remaining_time_every_ten_seconds(c
             clock[0] = 100.0 + second
             meter.update(done=40 * second)
     assert capfd.readouterr().err.splitlines() == [
-        "evaluating: 400 of 1,000 images, 40 images/s, ETA 0:00:15",
-        "evaluating: 800 of 1,000 images, 40 images/s, ETA 0:00:05",
+        "evaluating: 400 of 1,000 images, ETA 0:00:15, 40 images/s",
+        "evaluating: 800 of 1,000 images, ETA 0:00:05, 40 images/s",
     ]
 
 
@@ -43,6 +43,6 @@ def test_a_live_line_that_exists_is_moved_each_time():
     meter = Meter("evaluating", 4, "batches", into=said.append)
     for done in (0, 1, 4):
         meter.update(done)
-    assert said[0].endswith("ETA -:--:--")
-    assert re.fullmatch(r"evaluating: 1 of 4 batches, [\d,.]+ batches/s, ETA 0:00:0\d", said[1])
-    assert said[2].endswith("ETA 0:00:00")
+    assert "ETA -:--:--" in said[0]
+    assert re.fullmatch(r"evaluating: 1 of 4 batches, ETA 0:00:0\d, [\d,.]+ batches/s", said[1])
+    assert "ETA 0:00:00" in said[2]

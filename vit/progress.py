@@ -59,9 +59,9 @@ class Meter:
         elapsed_s = max(now - self._began, 1e-9)
         per_s = done / elapsed_s
         eta_s = (self.total - done) / per_s if done else math.inf
-        parts = [f"{done:,} of {self.total:,} {self.unit}", f"{per_s:,.{1 if per_s < 10 else 0}f} {self.unit}/s"]
+        parts = [f"{done:,} of {self.total:,} {self.unit}", f"ETA {duration(eta_s)}", f"{per_s:,.{1 if per_s < 10 else 0}f} {self.unit}/s"]
         parts += [f"{num_bytes / elapsed_s / 1e6:,.1f} MB/s"] if num_bytes else []
-        text = f"{self.what}: {', '.join([*parts, *filter(None, [also])])}, ETA {duration(eta_s)}"
+        text = f"{self.what}: {', '.join([*parts, *filter(None, [also])])}"  # what a narrow terminal cuts off is at the end
         if self.into is not None:
             self.into(text)
         elif self._live is not None:

@@ -6,6 +6,20 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LEFT_TO_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Around the start of worker processes: a signal that comes before they call `follow_parent` waits, in them and in this thread."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def follow_parent() -> None:
@@ -13,8 +27,9 @@ def follow_parent() -> None:
 
     Terminals and Slurm signal every process of a job. The parent decides what follows, and tells its workers.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in LEFT_TO_PARENTS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENTS)  # what `held_back` blocked is now ignored
     parent = multiprocessing.parent_process()
     assert parent is not None, "for worker processes only"
 

@@ -104,7 +104,7 @@ def test_every_layout_gives_the_same_shards(root, files, tmp_path):
     ]
     wanted = catalogue_of(root)
     for number, source in enumerate(sources):
-        assert open_catalogue(animals10.source(source), tmp_path / f"c{number}" / "_catalogue", seed=0).sha256 == wanted, source
+        assert open_catalogue(animals10.source(source), tmp_path / f"c{number}", seed=0).sha256 == wanted, source
     out = tmp_path / "out"
     assert animals10.main([str(sources[2]), "--out", str(out), "--num-shards", "2", "--workers", "2"]) == 0
     for path in out.glob("*.tar"):
@@ -119,7 +119,7 @@ def test_the_split(files, tmp_path):
     source = put(tmp_path / "raw-img", files)
 
     def splits(name: str, *arguments) -> dict[str, set[str]]:
-        catalogue = open_catalogue(animals10.source(source, *arguments), tmp_path / name / "_catalogue", seed=0)
+        catalogue = open_catalogue(animals10.source(source, *arguments), tmp_path / name, seed=0)
         return {split: {sample.key for sample in catalogue.table(split).samples(range(n))} for split, n in catalogue.splits.items()}
 
     two, three = splits("two"), splits("three", (0.7, 0.15, 0.15))

@@ -1,16 +1,28 @@
 """The catalogue: every sample once in an order that nothing but (seed, key) decides, classes held out by hash, and its own errors."""
 
 import os
+import subprocess
+import sys
+import time
 from collections import Counter
-from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep import catalogue
-from data_prep.catalogue import Builder, Catalogue, Sample, Source, open_catalogue, read_range, safe_key, stable_hash
+from data_prep.catalogue import (
+    Builder,
+    Catalogue,
+    Sample,
+    Source,
+    is_of_catalogue,
+    open_catalogue,
+    read_range,
+    remove_catalogues,
+    safe_key,
+    stable_hash,
+)
 from data_prep.jobs import PrepError
 
 CLASSES = ["a", "b", "c"]
@@ -109,23 +121,57 @@ def test_archives_that_did_not_change_are_not_listed_again(tmp_path):
 
     source = Source("test", {}, fill, read_range, [archive])
     for _ in range(2):
-        found = open_catalogue(source, tmp_path / "root" / "_catalogue", 0)
+        found = open_catalogue(source, tmp_path / "root", 0)
         assert read_range(samples_of(found)[0]) == b"one"
     assert calls == [b"one"]
-    open_catalogue(source, tmp_path / "root" / "_catalogue", seed=1)
+    open_catalogue(source, tmp_path / "root", seed=1)
     assert len(calls) == 2
     archive.write_bytes(b"three")
-    open_catalogue(source, tmp_path / "root" / "_catalogue", seed=1)
+    open_catalogue(source, tmp_path / "root", seed=1)
     assert calls[2:] == [b"three"]
-    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["_catalogue"]
+    assert read_range(samples_of(found)[0]) == b"thr", "nobody replaces another's catalogue"
+    assert [path.name[:11] for path in (tmp_path / "root").iterdir()] == ["_catalogue-"] * 3
+    remove_catalogues(tmp_path / "root")
+    assert list((tmp_path / "root").iterdir()) == []
+    with pytest.raises(FileNotFoundError) as gone:
+        found.table("train")
+    assert is_of_catalogue(gone.value)
+    with pytest.raises(FileNotFoundError) as gone:
+        (tmp_path / "root" / "_info.json").read_bytes()
+    assert not is_of_catalogue(gone.value)
+
+
+def test_of_processes_that_list_at_once_all_get_the_same_catalogue(tmp_path):
+    archive = tmp_path / "archive.tar"
+    archive.write_bytes(b"one")
+    code = f"""
+import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})
+from pathlib import Path
+from data_prep.catalogue import *
+def fill(builder):
+    builder.classes(["a"])
+    builder.add("train", builder.file({str(archive)!r}), [f"{{n}}.jpg" for n in range(50)], 0, range(50), [1] * 50)
+source = Source("test", {{}}, fill, read_range, [Path({str(archive)!r})])
+for round in range(30):
+    found = open_catalogue(source, Path({str(tmp_path)!r}) / f"root{{round}}", 0)
+    assert len(found.table("train").samples(range(50))) == 50
+"""
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
+    assert [process.wait() for process in processes] == [0, 0, 0, 0]
+    assert all(len(list((tmp_path / f"root{round}").iterdir())) == 1 for round in range(30))
 
 
 def test_what_a_killed_process_left_goes(tmp_path):
-    left = tmp_path / f"._catalogue.{os.uname().nodename}.999999.tmp"
-    left.mkdir()
-    (left / "train.rows.bin").write_bytes(b"x")
-    open_catalogue(listed(["a.jpg"], [0]), tmp_path / "_catalogue", 0)
-    assert not left.exists()
+    left, live, old = (tmp_path / f"._catalogue-1.{end}.tmp" for end in (f"{os.uname().nodename}.999999", "elsewhere.1", "elsewhere.2"))
+    for folder in (left, live, old):
+        (folder / "rows").mkdir(parents=True)
+        (folder / "rows" / "train-00000.npy").write_bytes(b"x")
+        for path in (folder / "rows" / "train-00000.npy", folder / "rows", folder):
+            os.utime(path, (1, 1))
+    an_hour_ago = time.time() - 3600
+    os.utime(live / "rows" / "train-00000.npy", (an_hour_ago, an_hour_ago))  # a slow shard on another host
+    open_catalogue(listed(["a.jpg"], [0]), tmp_path, 0)
+    assert [folder.exists() for folder in (left, live, old)] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +186,7 @@ def test_what_a_killed_process_left_goes(tmp_path):
 )
 def test_errors(tmp_path, names, labels, message):
     with pytest.raises(PrepError, match=message):
-        open_catalogue(listed(names, labels), tmp_path / "c", 0)
+        open_catalogue(listed(names, labels), tmp_path, 0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -156,18 +202,26 @@ def test_any_name_becomes_a_key(tmp_path, name):
 def test_a_file_that_ends_too_early(tmp_path):
     path = tmp_path / "short"
     path.write_bytes(b"12345")
-    with pytest.raises(ValueError, match=r"short ends at byte 5, inside the image"):
+    with pytest.raises(OSError, match=r"ends at byte 5, inside k.jpg.*/short"):
         read_range(Sample("k", 0, "k.jpg", str(path), 2, 10))
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path):
-    """A table is mapped: opening it and looking up one shard's samples touches these samples only."""
-    num = 20_000
-    found = open_catalogue(listed([f"{n}.jpg" for n in range(num)], [0] * num, batch=5000), tmp_path / "c", 0)
-    table = found.table("train")
-    assert isinstance(table.rows, np.memmap)
-    assert isinstance(table._order, np.memmap)
-    assert (Path(found.folder) / "train.rows.bin").stat().st_size == num * catalogue.ROW.itemsize
+    """A hundred times the rows, a few MB more: the rest is on the disk."""
+    code = """
+import resource, sys; from pathlib import Path
+from data_prep.catalogue import *
+def fill(builder):
+    builder.classes(["a"])
+    for start in range(0, int(sys.argv[1]), 5000):
+        names = [f"{start + n}.jpg" for n in range(5000)]
+        builder.add("train", builder.file("x"), names, 0, range(5000), [1] * 5000)
+import data_prep.catalogue; data_prep.catalogue.ROWS_IN_MEMORY = 20_000
+open_catalogue(Source("test", {}, fill, read_range), Path(sys.argv[2]), 0)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    peak_kib = [int(subprocess.check_output([sys.executable, "-c", code, str(n), str(tmp_path / str(n))])) for n in (5_000, 500_000)]
+    assert peak_kib[1] - peak_kib[0] < 20_000, "500,000 rows as Python objects are 200 MB, as arrays 45 MB"
 
 
 def test_few_files_are_open_at_once(tmp_path, monkeypatch):

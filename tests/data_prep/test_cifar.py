@@ -76,7 +76,7 @@ def pack(path: Path, files: dict[str, bytes], prefix: str = "cifar/", mode: str 
 
 def test_all_records_are_there_with_their_labels(full10, tmp_path):
     found = cifar.source(put(tmp_path / "cifar-10-batches-bin", full10).parent)
-    catalogue = open_catalogue(found, tmp_path / "_catalogue", seed=0)
+    catalogue = open_catalogue(found, tmp_path, seed=0)
     assert catalogue.splits == {"train": 50_000, "val": 10_000}
     assert catalogue.class_names == CLASSES[10]
     for split in ("train", "val"):
@@ -120,7 +120,7 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
 
 def images_of(found: Source, folder: Path) -> tuple[str, dict[str, bytes]]:
     """The catalogue's hash, of keys and labels, and the images by key."""
-    catalogue = open_catalogue(found, folder / "_catalogue", seed=0)
+    catalogue = open_catalogue(found, folder, seed=0)
     tables = [catalogue.table(split).samples(range(total)) for split, total in catalogue.splits.items()]
     return catalogue.sha256, {sample.key: found.read(sample) for samples in tables for sample in samples}
 
@@ -185,7 +185,7 @@ def test_hostile_and_damaged_archives(small, tmp_path):
     with tarfile.open(twice, "a") as tar:
         tar.add(put(tmp_path / "again", small[10]) / "test_batch.bin", "elsewhere/test_batch.bin")
     with pytest.raises(PrepError, match=r"test_batch\.bin is there twice"):
-        open_catalogue(cifar.source(twice), tmp_path / "_catalogue", seed=0)
+        open_catalogue(cifar.source(twice), tmp_path, seed=0)
 
 
 def test_pickles_are_refused_unopened(tmp_path):

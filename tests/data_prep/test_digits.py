@@ -25,7 +25,7 @@ FIRST_VERSION = [84.5, 77.4, 92.6]
 
 def listed(found: Source, folder: Path, seed: int = 0) -> dict[str, list[Sample]]:
     """The samples of each split; their pixels are in `folder`."""
-    catalogue = open_catalogue(found, folder / f"seed{seed}" / "_catalogue", seed)
+    catalogue = open_catalogue(found, folder / f"seed{seed}", seed)
     return {split: catalogue.table(split).samples(range(total)) for split, total in catalogue.splits.items()}
 
 

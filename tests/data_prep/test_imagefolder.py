@@ -29,7 +29,7 @@ HELD_OUT = ["ape_11", "ape_21", "ape_22", "ape_26", "ape_27", "ape_8", "zebra_10
 def listed(folder: Path, val_fraction: float | None = None) -> dict[str, list[Sample]]:
     """The samples of each split."""
     with tempfile.TemporaryDirectory() as temporary:
-        found = open_catalogue(source(folder, val_fraction), Path(temporary) / "_catalogue", seed=0)
+        found = open_catalogue(source(folder, val_fraction), Path(temporary), seed=0)
         return {split: found.table(split).samples(range(total)) for split, total in found.splits.items()}
 
 

@@ -42,7 +42,7 @@ def fake() -> Fake:
 
 
 def catalogue(folder: Path, *paths: Path) -> Catalogue:
-    return open_catalogue(source(paths, allow_partial=True), folder / "_catalogue", seed=0, workers=2)
+    return open_catalogue(source(paths, allow_partial=True), folder, seed=0, workers=2)
 
 
 def contents(found: Catalogue, split: str) -> dict[str, tuple[int, str, int, bytes]]:
@@ -251,7 +251,7 @@ def test_parquets_are_copied_once_and_again_when_they_change(tmp_path, fake, cap
 
 
 def _spooled(folder: Path, parquets: Path, seed: int) -> list[Path]:
-    found = open_catalogue(source([parquets], allow_partial=True), folder / "_catalogue", seed=seed, workers=2)
+    found = open_catalogue(source([parquets], allow_partial=True), folder, seed=seed, workers=2)
     assert found.splits == {"train": 67, "val": 36}
     return sorted((folder / "_spool").iterdir())
 
@@ -266,9 +266,9 @@ def test_no_pyarrow(tmp_path, fake, monkeypatch):
 def test_a_catalogue_is_made_anew_only_when_something_changed(tmp_path, fake):
     tree = write_torchvision_tree(fake, tmp_path / "in")
     catalogue(tmp_path, tree)
-    made = (tmp_path / "_catalogue" / "catalogue.json").stat().st_mtime_ns
+    made = next(tmp_path.glob("_catalogue-*/catalogue.json")).stat().st_mtime_ns
     catalogue(tmp_path, tree)
-    assert (tmp_path / "_catalogue" / "catalogue.json").stat().st_mtime_ns == made
+    assert next(tmp_path.glob("_catalogue-*/catalogue.json")).stat().st_mtime_ns == made
     shutil.copy(next((tree / "train" / fake.wnids[0]).iterdir()), tree / "train" / fake.wnids[0] / f"{fake.wnids[0]}_77777.JPEG")
     assert catalogue(tmp_path, tree).splits["train"] == 68
 

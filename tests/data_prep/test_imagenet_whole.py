@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-from fake_imagenet import Fake, make_fake, write_archives
+from fake_imagenet import Fake, make_fake, write_archives, write_parquets
 from PIL import Image
 
 from data_prep import verify
@@ -85,6 +85,25 @@ def test_killed_at_random_moments_and_continued(archives, undisturbed, tmp_path)
             assert tar.read_bytes() == (expected / tar.name).read_bytes(), f"torn by kill {kill}"
     subprocess.run(command(archives, out, workers=2), check=True)
     assert contents(out) == contents(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tars", "parquet"])
+def test_tasks_of_an_array_at_once_share_one_catalogue_and_all_end_well(fake, archives, undisturbed, tmp_path, layout):
+    source = archives if layout == "tars" else write_parquets(fake, tmp_path / "parquet")
+    expected, out = undisturbed[0], tmp_path / "imagenet"
+    tasks = [
+        subprocess.Popen([*command(source, out, workers=1), "--shards", part], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for part in ("0/3", "1/3", "2/3", "2/3")
+    ]
+    printed = [task.communicate()[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0] * 4, printed
+    written = contents(out)
+    tars = {name: data for name, data in contents(expected).items() if name.endswith((".tar", ".idx", ".npy", ".jsonl"))}
+    if layout == "parquet":  # the place in the source differs
+        tars.pop("quarantine.jsonl")
+    assert {name: written[name] for name in tars} == tars
+    assert not [name for name in os.listdir(out) if name.startswith(("_catalogue", "_spool", "_writing", "."))]
 
 
 def test_verify_passes(undisturbed, capsys):

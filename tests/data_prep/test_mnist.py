@@ -67,7 +67,7 @@ def put(folder: Path, files: dict[str, bytes], compressed: bool = False) -> Path
 
 def test_all_images_and_labels_are_torchvisions(torchvision_root, tmp_path):
     found = mnist.source(torchvision_root)
-    catalogue = open_catalogue(found, tmp_path / "_catalogue", seed=0)
+    catalogue = open_catalogue(found, tmp_path, seed=0)
     assert catalogue.splits == {"train": 60_000, "val": 10_000}
     assert catalogue.class_names == list("0123456789")
     for split, train in (("train", True), ("val", False)):
@@ -106,7 +106,7 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
     everything = []
     for number, source in enumerate(sources):
         found = mnist.source(source, "fashion")
-        catalogue = open_catalogue(found, tmp_path / f"c{number}" / "_catalogue", seed=0)
+        catalogue = open_catalogue(found, tmp_path / f"c{number}", seed=0)
         tables = [catalogue.table(split).samples(range(total)) for split, total in catalogue.splits.items()]
         everything.append((catalogue.sha256, {sample.key: found.read(sample) for samples in tables for sample in samples}))
     assert all(found == everything[0] for found in everything)

@@ -125,12 +125,7 @@ def test_free_space_of_a_folder_yet_to_make(tmp_path, bucket):
 
 @pytest.mark.parametrize(
     ("place", "message"),
-    [
-        ("file", "File exists"),
-        ("file/below", "Not a directory"),
-        ("forbidden/root", "Permission denied"),
-        ("forbidden", "Permission denied"),
-    ],
+    [("file", "is a file"), ("file/below", "Not a directory"), ("forbidden/root", "Permission denied"), ("forbidden", "Permission denied")],
 )
 def test_folders_that_cannot_be_written(place, message, tmp_path):
     (tmp_path / "file").touch()

@@ -1,5 +1,6 @@
 """The writer: the same bytes whatever happens on the way, nothing torn, nothing overwritten, and readable errors."""
 
+import errno
 import hashlib
 import io
 import json
@@ -19,10 +20,11 @@ import pytest
 import webdataset
 from PIL import Image
 
-from data_prep.catalogue import Builder, Source, read_range
+from data_prep.catalogue import Builder, Sample, Source, read_range
 from data_prep.images import ImagePolicy
 from data_prep.jobs import PrepError
-from data_prep.writer import Settings, choose_num_shards, choose_part, write
+from data_prep.plan import Settings, choose_num_shards, choose_part
+from data_prep.writer import write
 from vit.data.shards import open_split
 from vit.data.tar import scan_tar
 
@@ -159,7 +161,7 @@ def test_again_keeps_what_is_whole_and_mends_the_rest(written, small, tmp_path, 
     (root / "_info.json").write_bytes((written / "_info.json").read_bytes())
     capsys.readouterr()
     write(small, root, FOUR)
-    assert "2 of 5 shards are whole already and are kept" in capsys.readouterr().out
+    assert "2 of 5 shards are there already and are kept" in capsys.readouterr().out
     assert (root / "train-00001.tar").stat().st_mtime_ns == kept
     assert digest(root) == digest(written)
 
@@ -249,6 +251,98 @@ def test_bad_parts(part, message, tmp_path):
         choose_part(part, {"train": 8, "val": 2})
 
 
+def test_what_was_left_out_is_tried_again_even_if_the_end_of_that_was_killed(written, tmp_path):
+    root, lenient = tmp_path / "root", replace(FOUR, max_unreadable=0.1)
+    write(damaged(tmp_path), root, lenient)
+    stale = (root / "_info.json").read_bytes()
+    write(source_of(tmp_path, small_splits()), root, lenient)
+    assert digest(root) == digest(written)
+    (root / "_info.json").write_bytes(stale)  # as if killed before it was replaced
+    for lost in ("quarantine.jsonl", "train.index.npy", "dataset.md", "train-00001.idx"):
+        (root / lost).unlink(missing_ok=True)
+        write(source_of(tmp_path, small_splits()), root, lenient)
+        assert digest(root) == digest(written), lost
+
+
+def test_the_number_of_shards_stays_when_unreadable_images_are_mended(tmp_path):
+    splits = {"train": [(f"{n}.jpg", 0, image_bytes(n, size=(300, 300) if n == 5 else (8, 8))) for n in range(40)]}
+    broken = {"train": [(name, label, b"<html>" if name == "5.jpg" else data) for name, label, data in splits["train"]]}
+    settings = Settings(max_unreadable=0.5, shard_bytes=None)
+    with pytest.raises(PrepError):
+        write(source_of(tmp_path / "a", broken), tmp_path / "root", replace(settings, max_unreadable=0))
+    write(source_of(tmp_path / "a", splits), tmp_path / "root", settings)
+    assert open_split(tmp_path / "root", "train").num_samples == 40
+
+
+def hiccup(sample: Sample) -> bytes:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), sample.file)
+
+
+def test_an_archive_that_cannot_be_read_for_a_moment_loses_no_image(written, small, tmp_path):
+    root = tmp_path / "root"
+    with pytest.raises(OSError, match="Stale file handle"):
+        write(replace(small, read=hiccup), root, replace(FOUR, max_unreadable=0.9))
+    assert not list(root.glob("*.tar"))
+    write(small, root, replace(FOUR, max_unreadable=0.9))
+    assert digest(root) == digest(written)
+
+
+def test_a_complete_data_set_of_archives_is_not_listed_again(small, tmp_path, capsys):
+    archive = tmp_path / "source" / "images.bin"
+    calls = []
+
+    def fill(builder: Builder) -> None:
+        calls.append(1)
+        small.fill(builder)
+
+    source = replace(small, fill=fill, inputs=[archive])
+    root = tmp_path / "root"
+    for settings in (FOUR, Settings(), Settings()):
+        write(source, root, settings)
+    assert "complete already" in capsys.readouterr().out
+    assert len(calls) == 1
+    with pytest.raises(PrepError, match="jpeg_quality is 95 there, 90 here"):
+        write(source, root, Settings(policy=ImagePolicy(jpeg_quality=90)))
+    os.utime(archive, (5, 5))
+    write(source, root, Settings())
+    assert len(calls) == 2
+
+
+def test_a_refused_command_leaves_the_work_of_another(small, tmp_path):
+    root, source = tmp_path / "root", replace(small, inputs=[tmp_path / "source" / "images.bin"])
+    write(source, root, replace(FOUR, part="0-1"))
+    (root / "_spool").mkdir()
+    before = sorted(path.name for path in root.iterdir())
+    for settings, what in ((replace(FOUR, num_shards=5), "num_shards"), (replace(FOUR, seed=3), "seed")):
+        with pytest.raises(PrepError, match=f"{what} is .* Nothing was changed"):
+            write(source, root, settings)
+    other = source_of(tmp_path / "other", small_splits(22))
+    with pytest.raises(PrepError, match=r"catalogue is .* Nothing was changed"):
+        write(replace(other, inputs=[tmp_path / "other" / "images.bin"]), root, FOUR)
+    assert sorted(path.name for path in root.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("fraction", "splits", "message"),
+    [
+        (0.01, small_splits(), "--minival 0.01: of 8 images, the largest class, that is none"),
+        (0.5, {"val": small_splits()["val"]}, "there is no training split to cut it from"),
+    ],
+)
+def test_a_minival_of_nothing_is_an_error(tmp_path, fraction, splits, message):
+    with pytest.raises(PrepError, match=message):
+        write(source_of(tmp_path, splits), tmp_path / "root", Settings(minival=fraction))
+
+
+def test_names_in_any_encoding(tmp_path, capsys):
+    splits = {"train": [("gut.jpg", 0, image_bytes()), ("b\udcff.jpg", 1, b"damaged"), ("c\udcfe.jpg", 1, image_bytes())]}
+    root = tmp_path / "root"
+    write(source_of(tmp_path, splits), root, Settings(num_shards=1, max_unreadable=0.5, with_json=True))
+    assert json.loads((root / "quarantine.jsonl").read_text())["name"] == "b\udcff.jpg"
+    split = open_split(root, "train")
+    assert sorted(split.key(i) for i in range(split.num_samples)) == ["c\ufffd", "gut"]
+
+
 def damaged(folder: Path) -> Source:
     splits = small_splits()
     splits["train"][3] = ("train.3.JPEG", 0, image_bytes(3)[:-100])
@@ -274,7 +368,7 @@ def test_unreadable_images_are_left_out_and_listed(tmp_path, capsys):
 
 def test_too_many_unreadable_images_stop_it_until_they_are_mended(written, tmp_path):
     root = tmp_path / "root"
-    with pytest.raises(PrepError, match=r"[12] images cannot be read, more than --max-unreadable 0.01 of all allows\..*[^\0]*train_"):
+    with pytest.raises(PrepError, match=r"[12] images cannot be read, more than --max-unreadable 0.01 of all allows[^\0]*train_"):
         write(damaged(tmp_path), root, FOUR)
     assert not (root / "_info.json").exists()
     for tar in root.glob("*.tar"):
@@ -309,7 +403,7 @@ def test_images_that_are_no_rgb_jpeg_are_converted_and_counted(tmp_path, capsys)
 def test_bad_catalogues(tmp_path, samples, message):
     with pytest.raises(PrepError, match=message):
         write(source_of(tmp_path, {"train": samples}), tmp_path / "root")
-    assert not list((tmp_path / "root").iterdir())
+    assert not (tmp_path / "root").exists()
 
 
 def test_a_dry_run_tells_the_plan_and_writes_nothing(digits, tmp_path):
@@ -360,7 +454,7 @@ def test_killed_and_continued(digits, tmp_path, num_tars):
         assert tar.read_bytes() == (digits / tar.name).read_bytes(), "torn"
     assert not (root / "_info.json").exists()
     again = subprocess.run([*DIGITS, "--out", root, "--workers", "1"], check=True, capture_output=True, text=True)
-    assert num_tars == 0 or "are whole already" in again.stdout
+    assert num_tars == 0 or "are there already" in again.stdout
     assert digest(root) == digest(digits)
 
 
@@ -378,7 +472,7 @@ def test_a_bad_part_is_one_line(tmp_path):
     failed = subprocess.run([*DIGITS, "--out", tmp_path / "root", "--shards", "9-99"], capture_output=True, text=True)
     assert failed.returncode == 2
     assert failed.stderr == "error: --shards 9-99: there are shards 0 to 14 (train has 12; val has 3), and A-B goes upwards\n"
-    assert not list((tmp_path / "root").iterdir())
+    assert not (tmp_path / "root").exists()
 
 
 def wait_for_end_of_group(group: int) -> None:
@@ -392,14 +486,20 @@ def wait_for_end_of_group(group: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_it_ends_at_once_and_clean(digits, tmp_path, number, status):
+def test_interrupted_it_ends_at_once_and_clean(digits, tmp_path, number, status, early):
+    """The parent alone, as a batch system may; or all processes, as a terminal does, while workers start."""
     root = tmp_path / "root"
     process = subprocess.Popen([*DIGITS, "--out", root, "--workers", "2"], start_new_session=True, stderr=subprocess.PIPE, text=True)
-    while not list(root.glob(".*.tar.*.tmp")):
+    while not list(root.glob("_writing.json" if early else ".*.tar.*.tmp")):
         assert process.poll() is None, "finished before it could be interrupted"
         time.sleep(0.001)
-    process.send_signal(number)  # to the parent alone, as a batch system may
+    if early:
+        time.sleep(0.1)
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == status
     assert errors.endswith("; the same command continues\n")

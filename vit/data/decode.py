@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+from vit.data.jpeg import MAX_PIXELS
+
 Window = tuple[int, int, int, int]
 """left, top, width, height in pixels of the original image."""
-MAX_PIXELS = 178_956_970
-"""Pillow's limit, for JPEG too: a damaged header may promise 65,535 x 65,535 pixels, whose 13 GB nobody has."""
 
 
 def decode(data: bytes, channels: int = 3) -> NDArray[np.uint8]:

@@ -12,7 +12,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,14 +40,22 @@ def is_being_written(temporary: Path) -> bool:
     try:
         host, process = temporary.name.removesuffix(".tmp").rsplit(".", 1)
         if not host.endswith(f".{socket.gethostname()}"):
-            newest_s = max(path.stat().st_mtime for path in (temporary, *temporary.rglob("*")))
-            return time.time() - newest_s < (86_400 if temporary.is_dir() else 600)
+            return time.time() - _newest_change_s(temporary) < (86_400 if temporary.is_dir() else 600)
         os.kill(int(process), 0)
     except PermissionError:
         return True  # alive, and somebody else's
     except (OSError, ValueError):
         return False
     return True
+
+
+def _newest_change_s(path: Path) -> float:
+    """When `path`, or anything in it, changed last. Raises OSError if it is gone; what vanishes inside meanwhile is passed over."""
+    newest_s = path.stat().st_mtime
+    for inside in path.rglob("*"):
+        with suppress(OSError):
+            newest_s = max(newest_s, inside.stat().st_mtime)
+    return newest_s
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
@@ -80,7 +88,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` as JSON to `path`, whole or not at all."""
     with replacing(path) as file:
-        file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+        # A name that is no UTF-8 holds lone surrogates: backslashreplace writes them as JSON's own escapes.
+        file.write(json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -78,16 +78,6 @@ def make_info(
     return info
 
 
-def write_info(root: Path, splits: dict[str, list[str]], **about: Any) -> None:
-    """Write `<root>/_info.json` from the sidecars of the shards; `about`: as `make_info`. Raises ShardError naming shards without."""
-    filenames = [name for names in splits.values() for name in names]
-    sidecars = {name: sidecar for name in filenames if (sidecar := read_sidecar(root / name)) is not None}
-    if missing := [name for name in filenames if name not in sidecars]:
-        text = f"{len(missing)} of {len(filenames)} shards have no sidecar (first: {missing[0]})"
-        raise ShardError(f"{root}: not complete, {text}; run the command that writes them again, it continues")
-    write_json(root / "_info.json", make_info(splits, sidecars, **about))
-
-
 def read_info(root: Path | str) -> dict[str, Any]:
     """`<root>/_info.json`. Raises ShardError if it is missing, broken or of a later format than this code knows."""
     root = Path(root)

@@ -1,0 +1,398 @@
+"""Data preparation beside its peers and its limits, in one run: writing shards, checking images, listing archives, memory.
+
+    python benchmarks/prep.py [--quick] [--rounds N] [--data FOLDER] [--rows N ...] [--out FILE.json]
+
+    python benchmarks/prep.py --quick                       a minute: does it run?
+    python benchmarks/prep.py --rows 1281167 100000000      the second takes some minutes and 8 GB of disk
+
+The data's story: photos with grain, of ImageNet's sizes, are made once and kept in FOLDER: as a tree of class folders, and as a tar of 100
+tars as ILSVRC2012_img_train.tar is one. Contestants take turns (benchmarks/measure.py). FILE.json gets every round, FILE.md the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import simplejpeg
+from measure import CORES, Result, as_result, default_out, keep, machine, rows_of, show, shown, take_turns
+from PIL import Image
+from prep_data import Data, make_data
+
+from data_prep import imagenet
+from data_prep.card import write_card
+from data_prep.catalogue import Builder, Source, open_catalogue, read_range
+from data_prep.images import ImagePolicy
+from data_prep.jobs import run_jobs
+from data_prep.plan import Plan, Settings, make_plan
+from data_prep.shard import Work, write_shard
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_SHARDS = max(2, CORES)
+IN_MEMORY = Path("/dev/shm")
+"""A file system in memory: what is written there costs processor time only."""
+STARTING_S = 1.5
+"""In which a worker process starts."""
+DD, SHARD_WRITER = "dd of the same bytes", "webdataset ShardWriter <- nested tar"
+PACKAGES = ("numpy", "pillow", "simplejpeg", "webdataset")
+
+
+# ---- contestants: each reads the data and writes into an empty folder ---------------------------------------------------
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what commands print."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def span(function: Callable[[Any], tuple[float, float]], parts: Sequence[Any]) -> float:
+    """Seconds in which worker processes, one a part, do all parts: from when all of them run.
+
+    function: of (part, when to begin); returns start and end by the clock that all processes share.
+    """
+    begin_at = time.monotonic() + STARTING_S
+    jobs = [(function, (part, begin_at), number) for number, part in enumerate(parts)]
+    spans = run_jobs(jobs, len(parts), "", num_jobs=len(parts)).values()
+    return max(end for _, end in spans) - min(start for start, _ in spans)
+
+
+def wait_until(begin_at: float) -> float:
+    time.sleep(max(0.0, begin_at - time.monotonic()))
+    return time.monotonic()
+
+
+def write_some(job: tuple[list[Work], float]) -> tuple[float, float]:
+    """Write these shards. Runs in a worker process."""
+    works, begin_at = job
+    start = wait_until(begin_at)
+    for work in works:
+        write_shard(work)
+    return start, time.monotonic()
+
+
+def planned(data: Data, workers: int, check: str, out: Path) -> Plan:
+    """The archive listed, and some images looked at."""
+    settings = Settings(num_shards=NUM_SHARDS, workers=workers, policy=ImagePolicy(check=check))
+    with quiet():
+        return make_plan(imagenet.source([data.archive], allow_partial=True), out, settings)
+
+
+def ours(data: Data, workers: int, check: str, out: Path) -> float:
+    """Seconds from archive and catalogue to shards with index and sidecar, with processes that run already."""
+    work = planned(data, workers, check, out).work()
+    return span(write_some, [work[worker::workers] for worker in range(workers)])
+
+
+def timed(function: Callable[[Path], object], out: Path) -> float:
+    began = time.monotonic()
+    function(out)
+    return time.monotonic() - began
+
+
+def our_command(data: Data, workers: int, out: Path) -> None:
+    """All of it, from the shell's prompt to the data set's card."""
+    options = ["--partial", "--check", "headers", "--workers", str(workers), "--num-shards", str(NUM_SHARDS)]
+    command = [sys.executable, "-m", "data_prep.imagenet", str(data.archive), "--out", str(out), *options]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+
+
+def shard_writer(data: Data, out: Path) -> Any:
+    import webdataset  # here, as it brings torch, which worker processes need not load
+
+    return webdataset.ShardWriter(f"{out}/train-%06d.tar", maxcount=-(-len(data.files) // NUM_SHARDS), maxsize=1e10, verbose=0)
+
+
+def webdataset_from_folder(data: Data, out: Path) -> None:
+    with shard_writer(data, out) as writer:
+        for file in data.files:
+            writer.write({"__key__": file.stem, "jpg": file.read_bytes(), "cls": int(file.parent.name[1:])})
+
+
+def webdataset_from_tar(data: Data, out: Path) -> None:
+    with shard_writer(data, out) as writer, tarfile.open(data.archive) as outer:
+        for inner_member in outer:
+            with tarfile.open(fileobj=outer.extractfile(inner_member)) as inner:
+                for member in inner:
+                    encoded = inner.extractfile(member)
+                    assert encoded is not None
+                    writer.write({"__key__": member.name[:-5], "jpg": encoded.read(), "cls": int(inner_member.name[1:-4])})
+
+
+def gnu_tar(data: Data, out: Path) -> None:
+    subprocess.run(["tar", "-cf", out / "all.tar", "-C", data.folder, "."], check=True)
+
+
+def dd(data: Data, out: Path) -> None:
+    subprocess.run(["dd", f"if={data.archive}", f"of={out / 'all.tar'}", "bs=4M", "status=none"], check=True)
+
+
+def decode_some(job: tuple[tuple[list[Path], str], float]) -> tuple[float, float]:
+    """Decode images that are in memory already. Runs in a worker process."""
+    (files, decoder), begin_at = job
+    encoded = [file.read_bytes() for file in files]
+    how: dict[str, Callable[[bytes], object]] = {
+        "simplejpeg": partial(simplejpeg.decode_jpeg, colorspace="RGB"),
+        "simplejpeg, 1/8": partial(simplejpeg.decode_jpeg, colorspace="RGB", min_width=1, min_height=1, min_factor=8),
+        "Pillow": lambda image: Image.open(io.BytesIO(image)).convert("RGB"),
+    }
+    decode, start = how[decoder], wait_until(begin_at)
+    for image in encoded:
+        decode(image)
+    return start, time.monotonic()
+
+
+def list_with_tarfile(tiny: Path, num_inner: int) -> int:
+    """Members of the first inner tars."""
+    found = 0
+    with tarfile.open(tiny) as outer:
+        for inner_member in itertools.islice(outer, num_inner):
+            with tarfile.open(fileobj=outer.extractfile(inner_member)) as inner:
+                found += len(inner.getmembers())
+    return found
+
+
+def catalogue(source: Source, out: Path) -> None:
+    with quiet():
+        open_catalogue(source, out / "_catalogue", seed=0)
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def empty_folder(beside: Path) -> Iterator[Path]:
+    out = beside / f"vit-benchmark-{os.getpid()}"
+    out.mkdir()
+    try:
+        yield out
+    finally:
+        shutil.rmtree(out)
+
+
+def bring_to_disk(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+
+
+def drop_from_cache(path: Path) -> None:
+    """Make the next read of `path` come from the disk."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def writers(data: Data) -> dict[str, Callable[[Path], float]]:
+    """Contestants that write shards: a folder in, seconds out."""
+    return {
+        DD: partial(timed, partial(dd, data)),
+        "ours <- nested tar, 1 process": partial(ours, data, 1, "headers"),
+        f"ours <- nested tar, {NUM_SHARDS} processes": partial(ours, data, NUM_SHARDS, "headers"),
+        SHARD_WRITER: partial(timed, partial(webdataset_from_tar, data)),
+        "webdataset ShardWriter <- folder": partial(timed, partial(webdataset_from_folder, data)),
+        "GNU tar <- folder": partial(timed, partial(gnu_tar, data)),
+    }
+
+
+def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
+    """Shards from data in the page cache: into memory; and to the disk, until the contestant ends and until all is on the disk."""
+
+    def into_memory(write: Callable[[Path], float]) -> float:
+        with empty_folder(IN_MEMORY) as out:
+            return data.num_bytes / 1e6 / write(out)
+
+    def onto_disk(name: str, write: Callable[[Path], float]) -> float:
+        with empty_folder(place) as out:
+            os.sync()
+            seconds = write(out)
+            ended = time.monotonic()
+            bring_to_disk(out)
+            until_ended.setdefault(name, []).append(data.num_bytes / 1e6 / seconds)
+            return data.num_bytes / 1e6 / (seconds + time.monotonic() - ended)
+
+    def from_disk(write: Callable[[Path], float]) -> float:
+        drop_from_cache(data.archive)
+        return onto_disk("", write)
+
+    contestants, until_ended = writers(data), dict[str, list[float]]()
+    found = []
+    if IN_MEMORY.is_dir():
+        in_memory = {name: partial(into_memory, write) for name, write in contestants.items()}
+        found.append(take_turns("Shards into memory: the processor's limit", "MB/s", in_memory, rounds, (DD, SHARD_WRITER)))
+    to_disk = {name: partial(onto_disk, name, write) for name, write in contestants.items()}
+    on_disk = take_turns("Shards to a disk, until all is on it", "MB/s", to_disk, rounds, (DD, SHARD_WRITER))
+    ended = {name: rates[1:] for name, rates in until_ended.items()}
+    title = "The same, until the contestant ends (ours has waited for the disk then)"
+    found += [on_disk, as_result(title, "MB/s", ended, (DD, SHARD_WRITER))]
+    cold = {name: partial(from_disk, write) for name, write in contestants.items() if "folder" not in name}
+    title = "Shards from disk to disk: the archive is not in the page cache"
+    found.append(take_turns(title, "MB/s", cold, rounds, (DD, SHARD_WRITER)))
+    return found
+
+
+def measure_command(data: Data, place: Path, rounds: int) -> Result:
+    """Seconds of the whole command, and of what in it is not writing."""
+
+    def command(workers: int) -> float:
+        with empty_folder(place) as out:
+            seconds = timed(partial(our_command, data, workers), out)
+            if workers == 1:
+                cards.append(timed(write_card, out))
+            return seconds
+
+    def imports() -> float:
+        return timed(lambda _: subprocess.run([sys.executable, "-c", "import data_prep.imagenet"], cwd=ROOT, check=True), place)
+
+    def plan() -> float:
+        with empty_folder(place) as out:
+            return timed(partial(planned, data, 1, "headers"), out)
+
+    def worker() -> float:
+        return timed(lambda _: run_jobs([(str, 0, "")], 1, "", num_jobs=1), place)
+
+    cards: list[float] = []
+    parts: dict[str, Callable[[], float]] = {
+        "the command, 1 worker": partial(command, 1),
+        f"the command, {NUM_SHARDS} workers": partial(command, NUM_SHARDS),
+        "of it: Python and imports": imports,
+        "of it: the catalogue, a look at 64 images": plan,
+        "of it: a worker's start and end": worker,
+    }
+    title = f"The whole command, for {len(data.files):,} images"
+    result = take_turns(title, "s", parts, rounds)
+    found = {name: row["rounds"] for name, row in result["rows"].items()}
+    return as_result(title, "s", {**found, "of it: the card, 1,000 images at most": cards[1:]})
+
+
+def measure_decoding(data: Data, rounds: int) -> Result:
+    """Images a second with all cores."""
+
+    def bare(how: str) -> float:
+        return len(data.files) / span(decode_some, [(data.files[core::CORES], how) for core in range(CORES)])
+
+    def checked() -> float:
+        with empty_folder(IN_MEMORY if IN_MEMORY.is_dir() else data.archive.parent) as out:
+            return len(data.files) / ours(data, CORES, "decode", out)
+
+    contestants = {f"bare decoding, {how}": partial(bare, how) for how in ("simplejpeg", "simplejpeg, 1/8", "Pillow")}
+    title = f"--check decode: images checked and written, {CORES} processes each"
+    return take_turns(title, "images/s", {**contestants, "ours, --check decode": checked}, rounds, list(contestants))
+
+
+def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Result:
+    """Members a second."""
+
+    def listed() -> float:
+        with empty_folder(place) as out:
+            return num_tiny / timed(partial(catalogue, imagenet.source([data.tiny], allow_partial=True)), out)
+
+    def with_tarfile() -> float:
+        found: list[int] = []
+        seconds = timed(lambda _: found.append(list_with_tarfile(data.tiny, 50)), place)
+        return found[0] / seconds
+
+    with quiet():
+        contestants = {"tarfile, listing alone": with_tarfile, "ours, a finished catalogue": listed}
+        title = f"Catalogue of a nested tar, {num_tiny:,} members of 1,000 tars"
+        return take_turns(title, "members/s", contestants, rounds, ["tarfile, listing alone"])
+
+
+def memory_of(job: tuple[int, Path]) -> dict[str, float]:
+    """Make a catalogue of this many rows; seconds and peak memory. Runs in a process of its own."""
+    num_rows, place = job
+    filled_at, peak, ended = 0.0, 0, threading.Event()
+
+    def status(field: str) -> int:
+        return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10  # type: ignore[index]
+
+    def fill(builder: Builder) -> None:
+        nonlocal filled_at
+        builder.classes([f"n{label:08d}" for label in range(1000)])
+        file = builder.file("archive.tar")
+        for start in range(0, num_rows, 4096):
+            rows = np.arange(start, min(start + 4096, num_rows))
+            names = [f"n{row % 1000:08d}_{row}.JPEG" for row in rows.tolist()]
+            builder.add("train", file, names, rows % 1000, rows * 113_000, np.full(len(rows), 110_000))
+        filled_at = time.monotonic()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.01):
+            peak = max(peak, status("RssAnon"))
+
+    before = status("RssAnon")
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with empty_folder(place) as out:
+        began = time.monotonic()
+        made = open_catalogue(Source("simulated", {}, fill, read_range), out / "_catalogue", seed=0)
+        finished = time.monotonic()
+        made.table("train").samples(range(0, num_rows, max(1, num_rows // 7000)))  # those of one shard
+        num_bytes = sum(path.stat().st_size for path in made.folder.iterdir())
+    ended.set()
+    watcher.join()
+    found = {"rows": num_rows, "filling s": filled_at - began, "ordering s": finished - filled_at, "catalogue GB": num_bytes / 1e9}
+    return found | {"before MB": before / 1e6, "peak MB": peak / 1e6, "with mapped files MB": status("VmHWM") / 1e6}
+
+
+def memory_rows(found: list[dict[str, float]]) -> list[list[str]]:
+    """Head and rows of a table."""
+    head = ["", *list(found[0])[1:]]
+    return [head, *([f"{row['rows']:,} rows", *(shown(x) for x in list(row.values())[1:])] for row in found)]
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the data and one round: the figures mean nothing")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--data", type=Path, default=Path(tempfile.gettempdir(), "vit-benchmark-prep"), metavar="FOLDER", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--rows", type=int, nargs="*", default=[1_281_167, 10_000_000], metavar="N", help="of simulated catalogues (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="default: benchmarks/results/<date>-prep-<processor>.json")
+    args = parser.parse_args()
+    num_images, num_tiny, rounds = (300, 20_000, 1) if args.quick else (3000, 200_000, args.rounds)
+
+    args.data.mkdir(parents=True, exist_ok=True)
+    data = make_data(args.data, num_images, num_tiny)
+    described = f"{len(data.files):,} JPEGs, {data.num_bytes / 1e6:,.0f} MB, {data.num_bytes / len(data.files) / 1e3:.0f} kB on average."
+    load, facts = os.getloadavg()[0], machine(args.data, PACKAGES)
+    results = measure_writing(data, args.data, rounds)
+    results += [
+        measure_command(data, args.data, rounds),
+        measure_decoding(data, rounds),
+        measure_catalogue(data, args.data, num_tiny, rounds),
+    ]
+    memory = [run_jobs([(memory_of, (rows, args.data), "")], 1, "", num_jobs=1)[""] for rows in ([100_000] if args.quick else args.rows)]
+    tables = {result["title"]: rows_of(result) for result in results}
+    tables |= {"Peak memory of making a catalogue": memory_rows(memory)} if memory else {}
+    for title, table in tables.items():
+        show(title, table)
+    report = {"date": time.strftime("%Y-%m-%d"), "data": described, "rounds": rounds, "machine": facts, "load": [load, os.getloadavg()[0]]}
+    out = args.out or default_out("prep-quick" if args.quick else "prep", facts["cpu"])
+    keep(out, f"Data preparation, {report['date']}", {**report, "results": results, "memory": memory}, tables)
+
+
+if __name__ == "__main__":
+    main()

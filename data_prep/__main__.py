@@ -1,0 +1,11 @@
+"""The commands of this package: `python -m data_prep`."""
+
+import ast
+from pathlib import Path
+
+COMMANDS = ("imagenet", "animals10", "mnist", "cifar", "imagefolder", "digits", "index", "verify", "card")
+
+for name in COMMANDS:
+    story = ast.get_docstring(ast.parse(Path(__file__).with_name(f"{name}.py").read_text())) or ""
+    print(f"python -m data_prep.{name:<12} {story.splitlines()[0]}")
+print("Each has --help; docs/data.md tells more.")

@@ -1,0 +1,403 @@
+"""The section "Data preparation" of docs/errors.md is true: each row is provoked with the real command on files of the true format.
+
+A row's first cell names its scenario. Besides text and exit status each row is checked for what was left behind: nothing at all for what is
+found before the first shard is written, else whole shards only; what "continues" is continued. Commands run in this process, but for those
+that need a signal or a user of their own, or that come again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import fsspec  # noqa: F401 (its registry is emptied)
+import numpy as np
+import prep_wrong_sources  # noqa: F401 (registers scenarios)
+import pytest
+from error_rows import WITHOUT_PRIVILEGES, Row, leave_free, pattern_of, rows, small_disk, snapshot
+from fake_imagenet import make_fake, tar_of, write_train_tar
+from prep_place import BEGUN, SCENARIOS, TRAIN_TAR, Place, command, images, official, scenario, whole_shards_only
+from processes import REPOSITORY, environment, jpeg
+from servers import S3Server, WebServer
+
+from data_prep import download
+from vit.data.tar import scan_tar
+
+# ---- the output folder ------------------------------------------------------------------------------------------------
+
+
+@scenario("a folder with shards of unknown origin")
+def _(place):
+    place.out.mkdir()
+    (place.out / "train-00000.tar").write_bytes(tar_of([("a.jpg", b"x"), ("a.cls", b"0")]))
+    place.prepare("imagefolder", images(place))
+
+
+@scenario("a folder that holds another data set, or was written with other options")
+def _(place):
+    place.prepare("imagefolder", images(place))
+    place.prepare("imagefolder", place.folder / "images", "--seed", 1, "--resize-short-side", 16)
+
+
+@scenario("images that were added since")
+def _(place):
+    folder = images(place)
+    place.prepare("imagefolder", folder)
+    shutil.copy(folder / "cat" / "0.jpg", folder / "cat" / "new.jpg")
+    place.prepare("imagefolder", folder, alone=True)
+
+
+@scenario("another archive than the one with which the folder was begun")
+def _(place):
+    place.prepare("imagenet", official(place), "--partial", "--shards", "0-2")
+    write_train_tar(make_fake(num_classes=10, train_per_class=5, seed=1), place.folder / "downloads" / TRAIN_TAR)
+    place.prepare("imagenet", place.folder / "downloads", "--partial")
+
+
+@scenario("two commands with other options into one folder: the first one goes on", begun=True)
+def _(place):
+    first = Background(place)
+    first.wait_for_shard()
+    place.prepare("imagefolder", first.source, "--seed", 1)
+    assert first.process.wait(timeout=60) == 0
+    whole_shards_only(place.out, complete=True)
+
+
+@scenario("no permission to write the shards")
+def _(place):
+    (place.folder / "mine").mkdir(mode=0o555)
+    place.out = place.folder / "mine" / "shards"
+    place.prepare("imagefolder", images(place), prefix=WITHOUT_PRIVILEGES)
+
+
+@scenario("a disk that is mounted read-only")
+def _(place):
+    folder = images(place)
+    with small_disk(place.folder / "disk", "ro") as disk:
+        place.out = disk / "shards"
+        place.prepare("imagefolder", folder)
+
+
+@scenario("the disk fills up: whole shards stay, the same command continues", begun=True)
+def _(place):
+    folder = images(place, each=60, side=100)
+    with small_disk(place.folder / "disk") as disk:
+        filler = leave_free(disk, 900)
+        place.out = disk / "shards"
+        place.prepare("imagefolder", folder, "--num-shards", 6)
+        assert list(place.out.glob("*.tar")), "the shards that had room are there"
+        whole_shards_only(place.out)
+        filler.unlink()
+        place.continues()
+
+
+@scenario("a URL to which nothing can be written")
+def _(place):
+    place.run("imagefolder", images(place), "--out", "https://example.org/shards")
+
+
+@scenario("a URL whose package is not installed")
+def _(place):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "s3fs", None)
+        patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # an earlier test of this process may have loaded it
+        place.run("imagefolder", images(place), "--out", "s3://bucket/shards")
+
+
+@scenario("`--shards` out of range")
+def _(place):
+    place.prepare("imagefolder", images(place), "--shards", "5-12")
+
+
+@scenario("more shards than images")
+def _(place):
+    place.prepare("imagefolder", images(place), "--num-shards", 30)
+
+
+@scenario("a value that is none")
+def _(place):
+    place.prepare("imagefolder", images(place), "--jpeg-quality", 101)
+
+
+# ---- images, and what happens meanwhile -------------------------------------------------------------------------------
+
+
+@scenario("an unreadable image: it is left out, told and listed", begun=True)
+def _(place):
+    (images(place, each=60) / "cat" / "7.jpg").write_bytes(b"no image")
+    place.prepare("imagefolder", place.folder / "images", "--num-shards", 2)
+    [entry] = map(json.loads, (place.out / "quarantine.jsonl").read_text().splitlines())
+    assert (entry["key"], entry["reason"]) == ("cat_7", "no image that Pillow knows; begins with b'no image'")
+
+
+@scenario("too many unreadable images: whole shards stay; mended, the same command continues", begun=True)
+def _(place):
+    folder = images(place)
+    for name in ("cat/3.jpg", "dog/5.jpg"):
+        shutil.move(folder / name, place.folder / name.replace("/", "_"))
+        (folder / name).write_bytes(b"no image")
+    place.prepare("imagefolder", folder, "--num-shards", 2)
+    for name in ("cat/3.jpg", "dog/5.jpg"):
+        shutil.move(place.folder / name.replace("/", "_"), folder / name)
+    place.continues()
+
+
+@scenario("all images of a shard are unreadable", begun=True)
+def _(place):
+    folder = images(place)
+    for path in folder.glob("cat/*.jpg"):
+        path.write_bytes(b"no image")
+    place.prepare("imagefolder", folder, "--max-unreadable", 0.9, "--num-shards", 20)
+
+
+class Background:
+    """Shards of large images, which take a while, being written by two workers."""
+
+    def __init__(self, place: Place):
+        self.place, self.source = place, place.folder / "photos"
+        for name, number in itertools.product(("cat", "dog"), range(10)):
+            path = self.source / name / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(photograph())
+        place.before = snapshot(place.folder)
+        arguments = [self.source, "--resize-short-side", 800, "--num-shards", 10, "--workers", 2, "--out", place.out]
+        self.line = [*command("imagefolder"), *map(str, arguments)]
+        piped = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(self.line, cwd=REPOSITORY, env=environment(), text=True, **piped)
+
+    def wait_for_shard(self) -> None:
+        """Until a shard is whole and the next ones are being written."""
+        while not (list(self.place.out.glob("train-*.json")) and list(self.place.out.glob(".train-*.tar.*.tmp"))):
+            assert self.process.poll() is None, f"ended too early: {self.process.communicate()[1]}"
+            time.sleep(0.001)
+
+    def end(self) -> None:
+        """Wait for the end; what it did and printed is what counts."""
+        self.place.stdout, self.place.stderr = "", self.process.communicate(timeout=60)[1]
+        self.place.status, self.place.after = self.process.returncode, snapshot(self.place.folder)
+
+    def again(self) -> None:
+        """The same command, to the end."""
+        done = subprocess.run(self.line, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert "shards are there already and are kept" in done.stdout
+
+
+@functools.cache
+def photograph() -> bytes:
+    """Large, of one colour."""
+    return jpeg(np.full((1000, 1000, 3), 90, np.uint8))
+
+
+def stopped(place: Place, number: signal.Signals) -> None:
+    background = Background(place)
+    background.wait_for_shard()
+    background.process.send_signal(number)  # that the same command continues is shown in test_writer.py
+    background.end()
+
+
+@scenario("Ctrl-C", begun=True)
+def _(place):
+    stopped(place, signal.SIGINT)
+
+
+@scenario("SIGTERM, as batch systems send it", begun=True)
+def _(place):
+    stopped(place, signal.SIGTERM)
+
+
+@scenario("a worker process was killed, which Linux does when memory runs out", begun=True)
+def _(place):
+    if sys.platform != "linux":
+        pytest.skip("finds the worker in /proc")
+    background = Background(place)
+    background.wait_for_shard()
+    children = Path(f"/proc/{background.process.pid}/task/{background.process.pid}/children").read_text().split()
+    os.kill(next(int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()), signal.SIGKILL)
+    background.end()
+    for sidecar in place.out.glob("train-*.json"):  # it is written last; what the killed worker left behind goes with the next command
+        assert len(scan_tar(sidecar.with_suffix(".tar"))) == json.loads(sidecar.read_text())["num_samples"]
+    background.again()
+    whole_shards_only(place.out, complete=True)
+
+
+# ---- index ------------------------------------------------------------------------------------------------------------
+
+
+def shards_in(place: Place, name: str = "train-00000.tar", members: dict[str, bytes] | None = None) -> Path:
+    """A folder with a shard that somebody else wrote."""
+    folder = place.folder / "shards"
+    folder.mkdir()
+    data = jpeg(np.zeros((8, 8, 3), np.uint8))
+    (folder / name).write_bytes(tar_of((members or {"a.jpg": data, "a.cls": b"0"}).items()))
+    return folder
+
+
+@scenario("a folder without tars")
+def _(place):
+    (place.folder / "shards").mkdir()
+    place.run("index", place.folder / "shards", "--workers", 1)
+
+
+@scenario("no split in a shard's name")
+def _(place):
+    place.run("index", shards_in(place, "00000.tar"))
+
+
+@scenario("samples without a label")
+def _(place):
+    place.run("index", shards_in(place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.txt": b"a cat"}))
+
+
+@scenario("a shard to index is cut off")
+def _(place):
+    os.truncate(shards_in(place) / "train-00000.tar", 700)
+    place.run("index", place.folder / "shards", "--workers", 1)
+
+
+@scenario("the folder of a writer that has not finished")
+def _(place):
+    (shards_in(place) / "_writing.json").write_text('{"source": "imagefolder"}')
+    place.run("index", place.folder / "shards", "--workers", 1)
+
+
+@scenario("a folder on the web without `_info.json`")
+def _(place):
+    with WebServer({}) as server:
+        place.run("index", f"{server.url}/shards", "--out", place.folder / "index")
+
+
+@scenario("shards on the web and no folder for their index")
+def _(place):
+    with WebServer({}) as server:
+        place.run("index", f"{server.url}/train-{{0000..0001}}.tar")
+
+
+@scenario("a bucket in which one may not write")
+def _(place):
+    with S3Server() as server:
+        bucket = server.new_bucket()
+        with server.only("s3:ListBucket", "s3:GetObject"):
+            place.run("index", bucket)
+
+
+@scenario("a shard on the web that needs a login")
+def _(place):
+    with WebServer({"/train-0000.tar": b"x"}) as server:
+        server.statuses = [403]
+        place.run("index", f"{server.url}/train-0000.tar", "--out", place.folder / "index")
+
+
+# ---- verify -----------------------------------------------------------------------------------------------------------
+
+
+DATA_SET: dict[str, bytes] = {}
+
+
+def finished(place: Place) -> Path:
+    """A small data set, which is made once."""
+    if not DATA_SET:
+        place.prepare("imagefolder", images(place), "--num-shards", 2)
+        assert place.status == 0, place.stderr
+        DATA_SET.update(snapshot(place.out))
+    place.out.mkdir(exist_ok=True)
+    for name, content in DATA_SET.items():
+        (place.out / name).write_bytes(content)
+    return place.out
+
+
+@scenario("a shard was deleted")
+def _(place):
+    (finished(place) / "train-00001.tar").unlink()
+    place.run("verify", place.out, "--workers", 1)
+
+
+@scenario("a byte was changed")
+def _(place):
+    tar = finished(place) / "train-00001.tar"
+    data = bytearray(tar.read_bytes())
+    data[2000] ^= 1
+    tar.write_bytes(data)
+    place.run("verify", place.out, "--workers", 1)
+
+
+@scenario("a shard was cut off")
+def _(place):
+    os.truncate(finished(place) / "train-00001.tar", 5000)
+    place.run("verify", place.out, "--workers", 1)
+
+
+@scenario("a shard was replaced by another of its size")
+def _(place):
+    shutil.copy(finished(place) / "train-00001.tar", place.out / "train-00000.tar")
+    place.run("verify", place.out, "--workers", 1)
+
+
+@scenario("`_info.json` is missing")
+def _(place):
+    (finished(place) / "_info.json").unlink()
+    place.run("verify", place.out, "--workers", 1)
+
+
+@scenario("a data set that is not finished")
+def _(place):
+    (finished(place) / "_info.json").rename(place.out / "_writing.json")
+    place.run("verify", place.out, "--workers", 1)
+
+
+@scenario("a data set at a URL")
+def _(place):
+    place.run("verify", "s3://bucket/shards")
+
+
+# ---- the table and what happened ------------------------------------------------------------------------------------
+
+
+ROWS = rows("Data preparation")
+
+
+@pytest.fixture
+def place(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A place of its own for everything, temporary files too; what waits for a network waits shortly."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(download, "PAUSES_S", (0.01,) * len(download.PAUSES_S))
+    return Place(tmp_path, capfd)
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.what) for row in ROWS])
+def test_the_row_is_what_happens(row: Row, place: Place):
+    assert row.what in SCENARIOS, "this row has no scenario"
+    SCENARIOS[row.what](place)
+    is_error = row.printed.startswith("error: ")
+    output = place.stderr if is_error else place.stdout + place.stderr
+    assert place.status == row.status, place.stdout + place.stderr
+    assert re.search(f"^{pattern_of(row.printed)}$", output, re.MULTILINE), f"expected\n{row.printed}\nbut this was printed:\n{output}"
+    assert "Traceback" not in place.stderr
+    if is_error:
+        assert len(re.findall("^error: ", output, re.MULTILINE)) == 1, output
+        assert re.search(f"^{pattern_of(row.printed)}\\s*\\Z", output, re.MULTILINE), f"more was printed behind it:\n{output}"
+    if row.what not in BEGUN:
+        assert place.after == place.before, "files were written or changed"
+        return
+    changed = {name for name in place.before.keys() | place.after.keys() if place.before.get(name) != place.after.get(name)}
+    assert all((place.folder / name).is_relative_to(place.out) for name in changed), "files outside the output folder have changed"
+    whole_shards_only(place.out)
+
+
+def test_every_scenario_has_a_row_and_every_row_a_scenario():
+    listed = [row.what for row in ROWS]
+    assert len(set(listed)) == len(listed)
+    assert set(listed) == set(SCENARIOS)
