@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ def take_turns(title: str, unit: str, contestants: Mapping[str, Callable[[], flo
     """What each contestant returns, a rate as a rule. One round before is not counted."""
     found: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
+        print(f"{title}: round {turn} of {rounds}", file=sys.stderr, flush=True)
         for name, contestant in contestants.items():
             gc.collect()
             value = contestant()

@@ -47,8 +47,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NUM_SHARDS = max(2, CORES)
 IN_MEMORY = Path("/dev/shm")
 """A file system in memory: what is written there costs processor time only."""
-STARTING_S = 1.5
-"""In which a worker process starts."""
+STARTING_S = 2.0
+"""In which a worker process starts and warms up."""
+WARM_UP = 100
 DD, SHARD_WRITER = "dd of the same bytes", "webdataset ShardWriter <- nested tar"
 PACKAGES = ("numpy", "pillow", "simplejpeg", "webdataset")
 
@@ -70,7 +71,7 @@ def span(function: Callable[[Any], tuple[float, float]], parts: Sequence[Any]) -
     """
     begin_at = time.monotonic() + STARTING_S
     jobs = [(function, (part, begin_at), number) for number, part in enumerate(parts)]
-    spans = run_jobs(jobs, len(parts), "", num_jobs=len(parts)).values()
+    spans = run_jobs(jobs, len(parts), "benchmark", num_jobs=len(parts)).values()
     return max(end for _, end in spans) - min(start for start, _ in spans)
 
 
@@ -80,8 +81,10 @@ def wait_until(begin_at: float) -> float:
 
 
 def write_some(job: tuple[list[Work], float]) -> tuple[float, float]:
-    """Write these shards. Runs in a worker process."""
+    """Write these shards, and before that a few images, as a worker has written many. Runs in a worker process."""
     works, begin_at = job
+    first = works[0]
+    write_shard(first._replace(shard=first.shard._replace(places=first.shard.places[:WARM_UP])))
     start = wait_until(begin_at)
     for work in works:
         write_shard(work)
@@ -379,18 +382,16 @@ def main() -> None:
     described = f"{len(data.files):,} JPEGs, {data.num_bytes / 1e6:,.0f} MB, {data.num_bytes / len(data.files) / 1e3:.0f} kB on average."
     load, facts = os.getloadavg()[0], machine(args.data, PACKAGES)
     results = measure_writing(data, args.data, rounds)
-    results += [
-        measure_command(data, args.data, rounds),
-        measure_decoding(data, rounds),
-        measure_catalogue(data, args.data, num_tiny, rounds),
-    ]
-    memory = [run_jobs([(memory_of, (rows, args.data), "")], 1, "", num_jobs=1)[""] for rows in ([100_000] if args.quick else args.rows)]
+    results += [measure_command(data, args.data, rounds), measure_decoding(data, rounds)]
+    results += [measure_catalogue(data, args.data, num_tiny, rounds)]
+    sizes = [100_000] if args.quick else args.rows
+    memory = [run_jobs([(memory_of, (rows, args.data), "")], 1, "benchmark", num_jobs=1)[""] for rows in sizes]
     tables = {result["title"]: rows_of(result) for result in results}
     tables |= {"Peak memory of making a catalogue": memory_rows(memory)} if memory else {}
-    for title, table in tables.items():
-        show(title, table)
     report = {"date": time.strftime("%Y-%m-%d"), "data": described, "rounds": rounds, "machine": facts, "load": [load, os.getloadavg()[0]]}
     out = args.out or default_out("prep-quick" if args.quick else "prep", facts["cpu"])
+    for title, rows in tables.items():
+        show(title, rows)
     keep(out, f"Data preparation, {report['date']}", {**report, "results": results, "memory": memory}, tables)
 
 
