@@ -22,7 +22,7 @@ from PIL import Image
 from data_prep import verify
 from vit.data.shards import open_split
 
-KILLS = int(os.environ.get("VIT_KILLS", "5"))
+KILLS = int(os.environ.get("VIT_KILLS", "3"))
 ODD = 7
 """Images that are no plain colour JPEG; one of them is truncated."""
 
