@@ -87,7 +87,7 @@ def write_card(place: Output | Path | str) -> None:
     """
     output = place if isinstance(place, Output) else Output(place)
     info = _read_info(output)
-    name = str(output.url if output.local is None else output.local.resolve()).rsplit("/", 1)[-1]
+    name = str(info.get("source", "data set"))  # not the folder's name: equal data sets have equal cards
     with output.staging() as folder:
         indexes = {split: _fetch_index(output, f"{split}.index.npy", folder) for split in info["splits"]}
 
