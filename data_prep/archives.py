@@ -31,6 +31,8 @@ BATCH = 4096
 MAX_IMAGE_BYTES = 1 << 28
 """An encoded image of more than 256 MiB is refused: it would be a bomb, or no image."""
 TAR_BLOCK = 512
+AHEAD_BYTES, CLOSE_BYTES = 1 << 16, 1 << 12
+"""Bytes read at once where headers are this close together."""
 MAX_NAME_BYTES = 1 << 16  # of a GNU long name or a pax header
 WEB_PAGE = re.compile(rb"\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)
 
@@ -119,9 +121,15 @@ class _Headers:
         renamed: dict[int, str] = {}
         stopped: PrepError | None = None
         fd, position, stop, pread = self.fd, self.position, self.stop, os.pread
+        ahead, ahead_at = b"", position
         try:
             while len(blocks) < BATCH and not self.at_end:
-                block = pread(fd, TAR_BLOCK, position)
+                block = ahead[position - ahead_at : position - ahead_at + TAR_BLOCK]
+                if len(block) < TAR_BLOCK:
+                    # Of small files many headers come with one call; between large ones a long read would fetch data that nobody wants.
+                    close = bool(at) and position - at[-1] <= CLOSE_BYTES
+                    ahead, ahead_at = pread(fd, AHEAD_BYTES if close else TAR_BLOCK, position), position
+                    block = ahead[:TAR_BLOCK]
                 if len(block) < TAR_BLOCK or position + TAR_BLOCK > stop:
                     raise self.damage("cut off: a header or the end mark is missing", min(position, stop))
                 if block[0] == 0 and not any(block):

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -50,6 +50,7 @@ HASH = np.dtype([("hash", "<u8"), ("label", "<i4")])  # the hash of (seed, key)
 MAX_KEY_BYTES = 90
 """A ustar header holds names of 100 bytes, extension included."""
 SAFE_KEY = re.compile(r"[\w+=@,()~-]{1,90}", re.ASCII)
+SAFE_KEYS = re.compile(rf"(?:{SAFE_KEY.pattern}\n)*", re.ASCII)
 ROWS_IN_MEMORY = 1 << 21
 """Rows sorted or compared at once; what is more is done in parts, read one after the other."""
 MAX_OPEN_FILES = 256
@@ -132,6 +133,15 @@ class Builder:
         self.files: list[str] = []
         self.notes: list[str] = []
         self._counts: dict[str, np.ndarray] = {}
+        self._written: dict[str, tuple[BinaryIO, ...]] = {}
+        """Of each split: texts, rows and hashes. Open until they are read: a source may add some hundred samples at a time."""
+        self._text_bytes: dict[str, int] = {}
+
+    def __enter__(self) -> Builder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_files()
 
     @property
     def spool(self) -> Path:
@@ -169,25 +179,33 @@ class Builder:
 
         names: original names. keys: by default the names without their extension; made safe here (see `safe_key`). sizes: below 4 GiB.
         """
-        if len(sizes) and max(sizes) >> 32:
-            raise PrepError(f"{self.files[file]}: an image of {max(sizes):,} bytes; no image has 4 GiB")
+        if len(sizes) and (largest := int(np.max(sizes))) >> 32:
+            raise PrepError(f"{self.files[file]}: an image of {largest:,} bytes; no image has 4 GiB")
         if keys is None:
             keys = [os.path.splitext(name)[0] for name in names]
-        keys = [key if SAFE_KEY.fullmatch(key) else safe_key(key) for key in keys]
+        if SAFE_KEYS.fullmatch("\n".join([*keys, ""])) is None or any("\n" in key for key in keys):
+            keys = [key if SAFE_KEY.fullmatch(key) else safe_key(key) for key in keys]
         texts = [f"{key}\0{name}".encode("utf-8", "surrogateescape") for key, name in zip(keys, names, strict=True)]
         rows = np.empty(len(texts), ROW)
         rows["file"], rows["label"], rows["offset"], rows["size"] = file, labels, offsets, sizes
         rows["text_size"] = [len(text) for text in texts]
         hashes = np.empty(len(texts), HASH)
         hashes["hash"], hashes["label"] = _hashes(keys, self.seed), labels
-        with open(self.folder / f"{split}.text.bin", "ab") as file_of_texts:
-            rows["text"] = file_of_texts.tell() + np.cumsum(rows["text_size"], dtype=np.uint64) - rows["text_size"]
-            file_of_texts.write(b"".join(texts))
-        with open(self.folder / f"{split}.rows.bin", "ab") as file_of_rows:
-            file_of_rows.write(rows.tobytes())
-        with open(self.folder / f"{split}.hashes.bin", "ab") as file_of_hashes:
-            file_of_hashes.write(hashes.tobytes())
+        if split not in self._written:
+            paths = (self.folder / f"{split}.{kind}.bin" for kind in ("text", "rows", "hashes"))
+            self._written[split] = tuple(open(path, "ab", buffering=1 << 20) for path in paths)  # noqa: SIM115  (see _close_files)
+        start = self._text_bytes.get(split, 0)
+        rows["text"] = start + np.cumsum(rows["text_size"], dtype=np.uint64) - rows["text_size"]
+        self._text_bytes[split] = start + int(rows["text_size"].sum())
+        for written, data in zip(self._written[split], (b"".join(texts), rows.tobytes(), hashes.tobytes()), strict=True):
+            written.write(data)
         self._count(split, rows["label"])
+
+    def _close_files(self) -> None:
+        """What was added can be read then, and more can still be added."""
+        while self._written:
+            for file in self._written.popitem()[1]:
+                file.close()
 
     def _count(self, split: str, labels: np.ndarray) -> None:
         num_classes = len(self.class_names)
@@ -195,7 +213,7 @@ class Builder:
         if len(outside):
             raise PrepError(f"split {split!r}: {len(outside)} labels lie outside [0, {num_classes}), the first is {outside[0]}")
         found = np.bincount(labels, minlength=num_classes)
-        self._counts[split] = self._counts.get(split, np.zeros(num_classes, np.int64)) + found
+        self._counts[split] = self._counts[split] + found if split in self._counts else found
 
     def count(self, split: str) -> np.ndarray:
         """(num_classes,) int64: samples of each class so far."""
@@ -206,6 +224,7 @@ class Builder:
 
         Of the key alone: neither the seed nor the position moves an image. Rounded, and each class keeps one image at least.
         """
+        self._close_files()
         table = Table(self.folder, split, self.files, ordered=False)
         held = np.zeros(len(table), bool)
         for labels in _groups(self.count(split)):
@@ -235,6 +254,7 @@ class Builder:
 
     def finish(self) -> None:
         """Order the rows and write `catalogue.json`. Raises PrepError for empty splits and keys that occur twice."""
+        self._close_files()
         digest = hashlib.sha256(json.dumps(self.class_names).encode())
         if not self._counts:
             raise PrepError("the source holds no samples")
@@ -404,11 +424,11 @@ def open_catalogue(
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=f".{socket.gethostname()}.{os.getpid()}.tmp", dir=root))
     temporary.chmod(0o777 & ~_umask())
     try:
-        builder = Builder(temporary, seed, workers, root / SPOOL, dry)
-        source.fill(builder)
-        if finish is not None:
-            finish(builder)
-        builder.finish()
+        with Builder(temporary, seed, workers, root / SPOOL, dry) as builder:
+            source.fill(builder)
+            if finish is not None:
+                finish(builder)
+            builder.finish()
         if source.inputs is None:
             return Catalogue.load(temporary, is_new=True)
         try:

@@ -42,7 +42,7 @@ FOLDERS = {"train", "val", "validation", "data", "ilsvrc", "cls-loc"} | {f"ilsvr
 """Folders that are looked into, in lower case."""
 VAL_FOLDERS = ("val", "validation")
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
-READERS = 8
+READERS = 4
 """Archives or folders listed at once by threads: they wait for a disk or a network, hardly for Python."""
 
 T = TypeVar("T")

@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import boto3
 import fsspec
+import pytest
 from moto.server import ThreadedMotoServer
 
 
@@ -117,25 +118,25 @@ class S3Server:
     def __enter__(self) -> S3Server:
         self._server.start()
         self.port = self._server.get_host_and_port()[1]
-        self._before = dict(os.environ)
-        os.environ.update(
-            AWS_ACCESS_KEY_ID="test",
-            AWS_SECRET_ACCESS_KEY="test",
-            AWS_DEFAULT_REGION="us-east-1",
-            AWS_ENDPOINT_URL=f"http://127.0.0.1:{self.port}",
-            AWS_MAX_ATTEMPTS="1",
-            AWS_CONFIG_FILE=os.devnull,
-            AWS_SHARED_CREDENTIALS_FILE=os.devnull,
-            AWS_EC2_METADATA_DISABLED="true",
-            no_proxy="127.0.0.1",
-            NO_PROXY="127.0.0.1",
-        )
+        self._environment = pytest.MonkeyPatch()  # undoes these alone: tests that began before the server set variables of their own
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_MAX_ATTEMPTS": "1",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "no_proxy": "127.0.0.1",
+            "NO_PROXY": "127.0.0.1",
+        }.items():
+            self._environment.setenv(name, value)
         forget_clients()
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.environ.clear()
-        os.environ.update(self._before)
+        self._environment.undo()
         forget_clients()
         self._server.stop()
 
@@ -154,18 +155,20 @@ class S3Server:
     @contextmanager
     def only(self, *actions: str) -> Iterator[None]:
         """The environment holds the keys of a user who may do these actions only; the server asks for them until the block ends."""
-        iam, before = boto3.client("iam"), dict(os.environ)
+        iam = boto3.client("iam")
+        environment = pytest.MonkeyPatch()
         policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": [*actions], "Resource": "*"}]}
         iam.create_user(UserName="somebody")
         iam.put_user_policy(UserName="somebody", PolicyName="only", PolicyDocument=json.dumps(policy))
         key = iam.create_access_key(UserName="somebody")["AccessKey"]
         self._ask_for_credentials(after_requests=0)
-        os.environ.update(AWS_ACCESS_KEY_ID=key["AccessKeyId"], AWS_SECRET_ACCESS_KEY=key["SecretAccessKey"])
+        environment.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
+        environment.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
         forget_clients()
         try:
             yield
         finally:
-            os.environ.update(before)
+            environment.undo()
             forget_clients()
             self._ask_for_credentials(after_requests=1 << 60)
             iam.delete_access_key(UserName="somebody", AccessKeyId=key["AccessKeyId"])
