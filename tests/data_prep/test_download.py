@@ -1,7 +1,7 @@
 """Downloads from a real HTTP server: continued after cuts, verified, and with clear errors."""
 
 import hashlib
-import os
+import random
 import re
 import signal
 import subprocess
@@ -17,7 +17,7 @@ from data_prep import download as download_module
 from data_prep.download import WebFolder, download
 from data_prep.jobs import PrepError
 
-DATA = os.urandom(3_000_000)
+DATA = random.Random(0).randbytes(3_000_000)
 MD5 = hashlib.md5(DATA).hexdigest()
 
 
@@ -106,7 +106,7 @@ def test_a_server_that_only_cuts(web, path):
 
 
 def test_a_file_that_changes_between_two_attempts_is_fetched_anew(web, path, capsys):
-    changed = os.urandom(2_500_000)
+    changed = random.Random(1).randbytes(2_500_000)
     web.cuts = [1_000_000]
 
     def change(num_bytes: int) -> None:
