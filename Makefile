@@ -6,6 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 RANKS ?= 2
+TESTS_AT_ONCE ?= 2
 
 .PHONY: demo test check soak clean
 
@@ -13,7 +14,7 @@ demo: $(INSTALLED)
 	@RANKS=$(RANKS) bash launch/demo.sh
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -24,7 +25,7 @@ check: $(INSTALLED)
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py $(if $(COUNT),--count $(COUNT))
 
-$(INSTALLED): requirements.txt pyproject.toml
+$(INSTALLED): requirements.txt pyproject.toml $(wildcard vit/native/*)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found: install it, or name it with make PYTHON=/path/to/python3"; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) lacks venv: install it (Debian, Ubuntu: apt-get install python3-venv), then run make again"; exit 2; }
 	$(PYTHON) -m venv .venv

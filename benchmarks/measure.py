@@ -81,10 +81,12 @@ def show(title: str, rows: Sequence[Sequence[str]]) -> None:
     """Print a table; the first row is its head."""
     table = Table(title=title, title_justify="left")
     for column, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if column else "left")
+        table.add_column(name, justify="right" if column else "left", no_wrap=not column)
     for row in rows[1:]:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 140)  # rather wrapped by a narrow terminal than cut off
+    console.print(table)
 
 
 def as_markdown(title: str, paragraphs: Sequence[str], tables: Mapping[str, Sequence[Sequence[str]]]) -> str:

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from data_prep import restart
 from data_prep.catalogue import stable_hash
 from data_prep.command import Parser, run
 from data_prep.output import Output
@@ -344,6 +345,7 @@ def _conversions(card: Card) -> list[str]:
     if changed := card.info.get("changed"):
         told.append("What the writer changed or remarked; all other images have the bytes of their source.")
         told.append(markdown_table(("", "images"), [(reason, f"{count:,}") for reason, count in sorted(changed.items())]))
+        told += _restart_markers(changed)
     else:
         told.append("No image was converted.")
     if card.quarantined:
@@ -355,6 +357,19 @@ def _conversions(card: Card) -> list[str]:
     else:
         told.append("No image was left out.")
     return told
+
+
+def _restart_markers(changed: Mapping[str, int]) -> list[str]:
+    marked = sum(count for reason, count in changed.items() if reason.endswith(restart.MARKED))
+    kept: Counter[str] = Counter()
+    for reason, count in changed.items():
+        if restart.UNMARKED in reason:
+            kept[reason.partition(restart.UNMARKED)[2]] += count
+    if not marked and not kept:
+        return []
+    told = f"{marked:,} images got restart markers and better Huffman tables: other bytes, the same pixels in every decoder."
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in kept.most_common())
+    return [told + (f" {kept.total():,} stayed as they were: {reasons}." if kept else "")]
 
 
 def _source(card: Card) -> list[str]:

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+from data_prep import restart
 from data_prep.catalogue import Source
-from data_prep.images import ImagePolicy
+from data_prep.images import RESTART_MARKERS, ImagePolicy
 from data_prep.jobs import PrepError
 from data_prep.plan import MIN_SHARDS, SHARD_BYTES, Plan, Settings, choose_part, make_plan, size
 from data_prep.writer import write
@@ -139,6 +140,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of images that are changed: resized, turned, or no RGB or grey JPEG (default: %(default)s); all others keep their bytes",
     )
     images.add_argument(
+        "--restart-markers",
+        choices=RESTART_MARKERS,
+        default=ImagePolicy().restart_markers,
+        help="auto: give each JPEG restart markers and better Huffman tables, without loss: files get smaller, and a part of an image can "
+        "be decoded alone (default: %(default)s, bytes stay as they are)",
+    )
+    images.add_argument(
         "--max-unreadable",
         type=fraction,
         default=Settings().max_unreadable,
@@ -156,7 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """What the flags of `add_arguments` say."""
-    policy = ImagePolicy(args.check, args.apply_exif, args.resize_short_side, args.jpeg_quality)
+    policy = ImagePolicy(args.check, args.apply_exif, args.resize_short_side, args.jpeg_quality, args.restart_markers)
     return Settings(
         num_shards=args.num_shards,
         shard_bytes=args.shard_mib and args.shard_mib << 20,
@@ -173,6 +181,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
 def prepare(source: Source, args: argparse.Namespace) -> None:
     """Write the shards of a source as the flags of `add_arguments` say, or print the plan."""
     settings = settings_of(args)
+    if settings.policy.restart_markers == "auto" and (way := restart.way()):
+        print(f"restart markers: by {restart.WAYS[way]}")
     if not args.dry_run:
         write(source, args.out, settings)
         return

@@ -3,7 +3,7 @@
 The data's story: the headers of a JPEG are read; if it is an ordinary one (8 bits, grey or colour) of which nothing else is wanted, its
 data are checked and its bytes pass untouched. All else is decoded and encoded anew: as an RGB JPEG of the policy's quality with full
 chroma resolution (4:4:4), or as a grey one if a grey JPEG is resized or turned. What no decoder takes is `Unreadable`, with the reason.
-Equal bytes and policy give equal bytes.
+Whatever came out gets restart markers if the policy wants them (data_prep/restart.py). Equal bytes and policy give equal bytes.
 
 Readable is what the loader can decode (vit/data/decode.py): simplejpeg, strict, or else Pillow, which overlooks some damage.
 
@@ -23,10 +23,12 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
+from data_prep import restart
 from data_prep.jobs import PrepError
 from vit.data.jpeg import MAX_PIXELS, JpegHeader, read_header
 
 CHECKS = ("decode", "headers")
+RESTART_MARKERS = ("off", "auto")
 MAX_SIDE = 65_500
 """Pixels; libjpeg's limit, in both directions."""
 REFUSED_BY_STRICT = "JPEG that strict decoders refuse"
@@ -61,6 +63,8 @@ class ImagePolicy:
     """Pixels of the shorter side of images that are larger; bicubic, antialiased. Smaller images stay as they are."""
     jpeg_quality: int = 95
     """Of what has to be encoded anew; libjpeg's scale, 1 to 100."""
+    restart_markers: str = "off"
+    """One of RESTART_MARKERS. auto: give all JPEGs restart markers, in whichever way this machine can; needs one. Pixels stay the same."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -70,12 +74,19 @@ class ImagePolicy:
             problems.append(f"--resize-short-side {self.resize_short_side}: expected 1 pixel or more")
         if not 1 <= self.jpeg_quality <= 100:
             problems.append(f"--jpeg-quality {self.jpeg_quality}: expected 1 to 100")
+        if self.restart_markers not in RESTART_MARKERS:
+            problems.append(f"--restart-markers {self.restart_markers}: expected one of {', '.join(RESTART_MARKERS)}")
+        elif self.restart_markers == "auto" and restart.way() is None:
+            problems.append(f"--restart-markers auto: {restart.NO_WAY}")
         if problems:
             raise PrepError("; ".join(problems))
 
     def options(self) -> dict[str, Any]:
         """JSON values that decide, with an image's bytes, what `prepare` returns."""
-        return asdict(self)
+        options = asdict(self)
+        if self.restart_markers == "off":  # data sets of before there were any can be continued
+            del options["restart_markers"]
+        return options
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) after `resize_short_side`, with the rounding of torchvision's Resize."""
@@ -103,6 +114,16 @@ class Prepared(NamedTuple):
 
 def prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     """The encoded image `data` as it goes into a shard. Raises Unreadable."""
+    prepared = _prepare(data, policy)
+    if policy.restart_markers == "off":
+        return prepared
+    marked = restart.with_restart_markers(prepared.data)
+    note = restart.MARKED if marked.reason is None else f"{restart.UNMARKED}{marked.reason}"
+    return prepared._replace(data=marked.data, change=f"{prepared.change}, {note}" if prepared.change else note)
+
+
+def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
+    """`prepare` without restart markers."""
     try:
         header = read_header(data)
     except ValueError as error:  # most likely another format; Pillow also knows some tricks with odd JPEG headers

@@ -32,7 +32,7 @@ from vit.checkpoint import newest_checkpoint
 from vit.config import Config
 from vit.data.augment import create_augment
 from vit.data.loader import image_format
-from vit.data.shards import open_split
+from vit.data.shards import Split, open_split
 from vit.distributed import World
 from vit.evaluate import Evaluation, evaluate
 from vit.known import adopt, published
@@ -102,7 +102,7 @@ def main() -> World:
     config = with_settings(config, settings)
     result = evaluate_trained(trained, config, world, said)
     if world.is_main and known is not None:
-        num_classes = open_split(config.data.root, config.data.val_split).num_classes
+        num_classes = _open_val_split(config).num_classes
         print(f"  {published(known, result.accuracy.num_images, image_format(config).size, num_classes)}", file=said)
     if world.is_main and args.json:
         print(json.dumps(result.accuracy.to_dict()))
@@ -148,9 +148,13 @@ def newest_run() -> Path:
     return run
 
 
+def _open_val_split(config: Config) -> Split:
+    return open_split(config.data.root, config.data.val_split, config.data.cache_dir, config.data.cache_gib)
+
+
 def evaluate_trained(trained: Trained, config: Config, world: World, said: TextIO) -> Evaluation:
     """Evaluate weights under `config`, which may name another image size than they were trained at, and tell the result to `said`."""
-    split = world.main_first(lambda: open_split(config.data.root, config.data.val_split))
+    split = world.main_first(lambda: _open_val_split(config))
     assert trained.num_classes is not None, "it came with its config"
     image = image_format(config)
     with world.main_reports():
@@ -170,7 +174,7 @@ def evaluate_trained(trained: Trained, config: Config, world: World, said: TextI
             create_augment(config, trained.num_classes, world.device),
             world,
             batch_size=config.eval.batch_size,
-            crop_pct=config.eval.crop_pct,
+            view=config.eval,
             precision=config.train.precision,
             num_workers=config.data.num_workers,
             on_batch=lambda done, total: meter.update(split.num_samples * done // total),
@@ -196,7 +200,7 @@ def finetune(trained: Trained, base: Config | None, problem: str, tuned: Config,
             raise ValueError(
                 f"{tuned.run.dir} was fine-tuned from other weights than {trained.path} holds now: use another run.dir, or remove it"
             )
-    split = world.main_first(lambda: open_split(tuned.data.root, tuned.data.val_split))
+    split = world.main_first(lambda: _open_val_split(tuned))
     new_size = size_of(tuned)
     before: dict[str, Evaluation] = {}
     if base is not None and split.num_classes != trained.num_classes:
@@ -206,7 +210,8 @@ def finetune(trained: Trained, base: Config | None, problem: str, tuned: Config,
         hardware = {"data.num_workers": tuned.data.num_workers, "eval.batch_size": tuned.eval.batch_size}
         before["before"] = evaluate_trained(trained, with_settings(base, {**data, **hardware}), world, said)
         if new_size != size_of(base):
-            view = {"model.image_size": tuned.model.image_size, "eval.crop_pct": tuned.eval.crop_pct}
+            keys = ("crop_pct", "resize_px", "crop_mode", "resizer")
+            view = {"model.image_size": tuned.model.image_size, **{f"eval.{key}": getattr(tuned.eval, key) for key in keys}}
             before["before_resized"] = evaluate_trained(trained, with_settings(base, {**data, **hardware, **view}), world, said)
     elif world.is_main:
         print(f"no accuracy before: {problem}", file=said)

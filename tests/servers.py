@@ -31,7 +31,8 @@ class WebServer:
             download(f"{server.url}/a.bin", path)
 
     `statuses`: answered instead, one for each GET; `ranges`: False for a server that ignores Range; `lengths`: False for one that does not
-    tell sizes; `claimed_length`: told instead of the true one; `hang_after`: an answer pauses after so many bytes until this is None again.
+    tell sizes; `claimed_length`: told instead of the true one; `hang_after`: an answer pauses after so many bytes until this is None again;
+    `fails_each`: of so many GETs one is answered 503, and the next time one is cut in its middle; `delay_s`: in front of each answer.
     `requests` holds (method, path, Range or None) of each.
     """
 
@@ -42,6 +43,7 @@ class WebServer:
         self.ranges = self.lengths = True
         self.claimed_length: int | None = None
         self.hang_after: int | None = None
+        self.fails_each, self.delay_s = 0, 0.0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_FileHandler,), {"web": self}))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -71,13 +73,20 @@ class _FileHandler(BaseHTTPRequestHandler):
     def _answer(self, body: bool) -> None:
         web, wanted = self.web, self.headers["Range"]
         web.requests.append((self.command, self.path, wanted))
-        content = web.files.get(self.path)
+        time.sleep(web.delay_s)
+        content, cut = web.files.get(self.path), False
+        if web.fails_each and len(web.requests) % web.fails_each == 0:
+            cut = len(web.requests) % (2 * web.fails_each) == 0
+            if not cut:
+                self.send_error(503)
+                return
         if (body and web.statuses) or content is None:
             self.send_error(web.statuses.pop(0) if body and web.statuses else 404)
             return
-        tag, start = f'"{hash(content):x}"', 0
+        tag, start, stop = f'"{hash(content):x}"', 0, len(content)
         if wanted and web.ranges and self.headers["If-Range"] in (None, tag):
-            start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])
+            first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted).groups()
+            start, stop = int(first), min(int(last) + 1, len(content)) if last else len(content)
             if start >= len(content):
                 self.send_response(416)
                 self.send_header("Content-Range", f"bytes */{len(content)}")
@@ -85,17 +94,17 @@ class _FileHandler(BaseHTTPRequestHandler):
                 self.end_headers()
                 return
             self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
         else:
             self.send_response(200)
         self.send_header("ETag", tag)
         if web.lengths:
-            self.send_header("Content-Length", str(web.claimed_length or len(content) - start))
+            self.send_header("Content-Length", str(web.claimed_length or stop - start))
         self.send_header("Connection", "close")
         self.close_connection = True
         self.end_headers()
         if body:
-            end = start + web.cuts.pop(0) if web.cuts else len(content)
+            end = start + web.cuts.pop(0) if web.cuts else (start + stop) // 2 if cut else stop
             pause = end if web.hang_after is None else start + web.hang_after
             with suppress(ConnectionError):  # the client was killed
                 self.wfile.write(content[start:pause])

@@ -305,6 +305,12 @@ def test_settings_of_the_other_optimizer_are_refused(load, problems):
         ("schedule:\n  min_lr: 0.1\n", "run.yaml:6: schedule.min_lr=0.1 exceeds optim.lr=0.001: the rate falls towards it"),
         ("augment:\n  crop_ratio: [2.0, 0.5]\n", "run.yaml:6: augment.crop_ratio is [2.0, 0.5]: the first must not exceed the second"),
         ("optim: {name: sgd, momentum: 0.0, nesterov: true}\n", "run.yaml:5: optim.nesterov needs optim.momentum above 0"),
+        ("eval:\n  crop_pct: 0.9\n  resize_px: 256\n", "run.yaml:6: eval.crop_pct and eval.resize_px are both given: keep one of them"),
+        ("eval:\n  resize_px: 200\n", "run.yaml:6: eval.resize_px=200 is below model.image_size=224: the crop would not be filled"),
+        (
+            "eval:\n  resize_px: 256\nmodel:\n  image_size: [224, 192]\n",
+            "run.yaml:6: eval.resize_px needs square images, model.image_size is [224, 192]: use eval.crop_pct",
+        ),
         (
             "init:\n  reset_head: true\n",
             "run.yaml:6: init.reset_head has no effect without init.checkpoint: give one, or remove init.reset_head",

@@ -30,12 +30,13 @@ import pytest
 import torch
 from error_rows import NEEDS_MOUNT, WITHOUT_PRIVILEGES, Row, leave_free, pattern_of, python, rows, small_disk, snapshot
 from processes import REPOSITORY, TINY, Background, command, environment, write_config
-from torch.utils.data import Dataset
+from servers import WebServer
 
 from vit import distributed
 from vit.checkpoint import complete_checkpoints, newest_checkpoint, read_info
-from vit.data.loader import Loader
+from vit.data.loader import Batch, ImageFormat, Layout
 from vit.data.shards import open_split
+from vit.data.workers import Loader
 
 VERSIONS = runpy.run_path(str(REPOSITORY / "launch" / "check_versions.py"))
 ROWS = rows("When something is wrong")
@@ -166,6 +167,16 @@ def _(place):
     place.train("model.image_size=30")
 
 
+@scenario("augmentations that exclude each other")
+def _(place):
+    place.train("augment.three_augment=true", "augment.randaugment_layers=2")
+
+
+@scenario("a contact sheet of more images than there are")
+def _(place):
+    place.run(*command("launch/visualize.py", "augment", "--config", place.config, "--images", "64", ranks=0))
+
+
 @scenario("a global batch that cannot be divided")
 def _(place):
     place.train("data.global_batch_size=7")
@@ -266,6 +277,48 @@ def _(place):
         tar.seek(int(split.index[0]["offset"]))
         tar.write(bytes(200))
     place.evaluate(place.finished, "--data", root)
+
+
+@scenario("an index with another size than the image's, as its decoder finds", begun=True)
+def _(place):
+    path = place.own_shards() / "train.index.npy"
+    index = np.load(path)
+    index["width"] -= 1
+    np.save(path, index)
+    place.train("train.steps=5")
+
+
+@scenario("a URL without `_info.json`")
+def _(place):
+    with WebServer({}) as server:
+        place.train(f"data.root={server.url}/shards")
+
+
+@scenario("a server that does not give parts of files")
+def _(place):
+    with WebServer({"/shards/_info.json": b"{}"}) as server:
+        server.ranges = False
+        place.train(f"data.root={server.url}/shards")
+
+
+@scenario("a server that cannot be reached", slow=True)
+def _(place):
+    place.train("data.root=http://127.0.0.1:9/shards")
+
+
+@scenario("shards at a URL whose package is not installed")
+def _(place):
+    place.train("data.root=gs://bucket/shards")
+
+
+@scenario("`data.reader=webdataset` and nothing to stream")
+def _(place):
+    place.train("data.reader=webdataset")
+
+
+@scenario("a stream that breaks", begun=True)
+def _(place):
+    place.train("data.reader=webdataset", "data.stream=pipe:exit 3", "data.num_samples=60")
 
 
 @scenario("a label out of range")
@@ -420,12 +473,24 @@ def _(place):
     place.after = snapshot(place.folder)
 
 
-@scenario("no room in shared memory (Docker gives 64 MiB)", begun=True)
+@scenario("hardly any room in /dev/shm (Docker gives 64 MiB): training needs none", begun=True)
 def _(place):
     mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"', "sh"]
     if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
         pytest.skip(NEEDS_MOUNT)
-    place.train("data.num_workers=1", "model.image_size=256", prefix=tuple(mount))
+    place.train("data.num_workers=1", "model.image_size=256", "train.steps=2", "eval.every_steps=2", prefix=tuple(mount))
+
+
+@scenario("more memory for batches than the machine has")
+def _(place):
+    if not Path("/proc/meminfo").exists():
+        pytest.skip("only Linux tells how much memory is free")
+    place.train("data.num_workers=1000000")
+
+
+@scenario("a prefetch that holds too few batches")
+def _(place):
+    place.train("data.num_workers=2", "data.prefetch_gib=0.00001")
 
 
 @scenario("the port is taken, ranks started by hand")
@@ -526,14 +591,17 @@ def test_every_scenario_has_a_row_and_every_row_a_scenario():
     assert set(listed) == set(SCENARIOS)
 
 
-class TooLarge(Dataset):
+class TooLarge:
     """Batches for which no machine has memory."""
+
+    layout, row_unit = Layout(4, ImageFormat((8, 8)), 0), 1
 
     def __init__(self, allocate: Callable[[int], object]):
         self.allocate = allocate
 
-    def __getitem__(self, position: int) -> object:
-        return self.allocate(1 << 50)
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        self.allocate(1 << 50)
+        raise AssertionError("there was memory")
 
 
 @pytest.mark.parametrize("allocate", [np.ones, torch.ones])

@@ -52,7 +52,7 @@ def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
     predicted, loss = [], 0.0
     with torch.no_grad():
         for i in range(split.num_samples):
-            image = decode_center(split.read(i), (16, 16), config.eval.crop_pct, "bilinear")
+            image = decode_center(split.read(i), (16, 16), config.eval, "bilinear")
             logits = model(((image / 255 - mean) / std)[None])
             predicted.append(int(logits.argmax()))
             loss += torch.nn.functional.cross_entropy(logits, torch.tensor([int(split.index["label"][i])])).item()

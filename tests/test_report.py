@@ -20,9 +20,10 @@ from processes import TINY, Background, environment, metrics, run, train, write_
 from vit import visualize
 from vit.config_io import all_keys, load_config
 from vit.data.augment import Augment
-from vit.data.loader import ImageFormat, Loader, TrainBatches
+from vit.data.loader import ImageFormat, TrainBatches
 from vit.data.order import make_order
 from vit.data.shards import open_split
+from vit.data.workers import Loader
 from vit.pictures import PAINTERS, Pictures, draw_pictures, pick_images
 from vit.record import is_in_use
 from vit.report import make_report, write_page

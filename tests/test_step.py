@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from vit.config import AdamWConfig, AugmentConfig
-from vit.data.augment import Augment, draw_table, sample_keys
+from vit.data.augment import Augment
+from vit.data.draw import draw_table, sample_keys
 from vit.data.loader import Batch
 from vit.distributed import World
 from vit.ema import Ema
@@ -29,7 +30,7 @@ def make_batch(rows: int = 8, seed: int = 0) -> Batch:
         torch.randint(0, 256, (rows, 3, 16, 16), dtype=torch.uint8, generator=generator),
         torch.randint(0, 5, (rows,), generator=generator),
         torch.ones(rows),
-        torch.from_numpy(draw_table(CONFIG, sample_keys(0, 0, ids))),
+        torch.from_numpy(draw_table(CONFIG, sample_keys(0, 0, ids), np.full(rows, 16), np.full(rows, 16), (16, 16))),
         torch.from_numpy(ids),
     )
 

@@ -304,7 +304,7 @@ def test_augmented_inputs_are_shown_in_their_own_colors(tmp_path, channels):
     ],
 )
 def test_shares(target, expected):
-    assert visualize._shares(torch.tensor(target, dtype=torch.float32), ["cat", "dog"], 2.0) == expected
+    assert visualize.share_lines(torch.tensor(target, dtype=torch.float32), ["cat", "dog"], 2.0) == expected
 
 
 @given(st.text(st.characters(max_codepoint=0x24F, exclude_categories=["C"]), min_size=1, max_size=60), st.floats(0.5, 3.0))
@@ -313,7 +313,7 @@ def test_names_fit_their_room(text, width_in):
     def width(text: str) -> float:
         return text_to_path.get_text_width_height_descent(text, FontProperties(family="DejaVu Sans", size=10.5), False)[0] / 72
 
-    shown = visualize._shorten(text, width_in)
+    shown = visualize.shorten(text, width_in)
     assert width(shown) <= width_in
     if width(text) <= width_in:
         assert shown == text

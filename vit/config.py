@@ -77,25 +77,41 @@ class DataConfig(Section):
     """Where samples come from and how they are dealt into batches."""
 
     root: str
-    """Folder of shards with its `_info.json` (see docs/data.md)."""
+    """Folder of shards with its `_info.json`, or its URL (see docs/data.md)."""
     train_split: str = "train"
     """Split to train on."""
     val_split: str = "val"
     """Split to evaluate on."""
+    cache_dir: str | None = None
+    """Folder on a disk of each machine for blocks of shards at a URL. `None`: `~/.cache/vit`. Without effect for shards on a disk."""
+    cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """Most that these blocks may take, in GiB. `None`: half of what is free on that disk. Without effect for shards on a disk."""
+    reader: Literal["index", "webdataset"] = "index"
+    """Of training images: `index` reads shards at random and is exact; `webdataset` streams `stream` and is not."""
+    stream: str | None = None
+    """For `reader: webdataset`: URLs of tars with braces, or `pipe:` commands that print tars; several joined by `::`."""
+    num_samples: Positive | None = None
+    """For `reader: webdataset`: images that make an epoch; nobody counts them before they are read."""
     global_batch_size: Positive = 1024
     """Images in one step, over all ranks and micro-steps. The hardware divides it; it never changes with the number of GPUs."""
     micro_batch_size: Positive | None = None
     """Images in one forward pass of one rank: a ceiling; the largest divisor of a rank's share is taken. `None`: the whole share."""
     num_workers: Annotated[int, Field(ge=0)] = 4
     """Loader processes per rank; 0 decodes in the training process. Changes the speed, never the batches."""
-    prefetch_batches: Positive = 2
-    """Batches each worker prepares ahead. Without effect at `num_workers: 0`."""
+    prefetch_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory of a rank for batches that are being made, ready or in use, in GiB. `None`: what keeps the workers busy, and up to 16 batches
+    ahead where 1 GiB holds them. Without effect at `num_workers: 0`."""
     num_lanes: Positive | None = None
     """Parallel reading positions of the order; divides the batch. `None`: the largest divisor of it up to 64."""
     block_samples: Positive | None = None
     """Consecutive samples that stay together on disk reads. `None`: 1 below 262,144 samples (a true permutation), else 64."""
     window_blocks: Positive = 16
     """Blocks per shuffling window of a lane. Without effect at one sample a block, which already is a true permutation."""
+    aug_repeats: Positive = 1
+    """Repeated augmentation (Hoffer et al. 2020): copies of an image, each augmented anew; an epoch keeps its number of steps. 1: off."""
+    aug_repeats_form: Literal["batch", "sampler"] = "batch"
+    """Repeats by `batch`: a batch has whole sets of copies, and as many epochs as copies show every image; by `sampler`, as in DeiT: each
+    epoch is shuffled anew, and the batch need not be a multiple of the copies."""
     on_bad_image: Literal["error", "skip"] = "error"
     """A training image that cannot be decoded: stop and name it, or give its row weight 0 and count it."""
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
@@ -104,11 +120,32 @@ class DataConfig(Section):
     """Per-channel standard deviation of images scaled to [0, 1]."""
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     """Antialiased resize of training and evaluation images."""
+    scaled_decode: bool = False
+    """Decode a JPEG at 1/2, 1/4 or 1/8 where a training crop is 2.5, 5 or 10 times the model's image: up to 1.6 times as fast for photos of
+    many megapixels, where the C decoder is not installed, and no longer to the pixel (44 dB)."""
+
+
+def _reader_problems(data: DataConfig) -> list[str]:
+    """What the reader needs and is not given, or is given and has no effect."""
+    streams = data.reader == "webdataset"
+    problems = []
+    if streams and data.stream is None:
+        problems.append("data.reader=webdataset needs data.stream: URLs of tars, as http://host/train-{0000..0099}.tar, or a pipe: command")
+    if streams and data.num_samples is None:
+        problems.append("data.reader=webdataset needs data.num_samples: how many images make an epoch")
+    order = ("num_lanes", "block_samples", "window_blocks", "aug_repeats", "aug_repeats_form")
+    for key in order if streams else ("stream", "num_samples"):
+        if getattr(data, key) != DataConfig.model_fields[key].default:
+            problems.append(f"data.{key} has no effect with data.reader={data.reader}: remove it")
+    return problems
 
 
 class AugmentConfig(Section):
-    """What is drawn anew for each training image. The defaults crop and flip, nothing else."""
+    """What is drawn anew for each training image. The defaults crop and flip, nothing else. Fields stand in the order of what is done."""
 
+    crop: Literal["random_resized", "simple"] = "random_resized"
+    """`random_resized`: a window of random area and aspect (Inception); `simple`: resize until the view is covered, then a random view of
+    it with 4 pixels of reflected margin (DeiT III)."""
     crop_scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
     """Random-resized crop: range of the area of the window over the image's (Inception)."""
     crop_ratio: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (3 / 4, 4 / 3)
@@ -117,20 +154,85 @@ class AugmentConfig(Section):
     """Probability of a horizontal flip."""
     randaugment_layers: Annotated[int, Field(ge=0)] = 0
     """RandAugment operations per image; 0: off."""
-    randaugment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0
-    """RandAugment strength on timm's scale of 0 to 10."""
-    randaugment_magnitude_std: Annotated[float, Field(ge=0)] = 0.5
-    """Standard deviation of the strength from one operation to the next."""
+    randaugment_ops: Literal["timm", "torchvision", "big_vision"] = "timm"
+    """Whose operations: timm's increasing ones, each done with probability .5; torchvision's 14 or big_vision's 16, always done."""
+    randaugment_magnitude: Annotated[float, Field(ge=0, le=30)] = 9.0
+    """RandAugment strength on the scale of `randaugment_ops`: timm 0 to 10, torchvision whole numbers from 0 to 30, big_vision 0 to 20."""
+    randaugment_magnitude_std: Annotated[float, Field(ge=0)] | None = None
+    """Standard deviation of the strength from one operation to the next; `None`: 0.5 with timm's operations; the others have none."""
+    three_augment: bool = False
+    """3-Augment (DeiT III): one of grey, solarize and Gaussian blur for each image, in place of RandAugment."""
+    color_jitter: tuple[Probability, Probability, Probability, Annotated[float, Field(ge=0, le=0.5)]] = (0.0, 0.0, 0.0, 0.0)
+    """Largest change of brightness, contrast and saturation as a share, and of hue in turns, in random order (torchvision); 0: off."""
+    erasing_prob: Probability = 0.0
+    """Probability that a box of the image is erased."""
+    erasing_mode: Literal["const", "rand", "pixel"] = "pixel"
+    """Fill of the erased box: the mean colour, one random colour, or noise in each pixel (timm)."""
+    erasing_area: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.02, 1 / 3)
+    """Range of the area of the erased box over the image's."""
+    erasing_aspect: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (0.3, 1 / 0.3)
+    """Range of the height of the erased box over its width."""
     mixup_alpha: Annotated[float, Field(ge=0, le=2)] = 0.0
     """MixUp: lambda ~ Beta(alpha, alpha); 0: off."""
     cutmix_alpha: Annotated[float, Field(ge=0, le=2)] = 0.0
     """CutMix: area of the pasted box ~ Beta(alpha, alpha); 0: off."""
     mix_prob: Probability = 1.0
-    """Probability that a group is mixed at all."""
+    """Probability that a group, a pair or a row is mixed at all."""
     cutmix_switch_prob: Probability = 0.5
     """Where both are on: probability of CutMix rather than MixUp."""
+    mixup_mode: Literal["batch", "pair", "elem"] = "batch"
+    """What shares lambda and box, as in timm: the group; two images, which mix with each other; or nothing, each image having its own."""
     mix_group_size: Annotated[int, Field(ge=2)] = 4
-    """Images that share a lambda and mix with each other; divides the micro-batch, so batches do not depend on the ranks."""
+    """Images that mix with each other; divides the micro-batch, so batches do not depend on the ranks."""
+
+
+def _view_problems(view: EvalConfig, image_size: Size) -> list[str]:
+    """What cannot be together in the evaluation view, each with its remedy."""
+    if view.resize_px is None:
+        return []
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    problems = []
+    if view.crop_pct != EvalConfig.model_fields["crop_pct"].default:
+        problems.append("eval.crop_pct and eval.resize_px are both given: keep one of them")
+    if height != width:
+        problems.append(f"eval.resize_px needs square images, model.image_size is [{height}, {width}]: use eval.crop_pct")
+    if view.resize_px < max(height, width):
+        problems.append(f"eval.resize_px={view.resize_px} is below model.image_size={max(height, width)}: the crop would not be filled")
+    return problems
+
+
+def _augment_problems(augment: AugmentConfig, in_chans: int) -> list[str]:
+    """What cannot be together, each with its remedy."""
+    problems = []
+    for key in ("crop_scale", "crop_ratio", "erasing_area", "erasing_aspect"):
+        low, high = getattr(augment, key)
+        if low > high:
+            problems.append(f"augment.{key} is [{low}, {high}]: the first must not exceed the second")
+    for key in ("crop_scale", "crop_ratio"):
+        if augment.crop == "simple" and getattr(augment, key) != AugmentConfig.model_fields[key].default:
+            problems.append(f"augment.{key} has no effect with augment.crop=simple: remove it, or set augment.crop=random_resized")
+    ops, magnitude = augment.randaugment_ops, augment.randaugment_magnitude
+    largest = {"timm": 10, "torchvision": 30, "big_vision": 20}[ops]
+    if magnitude > largest:
+        problems.append(f"augment.randaugment_magnitude={magnitude:g} is beyond the scale of augment.randaugment_ops={ops}: 0 to {largest}")
+    if ops == "torchvision" and magnitude % 1:
+        problems.append(f"augment.randaugment_magnitude={magnitude:g}: torchvision's scale has whole numbers only, 0 to 30")
+    if ops != "timm" and augment.randaugment_magnitude_std is not None:
+        problems.append(f"augment.randaugment_magnitude_std has no effect with augment.randaugment_ops={ops}: remove it")
+    if augment.three_augment and augment.randaugment_layers:
+        problems.append("augment.three_augment takes RandAugment's place: set augment.randaugment_layers to 0, or three_augment to false")
+    if in_chans == 1:
+        *_, saturation, hue = augment.color_jitter
+        for key, is_on, remedy in (
+            ("randaugment_layers", augment.randaugment_layers > 0, "set it to 0"),
+            ("three_augment", augment.three_augment, "set it to false"),
+            ("color_jitter", saturation > 0 or hue > 0, "set its third and fourth number, saturation and hue, to 0"),
+        ):
+            if is_on:
+                problems.append(f"augment.{key} needs colour images (model.in_chans=3): {remedy}")
+    if augment.mixup_mode == "pair" and augment.mix_group_size % 2:
+        problems.append(f"augment.mix_group_size={augment.mix_group_size} is odd, augment.mixup_mode=pair needs pairs: use an even number")
+    return problems
 
 
 class LossConfig(Section):
@@ -228,6 +330,12 @@ class EvalConfig(Section):
     """Images in one forward pass of one rank."""
     crop_pct: Annotated[float, Field(gt=0, le=1)] = 0.875
     """Side of the centre crop over the shorter side of the resized image (224 of 256)."""
+    resize_px: Positive | None = None
+    """Shorter side of the resized image in pixels, in place of `crop_pct`, where it is published so."""
+    crop_mode: Literal["center", "squash"] = "center"
+    """`center` keeps the aspect of the image; `squash` resizes both sides alike (timm's crop_mode): at `crop_pct: 1` all is seen."""
+    resizer: Literal["torch", "pillow"] = "torch"
+    """Whose resize: torch's, or Pillow's, slower, with which most numbers were published; a pixel in 200 differs by a level of 255."""
 
 
 class CheckpointConfig(Section):
@@ -308,17 +416,16 @@ class Config(Section):
             problems.append("schedule.min_lr has no effect with schedule.name=constant: remove it")
         if self.schedule.min_lr > self.optim.lr:
             problems.append(f"schedule.min_lr={self.schedule.min_lr} exceeds optim.lr={self.optim.lr}: the rate falls towards it")
+        if self.data.aug_repeats_form != "batch" and self.data.aug_repeats == 1:
+            problems.append(f"data.aug_repeats_form={self.data.aug_repeats_form} has no effect at data.aug_repeats=1: remove it")
+        problems += _view_problems(self.eval, self.model.image_size)
         for key in ("mean", "std"):
             values = getattr(self.data, key)
             if len(values) not in (1, self.model.in_chans):
                 allowed = "1" if self.model.in_chans == 1 else f"1 or {self.model.in_chans}"
                 problems.append(f"data.{key} has {len(values)} values, model.in_chans is {self.model.in_chans}: give {allowed}")
-        for key in ("crop_scale", "crop_ratio"):
-            low, high = getattr(self.augment, key)
-            if low > high:
-                problems.append(f"augment.{key} is [{low}, {high}]: the first must not exceed the second")
-        if self.augment.randaugment_layers and self.model.in_chans != 3:
-            problems.append("augment.randaugment_layers needs colour images (model.in_chans=3): set it to 0")
+        problems += _reader_problems(self.data)
+        problems += _augment_problems(self.augment, self.model.in_chans)
         if self.optim.name == "sgd" and self.optim.nesterov and self.optim.momentum == 0:
             problems.append("optim.nesterov needs optim.momentum above 0")
         if problems:

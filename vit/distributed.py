@@ -123,6 +123,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_world_size() -> int:
+    """Ranks that torchrun has started on this host, 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def is_main_process() -> bool:
     """True on rank 0; known before `start`, for messages about what went wrong on the way there."""
     return int(os.environ.get("RANK", "0")) == 0
@@ -134,7 +139,7 @@ def start(device: str = "auto", asked_by: str = "train.device=") -> World:
     `device`: cpu; cuda; or auto, which is a GPU where each rank of the host has one, else the CPU. Raises ValueError where GPUs are asked
     for, in messages `asked_by` that setting or flag, and there are fewer than ranks on this host; and where the ranks cannot meet.
     """
-    local_rank, local_size, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), world_size()
+    local_rank, local_size, size = int(os.environ.get("LOCAL_RANK", "0")), local_world_size(), world_size()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and not gpus:
         raise ValueError(f"{asked_by}cuda, but torch sees no GPU here: use {asked_by}cpu, or check the driver with nvidia-smi")
@@ -287,32 +292,20 @@ def run_command(command: Callable[[], World | None]) -> None:
 
 def _out_of_memory(error: Exception) -> str:
     """Which memory ran out and which setting to lower; empty if `error` is about something else. Only the GPU's has a class of its own:
-    the CPU's allocator and killed loader workers are told from their texts."""
+    the CPU's allocator is told from its text, and so is what a loader worker sends home."""
     text = str(error)
-    if killed := re.search(r"DataLoader worker \(pid\S* \d+\) (?:is killed by signal: (Killed|Bus error)|exited unexpectedly)", text):
-        if killed[1] == "Bus error":
-            return f"a loader worker found no room in shared memory. {_SHARED_MEMORY_REMEDY}"
-        return (
-            "a loader worker was killed from outside, which Linux does when memory runs out. "
-            "Lower data.num_workers or data.prefetch_batches: each worker holds that many batches"
-        )
-    if "shared memory" in text and ("No space left" in text or "unable to allocate" in text):  # torch 2.15 and 2.11
-        return f"no room in shared memory for a loader worker's batch. {_SHARED_MEMORY_REMEDY}"
     if isinstance(error, torch.OutOfMemoryError):
         reason = text.split(". ")[0]
     elif asked := re.search(r"DefaultCPUAllocator: .*?(\d+) bytes|Unable to allocate ([\d.]+ \w+)", text):
         reason = f"out of memory, {f'{int(asked[1]) / 2**30:.2f} GiB' if asked[1] else asked[2]} more were asked for"
-    elif isinstance(error, MemoryError) or "MemoryError" in text or "bad_alloc" in text:
+    elif isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or "MemoryError" in text or "bad_alloc" in text:
         reason = "out of memory"
     else:
         return ""
     files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
-    if Path(__file__).with_name("data") / "loader.py" in files:
-        return f"{reason} while loading a batch. Lower data.num_workers, data.prefetch_batches or data.global_batch_size (eval.batch_size)"
+    if Path(__file__).with_name("data") / "workers.py" in files:
+        return f"{reason} while loading a batch. Lower data.num_workers, data.prefetch_gib or data.global_batch_size (eval.batch_size)"
     return f"{reason}. Lower data.micro_batch_size in training, eval.batch_size in evaluation, or take a smaller model"
-
-
-_SHARED_MEMORY_REMEDY = "Lower data.num_workers or data.prefetch_batches, or enlarge /dev/shm (docker run --shm-size=8g)"
 
 
 def _disk_full(error: Exception) -> str:

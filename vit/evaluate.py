@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vit.config import EvalConfig
 from vit.data.augment import Augment
-from vit.data.loader import EvalBatches, ImageFormat, Loader
+from vit.data.loader import EvalBatches, ImageFormat
 from vit.data.shards import Split
+from vit.data.workers import Loader
 from vit.distributed import World
 from vit.metrics import Accuracy, AccuracyCounter, predicted_classes
 from vit.step import autocast
@@ -57,7 +59,7 @@ def evaluate(
     world: World,
     *,
     batch_size: int,
-    crop_pct: float,
+    view: EvalConfig,
     precision: str,
     num_workers: int = 0,
     on_batch: Callable[[int, int], None] | None = None,
@@ -66,16 +68,16 @@ def evaluate(
 
     `on_batch(done, total)` is called after each batch of this rank.
     """
-    batches = EvalBatches(split, image, crop_pct, batch_size, rank=world.rank, world_size=world.size)
+    batches = EvalBatches(split, image, view, batch_size, rank=world.rank, world_size=world.size)
     counters = {name: AccuracyCounter(world.device) for name in models}
     predictions = {name: torch.zeros(split.num_samples, dtype=torch.int64, device=world.device) for name in models}
     was_training = {name: model.training for name, model in models.items()}
     for model in models.values():
         model.eval()
-    with Loader(batches, 0, len(batches), num_workers=num_workers, pin_memory=world.device.type == "cuda") as loader:
+    with Loader(batches, 0, len(batches), num_workers=num_workers, device=world.device) as loader:
         for number, batch in enumerate(loader):
-            filled = int(batch.weights.sum())  # on the host still; fillers come last
-            batch, ids = batch.to(world.device), batch.ids[:filled].to(world.device, non_blocking=True)
+            filled = batches.num_filled(number)
+            ids = batch.ids[:filled].to(world.device, non_blocking=True)
             inputs = augment.normalize(batch.images)
             for name, model in models.items():
                 with autocast(precision, world.device):

@@ -49,6 +49,8 @@ class KnownModel:
     crop_pct: float
     """Side of the centre crop over the shorter side of the resized image."""
     interpolation: str = "bicubic"
+    crop_mode: str = "center"
+    """As timm's: `center`, or `squash`, which does not keep the aspect."""
     top1: float | None = None
     top5: float | None = None
     """Percent of the 50,000 images of ILSVRC2012 val; None: no published number at hand."""
@@ -270,7 +272,8 @@ def _from_settings(
         tuple(settings.get("std") or IMAGENET[1]),
         settings.get("crop_pct") or 0.875,
         interpolation,
-        source=NO_NUMBER if mode == "center" else f"{NO_NUMBER}; timm evaluates it with crop_mode={mode!r}, here the centre is cropped",
+        mode if mode == "squash" else "center",
+        source=NO_NUMBER if mode != "border" else f"{NO_NUMBER}; timm evaluates it with crop_mode={mode!r}, here the centre is cropped",
         head=classifier if isinstance(classifier, str) else classifier[0],
     )
 
@@ -293,7 +296,8 @@ def _nearest(name: str) -> str:
 def to_config(known: KnownModel, data_root: str, val_split: str = "val", num_classes: int = 1000) -> dict[str, Any]:
     """A complete config, as `config_io.to_dict` makes them, under which `known` is evaluated as it was where its number comes from.
 
-    fp32: the rounding of bf16 moves a few of 50,000 images. `train` is there because a config has it.
+    fp32: the rounding of bf16 moves a few of 50,000 images. Pillow's resize, with which these numbers were measured: an image is then the
+    same to the pixel. `train` is there because a config has it.
     """
     height, width = known.image_size
     size = height if height == width else [height, width]
@@ -306,7 +310,7 @@ def to_config(known: KnownModel, data_root: str, val_split: str = "val", num_cla
             "std": list(known.std),
             "interpolation": known.interpolation,
         },
-        "eval": {"crop_pct": known.crop_pct},
+        "eval": {"crop_pct": known.crop_pct, "crop_mode": known.crop_mode, "resizer": "pillow"},
         "train": {"steps": 1, "precision": "fp32"},
     }
     return config_io.to_dict(config_io.from_dict(values, known.name))

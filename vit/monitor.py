@@ -13,12 +13,16 @@ from collections.abc import Callable
 
 from vit.checkpoint import Progress
 from vit.config import Config
-from vit.data.loader import Loader
-from vit.distributed import World, peak_memory_gib
+from vit.data.workers import Effort, Loader
+from vit.distributed import World, local_world_size, peak_memory_gib
+from vit.host import num_cores
 from vit.plan import Plan
 from vit.progress import duration
 from vit.record import Record
 from vit.step import StepResult
+
+TELL_WAIT_SHARE = 0.1
+"""Share of an interval spent on waiting for data from which on people are told, and by which it must change to be told again."""
 
 
 class Monitor:
@@ -30,10 +34,11 @@ class Monitor:
         self.config, self.plan, self.world, self.progress, self.record = config, plan, world, progress, record
         self.loader, self.lr_at = loader, lr_at
         self.stop = False
-        self._pending: tuple[int, StepResult, float, float] | None = None
+        self._told_wait_share = 0.0
+        self._pending: tuple[int, StepResult, float, Effort] | None = None
         self._last_step_at: float
         self._run_began = time.perf_counter() - progress.elapsed_s
-        self._new_interval(time.perf_counter(), 0.0)
+        self._new_interval(time.perf_counter(), loader.effort)
 
     def elapsed_s(self) -> float:
         """Time spent on this run, evaluation and saving included, over all restarts."""
@@ -42,11 +47,11 @@ class Monitor:
     def take(self, step: int, result: StepResult) -> None:
         """Read the step before this one, which the device has done by now, and keep this one for the next call."""
         self.read(queued_behind=True)
-        self._pending = (step, result, time.perf_counter(), self.loader.wait_s)
+        self._pending = (step, result, time.perf_counter(), self.loader.effort)
 
     def start_clock(self) -> None:
         """Training time begins now: what came before the first step, with the wait for its batch, was the start of the process."""
-        self._new_interval(time.perf_counter(), self.loader.wait_s)
+        self._new_interval(time.perf_counter(), self.loader.effort)
 
     def resume_clock(self) -> None:
         """Evaluation and saving are no training time."""
@@ -59,7 +64,7 @@ class Monitor:
         skipped."""
         if self._pending is None:
             return
-        (step, result, self._last_step_at, waited_s) = self._pending
+        (step, result, self._last_step_at, effort) = self._pending
         self._pending = None
         values, progress, config = result.read(), self.progress, self.config
         if not queued_behind:  # the wait for this step is training time, too
@@ -72,7 +77,7 @@ class Monitor:
         progress.updates_skipped_in_a_row = 0 if finite else progress.updates_skipped_in_a_row + 1
         if not finite:
             self.record.write("fault", step + 1, reason="gradient not finite, update skipped", loss=values["loss"])
-        self._log(step + 1, values, waited_s)
+        self._log(step + 1, values, effort)
         if progress.updates_skipped_in_a_row >= config.train.max_skipped_steps:
             with self.world.main_reports():
                 raise ValueError(
@@ -81,16 +86,16 @@ class Monitor:
                     "train.precision=bf16; the last checkpoint is from before"
                 )
 
-    def _new_interval(self, began: float, waited_before_s: float) -> None:
+    def _new_interval(self, began: float, effort_before: Effort) -> None:
         self._began = began
         self._last_step_at = began
-        self._waited_before_s, self._losses = waited_before_s, list[float]()
+        self._effort_before, self._losses = effort_before, list[float]()
 
-    def _log(self, step: int, values: dict[str, float], waited_s: float) -> None:
+    def _log(self, step: int, values: dict[str, float], effort: Effort) -> None:
         """Move the live line to `step` steps done; at the end of an interval also write a line of metrics."""
         plan, batch_size = self.plan, self.config.data.global_batch_size
         spent_s = max(self._last_step_at - self._began, 1e-9)
-        wait_s, images_per_s = waited_s - self._waited_before_s, len(self._losses) * batch_size / spent_s
+        wait_s, images_per_s = effort.wait_s - self._effort_before.wait_s, len(self._losses) * batch_size / spent_s
         loss, lr, epoch = sum(self._losses) / len(self._losses), self.lr_at(step - 1), step / plan.steps_per_epoch
         eta_s = (plan.total_steps - step) * batch_size / images_per_s
         text = (
@@ -100,7 +105,9 @@ class Monitor:
         if step % self.config.log.every_steps and step != plan.total_steps:
             self.record.progress(step, text)
             return
+        loader_images_per_s = self._loader_images_per_s(effort)
         self.record.train_line(step, text)
+        self._tell_of_waiting(min(wait_s / spent_s, 1.0), loader_images_per_s)
         self.record.write(
             "train",
             step,
@@ -110,9 +117,29 @@ class Monitor:
             grad_norm=values["grad_norm"],
             images_per_s=images_per_s,
             data_wait_s=wait_s,
+            loader_images_per_s=loader_images_per_s,
             elapsed_s=self.elapsed_s(),
             peak_memory_gib=peak_memory_gib(self.world.device),
             updates_skipped=self.progress.updates_skipped,
             bad_images=self.progress.bad_images,
         )
-        self._new_interval(self._last_step_at, waited_s)
+        self._new_interval(self._last_step_at, effort)
+
+    def _loader_images_per_s(self, effort: Effort) -> float | None:
+        """What the workers of all ranks can make in a second, from the time that this rank's spent on what they made in the interval; None
+        if they made nothing."""
+        made, busy_s = effort.num_made - self._effort_before.num_made, effort.busy_s - self._effort_before.busy_s
+        return made / busy_s * max(self.loader.num_workers, 1) * self.world.size if made else None
+
+    def _tell_of_waiting(self, share: float, loader_images_per_s: float | None) -> None:
+        """Say that training waits for data, when it does and it was not said before."""
+        if share < TELL_WAIT_SHARE or abs(share - self._told_wait_share) < TELL_WAIT_SHARE:
+            return
+        self._told_wait_share = share
+        workers, cores, ranks = self.loader.num_workers, num_cores(), local_world_size()
+        rate = f"; the loader makes {loader_images_per_s:.0f} images/s" if loader_images_per_s is not None else ""
+        if workers * ranks < cores:
+            remedy = f"raise data.num_workers ({workers} for each of {ranks} rank(s), {cores} cores)"
+        else:
+            remedy = f"all {cores} core(s) have a worker: cheaper images help (docs/data.md), or more cores"
+        self.record.say(f"data-bound: {share:.0%} of the time was spent on waiting for images{rate}; {remedy}")

@@ -29,12 +29,14 @@ from vit.config import Config
 from vit.curves import plot_curves
 from vit.data.augment import create_augment
 from vit.data.decode import decode_center
-from vit.data.loader import Loader, TrainBatches, image_format
-from vit.data.order import divisors, make_order
+from vit.data.loader import TrainBatches, image_format
+from vit.data.order import divisors
 from vit.data.shards import Split, open_split
+from vit.data.workers import Loader
 from vit.evaluate import PREDICTIONS_FILE
 from vit.metrics import predicted_classes
 from vit.model import create_model
+from vit.plan import create_order
 from vit.record import METRICS_FILE
 from vit.weights import Trained, WeightsError, find_trained, load_weights, read_trained
 
@@ -150,11 +152,15 @@ class RunFolder:
 
     @cached_property
     def train_split(self) -> Split:
-        return open_split(self.config.data.root, self.config.data.train_split)
+        data = self.config.data
+        if data.reader == "webdataset":
+            raise ValueError("Training images were streamed, and a stream does not begin twice with the same ones")
+        return open_split(data.root, data.train_split, data.cache_dir, data.cache_gib)
 
     @cached_property
     def val_split(self) -> Split:
-        return open_split(self.config.data.root, self.config.data.val_split)
+        data = self.config.data
+        return open_split(data.root, data.val_split, data.cache_dir, data.cache_gib)
 
     @cached_property
     def predictions(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
@@ -209,7 +215,7 @@ class RunFolder:
     def eval_image(self, sample: int) -> Tensor:
         """What evaluation sees of an image of the validation split: (C, H, W) uint8."""
         data, image = self.val_split.read(sample), image_format(self.config)
-        return decode_center(data, image.size, self.config.eval.crop_pct, image.interpolation, image.channels)
+        return decode_center(data, image.size, self.config.eval, image.interpolation, image.channels)
 
     def check_same_images(self) -> None:
         """Raise ValueError if the validation split is not the one that was evaluated."""
@@ -225,8 +231,8 @@ def _paint_curves(source: RunFolder, picture: Path) -> str:
 def _paint_augmented(source: RunFolder, picture: Path) -> str:
     """The first rows of the run's first batch. The order is asked as by one of many ranks, which decodes their rows and no others."""
     config, split = source.config, source.train_split
-    batch_size, seed, data = config.data.global_batch_size, config.train.seed, config.data
-    order = make_order(split.num_samples, batch_size, seed, data.num_lanes, data.block_samples, data.window_blocks)
+    batch_size = config.data.global_batch_size
+    order = create_order(config, split.num_samples)
     mixes = config.augment.mixup_alpha > 0 or config.augment.cutmix_alpha > 0
     shares = [n for n in divisors(batch_size) if n % (config.augment.mix_group_size if mixes else 1) == 0] or [batch_size]
     share = next((n for n in shares if n >= NUM_AUGMENTED), shares[-1])

@@ -7,14 +7,18 @@ by the others before anything expensive starts, or says which sizes would work. 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
 from vit import config_io
-from vit.config import Config
+from vit.config import AugmentConfig, Config
+from vit.data.draw import mixes, partners
 from vit.data.files import ShardError
-from vit.data.order import Order, divisors, make_order
+from vit.data.mixing import measure_mixing
+from vit.data.order import Order, divisors, make_order, possible_lanes
 from vit.data.shards import Split, open_split
+from vit.data.stream import NOT_EXACT, Stream, open_stream
 from vit.model import count_parameters, create_model, flops_per_image
 
 
@@ -27,6 +31,7 @@ class Plan:
     accumulation_steps: int
     steps_per_epoch: int
     dropped_per_epoch: int
+    distinct_images_per_epoch: int
     total_steps: int
     warmup_steps: int
     eval_every_steps: int
@@ -40,12 +45,11 @@ class Plan:
 def divide_batch(config: Config, world_size: int) -> tuple[int, int]:
     """(micro_batch_size, accumulation_steps) of each rank. Raises ValueError for what does not divide, with the sizes that work."""
     batch, group = config.data.global_batch_size, config.augment.mix_group_size
-    mixes = config.augment.mixup_alpha > 0 or config.augment.cutmix_alpha > 0
-    unit = group if mixes else 1
+    unit = group if mixes(config.augment) else 1
     if batch % (world_size * unit):
         step = world_size * unit
         near = sorted({max(batch // step, 1) * step, (batch // step + 1) * step})
-        needs = f"{world_size} ranks" + (f" times augment.mix_group_size={group}" if mixes else "")
+        needs = f"{world_size} ranks" + (f" times augment.mix_group_size={group}" if unit > 1 else "")
         ranks = [n for n in divisors(batch) if batch % (n * unit) == 0]
         other = f"a number of ranks out of {ranks}" if ranks else f"augment.mix_group_size out of {divisors(batch)[1:]}"
         raise ValueError(f"data.global_batch_size={batch} is not a multiple of {needs}: use {' or '.join(map(str, near))}, or {other}")
@@ -58,14 +62,46 @@ def divide_batch(config: Config, world_size: int) -> tuple[int, int]:
     return micro, share // micro
 
 
+def create_order(config: Config, num_samples: int) -> Order:
+    """The order of `num_samples` training images. Raises ValueError for sizes that do not divide, and if copies of an image would be mixed
+    with each other, with those that work.
+    """
+    data, augment = config.data, config.augment
+    make = partial(
+        make_order,
+        num_samples,
+        data.global_batch_size,
+        config.train.seed,
+        block_samples=data.block_samples,
+        window_blocks=data.window_blocks,
+        aug_repeats=data.aug_repeats,
+        aug_repeats_form=data.aug_repeats_form,
+    )
+    order = make(num_lanes=data.num_lanes)
+    if not mixes(augment) or not _copies_mix(order, augment):
+        return order
+    choices = possible_lanes(data.global_batch_size, data.aug_repeats, data.aug_repeats_form)
+    lanes = [number for number in choices if not _copies_mix(make(num_lanes=number), augment)]
+    remedy = f"choose data.num_lanes out of {lanes}, or another" if lanes else "choose a larger batch, or another"
+    raise ValueError(
+        f"data.aug_repeats={data.aug_repeats}: with data.num_lanes={order.num_lanes} copies of an image would mix with each other in "
+        f"groups of {augment.mix_group_size}: {remedy} augment.mix_group_size"
+    )
+
+
+def _copies_mix(order: Order, augment: AugmentConfig) -> bool:
+    """Whether the partner of a row is ever the same image. Where copies stand repeats after as many batches as there are copies."""
+    batches = (order.batch(position) for position in range(order.aug_repeats if order.aug_repeats > 1 else 0))
+    return any(bool((ids == ids[partners(augment, len(ids))]).any()) for ids in batches)
+
+
 def make_plan(config: Config, num_samples: int, world_size: int) -> tuple[Plan, Order]:
     """Derive all numbers of a run over `num_samples` training images on `world_size` ranks, and the order of the samples.
 
     Raises ValueError for what does not divide, with the sizes that work.
     """
     micro_batch_size, accumulation_steps = divide_batch(config, world_size)
-    data = config.data
-    order = make_order(num_samples, data.global_batch_size, config.train.seed, data.num_lanes, data.block_samples, data.window_blocks)
+    order = create_order(config, num_samples)
 
     def steps(count: int | None, epochs: float | None, default: int) -> int:
         if count is not None:
@@ -79,6 +115,7 @@ def make_plan(config: Config, num_samples: int, world_size: int) -> tuple[Plan, 
         accumulation_steps=accumulation_steps,
         steps_per_epoch=order.steps_per_epoch,
         dropped_per_epoch=order.dropped_per_epoch,
+        distinct_images_per_epoch=order.distinct_per_epoch,
         total_steps=total,
         warmup_steps=steps(config.schedule.warmup_steps, config.schedule.warmup_epochs, 0),
         eval_every_steps=max(steps(config.eval.every_steps, config.eval.every_epochs, total), 1),
@@ -86,7 +123,17 @@ def make_plan(config: Config, num_samples: int, world_size: int) -> tuple[Plan, 
     return plan, order
 
 
-def choose_num_classes(config: Config, *splits: Split) -> int:
+def open_train_split(config: Config, val_split: Split) -> Split | Stream:
+    """What to train on. A stream has the classes of the evaluation's images, and `model.num_classes`."""
+    data = config.data
+    if data.reader == "webdataset":
+        assert data.stream is not None, "the config is checked"
+        assert data.num_samples is not None, "the config is checked"
+        return open_stream(data.stream, data.num_samples, max(val_split.num_classes, config.model.num_classes or 0), val_split.class_names)
+    return open_split(data.root, data.train_split, data.cache_dir, data.cache_gib)
+
+
+def choose_num_classes(config: Config, *splits: Split | Stream) -> int:
     """The size of the head: `model.num_classes`, or what the data need. Raises ValueError if the former is too small for the latter."""
     in_data = max(split.num_classes for split in splits)
     if config.model.num_classes is not None and config.model.num_classes < in_data:
@@ -105,20 +152,25 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     num_classes = config.model.num_classes or 1000
     assumed = "" if config.model.num_classes else " (assumed)"
     try:
-        splits = [open_split(config.data.root, name) for name in (config.data.train_split, config.data.val_split)]
+        val_split = open_split(config.data.root, config.data.val_split, config.data.cache_dir, config.data.cache_gib)
+        train_split = open_train_split(config, val_split)
     except ShardError as error:
         micro_batch_size, accumulation_steps = divide_batch(config, world_size)
         derived |= {"world_size": world_size, "micro_batch_size": micro_batch_size, "accumulation_steps": accumulation_steps}
         derived["steps"] = f"not known without the data ({error})"
     else:
-        num_classes, assumed = choose_num_classes(config, *splits), ""
-        plan, order = make_plan(config, splits[0].num_samples, world_size)
+        num_classes, assumed = choose_num_classes(config, train_split, val_split), ""
+        plan, order = make_plan(config, train_split.num_samples, world_size)
         derived |= {
             "training_images": order.num_samples,
             **asdict(plan),
             "num_lanes": order.num_lanes,
             "block_samples": order.block_samples,
         }
+        if isinstance(train_split, Split):
+            derived["shuffle"] = measure_mixing(order, train_split.index["label"])
+        else:
+            derived["order"] = NOT_EXACT
     with torch.device("meta"):
         model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
     derived["classes"] = f"{num_classes}{assumed}"

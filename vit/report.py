@@ -290,6 +290,7 @@ def _throughput(story: History, config: Config | None) -> dict[str, Any]:
     total_s = elapsed[-1] if elapsed else None
     return {
         "images_per_s": _median(train, "images_per_s"),
+        "loader_images_per_s": _median(train, "loader_images_per_s"),
         "data_wait_share": min(waited_s / spent_s, 1.0) if spent_s else None,
         "total_s": total_s,
         "training_share": min(spent_s / total_s, 1.0) if spent_s and total_s else None,

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -35,9 +36,12 @@ from vit.checkpoint import Progress
 from vit.config import Config
 from vit.data.augment import create_augment
 from vit.data.files import replacing
-from vit.data.loader import ImageFormat, Loader, TrainBatches, image_format
+from vit.data.loader import EvalBatches, ImageFormat, TrainBatches, image_format
+from vit.data.mixing import measure_mixing
 from vit.data.order import Order, sample_checksum
 from vit.data.shards import Split, open_split
+from vit.data.stream import NOT_EXACT, StreamBatches
+from vit.data.workers import Loader
 from vit.distributed import StopSignals, World, wrap
 from vit.ema import Ema
 from vit.evaluate import evaluate, save_predictions
@@ -45,7 +49,8 @@ from vit.model import count_parameters, create_model, flops_per_image
 from vit.monitor import Monitor
 from vit.optim import create_optimizer
 from vit.pictures import ClassAccuracy, ConfusedPair
-from vit.plan import Plan, choose_num_classes, make_plan
+from vit.plan import Plan, choose_num_classes, make_plan, open_train_split
+from vit.preflight import Preflight, preflight
 from vit.progress import Meter
 from vit.record import Record, lock_run, provenance
 from vit.report import make_report
@@ -54,8 +59,8 @@ from vit.step import TrainStep
 from vit.weights import Trained, WeightsError, fingerprint, grid_size, load_weights, read_trained, save_weights
 
 MAY_CHANGE = (
-    "run.", "log.", "checkpoint.", "eval.", "data.num_workers", "data.prefetch_batches", "data.micro_batch_size", "data.root",
-    "data.val_split", "data.on_bad_image", "train.device", "train.compile", "train.max_skipped_steps",
+    "run.", "log.", "checkpoint.", "eval.", "data.num_workers", "data.prefetch_gib", "data.micro_batch_size", "data.root",
+    "data.val_split", "data.cache_dir", "data.cache_gib", "data.on_bad_image", "train.device", "train.compile", "train.max_skipped_steps",
 )  # fmt: skip
 """Prefixes of keys that a resumed run may have different from its checkpoint: same batches, same recipe. (Another micro-batch draws other
 dropout masks; `on_bad_image` decides only about images that cannot be read.)"""
@@ -70,7 +75,7 @@ class Run:
     folder: Path
     plan: Plan
     order: Order
-    train_split: Split
+    batches: TrainBatches | StreamBatches
     val_split: Split
     image: ImageFormat
     train_step: TrainStep
@@ -110,12 +115,21 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     folder, signals = Path(config.run.dir), StopSignals()
 
     # 1. The cheap checks come first: a mistake should show in a second.
-    train_split = world.main_first(lambda: open_split(config.data.root, config.data.train_split))
-    val_split = world.main_first(lambda: open_split(config.data.root, config.data.val_split))
+    val_split = world.main_first(lambda: open_split(config.data.root, config.data.val_split, config.data.cache_dir, config.data.cache_gib))
+    train_split = world.main_first(lambda: open_train_split(config, val_split))
     with world.main_reports():
         plan, order = make_plan(config, train_split.num_samples, world.size)
         num_classes = choose_num_classes(config, train_split, val_split)
-    index_sha256 = hashlib.sha256(train_split.index.tobytes()).hexdigest()
+        image, placed = image_format(config), {"rank": world.rank, "world_size": world.size}
+        rows: dict[str, Any] = {**placed, "on_bad_image": config.data.on_bad_image}
+        batches: TrainBatches | StreamBatches
+        if isinstance(train_split, Split):
+            batches = TrainBatches(train_split, order, config.augment, image, **rows)
+        else:
+            batches = StreamBatches(train_split, order, config.augment, image, num_workers=config.data.num_workers, **rows)
+        val_batches = EvalBatches(val_split, image, config.eval, config.eval.batch_size, **placed)
+        checked = preflight(config, world, plan, batches, val_batches)
+    index_sha256 = hashlib.sha256(train_split.index.view(np.uint8).data).hexdigest()
     world.check_same(index_sha256, "training data")
     # What must be the same after a resume.
     facts = {"num_samples": train_split.num_samples, "index_sha256": index_sha256, "num_classes": num_classes}
@@ -171,8 +185,8 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
                     f"{folder} has come to step {progress.step}, the run is to end at {plan.total_steps}: nothing is left to train"
                 )
         progress.restarts += 1
-    record = world.main_first(lambda: _open_record(config, world, folder, plan, progress, model, lock))
-    return Run(config, world, folder, plan, order, train_split, val_split, image_format(config), train_step, record, progress, signals)
+    record = world.main_first(lambda: _open_record(config, world, folder, plan, checked, progress, model, lock, batches))
+    return Run(config, world, folder, plan, order, batches, val_split, image, train_step, record, progress, signals)
 
 
 def _other_model_settings(trained: Trained, config: Config) -> str:
@@ -204,7 +218,15 @@ def _find_checkpoint(folder: Path, config: Config, facts: dict[str, Any], allowe
 
 
 def _open_record(
-    config: Config, world: World, folder: Path, plan: Plan, progress: Progress, model: nn.Module, lock: IO[str] | None
+    config: Config,
+    world: World,
+    folder: Path,
+    plan: Plan,
+    checked: Preflight,
+    progress: Progress,
+    model: nn.Module,
+    lock: IO[str] | None,
+    batches: TrainBatches | StreamBatches,
 ) -> Record:
     if not world.is_main:
         return Record(folder, config.log, False, total_steps=plan.total_steps)
@@ -218,13 +240,20 @@ def _open_record(
     except OSError as error:
         raise ValueError(f"run.dir={folder}: cannot be written ({error.strerror}): choose another folder, or make room for it") from None
     start = {"restarts": progress.restarts, "world_size": world.size, "device": str(world.device), **made_by}
-    record.write("start", progress.step, **start, plan=asdict(plan))
+    start["exact"] = isinstance(batches, TrainBatches)
+    mixing = measure_mixing(batches.order, batches.split.index["label"]) if isinstance(batches, TrainBatches) else None
+    shuffle = mixing and asdict(mixing)
+    record.write("start", progress.step, **start, plan=asdict(plan), preflight=checked.numbers, shuffle=shuffle)
+    for line in checked.lines:
+        record.say(line)
     accumulation = f" in {plan.accumulation_steps} micro-steps" if plan.accumulation_steps > 1 else ""
     record.say(
         f"{config.model.name}: {count_parameters(model):,} parameters, {flops_per_image(model) / 1e9:.2f} GFLOP per image;"
         f" {world.size} rank(s) on {world.device.type}, {config.train.precision};"
         f" {plan.total_steps} steps of {config.data.global_batch_size} images{accumulation}"
     )
+    repeats, shown = config.data.aug_repeats, f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images in an epoch"
+    record.say(f"shuffle: {f'{shown}, {repeats} copies of each; ' if repeats > 1 else ''}{mixing}" if mixing else f"streamed, {NOT_EXACT}")
     if plan.warmup_steps >= plan.total_steps:
         record.say(
             f"note: the warm-up takes {plan.warmup_steps} steps, the run has {plan.total_steps}: the peak learning rate is not reached"
@@ -242,15 +271,13 @@ def train(run: Run) -> str:
     """Train to the end or to a signal; returns "finished" or "stopped". Saves at every ending that is in its hands."""
     config, plan, progress = run.config, run.plan, run.progress
     first_step = progress.step
-    placed = {"rank": run.world.rank, "world_size": run.world.size}
-    batches = TrainBatches(run.train_split, run.order, config.augment, run.image, **placed, on_bad_image=config.data.on_bad_image)
     loader = Loader(
-        batches,
+        run.batches,
         first_step,
         plan.total_steps,
         num_workers=config.data.num_workers,
-        prefetch_batches=config.data.prefetch_batches,
-        pin_memory=run.world.device.type == "cuda",
+        prefetch_gib=config.data.prefetch_gib,
+        device=run.world.device,
     )
     with run, loader:
         monitor = Monitor(config, plan, run.world, progress, run.record, loader, run.train_step.lr_at)
@@ -340,19 +367,20 @@ def _report(run: Run) -> None:
 
 
 def _check_samples(run: Run, checksum: int, start: int, stop: int) -> None:
-    """The samples that all ranks have trained on since position `start` must be those of the order's plan."""
+    """The samples that all ranks have trained on since position `start` must be those of the order's plan, unless they were streamed."""
     signed = checksum - 2**64 if checksum >= 2**63 else checksum
     seen = int(run.world.sum_(torch.tensor(signed, dtype=torch.int64, device=run.world.device))) % 2**64
     if not run.world.is_main:
         return
-    planned = run.order.checksum(start, stop)
-    if seen != planned:
+    exact = isinstance(run.batches, TrainBatches)
+    if exact and seen != (planned := run.order.checksum(start, stop)):
         raise RuntimeError(
             f"batches {start} to {stop}: sample checksum {seen:016x}, planned {planned:016x}: a bug in the loader, please report it"
         )
     numbers = {
         "first_batch": start,
         "last_batch": stop - 1,
+        "exact": exact,
         "sample_checksum": f"{seen:016x}",
         "samples_dropped": run.plan.dropped_per_epoch,
     }
@@ -386,7 +414,7 @@ def _evaluate(run: Run) -> bool:
             run.train_step.augment,
             run.world,
             batch_size=config.eval.batch_size,
-            crop_pct=config.eval.crop_pct,
+            view=config.eval,
             precision=config.train.precision,
             num_workers=config.data.num_workers,
             on_batch=on_batch,
@@ -419,7 +447,7 @@ def _write_weights(run: Run, name: str) -> None:
         "config": json.dumps(config_io.to_dict(run.config)),
         "num_classes": str(facts["num_classes"]),
         "grid_size": json.dumps(facts["grid_size"]),
-        "class_names": json.dumps(run.train_split.class_names),
+        "class_names": json.dumps(run.batches.split.class_names),
         "step": str(run.progress.step),
     }
     for kind, model in run.models().items():

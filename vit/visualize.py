@@ -74,7 +74,7 @@ def style() -> Iterator[None]:
         yield
 
 
-def _sheet(figure: Figure, heading: str) -> Axes:
+def new_sheet(figure: Figure, heading: str) -> Axes:
     """One axes over the whole figure, in inches from its top left corner, for pictures and text. Content begins at 0.5."""
     width, height = figure.get_size_inches()
     axes = figure.add_axes((0, 0, 1, 1))
@@ -84,7 +84,7 @@ def _sheet(figure: Figure, heading: str) -> Axes:
     return axes
 
 
-def _place(sheet: Axes, pixels: NDArray, left: float, top: float, width: float, height: float) -> None:
+def place(sheet: Axes, pixels: NDArray, left: float, top: float, width: float, height: float) -> None:
     """Draw `pixels` (H, W, 3) into a box of a sheet, in inches, as large as their aspect allows."""
     scale = min(width / pixels.shape[1], height / pixels.shape[0])
     half_w, half_h = pixels.shape[1] * scale / 2, pixels.shape[0] * scale / 2
@@ -96,7 +96,7 @@ def _title(figure: Figure, text: str) -> None:
     figure.suptitle(text, x=0.1 / WIDTH_IN, ha="left", size=TITLE_PT, weight="bold")
 
 
-def _to_pixels(image: Tensor) -> NDArray:
+def to_pixels(image: Tensor) -> NDArray:
     """(1 or 3, H, W) -> (H, W, 3), of the same dtype."""
     return image.detach().cpu().expand(3, -1, -1).permute(1, 2, 0).numpy()
 
@@ -105,7 +105,7 @@ def _name(class_names: Sequence[str], label: int) -> str:
     return " ".join(class_names[label].split()) if 0 <= label < len(class_names) else f"class {label}"
 
 
-def _shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "normal") -> str:
+def shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "normal") -> str:
     """`text`, or its beginning and end with an ellipsis between, so that it is at most `width_in` wide in letters of `size` points."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
@@ -134,25 +134,25 @@ def plot_augmented(
     columns, gap = min(6, max(3, len(images))), 0.1
     side = (WIDTH_IN - gap) / columns - gap
     tall = side * height / width
-    captions = [_shares(target, class_names, side) for target in targets.detach().float().cpu()]
+    captions = [share_lines(target, class_names, side) for target in targets.detach().float().cpu()]
     row = tall + 0.16 + 0.18 * max(map(len, captions), default=1)
     with drawing(picture, 0.5 + row * -(-len(images) // columns)) as figure:
-        sheet = _sheet(figure, f"Training inputs, {width} × {height} pixels, as the model gets them")
+        sheet = new_sheet(figure, f"Training inputs, {width} × {height} pixels, as the model gets them")
         for i, (image, caption) in enumerate(zip(images, captions, strict=True)):
             left, top = gap + i % columns * (side + gap), 0.5 + i // columns * row
-            _place(sheet, _to_pixels(image), left, top, side, tall)
+            place(sheet, to_pixels(image), left, top, side, tall)
             for j, line in enumerate(caption):
                 sheet.text(left + side / 2, top + tall + 0.17 + 0.18 * j, line, ha="center", size=SMALL_PT)
     return picture
 
 
-def _shares(target: Tensor, class_names: Sequence[str], width_in: float) -> list[str]:
+def share_lines(target: Tensor, class_names: Sequence[str], width_in: float) -> list[str]:
     """A line for a class alone, or one for each of the two largest shares: "cat .72", "dog .28"."""
     values, classes = target.topk(min(2, len(target)))
     if values[0] >= 0.995 or values[-1] < 0.005:
-        return [_shorten(_name(class_names, int(classes[0])), width_in, SMALL_PT)]
+        return [shorten(_name(class_names, int(classes[0])), width_in, SMALL_PT)]
     shares = [f" {value:.2f}".replace(" 0", " ") for value in values.tolist()]
-    return [_shorten(_name(class_names, int(c)), width_in - 0.3, SMALL_PT) + share for c, share in zip(classes, shares, strict=True)]
+    return [shorten(_name(class_names, int(c)), width_in - 0.3, SMALL_PT) + share for c, share in zip(classes, shares, strict=True)]
 
 
 # --- where it looks --------------------------------------------------------------------------------------------------------------------
@@ -250,21 +250,21 @@ def plot_attention(
     stretched = (values - low) / (high - low).clamp(min=1e-12)
     smooth = F.interpolate(stretched[:, None], images.shape[2:], mode="bicubic").clamp(0, 1)[:, 0].numpy()
     with drawing(picture, 0.8 + row * -(-len(images) // 2)) as figure:
-        sheet = _sheet(figure, "Where the model looks: attention rollout")
+        sheet = new_sheet(figure, "Where the model looks: attention rollout")
         note = "Yellow patches reach the output most, violet ones least; colours are stretched anew for each image."
         sheet.text(0.1, 0.52, note, size=SMALL_PT, va="center", color=GREY)
         for i, image in enumerate(images):
             left, top = 0.1 + i % 2 * (pair + gap), 0.8 + i // 2 * row
             label, predicted, probability = int(labels[i]), int(predictions[i]), float(probabilities[i])
             mark, color, weight = ("✓", BLUE, "normal") if label == predicted else ("✗", ORANGE, "bold")
-            name = _shorten(_name(class_names, predicted), pair - 1.9, weight=weight) + f" ({100 * probability:.0f} %)"
-            sheet.text(left, top + 0.13, "true: " + _shorten(_name(class_names, label), pair - 0.5))
+            name = shorten(_name(class_names, predicted), pair - 1.9, weight=weight) + f" ({100 * probability:.0f} %)"
+            sheet.text(left, top + 0.13, "true: " + shorten(_name(class_names, label), pair - 0.5))
             taken_for = f"{mark} predicted: {name if predicted >= 0 else 'not a number'}"
             sheet.text(left, top + 0.33, taken_for, color=color, weight=weight)
-            pixels = _to_pixels(image)
+            pixels = to_pixels(image)
             overlay = 0.45 * pixels.mean(2, keepdims=True) / 255 + 0.55 * colormaps["viridis"](smooth[i])[..., :3]
-            _place(sheet, pixels, left, top + head, side, tall)
-            _place(sheet, overlay, left + side + 0.06, top + head, side, tall)
+            place(sheet, pixels, left, top + head, side, tall)
+            place(sheet, overlay, left + side + 0.06, top + head, side, tall)
     return picture
 
 
@@ -364,8 +364,8 @@ def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> Non
         recall = f"{100 * share[t, t]:.1f} %" if matrix[t].any() else "-"
         axes.annotate(recall, (1, t), (5, 0), ("axes fraction", "data"), textcoords="offset points", va="center", size=SMALL_PT, color=BLUE)
     axes.annotate("right", (1, 1), (5, 5), "axes fraction", textcoords="offset points", size=SMALL_PT, color=BLUE)
-    is_upright = all(_shorten(name, cell_in - 0.05, SMALL_PT) == name for name in names)
-    shortened = [_shorten(name, 1.3, SMALL_PT) for name in names]
+    is_upright = all(shorten(name, cell_in - 0.05, SMALL_PT) == name for name in names)
+    shortened = [shorten(name, 1.3, SMALL_PT) for name in names]
     axes.set_xticks(range(num_classes), shortened, rotation=0 if is_upright else 90, size=SMALL_PT)
     axes.set_yticks(range(num_classes), shortened, size=SMALL_PT)
     for axis in (axes.xaxis, axes.yaxis):
@@ -411,18 +411,18 @@ def plot_most_confused(
     """
     row, text_in, thumb = 0.92, 2.75, 0.78
     with drawing(picture, 0.5 + row * len(pairs)) as figure:
-        sheet = _sheet(figure, "Most frequent mistakes: true → predicted")
+        sheet = new_sheet(figure, "Most frequent mistakes: true → predicted")
         for i, ((true, predicted, count, total), images) in enumerate(zip(pairs, examples, strict=True)):
             top = 0.5 + i * row
             lines = [_name(class_names, true), f"→ {_name(class_names, predicted)}"]
-            if _shorten(" ".join(lines), text_in, weight="bold") == " ".join(lines):
+            if shorten(" ".join(lines), text_in, weight="bold") == " ".join(lines):
                 lines = [" ".join(lines)]
             for j, line in enumerate(lines):
-                sheet.text(0.1, top + 0.14 + 0.2 * j, _shorten(line, text_in, weight="bold"), weight="bold")
+                sheet.text(0.1, top + 0.14 + 0.2 * j, shorten(line, text_in, weight="bold"), weight="bold")
             sheet.text(0.1, top + 0.14 + 0.2 * len(lines), f"{count:,} of {total:,} ({100 * count / total:.1f} %)")
             sheet.barh(top + 0.7, text_in * count / pairs[0][2], 0.1, 0.1, color=ORANGE)
             for j, image in enumerate(images[:6]):
                 left = text_in + 0.25 + j * (thumb + 0.06)
                 sheet.barh(top + thumb / 2, thumb, thumb, left, color="#eeeeee", zorder=-1)
-                _place(sheet, image if image.shape[2] == 3 else image.repeat(3, axis=2), left, top, thumb, thumb)
+                place(sheet, image if image.shape[2] == 3 else image.repeat(3, axis=2), left, top, thumb, thumb)
     return picture

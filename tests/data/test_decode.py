@@ -1,6 +1,7 @@
 """Decoding and resizing against Pillow and torchvision."""
 
 import io
+import os
 import struct
 import zlib
 
@@ -11,10 +12,20 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, features
+from sklearn.datasets import load_sample_images
+from timm.data import create_transform
+from torchvision import transforms as v1
 from torchvision.transforms import InterpolationMode, v2
 
-from vit.data.decode import decode, decode_center, decode_window, resize
+from vit.config import EvalConfig
+from vit.data import decode as decoding
+from vit.data import native
+from vit.data.decode import decode, decode_box, decode_center, decode_views, decoder_name, resize
+from vit.data.jpeg import read_header
 
+needs_native = pytest.mark.skipif(
+    not native.AVAILABLE and os.environ.get("VIT_REQUIRE_NATIVE") != "1", reason="the C decoder is not built here"
+)
 PILLOW = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
@@ -151,7 +162,7 @@ def test_exif_orientation_is_ignored():
 def test_window_is_the_antialiased_resize_of_the_crop(window, interpolation):
     left, top, width, height = window
     data = encode(picture())
-    ours = decode_window(data, window, (32, 32), interpolation)
+    [ours] = decode_views(data, [window], (32, 32), interpolation)
     assert (ours.dtype, ours.shape) == (torch.uint8, (3, 32, 32))
 
     crop = torch.from_numpy(by_pillow(data)).permute(2, 0, 1)[:, top : top + height, left : left + width].contiguous()
@@ -166,7 +177,7 @@ def test_window_is_the_antialiased_resize_of_the_crop(window, interpolation):
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_window_is_close_to_pillows_resize_of_a_box(interpolation):
     data, (left, top, width, height) = encode(picture(400, 300), quality=90), (31, 17, 250, 260)
-    ours = decode_window(data, (left, top, width, height), (96, 96), interpolation).permute(1, 2, 0).numpy()
+    ours = decode_views(data, [(left, top, width, height)], (96, 96), interpolation)[0].permute(1, 2, 0).numpy()
     box = (left, top, left + width, top + height)
     theirs = np.array(Image.fromarray(by_pillow(data)).resize((96, 96), PILLOW[interpolation], box=box))
     assert psnr(ours[4:-4, 4:-4], theirs[4:-4, 4:-4]) > 55
@@ -180,10 +191,163 @@ def test_resize_to_the_same_size_changes_nothing():
 
 def test_grey_windows_have_one_channel():
     data = encode(picture(mode="L"))
-    ours = decode_window(data, (3, 3, 50, 40), (20, 24), "bicubic", channels=1)
+    [ours] = decode_views(data, [(3, 3, 50, 40)], (20, 24), "bicubic", channels=1)
     assert ours.shape == (1, 20, 24)
-    colour = decode_window(data, (3, 3, 50, 40), (20, 24), "bicubic", channels=3)
+    [colour] = decode_views(data, [(3, 3, 50, 40)], (20, 24), "bicubic", channels=3)
     np.testing.assert_array_equal(colour, ours.expand(3, -1, -1))
+
+
+# --- a window of a JPEG ------------------------------------------------------------------------------------------------------------------
+
+BLOCKS = {"4:4:4": 8, "4:2:2": 16, "4:2:0": 16}
+
+
+@pytest.fixture(params=["simplejpeg", pytest.param("native", marks=needs_native)])
+def decoder(request, monkeypatch):
+    """Each way to decode, where it can be had."""
+    if request.param == "simplejpeg":
+        monkeypatch.setattr(native, "AVAILABLE", False)
+    assert decoder_name() == request.param
+    return request.param
+
+
+def without_native(function, *arguments, **options):
+    """Hypothesis repeats a test's body, for which a fixture is set up once: this way both are in one body."""
+    available, native.AVAILABLE = native.AVAILABLE, False
+    try:
+        return function(*arguments, **options)
+    finally:
+        native.AVAILABLE = available
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.tuples(st.integers(1, 140), st.integers(1, 140)), st.sampled_from([*BLOCKS, "grey", "progressive", "png"]), st.data())
+def test_every_way_to_a_window_gives_the_pixels_of_the_whole(size, form, data):
+    """The C decoder, the cut by restart markers, the cut below and the whole, as simplejpeg decodes it."""
+    width, height = size
+    options = {"quality": 90, "subsampling": form} if form in BLOCKS else {"progressive": form == "progressive"}
+    per_line = -(-width // BLOCKS.get(form, 8))
+    if form not in ("png", "progressive"):
+        options["restart_marker_blocks"] = data.draw(st.sampled_from([0, 1, per_line, *(n for n in (2, 3, 5) if per_line % n == 0)]))
+    image = picture(width, height, "L" if form == "grey" else "RGB")
+    encoded = encode(image, "PNG") if form == "png" else encode(image, **options)
+    left, top = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, height - 1))
+    box = left, top, data.draw(st.integers(1, width - left)), data.draw(st.integers(1, height - top))
+    channels = data.draw(st.sampled_from([1, 3]))
+    expected = decode(encoded, channels)[top : top + box[3], left : left + box[2]]
+    np.testing.assert_array_equal(without_native(decode_box, encoded, box, channels)[0], expected)
+    np.testing.assert_array_equal(decode_box(encoded, box, channels)[0], expected)
+
+
+@pytest.mark.parametrize("form", ["CMYK", "YCbCr"])
+def test_a_window_of_other_colours_is_the_wholes(form, decoder):
+    data = encode(picture(128, 128).convert(form), restart_marker_blocks=2)
+    np.testing.assert_array_equal(decode_box(data, (70, 40, 30, 20))[0], decode(data)[40:60, 70:100])
+
+
+@pytest.mark.parametrize("marker_blocks", [0, 2])
+def test_simplejpeg_is_given_less_than_the_whole(marker_blocks, monkeypatch):
+    """The cut is not only right: it is used, and does not end in decoding the whole after all."""
+    monkeypatch.setattr(native, "AVAILABLE", False)
+    monkeypatch.setattr(decoding, "_decode_whole", lambda *_: pytest.fail("the whole was decoded"))
+    data = encode(picture(128, 128), restart_marker_blocks=marker_blocks)
+    assert decode_box(data, (40, 10, 20, 20))[0].shape == (20, 20, 3)
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.6, 0.99])
+@pytest.mark.parametrize("marker_blocks", [0, 2])
+def test_a_truncated_jpeg_is_refused_also_where_the_window_is_whole(kept, marker_blocks, monkeypatch):
+    monkeypatch.setattr(native, "AVAILABLE", False)
+    data = encode(picture(128, 128), restart_marker_blocks=marker_blocks)
+    with pytest.raises(ValueError, match="cannot decode"):
+        decode_box(data[: int(kept * len(data))], (0, 0, 16, 16))
+
+
+def test_damage_in_the_window_is_left_to_whole_decoding(decoder):
+    """An end of image amid the codes: simplejpeg refuses, Pillow shows what there is, as it always did."""
+    data = bytearray(encode(picture(128, 128), restart_marker_blocks=2))
+    start = read_header(bytes(data)).scan_offset
+    data[start + 20 : start + 24] = b"\xff\xd9\xff\xd9"
+    np.testing.assert_array_equal(decode_box(bytes(data), (0, 0, 20, 10))[0], decode(bytes(data))[:10, :20])
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("marker_blocks", [0, 2])
+def test_views_of_one_decoding_are_those_of_several_and_stand_in_their_rows(marker_blocks, interpolation, channels, decoder):
+    data = encode(picture(160, 128), restart_marker_blocks=marker_blocks)
+    windows = [(5, 3, 60, 50), (70, 40, 31, 64), (8, 60, 24, 24), (0, 0, 160, 128)]
+    batch = torch.zeros(6, 24, 24, channels, dtype=torch.uint8).permute(0, 3, 1, 2)
+    rows = [batch[n] for n in (4, 0, 2, 5)]
+    views = decode_views(data, windows, (24, 24), interpolation, channels, out=rows)
+    assert all(view.data_ptr() == row.data_ptr() for view, row in zip(views, rows, strict=True))
+    for view, window in zip(views, windows, strict=True):
+        left, top, width, height = window
+        crop = torch.from_numpy(decode(data, channels)[top : top + height, left : left + width]).permute(2, 0, 1)
+        expected = F.interpolate(crop[None].contiguous(), (24, 24), mode=interpolation, antialias=True)[0]
+        np.testing.assert_array_equal(view, expected)
+        np.testing.assert_array_equal(decode_views(data, [window], (24, 24), interpolation, channels)[0], view)
+    assert not batch[[1, 3]].any()
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_a_window_for_another_image_is_refused(form, decoder):
+    data = encode(picture(97, 64), form)
+    with pytest.raises(ValueError, match="it has 97 x 64 pixels, the index says 64 x 97: the index is of other images"):
+        decode_views(data, [(0, 0, 10, 10)], (8, 8), "bilinear", image_size=(64, 97))
+    for window in [(90, 0, 8, 8), (0, 60, 8, 8), (-1, 0, 8, 8), (0, 0, 0, 8), (0, 0, 98, 1)]:
+        with pytest.raises(ValueError, match=r"are not inside of an image of 97 x 64"):
+            decode_box(data, window)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (30_000, 10), (10, 30_000), (2, 3)])
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_images_of_odd_shapes_are_decoded(width, height, form, decoder):
+    data = encode(picture(width, height), form)
+    window = width // 3, height // 3, max(width // 2, 1), max(height // 2, 1)
+    [view] = decode_views(data, [window], (16, 16), "bicubic", image_size=(width, height))
+    assert view.shape == decode_center(data, (16, 16), EvalConfig(), "bicubic").shape == (3, 16, 16)
+
+
+# --- decoding at a smaller scale ----------------------------------------------------------------------------------------------------------
+
+
+def photographs() -> list[bytes]:
+    photos = [Image.fromarray(photo) for photo in load_sample_images().images]
+    return [encode(photo, quality=90, subsampling=s, restart_marker_blocks=n) for photo in photos for s, n in ((0, 0), (2, 4))]
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(("reduce", "times"), [(2, (2.5, 4.5)), (4, (5.0, 9.0)), (8, (10.0, 14.0))])
+def test_scaled_decoding_is_close_to_exact(reduce, times, interpolation):
+    found, generator = [], np.random.default_rng(reduce)
+    for data in photographs() * 5:  # 640 x 427
+        width, height = generator.integers(230, 420, 2).tolist()
+        left, top = int(generator.integers(0, 640 - width)), int(generator.integers(0, 427 - height))
+        side = int(min(width, height) / generator.uniform(*times))
+        exact, scaled = (decode_views(data, [(left, top, width, height)], (side, side), interpolation, scaled=s)[0] for s in (False, True))
+        assert not torch.equal(exact, scaled)
+        found.append(psnr(exact.numpy(), scaled.numpy()))
+    assert np.median(found) > 40, f"{reduce}: {np.round(found, 1)}"
+    assert min(found) > 33, f"{reduce}: {np.round(found, 1)}"
+
+
+def test_a_scaled_view_depends_neither_on_cuts_nor_on_other_views():
+    for data in photographs():
+        windows = [(101, 53, 333, 291), (203, 11, 170, 240), (5, 7, 50, 60), (300, 201, 201, 197)]
+        together = decode_views(data, windows, (64, 64), "bicubic", scaled=True)
+        for window, view in zip(windows, together, strict=True):
+            [alone] = decode_views(data, [window], (64, 64), "bicubic", scaled=True)
+            np.testing.assert_array_equal(alone, view)
+            [of_the_whole] = decode_views(data + b"\0", [window], (64, 64), "bicubic", scaled=True)  # nothing is cut out of this one
+            np.testing.assert_array_equal(of_the_whole, view)
+
+
+def test_windows_that_are_not_large_and_what_is_no_jpeg_stay_exact():
+    data = encode(picture(200, 200))
+    for window, form in [((0, 0, 79, 200), data), ((0, 0, 200, 79), data), ((0, 0, 200, 200), encode(picture(200, 200), "PNG"))]:
+        exact, scaled = (decode_views(form, [window], (32, 32), "bicubic", scaled=s)[0] for s in (False, True))
+        np.testing.assert_array_equal(exact, scaled)
 
 
 # --- the evaluation view ------------------------------------------------------------------------------------------------------------------
@@ -196,7 +360,69 @@ def test_center_view_is_torchvisions(original, size, crop_pct, interpolation):
     data = encode(picture(*original))
     view = v2.Compose([v2.Resize(int(size / crop_pct), InterpolationMode(interpolation), antialias=True), v2.CenterCrop(size)])
     theirs = view(torch.from_numpy(by_pillow(data)).permute(2, 0, 1))
-    np.testing.assert_array_equal(decode_center(data, (size, size), crop_pct, interpolation), theirs)
+    np.testing.assert_array_equal(decode_center(data, (size, size), EvalConfig(crop_pct=crop_pct), interpolation), theirs)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("view", [{"crop_pct": 0.875}, {"resize_px": 41}, {"crop_pct": 0.9, "crop_mode": "squash"}], ids=str)
+@pytest.mark.parametrize("original", [(97, 64), (64, 97), (40, 300), (20, 23)], ids=lambda wh: f"{wh[0]}x{wh[1]}")
+def test_center_view_by_pillow_is_torchvisions_of_pillows_images_and_timms(original, view, interpolation, decoder):
+    data, settings, size = encode(picture(*original), restart_marker_blocks=1), EvalConfig(**view, resizer="pillow"), 32
+    ours = decode_center(data, (size, size), settings, interpolation)
+    resized = settings.resize_px or int(size / settings.crop_pct)
+    side = (resized, resized) if settings.crop_mode == "squash" else resized
+    chain = v1.Compose([v1.Resize(side, InterpolationMode(interpolation)), v1.CenterCrop(size), v1.PILToTensor()])
+    np.testing.assert_array_equal(ours, chain(Image.open(io.BytesIO(data))))
+    if settings.resize_px is None:
+        timms = {"crop_pct": settings.crop_pct, "crop_mode": settings.crop_mode, "interpolation": interpolation, "normalize": False}
+        np.testing.assert_array_equal(ours, create_transform(size, **timms)(Image.open(io.BytesIO(data))))
+
+
+@pytest.mark.parametrize("view", [{"resize_px": 41}, {"crop_pct": 0.9, "crop_mode": "squash"}], ids=str)
+def test_other_center_views_are_torchvisions_of_tensors(view):
+    data, settings = encode(picture(97, 64)), EvalConfig(**view)
+    side = 41 if settings.resize_px else (35, 35)
+    chain = v2.Compose([v2.Resize(side, InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(32)])
+    theirs = chain(torch.from_numpy(by_pillow(data)).permute(2, 0, 1))
+    np.testing.assert_array_equal(decode_center(data, (32, 32), settings, "bicubic"), theirs)
+
+
+@pytest.mark.parametrize("original", [(97, 64), (64, 97), (50, 300)], ids=lambda wh: f"{wh[0]}x{wh[1]}")
+def test_an_oblong_center_view_is_timms(original):
+    data, size = encode(picture(*original)), (40, 24)
+    ours = decode_center(data, size, EvalConfig(crop_pct=0.9, resizer="pillow"), "bicubic")
+    timms = create_transform((3, *size), crop_pct=0.9, interpolation="bicubic", normalize=False)
+    np.testing.assert_array_equal(ours, timms(Image.open(io.BytesIO(data))))
+
+
+def test_pillows_and_torchs_resize_differ_by_little():
+    """What `eval.resizer` is about, in numbers: docs/experiments.md."""
+    for data in photographs():
+        for interpolation in ("bilinear", "bicubic"):
+            torchs, pillows = (decode_center(data, (224, 224), EvalConfig(resizer=r), interpolation).int() for r in ("torch", "pillow"))
+            difference = (torchs - pillows).abs()
+            assert 0 < difference.max() <= 2
+            assert (difference > 0).float().mean() < 0.01
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.tuples(st.integers(1, 200), st.integers(1, 200)),
+    st.integers(1, 90),
+    st.floats(0.3, 1.0),
+    st.sampled_from(["bilinear", "bicubic"]),
+    st.sampled_from(["torch", "pillow"]),
+    st.sampled_from([0, 1]),
+)
+def test_what_the_center_view_does_not_show_is_not_decoded_and_does_not_matter(original, side, crop_pct, interpolation, resizer, blocks):
+    """The resize of the whole image, cropped."""
+    data = encode(picture(*original), restart_marker_blocks=blocks)
+    view = EvalConfig(crop_pct=crop_pct, resizer=resizer)
+    ours = decode_center(data, (side, side), view, interpolation)
+    pixels, size = decode(data), decoding.resized_size((original[1], original[0]), (side, side), view)
+    top, left = round((size[0] - side) / 2), round((size[1] - side) / 2)
+    resized = decoding._resize_by_pillow(pixels, size, interpolation) if resizer == "pillow" else resize(pixels, size, interpolation)
+    np.testing.assert_array_equal(ours, resized[:, top : top + side, left : left + side])
 
 
 @settings(deadline=None, max_examples=100)
@@ -207,14 +433,17 @@ def test_center_view_is_torchvisions(original, size, crop_pct, interpolation):
     st.sampled_from([1, 3]),
 )
 def test_center_view_always_has_the_size_that_was_asked_for(original, size, crop_pct, channels):
-    assert decode_center(encode(picture(*original)), size, crop_pct, "bilinear", channels).shape == (channels, *size)
+    assert decode_center(encode(picture(*original)), size, EvalConfig(crop_pct=crop_pct), "bilinear", channels).shape == (channels, *size)
 
 
 def test_center_view_of_an_oblong_size_keeps_the_aspect_and_the_middle():
     width, height = 400, 200
     y, x = np.mgrid[:height, :width]
     disc = (((x - width / 2 + 0.5) ** 2 + (y - height / 2 + 0.5) ** 2 < 60**2) * 255).astype(np.uint8)
-    view = decode_center(encode(Image.fromarray(disc), quality=95), (100, 60), 0.8, "bilinear", channels=1)[0].numpy() > 127
+    view = (
+        decode_center(encode(Image.fromarray(disc), quality=95), (100, 60), EvalConfig(crop_pct=0.8), "bilinear", channels=1)[0].numpy()
+        > 127
+    )
     rows, columns = np.flatnonzero(view.any(1)), np.flatnonzero(view.any(0))
     scale = int(100 / 0.8) / height
     assert abs(len(rows) - 120 * scale) <= 2

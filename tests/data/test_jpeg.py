@@ -43,8 +43,7 @@ def by_pillow(data: bytes) -> dict:
 
 def by_us(data: bytes) -> dict:
     header = read_header(data)._asdict()
-    del header["process"], header["restart_interval"]
-    return header
+    return {key: header[key] for key in by_pillow(data)}
 
 
 def segment(marker: int, content: bytes) -> bytes:
@@ -79,6 +78,25 @@ def test_says_what_pillow_says(size, mode, options):
 def test_sampling_and_stored_rgb_do_not_matter(subsampling):
     data = encode(picture(), subsampling=subsampling)
     assert by_us(data) == by_pillow(data)
+
+
+@pytest.mark.parametrize(
+    ("subsampling", "sampling", "mcu_size"), [("4:4:4", (1, 1), (8, 8)), ("4:2:2", (2, 1), (16, 8)), ("4:2:0", (2, 2), (16, 16))]
+)
+def test_sampling_is_told_and_what_a_block_covers(subsampling, sampling, mcu_size):
+    header = read_header(encode(picture(), subsampling=subsampling))
+    assert (header.sampling, header.mcu_size) == ((sampling, (1, 1), (1, 1)), mcu_size)
+    assert read_header(encode(picture(mode="L"))).mcu_size == (8, 8)
+
+
+def test_the_frames_place_and_the_components_of_the_scan():
+    for options in ({}, {"progressive": True}, {"mode": "L"}):
+        data = encode(picture(mode=options.pop("mode", "RGB")), **options)
+        header = read_header(data)
+        assert data[header.frame_offset : header.frame_offset + 2] == (b"\xff\xc2" if options else b"\xff\xc0")
+        assert header.is_one_scan
+    start = header.scan_offset - 10  # of the grey one: marker, length, number of components
+    assert not read_header(data[:start] + segment(0xDA, b"\2\1\0\2\0\0\x3f\0")).is_one_scan
 
 
 def test_adobes_transform():
@@ -203,7 +221,7 @@ def test_damage_is_named(data, what):
 def test_other_processes_and_depths_are_told():
     frame = struct.pack(">BHHB", 12, 64, 97, 1) + b"\1\x11\0"
     data = b"\xff\xd8" + segment(0xC3, frame) + b"\xff\xd0\xff\x01" + SCAN
-    assert read_header(data) == JpegHeader(97, 64, 1, 12, 3, 1, None, 0, len(data))
+    assert read_header(data) == JpegHeader(97, 64, 1, 12, 3, 1, None, 0, len(data), 2, ((1, 1),), True)
 
 
 @settings(deadline=None, max_examples=500)

@@ -1,11 +1,11 @@
-"""The order of samples against its description, read out one sample at a time, and the properties users rely on.
+"""The order of samples: hash, permutation, batches against a brute-force oracle (tests/order_oracle.py), sizes, and the golden file.
 
-`python tests/data/test_order.py` writes golden_order.json anew: only for a change that is meant to break the resuming of runs.
+`PYTHONPATH=tests python tests/data/test_order.py` writes golden_order.json anew: only for a change that is meant to break the resuming of
+runs.
 """
 
 import json
 import tracemalloc
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,71 +13,11 @@ import pytest
 import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from order_oracle import SEEDS, anew, brute_force, feistel, key_of, mix, orders, pairs
 
-from vit.data.order import Order, Permutation, fold, hash64, make_order, sample_checksum, uniform
+from vit.data.order import Permutation, fold, hash64, make_order, sample_checksum, uniform
 
 GOLDEN = Path(__file__).with_name("golden_order.json")
-SEEDS = st.integers(0, 2**63 - 1)
-
-
-# --- the oracle: Python's integers, no numpy ----------------------------------------------------------------------------------------------
-
-
-def mix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) % 2**64
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-    return x ^ (x >> 31)
-
-
-def key_of(*parts: int) -> int:
-    key = 0
-    for part in parts:
-        key = mix(key ^ mix(part))
-    return key
-
-
-def feistel(n: int, key: int, value: int) -> int:
-    half = (max(2, (n - 1).bit_length()) + 1) // 2
-    while True:
-        left, right = divmod(value, 2**half)
-        for number in range(6):
-            left, right = right, left ^ mix(right ^ key_of(key, number)) % 2**half
-        value = left * 2**half + right
-        if value < n:
-            return value
-
-
-def brute_force_epoch(order: Order, epoch: int) -> list[list[int]]:
-    """All batches of an epoch, from lists of all samples."""
-    n, block, seed = order.num_samples, order.block_samples, order.seed
-    last = (n - 1) // block
-    blocks = [feistel(last, key_of(seed, epoch, 1), i) for i in range(last)]
-    blocks.insert(key_of(seed, epoch, 2) % (last + 1), last)
-    sequence = [sample for b in blocks for sample in range(b * block, min((b + 1) * block, n))]
-
-    share = order.global_batch_size // order.num_lanes
-    length, window = n // order.global_batch_size * share, order.window_blocks * block
-    lanes = []
-    for lane in range(order.num_lanes):
-        places = sequence[lane * length : (lane + 1) * length]
-        if block > 1:
-            first_border = window - (lane * window // order.num_lanes if length > window else 0)
-            borders = [0, *range(first_border, length, window), length]
-            windows = [places[low:high] for low, high in pairwise(borders)]
-            places = []
-            for number, members in enumerate(windows):
-                by_hash = sorted(range(len(members)), key=lambda i: key_of(seed, epoch, 3, lane, number, i))
-                places += [members[i] for i in by_hash]
-        lanes.append(places)
-    return [[s for lane in lanes for s in lane[step * share : (step + 1) * share]] for step in range(order.steps_per_epoch)]
-
-
-@st.composite
-def orders(draw) -> Order:
-    lanes, share = draw(st.integers(1, 6)), draw(st.integers(1, 6))
-    batch = lanes * share
-    return make_order(draw(st.integers(batch, batch + 300)), batch, draw(SEEDS), lanes, draw(st.integers(1, 20)), draw(st.integers(1, 5)))
 
 
 # --- the hash -----------------------------------------------------------------------------------------------------------------------------
@@ -89,6 +29,7 @@ def test_hash_is_the_published_splitmix64():
     assert hash64(steps).tolist() == published
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5))
 def test_fold_chains_the_hash_over_its_parts(parts):
     assert int(fold(*parts)) == key_of(*parts)
@@ -111,6 +52,7 @@ def test_uniform_numbers_are_uniform():
 # --- the permutation ----------------------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.integers(1, 600), SEEDS)
 def test_permutation_is_a_feistel_network_that_hits_each_value_once(n, key):
     values = Permutation(n, key)(np.arange(n))
@@ -132,17 +74,17 @@ def test_each_sample_is_equally_likely_in_each_place():
 
 @settings(deadline=None)
 @given(orders(), st.integers(0, 1000))
-def test_batches_are_those_of_the_description(order, epoch):
-    start = epoch * order.steps_per_epoch
-    assert [order.batch(start + step).tolist() for step in range(order.steps_per_epoch)] == brute_force_epoch(order, epoch)
+def test_batches_are_those_of_the_description(order, shuffle):
+    start = shuffle * order.steps_per_shuffle
+    assert [pairs(order, start + step) for step in range(order.steps_per_shuffle)] == brute_force(order, shuffle)
 
 
 @settings(deadline=None)
-@given(orders(), st.integers(0, 3))
+@given(orders(repeats=(1,)), st.integers(0, 3))
 def test_samples_of_an_epoch_are_distinct_and_in_range(order, epoch):
     start = epoch * order.steps_per_epoch
     ids = np.concatenate([order.batch(start + step) for step in range(order.steps_per_epoch)])
-    assert len(np.unique(ids)) == len(ids) == order.num_samples - order.dropped_per_epoch
+    assert len(np.unique(ids)) == len(ids) == order.num_samples - order.dropped_per_epoch == order.distinct_per_epoch
     assert ids.min() >= 0
     assert ids.max() < order.num_samples
 
@@ -150,19 +92,20 @@ def test_samples_of_an_epoch_are_distinct_and_in_range(order, epoch):
 @settings(deadline=None)
 @given(orders(), st.integers(0, 10_000), st.data())
 def test_ranks_share_a_batch_whatever_their_number(order, position, data):
-    batch = order.batch(position).tolist()
+    batch = pairs(order, position)
     for ranks in (r for r in range(1, len(batch) + 1) if len(batch) % r == 0):
         size = len(batch) // ranks
-        assert [s for r in range(ranks) for s in order.rows(position, r * size, (r + 1) * size).tolist()] == batch
+        assert [row for r in range(ranks) for row in pairs(order, position, r * size, (r + 1) * size)] == batch
     start = data.draw(st.integers(0, len(batch) - 1))
     stop = data.draw(st.integers(start + 1, len(batch)))
-    assert order.rows(position, start, stop).tolist() == batch[start:stop]
+    assert pairs(order, position, start, stop) == batch[start:stop]
+    assert order.rows(position, start, stop).tolist() == [sample for sample, _ in batch[start:stop]]
 
 
 @settings(deadline=None, max_examples=50)
 @given(orders(), st.lists(st.integers(0, 60), min_size=1, max_size=30))
 def test_any_batch_is_found_without_the_ones_before_it(order, positions):
-    in_turn = make_order(order.num_samples, order.global_batch_size, order.seed, order.num_lanes, order.block_samples, order.window_blocks)
+    in_turn = anew(order)
     sequence = [in_turn.batch(position).tolist() for position in range(61)]
     assert [order.batch(position).tolist() for position in positions] == [sequence[position] for position in positions]
 
@@ -201,15 +144,17 @@ def test_checksum_notices_a_repeated_sample():
 # --- sizes and defaults -------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("aug_repeats", [1, 4])
 @pytest.mark.parametrize("num_samples", [1_281_167, 10**9])
-def test_a_large_data_set_starts_anywhere_in_little_memory(num_samples):
-    order = make_order(num_samples, 4096)
-    position = 17 * order.steps_per_epoch + order.steps_per_epoch // 3
+def test_a_large_data_set_starts_anywhere_in_little_memory(num_samples, aug_repeats):
+    order = make_order(num_samples, 4096, aug_repeats=aug_repeats)
+    position = 10**6 * order.steps_per_epoch + order.steps_per_epoch // 3
     tracemalloc.start()
     ids = np.concatenate([order.batch(position), order.batch(position + 1)])
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(np.unique(ids)) == 8192
+    assert len(np.unique(ids)) == 8192 // aug_repeats
     assert ids.max() < num_samples
     assert peak < 8 * 2**20, "two windows of 1,024 in each of 64 lanes; a list of ImageNet's samples alone would be 10 MB"
 
@@ -240,6 +185,12 @@ def test_impossible_sizes_are_refused_with_what_works():
         ValueError, match=r"data\.num_lanes=5 does not divide data\.global_batch_size=12: choose one of \[1, 2, 3, 4, 6, 12\]"
     ):
         make_order(100, 12, num_lanes=5)
+    message = r"data\.aug_repeats=3 does not divide data\.global_batch_size=16: use 15 or 18 images a batch, "
+    with pytest.raises(ValueError, match=message + r"data\.aug_repeats out of \[1, 2, 4, 8, 16\], or data\.aug_repeats_form=sampler"):
+        make_order(100, 16, aug_repeats=3)
+    message = r"data\.num_lanes=3 does not divide the 4 distinct images of a batch \(data\.global_batch_size=12 / data\.aug_repeats=3\): "
+    with pytest.raises(ValueError, match=message + r"choose one of \[1, 2, 4\]"):
+        make_order(100, 12, num_lanes=3, aug_repeats=3)
 
 
 # --- the golden file ----------------------------------------------------------------------------------------------------------------------
@@ -247,18 +198,22 @@ def test_impossible_sizes_are_refused_with_what_works():
 
 def golden_values() -> dict:
     permutation, blocks = make_order(1000, 24, seed=7), make_order(300_000, 32, seed=2**62 + 1, num_lanes=4)
+    whole = make_order(1000, 24, seed=7, aug_repeats=3)
+    cut = make_order(300_000, 32, seed=7, num_lanes=2, aug_repeats=3, aug_repeats_form="sampler")
     return {
         "hash64": {str(x): int(hash64(x)) for x in (0, 1, 2, 2**32, 2**63, 2**64 - 1)},
         "uniform(42, 0..4, 3)": uniform(42, np.arange(5), 3).tolist(),
         "permutation of 1000, batches of 24, seed 7": {str(p): permutation.batch(p).tolist() for p in (0, 1, 41, 10**6)},
         "300000 in blocks of 64, batches of 32 in 4 lanes, seed 2**62 + 1": {str(p): blocks.batch(p).tolist() for p in (0, 9374, 10**6)},
+        "permutation of 1000, batches of 24 with 3 copies, seed 7": {str(p): pairs(whole, p) for p in (0, 41, 10**6)},
+        "300000 in blocks of 64, batches of 32 in 2 lanes with 3 copies by sampler, seed 7": {str(p): pairs(cut, p) for p in (0, 10**6)},
     }
 
 
 def test_the_order_is_the_one_of_all_earlier_releases():
     message = "the stream of random numbers changed: every run that was started before would resume "
     message += "with other batches. See the docstring of this file"
-    assert golden_values() == json.loads(GOLDEN.read_text()), message
+    assert json.loads(json.dumps(golden_values())) == json.loads(GOLDEN.read_text()), message
 
 
 if __name__ == "__main__":

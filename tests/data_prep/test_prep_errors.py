@@ -129,6 +129,11 @@ def _(place):
     place.prepare("imagefolder", images(place), "--jpeg-quality", 101)
 
 
+@scenario("`--restart-markers auto` where nothing can make them")
+def _(place):
+    place.prepare("imagefolder", images(place), "--restart-markers", "auto", prefix=("env", "VIT_NATIVE=0", "PATH="))
+
+
 # ---- images, and what happens meanwhile -------------------------------------------------------------------------------
 
 

@@ -41,6 +41,20 @@ class JpegHeader(NamedTuple):
     """Blocks (MCUs) between two restart markers; 0: no restart markers."""
     scan_offset: int
     """Bytes from the start of the file to the entropy-coded data of the first scan."""
+    frame_offset: int
+    """Bytes from the start of the file to the marker of the frame."""
+    sampling: tuple[tuple[int, int], ...]
+    """For each component the samples across and down in a block (MCU) of all components; 4:2:0 is (2, 2), (1, 1), (1, 1)."""
+    is_one_scan: bool
+    """The first scan holds all components, so that it is the only one unless coding is progressive."""
+
+    @property
+    def mcu_size(self) -> tuple[int, int]:
+        """Width and height in pixels of what an MCU, the unit of the entropy-coded data, covers if `is_one_scan`."""
+        if self.num_components == 1:
+            return 8, 8
+        across, down = zip(*self.sampling, strict=True)
+        return 8 * max(across), 8 * max(down)
 
 
 def read_header(data: bytes) -> JpegHeader:
@@ -52,7 +66,7 @@ def read_header(data: bytes) -> JpegHeader:
     if data[:2] != b"\xff\xd8":
         raise ValueError("no JPEG")
     frame = adobe_transform = None
-    orientation, restart_interval = 1, 0
+    orientation, restart_interval, frame_offset = 1, 0, 0
     position = 2
     try:
         while True:
@@ -74,7 +88,7 @@ def read_header(data: bytes) -> JpegHeader:
                 frame = struct.unpack_from(">BHHB", data, position + 4)
                 if length != 8 + 3 * frame[3] or 0 in frame:
                     raise ValueError("damaged JPEG headers: a frame of {2} x {1} pixels, {3} components, {0} bits".format(*frame))
-                process = marker - 0xC0
+                process, frame_offset = marker - 0xC0, position
             elif marker == 0xDA:
                 break
             elif marker == 0xDD:
@@ -91,7 +105,11 @@ def read_header(data: bytes) -> JpegHeader:
     if end > len(data):
         raise ValueError(f"cut off in the JPEG headers, after {len(data)} bytes")
     precision, height, width, num_components = frame
-    return JpegHeader(width, height, num_components, precision, process, orientation, adobe_transform, restart_interval, end)
+    sampling = tuple((both >> 4, both & 15) for both in data[frame_offset + 11 : frame_offset + 10 + 3 * num_components : 3])
+    return JpegHeader(
+        *(width, height, num_components, precision, process, orientation, adobe_transform, restart_interval, end),
+        *(frame_offset, sampling, data[position + 4 : position + 5] == bytes((num_components,))),
+    )
 
 
 def _exif_orientation(tiff: bytes) -> int:

@@ -1,31 +1,29 @@
-"""Batches of one rank, from any step on.
+"""What a batch is: any rows of any batch of one rank, made in place. Who makes them, and where: `vit.data.workers`.
 
 The data's story: the order says which samples stand in this rank's rows of the batch at a position; the index says where their bytes and
-how big their images are; crops are drawn before decoding; images are decoded into one uint8 tensor. A worker process makes whole
-batches in turn, so the content never depends on their number, and starting at position p costs nothing but the arithmetic for p.
-Evaluation deals all samples of a split over the ranks in batches of one shape, filled up with rows of weight 0.
+how big their images are; crops are drawn before decoding; images are decoded into the rows of memory that is there already. Some rows
+are made like all of them: what is in a row depends neither on who makes it nor on what was made before, and starting at position p costs
+nothing but the arithmetic for p. Evaluation deals all samples of a split over the ranks in batches of one shape, filled up with rows of
+weight 0.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from vit.config import AugmentConfig, Config
-from vit.data.augment import draw_crops, draw_mix, draw_table, sample_keys
-from vit.data.decode import decode_center, decode_window
+from vit.config import AugmentConfig, Config, EvalConfig
+from vit.data.decode import decode_center, decode_views
+from vit.data.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
 from vit.data.files import ShardError
 from vit.data.order import Order
 from vit.data.shards import Split
-from vit.worker import follow_parent
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,9 @@ class Batch:
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("images", "labels", "weights")}
         return replace(self, **moved)
 
-    def pin_memory(self) -> Batch:
-        """In page-locked memory, for copies that do not block; called by torch's DataLoader."""
-        return replace(self, **{f.name: getattr(self, f.name).pin_memory() for f in fields(self) if f.name != "bad_keys"})
+    def clone(self) -> Batch:
+        """The same in memory of its own."""
+        return replace(self, **{f.name: getattr(self, f.name).clone() for f in fields(self) if f.name != "bad_keys"})
 
 
 @dataclass(frozen=True)
@@ -69,23 +67,54 @@ class ImageFormat:
     """1 or 3."""
     interpolation: str = "bicubic"
     """bilinear or bicubic, antialiased."""
+    scaled_decode: bool = False
+    """Large training crops may be decoded at 1/2, 1/4 or 1/8."""
 
 
 def image_format(config: Config) -> ImageFormat:
     """What the model of `config` takes."""
-    size = config.model.image_size
-    return ImageFormat((size, size) if isinstance(size, int) else size, config.model.in_chans, config.data.interpolation)
+    size, data = config.model.image_size, config.data
+    return ImageFormat((size, size) if isinstance(size, int) else size, config.model.in_chans, data.interpolation, data.scaled_decode)
 
 
 @dataclass(frozen=True)
-class _Failure:
-    """A person's mistake found in a worker, carried home without the worker's stack."""
+class Layout:
+    """How the tensors of a batch lie in one piece of memory."""
 
-    message: str
+    num_rows: int
+    image: ImageFormat
+    num_columns: int
+    """K of the table."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of one batch."""
+        return sum(num_bytes for _, _, num_bytes in self._pieces().values())
+
+    def batch_in(self, memory: memoryview) -> Batch:
+        """The batch whose tensors are views of `memory`, `num_bytes` long; whatever lies there is its content."""
+        whole, at = torch.frombuffer(memory, dtype=torch.uint8), 0
+        tensors: dict[str, Any] = {}
+        for name, (dtype, shape, num_bytes) in self._pieces().items():
+            tensors[name] = whole[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            at += num_bytes
+        return Batch(**{**tensors, "images": tensors["images"].permute(0, 3, 1, 2)})
+
+    def _pieces(self) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:
+        """dtype, shape in memory and bytes of each tensor, the latter rounded up so that the next one is aligned."""
+        rows = self.num_rows
+        shapes = {
+            "images": (torch.uint8, (rows, *self.image.size, self.image.channels)),
+            "labels": (torch.int64, (rows,)),
+            "weights": (torch.float32, (rows,)),
+            "table": (torch.float32, (rows, self.num_columns)),
+            "ids": (torch.int64, (rows,)),
+        }
+        return {name: (dtype, shape, -(-math.prod(shape) * dtype.itemsize // 64) * 64) for name, (dtype, shape) in shapes.items()}
 
 
-class TrainBatches(Dataset):
-    """Batch at a position -> this rank's rows. Pickles small: workers map the index themselves."""
+class TrainBatches:
+    """This rank's rows of the batch at a position. Pickles small: workers map the index themselves."""
 
     def __init__(
         self,
@@ -100,152 +129,107 @@ class TrainBatches(Dataset):
     ):
         share = order.global_batch_size // world_size
         self.split, self.order, self.augment, self.image = split, order, augment, image
-        self.first_row, self.last_row, self.on_bad_image = rank * share, (rank + 1) * share, on_bad_image
+        self.first_row, self.on_bad_image = rank * share, on_bad_image
+        self.layout = Layout(share, image, table_layout(augment).width)
+        lane = order.global_batch_size // order.num_lanes if order.aug_repeats > 1 else 1  # holds all copies of its images
+        self.row_unit = math.lcm(augment.mix_group_size if mixes(augment) else 1, lane)
 
-    def __getitem__(self, position: int) -> Batch | _Failure:
-        try:
-            return self._batch(position)
-        except ShardError as error:
-            return _Failure(str(error))
-
-    def _batch(self, position: int) -> Batch:
-        ids = self.order.rows(position, self.first_row, self.last_row)
-        rows = self.split.index[ids]
-        keys = sample_keys(self.order.seed, position // self.order.steps_per_epoch, ids)
-        crops = draw_crops(self.augment, keys, rows["width"], rows["height"])
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        """Make rows `first` and following of the batch at `position` in the tensors of `rows`, all of which are written; multiples of
+        `row_unit`, so that no group that mixes is torn, and copies of an image need one decoding. Returns the key of each row that could
+        not be decoded, with `on_bad_image: skip`.
+        """
+        if self.split.read_ahead_batches and first == 0:  # who makes the beginning of a batch asks for all of a later one
+            later = position + self.split.read_ahead_batches
+            self.split.prefetch(self.order.rows(later, self.first_row, self.first_row + self.layout.num_rows))
+        first += self.first_row
+        ids, copies = self.order.rows_and_copies(position, first, first + len(rows.labels))
+        if self.split.read_ahead_batches:  # at the beginning of a run nobody has asked for these
+            self.split.prefetch(ids)
+        entries = self.split.index[ids]
+        keys = sample_keys(self.order.seed, position // self.order.steps_per_epoch, ids, copies)
+        crops = draw_crops(self.augment, keys, entries["width"], entries["height"], self.image.size)
         weights, bad_keys = np.ones(len(ids), dtype=np.float32), []
-        images = _new_images(len(ids), self.image)
-        for row, (sample, crop) in enumerate(zip(ids.tolist(), crops.tolist(), strict=True)):
+        for sample, numbers in _rows_of(ids).items():
+            entry, windows, images = entries[numbers[0]], crops[numbers].tolist(), [rows.images[row] for row in numbers]
             try:
-                images[row] = decode_window(
-                    self.split.read(sample), tuple(crop), self.image.size, self.image.interpolation, self.image.channels
-                )
+                decode_views(
+                    self.split.read(sample), windows, self.image.size, self.image.interpolation, self.image.channels,
+                    out=images, image_size=(int(entry["width"]), int(entry["height"])), scaled=self.image.scaled_decode,
+                )  # fmt: skip
             except ShardError:
                 raise
             except ValueError as error:
                 if self.on_bad_image == "error":
                     raise ShardError(_describe(self.split, sample, error) + "; data.on_bad_image=skip trains without it") from None
-                images[row], weights[row] = 0, 0.0
-                bad_keys.append(self.split.key(sample))
-        table = draw_table(self.augment, keys)
-        draw_mix(self.augment, table, weights, self.order.seed, position, self.first_row, self.image.size)
-        return Batch(images, _labels(rows), torch.from_numpy(weights), torch.from_numpy(table), torch.from_numpy(ids), tuple(bad_keys))
+                for image in images:
+                    image[:] = 0
+                weights[numbers] = 0.0
+                bad_keys += [self.split.key(sample)] * len(numbers)  # rows, whose number does not depend on how a batch is divided
+        table = draw_table(self.augment, keys, entries["width"], entries["height"], self.image.size)
+        draw_mix(self.augment, table, weights, self.order.seed, position, first, self.image.size)
+        write_rows(rows, entries["label"], weights, table, ids)
+        return tuple(bad_keys)
 
 
-class EvalBatches(Dataset):
+class EvalBatches:
     """All samples of a split once, dealt over the ranks in the same number of batches of one shape; fillers have weight 0."""
 
-    def __init__(self, split: Split, image: ImageFormat, crop_pct: float, batch_size: int, *, rank: int = 0, world_size: int = 1):
-        self.split, self.image, self.crop_pct, self.batch_size = split, image, crop_pct, batch_size
+    row_unit = 1
+
+    def __init__(self, split: Split, image: ImageFormat, view: EvalConfig, batch_size: int, *, rank: int = 0, world_size: int = 1):
+        self.split, self.image, self.view = split, image, view
         self.rank, self.world_size = rank, world_size
+        self.layout = Layout(batch_size, image, 0)
 
     def __len__(self) -> int:
-        return -(-self.split.num_samples // (self.batch_size * self.world_size))
+        return -(-self.split.num_samples // (self.layout.num_rows * self.world_size))
 
-    def __getitem__(self, number: int) -> Batch | _Failure:
-        start = (number * self.world_size + self.rank) * self.batch_size
-        ids = np.arange(start, start + self.batch_size)
+    def num_filled(self, number: int) -> int:
+        """Rows of batch `number` that hold a sample; they come first."""
+        return min(max(self.split.num_samples - self._start(number), 0), self.layout.num_rows)
+
+    def fill(self, number: int, first: int, rows: Batch) -> tuple[str, ...]:
+        """Make rows `first` and following of batch `number` in the tensors of `rows`, all of which are written. Returns ()."""
+        ids = self._start(number) + first + np.arange(len(rows.labels))
         valid = ids < self.split.num_samples
+        if self.split.read_ahead_batches:
+            later = ids + self.split.read_ahead_batches * self.layout.num_rows * self.world_size
+            self.split.prefetch(np.concatenate([ids[valid], later[later < self.split.num_samples]]))
         ids = np.where(valid, ids, 0)
-        images = _new_images(len(ids), self.image)
-        try:
-            for row in np.flatnonzero(valid).tolist():
-                data = self.split.read(int(ids[row]))
-                images[row] = decode_center(data, self.image.size, self.crop_pct, self.image.interpolation, self.image.channels)
-        except ShardError as error:
-            return _Failure(str(error))
-        except ValueError as error:
-            remedy = "evaluation counts every image: restore the shard, or write it again without this one"
-            return _Failure(f"{_describe(self.split, int(ids[row]), error)}; {remedy}")
-        labels = _labels(self.split.index[ids])
-        return Batch(images, labels, torch.from_numpy(valid.astype(np.float32)), torch.empty(len(ids), 0), torch.from_numpy(ids))
+        for row, sample in enumerate(ids.tolist()):
+            if not valid[row]:
+                rows.images[row] = 0
+                continue
+            try:
+                data, out = self.split.read(sample), rows.images[row]
+                decode_center(data, self.image.size, self.view, self.image.interpolation, self.image.channels, out=out)
+            except ShardError:
+                raise
+            except ValueError as error:
+                remedy = "evaluation counts every image: restore the shard, or write it again without this one"
+                raise ShardError(f"{_describe(self.split, sample, error)}; {remedy}") from None
+        write_rows(rows, self.split.index["label"][ids], valid, np.empty((len(ids), 0)), ids)
+        return ()
+
+    def _start(self, number: int) -> int:
+        return (number * self.world_size + self.rank) * self.layout.num_rows
 
 
-def _new_images(num: int, image: ImageFormat) -> Tensor:
-    return torch.zeros((num, image.channels, *image.size), dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+def _rows_of(ids: NDArray[np.int64]) -> dict[int, list[int]]:
+    """Sample -> the rows that show it, several with repeated augmentation: they are views of one decoding."""
+    found: dict[int, list[int]] = {}
+    for row, sample in enumerate(ids.tolist()):
+        found.setdefault(sample, []).append(row)
+    return found
 
 
-def _labels(rows: NDArray) -> Tensor:
-    return torch.from_numpy(rows["label"].astype(np.int64))
+def write_rows(rows: Batch, labels: ArrayLike, weights: ArrayLike, table: ArrayLike, ids: ArrayLike) -> None:
+    """Everything but the images, into the tensors of `rows`."""
+    for tensor, values in ((rows.labels, labels), (rows.weights, weights), (rows.table, table), (rows.ids, ids)):
+        tensor.numpy()[:] = values
 
 
 def _describe(split: Split, sample: int, error: Exception) -> str:
     row = split.index[sample]
-    return f"{split.root / split.filenames[row['shard']]}: image {split.key(sample)!r} at byte {row['offset']}: {error}"
-
-
-class Loader:
-    """Iterates over the batches of a dataset at positions [start, stop), with workers or without. `wait_s` adds up the time spent waiting.
-
-    Raises ShardError in the training process for what a worker found, naming shard and key. Close it, or leave it as a context.
-    """
-
-    def __init__(
-        self,
-        batches: TrainBatches | EvalBatches,
-        start: int,
-        stop: int,
-        *,
-        num_workers: int = 0,
-        prefetch_batches: int = 2,
-        pin_memory: bool = False,
-    ):
-        self.wait_s = 0.0
-        self._iterator: Iterator[Batch | _Failure] | None = iter(
-            DataLoader(
-                batches,
-                batch_size=None,
-                sampler=range(start, stop),
-                num_workers=min(num_workers, max(stop - start, 0)),
-                prefetch_factor=prefetch_batches if min(num_workers, stop - start) > 0 else None,
-                pin_memory=pin_memory,
-                collate_fn=_share,
-                worker_init_fn=_start_worker,
-            )
-        )
-
-    def __iter__(self) -> Loader:
-        return self
-
-    def __next__(self) -> Batch:
-        assert self._iterator is not None, "a closed loader was read"
-        began = time.perf_counter()
-        try:
-            batch = next(self._iterator)
-        except (OSError, EOFError):  # the socket of a worker that was killed; torch, told by SIGCHLD in a moment, says so better
-            time.sleep(1)
-            raise
-        self.wait_s += time.perf_counter() - began
-        if isinstance(batch, _Failure):
-            raise ShardError(batch.message)
-        return batch
-
-    def close(self) -> None:
-        """End the workers now, not when the iterator goes: a traceback may hold it to the end, where Python would wait for them, and they
-        ignore SIGTERM."""
-        shut_down = getattr(self._iterator, "_shutdown_workers", None)  # none without workers
-        if shut_down is not None:
-            shut_down()
-        self._iterator = None
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _share(batch: Any) -> Any:
-    """In a worker, move the batch to shared memory, where it has to go. Left to the queue's own thread, a full /dev/shm would only be
-    printed, and training would wait for ever."""
-    if get_worker_info() is not None and isinstance(batch, Batch):
-        for tensor in (batch.images, batch.labels, batch.weights, batch.table, batch.ids):
-            tensor.share_memory_()
-    return batch
-
-
-def _start_worker(worker: int) -> None:
-    """A worker that died of a signal meant for its rank would lose the rank's last save; one that outlived it would hold its memory:
-    torch's own watchdog does not see that under the start method `forkserver` (Python 3.14)."""
-    torch.set_num_threads(1)
-    follow_parent()
+    return f"{split.tars.where(row['shard'])}: image {split.key(sample)!r} at byte {row['offset']}: {error}"

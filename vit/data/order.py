@@ -8,6 +8,13 @@ any batch of any epoch is found without looking at another, and memory does not 
 
 An epoch is N // G full batches of distinct samples; the tail that does not fill a batch differs from epoch to epoch.
 
+Repeated augmentation (Hoffer et al. 2020) shows each image `aug_repeats` = r times, in copies that are augmented differently. Each row of a
+lane is then row // r of the shuffled samples, copy row % r, and an epoch keeps its N // G steps. In the form `sampler`
+(facebookresearch/deit:samplers.py) each epoch is shuffled anew and shows the first r-th; copies may stand in two consecutive batches. In
+the form `batch` (affjljoo3581/deit3-jax:src/dataset.py) a batch holds G / r images with all their copies and one shuffle lasts r epochs,
+after which every image but the tail was shown exactly r times. A lane's rows of a batch are sorted by copy: copies of an image are apart,
+so that they do not mix with each other, and yet on one rank where the ranks divide the lanes, so that one reading can serve them all.
+
 The hash is our own because generators of libraries promise no stable streams; `tests/data/golden_order.json` holds its output.
 """
 
@@ -16,6 +23,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,6 +33,8 @@ PERMUTATION_BELOW = 262_144
 """Below so many samples the default order is a true permutation: blocks of one sample, no windows."""
 DEFAULT_BLOCK_SAMPLES = 64
 MAX_DEFAULT_LANES = 64
+MIN_DEFAULT_LANE_IMAGES = 4
+"""With repeats a lane gives a batch so many images by default: copies stand so many rows apart, and few sets of them are cut by its end."""
 
 
 def hash64(values: ArrayLike) -> NDArray[np.uint64]:
@@ -95,7 +105,8 @@ class _EpochBlocks:
 class Order:
     """The order of `num_samples` samples in batches of `global_batch_size`, for all epochs. `make_order` fills in defaults and checks.
 
-    `window_blocks` counts blocks per shuffling window and has no effect where blocks hold one sample.
+    `window_blocks` counts blocks per shuffling window and has no effect where blocks hold one sample. `aug_repeats` (r) copies of each
+    image are dealt in the form `batch` or `sampler`.
     """
 
     num_samples: int
@@ -104,6 +115,8 @@ class Order:
     num_lanes: int
     block_samples: int
     window_blocks: int
+    aug_repeats: int = 1
+    aug_repeats_form: Literal["batch", "sampler"] = "batch"
     _windows: OrderedDict[tuple[int, int, int], NDArray[np.int64]] = field(default_factory=OrderedDict, repr=False, compare=False)
 
     @property
@@ -113,8 +126,23 @@ class Order:
 
     @property
     def dropped_per_epoch(self) -> int:
-        """Samples of an epoch that do not fill a batch; others each time."""
+        """N % G: by how many rows an epoch is shorter than N. Without repeats the samples that it leaves out, others each time."""
         return self.num_samples % self.global_batch_size
+
+    @property
+    def steps_per_shuffle(self) -> int:
+        """Batches from one shuffle to the next: an epoch, or r epochs where one shuffle serves all of them."""
+        return self.steps_per_epoch * (self.aug_repeats if self.aug_repeats_form == "batch" else 1)
+
+    @property
+    def distinct_per_epoch(self) -> int:
+        """Distinct samples in an epoch: all rows without repeats, else an r-th of the rows of each lane, rounded up."""
+        return self.num_lanes * -(-self.steps_per_epoch * self._lane_share // self.aug_repeats)
+
+    @property
+    def _lane_share(self) -> int:
+        """Rows of a batch that come from one lane."""
+        return self.global_batch_size // self.num_lanes
 
     def batch(self, position: int) -> NDArray[np.int64]:
         """Sample ids (G,) of the batch at `position`, counted from the first batch of epoch 0."""
@@ -122,20 +150,32 @@ class Order:
 
     def rows(self, position: int, start: int, stop: int) -> NDArray[np.int64]:
         """Sample ids of rows [start, stop) of the batch at `position`. Only the lanes that overlap the rows are computed."""
-        epoch, step = divmod(position, self.steps_per_epoch)
-        share = self.global_batch_size // self.num_lanes
+        return self.rows_and_copies(position, start, stop)[0]
+
+    def rows_and_copies(self, position: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Sample ids and copy numbers (0 to `aug_repeats` - 1) of rows [start, stop) of the batch at `position`.
+
+        No (sample, copy) comes twice in an epoch: with the epoch they name an augmentation.
+        """
+        shuffle, step = divmod(position, self.steps_per_shuffle)
+        share = self._lane_share
         first, last = start // share, -(-stop // share)
-        places = np.concatenate([self._lane(epoch, lane, step * share, (step + 1) * share) for lane in range(first, last)])
-        blocks = _epoch_blocks(self.num_samples, self.block_samples, self.seed, epoch)
-        return blocks(places[start - first * share : stop - first * share])
+        in_lane = np.arange(step * share, (step + 1) * share)
+        in_lane = in_lane[np.argsort(in_lane % self.aug_repeats, kind="stable")]
+        images, copies = in_lane // self.aug_repeats, in_lane % self.aug_repeats
+        low, high = int(images.min()), int(images.max()) + 1
+        places = np.stack([self._lane(shuffle, lane, low, high) for lane in range(first, last)])
+        samples = _epoch_blocks(self.num_samples, self.block_samples, self.seed, shuffle)(places)
+        asked = slice(start - first * share, stop - first * share)
+        return samples[:, images - low].ravel()[asked], np.tile(copies, last - first)[asked]
 
     def checksum(self, start: int, stop: int) -> int:
         """Sum of the hashed sample ids of the batches at positions [start, stop), modulo 2**64: the plan's value for `sample_checksum`."""
         return sum(sample_checksum(self.batch(position)) for position in range(start, stop)) % 2**64
 
-    def _lane(self, epoch: int, lane: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Positions in the block-permuted epoch of places [start, stop) of a lane, windows permuted."""
-        length = self.steps_per_epoch * (self.global_batch_size // self.num_lanes)
+    def _lane(self, shuffle: int, lane: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Positions among the shuffled blocks of the images [start, stop) of a lane, windows permuted."""
+        length = -(-self.steps_per_shuffle * self._lane_share // self.aug_repeats)
         if self.block_samples == 1:
             return lane * length + np.arange(start, stop)
         window = self.window_blocks * self.block_samples
@@ -145,16 +185,16 @@ class Order:
             number = (place + phase) // window
             low, high = max(number * window - phase, 0), min((number + 1) * window - phase, length)
             until = min(high, stop)
-            shuffled = self._window(epoch, lane, number, high - low)
+            shuffled = self._window(shuffle, lane, number, high - low)
             out[place - start : until - start] = lane * length + low + shuffled[place - low : until - low]
             place = until
         return out
 
-    def _window(self, epoch: int, lane: int, number: int, length: int) -> NDArray[np.int64]:
+    def _window(self, shuffle: int, lane: int, number: int, length: int) -> NDArray[np.int64]:
         """The permutation inside one window: consecutive batches share it, so the last ones of each lane are kept."""
-        key = (epoch, lane, number)
+        key = (shuffle, lane, number)
         if key not in self._windows:
-            self._windows[key] = np.argsort(fold(self.seed, epoch, 3, lane, number, np.arange(length)), kind="stable")
+            self._windows[key] = np.argsort(fold(self.seed, shuffle, 3, lane, number, np.arange(length)), kind="stable")
             if len(self._windows) > 2 * self.num_lanes:
                 self._windows.popitem(last=False)
         return self._windows[key]
@@ -167,21 +207,37 @@ def make_order(
     num_lanes: int | None = None,
     block_samples: int | None = None,
     window_blocks: int = 16,
+    aug_repeats: int = 1,
+    aug_repeats_form: Literal["batch", "sampler"] = "batch",
 ) -> Order:
-    """An `Order`, with `None` replaced by the defaults: as many lanes as the largest divisor of the batch up to 64; blocks of one sample
-    below
-    262,144 samples, else of 64. Raises ValueError for sizes that cannot work, with those that do.
+    """An `Order`, with `None` replaced by the defaults: as many lanes as the largest divisor of the batch up to 64 (fewer with repeats, see
+    MIN_DEFAULT_LANE_IMAGES); blocks of one sample below 262,144 samples, else of 64.
+
+    Raises ValueError for sizes that cannot work, with those that do.
     """
-    n, g = num_samples, global_batch_size
+    n, g, r = num_samples, global_batch_size, aug_repeats
     if g > n:
         raise ValueError(f"data.global_batch_size={g} exceeds the {n} training samples: choose at most {n}")
+    if aug_repeats_form == "batch" and g % r:
+        near = " or ".join(str(size) for size in (g // r * r, (g // r + 1) * r) if size)
+        other = f"data.aug_repeats out of {divisors(g)}, or data.aug_repeats_form=sampler"
+        raise ValueError(f"data.aug_repeats={r} does not divide data.global_batch_size={g}: use {near} images a batch, {other}")
+    lanes = possible_lanes(g, r, aug_repeats_form)
     if num_lanes is None:
-        num_lanes = max(d for d in range(1, MAX_DEFAULT_LANES + 1) if g % d == 0)
-    elif g % num_lanes:
-        raise ValueError(f"data.num_lanes={num_lanes} does not divide data.global_batch_size={g}: choose one of {divisors(g)}")
+        most = MAX_DEFAULT_LANES if r == 1 else min(g // r // MIN_DEFAULT_LANE_IMAGES, MAX_DEFAULT_LANES)
+        num_lanes = max(d for d in lanes if d <= max(most, 1))
+    elif num_lanes not in lanes:
+        images = f"the {lanes[-1]} distinct images of a batch (data.global_batch_size={g} / data.aug_repeats={r})"
+        divided = f"data.global_batch_size={g}" if lanes[-1] == g else images
+        raise ValueError(f"data.num_lanes={num_lanes} does not divide {divided}: choose one of {lanes}")
     if block_samples is None:
         block_samples = 1 if n < PERMUTATION_BELOW else DEFAULT_BLOCK_SAMPLES
-    return Order(n, g, seed, num_lanes, block_samples, window_blocks)
+    return Order(n, g, seed, num_lanes, block_samples, window_blocks, aug_repeats, aug_repeats_form)
+
+
+def possible_lanes(global_batch_size: int, aug_repeats: int, aug_repeats_form: Literal["batch", "sampler"]) -> list[int]:
+    """Numbers of lanes that work, ascending: divisors of the batch, or of its distinct images where a batch has whole sets of copies."""
+    return divisors(global_batch_size // (aug_repeats if aug_repeats_form == "batch" else 1))
 
 
 def divisors(n: int) -> list[int]:

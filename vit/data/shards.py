@@ -12,24 +12,28 @@ row for each sample says where its bytes lie; the loader asks for sample i and g
       val-00000.tar ...
 
 The tars are the truth: `.idx` and `.index.npy` are rebuilt from them. `_info.json` has timm's layout plus our own keys,
-and one without our keys is accepted.
+and one without our keys is accepted. `<root>` may be a URL; or a folder that holds `_info.json` and index of shards at one ("shards_at").
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+import io
 import logging
 import os
-import resource
 import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
+from vit.data.block_cache import BlockCache
 from vit.data.files import ShardError, read_json, replacing, unreadable, write_json
+from vit.data.remote import RemoteFolder, Version, local_path
+from vit.data.storage import LocalTars, RemoteTars
 from vit.data.tar import INDEX_DTYPE, KEY_AND_EXT, TAR_BLOCK, index_rows, scan_tar, size_said_by
 
 FORMAT_VERSION = 1
@@ -96,8 +100,12 @@ def read_info(root: Path | str) -> dict[str, Any]:
         raise ShardError(f"{root}: no _info.json and no shards; {write_them}")
     if info is None:
         raise ShardError(f"{root}: no _info.json; if the shards are complete, {index_it}, else repeat the command that writes them")
+    return _checked_info(info, root)
+
+
+def _checked_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
     if not isinstance(info.get("splits"), dict) or not info["splits"]:
-        raise ShardError(f"{root}/_info.json: no `splits`; move it away and {index_it}")
+        raise ShardError(f"{root}/_info.json: no `splits`; move it away and run `python -m data_prep.index {root}`")
     version = info.get("format_version", FORMAT_VERSION)
     if version > FORMAT_VERSION:
         raise ShardError(f"{root}/_info.json: format_version {version}, this code reads up to {FORMAT_VERSION}; update the code")
@@ -165,10 +173,8 @@ def _load_index(
     except (ValueError, OSError, EOFError) as error:
         reason = f"unreadable ({error})"
     else:
-        if index.dtype != INDEX_DTYPE or index.ndim != 1:
-            reason = "of another format"
-        elif not np.array_equal(index["shard"], np.repeat(np.arange(len(lengths)), lengths)):
-            reason = "stale (other shard lengths than _info.json)"
+        if misfit := _misfit(index, lengths, sizes):
+            reason = misfit
         # A shard replaced by another of equal length: the header in front of its last image tells, at one read a shard.
         elif moved := [
             shard for shard, row in enumerate(index[np.cumsum(lengths) - 1]) if _size_in_header(root / filenames[shard], row) != row["size"]
@@ -181,12 +187,56 @@ def _load_index(
                     f"copy it again; if that is meant, move _info.json away and run `python -m data_prep.index {root}`"
                 )
             reason = "stale (images lie elsewhere in their shard)"
-        elif (index["offset"] + index["size"] > np.array(sizes, np.uint64)[index["shard"]]).any():
-            reason = "stale (images beyond the end of their shard)"
         else:
             return index
     log.warning("%s is %s: rebuilding it from %d shards", path, reason, len(lengths))
     return None
+
+
+def _misfit(index: np.ndarray, lengths: list[int], sizes: list[int]) -> str:
+    """Why an index does not fit shards of these lengths and sizes in bytes, as far as can be told without reading them; "" if it does."""
+    if index.dtype != INDEX_DTYPE or index.ndim != 1:
+        return "of another format"
+    if not np.array_equal(index["shard"], np.repeat(np.arange(len(lengths)), lengths)):
+        return "stale (other shard lengths than _info.json)"
+    if (index["offset"] + index["size"] > np.array(sizes, np.uint64)[index["shard"]]).any():
+        return "stale (images beyond the end of their shard)"
+    return ""
+
+
+def _open_remote(
+    folder: RemoteFolder,
+    home: Path | None,
+    split: str,
+    lengths: list[int],
+    filenames: list[str],
+    versions: list[Version],
+    cache: BlockCache,
+) -> RemoteTars:
+    """The shards in `folder` with their index, which lies beside them or in the folder `home`. Raises ShardError if it does not fit."""
+    path = folder.fetch_index(split, cache) if home is None else home / f"{split}.index.npy"
+    place = f"{folder}/{split}.index.npy" if home is None else str(path)
+    try:
+        index = np.load(path, mmap_mode="r")
+        reason = _misfit(index, lengths, [version.size for version in versions])
+    except (ValueError, OSError, EOFError) as error:
+        reason = f"unreadable ({error})"
+    if reason:
+        remedy = f"make it again with `python -m data_prep.index {folder} --out ROOT`, ROOT being another folder, and give data.root=ROOT"
+        raise ShardError(f"{place}: {reason}; {remedy}")
+    return RemoteTars(folder, filenames, versions, index, cache)
+
+
+def _local_versions(root: Path, filenames: list[str]) -> list[Version | str]:
+    """Sizes of the shards; a text says why one cannot be told."""
+
+    def version(path: Path) -> Version | str:
+        try:
+            return Version(os.stat(path).st_size, "")
+        except OSError as error:
+            return error.strerror or type(error).__name__
+
+    return [version(root / name) for name in filenames]
 
 
 def _size_in_header(tar: Path, row: np.void) -> int:
@@ -210,13 +260,16 @@ def _sha256(path: Path) -> str:
 class Split:
     """One split of a data set, opened by `open_split`: the encoded bytes of any sample, by its number.
 
-    May be read from any number of threads, after a fork and after pickling (to DataLoader workers): reads carry their own
-    position, file descriptors stay behind when pickling, and a mapped index travels as its path.
+    May be read from any number of threads, after a fork and after pickling (to worker processes): reads carry their own
+    position, file descriptors and connections stay behind when pickling, and a mapped index travels as its path.
     """
 
-    root: Path
+    root: Path | str
+    """Folder or URL."""
     name: str
     filenames: list[str]
+    tars: LocalTars | RemoteTars
+    """Where the bytes come from."""
     index: np.ndarray
     """(num_samples,) INDEX_DTYPE, normally memory-mapped."""
     num_samples: int
@@ -224,10 +277,19 @@ class Split:
     class_names: list[str]
     """Name of each label; [] if unknown."""
 
-    def __init__(self, root: Path, name: str, filenames: list[str], index: np.ndarray, num_classes: int, class_names: list[str]):
+    def __init__(
+        self,
+        root: Path | str,
+        name: str,
+        filenames: list[str],
+        index: np.ndarray,
+        num_classes: int,
+        class_names: list[str],
+        tars: RemoteTars | None = None,
+    ):
         self.root, self.name, self.filenames, self.index = root, name, filenames, index
         self.num_samples, self.num_classes, self.class_names = len(index), num_classes, class_names
-        self._fds: dict[int, int] = {}
+        self.tars = tars or LocalTars(Path(root), filenames)
 
     def read(self, i: int) -> bytes:
         """Encoded image bytes of sample `i` (0 <= i < num_samples), as stored.
@@ -238,7 +300,7 @@ class Split:
         row = self.index[i]
         shard, offset, size = int(row["shard"]), int(row["offset"]), int(row["size"])
         try:
-            block = self._pread(shard, TAR_BLOCK + size, offset - TAR_BLOCK)
+            block = self.tars.pread(i, shard, TAR_BLOCK + size, offset - TAR_BLOCK)
             data, said = block[TAR_BLOCK:], size_said_by(block[:TAR_BLOCK])
             problem = f"gave {len(data)}" if len(data) < size else "found no image of this size there, the shard is not the indexed one"
         except OSError as error:
@@ -249,108 +311,109 @@ class Split:
             key = self.key(i)
         except (ShardError, OSError):
             key = "unknown"
-        where = f"{self.root / self.filenames[shard]}: sample {i} (key {key})"
+        where = f"{self.tars.where(shard)}: sample {i} (key {key})"
         raise ShardError(f"{where}: reading {size} bytes at offset {offset} {problem}; restore the shard and start again")
+
+    @property
+    def read_ahead_batches(self) -> int:
+        """How many batches before it is needed a sample should be given to `prefetch`; 0: never."""
+        return self.tars.read_ahead_batches
+
+    def prefetch(self, samples: NDArray[np.int64]) -> None:
+        """Say which samples will be read soon, (n,) numbers: where shards are at a URL, they are fetched in the background."""
+        if isinstance(self.tars, RemoteTars):
+            self.tars.prefetch(samples)
 
     def key(self, i: int) -> str:
         """Key of sample `i`, from the tar header in front of its image."""
         row = self.index[i]
         shard, offset = int(row["shard"]), int(row["offset"])
-        block = self._pread(shard, TAR_BLOCK, offset - TAR_BLOCK)
+        block = self.tars.pread(i, shard, TAR_BLOCK, offset - TAR_BLOCK)
         try:
             name = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape").name
         except tarfile.HeaderError as error:
-            where = f"{self.root / self.filenames[shard]}: no tar header in front of offset {offset}"
+            where = f"{self.tars.where(shard)}: no tar header in front of offset {offset}"
             raise ShardError(f"{where} ({error}); restore the shard, or delete {self.name}.index.npy if it was replaced") from error
-        if len(name.encode("utf-8", "surrogateescape")) >= 100:  # perhaps cut, and its whole name in another header
-            first = int(np.searchsorted(self.index["shard"], shard))
-            return scan_tar(self.root / self.filenames[shard])[i % self.num_samples - first].key
+        if len(name.encode("utf-8", "surrogateescape")) >= 100:  # perhaps cut, and whole in a header between the image before and this one
+            before = self.index[i - 1] if i and self.index[i - 1]["shard"] == shard else None
+            start = 0 if before is None else -(-(int(before["offset"]) + int(before["size"])) // TAR_BLOCK) * TAR_BLOCK
+            headers = io.BytesIO(self.tars.pread(i, shard, offset - start, start))
+            with tarfile.open(fileobj=headers, errors="surrogateescape") as tar:
+                while (member := tar.next()) is not None:
+                    name = member.name
+                    if member.offset_data == offset - start:  # its data are not in these bytes
+                        break
         named = KEY_AND_EXT.fullmatch(name)
         return named[1] if named else name
 
     def close(self) -> None:
         """Close the shards' file descriptors; the next read opens them again."""
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        self.tars.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_fds": {}}
-        if isinstance(self.index, np.memmap):
-            state["index"] = Path(str(self.index.filename))
-        return state
+        index = Path(str(self.index.filename)) if isinstance(self.index, np.memmap) else self.index
+        return {**self.__dict__, "index": index}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if isinstance(self.index, Path):
             self.index = np.load(self.index, mmap_mode="r")
 
-    def _pread(self, shard: int, size: int, offset: int) -> bytes:
-        fd = self._fds.get(shard)
-        if fd is not None:
-            return os.pread(fd, size, offset)
-        fd = os.open(self.root / self.filenames[shard], os.O_RDONLY)
-        # Keep it open, opening costs a round trip on a network file system; but leave half of the process's
-        # descriptors to others, and never take one away from a thread that may be reading.
-        if len(self._fds) < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 and self._fds.setdefault(shard, fd) == fd:
-            return os.pread(fd, size, offset)
-        try:
-            return os.pread(fd, size, offset)
-        finally:
-            os.close(fd)
 
+def open_split(root: Path | str, split: str, cache_dir: Path | str | None = None, cache_gib: float | None = None) -> Split:
+    """Open one split of the data set in `root`, a folder or a URL, after checks that read no image.
 
-def open_split(root: Path | str, split: str) -> Split:
-    """Open one split of the data set in `root` after checks that read no image.
-
-    An index that is absent or does not fit the tars is rebuilt from them (a pass over their headers, logged as a warning).
+    An index that is absent or does not fit the tars of a folder is rebuilt from them (a pass over their headers, logged as a warning).
+    cache_dir, cache_gib: of shards at a URL, see `BlockCache`.
     Raises ShardError listing all problems at once: missing folder, `_info.json`, split or shards, shards of another size
     than recorded, lengths that do not add up, labels outside [0, num_classes).
     """
-    root = Path(root)
-    info = read_info(root)
+    home = local_path(root)
+    shown = str(root).rstrip("/") if home is None else str(home)
+    info = _checked_info(RemoteFolder(shown).read_info(), shown) if home is None else read_info(home)
     if split not in info["splits"]:
         near = difflib.get_close_matches(split, info["splits"], n=1, cutoff=0.3)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ShardError(f"{root}: no split {split!r}; there are {', '.join(info['splits'])}{hint}")
+        raise ShardError(f"{shown}: no split {split!r}; there are {', '.join(info['splits'])}{hint}")
     described = info["splits"][split]
-    where = f"{root}/_info.json, split {split!r}"
+    where = f"{shown}/_info.json, split {split!r}"
     if missing := [key for key in ("filenames", "shard_lengths", "num_samples") if key not in described]:
-        raise ShardError(f"{where}: no {', '.join(missing)}; move it away and run `python -m data_prep.index {root}`")
+        raise ShardError(f"{where}: no {', '.join(missing)}; move it away and run `python -m data_prep.index {shown}`")
     filenames, lengths, num_samples = list(described["filenames"]), list(described["shard_lengths"]), described["num_samples"]
     recorded = described.get("shard_bytes") or [None] * len(filenames)
     sha256 = described.get("shard_sha256") or [None] * len(filenames)
     problems = []
 
     # 1. The shards themselves.
-    if (elsewhere := info.get("shards_at")) and not any((root / name).exists() for name in filenames):
-        raise ShardError(
-            f"{root}: holds only the index of shards at {elsewhere}; training reads shards from a disk: copy the tars into {root} "
-            "(from S3: aws s3 cp --recursive) and open it again"
-        )
     if not 0 < len(filenames) == len(lengths) == len(recorded) == len(sha256) or sum(lengths) != num_samples:
         counts = f"{len(filenames)} filenames, {len(lengths)} shard_lengths (sum {sum(lengths)}), {len(recorded)} shard_bytes"
         problems.append(f"{where}: {counts} and num_samples {num_samples} do not fit together; restore it from its source")
-    sizes = []
+    elsewhere = info.get("shards_at") if home is None or not any((home / name).exists() for name in filenames) else None
+    folder = RemoteFolder(elsewhere or shown) if elsewhere or home is None else None
+    found = _local_versions(Path(shown), filenames) if folder is None else folder.stats(filenames)
     remedy = "copy it again or repeat the command that wrote it"
-    for name, expected in zip(filenames, recorded, strict=False):  # other lengths are reported already
-        try:
-            sizes.append(os.stat(root / name).st_size)
-        except OSError as error:
-            problems.append(f"{root / name}: {error.strerror}; {remedy}")
-        else:
-            if expected not in (None, sizes[-1]):
-                problems.append(f"{root / name}: {sizes[-1]} bytes, expected {expected} (truncated or replaced); {remedy}")
+    for name, version, expected in zip(filenames, found, recorded, strict=False):  # other lengths are reported already
+        if isinstance(version, str):
+            problems.append(f"{folder or shown}/{name}: {version}; {remedy}")
+        elif expected not in (None, version.size):
+            problems.append(f"{folder or shown}/{name}: {version.size} bytes, expected {expected} (truncated or replaced); {remedy}")
     if problems:
         raise ShardError("\n".join(problems))
+    versions = [version for version in found if isinstance(version, Version)]
 
-    # 2. The index, made anew if it does not fit them.
-    index = _load_index(root, split, filenames, lengths, sizes, sha256)
+    # 2. The index; in a folder it is made anew if it does not fit.
+    tars, index = None, None
+    if folder is not None:
+        tars = _open_remote(folder, home, split, lengths, filenames, versions, BlockCache(cache_dir, cache_gib))
+        index = tars.index
+    elif home is not None:
+        index = _load_index(home, split, filenames, lengths, [version.size for version in versions], sha256)
     if index is None:
-        index = build_index(root, split, filenames)
-        found = np.bincount(index["shard"], minlength=len(lengths)).tolist()
+        index = build_index(shown, split, filenames)
+        counted = np.bincount(index["shard"], minlength=len(lengths)).tolist()
         problems += [
-            f"{root / name}: holds {n} samples, _info.json says {length}; restore the one that is wrong"
-            for name, n, length in zip(filenames, found, lengths, strict=True)
+            f"{shown}/{name}: holds {n} samples, _info.json says {length}; restore the one that is wrong"
+            for name, n, length in zip(filenames, counted, lengths, strict=True)
             if n != length
         ]
 
@@ -365,4 +428,4 @@ def open_split(root: Path | str, split: str) -> Split:
         )
     if problems:
         raise ShardError("\n".join(problems))
-    return Split(root, split, filenames, index, num_classes, class_names)
+    return Split(home or shown, split, filenames, index, num_classes, class_names, tars)

@@ -1,0 +1,161 @@
+"""JPEGs for benchmarks/loader.py, as ImageNet's are, and the shards that are made of them.
+
+The data's story: windows of two photos that come with scikit-learn get ImageNet's sizes, qualities and samplings, and so much grain that a
+pixel has 5 bits. Decoding costs by the bit, so that is what has to be right; ILSVRC 2012 has 110 kB an image, about 469 x 387 pixels and
+4.9 bits a pixel. The real commands make shards of them, once as they are and once with restart markers. Everything is made once.
+
+    <place>/
+      jpegs/<wnid>/<wnid>_<number>.JPEG     class folders, as torchvision's ImageFolder reads them
+      shards/                               the same bytes in our shards, which webdataset reads too
+      marked/                               shards of the same images with restart markers
+      windows/<number>.jpg                  one window of each of some images, cut losslessly
+      mds/  litdata/  ffcv.beton            the same images in the formats of peers, made by those who read them
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from measure import CORES
+from PIL import Image
+
+from data_prep.jobs import run_jobs
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_CLASSES = 20
+NUM_SHARDS = 8
+GRAIN = 15.0
+"""Standard deviation of the noise, on average."""
+SIZES = ((500, 375), (375, 500), (500, 333), (333, 500), (640, 480))
+SHARES = (0.48, 0.14, 0.10, 0.04, 0.04, 0.20)
+"""Of each size, and of other sizes; a tenth of these are large."""
+QUALITIES = ((75, 80, 85, 90, 92, 94, 95, 96), (0.12, 0.08, 0.12, 0.15, 0.10, 0.13, 0.15, 0.15))
+"""JPEG qualities and how often each is met."""
+NUM_WINDOWS = 320
+
+
+class Data(NamedTuple):
+    """What the contestants read, in `place`."""
+
+    place: Path
+    num_images: int
+
+    @property
+    def folder(self) -> Path:
+        return self.place / "jpegs"
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.folder.glob("*/*.JPEG"))
+
+    @property
+    def shards(self) -> Path:
+        return self.place / "shards"
+
+    @property
+    def marked(self) -> Path:
+        return self.place / "marked"
+
+    def made(self, name: str, make: Callable[[Path], object]) -> Path:
+        """The file or folder `name`, made by `make` (path) if it is not there, whole or not at all."""
+        path, unfinished = self.place / name, self.place / f"unfinished-{name}"
+        if not path.exists():
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.unlink(missing_ok=True)
+            make(unfinished)
+            unfinished.rename(path)
+        return path
+
+
+def make_data(place: Path, num_images: int) -> Data:
+    """The images and shards, made in `place` if they are not there."""
+    data = Data(place / f"images-{num_images}", num_images)
+    data.place.mkdir(parents=True, exist_ok=True)
+    data.made("jpegs", lambda folder: make_images(folder, num_images))
+    for name, markers in (("shards", "off"), ("marked", "auto")):
+        data.made(name, lambda out, markers=markers: make_shards(data.folder, out, markers))
+    return data
+
+
+def make_shards(folder: Path, out: Path, markers: str) -> None:
+    """Shards of class folders with the command that everybody uses. markers: off or auto."""
+    options = ["--out", str(out), "--num-shards", str(NUM_SHARDS), "--val-fraction", "0", "--restart-markers", markers]
+    subprocess.run([sys.executable, "-m", "data_prep.imagefolder", str(folder), *options], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def make_images(folder: Path, num_images: int) -> None:
+    """Class folders of so many images."""
+    ranges = [range(start, min(start + 100, num_images)) for start in range(0, num_images, 100)]
+    run_jobs([(_write_images, (folder, numbers), numbers[0]) for numbers in ranges], CORES, "images", num_jobs=len(ranges), unit="parts")
+
+
+def _write_images(job: tuple[Path, range]) -> None:
+    from sklearn.datasets import load_sample_images
+
+    folder, numbers = job
+    photos = [Image.fromarray(photo) for photo in load_sample_images().images]
+    for number in numbers:
+        wnid = f"n{number % NUM_CLASSES:08d}"
+        (folder / wnid).mkdir(parents=True, exist_ok=True)
+        (folder / wnid / f"{wnid}_{number}.JPEG").write_bytes(make_image(number, photos))
+
+
+def make_image(number: int, photos: list[Image.Image]) -> bytes:
+    """A JPEG: a window of a photo, its contrast, brightness and colours changed, with grain."""
+    rng = np.random.default_rng(number)
+    width, height = _size(rng)
+    photo = photos[number % len(photos)]
+    scale = min(photo.width / width, photo.height / height) * rng.uniform(0.35, 1)
+    left, top = rng.uniform(0, photo.width - scale * width), rng.uniform(0, photo.height - scale * height)
+    box = (left, top, left + scale * width, top + scale * height)
+    pixels = np.asarray(photo.resize((width, height), Image.Resampling.BICUBIC, box), np.float32)
+    pixels = ((pixels - 128) * rng.uniform(0.7, 1.3) + 128 + rng.uniform(-25, 25)) * rng.uniform(0.85, 1.15, 3).astype(np.float32)
+    pixels += rng.standard_normal((height, width, 1), np.float32) * GRAIN * rng.uniform(0.3, 1.7)
+    pixels += rng.standard_normal((height, width, 3), np.float32) * GRAIN * rng.uniform(0.1, 0.6)
+    image, encoded = Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), io.BytesIO()
+    subsampling = 2 if rng.random() < 0.65 else 0  # 4:2:0 or 4:4:4
+    if rng.random() < 0.015:
+        image, subsampling = image.convert("L"), -1
+    quality = int(rng.choice(QUALITIES[0], p=QUALITIES[1]))
+    image.save(encoded, "JPEG", quality=quality, subsampling=subsampling, progressive=rng.random() < 0.01)
+    return encoded.getvalue()
+
+
+def _size(rng: np.random.Generator) -> tuple[int, int]:
+    """(width, height) in pixels."""
+    choice = rng.choice(len(SHARES), p=SHARES)
+    if choice < len(SIZES):
+        return SIZES[choice]
+    if rng.random() < 0.1:
+        return int(rng.integers(800, 1100)), int(rng.integers(600, 800))
+    return int(rng.integers(200, 520)), int(rng.integers(180, 460))
+
+
+def describe(data: Data) -> str:
+    """One line: number, bytes, pixels, bits a pixel."""
+    sizes_bytes, pixels = [], []
+    for file in data.files:
+        with Image.open(file) as image:
+            pixels.append(image.width * image.height)
+        sizes_bytes.append(file.stat().st_size)
+    mean_kb, median_kb = np.mean(sizes_bytes) / 1e3, np.median(sizes_bytes) / 1e3
+    bits = 8 * np.sum(sizes_bytes) / np.sum(pixels)
+    return f"{len(pixels):,} JPEGs, {mean_kb:.0f} kB on average (median {median_kb:.0f}), {bits:.2f} bits a pixel."
+
+
+def bytes_rows(data: Data) -> list[list[str]]:
+    """Head and rows of a table: what each form of the images takes on the disk."""
+    forms = {"jpegs/*/*.JPEG": "JPEGs in class folders", "shards/*.tar": "our shards", "marked/*.tar": "our shards with restart markers"}
+    forms |= {"mds/*": "MosaicML streaming", "litdata/*": "litdata", "ffcv.beton": "FFCV, encoded again at quality 90"}
+    rows, num_original = [["", "kB an image", "ratio to the JPEGs"]], sum(file.stat().st_size for file in data.files)
+    for pattern, form in forms.items():
+        if num_bytes := sum(file.stat().st_size for file in data.place.glob(pattern)):
+            rows.append([form, f"{num_bytes / data.num_images / 1e3:.1f}", f"{num_bytes / num_original:.3f}"])
+    return rows

@@ -1,0 +1,411 @@
+"""The contestants of benchmarks/loader.py: each makes batches of 224 px in the way its documentation shows.
+
+    python benchmarks/peers.py NAME PLACE NUM_IMAGES WORKERS BATCH_SIZE       started by loader.py
+
+The data's story: a contestant runs in a process of its own and waits. A line "train 5" or "eval 5" asks for 5 batches; the answer is a line
+of JSON: how many images came, in how many seconds, and of which type. Training is a random-resized crop and a flip, evaluation a resize
+to 256 and a centre crop, bilinear and antialiased. What a contestant's own format needs is written when it is first asked.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from loader_data import NUM_WINDOWS, Data
+
+SIZE, RESIZE = 224, 256
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+Batches = Iterator[tuple[Any, Any]]
+"""(images, labels), without end."""
+
+
+class Task(NamedTuple):
+    """What to make batches of, and how."""
+
+    data: Data
+    workers: int
+    """Processes beside the main one, or threads where the contestant has those."""
+    batch_size: int
+    train: bool
+
+
+def for_ever(epoch: Callable[[], Any]) -> Batches:
+    while True:
+        yield from epoch()
+
+
+# ---- ours -----------------------------------------------------------------------------------------------------------
+
+
+def ours(task: Task, root: Path, copies: int = 1) -> Batches:
+    """What `vit.train` and `vit.evaluate` iterate over. copies: of each image in a training batch, each augmented anew."""
+    from vit.config import AugmentConfig, EvalConfig
+    from vit.data.loader import EvalBatches, ImageFormat, TrainBatches
+    from vit.data.order import make_order
+    from vit.data.shards import open_split
+    from vit.data.workers import Loader
+
+    split, image = open_split(root, "train"), ImageFormat((SIZE, SIZE), 3, "bilinear")
+    if task.train:
+        order = make_order(split.num_samples, task.batch_size, aug_repeats=copies)
+        with Loader(TrainBatches(split, order, AugmentConfig(), image), 0, sys.maxsize, num_workers=task.workers) as loader:
+            for batch in loader:
+                yield batch.images, batch.labels
+    views = EvalBatches(split, image, EvalConfig(crop_pct=SIZE / RESIZE), task.batch_size)
+    while True:
+        with Loader(views, 0, len(views), num_workers=task.workers) as loader:
+            for number, batch in enumerate(loader):
+                yield batch.images[: views.num_filled(number)], batch.labels[: views.num_filled(number)]
+
+
+def untouched(task: Task) -> Batches:
+    return ours(task, task.data.shards)
+
+
+def marked(task: Task) -> Batches:
+    return ours(task, task.data.marked)
+
+
+def marked_copies(task: Task) -> Batches:
+    return ours(task, task.data.marked, copies=2)
+
+
+# ---- torchvision and what is built on it ----------------------------------------------------------------------------
+
+
+def data_loader(task: Task, dataset: Any, **options: Any) -> Batches:
+    from torch.utils.data import DataLoader
+
+    if task.workers:
+        options |= {"persistent_workers": True, "prefetch_factor": 2}
+    loader = DataLoader(dataset, task.batch_size, num_workers=task.workers, drop_last=True, **options)
+    return for_ever(lambda: loader)
+
+
+def transform_v1(train: bool) -> Any:
+    from torchvision import transforms as t
+
+    crop = [t.RandomResizedCrop(SIZE), t.RandomHorizontalFlip()] if train else [t.Resize(RESIZE), t.CenterCrop(SIZE)]
+    return t.Compose([*crop, t.ToTensor(), t.Normalize(MEAN, STD)])
+
+
+def crop_v2(train: bool) -> list[Any]:
+    from torchvision.transforms import v2
+
+    return [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()] if train else [v2.Resize(RESIZE), v2.CenterCrop(SIZE)]
+
+
+def torchvision_v1(task: Task) -> Batches:
+    from torchvision.datasets import ImageFolder
+
+    return data_loader(task, ImageFolder(task.data.folder, transform_v1(task.train)), shuffle=task.train)
+
+
+def torchvision_v2(task: Task) -> Batches:
+    import torch
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    steps = [v2.ToImage(), *crop_v2(task.train), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    return data_loader(task, ImageFolder(task.data.folder, v2.Compose(steps)), shuffle=task.train)
+
+
+def torchvision_tensor(task: Task) -> Batches:
+    """Decoded to a uint8 tensor by torchvision itself; normalising is left to the device."""
+    from torchvision.datasets import ImageFolder
+    from torchvision.io import ImageReadMode, decode_jpeg, read_file
+    from torchvision.transforms import v2
+
+    def load(path: str) -> Any:
+        return decode_jpeg(read_file(path), ImageReadMode.RGB)
+
+    return data_loader(task, ImageFolder(task.data.folder, v2.Compose(crop_v2(task.train)), loader=load), shuffle=task.train)
+
+
+def timm(task: Task) -> Batches:
+    import torch
+    from timm.data import create_dataset, create_loader
+
+    loader = create_loader(
+        create_dataset("", root=str(task.data.folder)),
+        (3, SIZE, SIZE),
+        task.batch_size,
+        is_training=task.train,
+        color_jitter=0.0,
+        interpolation="bilinear",
+        crop_pct=SIZE / RESIZE,
+        num_workers=task.workers,
+        persistent_workers=task.workers > 0,
+        pin_memory=False,
+        device=torch.device("cpu"),
+    )
+    return for_ever(lambda: loader)
+
+
+def webdataset(task: Task) -> Batches:
+    import webdataset as wds
+
+    shards = [str(path) for path in sorted(task.data.shards.glob("*.tar"))]
+    samples = wds.WebDataset(shards, shardshuffle=100 if task.train else False, empty_check=False)
+    samples = samples.shuffle(1000) if task.train else samples
+    decoded = samples.decode("pil").to_tuple("jpg", "cls").map_tuple(transform_v1(task.train), int)
+    return data_loader(task, decoded)
+
+
+def opencv(task: Task) -> Batches:
+    import random
+
+    import cv2
+    import numpy as np
+    import torch
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import RandomResizedCrop
+
+    cv2.setNumThreads(0)  # as is usual in worker processes
+
+    def load(path: str) -> Any:
+        pixels = cv2.imread(path, cv2.IMREAD_COLOR_RGB)
+        height, width = pixels.shape[:2]
+        if task.train:
+            top, left, h, w = RandomResizedCrop.get_params(torch.empty(3, height, width), (0.08, 1.0), (3 / 4, 4 / 3))
+            pixels = cv2.resize(pixels[top : top + h, left : left + w], (SIZE, SIZE), interpolation=cv2.INTER_AREA)  # the antialiased one
+            if random.random() < 0.5:
+                pixels = pixels[:, ::-1]
+        else:
+            scale = RESIZE / min(height, width)
+            pixels = cv2.resize(pixels, (round(width * scale), round(height * scale)), interpolation=cv2.INTER_AREA)
+            top, left = (pixels.shape[0] - SIZE) // 2, (pixels.shape[1] - SIZE) // 2
+            pixels = pixels[top : top + SIZE, left : left + SIZE]
+        return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+
+    return data_loader(task, ImageFolder(task.data.folder, loader=load), shuffle=task.train)
+
+
+# ---- with formats of their own --------------------------------------------------------------------------------------
+
+
+def encoded_samples(data: Data) -> Iterator[dict[str, Any]]:
+    for file in data.files:
+        yield {"image": file.read_bytes(), "label": int(file.parent.name[1:])}
+
+
+def as_pixels(sample: dict[str, Any], transform: Any) -> tuple[Any, int]:
+    from PIL import Image
+
+    return transform(Image.open(io.BytesIO(sample["image"])).convert("RGB")), sample["label"]
+
+
+def mosaicml(task: Task) -> Batches:
+    from streaming import MDSWriter, StreamingDataset
+
+    transform = transform_v1(task.train)
+
+    def write(out: Path) -> None:
+        with MDSWriter(out=str(out), columns={"image": "bytes", "label": "int"}) as writer:
+            for sample in encoded_samples(task.data):
+                writer.write(sample)
+
+    class Samples(StreamingDataset):
+        def __getitem__(self, at: Any) -> Any:
+            return as_pixels(super().__getitem__(at), transform)
+
+    samples = Samples(local=str(task.data.made("mds", write)), shuffle=task.train, batch_size=task.batch_size)
+    return data_loader(task, samples)
+
+
+def litdata(task: Task) -> Batches:
+    from litdata import StreamingDataLoader, StreamingDataset
+    from litdata.streaming.writer import BinaryWriter
+
+    transform = transform_v1(task.train)
+
+    def write(out: Path) -> None:
+        out.mkdir()
+        writer = BinaryWriter(str(out), chunk_bytes="64MB")  # what `litdata.optimize` runs in its processes
+        for number, sample in enumerate(encoded_samples(task.data)):
+            writer[number] = sample
+        writer.done()
+        writer.merge()
+
+    class Samples(StreamingDataset):
+        def __getitem__(self, at: Any) -> Any:
+            return as_pixels(super().__getitem__(at), transform)
+
+    samples = Samples(str(task.data.made("litdata", write)), shuffle=task.train, drop_last=True)
+    loader = StreamingDataLoader(samples, batch_size=task.batch_size, num_workers=task.workers)
+    return for_ever(lambda: loader)
+
+
+def ffcv(task: Task) -> Batches:
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.fields.basics import IntDecoder
+    from ffcv.fields.rgb_image import CenterCropRGBImageDecoder, RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import RandomHorizontalFlip, Squeeze, ToTensor, ToTorchImage
+    from ffcv.writer import DatasetWriter
+    from torchvision.datasets import ImageFolder
+
+    def write(out: Path) -> None:
+        fields = {"image": RGBImageField(write_mode="jpg", jpeg_quality=90), "label": IntField()}
+        DatasetWriter(str(out), fields, num_workers=2).from_indexed_dataset(ImageFolder(task.data.folder))
+
+    if task.train:
+        decoder = [RandomResizedCropRGBImageDecoder((SIZE, SIZE)), RandomHorizontalFlip()]
+    else:
+        decoder = [CenterCropRGBImageDecoder((SIZE, SIZE), ratio=SIZE / RESIZE)]
+    loader = Loader(
+        str(task.data.made("ffcv.beton", write)),
+        task.batch_size,
+        num_workers=max(1, task.workers),  # threads; it has no way without one
+        order=OrderOption.RANDOM if task.train else OrderOption.SEQUENTIAL,
+        os_cache=True,
+        drop_last=True,
+        pipelines={"image": [*decoder, ToTensor(), ToTorchImage()], "label": [IntDecoder(), ToTensor(), Squeeze()]},
+    )
+    return for_ever(lambda: loader)
+
+
+def dali(task: Task) -> Batches:
+    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+    @pipeline_def(batch_size=task.batch_size, num_threads=max(1, task.workers), device_id=None)
+    def pipeline() -> Any:
+        encoded, labels = fn.readers.file(file_root=str(task.data.folder), random_shuffle=task.train, name="reader")
+        how = {"device": "cpu", "output_type": types.RGB}
+        resize = {"interp_type": types.INTERP_LINEAR, "antialias": True}
+        if task.train:
+            window = fn.decoders.image_random_crop(encoded, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], **how)
+            images = fn.flip(fn.resize(window, size=(SIZE, SIZE), **resize), horizontal=fn.random.coin_flip())
+        else:
+            images = fn.crop(fn.resize(fn.decoders.image(encoded, **how), resize_shorter=RESIZE, **resize), crop=(SIZE, SIZE))
+        return images, labels
+
+    built = pipeline()
+    built.build()
+    batches = DALIGenericIterator([built], ["images", "labels"], reader_name="reader", auto_reset=True)
+    return ((batch[0]["images"].permute(0, 3, 1, 2), batch[0]["labels"]) for batch in for_ever(lambda: batches))
+
+
+# ---- limits: decoding alone, of bytes in memory -----------------------------------------------------------------------
+
+
+def decoded(encoded: list[bytes], batch_size: int) -> Batches:
+    import simplejpeg
+
+    while True:
+        for start in range(0, len(encoded) - batch_size + 1, batch_size):
+            part = encoded[start : start + batch_size]
+            for image in part:
+                pixels = simplejpeg.decode_jpeg(image)
+            yield pixels, part
+
+
+def whole_jpegs(task: Task) -> Batches:
+    return decoded([file.read_bytes() for file in task.data.files[:NUM_WINDOWS]], task.batch_size)
+
+
+def windows(task: Task) -> Batches:
+    """JPEGs that hold the blocks of a training window and no more: no decoder of libjpeg-turbo's kind gets by with fewer bits."""
+    folder = task.data.made("windows", lambda out: cut_windows(task.data, out))
+    return decoded([file.read_bytes() for file in sorted(folder.iterdir())], task.batch_size)
+
+
+def cut_windows(data: Data, out: Path) -> None:
+    """A window of each of the first images, drawn as for training, cut by jpegtran at the borders of blocks."""
+    import numpy as np
+    from PIL import Image
+
+    from vit.config import AugmentConfig
+    from vit.data.draw import draw_crops, sample_keys
+
+    files = data.files[:NUM_WINDOWS]
+    sizes = np.array([Image.open(file).size for file in files])
+    crops = draw_crops(AugmentConfig(), sample_keys(0, 0, np.arange(len(files))), sizes[:, 0], sizes[:, 1], (224, 224))
+    out.mkdir()
+    for number, (file, (left, top, width, height)) in enumerate(zip(files, crops.tolist(), strict=True)):
+        place = f"{width}x{height}+{left}+{top}"
+        command = ["jpegtran", "-optimize", "-crop", place, "-outfile", str(out / f"{number:06d}.jpg"), str(file)]
+        subprocess.run(command, check=True)
+
+
+# ---- all of them ------------------------------------------------------------------------------------------------------
+
+
+class Contestant(NamedTuple):
+    """Who takes part."""
+
+    batches: Callable[[Task], Batches]
+    module: str
+    """Without it, not installed."""
+    package: str
+    """As it is named on PyPI."""
+    tasks: tuple[str, ...] = ("train", "eval")
+    only_without_workers: bool = False
+    pip_only: bool = False
+    """Without the native decoder."""
+
+
+V1, FFCV, WHOLE = "torchvision v1", "FFCV", "limit: whole JPEGs"
+OURS, OURS_MARKED = "ours", "ours, restart markers"
+CONTESTANTS = {
+    OURS: Contestant(untouched, "vit._native", "vit"),
+    OURS_MARKED: Contestant(marked, "vit._native", "vit"),
+    f"{OURS}, pip only": Contestant(untouched, "vit", "vit", pip_only=True),
+    f"{OURS_MARKED}, pip only": Contestant(marked, "vit", "vit", pip_only=True),
+    f"{OURS_MARKED}, 2 copies": Contestant(marked_copies, "vit._native", "vit", ("train",)),
+    V1: Contestant(torchvision_v1, "torchvision", "torchvision"),
+    "torchvision v2": Contestant(torchvision_v2, "torchvision", "torchvision"),
+    "torchvision v2, tensors": Contestant(torchvision_tensor, "torchvision", "torchvision"),
+    "timm": Contestant(timm, "timm", "timm"),
+    "webdataset": Contestant(webdataset, "webdataset", "webdataset"),
+    "OpenCV": Contestant(opencv, "cv2", "opencv-python-headless"),
+    "MosaicML streaming": Contestant(mosaicml, "streaming", "mosaicml-streaming", ("train",)),
+    "litdata": Contestant(litdata, "litdata", "litdata", ("train",)),
+    FFCV: Contestant(ffcv, "ffcv", "ffcv"),
+    "DALI (CPU)": Contestant(dali, "nvidia.dali", "nvidia-dali-cuda130"),
+    WHOLE: Contestant(whole_jpegs, "simplejpeg", "simplejpeg", only_without_workers=True),
+    "limit: windows of JPEGs": Contestant(windows, "simplejpeg", "simplejpeg", ("train",), True),
+}
+
+
+def version(name: str) -> str | None:
+    """Of the contestant's package; None if it is not installed."""
+    contestant = CONTESTANTS[name]
+    try:
+        if importlib.util.find_spec(contestant.module) is None:
+            return None
+        return importlib.metadata.version(contestant.package)
+    except ImportError:  # of the package around the module, or its PackageNotFoundError
+        return None
+
+
+def serve(name: str, data: Data, workers: int, batch_size: int) -> None:
+    """Answer requests until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print: not among the answers
+    running: dict[str, Batches] = {}
+    for request in sys.stdin:
+        what, num_batches = request.split()
+        if what not in running:
+            running[what] = CONTESTANTS[name].batches(Task(data, workers, batch_size, what == "train"))
+        num_images, began = 0, time.perf_counter()
+        for _ in range(int(num_batches)):
+            images, labels = next(running[what])
+            num_images += len(labels)
+        found = {"images": num_images, "seconds": time.perf_counter() - began, "shape": list(images.shape), "dtype": str(images.dtype)}
+        print(json.dumps(found), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], Data(Path(sys.argv[2]), int(sys.argv[3])), int(sys.argv[4]), int(sys.argv[5]))

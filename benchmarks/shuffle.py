@@ -1,0 +1,91 @@
+"""How well orders mix the classes: ours and webdataset's shuffle buffers over the same tar shards. Some three minutes; prints a table.
+
+    python benchmarks/shuffle.py [--classes N] [--per-class N] [--batch N]
+
+The data's story: tar shards of --per-class samples each, labels and no images, are written twice: sorted by class, as a folder of images is
+listed, and dealt at random, as our writers do. webdataset reads them from beginning to end; our order is asked for some batches, as at the
+start of training. One process: with several, each of webdataset's makes batches of its own shards and its own buffer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import webdataset
+from numpy.typing import NDArray
+
+from vit.data.mixing import PERFECT_DISTANCE, Mixing, measure_mixing, mixing_of
+from vit.data.order import DEFAULT_BLOCK_SAMPLES, make_order
+
+BUFFERS = (1000, 5000)
+
+
+def write_shards(folder: Path, labels: NDArray[np.int64], per_shard: int) -> list[str]:
+    """Shards whose samples are named by their place in storage. Returns their paths."""
+    folder.mkdir()
+    paths = []
+    for first in range(0, len(labels), per_shard):
+        path = folder / f"train-{first // per_shard:05d}.tar"
+        with tarfile.open(path, "w") as tar:
+            for sample, label in enumerate(labels[first : first + per_shard].tolist(), first):
+                info, data = tarfile.TarInfo(f"{sample:09d}.cls"), str(label).encode()
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+        paths.append(str(path))
+    return paths
+
+
+def webdataset_batches(paths: list[str], buffer: int, shuffle_shards: bool, batch_size: int) -> Iterator[NDArray[np.int64]]:
+    """Sample ids of the full batches of one epoch. `shuffle_shards`: all of them, which is more than its usual buffer of 100."""
+    options = {"shardshuffle": len(paths) if shuffle_shards else False, "seed": 0, "empty_check": False}
+    ids: list[int] = []
+    for sample in webdataset.WebDataset(paths, **options).shuffle(buffer, initial=buffer, seed=1):
+        ids.append(int(sample["__key__"]))
+        if len(ids) == batch_size:
+            yield np.array(ids)
+            ids = []
+
+
+def mixing_of_webdataset(paths: list[str], labels: NDArray[np.int64], buffer: int, shuffle_shards: bool, batch_size: int) -> Mixing:
+    """The two figures over all batches of an epoch."""
+    batches = list(webdataset_batches(paths, buffer, shuffle_shards, batch_size))
+    return mixing_of(batches, np.arange(len(batches)) / len(batches), 1 / len(batches), labels)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--classes", type=int, default=300)
+    parser.add_argument("--per-class", type=int, default=1000, help="samples of a class, and of a shard")
+    parser.add_argument("--batch", type=int, default=1024)
+    args = parser.parse_args()
+
+    by_class = np.repeat(np.arange(args.classes), args.per_class)
+    layouts = {"sorted by class": by_class, "dealt": np.random.default_rng(0).permutation(by_class)}
+    rows: dict[str, list[Mixing]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        for layout, labels in layouts.items():
+            for block in (DEFAULT_BLOCK_SAMPLES, 1):
+                order = make_order(len(labels), args.batch, block_samples=block)
+                rows.setdefault(f"ours, blocks of {block}", []).append(measure_mixing(order, labels))
+            paths = write_shards(Path(place) / layout, labels, args.per_class)
+            for buffer, shuffle_shards in ((BUFFERS[0], False), *((buffer, True) for buffer in BUFFERS)):
+                name = f"webdataset, {'shuffled shards, ' if shuffle_shards else 'shards in order, '}shuffle({buffer})"
+                rows.setdefault(name, []).append(mixing_of_webdataset(paths, labels, buffer, shuffle_shards, args.batch))
+
+    perfect = rows[f"ours, blocks of {DEFAULT_BLOCK_SAMPLES}"][0].perfect_classes_per_batch
+    print(f"{args.classes} classes of {args.per_class} samples, {args.classes} shards, batches of {args.batch}\n")
+    print("| order | " + " | ".join(f"{layout}: classes in a batch | moved" for layout in layouts) + " |\n" + "|---" * 5 + "|")
+    print(f"| a perfect shuffle {f'| {perfect:.1f} | {100 * PERFECT_DISTANCE:.1f} % ' * 2}|")
+    for name, (by_class_mixing, dealt_mixing) in rows.items():
+        cells = [f"{mixing.classes_per_batch:.1f} | {100 * mixing.distance:.1f} %" for mixing in (by_class_mixing, dealt_mixing)]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()

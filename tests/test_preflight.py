@@ -1,0 +1,212 @@
+"""What a host gives, read from copies of the kernel's files, and what the preflight makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from processes import REPOSITORY, TINY, metrics, train
+
+from vit.config import Config
+from vit.config_io import load_config
+from vit.data import native
+from vit.data.loader import EvalBatches, TrainBatches, image_format
+from vit.data.shards import open_split
+from vit.distributed import World
+from vit.host import free_memory_bytes, num_cores
+from vit.plan import make_plan
+from vit.preflight import Preflight, preflight
+
+GIB = 2**30
+HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def machine(root: Path, files: dict[str, object]) -> Path:
+    """A folder that holds the kernel's `files`: path -> content."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    return root
+
+
+MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailable:   41943040 kB"  # 40 GiB
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/meminfo": MEMINFO}, 40 * GIB),
+        (  # version 2, the limit at the group above ours; inactive file cache can be taken
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/slurm/job_7/step_0",
+                "sys/fs/cgroup/slurm/job_7/step_0/memory.max": "max",
+                "sys/fs/cgroup/slurm/job_7/step_0/memory.current": 5 * GIB,
+                "sys/fs/cgroup/slurm/job_7/memory.max": 8 * GIB,
+                "sys/fs/cgroup/slurm/job_7/memory.current": 6 * GIB,
+                "sys/fs/cgroup/slurm/job_7/memory.stat": f"anon {4 * GIB}\ninactive_file {GIB}\nactive_file {GIB}",
+            },
+            3 * GIB,
+        ),
+        (  # version 2 in a container: the group's name is the host's, its files are at the mount
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/docker/0123",
+                "sys/fs/cgroup/memory.max": 2 * GIB,
+                "sys/fs/cgroup/memory.current": GIB // 2,
+            },
+            3 * GIB // 2,
+        ),
+        (  # version 1 beside version 2 without controllers
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "12:cpu,cpuacct:/a\n4:memory:/a/b\n0::/",
+                "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": 9223372036854771712,
+                "sys/fs/cgroup/memory/a/b/memory.usage_in_bytes": GIB,
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": 4 * GIB,
+                "sys/fs/cgroup/memory/a/memory.usage_in_bytes": 3 * GIB,
+                "sys/fs/cgroup/memory/a/memory.stat": f"cache {2 * GIB}\ninactive_file 1\ntotal_inactive_file {GIB}",
+            },
+            2 * GIB,
+        ),
+        (
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/",
+                "sys/fs/cgroup/memory.max": GIB,
+                "sys/fs/cgroup/memory.current": 2 * GIB,  # the limit was lowered
+            },
+            0,
+        ),
+    ],
+)
+def test_free_memory_is_the_least_of_all_limits(files, expected, tmp_path):
+    assert free_memory_bytes(machine(tmp_path, files)) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, HERE),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "max 100000", "sys/fs/cgroup/a/cpu.max": "150000 100000"}, 1),
+        ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "50000 100000"}, 1),
+        ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "max 100000"}, HERE),
+        ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "99900000 100000"}, HERE),
+        (
+            {
+                "proc/self/cgroup": "3:cpuacct,cpu:/a\n2:memory:/a",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": 100000,
+                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": 100000,
+            },
+            1,
+        ),
+        ({"proc/self/cgroup": "3:cpu:/", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": -1, "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000}, HERE),
+    ],
+)
+def test_cores_are_the_affinity_or_the_quota(files, expected, tmp_path):
+    assert num_cores(machine(tmp_path, files)) == expected
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux only")
+def test_this_machine_has_memory_and_cores():
+    assert 0 < free_memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 1 <= num_cores() <= os.cpu_count()
+
+
+def check(config: Config, root: Path) -> Preflight:
+    world, image = World(0, 1, torch.device("cpu")), image_format(config)
+    splits = [open_split(config.data.root, name, config.data.cache_dir, config.data.cache_gib) for name in ("train", "val")]
+    plan, order = make_plan(config, splits[0].num_samples, 1)
+    val = EvalBatches(splits[1], image, config.eval, config.eval.batch_size)
+    return preflight(config, world, plan, TrainBatches(splits[0], order, config.augment, image), val, root)
+
+
+def tiny(path: Path, *overrides: str) -> Config:
+    return load_config(path, [*TINY, *overrides])[0]
+
+
+def test_a_cache_that_is_too_small_for_single_images(config, shards, tmp_path):
+    """With blocks it need not hold everything; on a disk there is none."""
+    store = fsspec.filesystem("memory")
+    for path in shards.iterdir():
+        store.pipe_file(f"/preflight/{path.name}", path.read_bytes())
+    empty = machine(tmp_path / "host", {})
+
+    def notes(*overrides: str) -> str:
+        return "".join(check(tiny(config, f"data.cache_dir={tmp_path / 'cache'}", *overrides), empty).numbers["notes"])
+
+    there, small = "data.root=memory://preflight", "data.cache_gib=0.0001"
+    assert "set data.block_samples=64" in notes(there, small)
+    assert notes(there, small, "data.block_samples=8") == notes(there, "data.cache_gib=1") == notes() == ""
+
+
+def test_memory_that_suffices_and_that_does_not(config, tmp_path):
+    """The same numbers in message and record; eight ranks on a host need eight times as much."""
+    enough = machine(tmp_path / "enough", {"proc/meminfo": "MemAvailable: 3145728 kB"})
+    found = check(tiny(config, "data.num_workers=2"), enough)
+    assert found.numbers["free_memory_gib"] == 3.0
+    assert found.numbers["train_shards"] == 3
+    assert found.numbers["cores"] == HERE
+    assert found.lines[0].startswith("data: 60 images in 3 shards, 23 in 1 to evaluate; index ")
+    assert found.lines[0].endswith(f"JPEG decoder: {found.numbers['decoder']}")
+    assert found.numbers["decoder"] == ("native" if native.AVAILABLE else "simplejpeg")
+    assert "3.0 GiB of memory free" in found.lines[1]
+    told = r"1 rank\(s\) with 2 loader workers each need 0.50 GiB .* 0.25 GiB are free: lower data.num_workers"
+    with pytest.raises(ValueError, match=told):
+        check(tiny(config, "data.num_workers=2"), machine(tmp_path / "little", {"proc/meminfo": "MemAvailable: 262144 kB"}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "8")
+        with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 4.0\d GiB"):
+            check(tiny(config, "data.num_workers=2"), enough)
+    assert check(tiny(config, "data.num_workers=2"), tmp_path / "nothing is known").numbers["free_memory_gib"] is None
+
+
+def test_more_workers_than_cores_are_told(config, tmp_path):
+    one_core = machine(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "100000 100000"})
+    found = check(tiny(config, "data.num_workers=4"), one_core)
+    assert found.numbers["notes"] == ["4 loader workers on 1 core(s) take turns: data.num_workers=1 is as fast, in less memory"]
+    assert found.lines[2] == f"note: {found.numbers['notes'][0]}"
+    assert check(tiny(config, "data.num_workers=1"), one_core).numbers["notes"] == []
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
+    """In a process of its own, as a lowered hard limit stays."""
+    code = """
+import resource, sys
+from vit.host import raise_open_files
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))
+print(raise_open_files(50), raise_open_files(150), resource.getrlimit(resource.RLIMIT_NOFILE)[0], raise_open_files(1000))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert done.stdout.split() == ["64", "150", "150", "200"]
+
+
+def test_too_few_open_files_are_a_note_with_the_command(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 200))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
+    assert check(tiny(config), tmp_path).numbers["notes"] == [
+        "the limit of 200 open files is low for 4 shards, some of which are opened anew for each image: `ulimit -n 264` before the start, "
+        "or ask the administrator"
+    ]
+
+
+def test_a_run_tells_and_records_its_preflight_and_the_rate_of_its_loader(config, tmp_path):
+    done = train(config, tmp_path / "run", "data.num_workers=1", "train.steps=3", "eval.every_steps=100")
+    host = r"^host: (\d+) core\(s\) for 1 rank\(s\) with 1 loader worker\(s\) each.*; batches take [\d.]+ MiB a rank"
+    told = re.search(host, done.stderr, re.MULTILINE)
+    [start], lines = (metrics(tmp_path / "run", kind) for kind in ("start", "train"))
+    assert start["preflight"]["cores"] == int(told[1])
+    assert start["preflight"]["batch_slots"] == 3
+    rates = [line["loader_images_per_s"] for line in lines]
+    assert len(rates) == 3
+    assert any(rate is not None and rate > 0 for rate in rates), json.dumps(rates)

@@ -1,0 +1,132 @@
+"""Where batches lie: a ring of slots in memory that training and its workers share.
+
+The data's story: the ring is planned from the size of a batch, the number of workers and a budget in bytes, and made once, so that nothing
+is allocated while training runs and no page is touched for the first time twice. Workers write rows into a slot; training gets a batch
+whose tensors are views of it. The slot is free again when nobody holds one of these tensors any more.
+
+The memory is an anonymous file (memfd), which does not live in /dev/shm: containers have 64 MiB there.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from multiprocessing import reduction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vit.data.loader import Batch, Layout
+
+PART_ROWS = 128
+"""Rows that a worker makes at a time. Order and draws cost 2 ms a part besides 0.01 ms a row, decoding 1 ms a row (docs/experiments.md)."""
+DEFAULT_PREFETCH_BYTES = 2**30
+MAX_READY_BATCHES = 16
+"""With the default prefetch: more would be made in vain when a run ends, and smooth nothing."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How the batches of a rank are divided among its workers, and the memory they take."""
+
+    part_rows: int
+    """Rows that a worker makes at a time."""
+    num_slots: int
+    """Batches that are being made, ready or in use."""
+    slot_bytes: int
+    """Memory of one batch, in whole pages."""
+    held_slots: int
+    """Batches that training may hold at once; who holds more gets copies."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all slots."""
+        return self.num_slots * self.slot_bytes
+
+
+def plan_ring(layout: Layout, row_unit: int, num_batches: int, num_workers: int, prefetch_gib: float | None, on_gpu: bool) -> Ring:
+    """The ring of one rank for `num_batches` batches in all, which workers make in parts of a multiple of `row_unit` rows.
+
+    `prefetch_gib` bounds its memory; by default it is what keeps all workers busy, and up to 16 more batches where a GiB holds them.
+    Raises ValueError if it is too little.
+    """
+    rows, slot_bytes = layout.num_rows, -(-layout.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    held = 3 if on_gpu else 2  # on a GPU the copy of one is queued while one computes and the next is asked for
+    part_rows = min(-(-PART_ROWS // row_unit) * row_unit, rows) if num_workers else rows
+    least = held + 1 + math.ceil(num_workers * part_rows / rows)
+    if not num_workers:
+        slots = least
+    elif prefetch_gib is None:
+        slots = min(max(least, DEFAULT_PREFETCH_BYTES // slot_bytes), least + MAX_READY_BATCHES)
+    else:
+        slots = int(prefetch_gib * 2**30) // slot_bytes
+    slots, least = min(slots, max(num_batches, 1)), min(least, max(num_batches, 1))
+    if slots < least:
+        needed_gib = math.ceil(least * slot_bytes / 2**30 * 1000) / 1000
+        raise ValueError(
+            f"data.prefetch_gib={prefetch_gib:g} holds {slots} of a rank's batches ({rows} images, {slot_bytes / 2**20:.1f} MiB); "
+            f"{num_workers} workers need room for {least}: raise it to {needed_gib:g}, or lower data.num_workers"
+        )
+    return Ring(part_rows, slots, slot_bytes, held)
+
+
+class Slots:
+    """The memory of a ring. Passed to a worker process it is the same memory there."""
+
+    def __init__(self, layout: Layout, ring: Ring):
+        self.layout, self.ring = layout, ring
+        self.free = deque(range(ring.num_slots))
+        self._lent: dict[int, weakref.ref[memoryview]] = {}
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("batches")
+        else:  # macOS
+            with tempfile.TemporaryFile() as file:
+                self._file = os.dup(file.fileno())
+        os.ftruncate(self._file, ring.num_bytes)
+        self._map = mmap.mmap(self._file, ring.num_bytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layout": self.layout, "ring": self.ring, "_file": reduction.DupFd(self._file)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        file = state["_file"].detach()
+        self._map = mmap.mmap(file, self.ring.num_bytes)
+        os.close(file)
+
+    def close_file(self) -> None:
+        """When all workers have the memory: it lives on for as long as somebody has it mapped."""
+        os.close(self._file)
+
+    def whole(self) -> Tensor:
+        """All of it, (num_bytes,) uint8."""
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def batch(self, slot: int) -> Batch:
+        """What lies in `slot`, to be written."""
+        return self.layout.batch_in(self._memory(slot))
+
+    def lend(self, slot: int) -> Batch:
+        """What lies in `slot`, to be read: `slot` is free again when nobody holds a tensor of it. A copy, if too many are held."""
+        if len(self._lent) >= self.ring.held_slots:
+            batch = self.batch(slot).clone()
+            self.free.append(slot)
+            return batch
+
+        def give_back(_: object) -> None:  # possibly in the middle of anything, by the garbage collector
+            del self._lent[slot]
+            self.free.append(slot)
+
+        memory = self._memory(slot)  # all tensors of the batch hold this very object
+        self._lent[slot] = weakref.ref(memory, give_back)
+        return self.layout.batch_in(memory)
+
+    def _memory(self, slot: int) -> memoryview:
+        start = slot * self.ring.slot_bytes
+        return memoryview(self._map)[start : start + self.layout.num_bytes]

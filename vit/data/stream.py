@@ -1,0 +1,222 @@
+"""Batches from a stream of tars, for what cannot be read at random. Not exact.
+
+The data's story: the webdataset library opens URLs and `pipe:` commands one after the other and takes samples out of their tars. Each
+worker of each rank has shards of its own or, where there are fewer shards than workers, its share of the samples of all; a buffer
+shuffles, and when the shards are at an end the next pass begins in another order. Crops and tables are drawn from a hash of the key.
+
+Exact it is not: workers pass through their shards at different speeds, so that in an epoch of `data.num_samples` some samples come
+twice and others not at all, and a resumed run begins a new pass. The record says so ("exact": false). Evaluation, which counts every
+image once, reads an indexed split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import multiprocessing
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from vit.config import AugmentConfig
+from vit.data.decode import decode_views
+from vit.data.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
+from vit.data.files import ShardError
+from vit.data.jpeg import read_header
+from vit.data.loader import Batch, ImageFormat, Layout, write_rows
+from vit.data.order import Order, fold, hash64
+from vit.data.tar import IMAGE_EXTENSIONS, INDEX_DTYPE
+
+SHUFFLE_SAMPLES, SHUFFLE_BYTES = 1000, 64 << 20
+"""Encoded samples that a worker shuffles among, at most."""
+NOT_EXACT = "not exact: samples may repeat or be missed, resume starts a new pass"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What is known of a stream before it is read; in place of a `Split` for training."""
+
+    filenames: list[str]
+    """URLs and `pipe:` commands."""
+    num_samples: int
+    """In an epoch, as somebody said."""
+    num_classes: int
+    class_names: list[str]
+
+    @property
+    def index(self) -> np.ndarray:
+        """Empty: nothing is known of the samples."""
+        return np.empty(0, INDEX_DTYPE)
+
+
+def open_stream(shards: str, num_samples: int, num_classes: int, class_names: list[str]) -> Stream:
+    """The stream of `shards`: URLs, files and `pipe:` commands with webdataset's braces, several joined by `::`. Nothing is opened.
+
+    Raises ShardError if webdataset is not installed, or the braces are wrong.
+    """
+    try:
+        from braceexpand import braceexpand
+    except ImportError as error:
+        raise ShardError("data.reader: webdataset needs another package: pip install webdataset") from error
+    try:
+        urls = [url for part in shards.split("::") for url in braceexpand(part)]
+    except ValueError as error:  # its UnbalancedBracesError
+        raise ShardError(f"data.stream={shards}: {error}; expected braces as in train-{{0000..0099}}.tar") from error
+    return Stream(urls, num_samples, num_classes, class_names)
+
+
+class _Sample(NamedTuple):
+    key: str
+    number: int
+    """63 bits of a hash of the key."""
+    label: int
+    data: bytes
+    width: int
+    height: int
+    """0 x 0 if the image has no size that could be read."""
+
+
+class StreamBatches:
+    """This rank's rows of a batch: whatever the stream of the process that makes them holds next. See `TrainBatches`."""
+
+    def __init__(
+        self,
+        split: Stream,
+        order: Order,
+        augment: AugmentConfig,
+        image: ImageFormat,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        on_bad_image: str = "error",
+    ):
+        self.split, self.order, self.augment, self.image = split, order, augment, image
+        share = order.global_batch_size // world_size
+        self.first_row, self.on_bad_image = rank * share, on_bad_image
+        self.layout = Layout(share, image, table_layout(augment).width)
+        self.row_unit = augment.mix_group_size if mixes(augment) else 1
+        self._num_processes = max(num_workers, 1)
+        self._first_reader, self._num_readers = rank * self._num_processes, world_size * self._num_processes
+        self._begun = multiprocessing.Value("i", 0)
+        self._pid = 0
+        self._samples: Iterator[_Sample] = iter(())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pid": 0, "_samples": iter(())}
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        """Make rows `first` and following of the batch at `position` in the tensors of `rows`. Returns the keys of bad images."""
+        first += self.first_row
+        epoch = position // self.order.steps_per_epoch
+        if self._pid != os.getpid():  # a new process: the next free share of the stream is its own
+            with self._begun.get_lock():
+                reader = self._first_reader + self._begun.value % self._num_processes
+                self._begun.value += 1
+            self._pid, self._samples = os.getpid(), self._shuffled(reader, epoch)
+        samples = list(itertools.islice(self._samples, len(rows.labels)))
+        ids = np.array([sample.number for sample in samples], np.int64)
+        widths, heights = np.maximum([(sample.width, sample.height) for sample in samples], 1).T
+        keys = sample_keys(self.order.seed, epoch, ids)
+        crops = draw_crops(self.augment, keys, widths, heights, self.image.size).tolist()
+        weights, bad_keys = np.ones(len(ids), dtype=np.float32), []
+        for row, (sample, crop) in enumerate(zip(samples, crops, strict=True)):
+            try:
+                size, out = (sample.width, sample.height), [rows.images[row]]
+                decode_views(sample.data, [crop], self.image.size, self.image.interpolation, self.image.channels, out=out, image_size=size)
+            except ValueError as error:
+                if self.on_bad_image == "error":
+                    raise ShardError(f"image {sample.key!r} of the stream: {error}; data.on_bad_image=skip trains without it") from None
+                rows.images[row], weights[row] = 0, 0.0
+                bad_keys.append(sample.key)
+        table = draw_table(self.augment, keys, widths, heights, self.image.size)
+        draw_mix(self.augment, table, weights, self.order.seed, position, first, self.image.size)
+        write_rows(rows, [sample.label for sample in samples], weights, table, ids)
+        return tuple(bad_keys)
+
+    def _shuffled(self, reader: int, epoch: int) -> Iterator[_Sample]:
+        """The samples of one of the readers, without end, each drawn at random from a buffer."""
+        buffer: list[_Sample] = []
+        held_bytes, draws = 0, fold(self.order.seed, epoch, reader)
+        most = min(SHUFFLE_SAMPLES, self.split.num_samples // self._num_readers // 4)  # else a buffer would hold several passes
+        for number, sample in enumerate(self._passes(reader, epoch)):
+            buffer.append(sample)
+            held_bytes += len(sample.data)
+            while buffer and (len(buffer) > most or held_bytes > SHUFFLE_BYTES):
+                chosen = int(hash64(draws ^ np.uint64(number)) % np.uint64(len(buffer)))
+                buffer[chosen], buffer[-1] = buffer[-1], buffer[chosen]
+                held_bytes -= len(buffer[-1].data)
+                yield buffer.pop()
+
+    def _passes(self, reader: int, epoch: int) -> Iterator[_Sample]:
+        """The samples of one of the readers, pass after pass, the shards of each in an order of its own that all readers know."""
+        for number in itertools.count():
+            urls, seen, own = self.split.filenames, 0, 0
+            shuffled = [urls[i] for i in np.argsort(fold(self.order.seed, epoch, number, np.arange(len(urls))), kind="stable")]
+            by_shard = len(urls) >= self._num_readers
+            for sample in _read_tars(shuffled[reader :: self._num_readers] if by_shard else shuffled):
+                if by_shard or seen % self._num_readers == reader:
+                    own += 1
+                    yield self._checked(sample)
+                seen += 1
+            if not own:
+                readers = f"; its {self._num_readers} readers (ranks times data.num_workers) need one each at least" if seen else ""
+                raise ShardError(f"{_brief(shuffled)}: {seen or 'no'} samples came, expected tars of <key>.jpg and <key>.cls{readers}")
+
+    def _checked(self, sample: dict[str, Any]) -> _Sample:
+        """One of webdataset's samples, as we take them."""
+        key, where = sample["__key__"], f"{sample['__url__']}: sample {sample['__key__']!r}"
+        images = [extension for extension in sample if extension in IMAGE_EXTENSIONS]
+        if len(images) != 1 or "cls" not in sample:
+            found = ", ".join(extension for extension in sample if not extension.startswith("__"))
+            raise ShardError(f"{where} has {found}; expected an image ({', '.join(IMAGE_EXTENSIONS)}) and a .cls with its label")
+        text = sample["cls"].strip()
+        if not text.isdigit() or int(text) >= self.split.num_classes:
+            raise ShardError(f"{where}: label {text[:40].decode(errors='replace')!r}; expected 0 to {self.split.num_classes - 1}")
+        data = sample[images[0]]
+        number = int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()) >> 1
+        return _Sample(key, number, int(text), data, *_size_of(data))
+
+
+def _read_tars(urls: list[str]) -> Iterator[dict[str, Any]]:
+    """webdataset's samples of some tars, one after the other. Raises ShardError for one that cannot be read to its end."""
+    import webdataset
+
+    for url in urls:
+        try:
+            yield from webdataset.tarfile_samples(iter([{"url": _bounded(url)}]))
+        except ShardError:
+            raise
+        except Exception as error:  # tarfile's, the system's, webdataset's own
+            reason = next((str(part) for part in error.args if isinstance(part, str) and part), type(error).__name__)
+            raise ShardError(f"{url}: the stream broke ({reason}); run its command, or fetch its address, by hand to see why") from error
+
+
+def _bounded(url: str) -> str:
+    """Over the web by curl with limits: webdataset's own command waits for a silent server for ever."""
+    if not url.startswith(("http://", "https://")):
+        return url
+    return f"pipe:curl -fsSL --connect-timeout 30 --retry 5 --speed-limit 1 --speed-time 60 {shlex.quote(url)}"
+
+
+def _size_of(data: bytes) -> tuple[int, int]:
+    """Width and height in pixels; 0, 0 for what is no image, which decoding will tell."""
+    try:
+        header = read_header(data)
+        return header.width, header.height
+    except ValueError:
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                return image.size
+        except Exception:  # each of Pillow's plugins has its own
+            return 0, 0
+
+
+def _brief(urls: list[str]) -> str:
+    return urls[0] if len(urls) == 1 else f"{urls[0]} and {len(urls) - 1} more"

@@ -1,0 +1,352 @@
+"""Who makes the batches, and how they get here: worker processes that write into shared memory, and a copy to the GPU behind the step.
+
+The data's story: training puts parts of batches (some rows of a position, and the slot for it) into one pipe; whoever is free takes the
+next part, writes its rows where they belong and says so in a few bytes. When all parts are there, the batch is handed out: nothing was
+copied, pickled or allocated on the way. Several workers share a batch, so that few slots keep many workers busy and the first batch is
+soon there. What is in a batch depends neither on their number nor on who is faster.
+
+    training                                       workers
+    free slot, next position  -> (parts) pipe  ->  whoever is free writes rows into the slot
+    batch when it is complete <- result pipes  <-  slot, row, seconds, keys of bad images
+
+Processes and not threads, because threads that decode make a training step wait for the interpreter's lock (docs/experiments.md).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import selectors
+import signal
+import struct
+import time
+import traceback
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from typing import NamedTuple, Protocol
+
+import torch
+
+from vit.data.files import ShardError
+from vit.data.loader import Batch, Layout
+from vit.data.slots import Slots, plan_ring
+from vit.worker import follow_parent, held_back
+
+END_WAIT_S = 1.0
+"""For workers to finish the part they are at, which a slow store may hold up; then they are killed."""
+_PART = struct.Struct("<qii")
+"""position, slot, first row: few enough bytes that a pipe takes and gives them whole, with any number of readers."""
+_MAX_QUEUED_PARTS = 1024
+"""16 KiB, which every system's pipe has room for: putting in a part never waits."""
+_END = -1
+"""A position that tells a worker to end."""
+
+
+class Batches(Protocol):
+    """What a loader iterates over: `vit.data.loader.TrainBatches`, `EvalBatches`. Passed to the workers."""
+
+    layout: Layout
+    row_unit: int
+    """A part of a batch begins at a multiple of it."""
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        """Write rows `first` and following of the batch at `position` into all tensors of `rows`; returns the keys of bad images."""
+
+
+class WorkerError(ValueError):
+    """A loader worker has died: of what, and what to do."""
+
+
+class Effort(NamedTuple):
+    """What a loader's batches have cost up to now."""
+
+    wait_s: float = 0.0
+    """Time that training spent waiting for them."""
+    busy_s: float = 0.0
+    """Time that the workers spent on making `num_made` images, added up over the workers."""
+    num_made: int = 0
+
+
+class _Result(NamedTuple):
+    """What a worker says about a part that is done, or failed."""
+
+    slot: int
+    first: int
+    num_rows: int
+    busy_s: float
+    bad_keys: tuple[str, ...] = ()
+    mistake: str = ""
+    """A person's, one line: ShardError."""
+    stack: str = ""
+    """Of anything else that was raised."""
+
+
+@dataclass
+class _Growing:
+    """A batch of which parts are missing."""
+
+    slot: int
+    missing_rows: int
+    results: list[_Result] = field(default_factory=list)
+
+
+class Loader:
+    """Iterates over the batches at positions [start, stop), made by workers, or here where there are none.
+
+    A batch stays as it is for as long as any of its tensors, or a view of one, is held. Whoever holds more than two batches (three on a
+    GPU) gets copies, which are slower. With a GPU as `device`, images, labels and weights arrive there, copied while the step before
+    computes; table and ids stay on the host. `prefetch_gib`: see `slots.plan_ring`.
+
+    Raises ShardError in the training process for what a worker found, once its batch is due; WorkerError at once when a worker has died.
+    Close it, or leave it as a context. For one thread.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        start: int,
+        stop: int,
+        *,
+        num_workers: int = 0,
+        prefetch_gib: float | None = None,
+        device: torch.device | None = None,
+    ):
+        on_gpu = device is not None and device.type == "cuda"
+        self.num_workers, self.effort, self._batches = num_workers, Effort(), batches
+        self.ring = plan_ring(batches.layout, batches.row_unit, stop - start, num_workers, prefetch_gib, on_gpu)
+        self._position, self._to_start, self._stop = start, start, stop
+        self._slots = Slots(batches.layout, self.ring)
+        self._growing: dict[int, _Growing] = {}
+        self._queue: deque[tuple[int, int, int]] = deque()
+        self._crew = _Crew(batches, self._slots, num_workers) if num_workers and start < stop else None
+        self._slots.close_file()
+        self._to_gpu = _ToGpu(self._slots, device) if on_gpu and device is not None else None
+        self._start_batches()
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._position == self._stop:
+            raise StopIteration
+        position, began = self._position, time.perf_counter()
+        self._position += 1  # also where this one fails
+        batch = self._make(position) if self._crew is None else self._receive(position, self._crew)
+        self.effort = self.effort._replace(wait_s=self.effort.wait_s + time.perf_counter() - began)
+        self._start_batches()
+        return batch if self._to_gpu is None else self._to_gpu(batch)
+
+    def close(self) -> None:
+        """End the workers, whatever they are at, and let the memory go with the last batch that is held."""
+        self._position = self._stop
+        if self._crew is not None:
+            self._crew.end()
+        if self._to_gpu is not None:
+            self._to_gpu.close()
+            self._to_gpu = None
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _make(self, position: int) -> Batch:
+        """The batch at `position`, made here."""
+        slot, began = self._slots.free.popleft(), time.perf_counter()
+        try:
+            bad_keys = self._batches.fill(position, 0, self._slots.batch(slot))
+        except BaseException:
+            self._slots.free.append(slot)
+            raise
+        self._add_work(time.perf_counter() - began, self._batches.layout.num_rows)
+        return replace(self._slots.lend(slot), bad_keys=bad_keys)
+
+    def _receive(self, position: int, crew: _Crew) -> Batch:
+        """The batch at `position`, made by the workers."""
+        self._note(crew.results(wait=False))
+        while position not in self._growing or self._growing[position].missing_rows:
+            self._start_batches()
+            self._note(crew.results(wait=True))
+        done = self._growing.pop(position)
+        done.results.sort(key=lambda result: result.first)
+        for result in done.results:
+            if result.mistake or result.stack:
+                self._slots.free.append(done.slot)
+                raise ShardError(result.mistake) if result.mistake else RuntimeError(f"in a loader worker:\n{result.stack}")
+        return replace(self._slots.lend(done.slot), bad_keys=tuple(key for result in done.results for key in result.bad_keys))
+
+    def _start_batches(self) -> None:
+        """Give the workers something to do for each free slot."""
+        if self._crew is None:
+            return
+        rows = self._batches.layout.num_rows
+        while self._slots.free and self._to_start < self._stop:
+            slot = self._slots.free.popleft()
+            self._growing[self._to_start] = _Growing(slot, rows)
+            self._queue.extend((self._to_start, slot, first) for first in range(0, rows, self.ring.part_rows))
+            self._to_start += 1
+        while self._queue and self._crew.num_queued < _MAX_QUEUED_PARTS:
+            self._crew.put(*self._queue.popleft())
+
+    def _add_work(self, busy_s: float, num_rows: int) -> None:
+        wait_s, busy_before_s, made_before = self.effort
+        self.effort = Effort(wait_s, busy_before_s + busy_s, made_before + num_rows)
+
+    def _note(self, results: list[tuple[int, _Result]]) -> None:
+        for position, result in results:
+            self._add_work(result.busy_s, result.num_rows)
+            self._growing[position].missing_rows -= result.num_rows
+            self._growing[position].results.append(result)
+
+
+# --- the workers, seen from training -----------------------------------------------------------------------------------
+
+
+class _Crew:
+    """Worker processes, the pipe that they take parts from, and the pipes that their results come through."""
+
+    def __init__(self, batches: Batches, slots: Slots, num_workers: int):
+        context = multiprocessing.get_context()
+        self.num_queued = 0
+        self._parts, self._put = context.Pipe(duplex=False)
+        self._selector = selectors.DefaultSelector()
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        # Ended also where nobody closes the loader: at exit Python would wait for them, and they ignore SIGTERM.
+        self.end = Finalize(self, _end_workers, (self._workers, self._parts, self._put, self._selector), exitpriority=100)
+        with held_back():
+            for _ in range(num_workers):
+                results, say = context.Pipe(duplex=False)
+                worker = context.Process(target=_work, args=(batches, slots, self._parts, say), daemon=True)
+                worker.start()
+                say.close()  # the worker alone has it, so that its end is noticed
+                self._workers.append((worker, results))
+                self._selector.register(results, selectors.EVENT_READ, (worker, results))
+                self._selector.register(worker.sentinel, selectors.EVENT_READ, (worker, None))
+
+    def put(self, position: int, slot: int, first: int) -> None:
+        """Hand a part to whoever is free first."""
+        os.write(self._put.fileno(), _PART.pack(position, slot, first))
+        self.num_queued += 1
+
+    def results(self, wait: bool) -> list[tuple[int, _Result]]:
+        """(position, result) of parts that were done meanwhile; with `wait`, at least one. Raises WorkerError if a worker has died."""
+        found = list[tuple[int, _Result]]()
+        for key, _ in self._selector.select(None if wait else 0):
+            worker, results = key.data
+            if results is None:
+                raise WorkerError(_death_of(worker))
+            try:
+                while results.poll():
+                    found.append(results.recv())
+            except (EOFError, OSError):
+                raise WorkerError(_death_of(worker)) from None
+        self.num_queued -= len(found)
+        return found
+
+
+def _death_of(worker: BaseProcess) -> str:
+    """What to tell about a worker that is no more."""
+    worker.join(END_WAIT_S)
+    code = worker.exitcode
+    if code is None or code >= 0:
+        return f"a loader worker (process {worker.pid}) ended by itself with exit status {code}: start again, and report it if it returns"
+    name = signal.Signals(-code).name
+    if -code == signal.SIGKILL:
+        reason = "which Linux does when memory runs out (`dmesg` tells). Lower data.num_workers or data.prefetch_gib"
+    else:
+        reason = "so a library it uses crashed, perhaps on a damaged image: `python -m data_prep.verify` decodes them all"
+    return f"a loader worker (process {worker.pid}) was killed by {name}, {reason}"
+
+
+def _end_workers(
+    workers: list[tuple[BaseProcess, Connection]], parts: Connection, put: Connection, selector: selectors.BaseSelector
+) -> None:
+    """Take back what is not begun, tell all to end, and kill those that are not quick about it."""
+    os.set_blocking(parts.fileno(), False)
+    with suppress(BlockingIOError):
+        while os.read(parts.fileno(), 2**16):
+            pass
+    for _ in workers:
+        os.write(put.fileno(), _PART.pack(_END, 0, 0))
+    selector.close()
+    deadline = time.monotonic() + END_WAIT_S
+    for _, results in workers:
+        results.close()  # nobody waits until there is room for a result
+    for worker, _ in workers:
+        worker.join(max(deadline - time.monotonic(), 0))
+        if worker.exitcode is None:
+            worker.kill()
+            worker.join()
+        worker.close()
+    parts.close()
+    put.close()
+
+
+# --- in a worker process -----------------------------------------------------------------------------------------------
+
+
+def _work(batches: Batches, slots: Slots, parts: Connection, say: Connection) -> None:
+    """Make parts until told to end. A worker that died of a signal meant for its rank would lose the rank's last save."""
+    torch.set_num_threads(1)
+    follow_parent()
+    into = [slots.batch(slot) for slot in range(slots.ring.num_slots)]
+    with suppress(BlockingIOError, BrokenPipeError):  # the loader was closed
+        while True:
+            message = os.read(parts.fileno(), _PART.size)
+            position, slot, first = _PART.unpack(message) if message else (_END, 0, 0)  # empty: the parent is no more
+            if position == _END:
+                return
+            rows, began = into[slot].rows(first, first + slots.ring.part_rows), time.perf_counter()
+            bad_keys, mistake, stack = tuple[str, ...](), "", ""
+            try:
+                bad_keys = batches.fill(position, first, rows)
+            except ShardError as error:
+                mistake = str(error)
+            except Exception:
+                stack = traceback.format_exc()
+            say.send((position, _Result(slot, first, len(rows.labels), time.perf_counter() - began, bad_keys, mistake, stack)))
+
+
+# --- to the GPU --------------------------------------------------------------------------------------------------------
+
+
+class _ToGpu:
+    """Copies each batch on a stream of its own, out of slots that are page-locked, so that nobody waits: the copy runs while the GPU
+    computes the step before, and the host goes on."""
+
+    def __init__(self, slots: Slots, device: torch.device):
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._memory = slots.whole()
+        with torch.cuda.device(device):
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)))
+        self._given: Batch | None = None
+        self._in_use: deque[tuple[Batch, torch.cuda.Event]] = deque()
+
+    def __call__(self, batch: Batch) -> Batch:
+        """`batch` on the device, for work that is queued on the current stream from now on."""
+        computing = torch.cuda.current_stream(self._device)
+        # The step that was queued since the last call reads the last batch's slot (its table) until the device comes to here.
+        if self._given is not None:
+            self._in_use.append((self._given, computing.record_event()))
+        while len(self._in_use) > 1 or (self._in_use and self._in_use[0][1].query()):
+            self._in_use.popleft()[1].synchronize()
+        self._given = batch
+        with torch.cuda.stream(self._stream):
+            moved = batch.to(self._device)
+        computing.wait_stream(self._stream)
+        for tensor in (moved.images, moved.labels, moved.weights):
+            tensor.record_stream(computing)  # its memory belongs to the copying stream, and must not be given away before the step is done
+        return moved
+
+    def close(self) -> None:
+        """Let the device finish, and unlock the memory."""
+        with suppress(RuntimeError), torch.cuda.device(self._device):  # a device that failed has told so before
+            torch.cuda.synchronize()
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())))
+        self._in_use.clear()
+        self._given = None

@@ -1,0 +1,79 @@
+"""What this machine gives to this process: cores, memory, open files. Free of torch.
+
+The data's story: the kernel says what there is (`/proc`), a container or a batch job may be allowed less (control groups, version 2 or 1),
+and each level of its groups may set a limit; the smallest counts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+_V1_UNLIMITED = 2**60
+"""Version 1 writes "no limit" as a number near 2**63."""
+
+
+def num_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use: its affinity, or the quota of its control groups where that is less. At least 1.
+
+    root: where `proc` and `sys` lie.
+    """
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    for group in _groups(root, "cpu"):
+        quota, _, period = _text(group / "cpu.max").partition(" ")
+        if not quota:
+            quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
+        if quota.isdecimal() and period.isdecimal():  # "max" and -1: no limit
+            cores = min(cores, int(quota) / int(period))
+    return max(math.floor(cores), 1)
+
+
+def free_memory_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that this process and its children may still take: what the kernel calls available, or the rest of a control group's limit,
+    whose file cache counts as free. None if the system does not say.
+    """
+    free = [int(line.split()[1]) * 1024 for line in _text(root / "proc/meminfo").splitlines() if line.startswith("MemAvailable:")]
+    for group in _groups(root, "memory"):
+        limit = _text(group / "memory.max") or _text(group / "memory.limit_in_bytes")
+        used = _text(group / "memory.current") or _text(group / "memory.usage_in_bytes")
+        if limit.isdecimal() and used.isdecimal() and int(limit) < _V1_UNLIMITED:
+            stat = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+            cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            free.append(max(int(limit) - int(used) + cache, 0))
+    return min(free, default=None)
+
+
+def raise_open_files(wanted: int) -> int:
+    """Raise this process's limit of open files, which its children inherit, to `wanted` or as far as allowed; returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= reachable:
+        return wanted if soft == resource.RLIM_INFINITY else soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
+    except (ValueError, OSError):  # macOS has a lower limit than it says
+        return soft
+    return reachable
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The control groups of this process that may limit `controller`, from the innermost up to where they are mounted."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
+        group = mount / name.strip("/")
+        # Inside a container the name may be the host's, of which only the mount itself is seen.
+        yield from (place for place in (group, *group.parents) if place.is_relative_to(mount) and place.is_dir())
+
+
+def _text(path: Path) -> str:
+    """The content of a small file of the kernel, "" if it is not there."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,116 @@
+"""Before the first step: does this host have what the run is going to use?
+
+The data's story: shards are checked against `_info.json` when they are opened, ranks against the batch by the plan. What is left are the
+limits of the host: memory for the batches of all its ranks, cores for their workers, open files for the shards, and /dev/shm, of which we
+need nothing but NCCL does. What cannot work is an error with its remedy; what only costs speed is a note. Both stand in the record.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vit.config import Config
+from vit.data.decode import decoder_name
+from vit.data.loader import EvalBatches, TrainBatches
+from vit.data.slots import plan_ring
+from vit.data.storage import LocalTars, RemoteTars
+from vit.data.stream import StreamBatches
+from vit.distributed import World, local_world_size
+from vit.host import free_memory_bytes, num_cores, raise_open_files
+from vit.plan import Plan
+
+WORKER_BYTES = 128 * 2**20
+"""Memory that a worker process has for itself, measured at 110 MiB (docs/experiments.md): Python's objects, libraries' data, images."""
+OTHER_FILES = 256
+"""Open files of a process besides shards: pipes, libraries, sockets of other ranks."""
+NCCL_SHM_BYTES = 2**30
+"""What NVIDIA tells to give containers (NCCL's documentation, Troubleshooting, Docker): --shm-size=1g."""
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What was found, for people and for the record."""
+
+    lines: tuple[str, ...]
+    numbers: dict[str, Any]
+
+
+def preflight(
+    config: Config, world: World, plan: Plan, train: TrainBatches | StreamBatches, val: EvalBatches, root: Path = Path("/")
+) -> Preflight:
+    """Check this host against the run and raise the limit of open files where that is needed.
+
+    root: where `proc` and `sys` lie. Raises ValueError if the run cannot work here.
+    """
+    workers, ranks, on_gpu = config.data.num_workers, local_world_size(), world.device.type == "cuda"
+    ring = plan_ring(train.layout, train.row_unit, plan.total_steps, workers, config.data.prefetch_gib, on_gpu)
+    eval_ring = plan_ring(val.layout, val.row_unit, len(val), workers, None, on_gpu)  # workers of both live at once
+
+    # 1. Memory: what one host's ranks share among their processes, and what each worker has for itself.
+    free, cores = free_memory_bytes(root), num_cores(root)
+    batch_bytes, index_bytes = ring.num_bytes + eval_ring.num_bytes, train.split.index.nbytes + val.split.index.nbytes
+    needed = ranks * (batch_bytes + 2 * workers * WORKER_BYTES)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"{ranks} rank(s) with {workers} loader workers each need {needed / GIB:.2f} GiB of memory for batches on this host "
+            f"({ring.num_slots} of {ring.slot_bytes / MIB:.1f} MiB a rank, {eval_ring.num_slots} of {eval_ring.slot_bytes / MIB:.1f} MiB "
+            f"to evaluate, {WORKER_BYTES / MIB:.0f} MiB a worker), {free / GIB:.2f} GiB are free: lower data.num_workers, "
+            "data.prefetch_gib or eval.batch_size, or give the job more memory"
+        )
+
+    # 2. Notes: what works, but not as fast as it could.
+    local = [split for split in (train.split, val.split) if isinstance(getattr(split, "tars", None), LocalTars)]
+    notes, num_shards = [], sum(len(split.filenames) for split in local)
+    wanted_files = 2 * num_shards + OTHER_FILES  # a reader keeps half of the limit free for others
+    open_files = raise_open_files(wanted_files)
+    if open_files < wanted_files:
+        notes.append(
+            f"the limit of {open_files:,} open files is low for {num_shards:,} shards, some of which are opened anew for each image: "
+            f"`ulimit -n {wanted_files}` before the start, or ask the administrator"
+        )
+    tars = getattr(train.split, "tars", None)
+    if isinstance(tars, RemoteTars) and tars.cache.limit_bytes < tars.stored_bytes and train.order.block_samples == 1:
+        notes.append(
+            f"{tars.folder}: the cache of {tars.cache.limit_bytes / GIB:.1f} GiB is smaller than the {tars.stored_bytes / GIB:.1f} GiB "
+            f"there, and the order takes single images, so up to {tars.block_samples} times as much is fetched: raise data.cache_gib, "
+            "or set data.block_samples=64"
+        )
+    if ranks * workers > cores:
+        notes.append(
+            f"{ranks * workers} loader workers on {cores} core(s) take turns: data.num_workers={max(cores // ranks, 1)} is as fast, in "
+            "less memory"
+        )
+    shm = Path("/dev/shm")
+    shm_bytes = shutil.disk_usage(shm).free if shm.is_dir() else None
+    if on_gpu and ranks > 1 and shm_bytes is not None and shm_bytes < NCCL_SHM_BYTES:
+        notes.append(
+            f"/dev/shm has {shm_bytes / MIB:.0f} MiB free, NCCL wants {NCCL_SHM_BYTES / MIB:.0f} between the GPUs of a host: docker run "
+            "--shm-size=1g (batches need nothing there)"
+        )
+
+    numbers = {
+        "train_shards": len(train.split.filenames),
+        "val_shards": len(val.split.filenames),
+        "batch_slots": ring.num_slots,
+        "batch_gib": round(batch_bytes / GIB, 4),
+        "decoder": decoder_name(),
+        "index_gib": round(index_bytes / GIB, 4),
+        "free_memory_gib": None if free is None else round(free / GIB, 2),
+        "cores": cores,
+        "open_files": open_files,
+        "free_shm_gib": None if shm_bytes is None else round(shm_bytes / GIB, 2),
+        "notes": notes,
+    }
+    memory = f", {free / GIB:.1f} GiB of memory free" if free is not None else ""
+    lines = (
+        f"data: {train.split.num_samples:,} images in {len(train.split.filenames):,} shards, {val.split.num_samples:,} in "
+        f"{len(val.split.filenames):,} to evaluate; index {index_bytes / MIB:.1f} MiB, mapped once a host; JPEG decoder: {decoder_name()}",
+        f"host: {cores} core(s) for {ranks} rank(s) with {workers} loader worker(s) each{memory}; batches take "
+        f"{batch_bytes / MIB:.1f} MiB a rank ({ring.num_slots} of {train.layout.num_rows} images), nothing in /dev/shm",
+        *(f"note: {note}" for note in notes),
+    )
+    return Preflight(lines, numbers)
