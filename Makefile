@@ -14,7 +14,7 @@ demo: $(INSTALLED)
 	@RANKS=$(RANKS) bash launch/demo.sh
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile
+	$(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

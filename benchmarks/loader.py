@@ -208,11 +208,12 @@ def rows_of_both(cpu: Result, wall: Result, facts: Mapping[str, Mapping[str, str
         ["", CPU, "from - to", *(short[base] for base in cpu["bases"]), WALL, *(short[base] for base in wall["bases"][:1]), "gives", "MB"]
     ]
     for name, row in cpu["rows"].items():
-        spread = f"{shown(row['min'])} - {shown(row['max'])}"
+        by_cpu = [shown(row["median"]), f"{shown(row['min'])} - {shown(row['max'])}", *(f"{ratio:.2f}" for ratio in row["ratios"].values())]
+        if row["min"] <= 0:  # its processes end between turns, and the time they took ends with them
+            by_cpu = ["not known"] + ["-"] * (len(by_cpu) - 1)
         by_clock = wall["rows"][name]
         clock = [shown(by_clock["median"]), *(f"{by_clock['ratios'][base]:.2f}" for base in wall["bases"][:1])]
-        ratios = [f"{ratio:.2f}" for ratio in row["ratios"].values()]
-        rows.append([name, shown(row["median"]), spread, *ratios, *clock, facts[name]["gives"], facts[name]["MB"]])
+        rows.append([name, *by_cpu, *clock, facts[name]["gives"], facts[name]["MB"]])
     return rows
 
 
@@ -235,11 +236,12 @@ def draw_bars(path: Path, result: Result, named: str) -> None:
     rows = sorted(result["rows"].items(), key=lambda item: item[1]["median"])
     colours = ["#d95f02" if name.startswith("ours") else "#cccccc" if name.startswith("limit") else "#5b7a99" for name, _ in rows]
     figure, axes = plt.subplots(figsize=(8, 0.6 + 0.32 * len(rows)), layout="constrained")
-    bars = axes.barh([name for name, _ in rows], [row["median"] for _, row in rows], color=colours)
+    axes.barh([name for name, _ in rows], [row["median"] for _, row in rows], color=colours)
     spread = [[row["median"] - row["min"] for _, row in rows], [row["max"] - row["median"] for _, row in rows]]
     axes.errorbar([row["median"] for _, row in rows], range(len(rows)), xerr=spread, fmt="none", ecolor="#333333", elinewidth=0.8)
     labels = [f"{row['median']:,.0f}" + "".join(f"   {row['ratios'][V1]:.2f}x" for _ in [V1] if V1 in row["ratios"]) for _, row in rows]
-    axes.bar_label(bars, labels, padding=14, fontsize=8)
+    for place, (label, (_, row)) in enumerate(zip(labels, rows, strict=True)):
+        axes.annotate(label, (row["max"], place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
     axes.margins(x=0.2)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("images a CPU-second")
