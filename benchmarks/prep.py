@@ -93,8 +93,10 @@ def write_some(job: tuple[list[Work], float]) -> tuple[float, float]:
     works, begin_at = job
     first = works[0]
     write_shard(first._replace(shard=first.shard._replace(places=first.shard.places[:WARM_UP])))
-    warm_memory(sum(sample.size for work in works for sample in work.samples()))
-    start = wait_until(begin_at)
+    num_bytes = sum(sample.size for work in works for sample in work.samples())
+    wait_until(begin_at)
+    warm_memory(num_bytes)  # not before the pause, in which it would cool down
+    start = time.monotonic()
     for work in works:
         write_shard(work)
     return start, time.monotonic()
