@@ -14,7 +14,8 @@ demo: $(INSTALLED)
 	@RANKS=$(RANKS) bash launch/demo.sh
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder --ignore=tests/slurm
+	$(BIN)/python -m pytest tests/slurm  # alone: its jobs have time limits of seconds
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def test_a_store_holds_what_a_folder_would_after_any_kill(s3, local, tmp_path):
             name = key.removeprefix("root/")
             assert name == "_writing.json" or name.startswith(".writable") or data == local[name], "half an object, or another one"
     done = subprocess.run(digits(f"{bucket}/root"), env=environment, check=True, capture_output=True, text=True)
-    assert "complete, 10 classes" in done.stdout
+    assert re.search("complete, 10 classes|complete already", done.stdout)  # a quick machine may be done before the second kill
     found = {key.removeprefix("root/"): data for key, data in s3.objects(bucket).items()}
     assert {name: data for name, data in found.items() if not name.startswith(".writable")} == local
     assert list(tmp_path.iterdir()) == [], "temporary files of killed processes"
