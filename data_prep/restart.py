@@ -26,7 +26,7 @@ from typing import NamedTuple
 from vit.data import native
 from vit.data.jpeg import JpegHeader, read_header
 
-WANTED_SEGMENTS, LEAST_MCUS = 4, 4
+WANTED_SEGMENTS, LEAST_MCUS = 8, 2
 """Of a row, and of a segment; as in vit/native/transcode.c, where the reasons are."""
 DAMAGED = "damaged"
 REASONS = {

@@ -148,13 +148,13 @@ def test_bytes_are_those_of_libjpegs_encoder(size: tuple[int, int], options: dic
 
 
 def test_intervals():
-    """A divisor of the row; as long as four fit into it; else as many as fit, of four MCUs at least; else the row."""
-    assert [interval_for(n) for n in (1, 4, 7, 8, 12, 16, 21, 22, 24, 31, 32, 63, 64)] == [1, 4, 7, 4, 4, 4, 7, 11, 6, 31, 8, 9, 16]
+    """A divisor of the row; as long as eight fit into it; else as many as fit, of two MCUs at least; else the row."""
+    assert [interval_for(n) for n in (1, 4, 7, 8, 12, 16, 21, 22, 24, 31, 32, 63, 64)] == [1, 2, 7, 2, 2, 2, 3, 2, 3, 31, 4, 7, 8]
     for mcus_wide in range(1, 200):
         interval = interval_for(mcus_wide)
         assert mcus_wide % interval == 0
-        better = [k for k in range(4, mcus_wide) if mcus_wide % k == 0 and mcus_wide // k >= 4]
-        assert interval == max(better) if better else mcus_wide // interval <= 3
+        better = [k for k in range(2, mcus_wide) if mcus_wide % k == 0 and mcus_wide // k >= 8]
+        assert interval == max(better) if better else mcus_wide // interval <= 7
 
 
 @NEEDS_NATIVE
@@ -228,7 +228,7 @@ def test_damaged_files_keep_their_bytes(damage: str, transcode):
 
 @NEEDS_NATIVE
 def test_an_image_of_next_to_nothing():
-    """Two bits a block, and markers of 16 for each four blocks: the first guess at the room is too small."""
+    """Two bits a block, and markers of 16 for every two blocks: the first guess at the room is too small."""
     encoded = io.BytesIO()
     Image.new("L", (128, 64_000), 77).save(encoded, "JPEG", optimize=True)
     restart._scratch.__dict__.clear()

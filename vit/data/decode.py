@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -89,12 +90,12 @@ def _decode_cut(cut: Cut, channels: int, reduce: int) -> Pixels | None:
 
 
 def decode_box(
-    data: bytes, box: Window, channels: int = 3, *, reduce: int = 1, image_size: tuple[int, int] | None = None
+    data: bytes, box: Window, channels: int = 3, *, reduce: int = 1, image_size: tuple[int, int] | None = None, place: Pixels | None = None
 ) -> tuple[Pixels, int]:
     """The part `box` of an image as (H, W, channels) uint8, and the reduction that it has: `reduce` (2, 4 or 8), if it is a JPEG, else 1.
 
-    Without reduction these are the pixels of `decode`; with it, borders lie on the next whole pixel outside. Damage outside of the box may
-    go unnoticed.
+    Without reduction these are the pixels of `decode`; with it, borders lie on the next whole pixel outside. They may lie in `place`, which
+    has their shape, or elsewhere. Damage outside of the box may go unnoticed.
 
     Raises:
         ValueError: the image cannot be decoded, is not of `image_size` = (width, height), or the box is not inside of it.
@@ -109,7 +110,7 @@ def decode_box(
     _check_box(box, (header.width, header.height), image_size)
     is_sane = header.width * header.height <= MAX_PIXELS
     if is_sane and reduce == 1 and native.AVAILABLE:
-        window = native.decode_window(data, box, channels)
+        window = native.decode_window(data, box, channels, place)
         if window is not None:
             return window, 1
     cut = cut_window(data, header, box, margin=reduce) if is_sane else None
@@ -139,14 +140,23 @@ def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] |
 # --- pixels to views ---------------------------------------------------------------------------------------------------------------------
 
 
-def resize(pixels: Pixels, size: tuple[int, int], interpolation: str, out: Tensor | None = None) -> Tensor:
-    """Antialiased resize of (H, W, C) uint8 pixels to `size` = (height, width): (C, height, width) uint8, channels last, or `out`."""
+def resize(
+    pixels: Pixels,
+    size: tuple[int, int],
+    interpolation: str,
+    out: Tensor | None = None,
+    scales: tuple[float | None, float | None] = (None, None),
+) -> Tensor:
+    """Antialiased resize of (H, W, C) uint8 pixels to `size` = (height, width): (C, height, width) uint8, channels last, or `out`.
+
+    `scales`: of height and width, size by size before; where one is given, `size` is only the beginning of the resized image.
+    """
     if out is None:
         out = _new_view(size, pixels.shape[2])
     image = torch.from_numpy(pixels).permute(2, 0, 1)
     if image.shape == out.shape:
         return out.copy_(image)
-    RESIZE[interpolation](image[None], size, False, None, None, out=out[None])
+    RESIZE[interpolation](image[None], size, False, *scales, out=out[None])
     return out
 
 
@@ -224,21 +234,54 @@ def decode_center(
     except ValueError:
         pixels = decode(data, channels)
         height, width = pixels.shape[:2]
-    new_h, new_w = resized_size((height, width), size, view)
-    top, left = round((new_h - size[0]) / 2), round((new_w - size[1]) / 2)
+    resized = resized_size((height, width), size, view)
+    can_stop = view.resizer == "torch"
+    down, across = (_plan_line(*line, interpolation, can_stop) for line in zip((height, width), resized, size, strict=True))
     if pixels is None:
-        first_row, stop_row = _seen(top, size[0], new_h, height, interpolation)
-        first_column, stop_column = _seen(left, size[1], new_w, width, interpolation)
-        part, _ = decode_box(data, (first_column, first_row, stop_column - first_column, stop_row - first_row), channels)
-        # Resizing the part alone would round the filter's places differently: it goes where it was, and what is around it is not seen.
-        pixels = np.empty((height, width, channels), np.uint8)
-        pixels[first_row:stop_row, first_column:stop_column] = part
-    if view.resizer == "pillow":
-        resized = _resize_by_pillow(pixels, (new_h, new_w), interpolation)
+        pixels = np.empty((down.length, across.length, channels), np.uint8)
+        place = pixels[down.start : down.stop, across.start : across.stop]
+        part, _ = decode_box(data, (across.start, down.start, *place.shape[1::-1]), channels, place=place)
+        if part is not place:
+            place[:] = part
+    if can_stop:
+        scales = down.scale, across.scale
+        view_and_before = resize(pixels[: down.length, : across.length], (down.resized, across.resized), interpolation, scales=scales)
     else:
-        resized = resize(pixels, (new_h, new_w), interpolation)
-    cropped = resized[:, top : top + size[0], left : left + size[1]]
+        view_and_before = _resize_by_pillow(pixels, (down.resized, across.resized), interpolation)
+    cropped = view_and_before[:, down.first : down.first + size[0], across.first : across.first + size[1]]
     return cropped if out is None else out.copy_(cropped)
+
+
+class _Line(NamedTuple):
+    """A row or column of the image on its way to the centre crop."""
+
+    start: int
+    stop: int
+    """Pixels [start, stop) of the image are seen."""
+    length: int
+    """Pixels that are resized. A line has to begin where the image begins, or the filter's places are rounded differently."""
+    resized: int
+    """Pixels that these become."""
+    scale: float | None
+    """What torch has to know if a line ends where the view ends."""
+    first: int
+    """Of the crop, in the resized line."""
+
+
+def _plan_line(original: int, resized: int, cropped: int, interpolation: str, can_stop: bool) -> _Line:
+    """The centre `cropped` pixels of a line of `original` pixels that is resized to `resized`."""
+    first = round((resized - cropped) / 2)
+    scale = original / resized
+    reach = max(scale, 1.0) * (2 if interpolation == "bicubic" else 1) + 1  # the filter's half width; 1 for rounding
+    start = max(math.floor((first + 0.5) * scale - reach), 0)
+    stop = min(math.ceil((first + cropped - 0.5) * scale + reach), original)
+    # torch works with the inverse of what it is given, which must be the very number that it works with otherwise; one line in eight has
+    # none. And it does nothing to a line whose length stays.
+    near = resized / original
+    inverse = next((number for number in (near, math.nextafter(near, 0), math.nextafter(near, 2 * near)) if 1 / number == scale), None)
+    if not can_stop or inverse is None or stop == first + cropped:
+        return _Line(start, stop, original, resized, None, first)
+    return _Line(start, stop, stop, first + cropped, inverse, first)
 
 
 def resized_size(image: tuple[int, int], size: tuple[int, int], view: EvalConfig) -> tuple[int, int]:
@@ -256,10 +299,3 @@ def resized_size(image: tuple[int, int], size: tuple[int, int], view: EvalConfig
     if height <= width:  # torchvision/transforms/functional.py, _compute_resized_output_size
         return cover_h, int(cover_h * width / height)
     return int(cover_w * height / width), cover_w
-
-
-def _seen(first: int, length: int, resized: int, original: int, interpolation: str) -> tuple[int, int]:
-    """The pixels [start, stop) of a line of `original` that pixels [first, first + length) of the `resized` line are made of."""
-    scale = original / resized
-    reach = max(scale, 1.0) * (2 if interpolation == "bicubic" else 1) + 1  # the filter's half width; 1 for rounding
-    return max(math.floor((first + 0.5) * scale - reach), 0), min(math.ceil((first + length - 0.5) * scale + reach), original)

@@ -84,8 +84,10 @@ def decode_into(data: bytes, left: int, top: int, pixels: NDArray[np.uint8], *, 
     return Status(_library.vit_decode_window(data, len(data), left, top, width, height, channels, address, row_bytes, portable))
 
 
-def decode_window(data: bytes, window: tuple[int, int, int, int], channels: int = 3) -> NDArray[np.uint8] | None:
-    """The window (left, top, width, height) of a JPEG as (height, width, channels) uint8, or None: decode with simplejpeg."""
+def decode_window(
+    data: bytes, window: tuple[int, int, int, int], channels: int = 3, out: NDArray[np.uint8] | None = None
+) -> NDArray[np.uint8] | None:
+    """The window (left, top, width, height) of a JPEG as (height, width, channels) uint8, or `out`. None: decode with simplejpeg."""
     left, top, width, height = window
-    pixels = np.empty((height, width, channels), np.uint8)
+    pixels = np.empty((height, width, channels), np.uint8) if out is None else out
     return pixels if decode_into(data, left, top, pixels) is Status.OK else None

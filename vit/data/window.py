@@ -90,14 +90,15 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     markers = _restart_markers(data, header.scan_offset)
     if len(markers) != num_columns * num_rows - 1:
         return None
-    bounds = [header.scan_offset, *(markers + 2).tolist(), len(data)]
-    smaller, number = _head(data, header, cut_width, cut_height), 0
-    for row in range(first_row * num_columns, stop_row * num_columns, num_columns):
-        shift = len(smaller) - bounds[row + first_column]
-        smaller += data[bounds[row + first_column] : bounds[row + stop_column]]
-        for stop in bounds[row + first_column + 1 : row + stop_column + 1]:
-            smaller[shift + stop - 1] = 0xD0 + number % 8
-            number += 1
+    bounds = np.concatenate(([header.scan_offset], markers + 2, [len(data)]))
+    starts = bounds[:-1].reshape(num_rows, num_columns)[first_row:stop_row, first_column]
+    stops = bounds[1:].reshape(num_rows, num_columns)[first_row:stop_row, first_column:stop_column]
+    head = _head(data, header, cut_width, cut_height)
+    rows = zip(starts.tolist(), stops[:, -1].tolist(), strict=True)
+    smaller = bytearray().join([head, *(data[start:stop] for start, stop in rows)])
+    shifts = len(head) + np.cumsum(stops[:, -1] - starts) - stops[:, -1]
+    numbers = (stops + shifts[:, None] - 1).ravel()  # where each segment's marker says its number
+    np.frombuffer(smaller, np.uint8)[numbers] = 0xD0 + np.arange(len(numbers)) % 8
     smaller[-2:] = EOI
     return Cut(smaller, first_column * tile_width, first_row * tile_height, cut_width, cut_height, False)
 
