@@ -2,8 +2,8 @@
 
     python -m data_prep.card ROOT
 
-The data's story: `_info.json` and the index of a finished data set give counts, sizes and what the writer did; of the training split some
-hundred images, spread over it by a hash, are decoded for the mean and standard deviation of their colours, and one image for each of up to
+The data's story: `_info.json` and the index of a finished data set give counts, sizes and what the writer did; of the training split up to
+1,000 images, spread over it by a hash, are decoded for the mean and standard deviation of their colours, and one image for each of up to
 60 classes is drawn. Every source's command ends with it; this one makes it again.
 
     <root>/

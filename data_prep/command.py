@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         required=True,
         metavar="ROOT",
-        help="folder of the shards, or a URL that fsspec knows (s3://bucket/folder); what is there already is kept, the rest is written",
+        help="folder of the shards, or an s3:// or gs:// URL; what is there already is kept, the rest is written",
     )
     number = shards.add_mutually_exclusive_group()
     number.add_argument(

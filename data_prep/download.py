@@ -29,7 +29,7 @@ from vit.progress import Meter
 PAUSES_S = (1.0, 4.0, 15.0, 60.0)
 """Waited before each further attempt; an attempt that brought something starts them anew."""
 TIMEOUT_S = 60.0
-PASSING = (408, 425, 429, 500, 502, 503, 504)
+PASSING = {408, 425, 429, *range(500, 600)} - {501, 505}
 """Status codes that a later attempt may not meet."""
 PIECE_BYTES = 1 << 20
 MISSING = (403, 404, 410)

@@ -60,7 +60,7 @@ def main() -> World:
         "--batch-size", type=int, metavar="N", help="images in one forward pass of one rank (default: the run's eval.batch_size)"
     )
     parser.add_argument("--num-workers", type=int, metavar="N", help="loader processes per rank (default: the run's data.num_workers)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="(default: auto, a GPU where there is one)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="(default: auto, GPUs where each rank of a host has one)")
     parser.add_argument("--finetune", metavar="CONFIG", help="fine-tune with this config first, and evaluate before and after")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="with --finetune: settings that win over its file")

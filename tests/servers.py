@@ -1,5 +1,5 @@
-"""Helpers for tests: real servers on 127.0.0.1. One for files over HTTP, whose faults a test writes down beforehand; one for S3; and a
-cable between client and server that a test can cut."""
+"""Helpers for tests: real servers on 127.0.0.1. One for files over HTTP, whose faults a test writes down beforehand; one for FTP; one for
+S3; and a cable between client and server that a test can cut."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import math
 import os
 import re
 import socket
+import socketserver
 import threading
 import time
 import urllib.request
@@ -32,6 +33,7 @@ class WebServer:
 
     `statuses`: answered instead, one for each GET; `ranges`: False for a server that ignores Range; `lengths`: False for one that does not
     tell sizes; `claimed_length`: told instead of the true one; `hang_after`: an answer pauses after so many bytes until this is None again;
+    `whole_if_empty`: an empty file is answered with 200 and not with 416, as servers in Go do;
     `fails_each`: of so many GETs one is answered 503, and the next time one is cut in its middle; `delay_s`: in front of each answer.
     `requests` holds (method, path, Range or None) of each.
     """
@@ -41,6 +43,7 @@ class WebServer:
         self.cuts: list[int] = []
         self.statuses: list[int] = []
         self.ranges = self.lengths = True
+        self.whole_if_empty = False
         self.claimed_length: int | None = None
         self.hang_after: int | None = None
         self.fails_each, self.delay_s = 0, 0.0
@@ -84,7 +87,7 @@ class _FileHandler(BaseHTTPRequestHandler):
             self.send_error(web.statuses.pop(0) if body and web.statuses else 404)
             return
         tag, start, stop = f'"{hash(content):x}"', 0, len(content)
-        if wanted and web.ranges and self.headers["If-Range"] in (None, tag):
+        if wanted and web.ranges and not (web.whole_if_empty and not content) and self.headers["If-Range"] in (None, tag):
             first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted).groups()
             start, stop = int(first), min(int(last) + 1, len(content)) if last else len(content)
             if start >= len(content):
@@ -111,6 +114,64 @@ class _FileHandler(BaseHTTPRequestHandler):
                 while web.hang_after is not None:
                     time.sleep(0.01)
                 self.wfile.write(content[pause:end])
+
+
+class FtpServer:
+    """Serves `files` ({"/folder/name": bytes}) to anybody until the block ends; it knows no versions of files.
+
+    `commands_each`: a connection ends after so many commands.
+    """
+
+    def __init__(self, files: dict[str, bytes], commands_each: int | None = None):
+        self.files, self.commands_each = files, commands_each
+        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), type("Handler", (_FtpHandler,), {"ftp": self}))
+        self._server.daemon_threads = True
+        self.address = f"127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> FtpServer:
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def listing(self, folder: str) -> bytes:
+        """What MLSD says."""
+        inside = [(path.rsplit("/", 1)[1], data) for path, data in self.files.items() if path.rsplit("/", 1)[0] == folder]
+        return "".join(f"type=file;size={len(data)}; {name}\r\n" for name, data in inside).encode()
+
+
+class _FtpHandler(socketserver.StreamRequestHandler):
+    ftp: FtpServer
+
+    def handle(self) -> None:
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)  # how ABOR comes
+        with suppress(ConnectionError):  # the client goes when it has what it wants
+            self._say("220 ready")
+            start, listener = 0, socket.socket()
+            for line in itertools.islice(self.rfile, self.ftp.commands_each):
+                command, _, argument = line.decode().strip().partition(" ")
+                if command == "PASV":
+                    listener.close()
+                    listener = socket.create_server(("127.0.0.1", 0))
+                    high, low = divmod(listener.getsockname()[1], 256)
+                    self._say(f"227 (127,0,0,1,{high},{low})")
+                elif command == "REST":
+                    start = int(argument)
+                    self._say("350 go on")
+                elif command in ("MLSD", "RETR"):
+                    content = self.ftp.listing(argument) if command == "MLSD" else self.ftp.files[argument]
+                    self._say("150 here it comes")
+                    with listener.accept()[0] as connection, suppress(ConnectionError):
+                        connection.sendall(content[start:])
+                    start = 0
+                    self._say("226 done")
+                else:
+                    self._say("226 done")
+
+    def _say(self, line: str) -> None:
+        self.wfile.write(f"{line}\r\n".encode())
 
 
 _NUMBERS = itertools.count()

@@ -135,8 +135,8 @@ def tiny(path: Path, *overrides: str) -> Config:
     return load_config(path, [*TINY, *overrides])[0]
 
 
-def test_a_cache_that_is_too_small_for_single_images(config, shards, tmp_path):
-    """With blocks it need not hold everything; on a disk there is none."""
+def test_a_cache_that_is_too_small(config, shards, tmp_path):
+    """On a disk there is none."""
     store = fsspec.filesystem("memory")
     for path in shards.iterdir():
         store.pipe_file(f"/preflight/{path.name}", path.read_bytes())
@@ -147,7 +147,8 @@ def test_a_cache_that_is_too_small_for_single_images(config, shards, tmp_path):
 
     there, small = "data.root=memory://preflight", "data.cache_gib=0.0001"
     assert "set data.block_samples=64" in notes(there, small)
-    assert notes(there, small, "data.block_samples=8") == notes(there, "data.cache_gib=1") == notes() == ""
+    assert "lower data.num_lanes" in notes(there, small, "data.block_samples=8")
+    assert notes(there, "data.cache_gib=1") == notes(there, "data.cache_gib=1", "data.block_samples=8") == notes() == ""
 
 
 def test_memory_that_suffices_and_that_does_not(config, tmp_path):

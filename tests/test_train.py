@@ -78,6 +78,9 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(number, 
     train(config, tmp_path / "run", "checkpoint.every_steps=100", ranks=2)
     assert not (tmp_path / "run" / "stopped_early").exists()
     assert_equal_state(tmp_path / "run", uninterrupted(2))
+    checked = [line for line in metrics(tmp_path / "run", "epoch") if line["exact"]]
+    batches = [number for line in checked for number in range(line["first_batch"], line["last_batch"] + 1)]
+    assert batches == list(range(STEPS)), "also those before the stop, in the middle of an epoch, are compared with the plan"
 
 
 @pytest.mark.slow

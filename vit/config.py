@@ -83,7 +83,8 @@ class DataConfig(Section):
     val_split: str = "val"
     """Split to evaluate on."""
     cache_dir: str | None = None
-    """Folder on a disk of each machine for blocks of shards at a URL. `None`: `~/.cache/vit`. Without effect for shards on a disk."""
+    """Folder on a disk of each machine for blocks of shards at a URL. `None`: `vit` in `XDG_CACHE_HOME`, else `~/.cache/vit`. Without
+    effect for shards on a disk."""
     cache_gib: Annotated[float, Field(gt=0)] | None = None
     """Most that these blocks may take, in GiB. `None`: half of what is free on that disk. Without effect for shards on a disk."""
     reader: Literal["index", "webdataset"] = "index"
@@ -99,8 +100,8 @@ class DataConfig(Section):
     num_workers: Annotated[int, Field(ge=0)] = 4
     """Loader processes per rank; 0 decodes in the training process. Changes the speed, never the batches."""
     prefetch_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory of a rank for batches that are being made, ready or in use, in GiB. `None`: what keeps the workers busy, and up to 16 batches
-    ahead where 1 GiB holds them. Without effect at `num_workers: 0`."""
+    """Memory of a rank for training batches that are being made, ready or in use, in GiB. `None`: what keeps the workers busy, and up to 16
+    batches ahead where 1 GiB holds them; so it always is in evaluation. Without effect at `num_workers: 0`."""
     num_lanes: Positive | None = None
     """Parallel reading positions of the order; divides the batch. `None`: the largest divisor of it up to 64."""
     block_samples: Positive | None = None
@@ -155,7 +156,8 @@ class AugmentConfig(Section):
     randaugment_layers: Annotated[int, Field(ge=0)] = 0
     """RandAugment operations per image; 0: off."""
     randaugment_ops: Literal["timm", "torchvision", "big_vision"] = "timm"
-    """Whose operations: timm's increasing ones, each done with probability .5; torchvision's 14 or big_vision's 16, always done."""
+    """Whose operations: timm's increasing ones, each done with probability .5; torchvision's 14 or big_vision's 16, always done. Without
+    effect, like the next two, at `randaugment_layers: 0`."""
     randaugment_magnitude: Annotated[float, Field(ge=0, le=30)] = 9.0
     """RandAugment strength on the scale of `randaugment_ops`: timm 0 to 10, torchvision whole numbers from 0 to 30, big_vision 0 to 20."""
     randaugment_magnitude_std: Annotated[float, Field(ge=0)] | None = None
@@ -165,7 +167,7 @@ class AugmentConfig(Section):
     color_jitter: tuple[Probability, Probability, Probability, Annotated[float, Field(ge=0, le=0.5)]] = (0.0, 0.0, 0.0, 0.0)
     """Largest change of brightness, contrast and saturation as a share, and of hue in turns, in random order (torchvision); 0: off."""
     erasing_prob: Probability = 0.0
-    """Probability that a box of the image is erased."""
+    """Probability that a box of the image is erased; at 0 the next three are without effect."""
     erasing_mode: Literal["const", "rand", "pixel"] = "pixel"
     """Fill of the erased box: the mean colour, one random colour, or noise in each pixel (timm)."""
     erasing_area: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.02, 1 / 3)
@@ -175,7 +177,7 @@ class AugmentConfig(Section):
     mixup_alpha: Annotated[float, Field(ge=0, le=2)] = 0.0
     """MixUp: lambda ~ Beta(alpha, alpha); 0: off."""
     cutmix_alpha: Annotated[float, Field(ge=0, le=2)] = 0.0
-    """CutMix: area of the pasted box ~ Beta(alpha, alpha); 0: off."""
+    """CutMix: area of the pasted box ~ Beta(alpha, alpha); 0: off. With both off the next four are without effect."""
     mix_prob: Probability = 1.0
     """Probability that a group, a pair or a row is mixed at all."""
     cutmix_switch_prob: Probability = 0.5
@@ -307,7 +309,7 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds initial weights, order, augmentation, mixing, dropout and drop path."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: a GPU where there is one."""
+    """`auto`: GPUs where a host has one for each of its ranks, else the CPU."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Format of activations and matrix products; weights, sums and the optimizer stay in fp32. fp16 scales the loss."""
     compile: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import itertools
 import os
 import re
 import resource
@@ -40,6 +41,10 @@ SILENT_S = 3.0
 """A rank that has nothing to say leaves this much later: torchrun ends the others at the first exit, and one may be about to say why."""
 
 
+_turns = itertools.count()
+"""Of `World.main_first`, which all ranks call in the same order."""
+
+
 class AlreadyReported(ValueError):
     """Raised on the other ranks for a mistake that the main rank found and reports."""
 
@@ -51,6 +56,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    store: dist.Store | None = None
+    """Where the ranks leave words for each other; of several ranks only."""
 
     @property
     def is_main(self) -> bool:
@@ -77,18 +84,27 @@ class World:
         return box[0]
 
     def main_first(self, function: Callable[[], T]) -> T:
-        """`function()` on the main rank, then on the others. A ValueError of the main rank becomes AlreadyReported on them."""
-        problem = ""
+        """`function()` on the main rank, then on the others, who wait as long as it takes: an index can take an hour to make. A ValueError
+        of the main rank becomes AlreadyReported on them."""
+        if self.store is None:
+            return function()
+        word = f"main_first {next(_turns)}"
         if self.is_main:
             try:
                 result = function()
             except ValueError as error:
-                self.broadcast_text(str(error) or type(error).__name__)
+                self.store.set(word, str(error) or type(error).__name__)
                 raise
-        problem = self.broadcast_text("")
+            self.store.set(word, "")
+            return result
+        pause_s = 0.001
+        while not self.store.check([word]):  # a collective would end by COLLECTIVE_TIMEOUT, and keep signals waiting
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
+        problem = self.store.get(word).decode()
         if problem:
             raise AlreadyReported(problem)
-        return result if self.is_main else function()
+        return function()
 
     def check_same(self, text: str, what: str) -> None:
         """Raise ValueError on a rank whose `text` is not the main rank's; `what` says in words what it describes. All ranks stop."""
@@ -162,9 +178,12 @@ def start(device: str = "auto", asked_by: str = "train.device=") -> World:
     if size > 1:
         backend = "nccl" if where.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=where if where.type == "cuda" else None)
+            store, rank, _ = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+            device_id = where if where.type == "cuda" else None
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=size, device_id=device_id)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise ValueError(_why_not_met(str(error))) from None
+        return World(rank, size, where, dist.PrefixStore("words", store))
     return World(int(os.environ.get("RANK", "0")), size, where)
 
 

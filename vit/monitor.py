@@ -138,8 +138,8 @@ class Monitor:
         self._told_wait_share = share
         workers, cores, ranks = self.loader.num_workers, num_cores(), local_world_size()
         rate = f"; the loader makes {loader_images_per_s:.0f} images/s" if loader_images_per_s is not None else ""
-        if workers * ranks < cores:
+        if max(workers, 1) * ranks < cores:
             remedy = f"raise data.num_workers ({workers} for each of {ranks} rank(s), {cores} cores)"
         else:
-            remedy = f"all {cores} core(s) have a worker: cheaper images help (docs/data.md), or more cores"
+            remedy = f"all {cores} core(s) have work: cheaper images help (docs/data.md), or more cores"
         self.record.say(f"data-bound: {share:.0%} of the time was spent on waiting for images{rate}; {remedy}")

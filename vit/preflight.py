@@ -58,8 +58,8 @@ def preflight(
         raise ValueError(
             f"{ranks} rank(s) with {workers} loader workers each need {needed / GIB:.2f} GiB of memory for batches on this host "
             f"({ring.num_slots} of {ring.slot_bytes / MIB:.1f} MiB a rank, {eval_ring.num_slots} of {eval_ring.slot_bytes / MIB:.1f} MiB "
-            f"to evaluate, {WORKER_BYTES / MIB:.0f} MiB a worker), {free / GIB:.2f} GiB are free: lower data.num_workers, "
-            "data.prefetch_gib or eval.batch_size, or give the job more memory"
+            f"to evaluate, {WORKER_BYTES / MIB:.0f} MiB a worker, of whom evaluation has its own), {free / GIB:.2f} GiB are free: lower "
+            "data.num_workers, data.prefetch_gib or eval.batch_size, or give the job more memory"
         )
 
     # 2. Notes: what works, but not as fast as it could.
@@ -72,13 +72,7 @@ def preflight(
             f"the limit of {open_files:,} open files is low for {num_shards:,} shards, some of which are opened anew for each image: "
             f"`ulimit -n {wanted_files}` before the start, or ask the administrator"
         )
-    tars = getattr(train.split, "tars", None)
-    if isinstance(tars, RemoteTars) and tars.cache.limit_bytes < tars.stored_bytes and train.order.block_samples == 1:
-        notes.append(
-            f"{tars.folder}: the cache of {tars.cache.limit_bytes / GIB:.1f} GiB is smaller than the {tars.stored_bytes / GIB:.1f} GiB "
-            f"there, and the order takes single images, so up to {tars.block_samples} times as much is fetched: raise data.cache_gib, "
-            "or set data.block_samples=64"
-        )
+    notes += _notes_of_cache(train, ranks)
     if ranks * workers > cores:
         notes.append(
             f"{ranks * workers} loader workers on {cores} core(s) take turns: data.num_workers={max(cores // ranks, 1)} is as fast, in "
@@ -110,7 +104,25 @@ def preflight(
         f"data: {train.split.num_samples:,} images in {len(train.split.filenames):,} shards, {val.split.num_samples:,} in "
         f"{len(val.split.filenames):,} to evaluate; index {index_bytes / MIB:.1f} MiB, mapped once a host; JPEG decoder: {decoder_name()}",
         f"host: {cores} core(s) for {ranks} rank(s) with {workers} loader worker(s) each{memory}; batches take "
-        f"{batch_bytes / MIB:.1f} MiB a rank ({ring.num_slots} of {train.layout.num_rows} images), nothing in /dev/shm",
+        f"{batch_bytes / MIB:.1f} MiB a rank ({ring.num_slots} of {train.layout.num_rows} images, {eval_ring.num_slots} of "
+        f"{val.layout.num_rows} to evaluate), nothing in /dev/shm",
         *(f"note: {note}" for note in notes),
     )
     return Preflight(lines, numbers)
+
+
+def _notes_of_cache(train: TrainBatches | StreamBatches, ranks: int) -> list[str]:
+    """That blocks of remote shards will be fetched again and again, if the cache does not hold what the order reads from at a time."""
+    tars, order = getattr(train.split, "tars", None), train.order
+    if not isinstance(tars, RemoteTars):
+        return []
+    blocks = order.blocks_at_a_time(ranks * train.layout.num_rows, tars.read_ahead_batches)
+    block_bytes = max(order.block_samples, tars.block_samples) * tars.stored_bytes // order.num_samples
+    wanted_bytes = min(blocks * block_bytes, tars.stored_bytes)
+    remedy = "set data.block_samples=64" if order.block_samples == 1 else "lower data.num_lanes or data.window_blocks"
+    if tars.cache.limit_bytes >= wanted_bytes:
+        return []
+    return [
+        f"{tars.folder}: the cache of {tars.cache.limit_bytes / GIB:.1f} GiB is smaller than the {wanted_bytes / GIB:.1f} GiB that are "
+        f"read from at a time, so up to {tars.block_samples} times as much is fetched: raise data.cache_gib, or {remedy}"
+    ]

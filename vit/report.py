@@ -296,7 +296,7 @@ def _throughput(story: History, config: Config | None) -> dict[str, Any]:
         "training_share": min(spent_s / total_s, 1.0) if spent_s and total_s else None,
         "num_images": step * batch_size if batch_size and step else None,
         "peak_memory_gib": max((line["peak_memory_gib"] for line in train if line.get("peak_memory_gib") is not None), default=None),
-        "epochs_checked": len(story.of_kind("epoch")),
+        "batches_checked": sum(line["last_batch"] - line["first_batch"] + 1 for line in story.of_kind("epoch") if line["exact"]),
     }
 
 

@@ -36,7 +36,7 @@ from vit.checkpoint import Progress
 from vit.config import Config
 from vit.data.augment import create_augment
 from vit.data.files import replacing
-from vit.data.loader import EvalBatches, ImageFormat, TrainBatches, image_format
+from vit.data.loader import Batch, EvalBatches, ImageFormat, TrainBatches, image_format
 from vit.data.mixing import measure_mixing
 from vit.data.order import Order, sample_checksum
 from vit.data.shards import Split, open_split
@@ -124,7 +124,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         rows: dict[str, Any] = {**placed, "on_bad_image": config.data.on_bad_image}
         batches: TrainBatches | StreamBatches
         if isinstance(train_split, Split):
-            batches = TrainBatches(train_split, order, config.augment, image, **rows)
+            batches = TrainBatches(train_split, order, config.augment, image, num_batches=plan.total_steps, **rows)
         else:
             batches = StreamBatches(train_split, order, config.augment, image, num_workers=config.data.num_workers, **rows)
         val_batches = EvalBatches(val_split, image, config.eval, config.eval.batch_size, **placed)
@@ -271,15 +271,9 @@ def train(run: Run) -> str:
     """Train to the end or to a signal; returns "finished" or "stopped". Saves at every ending that is in its hands."""
     config, plan, progress = run.config, run.plan, run.progress
     first_step = progress.step
-    loader = Loader(
-        run.batches,
-        first_step,
-        plan.total_steps,
-        num_workers=config.data.num_workers,
-        prefetch_gib=config.data.prefetch_gib,
-        device=run.world.device,
-    )
-    with run, loader:
+    workers, prefetch_gib, device = config.data.num_workers, config.data.prefetch_gib, run.world.device
+    positions = first_step, plan.total_steps
+    with run, Loader(run.batches, *positions, num_workers=workers, prefetch_gib=prefetch_gib, device=device) as loader:
         monitor = Monitor(config, plan, run.world, progress, run.record, loader, run.train_step.lr_at)
         if run.world.is_main:  # forget an earlier stop; a signal in this attempt writes the file again
             (run.folder / "stopped_early").unlink(missing_ok=True)
@@ -289,11 +283,13 @@ def train(run: Run) -> str:
             monitor.resume_clock()
         elif progress.step == plan.total_steps:
             best = f", best top-1 {progress.best_top1:.2f} %" if progress.best_top1 >= 0 else ""
+            length = "train.epochs" if config.train.steps is None else "train.steps"
             run.record.say(
-                f"{run.folder} is finished: {progress.step} steps{best}; for more: another run.dir, or --allow-change train.epochs"
+                f"{run.folder} is finished: {progress.step} steps{best}; for more: another run.dir, or a larger {length} with "
+                f"--allow-change {length}"
             )
         run.train_step.model.train()
-        checksum, checksum_from = 0, first_step
+        trained = _Trained(run, first_step)
         while progress.step < plan.total_steps and not monitor.stop:
             batch = next(loader)
             if progress.step == first_step:
@@ -306,10 +302,9 @@ def train(run: Run) -> str:
             monitor.take(progress.step, result)  # reads the step before this one, and sets monitor.stop
             progress.step += 1
 
-            checksum = (checksum + sample_checksum(batch.ids.numpy())) % 2**64
-            if progress.step % plan.steps_per_epoch == 0 or progress.step == plan.total_steps:
-                _check_samples(run, checksum, checksum_from, progress.step)
-                checksum, checksum_from = 0, progress.step
+            trained.add(batch)
+            if progress.step % plan.steps_per_epoch == 0 or progress.step == plan.total_steps or monitor.stop:
+                trained.check()
 
             evaluation_due = plan.evaluates_at(progress.step)
             save_due = progress.step % config.checkpoint.every_steps == 0 or progress.step == plan.total_steps
@@ -366,25 +361,34 @@ def _report(run: Run) -> None:
     run.record.say(f"report: {report.page}")
 
 
-def _check_samples(run: Run, checksum: int, start: int, stop: int) -> None:
-    """The samples that all ranks have trained on since position `start` must be those of the order's plan, unless they were streamed."""
-    signed = checksum - 2**64 if checksum >= 2**63 else checksum
-    seen = int(run.world.sum_(torch.tensor(signed, dtype=torch.int64, device=run.world.device))) % 2**64
-    if not run.world.is_main:
-        return
-    exact = isinstance(run.batches, TrainBatches)
-    if exact and seen != (planned := run.order.checksum(start, stop)):
-        raise RuntimeError(
-            f"batches {start} to {stop}: sample checksum {seen:016x}, planned {planned:016x}: a bug in the loader, please report it"
-        )
-    numbers = {
-        "first_batch": start,
-        "last_batch": stop - 1,
-        "exact": exact,
-        "sample_checksum": f"{seen:016x}",
-        "samples_dropped": run.plan.dropped_per_epoch,
-    }
-    run.record.write("epoch", run.progress.step, epoch=stop / run.plan.steps_per_epoch, **numbers)
+class _Trained:
+    """The samples that all ranks have trained on, which must be those of the order's plan, unless they were streamed."""
+
+    def __init__(self, run: Run, first_batch: int):
+        self._run, self._first, self._next = run, first_batch, first_batch
+        self._seen = self._planned = 0
+        self._is_exact = isinstance(run.batches, TrainBatches)
+
+    def add(self, batch: Batch) -> None:
+        """This rank's rows of the next batch. The main rank looks up the plan now, while a GPU computes, and not for all of an epoch at
+        its end."""
+        self._seen = (self._seen + sample_checksum(batch.ids.numpy())) % 2**64
+        if self._is_exact and self._run.world.is_main:
+            self._planned = (self._planned + sample_checksum(self._run.order.batch(self._next))) % 2**64
+        self._next += 1
+
+    def check(self) -> None:
+        """Compare and record what was added since the last time. All ranks come here. Raises RuntimeError if it is not the plan's."""
+        run, first, last = self._run, self._first, self._next - 1
+        signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
+        seen = int(run.world.sum_(torch.tensor(signed, dtype=torch.int64, device=run.world.device))) % 2**64
+        if self._is_exact and run.world.is_main and seen != self._planned:
+            differ = f"sample checksum {seen:016x}, planned {self._planned:016x}"
+            raise RuntimeError(f"batches {first} to {last}: {differ}: a bug in the loader, please report it")
+        numbers = {"first_batch": first, "last_batch": last, "exact": self._is_exact, "sample_checksum": f"{seen:016x}"}
+        dropped = run.plan.dropped_per_epoch if self._next % run.plan.steps_per_epoch == 0 else 0
+        run.record.write("epoch", run.progress.step, epoch=self._next / run.plan.steps_per_epoch, **numbers, samples_dropped=dropped)
+        self._first, self._seen, self._planned = self._next, 0, 0
 
 
 # --- evaluation and weights --------------------------------------------------------------------------------------------

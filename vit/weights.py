@@ -88,7 +88,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], di
     """
     path = Path(path)
     if not path.is_file():
-        raise WeightsError(f"{path} {'is a folder' if path.is_dir() else 'does not exist'}: expected a file of weights")
+        raise WeightsError(f"{path} {'is a folder' if path.is_dir() else 'does not exist'}: expected a file of weights, or a run's folder")
     metadata: dict[str, str] = {}
     if path.suffix == ".safetensors":
         try:

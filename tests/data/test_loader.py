@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
+from servers import WebServer
 
 from vit.config import AugmentConfig, EvalConfig
-from vit.data import slots
+from vit.data import slots, storage
 from vit.data.files import ShardError
 from vit.data.loader import EvalBatches, ImageFormat, TrainBatches
 from vit.data.order import make_order
@@ -47,6 +50,28 @@ def test_the_same_batches_on_any_ranks_and_workers(ranks, workers, shards, refer
 def test_a_loader_that_starts_at_any_step_goes_on_with_the_same_batches(start, shards, reference):
     for ours, expected in zip(global_batches(shards, 2, 0, start, 12), reference[start:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def test_the_batch_that_is_needed_is_fetched_first_and_none_behind_the_end(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(storage, "NUM_THREADS", 1)
+
+    def fetched(num_batches: int, cache: str) -> list[str]:
+        """Ranges of shards, in the order in which the run's first batch has them asked for."""
+        with WebServer({f"/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}) as server:
+            split = open_split(server.url, "train", tmp_path / cache)
+            num_before = len(server.requests)
+            batches = TrainBatches(split, make_order(60, 4), AugmentConfig(), FORMAT, num_batches=num_batches)
+            with Loader(batches, 0, 1) as loader:
+                next(loader)
+            while split.tars._under_way:  # what was asked for ahead
+                time.sleep(0.01)
+            return [f"{path} {part}" for _, path, part in server.requests[num_before:]]
+
+    of_the_first_alone, with_a_later_one = fetched(1, "a"), fetched(100, "b")
+    assert 1 <= len(of_the_first_alone) <= 4
+    assert with_a_later_one[: len(of_the_first_alone)] == of_the_first_alone
+    assert len(with_a_later_one) > len(of_the_first_alone)
 
 
 def test_an_epoch_has_a_sample_at_most_once_and_with_its_own_label(shards, reference):

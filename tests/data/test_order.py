@@ -130,11 +130,33 @@ def test_the_dropped_tail_differs_from_epoch_to_epoch():
 
 @settings(deadline=None, max_examples=30)
 @given(orders(), st.integers(0, 50))
-def test_checksum_of_the_plan_is_the_sum_over_the_ranks(order, start):
+def test_checksum_of_the_plan_is_the_sum_over_the_ranks(order, position):
     size = order.global_batch_size // order.num_lanes
-    ranks = [order.rows(position, r * size, (r + 1) * size) for position in range(start, start + 4) for r in range(order.num_lanes)]
-    assert sum(sample_checksum(rows) for rows in ranks) % 2**64 == order.checksum(start, start + 4)
-    assert order.checksum(start, start + 4) == sum(mix(int(s)) for rows in ranks for s in rows) % 2**64
+    ranks = [order.rows(position, r * size, (r + 1) * size) for r in range(order.num_lanes)]
+    assert sum(sample_checksum(rows) for rows in ranks) % 2**64 == sample_checksum(order.batch(position))
+    assert sample_checksum(order.batch(position)) == sum(mix(int(s)) for rows in ranks for s in rows) % 2**64
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_lanes": 16}, {"window_blocks": 4}, {"aug_repeats": 2}])
+def test_a_cache_for_the_blocks_at_a_time_reads_each_once_and_a_smaller_one_many_times(settings):
+    """Simulated, without what is asked for ahead: the cache forgets the block that was used longest ago."""
+    order = make_order(300_000, 512, **settings)
+
+    def fetched_for_each_used(capacity: int) -> float:
+        cache, used, num_fetched = dict[int, None](), set[int](), 0
+        for position in range(order.steps_per_epoch // 2):
+            for block in np.unique(order.batch(position) // order.block_samples).tolist():
+                num_fetched += block not in cache
+                cache.pop(block, None)
+                cache[block] = None
+                used.add(block)
+                if len(cache) > capacity:
+                    del cache[next(iter(cache))]
+        return num_fetched / len(used)
+
+    enough = order.blocks_at_a_time(512, 0)
+    assert fetched_for_each_used(enough) < 1.1
+    assert fetched_for_each_used(enough // 2) > 2
 
 
 def test_checksum_notices_a_repeated_sample():

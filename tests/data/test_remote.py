@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import multiprocessing
@@ -9,6 +10,7 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
 import sys
 import tarfile
 import time
@@ -20,13 +22,14 @@ import numpy as np
 import pytest
 import torch
 from error_rows import leave_free, small_disk
+from fsspec.implementations.ftp import FTPFileSystem
 from fsspec.registry import _registry
-from servers import S3Server, WebServer
+from servers import FtpServer, S3Server, WebServer
 
 from data_prep import index
 from vit.config import AugmentConfig, EvalConfig
 from vit.data import remote, storage
-from vit.data.block_cache import GIB, BlockCache
+from vit.data.block_cache import GIB, BlockCache, Fetched
 from vit.data.files import ShardError
 from vit.data.loader import EvalBatches, ImageFormat, TrainBatches
 from vit.data.order import make_order
@@ -45,7 +48,7 @@ def small_and_quick(monkeypatch):
 
 @pytest.fixture
 def web(shards):
-    with WebServer({f"/set/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}) as server:
+    with WebServer(files_of(shards)) as server:
         yield server
 
 
@@ -63,6 +66,10 @@ def url(web) -> str:
 @pytest.fixture
 def cache(tmp_path) -> Path:
     return tmp_path / "cache"
+
+
+def files_of(shards: Path) -> dict[str, bytes]:
+    return {f"/set/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
 
 
 def samples(split) -> list[tuple[str, bytes]]:
@@ -162,6 +169,25 @@ def test_evaluation_sees_each_image_once(url, shards, cache):
         with Loader(batches, 0, len(batches), num_workers=1) as loader:
             seen.append([(b.ids.clone(), b.images.clone(), b.labels.clone()) for b in loader])
     assert_same(*seen)
+
+
+class KeptFtp(FTPFileSystem):
+    """As fsspec's clients for sftp and smb are: one connection, kept for a thread until the process ends."""
+
+    protocol = "keptftp"
+    cachable = True
+
+
+@pytest.mark.parametrize("commands_each", [None, 15])
+@pytest.mark.parametrize("scheme", ["ftp", "keptftp"])
+def test_clients_that_are_not_for_several_threads(scheme, commands_each, shards, cache, monkeypatch):
+    """Eight threads fetch at once, and connections end every now and then."""
+    monkeypatch.setitem(_registry, "keptftp", KeptFtp)
+    KeptFtp.clear_instance_cache()
+    with FtpServer(files_of(shards), commands_each) as server:
+        split = open_split(f"{scheme}://{server.address}/set", "train", cache)
+        split.prefetch(np.arange(60))
+        assert samples(split) == samples(open_split(shards, "train"))
 
 
 # ---- requests and the cache -----------------------------------------------------------------------------------------
@@ -266,6 +292,66 @@ def test_what_finds_no_room_on_the_disk_is_used_and_not_kept(url, shards, tmp_pa
         assert not list(disk.rglob("*.part"))
 
 
+def test_a_cache_without_place_for_names_is_told_once(url, shards, tmp_path, caplog):
+    with small_disk(tmp_path / "disk", "size=8m,nr_inodes=12") as disk:
+        assert samples(open_split(url, "train", disk / "cache", 0.003)) == samples(open_split(shards, "train"))
+    assert [record.message.partition(": ")[2] for record in caplog.records if "not kept" in record.message] == [
+        "cannot be written (No space left on device); blocks are used and not kept"
+    ]
+
+
+def test_a_cache_that_becomes_read_only_is_read(web, url, shards, tmp_path, monkeypatch):
+    monkeypatch.setattr("vit.data.block_cache.TOUCH_AFTER_S", 0)
+    with small_disk(tmp_path / "disk") as disk:
+        split = open_split(url, "train", disk / "cache", 0.003)
+        split.read(0)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        web.requests.clear()
+        assert samples(split) == samples(open_split(shards, "train"))
+    assert not [path for path, wanted in parts_asked(web) if "train-00000" in path and wanted.startswith("bytes=0-")]
+
+
+@pytest.mark.parametrize("options", ["size=8m", "size=8m,nr_inodes=4"])
+def test_an_error_of_the_server_is_not_taken_for_one_of_the_disk(options, tmp_path):
+    with small_disk(tmp_path / "disk", options) as disk:
+        cache = BlockCache(disk / "cache", 0.003)
+        for n in range(3):
+
+            def get() -> Fetched:
+                raise OSError(errno.ESTALE, "of the server")
+
+            with pytest.raises(OSError, match="of the server"):
+                cache.fetch(f"set/{n}.block", get)
+
+
+def _fill(folder, process):
+    cache = BlockCache(folder, 1)
+    for n in range(200):
+        cache.fetch(f"set/{process}.{n}.block", lambda: Fetched(bytes(100), [100]))
+
+
+def test_no_process_finds_the_count_half_written(cache):
+    """Who does, counts all blocks anew: minutes for a large cache, and the million below, of which there are no blocks, is gone."""
+    cache.mkdir()
+    (cache / "used_bytes").write_text("1000000\n")
+    processes = [multiprocessing.Process(target=_fill, args=(cache, number)) for number in range(4)]
+    [process.start() for process in processes]
+    [process.join() for process in processes]
+    assert int((cache / "used_bytes").read_text()) == 1_000_000 + 4 * 200 * 104
+
+
+@pytest.mark.parametrize("damage", ["zeros", "zeros inside", "truncated", "empty"])
+def test_a_damaged_index_in_the_cache_is_fetched_again(damage, web, url, shards, cache):
+    """`zeros inside` are rows that look sound: shard 0, label 0, nothing at the beginning."""
+    open_split(url, "train", cache)
+    [path] = cache.rglob("*.npy")
+    data = path.read_bytes()
+    spoilt = {"zeros": bytes(len(data)), "zeros inside": data[:200] + bytes(100) + data[300:], "truncated": data[:-100], "empty": b""}
+    path.write_bytes(spoilt[damage])
+    assert samples(open_split(url, "train", cache)) == samples(open_split(shards, "train"))
+    assert path.read_bytes() == data
+
+
 def test_travels_to_workers_as_a_few_bytes(url, cache, shards):
     split = open_split(url, "train", cache)
     split.read(0)
@@ -277,13 +363,16 @@ def test_travels_to_workers_as_a_few_bytes(url, cache, shards):
 # ---- what can be wrong ----------------------------------------------------------------------------------------------
 
 
-def test_a_shard_replaced_in_training_is_told(web, url, shards, cache):
+@pytest.mark.parametrize("change", [lambda data: data + bytes(512), lambda data: data[:600]], ids=["longer", "shorter"])
+def test_a_shard_replaced_in_training_is_told(change, web, url, shards, cache):
     """Another version by its ETag; from then on nothing of it is mixed in, and the old blocks go on."""
     split = open_split(url, "train", cache)
     kept = split.read(0)
-    web.files["/set/train-00000.tar"] += bytes(512)
+    web.files["/set/train-00000.tar"] = change(web.files["/set/train-00000.tar"])
     with pytest.raises(
-        ShardError, match=r"/set/train-00000.tar: sample 12 \(key unknown\): .* it was replaced at its URL while it was in use"
+        ShardError,
+        match=r"/set/train-00000.tar: sample 12 \(key unknown\): reading \d+ bytes at offset \d+ failed: it was replaced at its URL "
+        r"while it was in use \(it had \d+ bytes with the tag .*, now it has \d+ bytes.*\); restore the shard and start again$",
     ):
         split.read(12)
     assert split.read(0) == kept
@@ -291,18 +380,61 @@ def test_a_shard_replaced_in_training_is_told(web, url, shards, cache):
         open_split(url, "train", cache)
 
 
+@pytest.mark.parametrize("kind", ["s3", "memory"])
+def test_a_shard_replaced_at_a_store_is_told_and_not_kept(kind, shards, cache, request):
+    """By one of its size, with images of the same sizes in the same places."""
+    root = upload(shards, request.getfixturevalue("s3").new_bucket() if kind == "s3" else "memory://exchanged")
+    split = open_split(root, "train", cache)
+    kept = split.read(0)
+    fs, place = fsspec.core.url_to_fs(f"{root}/train-00000.tar", skip_instance_cache=True)  # as if from another machine
+    data, row = fs.cat_file(place), split.index[12]
+    at, size = int(row["offset"]), int(row["size"])
+    fs.pipe_file(place, data[:at] + bytes(size) + data[at + size :])
+    blocks = list(cache.rglob("*.block"))
+    with pytest.raises(ShardError, match=r"set/train-00000.tar: sample 12 .* it was replaced at its URL while it was in use"):
+        split.read(12)
+    assert split.read(0) == kept
+    assert list(cache.rglob("*.block")) == blocks
+
+
 def test_a_shard_replaced_where_no_version_is_told_is_seen_in_its_headers(shards, cache):
-    root = upload(shards, "memory://replaced")
-    split, fs = open_split(root, "train", cache), fsspec.filesystem("memory")
-    data = fs.cat_file("/replaced/set/train-00000.tar")
-    fs.pipe_file("/replaced/set/train-00000.tar", data[:1024] + data)
-    with pytest.raises(
-        ShardError, match=r"memory://replaced/set/train-00000.tar: sample 8 .* the shard is not the indexed one; restore the shard"
-    ):
-        split.read(8)
-    assert not list(cache.rglob("*.block")), "bytes of another shard must not be kept under this one's name"
-    fs.pipe_file("/replaced/set/train-00000.tar", data)
-    assert split.read(8) == open_split(shards, "train").read(8)
+    with FtpServer(files_of(shards)) as server:
+        root = f"ftp://{server.address}/set"
+        split, data = open_split(root, "train", cache), server.files["/set/train-00000.tar"]
+        server.files["/set/train-00000.tar"] = data[:1024] + data[:-1024]
+        with pytest.raises(ShardError, match=rf"{root}/train-00000.tar: sample 8 .* the shard is not the indexed one; restore the shard"):
+            split.read(8)
+        assert not list(cache.rglob("*.block")), "bytes of another shard must not be kept under this one's name"
+        server.files["/set/train-00000.tar"] = data
+        assert split.read(8) == open_split(shards, "train").read(8)
+
+
+class Growing(dict):
+    """Files of a server; those with this ending are replaced after each request."""
+
+    ending = ""
+
+    def get(self, path):
+        found = super().get(path)
+        if found is not None and path.endswith(self.ending):
+            self[path] = found + b"x"
+        return found
+
+
+@pytest.mark.parametrize("name", ["_info.json", "train.index.npy"])
+def test_what_is_replaced_while_it_is_fetched_is_told(name, web, url, cache):
+    web.files = Growing(web.files)
+    web.files.ending = name
+    with pytest.raises(ShardError, match=rf"{url}/{name}: reading failed: it was replaced at its URL .*; start again"):
+        open_split(url, "train", cache)
+
+
+def test_no_room_for_the_index(url, tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        cache = BlockCache(disk / "cache", 0.003)
+        leave_free(disk, 0)
+        with pytest.raises(ShardError, match=r"cannot be written \(No space left on device\); make room, or choose another data.cache_dir"):
+            remote.RemoteFolder(url).fetch_index("train", cache)
 
 
 def test_a_server_that_is_gone_ends_the_attempts_with_an_error(web, url, cache):
@@ -332,7 +464,7 @@ def test_a_server_that_only_drips_ends_with_an_error(web, url, cache, monkeypatc
         split.read(0)
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("status", [429, 500, 503, 507, 520, 524])
 def test_answers_that_may_pass_are_asked_again(status, web, url, cache):
     split = open_split(url, "train", cache)
     web.statuses = [status] * 5
@@ -377,6 +509,7 @@ def test_the_index_of_foreign_shards_is_made_by_a_command(web, url, cache, tmp_p
         (lambda web: web.files.update({"/set/_info.json": b"{"}), "_info.json: not valid JSON"),
         (lambda web: setattr(web, "statuses", [403]), "the server answers 403 Forbidden; it wants a login"),
         (lambda web: setattr(web, "statuses", [503] * 6), "answers 503 Service Unavailable, 6 times in a row"),
+        (lambda web: setattr(web, "statuses", [501]), "the server answers 501 Not Implemented; correct the address"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_at_the_url_is_told_before_the_start(change, told, web, url, cache):
@@ -384,6 +517,21 @@ def test_what_is_wrong_at_the_url_is_told_before_the_start(change, told, web, ur
     with pytest.raises(ShardError, match=told) as raised:
         open_split(url, "train", cache)
     assert url in str(raised.value)
+
+
+@pytest.mark.parametrize("whole_if_empty", [False, True])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("_info.json", "_info.json: not valid JSON"),
+        ("train.index.npy", "an empty train.index.npy there; `python -m data_prep.index"),
+        ("train-00001.tar", "train-00001.tar: 0 bytes, expected"),
+    ],
+)
+def test_empty_files(name, told, whole_if_empty, web, url, cache):
+    web.files[f"/set/{name}"], web.whole_if_empty = b"", whole_if_empty
+    with pytest.raises(ShardError, match=told):
+        open_split(url, "train", cache)
 
 
 def test_no_bucket_no_permission_no_scheme_no_package(s3, shards, cache, monkeypatch):

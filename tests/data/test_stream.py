@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
+import subprocess
 import sys
 import tarfile
 from collections import Counter
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import webdataset
 from processes import TINY, run
 from servers import WebServer
 
@@ -21,11 +24,19 @@ from vit.data.files import ShardError
 from vit.data.loader import ImageFormat
 from vit.data.order import make_order
 from vit.data.shards import open_split
-from vit.data.stream import StreamBatches, open_stream
+from vit.data.stream import CURL, StreamBatches, open_stream
 from vit.data.workers import Loader
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
+PAUSES_S = (0.01, 0.02, 0.05)
 WHOLE = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0), hflip_prob=0.0)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Short pauses, and a server is silent for a second where it may be for a minute."""
+    monkeypatch.setattr("vit.data.stream.PAUSES_S", PAUSES_S)
+    monkeypatch.setattr("vit.data.stream.CURL", CURL.replace("--speed-time 60", "--speed-time 1"))
 
 
 def batches(stream: str, *, num_samples=60, workers=0, ranks=1, rank=0, augment=WHOLE, **options) -> StreamBatches:
@@ -124,6 +135,94 @@ def test_what_is_wrong_with_a_stream_is_told(stream, told, workers, shards, tmp_
     made = batches(stream.format(shards=shards, folder=tmp_path), workers=workers)
     with pytest.raises(ShardError, match=told):
         read(made, steps=1, workers=workers)
+
+
+@pytest.fixture
+def twenty(shards, tmp_path) -> Path:
+    """A tar of 20 samples; `<folder>/first.tar` ends, and in `damaged.tar` and `hole.tar` a header lies damaged, where the 11th begins."""
+    image = open_split(shards, "train").read(0)
+    path = write_tar(tmp_path / "twenty.tar", {f"{i:02}.{ext}": data for i in range(20) for ext, data in (("jpg", image), ("cls", b"1"))})
+    data = path.read_bytes()
+    with tarfile.open(path) as tar:
+        cut = tar.getmember("10.jpg").offset
+    (tmp_path / "first.tar").write_bytes(data[:cut])
+    (tmp_path / "damaged.tar").write_bytes(data[:cut] + b"x" + data[cut + 1 :])
+    (tmp_path / "hole.tar").write_bytes(data[:cut] + bytes(512) + data[cut + 512 :])
+    (tmp_path / "first.tar.gz").write_bytes(gzip.compress(data[:cut]))
+    return path
+
+
+BROKEN = [
+    ("{folder}/first.tar", r"broke \(empty header at byte \d+; expected a file's header, or the zeros that end a tar\)"),
+    ("{folder}/first.tar.gz", "first.tar.gz: the stream broke .*empty header at byte"),
+    ("pipe:cat {folder}/first.tar", "first.tar: the stream broke .*empty header at byte"),
+    ("pipe:cat {folder}/first.tar; exit 3", r"exit 3: the stream broke \(its command ended with status 3\)"),
+    ("pipe:cat {folder}/first.tar; sleep 0.2; kill -9 $$", "the stream broke .*status -9"),
+    ("pipe:cat {folder}/twenty.tar; sleep 0.2; exit 3", r"exit 3: the stream broke \(its command ended with status 3\)"),
+    ("{folder}/damaged.tar", r"damaged.tar: the stream broke \(bad checksum at byte \d+; expected"),
+    ("pipe:cat {folder}/damaged.tar", "damaged.tar: the stream broke .*bad checksum at byte"),
+    ("{folder}/hole.tar", "hole.tar: the stream broke .*more data behind its end mark at byte"),
+    ("pipe:cat {folder}/twenty.tar {folder}/twenty.tar", "the stream broke .*several tars cannot come as one"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stream", "told"), BROKEN, ids=[stream for stream, _ in BROKEN])
+def test_a_tar_that_does_not_come_to_its_end_is_told(stream, told, twenty):
+    """Were it taken as finished, samples would be missed in each pass."""
+    with pytest.raises(ShardError, match=told):
+        read(batches(stream.format(folder=twenty.parent)))
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "gnu tar", "webdataset", "long names", "a mark behind"])
+def test_whole_tars_of_all_writers_are_read_to_their_end(kind, twenty, tmp_path):
+    stream, folder, count = str(tmp_path / "other.tar"), tmp_path / "files", 20
+    with tarfile.open(twenty) as tar:
+        tar.extractall(folder, filter="data")
+    names = sorted(path.name for path in folder.iterdir())
+    if kind == "gnu tar":
+        subprocess.run(["tar", "-C", folder, "-cf", stream, *names], check=True)
+    elif kind == "webdataset":
+        with webdataset.TarWriter(stream) as writer:
+            for key in sorted({name[:2] for name in names}):
+                writer.write({"__key__": key, "jpg": (folder / f"{key}.jpg").read_bytes(), "cls": b"1"})
+    elif kind == "a mark behind":
+        stream, count = f"pipe:cat {tmp_path}/first.tar && head -c 1024 /dev/zero", 10
+    else:
+        with tarfile.open(stream, f"w:{kind}" if len(kind) < 4 else "w") as tar:
+            for name in names:
+                tar.add(folder / name, name if len(kind) < 4 else f"{'long/' * 30}{name}")
+    ids = torch.cat([batch.ids for batch in read(batches(stream))])
+    assert len(set(ids.tolist())) == count
+
+
+def test_the_web_is_asked_again_while_no_sample_came(twenty):
+    with WebServer({"/a.tar": twenty.read_bytes()}) as server:
+        server.statuses, server.cuts = [503, 500], [100]
+        [batch] = read(batches(f"{server.url}/a.tar", num_samples=20), steps=1)
+    assert len(set(batch.ids.tolist())) == 12
+    assert [path for _, path, _ in server.requests[:4]] == ["/a.tar"] * 4
+
+
+def test_what_fails_over_the_web_each_time_is_told(twenty):
+    with WebServer({"/a.tar": b"no tar"}) as server:
+        with pytest.raises(ShardError, match=r"b.tar: the stream broke \(its command ended with status 22\)"):
+            read(batches(f"{server.url}/b.tar"))
+        assert len(server.requests) == len(PAUSES_S) + 1
+        with pytest.raises(ShardError, match=r"a.tar: the stream broke \(truncated header at byte 0"):
+            read(batches(f"{server.url}/a.tar"))
+        assert len(server.requests) == len(PAUSES_S) + 2, "what came whole comes no better the next time"
+
+
+@pytest.mark.parametrize(("fault", "status"), [("cuts", 18), ("hang_after", 28)])
+def test_nothing_comes_twice_when_the_web_breaks_off_in_the_middle(fault, status, twenty):
+    """A server that goes away, and one that falls silent, which curl by itself would ask again for all of the file."""
+    data = twenty.read_bytes()
+    with WebServer({"/a.tar": data}) as server:
+        setattr(server, fault, len(data) // 2 if fault == "hang_after" else [len(data) // 2])
+        with pytest.raises(ShardError, match=rf"a.tar: the stream broke \(its command ended with status {status}\)"):
+            read(batches(f"{server.url}/a.tar"))
+        server.hang_after = None
+        assert len(server.requests) == 1
 
 
 def test_bad_images_are_skipped_where_that_is_asked_for(shards, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -69,6 +70,30 @@ def test_batches_come_whole_and_in_order(workers):
     assert position == 59
     assert loader.effort.num_made == 53 * 300
     assert loader.effort.busy_s > 0
+
+
+class Held(Numbered):
+    """As `Numbered`, but nothing is made before `go` is set."""
+
+    def __init__(self, *args: int):
+        super().__init__(*args)
+        self.go = multiprocessing.get_context().Event()
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        self.go.wait()
+        return super().fill(position, first, rows)
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="Linux only")
+def test_parts_that_wait_fit_into_the_smallest_pipe():
+    """Linux gives small pipes to a user who has many; a trainer that waits for room there waits for ever, as its workers wait for it."""
+    batches = Held(40 * PART_ROWS, 1)
+    with Loader(batches, 0, 40, num_workers=2) as loader:
+        fcntl.fcntl(loader._crew._put.fileno(), fcntl.F_SETPIPE_SZ, 4096)  # refused if there is more in it by now
+        batches.go.set()
+        for position, batch in enumerate(loader):
+            batches.check(position, batch)
+    assert position == 39
 
 
 @pytest.mark.parametrize("workers", [0, 2])

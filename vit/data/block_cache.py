@@ -9,27 +9,33 @@ blocks that nobody has read for longest go.
       <data set>/<shard>.<version>.<samples>.block
       <data set>/<...>.part             being fetched, by the process that holds its lock
 
-Nothing here is synced to the disk: after a power cut a block may hold zeros, which its checksums tell.
+Nothing here is synced to the disk: after a power cut a block may hold zeros, which its checksums tell. A cache that can no longer be
+written costs time and nothing else: blocks are used and not kept.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import logging
 import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import IO, BinaryIO, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from vit.data.files import ShardError
 
 GIB = 1 << 30
 CHECKSUM_BYTES = 4
+NUMBER_BYTES = 21
+"""Of `used_bytes`: a number of up to 20 digits and the end of its line."""
 TOUCH_AFTER_S = 60.0
 """A block that is read says so by its time of change, at most so often."""
 log = logging.getLogger(__name__)
@@ -84,7 +90,8 @@ class BlockCache:
                 Path(path).unlink(missing_ok=True)
                 return None
             if time.time() - status.st_mtime > TOUCH_AFTER_S:
-                os.utime(fd)
+                with suppress(OSError):  # a cache that may only be read
+                    os.utime(fd)
             return data
         except OSError as error:
             log.warning("%s: %s; it is fetched again", path, error.strerror)
@@ -99,8 +106,13 @@ class BlockCache:
     def fetch(self, name: str, get: Callable[[], Fetched]) -> bytes | None:
         """Have a block here: None if it is, perhaps by now; else its bytes as `get` gives them, and they are kept if there is room."""
         path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with locked_part(path) as part:
+        with ExitStack() as stack:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part = stack.enter_context(locked_part(path))
+            except OSError as error:
+                _warn_once(self.folder, error.strerror)
+                return get().data
             if part is None:
                 return None
             data, part_ends = get()
@@ -110,23 +122,21 @@ class BlockCache:
             checksums = b"".join(_checksum(data[start:end]) for start, end in zip(starts, part_ends, strict=True))
             try:
                 if self._make_room(len(data) + len(checksums)):
-                    write_whole(part, data, checksums)
+                    write_whole(part, (data, checksums))
                     os.replace(part.name, path)
-            except OSError as error:  # a full disk; the bytes are there all the same
-                log.warning("%s: not kept (%s)", path, error.strerror)
+            except OSError as error:
+                _warn_once(self.folder, error.strerror)
             return data
 
     def _make_room(self, num_bytes: int) -> bool:
         """Count `num_bytes` more, after removing what was not read for longest where needed. False if they never fit."""
         if num_bytes > self.limit_bytes:
             return False
-        with self._count() as (file, used):
+        with self._count() as (fd, used):
             if used + num_bytes > self.limit_bytes:
                 # A little more than needed: listing all blocks takes a while.
                 used = self._remove_oldest(self.limit_bytes - num_bytes - self.limit_bytes // 16)
-            file.seek(0)
-            file.truncate()
-            file.write(b"%d\n" % (used + num_bytes))
+            os.pwrite(fd, b"%*d\n" % (NUMBER_BYTES - 1, used + num_bytes), 0)  # of one width: what was there is overwritten, never cut off
         return True
 
     def _remove_oldest(self, keep_bytes: int) -> int:
@@ -148,12 +158,21 @@ class BlockCache:
         return left
 
     @contextmanager
-    def _count(self) -> Iterator[tuple[BinaryIO, int]]:
-        """The file `used_bytes`, opened and locked, and its number."""
-        with open(self.folder / "used_bytes", "a+b") as file, _lock(file):
-            file.seek(0)
-            text = file.read()
-            yield file, int(text) if text.strip().isdigit() else self._remove_oldest(1 << 62)
+    def _count(self) -> Iterator[tuple[int, int]]:
+        """The file `used_bytes`, opened and locked, and its number. Without a buffer: the number is there before the lock goes."""
+        fd = os.open(self.folder / "used_bytes", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            with _lock(fd):
+                text = os.pread(fd, NUMBER_BYTES, 0)
+                yield fd, int(text) if text.strip().isdigit() else self._remove_oldest(1 << 62)
+        finally:
+            os.close(fd)
+
+
+@functools.cache
+def _warn_once(folder: Path, reason: str | None) -> None:
+    """A full disk refuses every block, and is told once."""
+    log.warning("%s: cannot be written (%s); blocks are used and not kept", folder, reason)
 
 
 def default_folder() -> Path:
@@ -162,49 +181,68 @@ def default_folder() -> Path:
 
 
 @contextmanager
-def locked_part(path: Path) -> Iterator[FileIO | None]:
-    """`<path>.part`, opened and locked against other threads and processes, for the one that makes `path`; None if `path` is there by now.
+def locked_part(path: Path, is_there: Callable[[Path], bool] = Path.exists) -> Iterator[FileIO | None]:
+    """`<path>.part`, opened and locked against other threads and processes, for the one that makes `path`; None if it `is_there` by now.
 
-    Renamed or not, nothing of the part is left at the end.
+    Renamed or not, nothing of the part is left at the end. Raises OSError before it yields, not after.
     """
     name = path.with_name(f"{path.name}.part")
-    while not path.exists():
-        with open(name, "a+b", buffering=0) as file, _lock(file):
+    while not is_there(path):
+        with open(name, "a+b", buffering=0) as file, _lock(file.fileno()):
             if not _is_at(file, name):  # who had the lock before has renamed or removed it
                 continue
             try:
-                yield None if path.exists() else file
+                yield None if is_there(path) else file
             finally:
-                if _is_at(file, name):  # before the lock goes; after a rename another process may have begun another part
-                    name.unlink(missing_ok=True)
+                with suppress(OSError):  # a folder that may no longer be written
+                    if _is_at(file, name):  # before the lock goes; after a rename another process may have begun another part
+                        name.unlink(missing_ok=True)
             return
     yield None
 
 
 @contextmanager
-def _lock(file: IO[bytes]) -> Iterator[None]:
+def _lock(fd: int) -> Iterator[None]:
     """Locked against all who open it, unlocked by name at the end: a process forked meanwhile has the same lock and keeps the file open."""
-    fcntl.flock(file, fcntl.LOCK_EX)
+    fcntl.flock(fd, fcntl.LOCK_EX)
     try:
         yield
     finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def _is_at(file: IO[bytes], path: Path) -> bool:
+def _is_at(file: FileIO, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
 
 
-def write_whole(file: FileIO, *pieces: bytes) -> None:
+def write_whole(file: FileIO, pieces: Iterable[bytes]) -> None:
     """Make `pieces` the content of an unbuffered file. (A buffered one would try again, when closed, what a full disk has refused.)"""
     file.truncate(0)
     for piece in pieces:
         rest = memoryview(piece)
         while rest:
             rest = rest[file.write(rest) :]
+
+
+def with_checksum(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The pieces of a file, and their checksum."""
+    checksum = 0
+    for piece in pieces:
+        checksum = zlib.crc32(piece, checksum)
+        yield piece
+    yield checksum.to_bytes(CHECKSUM_BYTES, "little")
+
+
+def ends_with_checksum(path: Path) -> bool:
+    """Whether a file is here and as it was written."""
+    try:
+        data = np.memmap(path, np.uint8, "r").data
+    except (OSError, ValueError):  # ValueError: it is empty
+        return False
+    return data[-CHECKSUM_BYTES:] == _checksum(data[:-CHECKSUM_BYTES])
 
 
 def _remove_unless_locked(part: Path) -> None:
@@ -214,6 +252,6 @@ def _remove_unless_locked(part: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def _checksum(data: bytes) -> bytes:
+def _checksum(data: bytes | memoryview) -> bytes:
     """CRC-32, four bytes: 5 GB/s, so a photograph costs 25 microseconds."""
     return zlib.crc32(data).to_bytes(CHECKSUM_BYTES, "little")

@@ -126,10 +126,12 @@ class TrainBatches:
         rank: int = 0,
         world_size: int = 1,
         on_bad_image: str = "error",
+        num_batches: int | None = None,
     ):
+        """num_batches: of the whole run; nothing is read ahead for later ones."""
         share = order.global_batch_size // world_size
         self.split, self.order, self.augment, self.image = split, order, augment, image
-        self.first_row, self.on_bad_image = rank * share, on_bad_image
+        self.first_row, self.on_bad_image, self.num_batches = rank * share, on_bad_image, num_batches
         self.layout = Layout(share, image, table_layout(augment).width)
         lane = order.global_batch_size // order.num_lanes if order.aug_repeats > 1 else 1  # holds all copies of its images
         self.row_unit = math.lcm(augment.mix_group_size if mixes(augment) else 1, lane)
@@ -139,13 +141,14 @@ class TrainBatches:
         `row_unit`, so that no group that mixes is torn, and copies of an image need one decoding. Returns the key of each row that could
         not be decoded, with `on_bad_image: skip`.
         """
-        if self.split.read_ahead_batches and first == 0:  # who makes the beginning of a batch asks for all of a later one
-            later = position + self.split.read_ahead_batches
-            self.split.prefetch(self.order.rows(later, self.first_row, self.first_row + self.layout.num_rows))
+        is_beginning = first == 0
         first += self.first_row
         ids, copies = self.order.rows_and_copies(position, first, first + len(rows.labels))
-        if self.split.read_ahead_batches:  # at the beginning of a run nobody has asked for these
-            self.split.prefetch(ids)
+        if self.split.read_ahead_batches:
+            self.split.prefetch(ids)  # at the beginning of a run nobody has asked for these
+            later = position + self.split.read_ahead_batches
+            if is_beginning and (self.num_batches is None or later < self.num_batches):  # who makes it asks for all of a later batch
+                self.split.prefetch(self.order.rows(later, self.first_row, self.first_row + self.layout.num_rows))
         entries = self.split.index[ids]
         keys = sample_keys(self.order.seed, position // self.order.steps_per_epoch, ids, copies)
         crops = draw_crops(self.augment, keys, entries["width"], entries["height"], self.image.size)

@@ -169,9 +169,14 @@ class Order:
         asked = slice(start - first * share, stop - first * share)
         return samples[:, images - low].ravel()[asked], np.tile(copies, last - first)[asked]
 
-    def checksum(self, start: int, stop: int) -> int:
-        """Sum of the hashed sample ids of the batches at positions [start, stop), modulo 2**64: the plan's value for `sample_checksum`."""
-        return sum(sample_checksum(self.batch(position)) for position in range(start, stop)) % 2**64
+    def blocks_at_a_time(self, num_rows: int, batches_ahead: int) -> int:
+        """How many blocks a cache that forgets what was used longest ago must hold, so that next to none is fetched twice: for `num_rows`
+        rows of each batch, asked for `batches_ahead` before."""
+        if self.block_samples == 1:
+            return self.num_samples  # no block comes a second time soon
+        lanes = min(-(-num_rows // self._lane_share), self.num_lanes)
+        ahead = -(-batches_ahead * self._lane_share // (self.aug_repeats * self.block_samples))
+        return lanes * (-(-self.window_blocks * 5 // 4) + 1 + ahead)  # a quarter: of windows that are finished, and not forgotten yet
 
     def _lane(self, shuffle: int, lane: int, start: int, stop: int) -> NDArray[np.int64]:
         """Positions among the shuffled blocks of the images [start, stop) of a lane, windows permuted."""

@@ -17,24 +17,24 @@ import re
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from vit.data.block_cache import BlockCache, locked_part, write_whole
+from vit.data.block_cache import BlockCache, ends_with_checksum, locked_part, with_checksum, write_whole
 from vit.data.files import ShardError, parse_json
 
 PIECE_BYTES = 8 << 20
-"""Of an index, which may be large, a request."""
+"""Of a whole file, which may be a large index, a request."""
 NUM_CONNECTIONS = 16
 """Kept open by one process."""
 CONNECT_S, SILENCE_S, ATTEMPT_S = 10.0, 30.0, 120.0
 """How long an attempt may take to connect, without a byte arriving, and in all."""
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Waited before each further attempt, times 0.5 to 1.5: many processes that failed together do not come back together."""
-PASSING = (408, 425, 429, 500, 502, 503, 504)
-"""Answers that a later attempt may not get."""
+PASSING = {408, 425, 429, *range(500, 600)} - {501, 505}
+"""Answers that a later attempt may not get. Of 5xx all, as proxies have numbers of their own, but not "I cannot do that"."""
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 """By scheme: what to install for it."""
 T = TypeVar("T")
@@ -59,13 +59,16 @@ class Version(NamedTuple):
         """For file names."""
         return hashlib.sha256(f"{self.size} {self.tag}".encode()).hexdigest()[:12]
 
+    def __str__(self) -> str:
+        return f"{self.size} bytes" + (f" with the tag {self.tag}" if self.tag else "")
+
 
 class _Passing(Exception):
     """What a later attempt may not meet."""
 
 
-def _replaced(was: object, now: object) -> OSError:
-    return OSError(errno.ESTALE, f"failed: it was replaced at its URL while it was in use (was {was}, is {now})")
+def _replaced(was: Version, now: Version) -> OSError:
+    return OSError(errno.ESTALE, f"it was replaced at its URL while it was in use (it had {was}, now it has {now})")
 
 
 # ---- two kinds of servers -------------------------------------------------------------------------------------------
@@ -107,7 +110,7 @@ class _Web:
             response = self._connections(urllib3).request("GET", f"{self.url}/{name}", headers=headers, preload_content=False)
             try:
                 self._check(response, name)
-                pieces, missing = [], stop - start
+                pieces, missing = [], stop - start if response.status == 206 else 0
                 while missing > 0 and (piece := response.read1(min(missing, 1 << 20), decode_content=False)):
                     pieces.append(piece)
                     missing -= len(piece)
@@ -123,14 +126,12 @@ class _Web:
 
     def _check(self, response: Any, name: str) -> None:
         status, said = response.status, f"{self.url}/{name}: the server answers {response.status} {response.reason}"
-        if status == 206:
-            return
+        if status in (206, 416) or (status == 200 and response.headers.get("Content-Length") == "0"):
+            return  # 416: the file ends before these bytes; of an empty one some servers give the whole instead
         if status in PASSING:
             raise _Passing(f"the server answers {status} {response.reason}")
         if status in (404, 410):
             raise FileNotFoundError(errno.ENOENT, "no such file on the server")
-        if status in (412, 416):
-            raise _replaced("longer", "shorter")
         if status == 200:
             raise ShardError(
                 f"{self.url}/{name}: the server does not give parts of files (it ignores Range), which reading at random needs; "
@@ -139,7 +140,8 @@ class _Web:
         raise ShardError(f"{said}; {'it wants a login, or there is no such file' if status in (401, 403) else 'correct the address'}")
 
     def _version(self, response: Any, name: str) -> Version:
-        told = re.fullmatch(r"bytes \d+-\d+/(\d+)", response.headers.get("Content-Range", ""))
+        default = "" if response.status == 206 else "bytes */0"
+        told = re.fullmatch(r"bytes (?:\d+-\d+|\*)/(\d+)", response.headers.get("Content-Range", default))
         if told is None:
             raise ShardError(f"{self.url}/{name}: the server does not tell the size of the file; serve the shards with another one")
         return Version(int(told[1]), response.headers.get("ETag") or response.headers.get("Last-Modified") or "")
@@ -161,71 +163,83 @@ class _Web:
 
 
 class _Store:
-    """A folder at any other URL that fsspec knows. fsspec's own clients must not cross a fork: each process opens one."""
+    """A folder at any other URL that fsspec knows."""
 
     def __init__(self, url: str):
         self.url, self.scheme = url, url.partition("://")[0]
-        self._opened: tuple[int, Any, str] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
 
     def list(self) -> dict[str, Version]:
         """All files of the folder; {} where one may read but not list."""
 
-        def listed() -> dict[str, Version]:
-            fs, path = self._client()
+        def listed(fs: Any, path: str) -> dict[str, Version]:
             fs.invalidate_cache(path)  # another run may have been here before
-            found = fs.ls(path, detail=True)
+            found = fs.ls(path, detail=True, **_limits(fs))
             return {entry["name"].rsplit("/", 1)[-1]: _version_of(entry) for entry in found if entry["type"] == "file"}
 
         try:
-            return self._told(listed)
+            return self._ask(listed)
         except (FileNotFoundError, ShardError):
             return {}
 
     def stat(self, name: str) -> Version:
         """Size, and ETag or time of change."""
-        fs, path = self._client()
-        return self._told(lambda: _version_of(fs.info(f"{path}/{name}")))
+        return self._ask(lambda fs, path: _version_now(fs, path, name))
 
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
-        """Bytes [start, stop), fewer if the connection ends. Whether it still is that version, the tar headers in it tell."""
-        fs, path = self._client()
-        limits = {"timeout": ATTEMPT_S} if fs.async_impl else {}
-        return self._told(lambda: fs.cat_file(f"{path}/{name}", start=start, end=stop, **limits))
+        """Bytes [start, stop), fewer if the connection ends. Their version is asked for when they are here, not before: it might change."""
 
-    def _client(self) -> tuple[Any, str]:
-        if self._opened is None or self._opened[0] != os.getpid():
-            import fsspec
+        def asked(fs: Any, path: str) -> tuple[bytes, Version]:
+            return fs.cat_file(f"{path}/{name}", start=start, end=stop, **_limits(fs)), _version_now(fs, path, name)
 
-            try:
-                self._opened = (os.getpid(), *fsspec.core.url_to_fs(self.url))
-            except ImportError as error:
-                package = PACKAGES.get(self.scheme)
-                remedy = f"pip install {package}" if package else str(error)
-                raise ShardError(f"{self.url}: reading {self.scheme}:// needs another package: {remedy}") from error
-            except ValueError as error:
-                raise ShardError(f"{self.url}: {error}; expected a folder or a URL such as s3://bucket/folder") from error
-        return self._opened[1], self._opened[2].rstrip("/")
+        data, now = self._ask(asked)
+        # The version may come from a list, and not every store writes the same tag there.
+        if now != version and self.list().get(name) != version:
+            raise _replaced(version, now)
+        return data
 
-    def _told(self, action: Callable[[], T]) -> T:
+    def _ask(self, action: Callable[[Any, str], T]) -> T:
+        """What `action` says, given a client and the folder's path.
+
+        fsspec keeps the clients: one for a process, or for each of its threads where they are not safe in several.
+        """
+        import fsspec  # here, as shards on a disk need none of it
+
+        fs = None
         try:
-            return action()
+            fs, path = fsspec.core.url_to_fs(self.url)
+            return action(fs, path.rstrip("/"))
         except FileNotFoundError:
             raise
+        except ImportError as error:
+            package = PACKAGES.get(self.scheme)
+            remedy = f"pip install {package}" if package else str(error)
+            raise ShardError(f"{self.url}: reading {self.scheme}:// needs another package: {remedy}") from error
         except Exception as error:  # every store's client has classes of its own
             text = " ".join(str(error).split()) or type(error).__name__
             if isinstance(error, PermissionError) or "Credential" in type(error).__name__ or "Profile" in type(error).__name__:
                 raise ShardError(f"{self.url}: may not be read ({text}); give this machine credentials for it") from error
             if isinstance(error, (ValueError, TypeError, NotImplementedError)):
-                raise ShardError(f"{self.url}: cannot be read ({type(error).__name__}: {text}); correct the URL") from error
+                remedy = "expected a folder or a URL such as s3://bucket/folder"
+                raise ShardError(f"{self.url}: cannot be read ({type(error).__name__}: {text}); {remedy}") from error
+            if fs is not None and not fs.async_impl:
+                fs.clear_instance_cache()  # such a client does not open a connection again that broke; the next attempt gets another client
             raise _Passing(f"cannot be reached ({text})") from error
 
 
+def _limits(fs: Any) -> dict[str, float]:
+    """How long a request may take, where a client can be told."""
+    return {"timeout": ATTEMPT_S} if fs.async_impl else {}
+
+
+def _version_now(fs: Any, path: str, name: str) -> Version:
+    fs.invalidate_cache(path)  # of what was told before
+    return _version_of(fs.info(f"{path}/{name}", **_limits(fs)))
+
+
 def _version_of(entry: dict[str, Any]) -> Version:
-    tags = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "created")
-    return Version(int(entry["size"]), next((str(entry[key]) for key in tags if entry.get(key)), ""))
+    # What changes with the bytes comes before what changes with rights and labels too; quotes are there or not, on Azure for instance.
+    tags = ("ETag", "md5Hash", "generation", "etag", "mtime", "LastModified", "last_modified", "created")
+    return Version(int(entry["size"]), next((str(entry[key]).strip('"') for key in tags if entry.get(key)), ""))
 
 
 # ---- one folder -----------------------------------------------------------------------------------------------------
@@ -249,25 +263,31 @@ class RemoteFolder:
     def read_info(self) -> dict[str, Any]:
         """`_info.json`. Raises ShardError if there is none, with the command that makes it."""
         try:
-            version = self.stat("_info.json")
-            return parse_json(self.read("_info.json", 0, version.size, version), f"{self}/_info.json")
+            pieces = self._whole("_info.json", self.stat("_info.json"))
         except FileNotFoundError:
-            raise self._not_indexed("_info.json") from None
+            raise self._not_indexed("no _info.json") from None
+        return parse_json(b"".join(pieces), f"{self}/_info.json")
 
     def fetch_index(self, split: str, cache: BlockCache) -> Path:
-        """`<split>.index.npy` in the cache's folder: fetched by the first process of this host, awaited by the others."""
+        """`<split>.index.npy` in the cache's folder: fetched by the first process of this host, awaited by the others.
+
+        It ends with a checksum, which numpy passes over: one that a power cut has spoilt is fetched again.
+        """
         name = f"{split}.index.npy"
         try:
             version = self.stat(name)
         except FileNotFoundError:
-            raise self._not_indexed(name) from None
+            raise self._not_indexed(f"no {name}") from None
+        if version.size == 0:
+            raise self._not_indexed(f"an empty {name}")
         path = cache.folder / self.brief / f"{split}.index.{version.brief()}.npy"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with locked_part(path) as part:
+            with locked_part(path, ends_with_checksum) as part:
                 if part is not None:
-                    starts = range(0, version.size, PIECE_BYTES)
-                    write_whole(part, *(self.read(name, at, min(at + PIECE_BYTES, version.size), version) for at in starts))
+                    if path.exists():
+                        log.warning("%s: damaged; it is fetched again", path)
+                    write_whole(part, with_checksum(self._whole(name, version)))
                     os.replace(part.name, path)
         except OSError as error:
             raise ShardError(f"{path}: cannot be written ({error.strerror}); make room, or choose another data.cache_dir") from error
@@ -291,7 +311,7 @@ class RemoteFolder:
         return self._patiently(name, lambda: self._server.stat(name))
 
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
-        """Bytes [start, stop) of a file. Raises OSError if it is gone or, where servers tell, of another version."""
+        """Bytes [start, stop) of a file. Raises OSError if it is gone or of another version."""
 
         def attempt() -> bytes:
             data = self._server.read(name, start, stop, version)
@@ -301,10 +321,18 @@ class RemoteFolder:
 
         return self._patiently(name, attempt)
 
-    def _not_indexed(self, name: str) -> ShardError:
+    def _whole(self, name: str, version: Version) -> Iterator[bytes]:
+        """A file in pieces. Raises ShardError if it is of another version by now."""
+        for start in range(0, version.size, PIECE_BYTES):
+            try:
+                yield self.read(name, start, min(start + PIECE_BYTES, version.size), version)
+            except OSError as error:
+                raise ShardError(f"{self}/{name}: reading failed: {error.strerror}; start again") from error
+
+    def _not_indexed(self, what: str) -> ShardError:
         shards = f"'{self}/train-{{0000..0099}}.tar'" if isinstance(self._server, _Web) else str(self)
         make = f"`python -m data_prep.index {shards} --out ROOT` makes the index in a folder"
-        return ShardError(f"{self}: no {name} there; {make}, and data.root=ROOT then reads the shards from this URL")
+        return ShardError(f"{self}: {what} there; {make}, and data.root=ROOT then reads the shards from this URL")
 
     def _patiently(self, name: str, attempt: Callable[[], T]) -> T:
         where = f"{self}/{name}" if name else str(self)

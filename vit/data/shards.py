@@ -89,7 +89,7 @@ def read_info(root: Path | str) -> dict[str, Any]:
     try:
         names = os.listdir(root)
     except FileNotFoundError:
-        raise ShardError(f"{root}: no such directory; expected a folder of shards") from None
+        raise ShardError(f"{root}: no such directory; expected a folder of shards (`python -m data_prep` lists who makes them)") from None
     except NotADirectoryError:
         raise ShardError(f"{root}: not a directory; expected a folder of shards") from None
     except OSError as error:

@@ -1,8 +1,9 @@
 """Batches from a stream of tars, for what cannot be read at random. Not exact.
 
-The data's story: the webdataset library opens URLs and `pipe:` commands one after the other and takes samples out of their tars. Each
-worker of each rank has shards of its own or, where there are fewer shards than workers, its share of the samples of all; a buffer
-shuffles, and when the shards are at an end the next pass begins in another order. Crops and tables are drawn from a hash of the key.
+The data's story: the webdataset library opens URLs and `pipe:` commands one after the other and groups the files of their tars into
+samples; a tar that ends without its end mark, or whose command fails, is an error. Each worker of each rank has shards of its own or,
+where there are fewer shards than workers, its share of the samples of all; a buffer shuffles, and when the shards are at an end the next
+pass begins in another order. Crops and tables are drawn from a hash of the key.
 
 Exact it is not: workers pass through their shards at different speeds, so that in an epoch of `data.num_samples` some samples come
 twice and others not at all, and a resumed run begins a new pass. The record says so ("exact": false). Evaluation, which counts every
@@ -14,9 +15,14 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import logging
 import multiprocessing
 import os
+import random
+import re
 import shlex
+import tarfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,11 +37,17 @@ from vit.data.files import ShardError
 from vit.data.jpeg import read_header
 from vit.data.loader import Batch, ImageFormat, Layout, write_rows
 from vit.data.order import Order, fold, hash64
+from vit.data.remote import PAUSES_S
 from vit.data.tar import IMAGE_EXTENSIONS, INDEX_DTYPE
 
 SHUFFLE_SAMPLES, SHUFFLE_BYTES = 1000, 64 << 20
 """Encoded samples that a worker shuffles among, at most."""
 NOT_EXACT = "not exact: samples may repeat or be missed, resume starts a new pass"
+WEB = ("http://", "https://")
+CURL = "pipe:curl -fsSL --connect-timeout 30 --speed-limit 1 --speed-time 60"
+"""For the web: webdataset's own command waits for a silent server for ever. No --retry: into a pipe, curl would begin the tar again behind
+the bytes that it already gave."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -185,24 +197,75 @@ class StreamBatches:
 
 
 def _read_tars(urls: list[str]) -> Iterator[dict[str, Any]]:
-    """webdataset's samples of some tars, one after the other. Raises ShardError for one that cannot be read to its end."""
-    import webdataset
+    """webdataset's samples of some tars, one after the other. Raises ShardError for one that cannot be read to its end.
+
+    What fails over the web is tried again, but only while none of the tar's samples was handed on.
+    """
+    from webdataset.tariterators import group_by_keys
 
     for url in urls:
+        handed_on = False
+        for pause_s in (*PAUSES_S, None) if url.startswith(WEB) else (None,):
+            try:
+                for sample in group_by_keys(_read_files(url)):
+                    handed_on = True
+                    yield sample
+                break
+            except Exception as error:  # tarfile's, the system's, webdataset's own
+                reason = next((str(part) for part in error.args if isinstance(part, str) and part), type(error).__name__)
+                if pause_s is None or handed_on or not isinstance(error, OSError):
+                    remedy = "run its command, or fetch its address, by hand to see why"
+                    raise ShardError(f"{url}: the stream broke ({reason}); {remedy}") from error
+                pause_s *= random.SystemRandom().uniform(0.5, 1.5)  # workers that failed together do not come back together
+                log.warning("%s: %s; again in %.1f s", url, reason, pause_s)
+                time.sleep(pause_s)
+
+
+def _read_files(url: str) -> Iterator[dict[str, Any]]:
+    """The files of a tar, up to its end mark, as webdataset groups them. Raises OSError if its command fails, TarError if it is not whole.
+
+    webdataset's own loop takes a damaged header, and an end between two files, for the end of the tar, and asks for a command's status
+    without waiting for it.
+    """
+    from webdataset.gopen import gopen, set_options
+
+    stream = gopen(f"{CURL} {shlex.quote(url)}" if url.startswith(WEB) else url)
+    set_options(stream, ignore_errors=True)  # `_wait_for_end` tells them
+    tar: Any
+    try:
+        with tarfile.open(fileobj=stream, mode="r|*", tarinfo=_Header) as tar:
+            while (member := tar.next()) is not None:
+                if member.isreg() and not re.match("__[^/]*__($|/)", member.name):  # webdataset passes over them as well
+                    yield {"fname": member.name, "data": tar.extractfile(member).read(), "__url__": url}
+                tar.members.clear()
+            while rest := tar.fileobj.read(1 << 20):
+                if any(rest):
+                    raise tarfile.ReadError(f"more data behind its end mark at byte {tar.offset}; several tars cannot come as one")
+    except Exception:
+        if not stream.read(1):
+            _wait_for_end(stream)  # if its command failed, that tells more
+        raise
+    _wait_for_end(stream)
+
+
+def _wait_for_end(stream: Any) -> None:
+    """Close a file, or a command's pipe. Raises OSError if the command failed."""
+    stream.close()
+    if status := getattr(stream, "status", 0):
+        raise OSError(f"its command ended with status {status}")
+
+
+class _Header(tarfile.TarInfo):
+    """A tar's header; only the end mark (a block of zeros) is the end, where `tarfile` ends silently at whatever is no header."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> _Header:
         try:
-            yield from webdataset.tarfile_samples(iter([{"url": _bounded(url)}]))
-        except ShardError:
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
             raise
-        except Exception as error:  # tarfile's, the system's, webdataset's own
-            reason = next((str(part) for part in error.args if isinstance(part, str) and part), type(error).__name__)
-            raise ShardError(f"{url}: the stream broke ({reason}); run its command, or fetch its address, by hand to see why") from error
-
-
-def _bounded(url: str) -> str:
-    """Over the web by curl with limits: webdataset's own command waits for a silent server for ever."""
-    if not url.startswith(("http://", "https://")):
-        return url
-    return f"pipe:curl -fsSL --connect-timeout 30 --retry 5 --speed-limit 1 --speed-time 60 {shlex.quote(url)}"
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"{error} at byte {tar.offset}; expected a file's header, or the zeros that end a tar") from error
 
 
 def _size_of(data: bytes) -> tuple[int, int]:

@@ -40,8 +40,8 @@ END_WAIT_S = 1.0
 """For workers to finish the part they are at, which a slow store may hold up; then they are killed."""
 _PART = struct.Struct("<qii")
 """position, slot, first row: few enough bytes that a pipe takes and gives them whole, with any number of readers."""
-_MAX_QUEUED_PARTS = 1024
-"""16 KiB, which every system's pipe has room for: putting in a part never waits."""
+_MAX_QUEUED_PARTS = 256
+"""4 KiB, which every pipe has room for, so putting in a part never waits: Linux gives who has a thousand pipes only 8 KiB for each more."""
 _END = -1
 """A position that tells a worker to end."""
 
