@@ -7,6 +7,7 @@ import zlib
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -95,6 +96,31 @@ def test_cmyk_jpeg_is_what_pillow_sees(channels):
     data = encode(picture().convert("CMYK"))
     theirs = by_pillow(data, "RGB" if channels == 3 else "L").reshape(64, 97, channels)
     assert np.abs(decode(data, channels).astype(int) - theirs).max() <= 2, "simplejpeg and Pillow round the conversion differently, no more"
+
+
+def other_sampling(luma: bytes, progressive: bool = False) -> bytes:
+    """A JPEG of 64 x 64 pixels whose luma has `luma` (4 bits across, 4 down) times the samples of its colours, in place of 4:2:0."""
+    data = encode(picture(64, 64), quality=90, subsampling="4:2:0", progressive=progressive)
+    at = data.index(b"\x01\x22\x00", read_header(data).frame_offset)
+    return data[: at + 1] + luma + data[at + 2 :]
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("luma", [b"\x41", b"\x14"], ids=["4:1:1", "4:4:1"])
+def test_rare_samplings_are_what_pillow_sees(luma, progressive, decoder):
+    """simplejpeg has no name for 4:4:1. The blocks are the same, in another place."""
+    data = other_sampling(luma, progressive)
+    np.testing.assert_array_equal(decode(data), by_pillow(data))
+    np.testing.assert_array_equal(decode_box(data, (30, 5, 20, 50))[0], by_pillow(data)[5:55, 30:50])
+
+
+def test_grey_is_the_luma_also_where_pillow_decodes(decoder):
+    """As libjpeg stores it, not computed from colours once more."""
+    data = other_sampling(b"\x14")
+    luma = Image.open(io.BytesIO(data))
+    luma.draft("YCbCr", None)
+    np.testing.assert_array_equal(decode(data, 1)[..., 0], np.asarray(luma)[..., 0])
+    np.testing.assert_array_equal(decode_box(data, (30, 5, 20, 50), 1)[0], decode(data, 1)[5:55, 30:50])
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
@@ -237,6 +263,29 @@ def test_every_way_to_a_window_gives_the_pixels_of_the_whole(size, form, data):
     expected = decode(encoded, channels)[top : top + box[3], left : left + box[2]]
     np.testing.assert_array_equal(without_native(decode_box, encoded, box, channels)[0], expected)
     np.testing.assert_array_equal(decode_box(encoded, box, channels)[0], expected)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.tuples(st.integers(1, 140), st.integers(1, 140)), st.sampled_from([*BLOCKS, "grey"]), st.sampled_from([2, 4, 8]), st.data())
+def test_a_reduced_window_is_that_of_the_reduced_whole(size, form, reduce, data):
+    width, height = size
+    markers = data.draw(st.sampled_from([0, 1, -(-width // BLOCKS.get(form, 8))]))
+    options = {"quality": 90, "subsampling": form} if form in BLOCKS else {}
+    encoded = encode(picture(width, height, "L" if form == "grey" else "RGB"), **options, restart_marker_blocks=markers)
+    left, top = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, height - 1))
+    box = left, top, data.draw(st.integers(1, width - left)), data.draw(st.integers(1, height - top))
+    whole = simplejpeg.decode_jpeg(encoded, "RGB", False, False, -(-height // reduce), -(-width // reduce), reduce)
+    rows, columns = slice(top // reduce, -(-(top + box[3]) // reduce)), slice(left // reduce, -(-(left + box[2]) // reduce))
+    np.testing.assert_array_equal(decode_box(encoded, box, reduce=reduce)[0], whole[rows, columns])
+
+
+@pytest.mark.parametrize(("left", "width"), [(0, 12), (20, 4), (132, 8)])
+def test_a_narrow_reduced_window_is_that_of_the_reduced_whole(left, width):
+    """At 1/4 the cut of a tile has two colour samples in a line, which libjpeg upsamples in another way."""
+    noise = np.random.default_rng(0).integers(0, 256, (64, 140, 3), np.uint8)
+    data = encode(Image.fromarray(noise), quality=90, subsampling="4:2:2", restart_marker_blocks=1)
+    whole = simplejpeg.decode_jpeg(data, "RGB", False, False, 16, 35, 4)
+    np.testing.assert_array_equal(decode_box(data, (left, 8, width, 40), reduce=4)[0], whole[2:12, left // 4 : (left + width) // 4])
 
 
 @pytest.mark.parametrize("form", ["CMYK", "YCbCr"])

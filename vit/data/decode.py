@@ -56,9 +56,11 @@ def _decode_whole(data: bytes, channels: int, reduce: int) -> tuple[Pixels, int]
         if height * width > MAX_PIXELS:
             raise ValueError(f"{width} x {height} pixels are more than {MAX_PIXELS}")
         return _simplejpeg(data, width, height, channels, reduce), reduce
-    except ValueError as jpeg_error:
+    except (ValueError, KeyError) as jpeg_error:  # KeyError: simplejpeg 1.9 has no name for 4:4:1
         try:
             with Image.open(io.BytesIO(data)) as image:
+                if channels == 1:
+                    image.draft("L", None)  # of a JPEG the luma as it is stored, as the other decoders give it
                 pixels = np.array(image.convert("RGB" if channels == 3 else "L"))
         except Exception as error:  # each of Pillow's plugins has its own: OSError, SyntaxError, RuntimeError, TypeError, ...
             unknown = "no JPEG and no image Pillow knows" if isinstance(error, UnidentifiedImageError) else error
@@ -75,6 +77,8 @@ def _simplejpeg(data: bytes | bytearray, width: int, height: int, channels: int,
 
 def _decode_cut(cut: Cut, channels: int, reduce: int) -> Pixels | None:
     """The pixels of a cut, or None if anything is wrong with it."""
+    if reduce > 1 and max(cut.width, cut.height) < 8:  # then several of libjpeg's sizes have the same pixels, see `_simplejpeg`
+        return None
     if not cut.has_rest:
         try:
             return _simplejpeg(cut.data, cut.width, cut.height, channels, reduce)

@@ -61,7 +61,9 @@ _TIMM: dict[str, Op] = {
 
 
 def _torchvision_factor(strength: Tensor) -> Tensor:
-    return (1.0 + 0.03 * strength.double()).float()
+    # The source's magnitudes are float32 numbers, whose last bits decide some levels.
+    magnitudes = torch.linspace(0.0, 0.9, 31, device=strength.device).double()[strength.abs().long()]
+    return (1.0 + magnitudes.copysign(strength)).float()
 
 
 def _torchvision_pixels(strength: Tensor, side: int) -> Tensor:

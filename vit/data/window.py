@@ -81,8 +81,9 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     stop_column, stop_row = min(-(-(left + width + margin) // tile_width), num_columns), -(-bottom // tile_height)
     cut_width = min(stop_column * tile_width, header.width) - first_column * tile_width
     cut_height = min(stop_row * tile_height, header.height) - first_row * tile_height
-    if cut_width <= 4 * margin and first_column > 0:  # libjpeg upsamples lines of one or two colour samples in another way
-        first_column, cut_width = first_column - 1, cut_width + tile_width
+    if cut_width <= 4 * margin:  # libjpeg upsamples lines of one or two colour samples in another way
+        first_column, stop_column = max(first_column - 1, 0), min(stop_column + (first_column == 0), num_columns)
+        cut_width = min(stop_column * tile_width, header.width) - first_column * tile_width
     if cut_width * cut_height > MAX_SHARE * header.width * header.height:
         return None
 
