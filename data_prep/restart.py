@@ -15,7 +15,6 @@ Source: ITU-T T.81, sections B.2.4.4 and F.1.2.3.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -24,7 +23,7 @@ from functools import cache
 from typing import NamedTuple
 
 from vit.data import native
-from vit.data.jpeg import JpegHeader, read_header
+from vit.data.jpeg import LONE, JpegHeader, read_header
 
 WANTED_SEGMENTS, LEAST_MCUS = 8, 2
 """Of a row, and of a segment; as in vit/native/transcode.c, where the reasons are."""
@@ -49,6 +48,8 @@ NO_WAY = (
 )
 SPECIAL_MARKER = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]")
 """In image data: one that is no restart marker."""
+START_OF_SCAN, REPLACED = 0xDA, (0xC4, 0xDD, 0xDA)
+"""Markers; of the segments that are made anew: Huffman tables, restart interval, start of scan with all that follows."""
 
 
 class Marked(NamedTuple):
@@ -75,24 +76,14 @@ def with_restart_markers(data: bytes) -> Marked:
 _scratch = threading.local()
 
 
-@cache
-def _transcode() -> ctypes._FuncPointer:
-    spec = importlib.util.find_spec("vit._native")
-    assert spec is not None
-    assert spec.origin is not None
-    function = ctypes.CDLL(spec.origin).vit_jpeg_transcode
-    size, pointer = ctypes.c_size_t, ctypes.c_void_p
-    function.argtypes, function.restype = [ctypes.c_char_p, size, pointer, size, ctypes.POINTER(size)], ctypes.c_int
-    return function
-
-
 def _by_native(data: bytes) -> Marked:
+    assert native.LIBRARY is not None
     size = ctypes.c_size_t(3 * len(data) + (1 << 16))  # a guess that is too small only for images of next to nothing
     while True:
         buffer: ctypes.Array[ctypes.c_char] | None = getattr(_scratch, "buffer", None)
         if buffer is None or len(buffer) < size.value:
             buffer = _scratch.buffer = ctypes.create_string_buffer(size.value)
-        status = _transcode()(data, len(data), buffer, len(buffer), ctypes.byref(size))
+        status = native.LIBRARY.vit_jpeg_transcode(data, len(data), buffer, len(buffer), ctypes.byref(size))
         if status == OK:
             return Marked(memoryview(buffer)[: size.value].tobytes(), None)
         if status != MEMORY:
@@ -129,15 +120,19 @@ def _by_jpegtran(data: bytes) -> Marked:
     transcoded = _jpegtran(data, "-restart", f"{interval}B")
     if transcoded is None:
         return Marked(data, DAMAGED)
-    kept, _ = _split(data)
-    _, new = _split(transcoded)
-    marked = kept + new
+    kept = [segment for marker, segment in _segments(data) if marker not in REPLACED]
+    marked = b"".join([data[:2], *kept, *(segment for marker, segment in _segments(transcoded) if marker in REPLACED)])
     canonical = _jpegtran(data)
     return Marked(marked, None) if canonical is not None and canonical == _jpegtran(marked) else Marked(data, DAMAGED)
 
 
 def _unsuitable(data: bytes, header: JpegHeader) -> str | None:
     """One of REASONS, or None."""
+    markers = {marker for marker, _ in _segments(data)}
+    if 0xDC in markers or markers & LONE:  # a number of lines, or a restart marker, out of place
+        return DAMAGED
+    if 0xCC in markers:
+        return "arithmetic or lossless"
     if header.process > 1:
         return "progressive" if header.process == 2 else "arithmetic or lossless"
     if header.precision != 8:
@@ -155,22 +150,24 @@ def _unsuitable(data: bytes, header: JpegHeader) -> str | None:
 
 
 def _jpegtran(data: bytes, *options: str) -> bytes | None:
-    """The JPEG with optimised tables and without headers that decoders do not need; None if jpegtran finds any fault with it."""
+    """The JPEG with optimised tables and without headers that decoders do not need; None if jpegtran finds any fault with it.
+
+    16-bit quantisation tables are no fault: jpegtran says "Caution: quantization tables are too coarse for baseline JPEG", and goes on.
+    """
     command = ["jpegtran", "-optimize", "-copy", "none", *options]
     done = subprocess.run(command, input=data, capture_output=True)
-    return done.stdout if done.returncode == 0 and not done.stderr else None
+    is_good = done.returncode == 0 and all(line.startswith(b"Caution:") for line in done.stderr.splitlines())
+    return done.stdout if is_good else None
 
 
-def _split(data: bytes) -> tuple[bytes, bytes]:
-    """A JPEG's headers before the start of scan, but for Huffman tables and restart interval; and these with all the rest."""
-    kept, position = [data[:2]], 2
-    taken: list[bytes] = []
-    while True:
+def _segments(data: bytes) -> list[tuple[int, bytes]]:
+    """Marker and bytes of each segment of a JPEG's headers; those of the last one, the start of scan, go on to the end of `data`."""
+    segments, position, marker = [], 2, 0
+    while marker != START_OF_SCAN:
         begin = position
         while data[position] == 0xFF:
             position += 1
         marker = data[position]
-        if marker == 0xDA:
-            return b"".join(kept), b"".join([*taken, data[begin:]])
-        position += 1 + (data[position + 1] << 8 | data[position + 2])
-        (taken if marker in (0xC4, 0xDD) else kept).append(data[begin:position])
+        position += 1 if marker in LONE else 1 + (data[position + 1] << 8 | data[position + 2])
+        segments.append((marker, data[begin : None if marker == START_OF_SCAN else position]))
+    return segments

@@ -29,6 +29,7 @@ from vit.config import Config
 from vit.curves import plot_curves
 from vit.data.augment import create_augment
 from vit.data.decode import decode_center
+from vit.data.draw import mixes
 from vit.data.loader import TrainBatches, image_format
 from vit.data.order import divisors
 from vit.data.shards import Split, open_split
@@ -233,8 +234,7 @@ def _paint_augmented(source: RunFolder, picture: Path) -> str:
     config, split = source.config, source.train_split
     batch_size = config.data.global_batch_size
     order = create_order(config, split.num_samples)
-    mixes = config.augment.mixup_alpha > 0 or config.augment.cutmix_alpha > 0
-    shares = [n for n in divisors(batch_size) if n % (config.augment.mix_group_size if mixes else 1) == 0] or [batch_size]
+    shares = [n for n in divisors(batch_size) if n % (config.augment.mix_group_size if mixes(config.augment) else 1) == 0] or [batch_size]
     share = next((n for n in shares if n >= NUM_AUGMENTED), shares[-1])
     batches = TrainBatches(
         split, order, config.augment, image_format(config), world_size=batch_size // share, on_bad_image=config.data.on_bad_image

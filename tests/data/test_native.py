@@ -3,8 +3,11 @@
 import io
 import os
 import random
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vit.data import native
+from vit.data.jpeg import read_header
 from vit.data.native import Status
 
 if os.environ.get("VIT_REQUIRE_NATIVE") == "1":
@@ -204,6 +208,16 @@ def test_rows_that_lie_apart(portable):
         assert (canvas == 77).all()
 
 
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+@pytest.mark.parametrize("name", ["window.c", "transcode.c"])
+def test_no_memory_is_used_as_two_types(name, tmp_path):
+    """C's aliasing rules: a compiler that relies on them may reorder what breaks them. gcc warns where it sees that."""
+    source = Path(native.__file__).parents[1] / "native" / name
+    command = ["gcc", "-O3", "-fstrict-aliasing", "-Werror=strict-aliasing", "-Wstrict-aliasing=1", "-c", source, "-o", tmp_path / "object"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_turned_off_by_the_environment(monkeypatch):
     monkeypatch.setenv("VIT_NATIVE", "0")
     assert native._load() is None
@@ -242,6 +256,52 @@ def test_what_is_not_taken_says_why():
         assert status_of(plain, window) is Status.WINDOW
     for nothing in (b"", b"\xff\xd8", b"GIF89a", plain[:100], plain[:-2], plain[: len(plain) // 2]):
         assert status_of(nothing) is Status.DAMAGED
+
+
+@pytest.mark.parametrize("factors", [(0x11, 0x22, 0x11), (0x11, 0x11, 0x22), (0x21, 0x12, 0x12), (0x12, 0x21, 0x21)], ids=str)
+@pytest.mark.parametrize("names", [b"RGB", b"\1\2\3"], ids=["RGB", "YCbCr"])
+def test_a_first_component_that_is_stretched(factors, names):
+    """Colours finer than luma: libjpeg decodes them, nobody writes them. Here 96 grey blocks are said to be 16 MCUs of six blocks."""
+    grey = by_pillow(pixels_of(96 * 8, 8, grain=15), "L")
+    frame, scan = grey.index(b"\xff\xc0"), grey.index(b"\xff\xda")
+    components = b"".join(bytes((name, both, 0)) for name, both in zip(names, factors, strict=True))
+    data = b"".join((
+        b"\xff\xd8",
+        grey[20:frame],  # without JFIF's segment
+        segment(0xC0, bytes((8, 0, 64, 0, 64, 3)) + components),
+        grey[frame + 13 : scan],
+        segment(0xDA, bytes((3, names[0], 0, names[1], 0, names[2], 0, 0, 63, 0))),
+        grey[scan + 10 :],
+    ))  # fmt: skip
+    Image.open(io.BytesIO(data)).load()
+    assert status_of(data) is Status.SAMPLING
+    if names != b"RGB":
+        assert status_of(data, channels=1) is Status.SAMPLING
+
+
+@pytest.mark.parametrize("size", [(65500, 8), (8, 65500)], ids=str)
+def test_the_longest_sides(size):
+    """libjpeg's limit is 65,500 pixels, though 16 bits hold 35 more."""
+    data = by_pillow(pixels_of(*size, grain=5), "L")
+    assert np.array_equal(native.decode_window(data, (0, 0, *size), 1), whole(data, 1))
+    place = data.index(b"\xff\xc0") + (7 if size[0] > 8 else 5)
+    for side in (65501, 65504):  # as many blocks
+        longer = data[:place] + side.to_bytes(2, "big") + data[place + 2 :]
+        with pytest.raises(ValueError):  # noqa: PT011  the words are libjpeg's
+            whole(longer)
+        assert status_of(longer) is Status.DAMAGED
+
+
+@pytest.mark.parametrize("table", [bytes([0, 3, *[0] * 15, 0, 1, 2]), bytes([0x10, 3, *[0] * 15, 0, 1, 2]), bytes([0, 1, *[0] * 15, 16])])
+def test_tables_that_make_no_sense(table):
+    """Three codes of one bit, or DC values of 16 bits: libjpeg minds them if they are used."""
+    data = by_pillow(pixels_of(40, 24, grain=10), "L")
+    scan = data.index(b"\xff\xda")
+    unused, used = (data[:scan] + segment(0xC4, bytes([table[0] | number]) + table[1:]) + data[scan:] for number in (3, 0))
+    assert np.array_equal(native.decode_window(unused, (0, 0, 40, 24)), whole(unused))
+    with pytest.raises(ValueError):  # noqa: PT011  the words are libjpeg's
+        whole(used)
+    assert status_of(used) is Status.DAMAGED
 
 
 def test_lying_restart_markers_and_sizes():
@@ -315,3 +375,12 @@ def test_damage_is_refused_or_changes_nothing(seed):
         if status is Status.OK:
             assert np.array_equal(pixels, whole(bytes(data))), bytes(data).hex()
     assert min(outcomes.values()) > 100, outcomes
+
+
+def test_the_image_must_be_the_expected_one_and_one_that_can_be_held():
+    data, pixels = simplejpeg.encode_jpeg(np.zeros((64, 97, 3), np.uint8)), np.empty((10, 10, 3), np.uint8)
+    for size, status in {None: Status.OK, (97, 64): Status.OK, (64, 97): Status.IMAGE, (97, 65): Status.IMAGE}.items():
+        assert native.decode_into(data, 5, 5, pixels, image_size=size) is status
+    at = read_header(data).frame_offset + 5
+    huge = data[:at] + (20_000).to_bytes(2, "big") * 2 + data[at + 4 :]
+    assert native.decode_into(huge, 5, 5, pixels) is Status.IMAGE

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -127,7 +128,9 @@ def test_both_ways_give_the_same_bytes(name: str):
 
 
 @NEEDS_JPEGTRAN
-@pytest.mark.parametrize("name", ["420 130x75", "Gray 17x33", "RGB, not YCbCr", "markers anywhere", "EXIF, ICC, comment"])
+@pytest.mark.parametrize(
+    "name", ["420 130x75", "Gray 17x33", "RGB, not YCbCr", "markers anywhere", "EXIF, ICC, comment", "16-bit quantisation tables"]
+)
 def test_jpegtran_alone(name: str):
     marked, reason = restart._by_jpegtran(FILES[name])
     assert reason is None
@@ -224,6 +227,41 @@ def test_damaged_files_keep_their_bytes(damage: str, transcode):
         "other bits": data[: first + 2] + bytes(min(byte ^ 0x5A, 0xFE) for byte in data[first + 2 : second]) + data[second:],
     }[damage]
     assert transcode(damaged) == (damaged, "damaged")
+
+
+BETWEEN_HEADERS = {
+    "TEM": (b"\xff\x01", "damaged"),
+    "restart marker": (b"\xff\xd3", "damaged"),
+    "number of lines": (b"\xff\xdc\0\4\0\x50", "damaged"),
+    "reserved": (b"\xff\xc8\0\4\0\0", "damaged"),
+    "arithmetic conditioning": (b"\xff\xcc\0\4\0\x10", "arithmetic or lossless"),
+    "a table of too many codes, unused": (b"\xff\xc4\0\x16\x13\3" + bytes(15) + b"\1\2\3", None),
+    "a DC table of 16 bits, unused": (b"\xff\xc4\0\x14\3\1" + bytes(15) + b"\x10", None),
+}
+
+
+@pytest.mark.parametrize("transcode", [NATIVE, JPEGTRAN])
+@pytest.mark.parametrize("name", BETWEEN_HEADERS)
+def test_strange_things_between_the_headers(name: str, transcode):
+    strange, expected = BETWEEN_HEADERS[name]
+    for place in (FRAME, PLAIN.index(b"\xff\xda")):
+        data = PLAIN[:place] + strange + PLAIN[place:]
+        marked, reason = transcode(data)
+        assert reason == expected
+        if expected is None:
+            check_same_image(marked, data)
+        else:
+            assert marked == data
+
+
+@NEEDS_NATIVE
+@NEEDS_JPEGTRAN
+def test_without_the_native_part():
+    """Turned off by the environment: jpegtran does it."""
+    code = "import sys; from data_prep.restart import *; print(way(), with_restart_markers(bytes.fromhex(sys.argv[1])).data.hex())"
+    command = [sys.executable, "-c", code, PLAIN.hex()]
+    printed = subprocess.run(command, env={**os.environ, "VIT_NATIVE": "0"}, capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["jpegtran", with_restart_markers(PLAIN).data.hex()]
 
 
 @NEEDS_NATIVE

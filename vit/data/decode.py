@@ -104,6 +104,10 @@ def decode_box(
     Raises:
         ValueError: the image cannot be decoded, is not of `image_size` = (width, height), or the box is not inside of it.
     """
+    if reduce == 1 and native.AVAILABLE:
+        window = native.decode_window(data, box, channels, image_size=image_size, out=place)
+        if window is not None:
+            return window, 1
     left, top, width, height = box
     try:
         header = read_header(data)
@@ -113,10 +117,6 @@ def decode_box(
         return whole[top : top + height, left : left + width], 1
     _check_box(box, (header.width, header.height), image_size)
     is_sane = header.width * header.height <= MAX_PIXELS
-    if is_sane and reduce == 1 and native.AVAILABLE:
-        window = native.decode_window(data, box, channels, place)
-        if window is not None:
-            return window, 1
     cut = cut_window(data, header, box, margin=reduce) if is_sane else None
     part = None if cut is None else _decode_cut(cut, channels, reduce)
     if cut is not None and part is not None:

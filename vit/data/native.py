@@ -38,9 +38,11 @@ class Status(IntEnum):
     WINDOW = 8
     """The window is not inside of the image that the headers tell of."""
     SAMPLING = 9
-    """A component's resolution does not divide the image's."""
+    """A component's resolution does not divide the image's, or that of the first is not the image's."""
     COLOURS = 10
     """Grey pixels of an RGB image."""
+    IMAGE = 11
+    """Another size of the image than was expected, or one that nobody can hold."""
 
 
 def _load() -> ctypes.CDLL | None:
@@ -54,40 +56,54 @@ def _load() -> ctypes.CDLL | None:
     library.vit_decode_window.argtypes = [
         ctypes.c_char_p,
         size,
-        *[ctypes.c_uint32] * 4,
+        *[ctypes.c_uint32] * 6,
         ctypes.c_int,
         pointer,
         ctypes.c_ssize_t,
         ctypes.c_int,
     ]
     library.vit_decode_window.restype = ctypes.c_int
+    library.vit_jpeg_transcode.argtypes = [ctypes.c_char_p, size, pointer, size, ctypes.POINTER(size)]
+    library.vit_jpeg_transcode.restype = ctypes.c_int
     return library
 
 
-_library = _load()
-AVAILABLE = _library is not None
+LIBRARY = _load()
+"""`vit_decode_window`, and `vit_jpeg_transcode` for data_prep/restart.py."""
+AVAILABLE = LIBRARY is not None
 """Whether the library is there and wanted."""
 
 
-def decode_into(data: bytes, left: int, top: int, pixels: NDArray[np.uint8], *, portable: bool = False) -> Status:
+def decode_into(
+    data: bytes, left: int, top: int, pixels: NDArray[np.uint8], *, image_size: tuple[int, int] | None = None, portable: bool = False
+) -> Status:
     """Decode the window with the size of `pixels`, (height, width, 1 or 3) uint8, and the upper left pixel (left, top). OK: it is filled.
 
     Rows of `pixels` may lie apart, but not its pixels. After another status than OK it holds anything. Damage outside of the window may
-    go unnoticed; inside, whatever simplejpeg refuses is refused. `portable` leaves the processor's own instructions aside, for tests.
+    go unnoticed; inside, whatever libjpeg refuses or warns of is refused. (simplejpeg also refuses samplings of colour that nobody writes.)
+    `image_size`: width and height that the image must have. `portable` leaves the processor's own instructions aside, for tests.
     """
-    assert _library is not None, "vit._native is not there: ask AVAILABLE first"
+    assert LIBRARY is not None, "vit._native is not there: ask AVAILABLE first"
     height, width, channels = pixels.shape
     assert pixels.dtype == np.uint8
     assert channels in (1, 3)
     assert pixels.strides[1:] == (channels, 1)
     address, row_bytes = pixels.__array_interface__["data"][0], pixels.strides[0]
-    return Status(_library.vit_decode_window(data, len(data), left, top, width, height, channels, address, row_bytes, portable))
+    window = left, top, width, height
+    return Status(LIBRARY.vit_decode_window(data, len(data), *(image_size or (0, 0)), *window, channels, address, row_bytes, portable))
 
 
 def decode_window(
-    data: bytes, window: tuple[int, int, int, int], channels: int = 3, out: NDArray[np.uint8] | None = None
+    data: bytes,
+    window: tuple[int, int, int, int],
+    channels: int = 3,
+    *,
+    image_size: tuple[int, int] | None = None,
+    out: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.uint8] | None:
     """The window (left, top, width, height) of a JPEG as (height, width, channels) uint8, or `out`. None: decode with simplejpeg."""
     left, top, width, height = window
+    if min(left, top) < 0 or min(width, height) < 1:  # there they are unsigned
+        return None
     pixels = np.empty((height, width, channels), np.uint8) if out is None else out
-    return pixels if decode_into(data, left, top, pixels) is Status.OK else None
+    return pixels if decode_into(data, left, top, pixels, image_size=image_size) is Status.OK else None

@@ -17,7 +17,6 @@
 enum {
     CODE_BITS = 11,             /* looked up at once */
     VALUE_ROOM = 20,            /* bits of code and value together, if the symbol is in the table; 16 + 15 else. A refill brings 56. */
-    BLOCK_PADDING = 64 * 4 + 8, /* zero bytes behind the data: more than a damaged block can use beyond their end (64 symbols of 31 bits) */
     BLOCK_ROOM = 80,            /* coefficients of a block: 64, one that is written to instead of what lies behind, and an even size */
 };
 
@@ -143,7 +142,8 @@ INLINE int32_t take_dc(JpegBits *bits, const Codes *codes, int32_t before, int *
 
 #define BEYOND_16 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64
 
-/* Where the coefficient of a place goes: JPEG_NATURAL, and 64 for what lies beyond the block. Places come to 62 + 2 * STEP_OUT at most. */
+/* Where the coefficient of a place in zig-zag order goes: its natural (row by row) place, figure A.6, and 64 for what lies beyond the block.
+ * Places come to 62 + 2 * STEP_OUT at most. */
 static const uint8_t PLACES[192] = {
     0,  1,  8,  16, 9,  2,  3,  10, 17, 24, 32, 25, 18, 11, 4,  5,  12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6,  7,  14, 21, 28,
     35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63,

@@ -28,10 +28,11 @@ typedef enum {
 } JpegStatus;
 
 enum {
+    JPEG_MAX_SIDE = 65500,    /* pixels; libjpeg's JPEG_MAX_DIMENSION (jmorecfg.h) */
     JPEG_MAX_MCU_BLOCKS = 10, /* B.2.3 */
-    /* Zero bytes behind unstuffed data. A damaged MCU can run beyond the end by as much as its longest code allows (64 symbols of 16 + 15
-     * bits for each block); only then `jpeg_bits_overrun` is asked. 8 more, as bits are read 8 bytes at a time. */
-    JPEG_PADDING = JPEG_MAX_MCU_BLOCKS * 64 * 4 + 8,
+    /* Zero bytes behind unstuffed data. A damaged block can run beyond the end by as much as its longest code allows (64 symbols of 16 + 15
+     * bits); only then `jpeg_bits_overrun` is asked. 8 more, as bits are read 8 bytes at a time. */
+    JPEG_PADDING = 64 * 4 + 8,
 };
 
 typedef struct {
@@ -65,12 +66,6 @@ typedef struct {
     size_t scan_offset;             /* first byte of image data */
 } Jpeg;
 
-/* Natural (row by row) place of each coefficient in zig-zag order; figure A.6. */
-static const uint8_t JPEG_NATURAL[64] = {
-    0,  1,  8,  16, 9,  2,  3,  10, 17, 24, 32, 25, 18, 11, 4,  5,  12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6,  7,  14, 21, 28,
-    35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63,
-};
-
 /* ---- headers ---------------------------------------------------------------------------------------------------- */
 
 static inline uint32_t jpeg_be16(const uint8_t *p) { return (uint32_t)p[0] << 8 | p[1]; }
@@ -95,20 +90,20 @@ static inline JpegStatus jpeg_parse_dht(Jpeg *jpeg, const uint8_t *p, const uint
         if (is_ac > 1 || number > 3) return JPEG_DAMAGED;
         JpegHuffman *table = (is_ac ? jpeg->ac : jpeg->dc) + number;
         uint32_t code = 0; /* the next free one of each length, annex C; the one of all ones must stay free */
+        table->defined = 1; /* unless it makes no sense: libjpeg minds that only if the table is used */
         for (int length = 1; length <= 16; length++) {
             table->bits[length] = p[length];
             count += p[length];
             code = (code + p[length]) << 1;
-            if (code > (2u << length) - 2) return JPEG_DAMAGED;
+            if (code > (2u << length) - 2) table->defined = 0;
         }
         p += 17;
         if (count > 256 || end - p < count) return JPEG_DAMAGED;
         memset(table->values, 0, sizeof table->values);
         memcpy(table->values, p, (size_t)count);
         for (int k = 0; k < count; k++)
-            if (!is_ac && p[k] > 15) return JPEG_DAMAGED;
+            if (!is_ac && p[k] > 15) table->defined = 0;
         p += count;
-        table->defined = 1;
     }
     return JPEG_OK;
 }
@@ -120,6 +115,7 @@ static inline JpegStatus jpeg_parse_sof(Jpeg *jpeg, const uint8_t *p, const uint
     jpeg->height = jpeg_be16(p + 1);
     jpeg->width = jpeg_be16(p + 3);
     if (!jpeg->width || !jpeg->height) return JPEG_DAMAGED; /* a height of 0 is legal, if a DNL marker follows; libjpeg refuses it too */
+    if (jpeg->width > JPEG_MAX_SIDE || jpeg->height > JPEG_MAX_SIDE) return JPEG_DAMAGED;
     jpeg->num_components = p[5];
     int mcu_blocks = 0;
     for (int k = 0; k < jpeg->num_components; k++) {
@@ -190,7 +186,7 @@ static inline JpegStatus jpeg_parse(const uint8_t *data, size_t size, Jpeg *jpeg
         switch (marker) {
         case 0xC0: case 0xC1: status = jpeg_parse_sof(jpeg, p, end); break;
         case 0xC2: return JPEG_PROGRESSIVE;
-        case 0xC3: case 0xC5: case 0xC6: case 0xC7: case 0xC8: case 0xC9: case 0xCA: case 0xCB: case 0xCC: case 0xCD: case 0xCE: case 0xCF:
+        case 0xC3: case 0xC5: case 0xC6: case 0xC7: case 0xC9: case 0xCA: case 0xCB: case 0xCC: case 0xCD: case 0xCE: case 0xCF:
             return JPEG_PROCESS;
         case 0xC4: status = jpeg_parse_dht(jpeg, p, end); break;
         case 0xDB: status = jpeg_parse_dqt(jpeg, p, end); break;
@@ -212,7 +208,7 @@ static inline JpegStatus jpeg_parse(const uint8_t *data, size_t size, Jpeg *jpeg
             break;
         case 0xEE: if (end - p >= 12 && !memcmp(p, "Adobe", 5)) adobe_transform = p[11]; break;
         case 0xFE: break;
-        default: if (marker < 0xE0 || marker > 0xEF) return JPEG_DAMAGED; /* RSTn, EOI, a second SOI, DNL, DHP, EXP, reserved ones */
+        default: if (marker < 0xE0 || marker > 0xEF) return JPEG_DAMAGED; /* RSTn, EOI, a second SOI, DNL, DHP, EXP, JPG, reserved ones */
         }
         if (status != JPEG_OK) return status;
         at += length;
@@ -232,12 +228,11 @@ static inline size_t jpeg_num_segments(const Jpeg *jpeg) {
     return interval ? (mcus + interval - 1) / interval : 1;
 }
 
-/* Where the first `count` segments are (count from 1 to `jpeg_num_segments`). JPEG_DAMAGED if markers are missing or in the wrong order. What
- * follows the last one asked for must be a marker: the next RSTn, or any other if all segments were asked for. */
-static inline JpegStatus jpeg_find_segments(const Jpeg *jpeg, size_t count, JpegSegment *segments) {
+/* Where all `jpeg_num_segments` are. JPEG_DAMAGED if markers are missing or in the wrong order; any but RSTn must follow the last one. */
+static inline JpegStatus jpeg_find_segments(const Jpeg *jpeg, JpegSegment *segments) {
     const uint8_t *data = jpeg->data, *end = data + jpeg->size, *begin = data + jpeg->scan_offset, *p = begin;
     size_t total = jpeg_num_segments(jpeg);
-    for (size_t found = 0; found < count;) {
+    for (size_t found = 0; found < total;) {
         p = (const uint8_t *)memchr(p, 0xFF, (size_t)(end - p));
         if (!p || end - p < 2) return JPEG_DAMAGED;
         if (p[1] == 0) {
@@ -304,7 +299,7 @@ static inline void jpeg_drop(JpegBits *b, uint32_t n) {
 /* Bits not yet used; negative beyond the end. */
 static inline ptrdiff_t jpeg_bits_left(const JpegBits *b) { return (b->end - b->next) * 8 + (ptrdiff_t)b->count; }
 
-/* Whether more bits were used than there are. To be asked after each MCU at least, see JPEG_PADDING. */
+/* Whether more bits were used than there are. To be asked after each block, see JPEG_PADDING. */
 static inline int jpeg_bits_overrun(const JpegBits *b) { return jpeg_bits_left(b) < 0; }
 
 /* Whether a segment was decoded to its very end: less than a byte is left. */

@@ -47,7 +47,6 @@ typedef struct {
     /* As wide, between two rows; bias 1 in the upper one of two rows, 2 in the lower one. */
     void (*blend)(const uint8_t *near, const uint8_t *far, uint8_t *out, int n, int bias);
     void (*ycc_to_rgb)(const uint8_t *y, const uint8_t *cb, const uint8_t *cr, uint8_t *rgb, int n);
-    void (*interleave)(const uint8_t *r, const uint8_t *g, const uint8_t *b, uint8_t *rgb, int n);
     /* Copy image data up to a marker, with one FF for each FF 00; *from then is at the marker, or less than 2 bytes before `end`.
      * Returns where the copy ends. */
     uint8_t *(*copy_segment)(const uint8_t **from, const uint8_t *end, uint8_t *to);
@@ -185,7 +184,7 @@ static uint8_t *copy_segment_c(const uint8_t **from, const uint8_t *end, uint8_t
 
 static const Kernels KERNELS_C = {
     .idct_pair = idct_pair_c, .stretch = stretch_c, .blend_stretch = blend_stretch_c, .blend = blend_c, .ycc_to_rgb = ycc_to_rgb_c,
-    .interleave = interleave_c, .copy_segment = copy_segment_c,
+    .copy_segment = copy_segment_c,
 };
 
 /* ---- the same in AVX2 ------------------------------------------------------------------------------------------------------------- */
@@ -401,7 +400,7 @@ AVX2 static uint8_t *copy_segment_avx2(const uint8_t **from, const uint8_t *end,
 
 static const Kernels KERNELS_AVX2 = {
     .idct_pair = idct_pair_avx2, .stretch = stretch_avx2, .blend_stretch = blend_stretch_avx2, .blend = blend_avx2,
-    .ycc_to_rgb = ycc_to_rgb_avx2, .interleave = interleave_c, .copy_segment = copy_segment_avx2,
+    .ycc_to_rgb = ycc_to_rgb_avx2, .copy_segment = copy_segment_avx2,
 };
 
 #endif

@@ -153,7 +153,7 @@ static int open_reader(Reader *reader, const Jpeg *jpeg) {
     if (reader->num_segments > jpeg->size / 2) return JPEG_DAMAGED;
     reader->segments = malloc(reader->num_segments * sizeof *reader->segments);
     if (!reader->segments) return JPEG_MEMORY;
-    int status = jpeg_find_segments(jpeg, reader->num_segments, reader->segments);
+    int status = jpeg_find_segments(jpeg, reader->segments);
     if (status != JPEG_OK) return status;
     for (size_t k = 0; k < reader->num_segments; k++) {
         size_t length = reader->segments[k].end - reader->segments[k].begin;
@@ -181,7 +181,7 @@ static inline void read_mcu(const Reader *reader, uint32_t row, uint32_t column,
                 Token *tokens = scan->tokens + scan->num_tokens;
                 read_dc[c] = take_dc(bits, reader->dc + component->dc, read_dc[c], good);
                 int n = read_ac(bits, reader->ac + component->ac, tokens + 1, scan->ac_counts[outside ? MAX_TABLES : table]);
-                if (n < 0) *good = 0;
+                if (n < 0 || jpeg_bits_overrun(bits)) *good = 0;
                 if (!*good) return;
                 int32_t dc = read_dc[c];
                 if (outside) { /* the DC coefficient of the block before, all others zero */
@@ -222,7 +222,7 @@ static int read_scan(const Reader *reader, uint8_t *unstuffed, Scan *scan) {
             int good = 1;
             if (!grow(scan)) return JPEG_MEMORY;
             read_mcu(reader, row, column, &bits, read_dc, written_dc, scan, &good);
-            if (!good || jpeg_bits_overrun(&bits)) return JPEG_DAMAGED;
+            if (!good) return JPEG_DAMAGED;
         }
     }
     return jpeg_bits_finished(&bits) ? JPEG_OK : JPEG_DAMAGED;
@@ -306,7 +306,7 @@ static inline uint64_t difference(Block block, const Token *tokens, int32_t dc, 
     uint64_t differ = (uint64_t)(uint32_t)(block.dc ^ dc);
     for (uint32_t k = 1, place = 0; k < block.num_tokens; k++) {
         place += (symbol_of(tokens[k]) >> 4) + 1; /* runs of zeros and the block's end are followed by a zero as well */
-        int16_t *coefficient = coefficients + JPEG_NATURAL[place];
+        int16_t *coefficient = coefficients + PLACES[place];
         differ |= (uint64_t)(uint32_t)(*coefficient ^ value_of(tokens[k]));
         *coefficient = 0;
     }
@@ -343,13 +343,13 @@ static int has_blocks(const Reader *reader, const Scan *scan, uint8_t *unstuffed
                     for (int j = 0; j <= is_pair; j++) dc[j][c] = take_dc(bits + j, of_dc, dc[j][c], &good);
                     good &= is_pair ? take_ac_pair(bits, bits + 1, of_ac, coefficients[0], coefficients[1]) : take_ac(bits, of_ac, 0, coefficients[0]);
                     for (int j = 0; j <= is_pair; j++) {
+                        good &= !jpeg_bits_overrun(bits + j);
                         differ |= difference(*block[j], token[j], dc[j][c], coefficients[j]);
                         token[j] += block[j]++->num_tokens;
                     }
                 }
             }
-            for (int j = 0; j <= is_pair; j++)
-                if (!good || jpeg_bits_overrun(bits + j)) return 0;
+            if (!good) return 0;
         }
         for (int j = 0; j <= is_pair; j++)
             if (!jpeg_bits_finished(bits + j)) return 0;

@@ -15,7 +15,8 @@
 #include "blocks.h"
 #include "pixels.h"
 
-enum { WINDOW_OUTSIDE = 8, WINDOW_SAMPLING = 9, WINDOW_COLOURS = 10 }; /* JpegStatus goes on; Status in vit/data/native.py */
+/* JpegStatus goes on; Status in vit/data/native.py. */
+enum { WINDOW_OUTSIDE = 8, WINDOW_SAMPLING = 9, WINDOW_COLOURS = 10, WINDOW_IMAGE = 11 };
 
 /* What the window needs of a component. */
 typedef struct {
@@ -54,6 +55,8 @@ typedef struct {
 
 /* ---- plan --------------------------------------------------------------------------------------------------------- */
 
+#define MAX_PIXELS 178956970 /* as in vit/data/jpeg.py */
+
 INLINE uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 /* Blocks that hold samples for the pixels first to last, with `margin` samples around, of `size` samples in all. */
@@ -73,6 +76,7 @@ static int plan_window(Window *w, int channels) {
         const JpegComponent *component = jpeg->components + c;
         Plane *plane = w->planes + c;
         if (jpeg->h_max % component->h || jpeg->v_max % component->v) return WINDOW_SAMPLING;
+        if (!c && (component->h != jpeg->h_max || component->v != jpeg->v_max)) return WINDOW_SAMPLING; /* `lines` are for chroma */
         for (uint32_t k = 0; k < (uint32_t)component->h * component->v; k++)
             w->blocks[w->num_blocks++] = (McuBlock){c, k % component->h, k / component->h};
         if (c && channels == 1) continue;
@@ -86,7 +90,7 @@ static int plan_window(Window *w, int channels) {
         uint32_t right = jpeg_ceil_div(plane->left + plane->wide, component->h);
         uint32_t bottom = jpeg_ceil_div(plane->top + plane->high, component->v);
         w->right = right > w->right ? right : w->right, w->bottom = bottom > w->bottom ? bottom : w->bottom;
-        for (int k = 0; k < 64; k++) plane->quantisation[JPEG_NATURAL[k]] = (int16_t)jpeg->quant[component->quant][k];
+        for (int k = 0; k < 64; k++) plane->quantisation[PLACES[k]] = (int16_t)jpeg->quant[component->quant][k];
     }
     w->interval = jpeg->restart_interval ? jpeg->restart_interval : jpeg->mcus_wide * jpeg->mcus_high;
     w->first_segment = (w->top * jpeg->mcus_wide + w->left) / w->interval;
@@ -111,7 +115,7 @@ static uint32_t segment_end(const Window *w, uint32_t segment) {
 /* Memory for all that depends on the window's and the file's size, in one piece; NULL if there is none. */
 static uint8_t *allocate(Window *w) {
     size_t segments = (w->end_segment - w->first_segment) * sizeof(Segment);
-    size_t bytes = w->jpeg.size - w->jpeg.scan_offset + (w->end_segment - w->first_segment) * (size_t)BLOCK_PADDING + COPY_SLACK;
+    size_t bytes = w->jpeg.size - w->jpeg.scan_offset + (w->end_segment - w->first_segment) * (size_t)JPEG_PADDING + COPY_SLACK;
     size_t line = w->width + 4 * ROW_PAD, total = segments + bytes + 2 * line + 2 * ROW_PAD;
     for (int c = 0; c < 3; c++) total += (size_t)w->planes[c].stride * (w->planes[c].high * 8 + 2);
     uint8_t *memory = malloc(total), *next = memory;
@@ -151,8 +155,8 @@ INLINE int copy_segments(Window *w, const Kernels *kernels) {
         int needed = needed_until(w, segment_end(w, s)) > s * w->interval;
         w->segments[s - w->first_segment] = (Segment){needed ? to : NULL, (size_t)(to_end - to)};
         if (!needed) continue; /* the next one is copied over it */
-        memset(to_end, 0, BLOCK_PADDING);
-        to = to_end + BLOCK_PADDING;
+        memset(to_end, 0, JPEG_PADDING);
+        to = to_end + JPEG_PADDING;
     }
     return JPEG_OK;
 }
@@ -171,7 +175,7 @@ typedef struct {
 
 /* Transform both blocks and make room for the next ones. */
 INLINE void flush_pair(Pair *pair, const Kernels *kernels) {
-    typedef int64_t Zeros __attribute__((vector_size(32)));
+    typedef int64_t Zeros __attribute__((vector_size(32), may_alias));
     kernels->idct_pair(&pair->blocks[0], &pair->blocks[1]);
     for (int i = 0; i < BLOCK_ROOM / 8; i++) ((Zeros *)pair->coefficients)[i] = (Zeros){0}; /* memset becomes a slow `rep stos` */
     pair->count = 0;
@@ -285,29 +289,29 @@ static void extend_edges(const Plane *plane) {
     }
 }
 
-INLINE const uint8_t *plane_row(const Plane *plane, uint32_t y) {
-    return plane->samples + (ptrdiff_t)(y - plane->top * 8) * plane->stride - (ptrdiff_t)plane->left * 8;
+INLINE const uint8_t *sample_at(const Plane *plane, uint32_t x, uint32_t y) {
+    return plane->samples + (ptrdiff_t)(y - plane->top * 8) * plane->stride + (x - plane->left * 8);
 }
 
 /* `n` samples for the pixels from (x, y) on, in the plane itself or stretched into `line`. Which filter: `jinit_upsampler` of
  * jdsample.c. */
 INLINE const uint8_t *sample_row(const Plane *plane, const Kernels *kernels, uint32_t x, uint32_t y, uint32_t n, uint8_t *line) {
-    uint32_t sx = plane->stretch_x, sy = plane->stretch_y, above_or_below = y / sy;
-    const uint8_t *near = plane_row(plane, y / sy);
-    if (sx == 1 && sy == 1) return near + x;
+    uint32_t sx = plane->stretch_x, sy = plane->stretch_y, first = x / sx, above_or_below = y / sy;
+    const uint8_t *near = sample_at(plane, first, y / sy);
+    if (sx == 1 && sy == 1) return near;
     if (sy == 2) above_or_below = y & 1 ? at_most(y / 2 + 1, plane->height - 1) : y / 2 - (y > 1);
-    const uint8_t *far = plane_row(plane, above_or_below);
+    const uint8_t *far = sample_at(plane, first, above_or_below);
     if (sx == 1 && sy == 2) {
-        kernels->blend(near + x, far + x, line, (int)n, y & 1 ? 2 : 1);
+        kernels->blend(near, far, line, (int)n, y & 1 ? 2 : 1);
         return line;
     }
     if (sx == 2 && sy <= 2 && plane->width > 2) {
-        uint32_t first = x / 2, count = (x + n - 1) / 2 - first + 1;
-        if (sy == 1) kernels->stretch(near + first, line, (int)count);
-        else kernels->blend_stretch(near + first, far + first, line, (int)count);
+        uint32_t count = (x + n - 1) / 2 - first + 1;
+        if (sy == 1) kernels->stretch(near, line, (int)count);
+        else kernels->blend_stretch(near, far, line, (int)count);
         return line + (x & 1);
     }
-    for (uint32_t i = 0; i < n; i++) line[i] = near[(x + i) / sx];
+    for (uint32_t i = 0; i < n; i++) line[i] = near[(x + i) / sx - first];
     return line;
 }
 
@@ -316,7 +320,7 @@ INLINE void make_pixels(Window *w, const Kernels *kernels, int channels, uint8_t
     for (int c = 0; c < w->jpeg.num_components; c++)
         if (w->planes[c].wide) extend_edges(w->planes + c);
     for (uint32_t y = w->y; y < w->y + w->height; y++, pixels += row_bytes) {
-        const uint8_t *luma = sample_row(w->planes, kernels, w->x, y, n, w->lines[0]);
+        const uint8_t *luma = sample_at(w->planes, w->x, y); /* never stretched: `plan_window` */
         if (channels == 1) {
             memcpy(pixels, luma, n);
             continue;
@@ -327,7 +331,7 @@ INLINE void make_pixels(Window *w, const Kernels *kernels, int channels, uint8_t
             third = sample_row(w->planes + 2, kernels, w->x, y, n, w->lines[1]);
         }
         if (w->jpeg.num_components == 3 && !w->jpeg.is_rgb) kernels->ycc_to_rgb(luma, second, third, pixels, (int)n);
-        else kernels->interleave(luma, second, third, pixels, (int)n);
+        else interleave_c(luma, second, third, pixels, (int)n);
     }
 }
 
@@ -361,9 +365,10 @@ __attribute__((target("avx2,bmi,bmi2"))) static int decode_avx2(Window *w, int c
 #endif
 
 /* Decode the window into `pixels`: `height` rows of `width` times 1 (grey) or 3 (RGB) bytes, `row_bytes` apart. Returns JPEG_OK or why
- * not; then `pixels` hold anything. `portable` leaves the processor's own instructions aside. */
-int vit_decode_window(const uint8_t *data, size_t size, uint32_t x, uint32_t y, uint32_t width, uint32_t height, int channels,
-                      uint8_t *pixels, ptrdiff_t row_bytes, int portable) {
+ * not; then `pixels` hold anything. The image must have `image_width` and `image_height`; 0: any. `portable` leaves the processor's own
+ * instructions aside. */
+int vit_decode_window(const uint8_t *data, size_t size, uint32_t image_width, uint32_t image_height, uint32_t x, uint32_t y,
+                      uint32_t width, uint32_t height, int channels, uint8_t *pixels, ptrdiff_t row_bytes, int portable) {
     Window *w = malloc(sizeof *w);
     uint8_t *memory = NULL;
     if (!w) return JPEG_MEMORY;
@@ -371,6 +376,8 @@ int vit_decode_window(const uint8_t *data, size_t size, uint32_t x, uint32_t y, 
     w->num_blocks = 0, w->right = w->bottom = 0;
     memset(w->planes, 0, sizeof w->planes);
     int status = jpeg_parse(data, size, &w->jpeg);
+    if (status == JPEG_OK && image_width && (w->jpeg.width != image_width || w->jpeg.height != image_height)) status = WINDOW_IMAGE;
+    if (status == JPEG_OK && (uint64_t)w->jpeg.width * w->jpeg.height > MAX_PIXELS) status = WINDOW_IMAGE;
     if (status == JPEG_OK) status = plan_window(w, channels);
     if (status == JPEG_OK && w->end_segment > size / 2) status = JPEG_DAMAGED; /* before memory is asked for: headers lie */
     if (status == JPEG_OK && !(memory = allocate(w))) status = JPEG_MEMORY;
