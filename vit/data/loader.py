@@ -152,13 +152,14 @@ class TrainBatches:
         entries = self.split.index[ids]
         keys = sample_keys(self.order.seed, position // self.order.steps_per_epoch, ids, copies)
         crops = draw_crops(self.augment, keys, entries["width"], entries["height"], self.image.size)
+        windows, widths, heights = crops.tolist(), entries["width"].tolist(), entries["height"].tolist()
         weights, bad_keys = np.ones(len(ids), dtype=np.float32), []
         for sample, numbers in _rows_of(ids).items():
-            entry, windows, images = entries[numbers[0]], crops[numbers].tolist(), [rows.images[row] for row in numbers]
+            images, size = [rows.images[number] for number in numbers], (widths[numbers[0]], heights[numbers[0]])
             try:
                 decode_views(
-                    self.split.read(sample), windows, self.image.size, self.image.interpolation, self.image.channels,
-                    out=images, image_size=(int(entry["width"]), int(entry["height"])), scaled=self.image.scaled_decode,
+                    self.split.read(sample), [windows[number] for number in numbers], self.image.size, self.image.interpolation,
+                    self.image.channels, out=images, image_size=size, scaled=self.image.scaled_decode,
                 )  # fmt: skip
             except ShardError:
                 raise

@@ -114,10 +114,9 @@ def _head(data: bytes, header: JpegHeader, width: int, height: int) -> bytearray
 def _restart_markers(data: bytes, scan_offset: int) -> NDArray[np.int64]:
     """Where the restart markers of the scan stand, in bytes from the start of the file; none if they are not numbered in turn."""
     codes = np.frombuffer(data, np.uint8, offset=scan_offset)
-    at = np.flatnonzero(codes[:-1] == 0xFF)  # one byte in 256, so the rest is short
-    numbers = codes[at + 1]
-    is_restart = (numbers & 0xF8) == 0xD0
-    at, numbers = at[is_restart], numbers[is_restart]
-    if (numbers != (0xD0 + (np.arange(len(at)) & 7))).any():
-        return at[:0]
-    return at + scan_offset
+    at = (codes[:-1] == 0xFF).nonzero()[0]  # one byte in 256, so the rest is short
+    numbers = codes[at + 1] ^ 0xD0
+    is_restart = numbers < 8
+    at = at[is_restart]
+    in_turn = bytes(range(8)) * (len(at) // 8 + 1)
+    return at + scan_offset if in_turn.startswith(numbers[is_restart].tobytes()) else at[:0]
