@@ -15,10 +15,10 @@ distributed.COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=3)
 world = distributed.start("cpu")
 
 def make():
+    if world.is_main and sys.argv[1] == "wrong":
+        raise ValueError("no such shard")
     if world.is_main:
         time.sleep(6)
-        if sys.argv[1] == "wrong":
-            raise ValueError("no such shard")
     return world.rank * 10
 
 try:

@@ -238,7 +238,7 @@ def test_bad_images_are_skipped_where_that_is_asked_for(shards, tmp_path):
 def test_fewer_samples_than_readers(shards, tmp_path):
     path = write_tar(tmp_path / "one.tar", {"a.jpg": open_split(shards, "train").read(0), "a.cls": b"1"})
     with pytest.raises(ShardError, match=r"1 samples came, .*; its 2 readers \(ranks times data.num_workers\) need one each"):
-        read(batches(str(path), workers=2), steps=2, workers=2)
+        read(batches(str(path), workers=2), steps=1000, workers=2)  # so many that both workers get to make one
 
 
 def test_braces_and_the_package(shards, monkeypatch):
