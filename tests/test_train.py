@@ -106,6 +106,8 @@ def test_an_evaluation_that_was_broken_off_in_mid_run_is_made_up_for(tmp_path):
     assert not metrics(tmp_path / "run", "eval")
     train(config, tmp_path / "run", "eval.batch_size=1", ranks=2)
     assert [line["step"] for line in metrics(tmp_path / "run", "eval")] == [6, 12]
+    checked = [number for line in metrics(tmp_path / "run", "epoch") for number in range(line["first_batch"], line["last_batch"] + 1)]
+    assert checked == list(range(12)), "each batch is compared with the plan once, whenever the run was stopped"
 
 
 @pytest.mark.slow

@@ -303,7 +303,7 @@ def train(run: Run) -> str:
             progress.step += 1
 
             trained.add(batch)
-            if progress.step % plan.steps_per_epoch == 0 or progress.step == plan.total_steps or monitor.stop:
+            if progress.step % plan.steps_per_epoch == 0 or progress.step == plan.total_steps:
                 trained.check()
 
             evaluation_due = plan.evaluates_at(progress.step)
@@ -312,6 +312,8 @@ def train(run: Run) -> str:
                 monitor.read()
                 if evaluation_due and not monitor.stop:
                     monitor.stop = not _evaluate(run)
+                if monitor.stop:
+                    trained.check()  # what was trained on since the epoch began
                 if save_due or monitor.stop:
                     _save(run, monitor)
                 monitor.resume_clock()
@@ -379,6 +381,8 @@ class _Trained:
 
     def check(self) -> None:
         """Compare and record what was added since the last time. All ranks come here. Raises RuntimeError if it is not the plan's."""
+        if self._first == self._next:
+            return
         run, first, last = self._run, self._first, self._next - 1
         signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
         seen = int(run.world.sum_(torch.tensor(signed, dtype=torch.int64, device=run.world.device))) % 2**64

@@ -176,7 +176,8 @@ class Order:
             return self.num_samples  # no block comes a second time soon
         lanes = min(-(-num_rows // self._lane_share), self.num_lanes)
         ahead = -(-batches_ahead * self._lane_share // (self.aug_repeats * self.block_samples))
-        return lanes * (-(-self.window_blocks * 5 // 4) + 1 + ahead)  # a quarter: of windows that are finished, and not forgotten yet
+        # A quarter more than the windows: of finished ones, whose blocks are not forgotten yet; and 1 of the next, which is begun.
+        return lanes * (-(-self.window_blocks * 5 // 4) + 1 + ahead)
 
     def _lane(self, shuffle: int, lane: int, start: int, stop: int) -> NDArray[np.int64]:
         """Positions among the shuffled blocks of the images [start, stop) of a lane, windows permuted."""
