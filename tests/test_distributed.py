@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from processes import REPOSITORY, environment
+from processes import run
 
 SLOW_MAIN = """
 import datetime, sys, time
@@ -33,8 +31,7 @@ def two_ranks(tmp_path: Path, argument: str) -> list[str]:
     """Sorted lines of two ranks that run SLOW_MAIN."""
     script = tmp_path / "slow_main.py"
     script.write_text(SLOW_MAIN)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*torchrun, script, argument], capture_output=True, text=True, env=environment(), cwd=REPOSITORY, timeout=120)
+    done = run(script, argument, ranks=2, timeout_s=120)
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.splitlines())
 

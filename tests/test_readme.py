@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
+from functools import cache
 from pathlib import Path
 
 import pytest
-from processes import environment, run
+from processes import run
 
 from vit.config_io import load_config
 
@@ -22,6 +21,14 @@ README = (ROOT / "README.md").read_text()
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+@cache
+def usage(script: str, cold: bool = False) -> str:
+    """What `--help` says."""
+    done = run(script, "--help", cold=cold)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def commands() -> list[str]:
@@ -51,14 +58,19 @@ def test_a_command_of_the_readme_names_what_exists(line):
             words = ["-m", f"data_prep.{words[1]}", *words[2:]]
     if words[0] == "-m":
         assert (ROOT / (words[1].replace(".", "/") + ".py")).is_file()
-        assert run(words[1].replace(".", "/") + ".py", "--help").returncode == 0
+        usage(words[1].replace(".", "/") + ".py", cold=True)  # without torch there is nothing to warm
         return
     script, *arguments = words
-    usage = run(script, "--help").stdout
-    assert all(flag in usage for flag in arguments if flag.startswith("--"))
+    assert all(flag in usage(script) for flag in arguments if flag.startswith("--"))
     if "--config" in arguments:
         overrides = [word for word in arguments if "=" in word and not word.startswith("--")]
         load_config(ROOT / arguments[arguments.index("--config") + 1], overrides)
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "launch").glob("*.py") if path.name != "check_versions.py"))
+def test_a_command_starts_as_its_users_start_it(script):
+    """In an interpreter that has imported nothing before."""
+    assert "usage:" in usage(f"launch/{script}", cold=True)
 
 
 def test_the_python_of_the_readme_runs():
@@ -74,9 +86,7 @@ def test_the_loop_of_the_docs_trains(shards, tmp_path):
         textwrap.dedent("".join(re.findall(r"^      .*\n|^\n(?=      )", page.partition("**Evaluation**")[2], re.M))), "    "
     )
     (tmp_path / "loop.py").write_text(code.replace("data/digits", str(shards)))
-    done = subprocess.run(
-        [sys.executable, tmp_path / "loop.py"], capture_output=True, text=True, env=environment(), cwd=tmp_path, check=False
-    )
+    done = run(tmp_path / "loop.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = [float(value) for value in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.M)]
     assert len(losses) == 9
