@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,24 @@ _SEED_DROPOUT = 0x0D0
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
     """Autocast for `precision` fp32, bf16 or fp16 on `device`."""
     return torch.autocast(device.type, AUTOCAST_DTYPE[precision]) if precision in AUTOCAST_DTYPE else nullcontext()
+
+
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile each of `model.blocks` in place, or all of a model without blocks.
+
+    Our blocks share one graph in training and one in evaluation, so compiling takes as long for H
+    as for B. `backend`: any of torch.compile's.
+    """
+    blocks = list(getattr(model, "blocks", [model]))
+    # Else each graph is cut where a bucket of DDP ends, and its pieces are fused apart. The borders
+    # of blocks already let the all-reduce of one run beside the backward pass of the next.
+    torch._dynamo.config.optimize_ddp = False
+    # Blocks of timm have a graph each where their drop path rates differ; after 8 (the default)
+    # torch would run the rest without compiling, and so the evaluation's.
+    limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
+    torch._dynamo.config.recompile_limit = limit
+    for block in blocks:
+        block.compile(backend=backend)
 
 
 class StepResult:

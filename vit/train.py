@@ -55,7 +55,7 @@ from vit.progress import Meter
 from vit.record import Record, lock_run, provenance
 from vit.report import make_report
 from vit.schedule import lr_at
-from vit.step import TrainStep
+from vit.step import TrainStep, compile_blocks
 from vit.weights import Trained, WeightsError, fingerprint, grid_size, load_weights, read_trained, save_weights
 
 MAY_CHANGE = (
@@ -157,8 +157,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     # 3. The average copies the model before anything is compiled into it.
     ema = Ema(model, config.train.ema_decay) if config.train.ema_decay is not None else None
     if config.train.compile:
-        for block in getattr(model, "blocks", [model]):  # block by block: one compilation serves all of them
-            block.compile()
+        compile_blocks(model)
     schedule = partial(lr_at, peak_lr=config.optim.lr, name=config.schedule.name, min_lr=config.schedule.min_lr)
     train_step = TrainStep(
         model,
