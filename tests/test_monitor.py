@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from itertools import pairwise
@@ -16,7 +17,7 @@ from vit.data.loader import Batch, ImageFormat, Layout
 from vit.data.workers import Loader
 from vit.distributed import World
 from vit.host import num_cores
-from vit.monitor import Monitor
+from vit.monitor import Monitor, collecting_at_log_lines
 from vit.plan import make_plan
 from vit.record import Record
 from vit.step import StepResult
@@ -64,3 +65,12 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
             assert remedy == f"raise data.num_workers (0 for each of 1 rank(s), {num_cores()} cores)"
     else:
         assert not told
+
+
+def test_garbage_is_collected_at_log_lines_only():
+    assert gc.isenabled()
+    with collecting_at_log_lines():
+        assert not gc.isenabled()
+        gc.freeze()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0

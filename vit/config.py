@@ -316,6 +316,9 @@ class TrainConfig(Section):
     """`torch.compile` the model."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of the exponential average of the weights per step; `None`: no average."""
+    ema_warmup: bool = False
+    """Let the decay grow as (1 + t) / (10 + t) over steps t until it is `ema_decay`, so that a short
+    run's average is not mostly the initial weights; the decay is constant where this is off."""
     max_skipped_steps: Positive = 10
     """Stop after so many updates in a row whose gradient was not finite."""
 
@@ -428,6 +431,8 @@ class Config(Section):
                 problems.append(f"data.{key} has {len(values)} values, model.in_chans is {self.model.in_chans}: give {allowed}")
         problems += _reader_problems(self.data)
         problems += _augment_problems(self.augment, self.model.in_chans)
+        if self.train.ema_warmup and self.train.ema_decay is None:
+            problems.append("train.ema_warmup has no effect without train.ema_decay: give one")
         if self.optim.name == "sgd" and self.optim.nesterov and self.optim.momentum == 0:
             problems.append("optim.nesterov needs optim.momentum above 0")
         if problems:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import inspect
 import itertools
 import os
 import re
@@ -24,11 +25,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
@@ -170,6 +172,7 @@ def start(device: str = "auto", asked_by: str = "train.device=") -> World:
         )
     if size > 1:
         _end_with_launcher()
+    _set_backends()
     if device == "cuda" or (device == "auto" and gpus >= local_size):
         where = torch.device("cuda", local_rank)
         torch.cuda.set_device(where)  # before the first CUDA call, or every rank opens a context on GPU 0
@@ -185,6 +188,21 @@ def start(device: str = "auto", asked_by: str = "train.device=") -> World:
             raise ValueError(_why_not_met(str(error))) from None
         return World(rank, size, where, dist.PrefixStore("words", store))
     return World(int(os.environ.get("RANK", "0")), size, where)
+
+
+def _set_backends() -> None:
+    """What torch would decide by itself, or by an environment that differs from host to host.
+
+    fp32 means fp32: no TF32, which cuDNN's convolutions take by default (8 times as fast, with 10
+    bits of fraction; who wants speed takes bf16). No cuDNN benchmark: timings that choose a kernel
+    choose another one after a resume. Segments of GPU memory may grow, as augmentation allocates
+    hundreds of sizes in a step; the user's own allocator settings win.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read when the first tensor comes to a GPU
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def _why_not_met(reason: str) -> str:
@@ -227,11 +245,18 @@ def leave(status: int) -> NoReturn:
 
 
 def wrap(model: nn.Module, world: World) -> nn.Module:
-    """`model` under DDP, or itself in a world of one. Rank 0's weights go to all ranks."""
+    """`model` under DDP, or itself in a world of one. Rank 0's weights go to all ranks, and before
+    each forward pass its buffers if some change in training: those of batch norms."""
     if world.size == 1:
         return model
-    devices = [world.device] if world.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    options: dict[str, Any] = {"gradient_as_bucket_view": True}
+    if world.device.type == "cuda":
+        options["device_ids"] = [world.device]
+    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        # Fixed positions, say, which all ranks have alike. torch 2.15 gave the argument another name.
+        known = inspect.signature(DistributedDataParallel).parameters
+        options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+    return DistributedDataParallel(model, **options)
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

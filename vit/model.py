@@ -104,6 +104,8 @@ class DropPath(nn.Module):
     Those kept are divided by 1 - rate, so that the expectation is that of evaluation.
     """
 
+    keep_prob: Tensor
+
     def __init__(self, rate: float):
         super().__init__()
         self.rate = rate

@@ -120,12 +120,16 @@ class TrainStep:
         before = [buffer.clone() for buffer in self.model.buffers()]  # a guest's batch norms would remember the passes
         for _ in range(2):
             self._loss(micro).sum().backward()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients(batch)
         for buffer, value in zip(self.model.buffers(), before, strict=True):
             buffer.copy_(value)
 
     def __call__(self, batch: Batch, step: int, stop: bool = False) -> StepResult:
         """The update at `step` with this rank's rows of the global batch. `stop`: this rank has been asked to end."""
+        return StepResult(self._values(batch, step, stop))
+
+    def _values(self, batch: Batch, step: int, stop: bool) -> Tensor:
+        """All that is queued on the device, up to the `values` of the result. Nothing in it waits."""
         torch.manual_seed(int(fold(self.seed, self.world.rank, step, _SEED_DROPOUT) >> 1))
         rows, micro = len(batch.labels), self.micro_batch_size
         global_rows = rows * self.world.size
@@ -138,9 +142,21 @@ class TrainStep:
                 ((losses * part.weights).sum() * (self.world.size / global_rows) * self.loss_scale).backward()
             sums[0] += (losses.detach() * part.weights).sum()
             sums[1] += part.weights.sum()
-        sums[2], sums[3] = float(stop), float(len(batch.bad_keys))
+        # As `sums[2] = ...` torch 2.11 would copy it from the host and wait for the device.
+        sums[2].fill_(float(stop))
+        sums[3].fill_(float(len(batch.bad_keys)))
         grad_norm = self._update(step)
-        return StepResult(torch.cat([self.world.sum_(sums), grad_norm[None]]))
+        self._clear_gradients(batch)
+        return torch.cat([self.world.sum_(sums), grad_norm[None]])
+
+    def _clear_gradients(self, batch: Batch) -> None:
+        """Make gradients None, or zero where several passes over `batch` add up under DDP.
+
+        Zeros stay in DDP's buckets; without them the passes under `no_sync` would allocate a second
+        set (2.5 GB for H), which the last pass copies in. For a single pass the fill is not worth it.
+        """
+        adds_up = self.wrapped is not self.model and len(batch.labels) > self.micro_batch_size
+        self.optimizer.zero_grad(set_to_none=not adds_up)
 
     def _loss(self, part: Batch) -> Tensor:
         inputs, targets = self.augment(part.images, part.labels, part.table)
@@ -161,7 +177,6 @@ class TrainStep:
         set_lr(self.optimizer, self.lr_at(step))
         self.optimizer.grad_scale, self.optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]  # as GradScaler tells it
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         if self.precision == "fp16":
             self._rescale(found_inf)
         if self.ema is not None:

@@ -46,7 +46,7 @@ from vit.distributed import StopSignals, World, wrap
 from vit.ema import Ema
 from vit.evaluate import evaluate, save_predictions
 from vit.model import count_parameters, create_model, flops_per_image
-from vit.monitor import Monitor
+from vit.monitor import Monitor, collecting_at_log_lines
 from vit.optim import create_optimizer
 from vit.pictures import ClassAccuracy, ConfusedPair
 from vit.plan import Plan, choose_num_classes, make_plan, open_train_split
@@ -155,7 +155,9 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     model.to(world.device)
 
     # 3. The average copies the model before anything is compiled into it.
-    ema = Ema(model, config.train.ema_decay) if config.train.ema_decay is not None else None
+    ema = None
+    if config.train.ema_decay is not None:
+        ema = Ema(model, config.train.ema_decay, config.train.ema_warmup)
     if config.train.compile:
         compile_blocks(model)
     schedule = partial(lr_at, peak_lr=config.optim.lr, name=config.schedule.name, min_lr=config.schedule.min_lr)
@@ -257,6 +259,14 @@ def _open_record(
         record.say(
             f"note: the warm-up takes {plan.warmup_steps} steps, the run has {plan.total_steps}: the peak learning rate is not reached"
         )
+    decay = config.train.ema_decay
+    if decay is not None and not config.train.ema_warmup and config.init.checkpoint is None:
+        share = decay**plan.total_steps
+        if share > 0.01:
+            record.say(
+                f"note: train.ema_decay={decay} over {plan.total_steps} steps leaves {share:.0%} of the"
+                " initial weights in the average: train.ema_warmup=true, or a smaller decay"
+            )
     if progress.restarts:
         record.say(f"resumed at step {progress.step} of {plan.total_steps} from {folder}/checkpoints (restart {progress.restarts})")
     record.start_wandb({**values, "provenance": made_by})
@@ -272,7 +282,11 @@ def train(run: Run) -> str:
     first_step = progress.step
     workers, prefetch_gib, device = config.data.num_workers, config.data.prefetch_gib, run.world.device
     positions = first_step, plan.total_steps
-    with run, Loader(run.batches, *positions, num_workers=workers, prefetch_gib=prefetch_gib, device=device) as loader:
+    with (
+        run,
+        Loader(run.batches, *positions, num_workers=workers, prefetch_gib=prefetch_gib, device=device) as loader,
+        collecting_at_log_lines(),
+    ):
         monitor = Monitor(config, plan, run.world, progress, run.record, loader, run.train_step.lr_at)
         if run.world.is_main:  # forget an earlier stop; a signal in this attempt writes the file again
             (run.folder / "stopped_early").unlink(missing_ok=True)

@@ -26,7 +26,7 @@ from vit.data.loader import Batch, ImageFormat, Layout, TrainBatches
 from vit.data.order import make_order
 from vit.data.shards import open_split
 from vit.data.slots import PART_ROWS, Slots, plan_ring
-from vit.data.workers import Loader, WorkerError
+from vit.data.workers import Loader, WorkerError, page_lock
 
 
 class Numbered:
@@ -354,3 +354,10 @@ def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
     pids, saved = output.splitlines()
     assert saved == "saved"
     wait_until_gone([int(pid) for pid in pids.split()])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's runtime locks the memory")
+def test_memory_that_the_cuda_runtime_does_not_lock_is_no_reason_to_stop(capsys):
+    """gVisor, WSL and some virtual machines refuse it; so does a machine without a driver."""
+    assert page_lock(torch.zeros(4096, dtype=torch.uint8)) is False
+    assert "note: memory of batches is not page-locked here (" in capsys.readouterr().err
