@@ -38,6 +38,7 @@ from vit.evaluate import Evaluation, evaluate
 from vit.known import adopt, published
 from vit.metrics import paired_difference
 from vit.model import create_model
+from vit.preflight import precision_note
 from vit.progress import Meter
 from vit.train import build, train
 from vit.weights import Trained, find_trained, fingerprint, load_weights, read_trained
@@ -60,6 +61,9 @@ def main() -> World:
         "--batch-size", type=int, metavar="N", help="images in one forward pass of one rank (default: the run's eval.batch_size)"
     )
     parser.add_argument("--num-workers", type=int, metavar="N", help="loader processes per rank (default: the run's data.num_workers)")
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], help="format of matrix products (default: the run's train.precision)"
+    )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="(default: auto, GPUs where each rank of a host has one)")
     parser.add_argument("--finetune", metavar="CONFIG", help="fine-tune with this config first, and evaluate before and after")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
@@ -118,6 +122,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "model.image_size": size,
         "eval.batch_size": args.batch_size,
         "data.num_workers": args.num_workers,
+        "train.precision": args.precision,
         "train.device": args.device,
     }
     return {key: value for key, value in flags.items() if value is not None}
@@ -165,6 +170,8 @@ def evaluate_trained(trained: Trained, config: Config, world: World, said: TextI
         model = create_model(config.model.name, config.model.image_size, trained.num_classes, **config.model.fields())
         notes = load_weights(model, trained.weights, trained.grid_size)
     model.to(world.device)
+    if world.is_main and (note := precision_note(config.train.precision, world.device, "--precision fp32")):
+        print(f"note: {note}", file=sys.stderr)
     size = size_of(config)
     with Meter(f"evaluating at {size}", split.num_samples, "images", shown=world.is_main) as meter:
         result = evaluate(

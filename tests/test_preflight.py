@@ -13,7 +13,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from processes import REPOSITORY, TINY, metrics, train
+from processes import REPOSITORY, TINY, environment, metrics, train
 
 from vit.config import Config
 from vit.config_io import load_config
@@ -23,7 +23,7 @@ from vit.data.shards import open_split
 from vit.distributed import World
 from vit.host import free_memory_bytes, num_cores
 from vit.plan import make_plan
-from vit.preflight import Preflight, preflight
+from vit.preflight import Preflight, precision_note, preflight
 
 GIB = 2**30
 HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -211,3 +211,21 @@ def test_a_run_tells_and_records_its_preflight_and_the_rate_of_its_loader(config
     rates = [line["loader_images_per_s"] for line in lines]
     assert len(rates) == 3
     assert any(rate is not None and rate > 0 for rate in rates), json.dumps(rates)
+
+
+def test_a_precision_that_the_cpu_emulates_is_told_with_the_remedy():
+    """Two steps of ViT-B in bf16 take minutes there, which looks like a hang. Limits on what torch may use make such a CPU of any."""
+    code = (
+        "import torch; from vit.preflight import precision_note; device = torch.device('cpu');"
+        "print(precision_note('bf16', device)); print(precision_note('fp32', device))"
+    )
+    limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment() | limits, check=True)
+    bf16, fp32 = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"this CPU \(\w+\) has no instructions for bf16, which is emulated: matrix products take about \d+ times as long as in fp32: "
+        "set train.precision=fp32",
+        bf16,
+    )
+    assert fp32 == "None"
+    assert precision_note("bf16", torch.device("cuda")) is None

@@ -8,9 +8,12 @@ need nothing but NCCL does. What cannot work is an error with its remedy; what o
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from vit.config import Config
 from vit.data.decode import decoder_name
@@ -21,6 +24,7 @@ from vit.data.stream import StreamBatches
 from vit.distributed import World, local_world_size
 from vit.host import free_memory_bytes, num_cores, raise_open_files
 from vit.plan import Plan
+from vit.step import AUTOCAST_DTYPE
 
 WORKER_BYTES = 128 * 2**20
 """Memory that a worker process has for itself, measured at 110 MiB (docs/experiments.md): Python's objects, libraries' data, images."""
@@ -28,6 +32,8 @@ OTHER_FILES = 256
 """Open files of a process besides shards: pipes, libraries, sockets of other ranks."""
 NCCL_SHM_BYTES = 2**30
 """What NVIDIA tells to give containers (NCCL's documentation, Troubleshooting, Docker): --shm-size=1g."""
+SLOW_PRECISION = 3.0
+"""How many times slower than fp32 a precision may be before people are told: a chip that computes in it is faster."""
 MIB, GIB = 2**20, 2**30
 
 
@@ -78,6 +84,8 @@ def preflight(
             f"{ranks * workers} loader workers on {cores} core(s) take turns: data.num_workers={max(cores // ranks, 1)} is as fast, in "
             "less memory"
         )
+    emulated = precision_note(config.train.precision, world.device) if world.is_main else None
+    notes += [emulated] if emulated else []
     shm = Path("/dev/shm")
     shm_bytes = shutil.disk_usage(shm).free if shm.is_dir() else None
     if on_gpu and ranks > 1 and shm_bytes is not None and shm_bytes < NCCL_SHM_BYTES:
@@ -109,6 +117,35 @@ def preflight(
         *(f"note: {note}" for note in notes),
     )
     return Preflight(lines, numbers)
+
+
+def precision_note(precision: str, device: torch.device, remedy: str = "train.precision=fp32") -> str | None:
+    """That this CPU only emulates `precision` (fp32, bf16 or fp16), how slow that is, and what to do; None where it is no slower.
+
+    Measured, in a tenth of a second, on a matrix product as in a ViT-B's MLP: torch can tell which instructions a CPU has, not what its
+    kernels make of them.
+    """
+    if device.type != "cpu" or precision not in AUTOCAST_DTYPE:
+        return None
+    times = _matmul_s(AUTOCAST_DTYPE[precision]) / _matmul_s(torch.float32)
+    if times < SLOW_PRECISION:
+        return None
+    cpu = torch.backends.cpu.get_cpu_capability()
+    return (
+        f"this CPU ({cpu}) has no instructions for {precision}, which is emulated: matrix products take about {times:.0f} times as long as"
+        f" in fp32: set {remedy}"
+    )
+
+
+def _matmul_s(dtype: torch.dtype) -> float:
+    """Seconds that 16 tokens of ViT-B take through the first layer of an MLP, the best of three."""
+    tokens, weight = torch.ones(16, 768, dtype=dtype), torch.ones(768, 3072, dtype=dtype)
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        tokens @ weight
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 def _notes_of_cache(train: TrainBatches | StreamBatches, ranks: int) -> list[str]:
