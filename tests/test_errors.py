@@ -32,7 +32,7 @@ from error_rows import NEEDS_MOUNT, WITHOUT_PRIVILEGES, Row, leave_free, pattern
 from processes import REPOSITORY, TINY, Background, command, environment, write_config
 from servers import WebServer
 
-from vit import distributed
+from vit import exit
 from vit.checkpoint import complete_checkpoints, newest_checkpoint, read_info
 from vit.data.loader import Batch, ImageFormat, Layout
 from vit.data.shards import open_split
@@ -608,13 +608,13 @@ class TooLarge:
 def test_whichever_memory_runs_out_the_setting_is_named(allocate):
     with pytest.raises((MemoryError, RuntimeError)) as caught:
         allocate(1 << 50)
-    assert "Lower data.micro_batch_size in training" in distributed._out_of_memory(caught.value)
+    assert "Lower data.micro_batch_size in training" in exit.out_of_memory(caught.value)
     for num_workers in (0, 1):
         with Loader(TooLarge(allocate), 0, 1, num_workers=num_workers) as loader:
             with pytest.raises((MemoryError, RuntimeError)) as caught:
                 next(loader)
         assert not multiprocessing.active_children(), "a worker outlives its loader while a traceback holds the iterator"
-        assert "while loading a batch. Lower data.num_workers" in distributed._out_of_memory(caught.value)
+        assert "while loading a batch. Lower data.num_workers" in exit.out_of_memory(caught.value)
 
 
 def test_the_required_versions_are_those_of_pyproject():
