@@ -7,15 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from processes import REPOSITORY, environment
+from ranks import together
 
 from vit import distributed
 from vit.distributed import AlreadyReported, Found, RankLost, World, choose_device
@@ -58,27 +55,6 @@ def test_what_the_main_rank_does_alone_may_take_longer_than_a_collective(tmp_pat
 
 
 # ---- the protocol, rank by rank ---------------------------------------------------------------
-
-
-def together(size: int, function: Callable[[World], Any]) -> list[Any]:
-    """What `function` returns or raises on each of `size` ranks, threads with a store in common."""
-    master = dist.TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False)
-    ended: list[Any] = [None] * size
-
-    def rank(number: int) -> None:
-        store = dist.TCPStore("127.0.0.1", master.port, size, False)
-        world = World(number, size, torch.device("cpu"), dist.PrefixStore("words", store))
-        try:
-            ended[number] = function(world)
-        except BaseException as error:
-            ended[number] = error
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return ended
 
 
 def words(ended: list[Any]) -> list[str]:

@@ -82,9 +82,7 @@ def test_waits_of_all_ranks_are_summed_up():
 
 
 @pytest.mark.parametrize(("others_s", "words"), [(0.0, "of rank 2 on far"), (0.3, "; the loader")])
-def test_a_rank_that_others_wait_for_is_named_with_its_host(
-    others_s, words, config, tmp_path, capsys
-):
+def test_a_rank_that_others_wait_for_is_named_with_its_host(others_s, words, config, tmp_path, capsys):
     settings = load_config(config, TINY)[0]
     plan, _ = make_plan(settings, 60, 3)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
