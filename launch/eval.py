@@ -35,6 +35,7 @@ from vit.data.loader import image_format
 from vit.data.shards import Split, open_split
 from vit.distributed import World
 from vit.evaluate import Evaluation, evaluate
+from vit.exit import run_command
 from vit.known import adopt, published
 from vit.metrics import paired_difference
 from vit.model import create_model
@@ -202,7 +203,7 @@ def finetune(trained: Trained, base: Config | None, problem: str, tuned: Config,
     """
     assert tuned.run.dir is not None, "load_config names it"
     with world.main_reports():  # a run that goes on, or is finished, must have begun with these weights
-        found = newest_checkpoint(Path(tuned.run.dir))
+        found = newest_checkpoint(Path(tuned.run.dir)) if world.is_main else None
         if found is not None and found[1]["facts"].get("init_sha256") not in (None, fingerprint(trained.weights)):
             raise ValueError(
                 f"{tuned.run.dir} was fine-tuned from other weights than {trained.path} holds now: use another run.dir, or remove it"
@@ -248,4 +249,4 @@ def finetune(trained: Trained, base: Config | None, problem: str, tuned: Config,
 
 
 if __name__ == "__main__":
-    distributed.run_command(main)
+    run_command(main)

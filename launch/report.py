@@ -17,6 +17,7 @@ import check_versions  # noqa: F401
 
 from vit import distributed
 from vit.distributed import World
+from vit.exit import run_command
 from vit.pictures import PAINTERS
 from vit.progress import Meter
 from vit.record import METRICS_FILE, is_in_use
@@ -60,4 +61,4 @@ def newest_run() -> Path:
 
 
 if __name__ == "__main__":
-    distributed.run_command(main)
+    run_command(main)

@@ -17,6 +17,7 @@ import check_versions  # noqa: F401
 from vit import distributed
 from vit.config_io import all_keys, load_config, nearest
 from vit.distributed import World
+from vit.exit import run_command
 from vit.plan import describe
 from vit.train import build, train
 
@@ -45,4 +46,4 @@ def main() -> World | None:
 
 
 if __name__ == "__main__":
-    distributed.run_command(main)
+    run_command(main)

@@ -18,6 +18,7 @@ from vit import distributed
 from vit.config_io import load_config
 from vit.contact_sheet import make_contact_sheet
 from vit.distributed import World
+from vit.exit import run_command
 
 
 def main() -> World:
@@ -46,4 +47,4 @@ def main() -> World:
 
 
 if __name__ == "__main__":
-    distributed.run_command(main)
+    run_command(main)

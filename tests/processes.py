@@ -129,6 +129,10 @@ class Background:
         """Process ids of the ranks: torchrun gives each a session of its own, so only the family tree tells."""
         return [pid for pid in _children(self.process.pid) if "launch/train.py" in _command_line(pid)]
 
+    def children(self, rank: int) -> list[int]:
+        """Process ids of the loader workers of a rank, which is given by its own."""
+        return _children(rank)
+
     def kill_all(self) -> None:
         """SIGKILL for torchrun and every rank at once: a power cut, as far as processes can feel one."""
         for pid in [*self.trainers(), self.process.pid]:
@@ -156,6 +160,12 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
+
+
+def environment_of(pid: int, name: str) -> str:
+    """A variable as another process had it at its start."""
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(word.decode().split("=", 1) for word in words if b"=" in word).get(name, "")
 
 
 def last_step(run_dir: Path) -> int:

@@ -23,7 +23,9 @@ from vit.data.shards import open_split
 from vit.distributed import World
 from vit.host import free_memory_bytes, num_cores
 from vit.plan import make_plan
-from vit.preflight import Preflight, precision_note, preflight
+from vit.preflight import Preflight, check_disk, disk_needs, precision_note, preflight
+from vit.train import build
+from vit.train import train as train_run
 
 GIB = 2**30
 HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -229,3 +231,59 @@ def test_a_precision_that_the_cpu_emulates_is_told_with_the_remedy():
     )
     assert fp32 == "None"
     assert precision_note("bf16", torch.device("cuda")) is None
+
+
+GUEST = ("model.name=timm/resnet10t", "model.image_size=32")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        TINY,
+        (*TINY, "train.ema_decay=null"),
+        (*TINY, "optim.name=sgd"),
+        (*TINY, "optim.name=sgd", "optim.momentum=0", "train.ema_decay=null"),
+        (*(line for line in TINY if not line.startswith("model.")), *GUEST),
+    ],
+    ids=["AdamW", "no average", "momentum", "nothing", "buffers"],
+)
+def test_the_room_that_a_run_takes_is_known_before_it_is_built(overrides, shards, tmp_path):
+    """Compared with what is really saved."""
+    path, folder = tmp_path / "config.yaml", tmp_path / "run"
+    path.write_text(f"data: {{root: {shards}, global_batch_size: 12}}\ntrain: {{ema_decay: 0.9}}\n")
+    once = ("train.epochs=null", "train.steps=1", "eval.every_steps=1", f"run.dir={folder}")
+    settings = load_config(path, [*overrides, *once]).config
+    plan, _ = make_plan(settings, 60, 1)
+    needs = disk_needs(settings, plan, 3)
+    train_run(build(settings, World(0, 1, torch.device("cpu"))))
+    assert needs.num_checkpoints == 1
+    for expected, pattern in ((needs.checkpoint_bytes, "checkpoints/step_*/*"), (needs.weights_bytes, "weights/*")):
+        found = sum(file.stat().st_size for file in folder.glob(pattern))
+        assert expected == pytest.approx(found, rel=0.02, abs=20_000)
+
+
+def test_how_many_checkpoints_there_are_at_a_time(config):
+    """One more than are kept, unless the run ends before."""
+    for steps, kept, expected in ((12, 2, 3), (6, 2, 2), (3, 5, 1), (12, 1, 2)):
+        settings = tiny(config, f"train.steps={steps}", f"checkpoint.keep_last={kept}")
+        plan, _ = make_plan(settings, 60, 1)
+        assert disk_needs(settings, plan, 3).num_checkpoints == expected
+
+
+def test_what_a_resumed_run_has_saved_needs_no_room_again(config, tmp_path):
+    """A finished set of checkpoints and weights leaves one checkpoint to be added."""
+    settings = tiny(config)
+    plan, _ = make_plan(settings, 60, 1)
+    needs = disk_needs(settings, plan, 3)
+    empty = check_disk(Preflight((), {}), settings, plan, tmp_path / "run", 3)
+    for number in range(2):
+        state = tmp_path / "run" / "checkpoints" / f"step_{number}" / "state.safetensors"
+        state.parent.mkdir(parents=True)
+        state.write_bytes(bytes(needs.checkpoint_bytes))
+    (tmp_path / "run" / "weights").mkdir()
+    (tmp_path / "run" / "weights" / "last.safetensors").write_bytes(bytes(needs.weights_bytes))
+    later = check_disk(Preflight((), {}), settings, plan, tmp_path / "run", 3)
+    for found, expected in ((empty, needs.total_bytes), (later, needs.checkpoint_bytes)):
+        assert found.numbers["needed_disk_gib"] == round(expected / GIB, 4)
+    [line] = empty.lines
+    assert line.startswith(f"disk: 3 checkpoint(s) of {needs.checkpoint_bytes / 2**20:.1f} MiB")

@@ -83,8 +83,8 @@ def test_three_updates_equal_a_plain_loop_of_torch():
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * (number + 1)
         optimizer.step()
-        assert result["loss"] == pytest.approx(loss.item(), rel=1e-5)
-        assert result["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
     torch.testing.assert_close(weights_of(ours), torch.cat([p.detach().flatten() for p in model.parameters()]), rtol=1e-4, atol=2e-5)
 
 
@@ -105,14 +105,14 @@ def test_a_non_finite_gradient_changes_neither_weights_nor_moments(precision):
     moments = [s[k].clone() for s in step.optimizer.state.values() for k in ("step", "exp_avg", "exp_avg_sq")]
     bad = make_batch()
     bad.weights[3] = float("nan")
-    assert not np.isfinite(step(bad, 1).read()["grad_norm"])
+    assert not np.isfinite(step(bad, 1).read().grad_norm)
     assert torch.equal(weights_of(step), before)
     assert all(
         torch.equal(a, b)
         for a, b in zip(moments, [s[k] for s in step.optimizer.state.values() for k in ("step", "exp_avg", "exp_avg_sq")], strict=True)
     )
     assert step.loss_scale.item() == (scale / 2 if precision == "fp16" else 1.0)
-    assert np.isfinite(step(make_batch(), 2).read()["grad_norm"])
+    assert np.isfinite(step(make_batch(), 2).read().grad_norm)
     assert not torch.equal(weights_of(step), before)
 
 
@@ -120,7 +120,7 @@ def test_fp16_unscales_before_it_clips_and_grows_after_good_steps(monkeypatch):
     monkeypatch.setattr("vit.step.FP16_GROWTH_STEPS", 2)
     plain, scaled = make_step(clip_grad_norm=0.05), make_step(precision="fp16", clip_grad_norm=0.05)
     scaled.loss_scale.fill_(2.0**8)
-    norms = [(plain(make_batch(), n).read()["grad_norm"], scaled(make_batch(), n).read()["grad_norm"]) for n in range(2)]
+    norms = [(plain(make_batch(), n).read().grad_norm, scaled(make_batch(), n).read().grad_norm) for n in range(2)]
     for expected, got in norms:
         assert got == pytest.approx(expected, rel=0.05)
     assert scaled.loss_scale.item() == 2.0**9
@@ -217,12 +217,12 @@ def test_no_step_waits_for_the_gpu(precision, monkeypatch):
                 parameter.grad = torch.empty_like(parameter)
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
-        step._values(batch, 0, False)  # the first step may take constants along
+        step._values(batch, 0, False, 0.0)  # the first step may take constants along
         mode.waits.clear()
-        values = step._values(batch, 1, True)
+        values, norm = step._values(batch, 1, True, 0.5)
     for cached in (ops._normal_quantiles, op_sets._mean_colour):
         cached.cache_clear()  # tensors without memory
-    assert values.device == gpu
+    assert values.device == norm.device == gpu
     assert mode.waits == []
 
 
@@ -255,7 +255,7 @@ def test_dropout_depends_on_seed_rank_and_step_only():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.5
         step.optimizer.step = lambda: None  # type: ignore[method-assign]
-        return {n: step(make_batch(), n).read()["loss"] for n in order}
+        return {n: step(make_batch(), n).read().loss for n in order}
 
     assert losses([0, 1, 2]) == losses([2, 0, 1])
     assert len(set(losses([0, 1, 2]).values())) == 3

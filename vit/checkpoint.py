@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -38,6 +39,9 @@ from vit.weights import WeightsError, flush, save_weights
 
 FORMAT_VERSION = 1
 STATE_FILE, INFO_FILE = "state.safetensors", "checkpoint.json"
+SEEN_WITHIN_S = 120.0
+"""Twice what NFS keeps the listing of a folder for at most (acdirmax)."""
+SEEN_PAUSE_S = 0.5
 
 
 class CheckpointError(ValueError):
@@ -207,6 +211,28 @@ def newest_checkpoint(run_dir: Path, verify: bool = False, say: Callable[[str], 
     if candidates:
         raise CheckpointError(f"{run_dir}: all {len(candidates)} checkpoints are damaged and set aside; the same command again starts over")
     return None
+
+
+def wait_for_checkpoint(folder: Path, info: dict[str, Any], limit_s: float = SEEN_WITHIN_S) -> None:
+    """Until this host sees the whole of a checkpoint that another host has found: caches of network
+    file systems may be a minute behind. Raises CheckpointError after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    missing = dict(info["files"])
+    while missing:
+        with contextlib.suppress(OSError):
+            os.listdir(folder.parent)  # which makes NFS ask the server
+            os.listdir(folder)
+        for name, expected in list(missing.items()):
+            path = folder / name
+            if path.is_file() and path.stat().st_size == expected["bytes"]:
+                del missing[name]
+        if missing and time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{folder / next(iter(missing))}: rank 0 goes on from it, but {socket.gethostname()} "
+                f"does not see it after {limit_s:.0f} s: run.dir must be one folder for all hosts"
+            )
+        if missing:
+            time.sleep(SEEN_PAUSE_S)
 
 
 def _set_aside(folder: Path) -> Path:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,15 +55,43 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
         block.compile(backend=backend)
 
 
+class Slot(IntEnum):
+    """Where things stand in the vector that a step sums over the ranks."""
+
+    LOSS_SUM = 0
+    ROW_WEIGHTS = 1
+    STOP = 2
+    """Ranks that want to stop."""
+    BAD_IMAGES = 3
+    WAITS_S = 4
+    """And following, one for each rank: how long it waited for this batch. The last slot; only its
+    own rank adds to it."""
+
+
+class StepValues(NamedTuple):
+    """What a step did, as numbers of the host."""
+
+    loss: float
+    """Mean over the global batch."""
+    grad_norm: float
+    """Before clipping."""
+    stop: float
+    """Ranks that want to stop."""
+    bad_images: int
+    waits_s: tuple[float, ...]
+    """How long each rank waited for its rows."""
+
+
 class StepResult:
     """What a step did, on its way to the host.
 
-    `values`: (5,) float32 on the device: loss sum, row weights, ranks that want to stop, bad images, each over all ranks; gradient norm
-    before clipping. On a GPU the copy is queued behind the step, with an event, so that reading waits for this step and not for what was
-    queued since.
+    `sums`: (4 + ranks,) float32 on the device, by `Slot`, summed over the ranks. `grad_norm`: ().
+    On a GPU the copy is queued behind the step, with an event, so that reading waits for this step
+    and not for what was queued since.
     """
 
-    def __init__(self, values: Tensor):
+    def __init__(self, sums: Tensor, grad_norm: Tensor):
+        values = torch.cat([sums, grad_norm[None]])
         self._event: torch.cuda.Event | None = None
         self._values = values
         if values.device.type == "cuda":
@@ -70,12 +99,14 @@ class StepResult:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def read(self) -> dict[str, float]:
-        """loss (mean over the global batch), grad_norm, stop and bad_images as numbers. Waits for the device to come to this step."""
+    def read(self) -> StepValues:
+        """Waits for the device to come to this step."""
         if self._event is not None:
             self._event.synchronize()
-        loss, weights, stop, bad_images, grad_norm = self._values.tolist()
-        return {"loss": loss / max(weights, 1.0), "grad_norm": grad_norm, "stop": stop, "bad_images": bad_images}
+        *sums, grad_norm = self._values.tolist()
+        loss = sums[Slot.LOSS_SUM] / max(sums[Slot.ROW_WEIGHTS], 1.0)
+        waits_s = tuple(sums[Slot.WAITS_S :])
+        return StepValues(loss, grad_norm, sums[Slot.STOP], int(sums[Slot.BAD_IMAGES]), waits_s)
 
 
 class TrainStep:
@@ -124,30 +155,32 @@ class TrainStep:
         for buffer, value in zip(self.model.buffers(), before, strict=True):
             buffer.copy_(value)
 
-    def __call__(self, batch: Batch, step: int, stop: bool = False) -> StepResult:
-        """The update at `step` with this rank's rows of the global batch. `stop`: this rank has been asked to end."""
-        return StepResult(self._values(batch, step, stop))
+    def __call__(self, batch: Batch, step: int, stop: bool = False, waited_s: float = 0.0) -> StepResult:
+        """The update at `step` with this rank's rows of the global batch, for which it has waited
+        `waited_s`. `stop`: this rank has been asked to end."""
+        return StepResult(*self._values(batch, step, stop, waited_s))
 
-    def _values(self, batch: Batch, step: int, stop: bool) -> Tensor:
-        """All that is queued on the device, up to the `values` of the result. Nothing in it waits."""
+    def _values(self, batch: Batch, step: int, stop: bool, waited_s: float) -> tuple[Tensor, Tensor]:
+        """All that is queued on the device, up to the numbers of the result. Nothing in it waits."""
         torch.manual_seed(int(fold(self.seed, self.world.rank, step, _SEED_DROPOUT) >> 1))
         rows, micro = len(batch.labels), self.micro_batch_size
         global_rows = rows * self.world.size
-        sums = torch.zeros(4, device=self.world.device)
+        sums = torch.zeros(Slot.WAITS_S + self.world.size, device=self.world.device)
         for start in range(0, rows, micro):
             part = batch.rows(start, start + micro).to(self.world.device)
             with nullcontext() if start + micro >= rows else no_sync(self.wrapped):
                 losses = self._loss(part)
                 # DDP averages over the ranks, hence the factor; a row without a readable image has weight 0 and no gradient.
                 ((losses * part.weights).sum() * (self.world.size / global_rows) * self.loss_scale).backward()
-            sums[0] += (losses.detach() * part.weights).sum()
-            sums[1] += part.weights.sum()
-        # As `sums[2] = ...` torch 2.11 would copy it from the host and wait for the device.
-        sums[2].fill_(float(stop))
-        sums[3].fill_(float(len(batch.bad_keys)))
+            sums[Slot.LOSS_SUM] += (losses.detach() * part.weights).sum()
+            sums[Slot.ROW_WEIGHTS] += part.weights.sum()
+        # As `sums[...] = ...` torch 2.11 would copy them from the host and wait for the device.
+        sums[Slot.STOP].fill_(float(stop))
+        sums[Slot.BAD_IMAGES].fill_(float(len(batch.bad_keys)))
+        sums[Slot.WAITS_S + self.world.rank].fill_(waited_s)
         grad_norm = self._update(step)
         self._clear_gradients(batch)
-        return torch.cat([self.world.sum_(sums), grad_norm[None]])
+        return self.world.sum_(sums), grad_norm
 
     def _clear_gradients(self, batch: Batch) -> None:
         """Make gradients None, or zero where several passes over `batch` add up under DDP.
