@@ -44,6 +44,7 @@ from data_prep.set_checks import (
     open_data_set,
 )
 from data_prep.shard_checks import Checked, Found, Shard, check_shard, check_shard_quickly, counted
+from vit.data.shards import recorded_layout
 
 SAMPLE = 500
 """Images that a quick check decodes, of all splits together."""
@@ -124,6 +125,7 @@ def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterat
                 sha256=sha256[number],
                 ours=data.ours,
                 num_sampled=chosen,
+                layout=recorded_layout(data.info, data.root / part.filenames[0]),
             )
             jobs.append((check_shard if num_sampled is None else check_shard_quickly, shard, (which, number)))
             num_images += length if num_sampled is None else chosen
