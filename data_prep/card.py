@@ -37,6 +37,7 @@ from PIL import Image, ImageDraw, ImageFont
 from data_prep import restart
 from data_prep.catalogue import stable_hash
 from data_prep.command import Parser, run
+from data_prep.images import ASKS_TO_BE_TURNED, told_of_turned
 from data_prep.output import Output
 from vit.data.files import ShardError, replacing
 from vit.data.shards import read_info
@@ -379,6 +380,8 @@ def _conversions(card: Card) -> list[str]:
         told += _restart_markers(changed)
     else:
         told.append("No image was converted.")
+    if turned := card.info.get(ASKS_TO_BE_TURNED):
+        told.append(f"{told_of_turned(turned, sum(map(len, card.indexes.values())))}.")
     if card.quarantined:
         reasons = Counter((entry["split"], entry["reason"]) for entry in card.quarantined)
         told.append(f"{len(card.quarantined):,} images cannot be read and were left out; [quarantine.jsonl](quarantine.jsonl) names them.")

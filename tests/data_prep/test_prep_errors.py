@@ -148,11 +148,12 @@ def _(place):
 @scenario("too many unreadable images: whole shards stay; mended, the same command continues", begun=True)
 def _(place):
     folder = images(place)
-    for name in ("cat/3.jpg", "dog/5.jpg"):
+    names = [f"{name}/{number}.jpg" for name in ("cat", "dog") for number in (3, 5, 8)]
+    for name in names:
         shutil.move(folder / name, place.folder / name.replace("/", "_"))
         (folder / name).write_bytes(b"no image")
     place.prepare("imagefolder", folder, "--num-shards", 2)
-    for name in ("cat/3.jpg", "dog/5.jpg"):
+    for name in names:
         shutil.move(place.folder / name.replace("/", "_"), folder / name)
     place.continues()
 
