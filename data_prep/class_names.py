@@ -29,10 +29,13 @@ class Asked(NamedTuple):
 NOTHING_ASKED = Asked()
 
 
-def choose_layout(asked: Asked, info: Mapping[str, Any] | None, place: str) -> tuple[SampleLayout, list[str]]:
-    """The layout, and the name of each class ([] if unknown). info: the `_info.json` at `place`. Raises PrepError."""
+def choose_layout(asked: Asked, info: Mapping[str, Any] | None, place: str, first_tar: Path | None) -> tuple[SampleLayout, list[str]]:
+    """The layout, and the name of each class ([] if unknown). Raises PrepError.
+
+    info: the `_info.json` at `place`. first_tar: a shard in a folder, whose sidecar tells where that file is of others.
+    """
     known = [str(name) for name in (info or {}).get("class_names") or []]
-    recorded = recorded_layout(info or {})
+    recorded = SampleLayout() if info is None else recorded_layout(info, first_tar)
     if asked == NOTHING_ASKED:
         return recorded, known
     names = known if asked.classes is None else read_class_names(asked.classes)

@@ -126,7 +126,8 @@ def index(roots: list[str], workers: int = 1, out: str | None = None, split: str
     _compare_lists(output, ours, splits)
     tars = [name for names_of_split in splits.values() for name in names_of_split]
     _check_names(source, tars)
-    layout, class_names = choose_layout(asked, ours or theirs, str(output if ours else source))
+    first_tar = source.local / tars[0] if isinstance(source, Output) and source.local else None
+    layout, class_names = choose_layout(asked, ours or theirs, str(output if ours else source), first_tar)
 
     known = {} if output is source and output.local else _known_rows(output, splits)
     jobs = [(index_shard, Shard(source, output, name, layout, known.get(name)), name) for name in tars]

@@ -283,6 +283,9 @@ def test_beside_an_info_of_others_the_sidecars_tell(tmp_path):
     labels = open_split(root, "train").index["label"].tolist()
     (root / "train.index.npy").unlink()
     assert open_split(root, "train").index["label"].tolist() == labels
+    (root / "train.index.npy").unlink()
+    assert index(root) == 0
+    assert open_split(root, "train").index["label"].tolist() == labels
 
 
 def test_another_layout_takes_the_place_of_an_earlier_one(tmp_path):
@@ -362,6 +365,13 @@ def test_flags_that_cannot_be(flags, told, tmp_path, capsys):
     assert index(tmp_path, flags) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "_info.json").exists()
+
+
+def test_names_that_would_confuse_a_terminal_are_escaped(tmp_path):
+    tar = write_tar(tmp_path / "train-0.tar", [("a", {"jpg": image(1), "\x1b[31mx": b"1", "json": as_json(**{"\x1b[2J": 1})})])
+    with pytest.raises(ShardError) as caught:
+        scan_tar(tar)
+    assert str(caught.value).isprintable()
 
 
 def test_a_few_samples_that_do_not_fit_are_named(tmp_path, capsys):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -103,9 +104,9 @@ class SampleLayout:
         return found
 
     def told(self, names: Names) -> str:
-        """The layout as a user gives it; "" for the default."""
-        parts = [f"{names.image}{self.image}"] if self.image is not None else []
-        parts += [f"{names.label}{self.label}"] if self.label != "cls" else []
+        """The layout as a user gives it in a shell; "" for the default."""
+        parts = [f"{names.image}{shlex.quote(self.image)}"] if self.image is not None else []
+        parts += [f"{names.label}{shlex.quote(self.label)}"] if self.label != "cls" else []
         parts += [names.keys_with_dots] if self.keys_with_dots else []
         return " ".join(parts)
 
@@ -131,20 +132,22 @@ class SampleLayout:
 
     def find(self, suffixes: Sequence[str]) -> str:
         """Of a sample's suffixes that of the image; the label's is there. Raises Unfit."""
-        members = f"(its members: {', '.join(suffixes)})"
-        if len(set(suffixes)) < len(suffixes):
-            raise Unfit("twice", f"has an extension twice, or two samples have this key {members}")
         images = [suffix for suffix in suffixes if suffix in self.image_suffixes]
+        has_label = self.label_suffix in suffixes
+        is_twice = len(set(suffixes)) < len(suffixes)
+        if len(images) == 1 and has_label and not is_twice:
+            return images[0]
+        members = printable(f"(its members: {', '.join(suffixes)})")
+        if is_twice:
+            raise Unfit("twice", f"has an extension twice, or two samples have this key {members}")
         problems = []
         if len(images) != 1:
             wanted = f"expected one of {', '.join(self.image_suffixes)}"
             problems.append(f"{len(images) or 'no'} images {members}; {wanted}")
-        if self.label_suffix not in suffixes:
+        if not has_label:
             more = "" if problems else f" {members}"
             problems.append(f"no .{self.label_suffix} with the label{more}")
-        if problems:
-            raise Unfit("members", f"has {', and '.join(problems)}")
-        return images[0]
+        raise Unfit("members", f"has {', and '.join(problems)}")
 
     def label_of(self, data: bytes) -> int:
         """The label in the label's member. Raises Unfit."""
@@ -159,7 +162,7 @@ class SampleLayout:
             value = _look_up(content, field)
             if value is _ABSENT:
                 there = ", ".join(name for name, _ in _leaves(content)) or repr(content)[:40]
-                raise Unfit("field", f"has no field {field!r} in its .{suffix} (there: {there[:200]})")
+                raise Unfit("field", f"has no field {field!r} in its .{suffix} (there: {printable(there[:200])})")
         number = _integer(value)
         if number is not None:
             return number
@@ -234,7 +237,7 @@ def describe(members: Sequence[tuple[str, bytes | None]], asked: SampleLayout, n
         parts.append(f".{suffix} ({count:,}{shown})")
     more = f" and {len(counts) - 6:,} others" if len(counts) > 6 else ""
     example = ", ".join(name for name, _ in members[: min(len(samples[0]), 4)]) if samples else ""
-    told = f"Found {', '.join(parts)}{more}, as in {example}"
+    told = printable(f"Found {', '.join(parts)}{more}, as in {example}")
     if proposed is None and _image_in(samples):
         return (
             f"{told}: nothing there looks like a label. {names.label.strip(' =')} names a member that holds one, or a "
@@ -245,7 +248,7 @@ def describe(members: Sequence[tuple[str, bytes | None]], asked: SampleLayout, n
         return f"{told}: nothing there looks like an image; {names.image.strip(' =')} names the member that holds it"
     layout, needs_names = proposed
     remedy = " ".join(filter(None, [layout.told(names), names.class_names if needs_names else ""]))
-    return f"{told}: try {remedy}"
+    return f"{told}: try {printable(remedy)}"
 
 
 def propose(members: Sequence[tuple[str, bytes | None]], asked: SampleLayout) -> tuple[SampleLayout, bool] | None:
@@ -263,6 +266,11 @@ def propose(members: Sequence[tuple[str, bytes | None]], asked: SampleLayout) ->
     if chosen is None or (chosen[0].told(FLAGS) == asked.told(FLAGS) and (asked.class_names or not chosen[1])):
         return None
     return chosen
+
+
+def printable(text: str) -> str:
+    """`text` with escapes for whatever could confuse a terminal or cannot be encoded: names come from foreign tars."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def _grouped(members: Iterable[tuple[str, bytes | None]], layout: SampleLayout) -> list[dict[str, bytes | None]]:

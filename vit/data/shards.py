@@ -24,6 +24,7 @@ import logging
 import os
 import tarfile
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -448,5 +449,5 @@ def open_split(root: Path | str, split: str, cache_dir: Path | str | None = None
         )
     if problems:
         raise ShardError("\n".join(problems))
-    layout = recorded_layout(info, home and home / filenames[0])
+    layout = replace(recorded_layout(info, home and home / filenames[0]), class_names=())  # a split travels to workers
     return Split(home or shown, split, filenames, index, num_classes, class_names, tars, layout)
