@@ -340,13 +340,20 @@ def test_the_words_for_image_and_json(tmp_path, capsys):
         ({"jpg": b"", "json": b"{"}, "--label json:label", "has a .json that is no JSON (Expecting property name"),
         ({"jpg": b"", "json": as_json(label=None)}, "--label json:label", "has the label 'None'; expected an integer"),
         ({"jpg": b"", "json": as_json(label=True)}, "--label json:label", "has the label 'True'; expected an integer"),
-        ({"jpg": b"", "cls": b"cow"}, "--classes names.txt", "has the label 'cow'; expected one of the 5 class names"),
+        (
+            {"jpg": b"", "cls": b"cow"},
+            "--classes names.txt",
+            "expected one of the 5 class names, like all 4 samples. Found .jpg (4), .cls (4), as in 0.jpg, 0.cls",
+        ),
     ],
 )
 def test_what_cannot_be_taken_is_told(members, flags, told, tmp_path):
     tar = write_tar(tmp_path / "train-0.tar", [(str(n), {k: v or image(n) for k, v in members.items()}) for n in range(4)])
-    with pytest.raises(ShardError, match=re.escape(told)):
+    with pytest.raises(ShardError) as caught:
         scan_tar(tar, layout_of(flags))
+    assert told in str(caught.value)
+    if "class names" in told:
+        assert str(caught.value).endswith(told), "it is where it is looked for"
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def describe(members: Sequence[tuple[str, bytes | None]], asked: SampleLayout, n
     members: (name, content) in the tar's order; None for what was not read.
     """
     samples = _grouped(members, asked)
-    proposed = propose(members, asked)
+    proposed = propose(members)
     counts = Counter(suffix for sample in samples for suffix in sample)
     parts = []
     for suffix, count in counts.most_common(6):
@@ -247,11 +247,13 @@ def describe(members: Sequence[tuple[str, bytes | None]], asked: SampleLayout, n
     if proposed is None:
         return f"{told}: nothing there looks like an image; {names.image.strip(' =')} names the member that holds it"
     layout, needs_names = proposed
+    if layout.told(names) == asked.told(names) and (asked.class_names or not needs_names):
+        return told  # members are where they are looked for; what they hold is told before
     remedy = " ".join(filter(None, [layout.told(names), names.class_names if needs_names else ""]))
     return f"{told}: try {printable(remedy)}"
 
 
-def propose(members: Sequence[tuple[str, bytes | None]], asked: SampleLayout) -> tuple[SampleLayout, bool] | None:
+def propose(members: Sequence[tuple[str, bytes | None]]) -> tuple[SampleLayout, bool] | None:
     """A layout that takes all samples as far as they were read, and whether it needs class names."""
     possible = []
     for with_dots in (False, True):
@@ -262,10 +264,7 @@ def propose(members: Sequence[tuple[str, bytes | None]], asked: SampleLayout) ->
             layout = SampleLayout(image if image != "default" else None, label[0], with_dots)
             possible.append((layout, label[1]))
     plain = [found for found in possible if found[0].image is None and found[0].label == "cls"]
-    chosen = next(iter([*plain, *possible]), None)
-    if chosen is None or (chosen[0].told(FLAGS) == asked.told(FLAGS) and (asked.class_names or not chosen[1])):
-        return None
-    return chosen
+    return next(iter([*plain, *possible]), None)
 
 
 def printable(text: str) -> str:
