@@ -151,8 +151,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=fraction,
         default=Settings().max_unreadable,
         metavar="F",
-        help="stop with an error if more than this part of the images cannot be read; fewer are left out and listed in quarantine.jsonl "
-        "(default: %(default)s)",
+        help="stop with an error if more than this part of the images, and more than 5, cannot be read; fewer are left out and listed in "
+        "quarantine.jsonl; 0: none may (default: %(default)s)",
     )
 
     running = parser.add_argument_group("running")

@@ -321,6 +321,21 @@ def test_settings_that_contradict_each_other_are_refused(problems, text, expecte
     assert problems(BASE + text) == [expected]
 
 
+def test_members_of_streamed_samples(load, problems):
+    text = BASE.replace("data:\n", "data:\n  reader: webdataset\n  stream: a.tar\n  num_samples: 9\n")
+    assert text != BASE
+    given = ("data.stream_image=image.jpg", "data.stream_label=json:meta.label")
+    assert load(text, *given).config.data.stream_label == "json:meta.label"
+    assert [line.split(": ", 1)[1] for line in problems(BASE, *given)] == [
+        "data.stream_image has no effect with data.reader=index: remove it",
+        "data.stream_label has no effect with data.reader=index: remove it",
+    ]
+    assert [line.split(": ", 1)[1] for line in problems(text, "data.stream_label=.cls", "data.stream_image=a/b")] == [
+        "data.stream_image=a/b: expected what follows the key's dot, as jpg or json:label",
+        "data.stream_label=.cls: expected what follows the key's dot, as jpg or json:label",
+    ]
+
+
 def test_grey_images_need_one_mean_and_no_colour_operations(load, problems):
     grey = "model: {in_chans: 1}\naugment: {randaugment_layers: 2}\ntrain: {steps: 1}\ndata:\n  root: a\n  mean: [0.5]\n  std: [1, 2]\n"
     assert problems(grey) == [

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from vit.data.members import SETTINGS, SampleLayout
+
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(gt=0)]
@@ -91,6 +93,14 @@ class DataConfig(Section):
     """Of training images: `index` reads shards at random and is exact; `webdataset` streams `stream` and is not."""
     stream: str | None = None
     """For `reader: webdataset`: URLs of tars with braces, or `pipe:` commands that print tars; several joined by `::`."""
+    stream_image: str | None = None
+    """For `reader: webdataset`: suffix of the image's member, as `image.jpg`; several, one a sample, as `jpg;png`. `None`: jpg, jpeg, png
+    or webp."""
+    stream_label: str = "cls"
+    """For `reader: webdataset`: suffix of the label's member, or a field of a JSON member, as `json:label`. A label that is a class name
+    counts as its place among the class names of `root`."""
+    stream_keys_with_dots: bool = False
+    """For `reader: webdataset`: a key ends at the last dot of a member's name, not at the first."""
     num_samples: Positive | None = None
     """For `reader: webdataset`: images that make an epoch; nobody counts them before they are read."""
     global_batch_size: Positive = 1024
@@ -135,7 +145,10 @@ def _reader_problems(data: DataConfig) -> list[str]:
     if streams and data.num_samples is None:
         problems.append("data.reader=webdataset needs data.num_samples: how many images make an epoch")
     order = ("num_lanes", "block_samples", "window_blocks", "aug_repeats", "aug_repeats_form")
-    for key in order if streams else ("stream", "num_samples"):
+    of_stream = ("stream", "stream_image", "stream_label", "stream_keys_with_dots", "num_samples")
+    if streams:
+        problems += SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots).problems(SETTINGS)
+    for key in order if streams else of_stream:
         if getattr(data, key) != DataConfig.model_fields[key].default:
             problems.append(f"data.{key} has no effect with data.reader={data.reader}: remove it")
     return problems

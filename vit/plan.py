@@ -15,6 +15,7 @@ from vit import config_io
 from vit.config import AugmentConfig, Config
 from vit.data.draw import mixes, partners
 from vit.data.files import ShardError
+from vit.data.members import SampleLayout
 from vit.data.mixing import measure_mixing
 from vit.data.order import Order, divisors, make_order, possible_lanes
 from vit.data.shards import Split, open_split
@@ -129,7 +130,10 @@ def open_train_split(config: Config, val_split: Split) -> Split | Stream:
     if data.reader == "webdataset":
         assert data.stream is not None, "the config is checked"
         assert data.num_samples is not None, "the config is checked"
-        return open_stream(data.stream, data.num_samples, max(val_split.num_classes, config.model.num_classes or 0), val_split.class_names)
+        names = val_split.class_names
+        layout = SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names))
+        num_classes = max(val_split.num_classes, config.model.num_classes or 0)
+        return open_stream(data.stream, data.num_samples, num_classes, names, layout)
     return open_split(data.root, data.train_split, data.cache_dir, data.cache_gib)
 
 

@@ -186,6 +186,18 @@ def test_what_is_encoded_anew_for_another_reason_keeps_its_orientation_mark():
         assert (prepared.width, prepared.height) == (48, 32)
 
 
+@pytest.mark.parametrize("orientation", [0, *range(1, 9), 9])
+def test_what_asks_to_be_turned_is_known(orientation):
+    """Pillow's exif_transpose is the oracle: it turns these images, and nothing else. 0 and 9 are no orientations."""
+    for form in ("JPEG", "PNG", "WEBP"):
+        data = encode(picture(), form, exif=oriented(orientation))
+        asks = np.asarray(ImageOps.exif_transpose(opened(data))).tobytes() != np.asarray(opened(data)).tobytes()
+        for policy in (DECODE, HEADERS, ImagePolicy(resize_short_side=32)):
+            assert prepare(data, policy).asks_to_be_turned == asks, (form, policy)
+        assert not prepare(data, ImagePolicy(apply_exif=True)).asks_to_be_turned
+    assert not prepare(encode(picture()), DECODE).asks_to_be_turned
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("size", [(97, 64), (64, 97), (80, 80), (300, 41)], ids=str)
 def test_resize_is_torchvisions(size, mode):

@@ -24,6 +24,7 @@ import logging
 import os
 import tarfile
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,9 +33,10 @@ from numpy.typing import NDArray
 
 from vit.data.block_cache import BlockCache
 from vit.data.files import ShardError, read_json, replacing, unreadable, write_json
+from vit.data.members import SampleLayout
 from vit.data.remote import RemoteFolder, Version, local_path
 from vit.data.storage import LocalTars, RemoteTars
-from vit.data.tar import INDEX_DTYPE, KEY_AND_EXT, TAR_BLOCK, index_rows, scan_tar, size_said_by
+from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, TAR_BLOCK, index_rows, scan_tar, size_said_by
 
 FORMAT_VERSION = 1
 log = logging.getLogger(__name__)
@@ -112,6 +114,20 @@ def _checked_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
     return info
 
 
+def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> SampleLayout:
+    """Where image and label of a sample are, as `data_prep.index` recorded it.
+
+    It did in its `_info.json`; beside one of others, which it leaves alone, in the sidecar of `first_tar`.
+    """
+    options = info.get("options") if info.get("source") == "index" else None
+    if options is None and first_tar is not None and "source" not in info:
+        try:
+            options = (read_json(first_tar.with_suffix(".json")) or {}).get("members")
+        except ShardError:  # whatever lies there is none of ours
+            options = None
+    return SampleLayout.recorded(options or {}, info.get("class_names") or [])
+
+
 # ---- the index ----------------------------------------------------------------------------------------------------
 
 
@@ -151,11 +167,14 @@ def write_index(root: Path, split: str, rows_by_shard: Iterable[np.ndarray]) -> 
 def build_index(root: Path | str, split: str, filenames: list[str] | None = None) -> np.ndarray:
     """Scan the tars of a split, write `<root>/<split>.index.npy` and return it: (num_samples,) INDEX_DTYPE.
 
-    filenames: the shards in order; by default those in `_info.json`. Raises ShardError like `scan_tar`.
+    Image and label are where `recorded_layout` says. filenames: the shards in order; by default those in `_info.json`. Raises ShardError
+    like `scan_tar`.
     """
     root = Path(root)
-    names = read_info(root)["splits"][split]["filenames"] if filenames is None else filenames
-    return write_index(root, split, (index_rows(scan_tar(root / name)) for name in names))
+    info = read_info(root) if filenames is None or (root / "_info.json").exists() else {}
+    names = info["splits"][split]["filenames"] if filenames is None else filenames
+    layout = recorded_layout(info, root / names[0])
+    return write_index(root, split, (index_rows(scan_tar(root / name, layout)) for name in names))
 
 
 def _load_index(
@@ -286,8 +305,10 @@ class Split:
         num_classes: int,
         class_names: list[str],
         tars: RemoteTars | None = None,
+        layout: SampleLayout = DEFAULT_LAYOUT,
     ):
         self.root, self.name, self.filenames, self.index = root, name, filenames, index
+        self._layout = layout
         self.num_samples, self.num_classes, self.class_names = len(index), num_classes, class_names
         self.tars = tars or LocalTars(Path(root), filenames)
 
@@ -343,8 +364,8 @@ class Split:
                     name = member.name
                     if member.offset_data == offset - start:  # its data are not in these bytes
                         break
-        named = KEY_AND_EXT.fullmatch(name)
-        return named[1] if named else name
+        cut = self._layout.cut(name)
+        return cut[0] if cut else name
 
     def close(self) -> None:
         """Close the shards' file descriptors; the next read opens them again."""
@@ -428,4 +449,5 @@ def open_split(root: Path | str, split: str, cache_dir: Path | str | None = None
         )
     if problems:
         raise ShardError("\n".join(problems))
-    return Split(home or shown, split, filenames, index, num_classes, class_names, tars)
+    layout = replace(recorded_layout(info, home and home / filenames[0]), class_names=())  # a split travels to workers
+    return Split(home or shown, split, filenames, index, num_classes, class_names, tars, layout)
