@@ -9,13 +9,13 @@ then each picture's. Exit status: 0 done, 1 a bug, with its stack, 2 something t
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import check_versions  # noqa: F401
 
 from vit import distributed
+from vit.command_line import Parser
 from vit.distributed import World
 from vit.pictures import PAINTERS
 from vit.progress import Meter
@@ -25,7 +25,7 @@ from vit.report import make_report
 
 def main() -> World:
     """The command line above; returns the world it started."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("python launch/report.py", __doc__)
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder (default: the newest run under runs/)")
     parser.add_argument(
         "--device",

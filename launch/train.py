@@ -10,12 +10,11 @@ SIGTERM, SIGUSR1 and Ctrl-C save at the next step and stop. Exit status: 0 finis
 
 from __future__ import annotations
 
-import argparse
-
 import check_versions  # noqa: F401
 
 from vit import distributed
-from vit.config_io import all_keys, load_config, nearest
+from vit.command_line import Parser
+from vit.config_io import all_keys, load_config, nearest, setting_for
 from vit.distributed import World
 from vit.plan import describe
 from vit.train import build, train
@@ -23,7 +22,7 @@ from vit.train import build, train
 
 def main() -> World | None:
     """The command line above; returns the world it started."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("python launch/train.py", __doc__, setting_for)
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with what differs from the defaults")
     parser.add_argument("--print-config", action="store_true", help="show every value, its origin and the derived numbers, and stop")
     parser.add_argument(

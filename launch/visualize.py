@@ -9,22 +9,22 @@ one as it is mixed. Settings are `section.key=value` and win over the file. Exit
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import check_versions  # noqa: F401
 
 from vit import distributed
-from vit.config_io import load_config
+from vit.command_line import Parser
+from vit.config_io import load_config, setting_for
 from vit.contact_sheet import make_contact_sheet
 from vit.distributed import World
 
 
 def main() -> World:
     """The command line above; returns the world it started."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("python launch/visualize.py", __doc__, setting_for)
     commands = parser.add_subparsers(dest="command", required=True, metavar="augment")
-    augment = commands.add_parser("augment", help="contact sheet of the augmentation")
+    augment = commands.add_parser("augment", help="contact sheet of the augmentation", hint=setting_for)
     augment.add_argument("--config", required=True, metavar="FILE", help="YAML file with what differs from the defaults")
     augment.add_argument("--out", type=Path, metavar="FILE.png", help="picture to write (default: augment_<name of the config>.png)")
     augment.add_argument("--images", type=int, default=6, metavar="N", help="rows of the sheet (default: 6; whole groups where images mix)")
@@ -34,7 +34,7 @@ def main() -> World:
     args, rest = parser.parse_known_args()
     flags = [word for word in rest if word.startswith("-") or "=" not in word]
     if flags:
-        parser.error(f"not understood: {' '.join(flags)}")
+        augment.error(f"unrecognized arguments: {' '.join(flags)}")
     for name in ("images", "draws"):
         if not 1 <= getattr(args, name) <= 64:
             raise ValueError(f"--{name} {getattr(args, name)}: give a number from 1 to 64")

@@ -119,6 +119,11 @@ def _(place):
     place.train()
 
 
+@scenario("an option of another program")
+def _(place):
+    place.train("--lr", "1e-3")
+
+
 @scenario("a value of the wrong type")
 def _(place):
     place.train("data.global_batch_size=many")

@@ -1,0 +1,55 @@
+"""Mistakes on the command lines of launch/: one line each, with what was meant. The commands run in this process."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+import pytest
+from processes import REPOSITORY
+
+CONFIG = ["--config", "configs/demo.yaml"]
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys):
+    """What a command of launch/ says to a command line that it refuses."""
+
+    def refused(script: str, *words: str) -> str:
+        monkeypatch.syspath_prepend(str(REPOSITORY / "launch"))
+        monkeypatch.setattr(sys, "argv", [f"launch/{script}.py", *words])
+        main = runpy.run_path(str(REPOSITORY / "launch" / f"{script}.py"))["main"]
+        with pytest.raises(ValueError, match=rf"\(python launch/{script}.py .*--help lists the options\)") as caught:
+            main()
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err) == ("", ""), "argparse's usage is no help"
+        assert "\n" not in str(caught.value)
+        return str(caught.value).rpartition(" (python")[0]
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "expected"),
+    [
+        ("train", ["--confg", "configs/demo.yaml"], "unknown: --confg configs/demo.yaml; did you mean --config?"),
+        ("train", [*CONFIG, "--prin-config"], "unknown: --prin-config; did you mean --print-config?"),
+        ("train", [*CONFIG, "--lr", "1e-3"], "unknown: --lr 1e-3; did you mean optim.lr=1e-3?"),
+        ("train", [*CONFIG, "--optim.lr=1e-3"], "unknown: --optim.lr=1e-3; did you mean optim.lr=1e-3?"),
+        ("train", [*CONFIG, "--resume"], "unknown: --resume; the same command again resumes, nothing else is needed"),
+        (
+            "train",
+            ["--batch-size", "64", "--epochs=5", *CONFIG, "train.seed=1"],
+            "unknown: --batch-size 64 --epochs=5; did you mean data.global_batch_size=64?; did you mean train.epochs=5?",
+        ),
+        ("train", [*CONFIG, "--amp", "optim.lr=1"], "unknown: --amp; did you mean train.precision=VALUE?"),
+        ("train", [], "the following arguments are required: --config"),
+        ("train", ["optim.lr=1", "--config"], "argument --config: expected one argument"),
+        ("report", ["runs/demo", "more"], "unknown: more"),
+        ("report", ["--devise", "cpu"], "unknown: --devise; did you mean --device?"),
+        ("visualize", ["augment", *CONFIG, "--image", "3"], "unknown: --image 3; did you mean --images?"),
+        ("visualize", ["augment", "--confg", "x"], "unknown: --confg x; did you mean --config?"),
+    ],
+)
+def test_what_is_no_option_is_told_with_what_was_meant(refusal, script, words, expected):
+    assert refusal(script, *words) == expected
