@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
-
 import pytest
-from processes import REPOSITORY
+from processes import run_here
 
 CONFIG = ["--config", "configs/demo.yaml"]
 
 
 @pytest.fixture
-def refusal(monkeypatch, capsys):
+def refusal(capsys):
     """What a command of launch/ says to a command line that it refuses."""
 
     def refused(script: str, *words: str) -> str:
-        monkeypatch.syspath_prepend(str(REPOSITORY / "launch"))
-        monkeypatch.setattr(sys, "argv", [f"launch/{script}.py", *words])
-        main = runpy.run_path(str(REPOSITORY / "launch" / f"{script}.py"))["main"]
         with pytest.raises(ValueError, match=rf"\(python launch/{script}.py .*--help lists the options\)") as caught:
-            main()
+            run_here(f"launch/{script}.py", *words)
         printed = capsys.readouterr()
         assert (printed.out, printed.err) == ("", ""), "argparse's usage is no help"
         assert "\n" not in str(caught.value)
@@ -45,6 +39,11 @@ def refusal(monkeypatch, capsys):
         ("train", [*CONFIG, "--amp", "optim.lr=1"], "unknown: --amp; did you mean train.precision=VALUE?"),
         ("train", [], "the following arguments are required: --config"),
         ("train", ["optim.lr=1", "--config"], "argument --config: expected one argument"),
+        ("eval", ["--chekpoint", "runs/demo"], "unknown: --chekpoint runs/demo; did you mean --checkpoint?"),
+        ("eval", ["runs/demo", "runs/b16"], "runs/demo and runs/b16: give one run or file to evaluate"),
+        ("eval", ["runs/demo", "--checkpoint", "runs/b16"], "runs/demo and runs/b16: give one run or file to evaluate"),
+        ("eval", ["runs/demo", "eval.batch_size=3"], "eval.batch_size=3: settings belong to --finetune"),
+        ("eval", ["runs/demo", "--lr", "1"], "unknown: --lr 1; did you mean optim.lr=1?"),
         ("report", ["runs/demo", "more"], "unknown: more"),
         ("report", ["--devise", "cpu"], "unknown: --devise; did you mean --device?"),
         ("visualize", ["augment", *CONFIG, "--image", "3"], "unknown: --image 3; did you mean --images?"),

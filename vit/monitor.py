@@ -122,7 +122,7 @@ class Monitor:
             f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {images_per_s:.0f} images/s, data wait {min(wait_s / spent_s, 1):.0%}"
             f" | loss {loss:.3f} | lr {lr:.2e} | ETA {duration(eta_s)}"
         )
-        if step % self.config.log.every_steps and step != plan.total_steps:
+        if step % plan.log_every_steps and step != plan.total_steps:
             self.record.progress(step, text)
             return
         gc.collect()
