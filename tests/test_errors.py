@@ -167,6 +167,11 @@ def _(place):
     place.train("model.name=timm/resnet5")
 
 
+@scenario("a model of timm with settings of ours that it has not")
+def _(place):
+    place.train("model.name=timm/resnet18", "model.proj_drop_rate=null")
+
+
 @scenario("an image size that the patch does not divide")
 def _(place):
     place.train("model.image_size=30")

@@ -352,7 +352,7 @@ def test_a_guest_that_lacks_the_settings_of_ours_is_told_with_the_remedy():
     with pytest.raises(ValueError, match="resnet18") as caught:
         create_model("timm/resnet18", 32, 10, **fields)
     assert str(caught.value) == (
-        "timm's resnet18 has no embed_dim, depth, num_heads: set model.embed_dim=null model.depth=null model.num_heads=null, "
+        "timm's resnet18 has no depth, embed_dim, num_heads: set model.depth=null model.embed_dim=null model.num_heads=null, "
         "or leave them out of the config"
     )
     create_model("timm/resnet18", 32, 10, drop_path_rate=0.1)

@@ -396,15 +396,15 @@ def _unknown_to_guest(name: str, fields: dict[str, Any]) -> list[str]:
         try:
             with torch.device("meta"):
                 timm.create_model(name, **fields)
-            return unknown
+            return sorted(unknown)
         except TypeError as error:
             found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if found is None or found[1] not in fields:
-                return unknown
+                return sorted(unknown)
             unknown.append(found[1])
             del fields[found[1]]
         except (RuntimeError, ValueError, AssertionError):
-            return unknown
+            return sorted(unknown)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -25,7 +25,7 @@ import os
 import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,9 @@ from vit.data.files import ShardError, read_json, replacing, unreadable, write_j
 from vit.data.remote import RemoteFolder, Version, local_path
 from vit.data.storage import LocalTars, RemoteTars
 from vit.data.tar import INDEX_DTYPE, KEY_AND_EXT, TAR_BLOCK, index_rows, scan_tar, size_said_by
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 FORMAT_VERSION = 1
 log = logging.getLogger(__name__)
@@ -290,6 +293,19 @@ class Split:
         self.root, self.name, self.filenames, self.index = root, name, filenames, index
         self.num_samples, self.num_classes, self.class_names = len(index), num_classes, class_names
         self.tars = tars or LocalTars(Path(root), filenames)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, i: int) -> tuple[Image.Image, int]:
+        """Sample `i` to look at, from the end if negative, as torchvision's data sets give it: the whole image in RGB, and its label.
+
+        Training reads windows of images instead (`vit.data.loader`). Raises IndexError, and ShardError as `read`.
+        """
+        from PIL import Image
+
+        i = range(self.num_samples)[i]
+        return Image.open(io.BytesIO(self.read(i))).convert("RGB"), int(self.index[i]["label"])
 
     def read(self, i: int) -> bytes:
         """Encoded image bytes of sample `i` (0 <= i < num_samples), as stored.
