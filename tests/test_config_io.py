@@ -13,6 +13,7 @@ from vit import config as config_module
 from vit.config import AdamWConfig, Config, Section, SgdConfig
 from vit.config_io import (
     ADVICE,
+    OTHER_VALUES,
     WORDS,
     ConfigError,
     LoadedConfig,
@@ -196,7 +197,7 @@ def test_the_batch_size_of_training_is_meant_first(problems, section):
 
 def test_words_of_other_programs_lead_to_settings_that_there_are():
     words = [word for known_as in WORDS.values() for word in known_as.split()]
-    assert set(WORDS) <= set(all_keys())
+    assert set(WORDS) | set(OTHER_VALUES) <= set(all_keys())
     assert len(words) == len(set(words)), "a word with two meanings"
     assert not {key.rpartition(".")[2] for key in WORDS} & set(words) - {"batch_size"}, "a setting's own name needs no row"
     assert not set(ADVICE) & set(words)
@@ -215,6 +216,10 @@ def test_words_of_other_programs_lead_to_settings_that_there_are():
         ("--drop-path", "0.1", "did you mean model.drop_path_rate=0.1?"),
         ("--batchsize", "8", "did you mean data.global_batch_size=8?"),
         ("--optim.lrr", "1", "did you mean optim.lr=1?"),
+        ("--aa", "rand-m9-mstd0.5-inc1", "did you mean augment.randaugment_layers=VALUE?"),
+        ("--eval-interval", "500", "did you mean eval.every_epochs=VALUE?"),
+        ("--eval.every_epochs", "5", "did you mean eval.every_epochs=5?"),
+        ("--accum-iter", "4", "accumulation follows from data.micro_batch_size, the images in one forward pass of a rank"),
         ("--resume", "", "the same command again resumes, nothing else is needed"),
         ("--gpus", "8", "torchrun --nproc_per_node=N starts N ranks"),
         ("--zzz", "", ""),

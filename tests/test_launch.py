@@ -66,7 +66,7 @@ def test_without_the_data_print_config_assumes_imagenets_size_and_says_so(capsys
     run_here("launch/train.py", "--config", "configs/vit_b16.yaml", "--print-config", "data.root=nowhere")
     shown = dict(line.removeprefix("#   ").split(": ", 1) for line in capsys.readouterr().out.splitlines() if line.startswith("#   "))
     assert shown["training_images"].startswith(
-        "1,281,167 (assumed, ImageNet-1k's; so are all steps, for the data are not here: nowhere: no"
+        "1,281,167 (assumed, ImageNet-1k's; so are all steps, for the data cannot be opened: nowhere: no"
     )
     assert shown["total_steps"] == str(300 * (1_281_167 // 4096))
     assert shown["classes"] == "1000 (assumed)"

@@ -106,7 +106,7 @@ def all_keys() -> list[str]:
 WORDS = {
     "data.root": "data dataset data_dir data_path data_root dataset_dir",
     "data.global_batch_size": "batch_size bs global_batch total_batch_size train_batch_size",
-    "data.micro_batch_size": "accum accum_iter accum_steps grad_accum gradient_accumulation_steps per_device_batch_size update_freq",
+    "data.micro_batch_size": "per_device_batch_size per_device_train_batch_size",
     "data.num_workers": "j n_workers workers",
     "data.aug_repeats": "repeated_aug repeats",
     "model.name": "arch architecture model model_name",
@@ -127,9 +127,9 @@ WORDS = {
     "augment.randaugment_layers": "aa auto_augment randaug randaugment",
     "loss.label_smoothing": "smoothing",
     "optim.name": "opt optimizer",
-    "optim.lr": "base_lr learning_rate max_lr peak_lr",
+    "optim.lr": "learning_rate max_lr peak_lr",
     "optim.weight_decay": "decay wd",
-    "optim.betas": "beta1 beta2 opt_betas",
+    "optim.betas": "opt_betas",
     "optim.eps": "epsilon opt_eps",
     "optim.clip_grad_norm": "clip_grad clip_norm grad_clip gradient_clip_val max_grad_norm max_norm",
     "schedule.name": "lr_schedule lr_scheduler sched scheduler",
@@ -150,7 +150,16 @@ WORDS = {
 """What other programs (timm, DeiT, torchvision's references, Hugging Face's Trainer) call a setting."""
 ADVICE = dict.fromkeys(("auto_resume", "resume"), "the same command again resumes, nothing else is needed")
 ADVICE |= dict.fromkeys(("devices", "gpus", "n_gpus", "num_gpus", "nproc_per_node"), "torchrun --nproc_per_node=N starts N ranks")
+ADVICE |= dict.fromkeys(
+    ("accum_iter", "accum_steps", "grad_accum", "grad_accum_steps", "gradient_accumulation_steps", "update_freq"),
+    "accumulation follows from data.micro_batch_size, the images in one forward pass of a rank",
+)
 """What is no setting here, and what people want who look for it."""
+OTHER_VALUES = (
+    "data.aug_repeats", "augment.randaugment_layers", "optim.name", "schedule.name", "schedule.warmup_epochs",
+    "train.precision", "train.compile", "train.ema_decay", "eval.every_epochs", "log.wandb",
+)  # fmt: skip
+"""Settings whose values other programs write in another way or unit."""
 _MEANT_BY = {word: key for key, words in WORDS.items() for word in words.split()}
 
 
@@ -185,7 +194,8 @@ def setting_for(option: str, value: str) -> str:
     key = word if word in keys else meant_by(word.rpartition(".")[2]) or leaves.get(word, "")
     if not key and (close := difflib.get_close_matches(word, keys if "." in word else [*leaves, *_MEANT_BY], n=1, cutoff=0.85)):
         key = close[0] if close[0] in keys else meant_by(close[0]) or leaves[close[0]]
-    return f"did you mean {key}={value or 'VALUE'}?" if key else ""
+    shown = "VALUE" if key in OTHER_VALUES and word != key else value or "VALUE"
+    return f"did you mean {key}={shown}?" if key else ""
 
 
 def _set(tree: dict[str, Any], path: Key, value: Any) -> None:

@@ -151,7 +151,7 @@ IMAGENET_IMAGES = 1_281_167
 def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     """What `--print-config` shows: every value with its origin as YAML, and the derived numbers as comments.
 
-    Where the data are not at hand, as many images and classes as ImageNet's are assumed, and it says so. Raises ValueError as `make_plan`.
+    Where the data cannot be opened, as many images and classes as ImageNet's are assumed, and it says so. Raises ValueError as `make_plan`.
     """
     values = config_io.to_dict(config)
     comments = {key: origins.get(key, "default") for section in values for key in (f"{section}.{name}" for name in values[section])}
@@ -165,7 +165,7 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     except ShardError as error:
         num_images, images_assumed = config.data.num_samples or IMAGENET_IMAGES, ""
         if config.data.num_samples is None:
-            images_assumed = f" (assumed, ImageNet-1k's; so are all steps, for the data are not here: {error})"
+            images_assumed = f" (assumed, ImageNet-1k's; so are all steps, for the data cannot be opened: {error})"
         plan, order = make_plan(config, num_images, world_size)
     else:
         num_classes, assumed, images_assumed = choose_num_classes(config, train_split, val_split), "", ""
