@@ -8,13 +8,17 @@ from __future__ import annotations
 import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -94,6 +98,26 @@ def run(
         cwd=cwd or REPOSITORY,
         check=False,
     )
+
+
+@contextmanager
+def _typed(script: str, words: Sequence[object]) -> Iterator[None]:
+    """What a process that runs `script` with `words` has and this one has not."""
+    argv, path, num_threads = sys.argv, list(sys.path), torch.get_num_threads()
+    sys.argv = [script, *map(str, words)]
+    sys.path.insert(0, str((REPOSITORY / script).parent))
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+        sys.argv, sys.path[:] = argv, path
+
+
+def run_here(script: str, *words: object) -> None:
+    """Run a command of launch/ in this process, which has torch already; what ends a command with status 2 is a ValueError."""
+    with _typed(script, words):
+        runpy.run_path(str(REPOSITORY / script))["main"]()
 
 
 def train(config: Path, run_dir: Path, *overrides: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:

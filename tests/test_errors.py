@@ -113,6 +113,11 @@ def _(place):
     place.train()
 
 
+@scenario("an option of another program")
+def _(place):
+    place.train("--lr", "1e-3")
+
+
 @scenario("a value of the wrong type")
 def _(place):
     place.train("data.global_batch_size=many")
@@ -154,6 +159,11 @@ def _(place):
 @scenario("an unknown model of timm")
 def _(place):
     place.train("model.name=timm/resnet5")
+
+
+@scenario("a model of timm with settings of ours that it has not")
+def _(place):
+    place.train("model.name=timm/resnet18", "model.proj_drop_rate=null")
 
 
 @scenario("an image size that the patch does not divide")

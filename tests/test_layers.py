@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"vit.config", "vit.config_io", "vit.distributed", "vit.exit", "vit.progress", "vit.worker", "vit.host"}
+    {"vit.config", "vit.config_io", "vit.command_line", "vit.distributed", "vit.exit", "vit.progress", "vit.worker", "vit.host"}
     | {"vit.data.files", "vit.data.jpeg", "vit.data.members", "vit.data.native"},
     {"vit.data.tar", "vit.data.shards", "vit.data.order", "vit.data.mixing", "vit.data.window", "vit.data.decode", "vit.schedule"}
     | {"vit.data.draw", "vit.data.block_cache", "vit.data.remote", "vit.data.storage"},
@@ -63,6 +63,7 @@ def test_data_prep_knows_the_format_and_itself_only(path):
         "vit.data.native",
         "vit.data.tar",
         "vit.data.shards",
+        "vit.command_line",
         "vit.progress",
         "vit.worker",
     }
@@ -81,6 +82,7 @@ def test_data_prep_knows_the_format_and_itself_only(path):
         "vit.data.mixing",
         "vit.data.draw",
         "vit.schedule",
+        "vit.command_line",
         "vit.progress",
         "vit.host",
         "data_prep.images",

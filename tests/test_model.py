@@ -346,6 +346,18 @@ def test_unknown_names_are_refused_with_the_nearest(name, message):
         create_model(name)
 
 
+def test_a_guest_that_lacks_the_settings_of_ours_is_told_with_the_remedy():
+    """A config made for a ViT, another model.name: all of what does not fit at once."""
+    fields = {"embed_dim": 128, "depth": 4, "num_heads": 4, "drop_path_rate": 0.1}
+    with pytest.raises(ValueError, match="resnet18") as caught:
+        create_model("timm/resnet18", 32, 10, **fields)
+    assert str(caught.value) == (
+        "timm's resnet18 has no depth, embed_dim, num_heads: set model.depth=null model.embed_dim=null model.num_heads=null, "
+        "or leave them out of the config"
+    )
+    create_model("timm/resnet18", 32, 10, drop_path_rate=0.1)
+
+
 def test_wrong_images_are_refused():
     model = VisionTransformer(image_size=32, **TINY)
     with pytest.raises(ValueError, match=r"images are \(2, 3, 32, 48\), expected \(batch, 3, 32, 32\)"):

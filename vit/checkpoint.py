@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -68,12 +69,28 @@ class Progress:
     """The step of the newest evaluation."""
     best_top1: float = -1.0
     """Best top-1 accuracy on the validation split so far, in percent."""
+    best_loss: float | None = None
+    """The loss with it; None where it was not finite, or before this was recorded."""
     restarts: int = 0
     """How often the run was resumed."""
     elapsed_s: float = 0.0
     """Time spent on the run over all restarts, evaluation and saving included."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What must be the same after a resume: the data's fingerprint, the model's classes."""
+
+    def take_best(self, *found: tuple[float, float]) -> bool:
+        """Take the best of `found`, pairs of top-1 and loss; False if what was found before is as good. Of equal accuracies the smaller
+        loss is better, as few images give few different accuracies."""
+
+        def rank(top1: float, loss: float | None) -> tuple[float, float]:
+            return top1, -loss if loss is not None and math.isfinite(loss) else -math.inf
+
+        top1, loss = max(found, key=lambda pair: rank(*pair))
+        if rank(top1, loss) <= rank(self.best_top1, self.best_loss):
+            return False
+        self.best_top1 = top1
+        self.best_loss = loss if math.isfinite(loss) else None
+        return True
 
 
 def tensors_of(train_step: TrainStep) -> dict[str, Tensor]:

@@ -390,8 +390,8 @@ class RunConfig(Section):
 class LogConfig(Section):
     """The record and its views."""
 
-    every_steps: Positive = 50
-    """Steps between two lines of training metrics."""
+    every_steps: Positive | None = None
+    """Steps between two lines of training metrics. `None`: 50, or a twentieth of a run that is shorter than 1,000 steps."""
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     """Weights & Biases: `auto` is online with a key and a network, else offline; the record is complete without it."""
     wandb_project: str = "vit"

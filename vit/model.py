@@ -379,9 +379,32 @@ def _create_guest(name: str, image_size: int | tuple[int, int], num_classes: int
                 raise
             model = timm.create_model(name, **fields)  # convolutional networks take any size and have no such argument
     except (TypeError, RuntimeError, ValueError, AssertionError) as error:
+        if unknown := _unknown_to_guest(name, fields):
+            remedy = " ".join(f"model.{field}=null" for field in unknown)
+            raise ValueError(f"timm's {name} has no {', '.join(unknown)}: set {remedy}, or leave them out of the config") from error
         raise ValueError(f"timm {timm.__version__} cannot make {name!r} with image_size={image_size} and {fields}: {error}") from error
     model.image_size, model.in_chans = _height_width(image_size, "image_size"), fields["in_chans"]
     return model
+
+
+def _unknown_to_guest(name: str, fields: dict[str, Any]) -> list[str]:
+    """Those of `fields` that timm's model does not take, which Python names one at a time."""
+    import timm
+
+    fields, unknown = dict(fields), list[str]()
+    while True:
+        try:
+            with torch.device("meta"):
+                timm.create_model(name, **fields)
+            return sorted(unknown)
+        except TypeError as error:
+            found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if found is None or found[1] not in fields:
+                return sorted(unknown)
+            unknown.append(found[1])
+            del fields[found[1]]
+        except (RuntimeError, ValueError, AssertionError):
+            return sorted(unknown)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -159,7 +159,7 @@ class Monitor:
             f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {images_per_s:.0f} images/s, "
             f"data wait {share:.0%}{whose} | loss {loss:.3f} | lr {lr:.2e} | ETA {duration(eta_s)}"
         )
-        if step % self.config.log.every_steps and step != plan.total_steps:
+        if step % plan.log_every_steps and step != plan.total_steps:
             self.record.progress(step, text)
             return
         gc.collect()

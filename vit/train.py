@@ -57,7 +57,7 @@ from vit.record import Record, lock_run, provenance
 from vit.report import make_report
 from vit.schedule import lr_at
 from vit.step import TrainStep, compile_blocks
-from vit.weights import Trained, WeightsError, fingerprint, grid_size, load_weights, read_trained, save_weights
+from vit.weights import Trained, WeightsError, fingerprint, grid_size, load_weights, other_classes, read_trained, save_weights
 
 MAY_CHANGE = (
     "run.", "log.", "checkpoint.", "eval.", "data.num_workers", "data.prefetch_gib", "data.micro_batch_size", "data.root",
@@ -176,6 +176,8 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
                 notes = load_weights(model, trained.weights, trained.grid_size, config.init.reset_head)
             except WeightsError as error:
                 raise WeightsError(f"{trained.path}: {error}{_other_model_settings(trained, config)}") from None
+            if not config.init.reset_head and (note := other_classes(trained, train_split.class_names, num_classes)):
+                notes.append(f"{note}; init.reset_head=true starts the head anew")
             for note in notes:
                 if world.is_main:
                     print(f"{trained.path}: {note}", file=sys.stderr)
@@ -205,7 +207,7 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
     )
 
     # 4. In place: DDP and the average keep their tensors.
-    progress = Progress(facts={**facts, "grid_size": grid_size(model)})
+    progress = Progress(facts={**facts, "grid_size": grid_size(model), "class_names": train_split.class_names})
     if found is not None:
         with world.main_reports():
             progress = checkpoints.load_checkpoint(*found, train_step)
@@ -312,8 +314,14 @@ def _open_record(
             )
     if progress.restarts:
         record.say(f"resumed at step {progress.step} of {plan.total_steps} from {folder}/checkpoints (restart {progress.restarts})")
-    record.start_wandb({**values, "provenance": made_by})
+    if not _is_done(plan, progress):  # the same command again on a finished run shows nothing new
+        record.start_wandb({**values, "provenance": made_by})
     return record
+
+
+def _is_done(plan: Plan, progress: Progress) -> bool:
+    """Whether nothing is left to train and to evaluate."""
+    return progress.step == plan.total_steps and (not plan.evaluates_at(progress.step) or progress.evaluated_step == progress.step)
 
 
 # --- running it --------------------------------------------------------------------------------------------------------
@@ -397,14 +405,18 @@ def _save(run: Run, monitor: Monitor) -> None:
 def _finish(run: Run, monitor: Monitor) -> str:
     """Tell how it ended, in the folder, in the record and to people."""
     step = run.progress.step
-    to_do = step < run.plan.total_steps or (run.plan.evaluates_at(step) and run.progress.evaluated_step < step)
-    outcome = "stopped" if monitor.stop and to_do else "finished"
+    outcome = "stopped" if monitor.stop and not _is_done(run.plan, run.progress) else "finished"
     if run.world.is_main:
         if outcome == "stopped":
             _mark_stopped(run.folder, step, run.signals.received)
             run.record.say(f"stopped at step {step} of {run.plan.total_steps}, saved; the same command goes on from here")
         else:
             (run.folder / "stopped_early").unlink(missing_ok=True)
+            if run.progress.evaluated_step < 0:
+                run.record.say(
+                    f"not evaluated: the run has {step} steps, and an evaluation comes each {run.plan.eval_every_steps} (eval.every_steps, "
+                    f"eval.every_epochs); python launch/eval.py {run.folder} evaluates its weights"
+                )
         run.record.write("end", step, outcome=outcome, elapsed_s=round(monitor.elapsed_s(), 1))
         if outcome == "finished" and run.config.log.report:
             _report(run)
@@ -505,8 +517,7 @@ def _evaluate(run: Run) -> bool:
     parts = [f"{'' if name == 'model' else name + ' '}{result.accuracy}" for name, result in results.items()]
     record.say(f"step {progress.step}: {'; '.join(parts)} on {run.val_split.num_samples} images of {config.data.val_split!r}")
     progress.evaluated_step = progress.step
-    best = max(result.accuracy.top1 for result in results.values())
-    is_best, progress.best_top1 = best > progress.best_top1, max(best, progress.best_top1)
+    is_best = progress.take_best(*((result.accuracy.top1, result.accuracy.loss) for result in results.values()))
     with run.world.main_reports():
         if run.world.is_main:
             save_predictions(run.folder, results.get("ema", results["model"]), run.val_split, progress.step)

@@ -123,6 +123,18 @@ def test_long_and_foreign_names(tmp_path, format):
     assert split.class_names == []
 
 
+def test_a_split_is_a_sequence_of_images_and_labels_to_look_at(root):
+    split = open_split(root, "train")
+    assert len(split) == split.num_samples == 15
+    image, label = split[3]
+    expected = Image.open(io.BytesIO(split.read(3))).convert("RGB")
+    assert (image.mode, image.tobytes(), label) == ("RGB", expected.tobytes(), int(split.index["label"][3]))
+    assert split[-1][1] == int(split.index["label"][14])
+    with pytest.raises(IndexError):
+        split[15]
+    assert len(list(split)) == 15
+
+
 def test_travels_to_workers_by_pickle_fork_and_threads(root):
     split = open_split(root, "train")
     expected = [split.read(i) for i in range(15)]

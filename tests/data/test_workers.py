@@ -64,6 +64,7 @@ def test_batches_come_whole_and_in_order(workers):
     batches = Numbered()
     with Loader(batches, 7, 60, num_workers=workers) as loader:
         for position, batch in enumerate(loader, 7):
+            assert len(loader) == 53, "as of torch's DataLoader, it does not shrink"
             batches.check(position, batch)
             firsts = range(0, 300, PART_ROWS if workers else 300)
             assert batch.bad_keys == tuple(f"key{position}-{first}" for first in firsts), "in the order of rows"

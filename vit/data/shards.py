@@ -26,7 +26,7 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,9 @@ from vit.data.members import SampleLayout
 from vit.data.remote import RemoteFolder, Version, local_path
 from vit.data.storage import LocalTars, RemoteTars
 from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, TAR_BLOCK, index_rows, scan_tar, size_said_by
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 FORMAT_VERSION = 1
 log = logging.getLogger(__name__)
@@ -311,6 +314,19 @@ class Split:
         self._layout = layout
         self.num_samples, self.num_classes, self.class_names = len(index), num_classes, class_names
         self.tars = tars or LocalTars(Path(root), filenames)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, i: int) -> tuple[Image.Image, int]:
+        """Sample `i` to look at, from the end if negative, as torchvision's data sets give it: the whole image in RGB, and its label.
+
+        Training reads windows of images instead (`vit.data.loader`). Raises IndexError, and ShardError as `read`.
+        """
+        from PIL import Image
+
+        i = range(self.num_samples)[i]
+        return Image.open(io.BytesIO(self.read(i))).convert("RGB"), int(self.index[i]["label"])
 
     def read(self, i: int) -> bytes:
         """Encoded image bytes of sample `i` (0 <= i < num_samples), as stored.

@@ -120,6 +120,7 @@ class Loader:
         self.num_workers, self.effort, self._batches = num_workers, Effort(), batches
         self.ring = plan_ring(batches.layout, batches.row_unit, stop - start, num_workers, prefetch_gib, on_gpu)
         self._position, self._to_start, self._stop = start, start, stop
+        self._num_batches = stop - start
         self._slots = Slots(batches.layout, self.ring)
         self._growing: dict[int, _Growing] = {}
         self._queue: deque[tuple[int, int, int]] = deque()
@@ -127,6 +128,10 @@ class Loader:
         self._slots.close_file()
         self._to_gpu = _ToGpu(self._slots, device) if on_gpu and device is not None else None
         self._start_batches()
+
+    def __len__(self) -> int:
+        """Batches from `start` to `stop`, however many were taken."""
+        return self._num_batches
 
     def __iter__(self) -> Loader:
         return self
