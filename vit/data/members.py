@@ -249,7 +249,7 @@ def describe(members: Sequence[tuple[str, bytes | None]], asked: SampleLayout, n
     layout, needs_names = proposed
     if layout.told(names) == asked.told(names) and (asked.class_names or not needs_names):
         return told  # members are where they are looked for; what they hold is told before
-    remedy = " ".join(filter(None, [layout.told(names), names.class_names if needs_names else ""]))
+    remedy = " ".join(filter(None, [layout.told(names), names.class_names if needs_names and not asked.class_names else ""]))
     return f"{told}: try {printable(remedy)}"
 
 
