@@ -309,7 +309,7 @@ def test_headers_alone_do_not_show_damaged_image_data():
 def test_doubtful_images_are_named_when_they_are_encoded_anew_too():
     data = UNTOUCHED["plain"][:20] + b"stray" + UNTOUCHED["plain"][20:]
     assert prepare(data, DECODE)[:4] == (data, 97, 64, REFUSED_BY_STRICT)
-    assert prepare(data, ImagePolicy(resize_short_side=32))[1:] == (48, 32, f"{REFUSED_BY_STRICT}, resized")
+    assert prepare(data, ImagePolicy(resize_short_side=32))[1:4] == (48, 32, f"{REFUSED_BY_STRICT}, resized")
 
 
 def jpeg_of(width: int, height: int, components: int = 3, precision: int = 8) -> bytes:
