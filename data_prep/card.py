@@ -131,7 +131,7 @@ def readme(info: Mapping[str, Any]) -> str:
         files += [f"  - split: {split}", "    path:", *(f"    - {json.dumps(path)}" for path in paths)]
     head = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---", ""]
     told = "Images in tar shards (WebDataset), with an index beside them; `python -m data_prep.card` writes dataset.md, which tells more."
-    return "\n".join([*head, f"# {info.get('source', 'Images')}", "", told]) + "\n"
+    return "\n".join([*head, "# Images", "", told]) + "\n"
 
 
 def _read_info(output: Output) -> Mapping[str, Any]:

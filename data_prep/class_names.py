@@ -1,7 +1,8 @@
-"""How `data_prep.index` is told to take samples: flags, a file of class names, and what was recorded before. Free of torch.
+"""How `data_prep.index` is told to take samples: flags, a file of class names, and the record.
 
-The data's story: the flags and the file become a layout (vit/data/members.py). An `_info.json` that is there says how the index in its
-folder was made; without flags it is made so again, and other flags are an error, as they would give other labels.
+The data's story: the flags and the file become a layout (vit/data/members.py). An `_info.json` that
+is there says how the index in its folder was made; without flags it is made so again, and other
+flags are an error, as they would give other labels. Free of torch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ NOTHING_ASKED = Asked()
 def choose_layout(asked: Asked, info: Mapping[str, Any] | None, place: str, first_tar: Path | None) -> tuple[SampleLayout, list[str]]:
     """The layout, and the name of each class ([] if unknown). Raises PrepError.
 
-    info: the `_info.json` at `place`. first_tar: a shard in a folder, whose sidecar tells where that file is of others.
+    info: the `_info.json` at `place`. first_tar: a shard in a folder, whose sidecar tells where that
+    file is of others.
     """
     known = [str(name) for name in (info or {}).get("class_names") or []]
     recorded = SampleLayout() if info is None else recorded_layout(info, first_tar)
@@ -58,7 +60,10 @@ def _suffix(text: str | None) -> str | None:
 
 
 def read_class_names(path: Path) -> list[str]:
-    """The name of each label: one a line, a JSON list, or a JSON object of labels by name or of names by label. Raises PrepError."""
+    """The name of each label, from lines, a JSON list, or a JSON object of names and labels.
+
+    Raises PrepError.
+    """
     try:
         text = path.read_text("utf-8-sig")
     except (OSError, UnicodeError) as error:

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from data_prep import verify
@@ -157,6 +159,23 @@ def test_the_scanner_sees_what_webdataset_sees(form, tmp_path):
         ours = [(s.key, data[s.image.offset : s.image.offset + s.image.size], s.label) for s in scanned]
         assert ours == of_webdataset([tar], label_of)
         assert [s.width for s in scanned] == [20 + n for n in range(12)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text("ab._/- é", min_size=1, max_size=6), min_size=1, max_size=4, unique=True))
+def test_any_names_make_the_samples_that_webdataset_makes(tmp_path_factory, keys):
+    """Dots, slashes, underscores anywhere; where a sample of webdataset's has not one image and a label, it is an error here."""
+    tar = tmp_path_factory.getbasetemp() / "names.tar"
+    write_tar(tar, [(key, {"jpg": image(n), "cls": b"%d" % n}) for n, key in enumerate(keys)])
+    try:
+        theirs = list(webdataset.WebDataset(str(tar), shardshuffle=False, empty_check=False))
+    except ValueError:  # a suffix that is there twice
+        theirs = []
+    if theirs and all({"jpg", "cls"} <= sample.keys() for sample in theirs):
+        assert [(s.key, s.label) for s in scan_tar(tar)] == [(sample["__key__"], int(sample["cls"])) for sample in theirs]
+    else:
+        with pytest.raises(ShardError):
+            scan_tar(tar)
 
 
 @pytest.mark.parametrize("form", ["json, nested", "names in json"])

@@ -85,6 +85,19 @@ def test_others_read_the_shards(reader, whose, tmp_path, request, monkeypatch):
     assert sorted(read(reader, root, tmp_path)) == expected(root)
 
 
+def test_timm_reads_labels_in_json(tmp_path):
+    import timm.data
+
+    assert "(timm: `target_key` for a field of `.json`" in PAGE
+    with webdataset.TarWriter(str(tmp_path / "train-0.tar")) as tar:
+        for n in range(4):
+            tar.write({"__key__": f"{n}", "jpg": photo(n), "json": {"label": n % 3}})
+    assert index.main([str(tmp_path), "--label", "json:label", "--workers", "1"]) == 0
+    options = {"root": str(tmp_path), "split": "train", "is_training": False, "batch_size": 1}
+    dataset = timm.data.create_dataset("wds/", **options, target_key="label")
+    assert [(image.size, label) for image, label in dataset] == expected(tmp_path)
+
+
 def test_the_page_has_a_line_for_each():
     assert LINES.keys() == {"Hugging Face", "webdataset", "timm", "DALI"}
 

@@ -221,7 +221,7 @@ OTHER_IMAGES = ("bmp", "gif", "tif", "tiff", "avif", "img", "image")
 
 
 def describe(members: Sequence[tuple[str, bytes | None]], asked: SampleLayout, names: Names) -> str:
-    """What these members are, and what a user should give for them to be taken, if that can be told.
+    """What these members are, and what should be given for them to be taken, if that can be told.
 
     members: (name, content) in the tar's order; None for what was not read.
     """
@@ -249,12 +249,12 @@ def describe(members: Sequence[tuple[str, bytes | None]], asked: SampleLayout, n
     layout, needs_names = proposed
     if layout.told(names) == asked.told(names) and (asked.class_names or not needs_names):
         return told  # members are where they are looked for; what they hold is told before
-    remedy = " ".join(filter(None, [layout.told(names), names.class_names if needs_names else ""]))
+    remedy = " ".join(filter(None, [layout.told(names), names.class_names if needs_names and not asked.class_names else ""]))
     return f"{told}: try {printable(remedy)}"
 
 
 def propose(members: Sequence[tuple[str, bytes | None]]) -> tuple[SampleLayout, bool] | None:
-    """A layout that takes all samples as far as they were read, and whether it needs class names."""
+    """A layout that takes all samples, as far as they were read; whether it needs class names."""
     possible = []
     for with_dots in (False, True):
         samples = _grouped(members, SampleLayout(keys_with_dots=with_dots))
@@ -268,7 +268,7 @@ def propose(members: Sequence[tuple[str, bytes | None]]) -> tuple[SampleLayout, 
 
 
 def printable(text: str) -> str:
-    """`text` with escapes for whatever could confuse a terminal or cannot be encoded: names come from foreign tars."""
+    """`text` with escapes for whatever could confuse a terminal: names come from foreign tars."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
@@ -287,7 +287,7 @@ def _grouped(members: Iterable[tuple[str, bytes | None]], layout: SampleLayout) 
 
 
 def _image_in(samples: Sequence[Mapping[str, Any]]) -> str | None:
-    """`image` of a layout that finds one in each sample, "default" for none; None if there is no such."""
+    """`image` of a layout that finds one in each sample, "default" for None; None: there is none."""
     if not samples:
         return None
     if all(sum(suffix in IMAGE_EXTENSIONS for suffix in sample) == 1 for sample in samples):
@@ -335,7 +335,7 @@ def _label_in(samples: Sequence[Mapping[str, bytes | None]]) -> tuple[str, bool]
 
 
 def _rank_of_label(label: str, values: Sequence[Any]) -> tuple[int, bool] | None:
-    """How likely these values are labels, the lowest first, and whether they are names; None: they are not."""
+    """How likely these values are labels, 0 the likeliest, and whether as names; None: not at all."""
     words = re.split(r"[^a-z]+", label.lower())
     ranks = [LABEL_WORDS.index(word) for word in words if word in LABEL_WORDS]
     rank = min(ranks, default=len(LABEL_WORDS))
