@@ -27,7 +27,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from vit.distributed import AlreadyReported, RankLost, World, local_world_size
+from vit.distributed import AlreadyReported, RankLost, World, local_world_size, tell_other_ranks
 
 SILENT_S = 3.0
 """A rank that has nothing to say waits so long for one that has: torchrun ends all at the first
@@ -142,6 +142,7 @@ def _leave_with_words(words: str, status: int) -> NoReturn:
     """Tell people and torchrun, and end."""
     words = f"{_who()}{words}"
     print(words, file=sys.stderr, flush=True)
+    tell_other_ranks(words)
     _tell_torchrun(words)
     leave(status)
 
@@ -149,6 +150,7 @@ def _leave_with_words(words: str, status: int) -> NoReturn:
 def _leave_with_stack() -> NoReturn:
     """A bug: its stack is what there is to tell."""
     traceback.print_exc()
+    tell_other_ranks(f"rank {_rank()} ended with an error")
     _tell_torchrun(traceback.format_exc())
     leave(1)
 
@@ -158,6 +160,7 @@ def _leave_because_of_others(words: str, status: int) -> NoReturn:
     if _host_has_spoken():
         leave(0)
     print(f"{_who()}{words}", file=sys.stderr, flush=True)
+    tell_other_ranks(f"rank {_rank()}: {words}")
     leave(status)
 
 
