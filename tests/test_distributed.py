@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,10 +214,11 @@ def test_a_signal_ends_a_rank_that_waits_and_those_who_wait_with_it(tmp_path):
 def test_who_waits_for_the_main_rank_notices_that_it_was_killed(tmp_path):
     script = tmp_path / "wait.py"
     script.write_text(WAIT)
-    lost = "lost the connection to the first host's launcher, or to rank 0; its own message says why"
+    lost = "lost the connection to the first host's launcher, or to rank 0"
+    why = "its own message, or torchrun's, says why"
     with by_hand(script, 2) as ranks:
         ranks[0].kill()
-        assert end_of(ranks[1]) == (f"rank 1: {lost}\n", 1)
+        assert end_of(ranks[1]) == (f"rank 1: {lost}; {why}\n", 1)
 
 
 # ---- which device -----------------------------------------------------------------------------
@@ -244,6 +246,21 @@ def test_where_all_have_the_same_it_is_taken():
     for host, asked in ((CPU, "torch sees no GPU here"), (FEW, "--nproc_per_node=4")):
         with pytest.raises(ValueError, match=asked):
             choose_device("cuda", "train.device=", [host] * 8)
+
+
+def test_the_main_rank_decides_for_all_of_what_each_has_found():
+    def agreed(world: World, found: list[Found]) -> tuple[str, tuple[str, ...]]:
+        here = found[world.rank]
+        world = distributed._agree_on_device(world, "auto", "train.device=", here)
+        return str(world.device), world.hosts
+
+    hosts = ("node1", "node1", "node3")
+    assert together(3, lambda world: agreed(world, [GOOD, GOOD, replace(GOOD, host="node3")])) == [("cuda:0", hosts)] * 3
+    assert together(2, lambda world: agreed(world, [CPU, CPU])) == [("cpu", ("node3",) * 2)] * 2
+    first, second = together(2, lambda world: agreed(world, [GOOD, BROKEN]))
+    assert isinstance(first, ValueError)
+    assert isinstance(second, AlreadyReported)
+    assert str(first) == str(second)
 
 
 def test_training_on_the_cpu_of_a_machine_with_a_gpu_is_told_loudly():

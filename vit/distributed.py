@@ -1,13 +1,13 @@
 """torch.distributed lives here: who am I, start, sums, waiting for each other, wrapping.
 
-The data's story: torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; `start` reads them once, agrees with
-the other ranks on the kind of device, and gives a `World`, which every other module is handed
+The data's story: torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; `start` reads them once, agrees
+with the other ranks on the kind of device, and gives a `World`, which every other module is handed
 instead of asking torch. Without torchrun the world is one process and no process group exists. CPU
 with gloo is a supported target, a GPU uses NCCL; nothing else differs.
 
 Who waits for whom, and how long. What a person, a disk or a network can make slow goes through the
-store, which torchrun serves, and not through a collective, which ends the run when it takes too long
-and holds back signals:
+store, which torchrun serves, and not through a collective, which ends the run when it takes too
+long and holds back signals:
 
     start           the main rank for all others                        COLLECTIVE_TIMEOUT
     main_tells      all others for the main rank's function             as long as it takes
@@ -17,12 +17,12 @@ and holds back signals:
     barrier         main_reports, then a collective
     sum_, any, DDP  all for all, in collectives                         COLLECTIVE_TIMEOUT
 
-A mistake (ValueError) in one of the middle ones ends all ranks: the one that made it tells, the others
-raise AlreadyReported. So they do where a rank has ended of something else, wherever it was, as
-`vit.exit.run_command` leaves word of it; but not where it was killed: then torchrun ends the ranks of
-its host, and the store goes with the first host's torchrun, which raises RankLost. In collectives
-gloo notices a dead rank at once. NCCL does not: its other ranks stand still until torchrun, Slurm
-(srun --kill-on-bad-exit) or COLLECTIVE_TIMEOUT ends them.
+A mistake (ValueError) in one of the middle ones ends all ranks: the one that made it tells, the
+others raise AlreadyReported. So they do where a rank has ended of something else, wherever it was,
+as `vit.exit.run_command` leaves word of it; but not where it was killed: then torchrun ends the
+ranks of its host, and the store goes with the first host's torchrun, which raises RankLost. In
+collectives gloo notices a dead rank at once. NCCL does not: its other ranks stand still until
+torchrun, Slurm (srun --kill-on-bad-exit) or COLLECTIVE_TIMEOUT ends them.
 """
 
 from __future__ import annotations
@@ -321,7 +321,8 @@ def choose_device(asked: str, asked_by: str, found: list[Found]) -> tuple[str, l
 
 
 def _agree_on_device(world: World, asked: str, asked_by: str, found: Found) -> World:
-    """`world` with the device of this rank and the names of all hosts. Raises as `choose_device` does."""
+    """`world` with the device of this rank and the names of all hosts. Raises as `choose_device`
+    does."""
 
     def decide() -> tuple[str, list[str]]:
         everyone = [found]
@@ -362,10 +363,10 @@ def tell_other_ranks(words: str) -> None:
 def start(device: str = "auto", asked_by: str = "train.device=", found: Found | None = None) -> World:
     """Join the process group that torchrun describes, or be a world of one.
 
-    `device`: cpu; cuda; or auto, which is a GPU where each rank of every host has one, else the CPU.
-    `found`: what there is on this host, by default what `find_devices` finds. Raises ValueError where
-    GPUs are asked for, in messages `asked_by` that setting or flag, and there are fewer than ranks on
-    a host; where hosts differ; and where the ranks cannot meet.
+    `device`: cpu; cuda; or auto, which is a GPU where each rank of every host has one, else the
+    CPU. `found`: what there is on this host, by default what `find_devices` finds. Raises
+    ValueError where GPUs are asked for, in messages `asked_by` that setting or flag, and there are
+    fewer than ranks on a host; where hosts differ; and where the ranks cannot meet.
     """
     rank, size = int(os.environ.get("RANK", "0")), world_size()
     store: dist.Store | None = None
@@ -408,8 +409,8 @@ def _why_not_met(reason: str) -> str:
 
 
 def _end_with_launcher() -> None:
-    """Ask Linux to send SIGTERM, which saves and stops, when torchrun dies: its ranks would otherwise
-    train on, unseen, beside the next attempt."""
+    """Ask Linux to send SIGTERM, which saves and stops, when torchrun dies: its ranks would
+    otherwise train on, unseen, beside the next attempt."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
@@ -424,7 +425,8 @@ def wrap(model: nn.Module, world: World) -> nn.Module:
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which backward passes of a wrapped `model` add up locally. The forward pass belongs inside, too."""
+    """A context in which backward passes of a wrapped `model` add up locally. The forward pass
+    belongs inside, too."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
