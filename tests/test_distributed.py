@@ -8,6 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +115,23 @@ def test_a_bug_on_one_rank_ends_those_who_wait_for_it():
     assert words(together(3, function)) == [heard, "RuntimeError: a bug", heard]
 
 
+def test_a_mistake_of_another_rank_after_the_main_rank_ends_those_who_are_ahead():
+    """A host that does not see the data which the main rank's host sees."""
+
+    def function(world: World) -> None:
+        try:
+            world.main_first(lambda: open(__file__ if world.is_main else "nowhere").close())
+        except OSError as error:
+            world.tell_end(str(error))  # as `run_command` does
+            raise
+        with world.main_reports():
+            pass
+
+    ended = together(2, function)
+    assert isinstance(ended[1], FileNotFoundError)
+    assert words(ended[:1]) == [f"AlreadyReported: {ended[1]}"]
+
+
 def test_a_rank_that_does_not_come_is_named(monkeypatch):
     monkeypatch.setattr(distributed, "LONGEST_WAIT", datetime.timedelta(seconds=0.5))
 
@@ -149,42 +169,60 @@ run_command(main)
 """
 
 
-def test_who_waits_for_the_main_rank_hears_signals_and_notices_its_death(tmp_path):
-    """Started by hand, so that the store lives and dies with rank 0."""
-    script = tmp_path / "wait.py"
-    script.write_text(WAIT)
+@contextmanager
+def by_hand(script: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """So many ranks without torchrun, all waiting; the store lives and dies with rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {**environment(), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
     ranks = [
         subprocess.Popen(
             [sys.executable, script],
-            env={**env, "RANK": str(rank)},
+            env={**environment(), **address, "RANK": str(rank)},
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(4)
+        for rank in range(size)
     ]
     try:
         for process in ranks:
             assert process.stdout is not None
             assert process.stdout.readline() == "waiting\n"
-        ended = []
-        for process, number in zip(ranks[1:3], (signal.SIGTERM, signal.SIGINT), strict=True):
-            process.send_signal(number)
-            ended.append((process.communicate(timeout=60)[1], process.returncode))
-        ranks[0].kill()
-        ended.append((ranks[3].communicate(timeout=60)[1], ranks[3].returncode))
+        yield ranks
     finally:
         for process in ranks:
             process.kill()
             process.communicate()
-    words = "before the first step: nothing to save\n"
-    lost = "rank 3: lost the connection to the first host's launcher, or to rank 0; its own message says why\n"
-    assert ended == [(f"rank 1: ended by SIGTERM {words}", 143), (f"rank 2: ended by SIGINT {words}", 130), (lost, 1)]
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[str, int]:
+    return process.communicate(timeout=60)[1], process.returncode
+
+
+def test_a_signal_ends_a_rank_that_waits_and_those_who_wait_with_it(tmp_path):
+    """Nobody else would end them: each may be on a host of its own."""
+    script = tmp_path / "wait.py"
+    script.write_text(WAIT)
+    nothing = "before the first step: nothing to save\n"
+    with by_hand(script, 3) as ranks:
+        ranks[1].send_signal(signal.SIGTERM)
+        assert end_of(ranks[1]) == (f"rank 1: ended by SIGTERM {nothing}", 143)
+        assert end_of(ranks[2]) == ("", 2)
+        ranks[0].send_signal(signal.SIGINT)  # in its own function, for which others waited
+        assert end_of(ranks[0]) == (f"ended by SIGINT {nothing}", 130)
+
+
+def test_who_waits_for_the_main_rank_notices_that_it_was_killed(tmp_path):
+    script = tmp_path / "wait.py"
+    script.write_text(WAIT)
+    lost = "lost the connection to the first host's launcher, or to rank 0"
+    why = "its own message, or torchrun's, says why"
+    with by_hand(script, 2) as ranks:
+        ranks[0].kill()
+        assert end_of(ranks[1]) == (f"rank 1: {lost}; {why}\n", 1)
 
 
 # ---- which device -----------------------------------------------------------------------------
@@ -212,6 +250,21 @@ def test_where_all_have_the_same_it_is_taken():
     for host, asked in ((CPU, "torch sees no GPU here"), (FEW, "--nproc_per_node=4")):
         with pytest.raises(ValueError, match=asked):
             choose_device("cuda", "train.device=", [host] * 8)
+
+
+def test_the_main_rank_decides_for_all_of_what_each_has_found():
+    def agreed(world: World, found: list[Found]) -> tuple[str, tuple[str, ...]]:
+        here = found[world.rank]
+        world = distributed._agree_on_device(world, "auto", "train.device=", here)
+        return str(world.device), world.hosts
+
+    hosts = ("node1", "node1", "node3")
+    assert together(3, lambda world: agreed(world, [GOOD, GOOD, replace(GOOD, host="node3")])) == [("cuda:0", hosts)] * 3
+    assert together(2, lambda world: agreed(world, [CPU, CPU])) == [("cpu", ("node3",) * 2)] * 2
+    first, second = together(2, lambda world: agreed(world, [GOOD, BROKEN]))
+    assert isinstance(first, ValueError)
+    assert isinstance(second, AlreadyReported)
+    assert str(first) == str(second)
 
 
 def test_training_on_the_cpu_of_a_machine_with_a_gpu_is_told_loudly():

@@ -1,13 +1,13 @@
 """torch.distributed lives here: who am I, start, sums, waiting for each other, wrapping.
 
-The data's story: torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; `start` reads them once, agrees with
-the other ranks on the kind of device, and gives a `World`, which every other module is handed
+The data's story: torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; `start` reads them once, agrees
+with the other ranks on the kind of device, and gives a `World`, which every other module is handed
 instead of asking torch. Without torchrun the world is one process and no process group exists. CPU
 with gloo is a supported target, a GPU uses NCCL; nothing else differs.
 
 Who waits for whom, and how long. What a person, a disk or a network can make slow goes through the
-store, which torchrun serves, and not through a collective, which ends the run when it takes too long
-and holds back signals:
+store, which torchrun serves, and not through a collective, which ends the run when it takes too
+long and holds back signals:
 
     start           the main rank for all others                        COLLECTIVE_TIMEOUT
     main_tells      all others for the main rank's function             as long as it takes
@@ -17,11 +17,12 @@ and holds back signals:
     barrier         main_reports, then a collective
     sum_, any, DDP  all for all, in collectives                         COLLECTIVE_TIMEOUT
 
-A mistake (ValueError) in one of the middle ones ends all ranks: the one that made it tells, the others
-raise AlreadyReported. Any other end of a rank there is passed on in the same way, unless it was
-killed: then torchrun ends the ranks of its host, and the store goes with the first host's torchrun,
-which raises RankLost. In collectives gloo notices a dead rank at once. NCCL does not: its other ranks
-stand still until torchrun, Slurm (srun --kill-on-bad-exit) or COLLECTIVE_TIMEOUT ends them.
+A mistake (ValueError) in one of the middle ones ends all ranks: the one that made it tells, the
+others raise AlreadyReported. So they do where a rank has ended of something else, wherever it was,
+as `vit.exit.run_command` leaves word of it; but not where it was killed: then torchrun ends the
+ranks of its host, and the store goes with the first host's torchrun, which raises RankLost. In
+collectives gloo notices a dead rank at once. NCCL does not: its other ranks stand still until
+torchrun, Slurm (srun --kill-on-bad-exit) or COLLECTIVE_TIMEOUT ends them.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """For a dead cable or a hung rank (gloo's own default is 30 minutes)."""
 LONGEST_WAIT = timedelta(hours=1)
 """For the slowest rank to save or to load: 15 GB at 4 MB/s."""
+ENDED = "ended"
+"""The word in the store under which a rank leaves why it has ended."""
 POLL_S = 0.25
 """A rank that waits through the store looks at least so often."""
 
@@ -162,9 +165,7 @@ class World:
         except ValueError as error:
             problem = error
         except BaseException as error:
-            with suppress(dist.DistError):
-                self.store.set(f"{turn} ended", _in_words(error))
-                self.store.add(turn, self.size)
+            self.tell_end(_in_words(error))
             raise
         self._say(f"{turn} {self.rank}", "" if problem is None else _in_words(problem))
         if problem is not None:
@@ -174,14 +175,18 @@ class World:
             missing = [r for r in range(self.size) if not self.store.check([f"{turn} {r}"])]
             hours = LONGEST_WAIT / timedelta(hours=1)
             raise RankLost(f"{self._names(missing)} did not come within {hours:g} hour(s)")
-        if self.store.check([f"{turn} ended"]):
-            raise problem or AlreadyReported(self.store.get(f"{turn} ended").decode())
         if not self.store.add(f"{turn} problems", 0):
             return
         told_by_main = json.loads(self.store.get(f"{turn} 0"))
         if problem is not None and (self.is_main or not told_by_main):
             raise problem
         raise AlreadyReported(told_by_main or "told by another rank")
+
+    def tell_end(self, words: str) -> None:
+        """Let the ranks that wait, or will wait, through the store know that this one ends."""
+        if self.store is not None:
+            with suppress(dist.DistError):
+                self._say(ENDED, words)
 
     def any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on one."""
@@ -192,13 +197,16 @@ class World:
         self.store.set(word, json.dumps(value))
 
     def _wait_until(self, ready: Callable[[dist.Store], bool], limit: timedelta | None = None) -> bool:
-        """Look again and again; False when `limit` has passed. Unlike the store's own waiting it lets
-        signals through."""
+        """Look again and again; False when `limit` has passed. Raises AlreadyReported where another
+        rank has ended, RankLost where the store has. Unlike the store's own waiting it lets signals
+        through."""
         assert self.store is not None, "there are other ranks"
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         pause_s = 0.001
         try:
             while not ready(self.store):
+                if self.store.check([ENDED]):
+                    raise AlreadyReported(json.loads(self.store.get(ENDED)))
                 if deadline is not None and time.monotonic() > deadline:
                     return False
                 time.sleep(pause_s)
@@ -315,7 +323,8 @@ def choose_device(asked: str, asked_by: str, found: list[Found]) -> tuple[str, l
 
 
 def _agree_on_device(world: World, asked: str, asked_by: str, found: Found) -> World:
-    """`world` with the device of this rank and the names of all hosts. Raises as `choose_device` does."""
+    """`world` with the device of this rank and the names of all hosts. Raises as `choose_device`
+    does."""
 
     def decide() -> tuple[str, list[str]]:
         everyone = [found]
@@ -342,13 +351,24 @@ def _agree_on_device(world: World, asked: str, asked_by: str, found: Found) -> W
 # --- start and wrapping ------------------------------------------------------------------------
 
 
+_here: World | None = None
+"""The world that was started in this process."""
+
+
+def tell_other_ranks(words: str) -> None:
+    """`World.tell_end` of the world that was started here, if one was: for the end of a process,
+    where nobody has it at hand."""
+    if _here is not None:
+        _here.tell_end(words)
+
+
 def start(device: str = "auto", asked_by: str = "train.device=", found: Found | None = None) -> World:
     """Join the process group that torchrun describes, or be a world of one.
 
-    `device`: cpu; cuda; or auto, which is a GPU where each rank of every host has one, else the CPU.
-    `found`: what there is on this host, by default what `find_devices` finds. Raises ValueError where
-    GPUs are asked for, in messages `asked_by` that setting or flag, and there are fewer than ranks on
-    a host; where hosts differ; and where the ranks cannot meet.
+    `device`: cpu; cuda; or auto, which is a GPU where each rank of every host has one, else the
+    CPU. `found`: what there is on this host, by default what `find_devices` finds. Raises
+    ValueError where GPUs are asked for, in messages `asked_by` that setting or flag, and there are
+    fewer than ranks on a host; where hosts differ; and where the ranks cannot meet.
     """
     _set_backends()
     rank, size = int(os.environ.get("RANK", "0")), world_size()
@@ -360,7 +380,8 @@ def start(device: str = "auto", asked_by: str = "train.device=", found: Found | 
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise ValueError(_why_not_met(str(error))) from None
     words = dist.PrefixStore("words", store) if store is not None else None
-    world = World(rank, size, torch.device("cpu"), words)
+    global _here
+    _here = world = World(rank, size, torch.device("cpu"), words)
     world = _agree_on_device(world, device, asked_by, found or find_devices())
     on_gpu = world.device.type == "cuda"
     if on_gpu:
@@ -406,8 +427,8 @@ def _why_not_met(reason: str) -> str:
 
 
 def _end_with_launcher() -> None:
-    """Ask Linux to send SIGTERM, which saves and stops, when torchrun dies: its ranks would otherwise
-    train on, unseen, beside the next attempt."""
+    """Ask Linux to send SIGTERM, which saves and stops, when torchrun dies: its ranks would
+    otherwise train on, unseen, beside the next attempt."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
@@ -429,7 +450,8 @@ def wrap(model: nn.Module, world: World) -> nn.Module:
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which backward passes of a wrapped `model` add up locally. The forward pass belongs inside, too."""
+    """A context in which backward passes of a wrapped `model` add up locally. The forward pass
+    belongs inside, too."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 

@@ -4,8 +4,8 @@ The data's story: a command runs inside `run_command`, which makes one line and 
 whatever ends it. Of several ranks one tells a mistake. Under torchrun a rank that fails leaves its
 words in the file that torchrun names (TORCHELASTIC_ERROR_FILE), so that torchrun's report ends with
 them; a rank that has nothing to say waits until a rank of its host has spoken, and goes with status
-0: torchrun then has one failure to report, the one that matters. `StopSignals` is how a run is asked
-to end.
+0: torchrun then has one failure to report, the one that matters. `StopSignals` is how a run is
+asked to end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from vit.distributed import AlreadyReported, RankLost, World, local_world_size
+from vit.distributed import AlreadyReported, RankLost, World, local_world_size, tell_other_ranks, world_size
 
 SILENT_S = 3.0
 """A rank that has nothing to say waits so long for one that has: torchrun ends all at the first
@@ -84,8 +84,8 @@ def run_command(command: Callable[[], World | None]) -> None:
     """Run `command`, which returns the world it started, and end the process with its exit status.
 
     0: it returned. 2: a mistake that a person can mend, told in one message without a stack. 1:
-    anything else, with its stack. 130, 143: interrupted. A mistake is a ValueError raised by our own
-    code; one from inside a library is a bug and keeps its stack.
+    anything else, with its stack. 130, 143: interrupted. A mistake is a ValueError raised by our
+    own code; one from inside a library is a bug and keeps its stack.
     """
     try:
         world = command()
@@ -108,15 +108,15 @@ def run_command(command: Callable[[], World | None]) -> None:
     except Exception as error:
         if problem := out_of_memory(error) or _disk_full(error):
             _leave_with_words(f"error: {problem}", 2)
-        if isinstance(error, RankLost) or (_rank() and _is_lost_connection(error)):
+        if isinstance(error, RankLost) or (world_size() > 1 and _is_lost_connection(error)):
             words = str(error) if isinstance(error, RankLost) else "lost the connection to another rank"
-            _leave_because_of_others(f"{words}; its own message says why", 1)
+            _leave_because_of_others(f"{words}; its own message, or torchrun's, says why", 1)
         _leave_with_stack()
 
 
 def stop(world: World) -> None:
-    """End this process with status 0, after every rank has come here. Does not return when there is a
-    process group.
+    """End this process with status 0, after every rank has come here. Does not return when there is
+    a process group.
 
     gloo's worker threads race with the interpreter's finalisation: a plain exit aborts about a
     quarter of two-rank runs in torch 2.15 ("terminate called without an active exception"). A
@@ -131,8 +131,8 @@ def stop(world: World) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once, without waiting for other ranks: they notice the closed connections.
-    Never returns."""
+    """End this process at once, without waiting for other ranks: they notice the closed
+    connections. Never returns."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -142,6 +142,7 @@ def _leave_with_words(words: str, status: int) -> NoReturn:
     """Tell people and torchrun, and end."""
     words = f"{_who()}{words}"
     print(words, file=sys.stderr, flush=True)
+    tell_other_ranks(words)
     _tell_torchrun(words)
     leave(status)
 
@@ -149,21 +150,24 @@ def _leave_with_words(words: str, status: int) -> NoReturn:
 def _leave_with_stack() -> NoReturn:
     """A bug: its stack is what there is to tell."""
     traceback.print_exc()
+    tell_other_ranks(f"rank {_rank()} ended with an error")
     _tell_torchrun(traceback.format_exc())
     leave(1)
 
 
 def _leave_because_of_others(words: str, status: int) -> NoReturn:
-    """End for a cause that is not here: with `words`, unless a rank of this host has told the cause."""
+    """End for a cause that is not here: with `words`, unless a rank of this host has told the
+    cause."""
     if _host_has_spoken():
         leave(0)
     print(f"{_who()}{words}", file=sys.stderr, flush=True)
+    tell_other_ranks(f"rank {_rank()}: {words}")
     leave(status)
 
 
 def _leave_silently(words: str, status: int) -> NoReturn:
-    """End, as another rank says why: with status 0 once a rank of this host has told torchrun so, or
-    torchrun sends SIGTERM because of it; else, after a while, with `words` for torchrun and
+    """End, as another rank says why: with status 0 once a rank of this host has told torchrun so,
+    or torchrun sends SIGTERM because of it; else, after a while, with `words` for torchrun and
     `status`."""
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
     deadline = time.monotonic() + SILENT_S
@@ -191,8 +195,8 @@ def _host_has_spoken() -> bool:
 def _tell_torchrun(words: str) -> None:
     """Leave `words` for torchrun's report, and time for the other ranks of the host to see them.
 
-    The form is that of `torch.distributed.elastic`'s ErrorHandler; what is called a call stack there
-    is what the report prints.
+    The form is that of `torch.distributed.elastic`'s ErrorHandler; what is called a call stack
+    there is what the report prints.
     """
     file = _error_file()
     if file is None:
@@ -230,9 +234,9 @@ def _is_lost_connection(error: Exception) -> bool:
 
 
 def out_of_memory(error: Exception) -> str:
-    """Which memory ran out and which setting to lower; empty if `error` is about something else. Only
-    the GPU's has a class of its own: the CPU's allocator is told from its text, and so is what a
-    loader worker sends home."""
+    """Which memory ran out and which setting to lower; empty if `error` is about something else.
+    Only the GPU's has a class of its own: the CPU's allocator is told from its text, and so is
+    what a loader worker sends home."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         reason = text.split(". ")[0]
@@ -249,7 +253,8 @@ def out_of_memory(error: Exception) -> str:
 
 
 def _disk_full(error: Exception) -> str:
-    """What to tell when `error` is a full disk or a used-up quota that nobody nearer has told; else empty."""
+    """What to tell when `error` is a full disk or a used-up quota that nobody nearer has told; else
+    empty."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     place = f"{error.filename}: " if error.filename else ""

@@ -89,6 +89,12 @@ def preflight(
             f"`ulimit -n {wanted_files}` before the start, or ask the administrator"
         )
     notes += _notes_of_cache(train, ranks)
+    threads = torch.get_num_threads()
+    if not on_gpu and ranks > 1 and 2 * threads * ranks <= cores:
+        notes.append(
+            f"each of {ranks} ranks computes in {threads} thread(s) on {cores} cores, as torchrun "
+            f"wants it: `export OMP_NUM_THREADS={cores // ranks}` before it uses them all"
+        )
     if ranks * workers > cores:
         notes.append(
             f"{ranks * workers} loader workers on {cores} core(s) take turns: data.num_workers={max(cores // ranks, 1)} is as fast, in "
