@@ -7,22 +7,27 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 RANKS ?= 2
 TESTS_AT_ONCE ?= 2
+AT_ONCE = $(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test check soak clean
+.PHONY: demo test test-all check soak clean
 
 demo: $(INSTALLED)
 	@RANKS=$(RANKS) bash launch/demo.sh
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder --ignore=tests/slurm
+	$(AT_ONCE) -m "not full"
+
+# What only repeats: more kills and seeds, full-size models, all kernels of the CPU, Slurm.
+test-all: test
+	$(AT_ONCE) -m full --ignore=tests/slurm
 	$(BIN)/python -m pytest tests/slurm  # alone: its jobs have time limits of seconds
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not full"
 
-# Kills and exits, many of them: minutes to an hour. COUNT is the number of kills per case and of finished runs.
+# Kills and exits by the hundred: minutes to an hour. COUNT is the number of kills per case and of finished runs.
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py $(if $(COUNT),--count $(COUNT))
 

@@ -1,8 +1,14 @@
-"""Shards that many tests read and none changes."""
+"""Shards that many tests read and none changes; what tests start ends with them; what is missing here is told."""
 
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import families
 import pytest
+import warm_python
 from processes import make_shards, write_config
 
 
@@ -18,9 +24,42 @@ def config(tmp_path: Path, shards: Path) -> Path:
     return write_config(tmp_path, shards)
 
 
-LONGEST = ("test_train.py", "test_errors.py", "test_readme.py", "test_model.py", "test_writer.py")
+# ---- what tests start -----------------------------------------------------------------------------------------------
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take minutes come first: dealt over processes file by file, none of them is left for the end, when the others idle."""
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+def pytest_configure(config: pytest.Config) -> None:
+    """Of pytest-xdist's processes those that run tests."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        families.begin_session()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that failed, or was timed out, has not come to the lines that end what it had started."""
+    try:
+        return (yield)
+    except BaseException:
+        families.end_of_failed_test()
+        raise
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """The last fixture that ends; an error here belongs to the tests that the left processes name."""
+    yield
+    warm_python.stop()
+    left = families.end_session()
+    assert not left, "these processes outlived the tests that started them:\n" + "\n".join(left)
+
+
+# ---- what is missing here -------------------------------------------------------------------------------------------
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line for all programs that skipped tests ask for; -ra has told each reason."""
+    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if isinstance(report.longrepr, tuple)]
+    asked = [re.search(r"apt-get install ([a-z0-9.+ -]+)", reason) for reason in reasons]
+    packages = sorted({package for found in asked if found for package in found[1].split()})
+    if packages:
+        number = sum(found is not None for found in asked)
+        terminalreporter.write_line(f"{number} tests were skipped for missing programs: apt-get install {' '.join(packages)}", yellow=True)

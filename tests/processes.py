@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import warm_python
+from families import Family, inherited
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -75,29 +77,33 @@ eval: {{every_steps: 6}}
 
 def environment() -> dict[str, str]:
     """Ours, with one thread a process and nothing that points to W&B."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "RANK", "WORLD_SIZE", "LOCAL_RANK"))}
+    kept = {key: value for key, value in inherited().items() if not key.startswith(("WANDB", "RANK", "WORLD_SIZE", "LOCAL_RANK"))}
     return {**kept, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
 
 
-def command(script: str, *arguments: object, ranks: int = 1) -> list[str]:
+def command(script: str, *arguments: object, ranks: int = 1, python: str = sys.executable) -> list[str]:
     """The command line of a script under torchrun, or of plain Python for `ranks` 0."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else [sys.executable]
+    launcher = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else [python]
     return [*launcher, str(REPOSITORY / script), *map(str, arguments)]
 
 
+def call(line: list[str], env: dict[str, str] | None = None, cwd: Path = REPOSITORY, timeout_s: float = 240) -> subprocess.CompletedProcess:
+    """Run a command line to the end, its family with it; stdout and stderr as text."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with Family(line, env=environment() if env is None else env, cwd=cwd, **pipes) as family:
+        stdout, stderr = family.communicate(timeout_s)
+    return subprocess.CompletedProcess(line, family.process.returncode, stdout, stderr)
+
+
 def run(
-    script: str, *arguments: object, ranks: int = 0, cwd: Path | None = None, timeout_s: float = 240
+    script: str, *arguments: object, ranks: int = 0, cwd: Path | None = None, timeout_s: float = 240, cold: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end; stdout and stderr as text."""
-    return subprocess.run(
-        command(script, *arguments, ranks=ranks),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment(),
-        cwd=cwd or REPOSITORY,
-        check=False,
-    )
+    """Run to the end; stdout and stderr as text. The interpreters are warm (tests/warm_python.py),
+    torchrun's and its ranks', too; `cold`: they are started as a user's are."""
+    env = environment()
+    python = sys.executable if cold else warm_python.python(env)
+    env["PYTHON_EXEC"] = python  # torchrun's name for it
+    return call(command(script, *arguments, ranks=ranks, python=python), env, cwd or REPOSITORY, timeout_s)
 
 
 @contextmanager
@@ -128,18 +134,16 @@ def train(config: Path, run_dir: Path, *overrides: str, ranks: int = 0) -> subpr
 
 
 class Background:
-    """A training to be killed."""
+    """A training to be killed. Its ranks are warm under torchrun (they end with `trainers`, which pass
+    signals on to them), unless `cold`: real children of torchrun."""
 
-    def __init__(self, config: Path, run_dir: Path, *overrides: str, ranks: int = 2):
+    def __init__(self, config: Path, run_dir: Path, *overrides: str, ranks: int = 2, cold: bool = False):
         self.run_dir = run_dir
-        self.process = subprocess.Popen(
-            command("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *overrides, ranks=ranks),
-            env=environment(),
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        env = environment()
+        line = command("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *overrides, ranks=ranks)
+        env["PYTHON_EXEC"] = sys.executable if cold or not ranks else warm_python.python(env)
+        self._family = Family(line, env=env, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = self._family.process
 
     def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
         """Until the record has come to `step`."""
@@ -168,7 +172,7 @@ class Background:
         try:
             return self.process.communicate(timeout=timeout_s)[0]
         except subprocess.TimeoutExpired:
-            self.kill_all()
+            self._family.kill()
             raise
 
 

@@ -218,6 +218,7 @@ def test_the_second_command_of_a_finetuning_recipe_evaluates_before_and_after(ba
     assert (tmp_path / "run" / "weights" / "last.safetensors").exists()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path):
     done = run("launch/train.py", "--config", "configs/vit_b16.yaml", f"data.root={shards}", "train.steps=2", "data.global_batch_size=8",

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import REPOSITORY, environment
+from processes import REPOSITORY, environment, run
 from ranks import together
 from torch import nn
 
@@ -48,10 +48,7 @@ def launch(script: str, folder: Path, ranks: int = 2) -> subprocess.CompletedPro
     """A script under torchrun, to its end."""
     path = folder / "script.py"
     path.write_text(script)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*torchrun, f"--nproc_per_node={ranks}", path], capture_output=True, text=True, env=environment(), cwd=REPOSITORY, timeout=120
-    )
+    return run(path, ranks=ranks, timeout_s=120)
 
 
 def test_what_the_main_rank_does_alone_may_take_longer_than_a_collective(tmp_path):

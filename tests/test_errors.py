@@ -28,8 +28,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm_python
 from error_rows import NEEDS_MOUNT, WITHOUT_PRIVILEGES, Row, leave_free, pattern_of, python, rows, small_disk, snapshot
-from processes import REPOSITORY, TINY, Background, command, environment, write_config
+from processes import REPOSITORY, TINY, Background, call, command, environment, write_config
 from servers import WebServer
 
 from vit import exit
@@ -51,20 +52,19 @@ class Place:
 
     def run(self, *line: object, **variables: str) -> None:
         self.before = snapshot(self.folder)
-        full = [str(part) for part in line]
         env = {**environment(), "CUDA_VISIBLE_DEVICES": "", **variables}
-        self.done = subprocess.run(full, capture_output=True, text=True, cwd=REPOSITORY, env=env, timeout=240, check=False)
+        self.done = call([str(part) for part in line], env)
         self.after = snapshot(self.folder)
 
     def train(self, *overrides: object, prefix: tuple[object, ...] = (), config: Path | None = None, **variables: str) -> None:
-        self.run(
-            *prefix,
-            *command("launch/train.py", "--config", config or self.config, f"run.dir={self.run_dir}", *TINY, *overrides, ranks=0),
-            **variables,
-        )
+        """`launch/train.py` on one rank. With a prefix, which changes what a process may do, or variables a real interpreter starts."""
+        arguments = ["--config", config or self.config, f"run.dir={self.run_dir}", *TINY, *overrides]
+        python = sys.executable if prefix or variables else warm_python.python(environment())
+        self.run(*prefix, *command("launch/train.py", *arguments, ranks=0, python=python), **variables)
 
     def evaluate(self, checkpoint: Path, *flags: object) -> None:
-        self.run(*command("launch/eval.py", "--checkpoint", checkpoint, "--num-workers", 0, *flags, ranks=0))
+        python = warm_python.python(environment())
+        self.run(*command("launch/eval.py", "--checkpoint", checkpoint, "--num-workers", 0, *flags, ranks=0, python=python))
 
     def own_shards(self) -> Path:
         """A copy of the shards that may be spoilt."""
@@ -178,7 +178,8 @@ def _(place):
 
 @scenario("a contact sheet of more images than there are")
 def _(place):
-    place.run(*command("launch/visualize.py", "augment", "--config", place.config, "--images", "64", ranks=0))
+    python = warm_python.python(environment())
+    place.run(*command("launch/visualize.py", "augment", "--config", place.config, "--images", "64", ranks=0, python=python))
 
 
 @scenario("a global batch that cannot be divided")

@@ -7,9 +7,11 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 
 import numpy as np
 import pytest
+from families import Family
 from processes import TINY, command, environment, final_state, last_step, make_shards, metrics, run, train, write_config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -91,19 +93,19 @@ def test_a_mistake_in_the_fine_tuning_config_shows_before_anything_is_evaluated(
 def test_stopped_fine_tuning_exits_with_0_and_the_same_command_goes_on(base, tmp_path, shards):
     whole = tmp_path / "whole"
     whole.mkdir()
-    assert finetune(base, whole, shards, steps=200).returncode == 0
-    config = write_config(tmp_path, shards, "higher.yaml", steps=200)
+    assert finetune(base, whole, shards, steps=60).returncode == 0
+    config = write_config(tmp_path, shards, "higher.yaml", steps=60)
     line = command("launch/eval.py", "--checkpoint", base, "--finetune", config, f"run.dir={tmp_path / 'tuned'}", *HIGHER, ranks=0)
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
-    while last_step(tmp_path / "tuned") < 5 and process.poll() is None:
-        pass
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, output
+    with Family(line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as family:
+        while last_step(tmp_path / "tuned") < 5 and family.process.poll() is None:
+            time.sleep(0.01)
+        family.process.send_signal(signal.SIGTERM)
+        output, _ = family.communicate(120)
+    assert family.process.returncode == 0, output
     assert "the same command goes on" in output
     assert (tmp_path / "tuned" / "stopped_early").exists()
-    assert finetune(base, tmp_path, shards, steps=200).returncode == 0
-    assert final_state(tmp_path / "tuned", 200) == final_state(whole / "tuned", 200), "bit for bit"
+    assert finetune(base, tmp_path, shards, steps=60).returncode == 0
+    assert final_state(tmp_path / "tuned", 60) == final_state(whole / "tuned", 60), "bit for bit"
     assert len(metrics(tmp_path / "tuned", "start")) == 2
 
 

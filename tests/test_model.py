@@ -1,15 +1,14 @@
 """The model against independent implementations of the same equations: timm, torchvision, and brute force."""
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
 import torchvision
+import warm_python
+from processes import call, environment
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import nn
@@ -118,6 +117,7 @@ def test_logits_equal_timm_at_other_sizes(name, sizes):
     assert max(differences.values()) < 1e-5, differences
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "fields"),
@@ -300,11 +300,12 @@ def test_ddp_and_fsdp2_compute_what_the_bare_model_does(tmp_path):
         destroy_process_group()
 
 
-@pytest.mark.slow
-def test_compiled_model_computes_the_same():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.full])])
+def test_compiled_model_computes_the_same(backend):
+    """As one graph. What the compiler makes of blocks is compared in tests/test_train.py."""
     model = randomise(VisionTransformer(image_size=32, **TINY))
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     with torch.no_grad():
         assert relative_difference(compiled(images), model(images)) < 1e-5
     model.train()
@@ -408,17 +409,13 @@ def test_flops_are_those_of_the_closed_form_and_touch_nothing():
 
 
 def test_runs_alone():
-    def run(*arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, "-m", "vit.model", *arguments], cwd=Path(__file__).parents[1], capture_output=True, text=True
-        )
-
-    done = run("vit_h14", "--image-size", "196", "294")
+    command = [warm_python.python(environment()), "-m", "vit.model"]
+    done = call([*command, "vit_h14", "--image-size", "196", "294"])
     assert done.returncode == 0, done.stderr
     assert "patch_embed" in done.stdout
     assert "(B, 295, 1280)" in done.stdout
     assert "632,094,440 parameters" in done.stdout
-    wrong = run("vit_b17")
+    wrong = call([*command, "vit_b17"])
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
     assert "the nearest that work are 221 and 238" in wrong.stderr

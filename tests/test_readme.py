@@ -8,8 +8,6 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from processes import TINY, environment, metrics, write_config
+from processes import TINY, metrics, run, write_config
 from sklearn.datasets import load_digits
 
 import data_prep.command
@@ -161,9 +159,7 @@ def test_the_loop_of_the_docs_learns(tmp_path):
     assert code.count("data/digits") == 2
     write_digits(tmp_path / "data")
     (tmp_path / "loop.py").write_text(code.replace("data/digits", str(tmp_path / "data")))
-    done = subprocess.run(
-        [sys.executable, tmp_path / "loop.py"], capture_output=True, text=True, env=environment(), cwd=tmp_path, check=False
-    )
+    done = run(tmp_path / "loop.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     *lines, accuracy = done.stdout.splitlines()
     found = [re.fullmatch(r"step (\d+) of 176: mean loss ([\d.]+)", line) for line in lines]
@@ -171,6 +167,14 @@ def test_the_loop_of_the_docs_learns(tmp_path):
     first, last = (float(match[2]) for match in found)
     assert last < 1.8 < first < np.log(10), "well below chance, and falling"
     assert float(re.fullmatch(r"top-1 ([\d.]+) % \(\d+ of 360; .*", accuracy)[1]) > 40
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "launch").glob("*.py") if path.name != "check_versions.py"))
+def test_a_command_starts_as_its_users_start_it(script):
+    """In an interpreter that has imported nothing before."""
+    done = run(f"launch/{script}", "--help", cold=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
 
 
 def test_a_model_of_ones_own_trains_by_its_name(shards, tmp_path):

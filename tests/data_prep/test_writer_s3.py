@@ -9,16 +9,30 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from processes import jpeg
 from servers import S3Server
 
-from data_prep import digits as digits_module
+from data_prep import imagefolder
 
-DIGITS = ["--renderings", "1", "--val-renderings", "1", "--num-shards", "6", "--image-size", "32", "--workers", "2"]
+OPTIONS = ["--num-shards", "6", "--resize-short-side", "300", "--workers", "2"]
 
 
-def digits(out: Path | str, *more: str) -> list[str]:
-    return [sys.executable, "-m", "data_prep.digits", *DIGITS, "--out", str(out), *more]
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    """Ten classes, 60 and 20 images that take some milliseconds each."""
+    folder = tmp_path_factory.mktemp("large") / "images"
+    for split, each in (("train", 6), ("val", 2)):
+        for number in range(10 * each):
+            path = folder / split / f"class{number % 10}" / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(jpeg(np.full((400, 400, 3), 3 * number, np.uint8)))
+    return folder
+
+
+def prepare(images: Path, out: Path | str, *more: str) -> list[str]:
+    return [sys.executable, "-m", "data_prep.imagefolder", str(images), *OPTIONS, "--out", str(out), *more]
 
 
 @pytest.fixture(scope="module")
@@ -28,41 +42,43 @@ def s3():
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory) -> dict[str, bytes]:
+def local(images, tmp_path_factory) -> dict[str, bytes]:
     root = tmp_path_factory.mktemp("local") / "root"
-    subprocess.run(digits(root), check=True)
+    subprocess.run(prepare(images, root), check=True)
     return {path.name: path.read_bytes() for path in root.iterdir()}
 
 
-def test_a_store_holds_what_a_folder_would_after_any_kill(s3, local, tmp_path):
+def test_a_store_holds_what_a_folder_would_after_any_kill(s3, images, local, tmp_path):
     bucket, moments = s3.new_bucket(), random.Random(0)
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     for _ in range(2):
-        process = subprocess.Popen(digits(f"{bucket}/root"), env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
-        time.sleep(moments.uniform(1, 5))
+        process = subprocess.Popen(prepare(images, f"{bucket}/root"), env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
+        time.sleep(moments.uniform(0.5, 3))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         for key, data in s3.objects(bucket).items():
             name = key.removeprefix("root/")
             assert name == "_writing.json" or name.startswith(".writable") or data == local[name], "half an object, or another one"
-    done = subprocess.run(digits(f"{bucket}/root"), env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(prepare(images, f"{bucket}/root"), env=environment, check=True, capture_output=True, text=True)
     assert re.search("complete, 10 classes|complete already", done.stdout)  # a quick machine may be done before the second kill
     found = {key.removeprefix("root/"): data for key, data in s3.objects(bucket).items()}
     assert {name: data for name, data in found.items() if not name.startswith(".writable")} == local
     assert list(tmp_path.iterdir()) == [], "temporary files of killed processes"
 
 
-def test_parts_meet_in_a_store(s3, local, tmp_path):
+def test_parts_meet_in_a_store(s3, images, local, tmp_path):
     bucket = s3.new_bucket()
-    parts = [subprocess.Popen(digits(f"{bucket}/root", "--shards", part), stdout=subprocess.PIPE, text=True) for part in ("0/2", "1/2")]
+    parts = [
+        subprocess.Popen(prepare(images, f"{bucket}/root", "--shards", part), stdout=subprocess.PIPE, text=True) for part in ("0/2", "1/2")
+    ]
     printed = [part.communicate()[0] for part in parts]
     assert [part.returncode for part in parts] == [0, 0]
     assert any("complete, 10 classes" in text for text in printed), printed
     assert {key.removeprefix("root/"): data for key, data in s3.objects(bucket).items()} == local
 
 
-def test_the_plan_of_a_store_is_in_the_messages(s3, capsys):
+def test_the_plan_of_a_store_is_in_the_messages(s3, images, capsys):
     bucket = s3.new_bucket()
-    assert digits_module.main([*DIGITS, "--out", f"{bucket}/root", "--dry-run"]) == 0
+    assert imagefolder.main([str(images), *OPTIONS, "--out", f"{bucket}/root", "--dry-run"]) == 0
     assert f"nothing was written to {bucket}/root" in capsys.readouterr().out
     assert s3.objects(bucket) == {}

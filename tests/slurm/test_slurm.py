@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from processes import TINY, final_state, last_step, metrics, run, train, write_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 TWO_NODES = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10")
 STEPS = 300

@@ -1,0 +1,226 @@
+"""An interpreter that starts in a tenth of a second: a fork of one that has torch and this project
+imported already.
+
+Most commands that tests start do a second's work after importing torch for three. `python()` is the
+path of a program that takes what `python [-u] SCRIPT ...` and `python -m MODULE ...` take. The script
+runs in a process of its own, with the caller's arguments, environment, folder and streams; exit status
+and signals pass through. What only a real start can tell takes `sys.executable`: versions, missing
+packages, limits of a process, who is whose parent. Where a variable that Python, torch or ours read
+while they are imported has another value than at the server's start, a real interpreter is started.
+
+The program sends its streams over a socket to the server, which forks; it stays until the fork ends,
+and the fork is killed if the program is.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import gc
+import importlib
+import os
+import pkgutil
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import families
+
+READ_EARLY = ("PYTHON", "VIT_", "OMP_", "MKL_", "OPENBLAS_", "ATEN_", "ONEDNN_", "DNNL_", "TORCH_", "KMP_", "LD_", "MPL")
+NOT_EARLY = ("VIT_TEST_ID", "PYTHON_EXEC", "TORCH_NCCL", "TORCH_CPP_LOG_LEVEL")
+PROGRAM = """#!{interpreter} -IS
+import os, signal, socket, sys
+
+def line(connection):
+    text = b""
+    while not text.endswith(b"\\n"):
+        piece = connection.recv(1)
+        if not piece:
+            os._exit(255)  # the server was killed
+        text += piece
+    return text.decode().strip()
+
+server = socket.socket(socket.AF_UNIX)
+server.connect(os.path.join(os.path.dirname(os.path.abspath(__file__)), "socket"))
+request = repr((sys.argv[1:], dict(os.environ), os.getcwd())).encode()
+socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
+server.sendall(request)
+answer = line(server)
+if answer == "cold":
+    os.execv("{interpreter}", ["{interpreter}", *sys.argv[1:]])
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+    signal.signal(number, lambda number, _: os.kill(int(answer), number))
+status = int(line(server))
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+_started: list[tuple[str, subprocess.Popen]] = []
+_starting = threading.Lock()
+
+
+def python(environment: dict[str, str]) -> str:
+    """Path of the program. The server starts at the first call, with `environment`, and runs until
+    `stop`. Where forks of a process that has used system libraries are not safe: the real interpreter."""
+    if sys.platform != "linux":
+        return sys.executable
+    with _starting:
+        if not _started:
+            folder = tempfile.mkdtemp(prefix="vit-warm-")  # short: a socket's path has a limit of 107 bytes
+            program = Path(folder) / "python"
+            program.write_text(PROGRAM.format(interpreter=sys.executable))
+            program.chmod(0o755)
+            env = {key: value for key, value in environment.items() if key != families.NAME}  # it serves all tests
+            server = subprocess.Popen([sys.executable, __file__, folder], env=env, stdout=subprocess.PIPE, text=True)
+            assert server.stdout.readline() == "ready\n"
+            _started.append((folder, server))
+        return os.path.join(_started[0][0], "python")
+
+
+def stop() -> None:
+    """End the server and what it runs."""
+    while _started:
+        folder, server = _started.pop()
+        server.terminate()
+        server.communicate()
+        shutil.rmtree(folder)
+
+
+# ---- the server -----------------------------------------------------------------------------------------------------
+
+
+Request = tuple[list[str], dict[str, str], str]
+"""Arguments behind `python`, environment, folder."""
+
+
+def _early(environment: dict[str, str]) -> dict[str, str]:
+    return {key: value for key, value in environment.items() if key.startswith(READ_EARLY) and not key.startswith(NOT_EARLY)}
+
+
+def _receive(client: socket.socket) -> tuple[Request, list[int]]:
+    """A request and the client's stdin, stdout and stderr."""
+    head, streams, _, _ = socket.recv_fds(client, 4, 3)
+    with client.makefile("rb") as file:
+        return ast.literal_eval(file.read(int.from_bytes(head, "big")).decode()), streams
+
+
+def _serve(folder: str) -> tuple[Request, list[int]] | None:
+    """Fork for each request until SIGTERM or the end of the parent. Returns None in the server; in a fork, its request and streams."""
+    expected, parent = _early(dict(os.environ)), os.getppid()
+    clients: dict[int, socket.socket] = {}
+    ended: list[int] = []
+    listener, (wake, awake) = socket.socket(socket.AF_UNIX), socket.socketpair()
+    awake.setblocking(False)
+    signal.set_wakeup_fd(awake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    listener.bind(os.path.join(folder, "socket"))
+    listener.listen(64)
+    selector = selectors.DefaultSelector()
+    for source in (listener, wake):
+        selector.register(source, selectors.EVENT_READ)
+    print("ready", flush=True)
+    while not ended and os.getppid() == parent:
+        for key, _ in selector.select(timeout=1):
+            if key.fileobj is listener:
+                client = listener.accept()[0]
+                try:
+                    request, streams = _receive(client)
+                except (OSError, SyntaxError):  # it was killed
+                    client.close()
+                    continue
+                if _early(request[1]) != expected:
+                    client.sendall(b"cold\n")
+                    client.close()
+                elif pid := os.fork():
+                    client.sendall(b"%d\n" % pid)
+                    clients[pid] = client
+                    selector.register(client, selectors.EVENT_READ, pid)
+                else:
+                    signal.set_wakeup_fd(-1)
+                    for number in (signal.SIGCHLD, signal.SIGTERM):
+                        signal.signal(number, signal.SIG_DFL)
+                    selector.close()
+                    for connection in (listener, wake, awake, client, *clients.values()):
+                        connection.close()
+                    return request, streams
+                for stream in streams:
+                    os.close(stream)
+            elif key.fileobj is wake:
+                wake.recv(4096)
+            else:  # the client was killed
+                os.kill(key.data, signal.SIGKILL)
+                selector.unregister(key.fileobj)
+        while clients and (done := os.waitpid(-1, os.WNOHANG))[0]:
+            with clients.pop(done[0]) as client, suppress(OSError, KeyError):
+                client.sendall(b"%d\n" % os.waitstatus_to_exitcode(done[1]))
+                selector.unregister(client)
+    for pid in clients:
+        os.kill(pid, signal.SIGKILL)
+    return None
+
+
+def _become(request: Request, streams: list[int]) -> NoReturn:
+    """Run what was asked for as Python would have done."""
+    arguments, environment, folder = request
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    arguments = arguments[1:] if arguments[0] == "-u" else arguments
+    try:
+        if arguments[0] == "-m":
+            sys.argv, sys.path[0] = arguments[1:], folder
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            main.__file__ = arguments[0]
+            exec(compile(Path(arguments[0]).read_bytes(), arguments[0], "exec"), main.__dict__)
+        status = 0
+    except SystemExit as stopped:
+        status = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
+        if status != stopped.code and stopped.code is not None:
+            print(stopped.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()  # as Python ends, but for taking all modules apart, which would copy the memory that is shared
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _import_all() -> None:
+    for name in ("torch.distributed.run", "timm", "matplotlib.pyplot", "jinja2"):
+        importlib.import_module(name)
+    import vit
+
+    for module in pkgutil.walk_packages(vit.__path__, "vit."):
+        if not module.name.startswith("vit._native"):  # a plain library
+            importlib.import_module(module.name)
+
+
+if __name__ == "__main__":
+    _import_all()
+    gc.collect()
+    gc.freeze()
+    accepted = _serve(sys.argv[1])
+    if accepted is not None:
+        _become(*accepted)
+    os._exit(0)  # without taking the frozen modules apart
