@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.jobs import PrepError
-from vit.data.members import FLAGS, INTEGER, SampleLayout
-from vit.data.shards import recorded_layout
+from vit.data.members import FLAGS, INTEGER, SampleLayout, recorded_layout
 
 
 class Asked(NamedTuple):

@@ -21,7 +21,8 @@ from data_prep.catalogue import some
 from data_prep.jobs import PrepError
 from data_prep.shard_checks import MOST_LINES, WRITE_AGAIN, Found, counted
 from vit.data.files import ShardError
-from vit.data.shards import Split, read_info, read_sidecar, recorded_layout
+from vit.data.members import recorded_layout
+from vit.data.shards import Split, read_info, read_sidecar
 from vit.data.tar import INDEX_DTYPE
 
 IMAGENET_IMAGES = {"train": 1_281_167, "val": 50_000, "validation": 50_000}

@@ -44,8 +44,7 @@ from data_prep.set_checks import (
     open_data_set,
 )
 from data_prep.shard_checks import Checked, Found, Shard, check_shard, check_shard_quickly, counted
-from vit.data.members import printable
-from vit.data.shards import recorded_layout
+from vit.data.members import printable, recorded_layout
 
 SAMPLE = 500
 """Images that a quick check decodes, of all splits together."""

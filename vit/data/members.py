@@ -16,7 +16,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from vit.data.files import ShardError, read_json
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 """Suffixes that are taken for an image where none is named."""
@@ -206,6 +209,20 @@ def _integer(value: Any) -> int | None:
         value = int(value)
     text = str(value).strip() if isinstance(value, (int, str)) else ""
     return int(text) if INTEGER.fullmatch(text) else None
+
+
+def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> SampleLayout:
+    """Where image and label of a sample are, as `data_prep.index` recorded it.
+
+    It did in its `_info.json`; beside one of others, which it leaves alone, in the sidecar of `first_tar`.
+    """
+    options = info.get("options") if info.get("source") == "index" else None
+    if options is None and first_tar is not None and "source" not in info:
+        try:
+            options = (read_json(first_tar.with_suffix(".json")) or {}).get("members")
+        except ShardError:  # whatever lies there is none of ours
+            options = None
+    return SampleLayout.recorded(options or {}, info.get("class_names") or [])
 
 
 # ---- what was found in place of what is wanted ------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from vit.data.block_cache import BlockCache
 from vit.data.files import ShardError, read_json, replacing, unreadable, write_json
-from vit.data.members import SampleLayout
+from vit.data.members import SampleLayout, recorded_layout
 from vit.data.remote import RemoteFolder, Version, local_path
 from vit.data.storage import LocalTars, RemoteTars
 from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, TAR_BLOCK, index_rows, scan_tar, size_said_by
@@ -115,20 +115,6 @@ def _checked_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
     if version > FORMAT_VERSION:
         raise ShardError(f"{root}/_info.json: format_version {version}, this code reads up to {FORMAT_VERSION}; update the code")
     return info
-
-
-def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> SampleLayout:
-    """Where image and label of a sample are, as `data_prep.index` recorded it.
-
-    It did in its `_info.json`; beside one of others, which it leaves alone, in the sidecar of `first_tar`.
-    """
-    options = info.get("options") if info.get("source") == "index" else None
-    if options is None and first_tar is not None and "source" not in info:
-        try:
-            options = (read_json(first_tar.with_suffix(".json")) or {}).get("members")
-        except ShardError:  # whatever lies there is none of ours
-            options = None
-    return SampleLayout.recorded(options or {}, info.get("class_names") or [])
 
 
 # ---- the index ----------------------------------------------------------------------------------------------------
