@@ -22,6 +22,7 @@ from vit.data.order import Order, divisors, make_order, possible_lanes
 from vit.data.shards import Split, open_split
 from vit.data.stream import NOT_EXACT, Stream, open_stream
 from vit.model import count_parameters, create_model, flops_per_image
+from vit.optim import state_bytes
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,9 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     derived["classes"] = f"{num_classes}{assumed}"
     derived["parameters"] = f"{count_parameters(model):,}"
     derived["gflop_per_image"] = f"{gflop:.2f} forward, 2 for each multiply-add (papers count 1: {gflop / 2:.2f})"
-    derived["checkpoint_mb"] = f"{state / 1e6:,.1f} (weights, optimizer, average), {config.checkpoint.keep_last} of them are kept"
+    derived["checkpoint_mb"] = (
+        f"{state / 1e6:,.1f} (weights, optimizer, average), {config.checkpoint.keep_last} are kept, and one more while it is written"
+    )
     derived["parameters_gib"] = (
         f"{(state + gradients) / 2**30:.2f} on each rank (a checkpoint's content and gradients), without activations"
     )
@@ -195,13 +198,8 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
 
 def training_bytes(model: nn.Module, config: Config) -> tuple[int, int]:
     """(bytes of the tensors in a checkpoint, bytes of the gradients): weights and buffers, once more for an average, and what the
-    optimizer keeps of each trained parameter."""
+    optimizer keeps."""
     stored = sum(tensor.nbytes for tensor in model.state_dict().values())
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients = sum(parameter.nbytes for parameter in trained)
-    if config.optim.name == "sgd":
-        kept = gradients if config.optim.momentum else 0
-    else:
-        kept = 2 * gradients + 4 * len(trained)  # two moments, and a step each
+    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     loss_scale = 8  # and the steps since it overflowed
-    return stored * (1 if config.train.ema_decay is None else 2) + kept + loss_scale, gradients
+    return stored * (1 if config.train.ema_decay is None else 2) + sum(state_bytes(config.optim, model)) + loss_scale, gradients
