@@ -9,12 +9,14 @@ The data's story: `_info.json` and the index of a finished data set give counts,
     <root>/
       dataset.md            splits, image sizes, colours, what was converted or left out, source and options, all classes
       contact_sheet.png     1,400 pixels wide at most
+      README.md             if there is none yet: which shards are which split, in the form that Hugging Face's `load_dataset` reads
 
 Equal data sets give equal bytes, with equal versions of Pillow.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import io
 import itertools
 import json
@@ -35,6 +37,7 @@ from PIL import Image, ImageDraw, ImageFont
 from data_prep import restart
 from data_prep.catalogue import stable_hash
 from data_prep.command import Parser, run
+from data_prep.images import ASKS_TO_BE_TURNED, told_of_turned
 from data_prep.output import Output
 from vit.data.files import ShardError, replacing
 from vit.data.shards import read_info
@@ -100,6 +103,35 @@ def write_card(place: Output | Path | str) -> None:
         card = Card(name, info, indexes, read, _quarantined(output, info, folder))
         for path in draw_card(card, folder):
             output.publish(path)
+    write_readme(output, info)
+
+
+def write_readme(output: Output, info: Mapping[str, Any]) -> None:
+    """Write `README.md` unless one is there, or there are no shards beside it: without it `load_dataset(ROOT)` takes sidecars for data."""
+    if "shards_at" in info or output.size("README.md") >= 0:
+        return
+    if not all(re.fullmatch(r"\w+(\.\w+)*", split) for split in info["splits"]):  # other names are none to Hugging Face
+        return
+    with output.staging() as folder:
+        with replacing(folder / "README.md") as file:
+            file.write(readme(info).encode())
+        output.publish(folder / "README.md")
+
+
+def readme(info: Mapping[str, Any]) -> str:
+    """Hugging Face's description of the files, in YAML, and a line for people."""
+    everything = {name for described in info["splits"].values() for name in described["filenames"]}
+    files = []
+    for split, described in info["splits"].items():
+        names = described["filenames"]
+        common = os.path.commonprefix([name.removesuffix(".tar") for name in names])  # noqa: RUF071  (of letters: they are names)
+        pattern = f"{common.rstrip('0123456789')}*.tar"
+        is_exact = set(fnmatch.filter(everything, pattern)) == set(names)
+        paths = [pattern] if is_exact and not set(pattern[:-5]) & set("[]?*") else names
+        files += [f"  - split: {split}", "    path:", *(f"    - {json.dumps(path)}" for path in paths)]
+    head = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---", ""]
+    told = "Images in tar shards (WebDataset), with an index beside them; `python -m data_prep.card` writes dataset.md, which tells more."
+    return "\n".join([*head, "# Images", "", told]) + "\n"
 
 
 def _read_info(output: Output) -> Mapping[str, Any]:
@@ -348,6 +380,8 @@ def _conversions(card: Card) -> list[str]:
         told += _restart_markers(changed)
     else:
         told.append("No image was converted.")
+    if turned := card.info.get(ASKS_TO_BE_TURNED):
+        told.append(f"{told_of_turned(turned, sum(map(len, card.indexes.values())))}.")
     if card.quarantined:
         reasons = Counter((entry["split"], entry["reason"]) for entry in card.quarantined)
         told.append(f"{len(card.quarantined):,} images cannot be read and were left out; [quarantine.jsonl](quarantine.jsonl) names them.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import os
 import re
@@ -20,25 +19,20 @@ from data_prep.images import RESTART_MARKERS, ImagePolicy
 from data_prep.jobs import PrepError
 from data_prep.plan import MIN_SHARDS, SHARD_BYTES, Plan, Settings, choose_part, make_plan, size
 from data_prep.writer import write
+from vit import command_line
 from vit.data.files import ShardError
 from vit.progress import duration
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse's, but a mistake is one line that begins with `error:`, and an option is never guessed from its beginning."""
-
-    def __init__(self, prog: str, story: str | None):
-        super().__init__(prog=prog, description=story, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+class Parser(command_line.Parser):
+    """The project's, which ends the process."""
 
     def error(self, message: str) -> NoReturn:
         """Print the line and end with status 2."""
-        if message.startswith("unrecognized arguments: "):
-            known = [option for action in self._actions for option in action.option_strings]
-            unknown = message.removeprefix("unrecognized arguments: ").split()
-            options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            near = sorted({near for option in options for near in difflib.get_close_matches(option, known, n=1)})
-            message = f"unknown: {' '.join(unknown)}" + (f"; did you mean {' '.join(near)}?" if near else "")
-        self.exit(2, f"error: {message} ({self.prog} --help lists the options)\n")
+        try:
+            super().error(message)
+        except ValueError as error:
+            self.exit(2, f"error: {error}\n")
 
 
 def positive(text: str) -> int:
@@ -151,8 +145,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=fraction,
         default=Settings().max_unreadable,
         metavar="F",
-        help="stop with an error if more than this part of the images cannot be read; fewer are left out and listed in quarantine.jsonl "
-        "(default: %(default)s)",
+        help="stop with an error if more than this part of the images, and more than 5, cannot be read; fewer are left out and listed in "
+        "quarantine.jsonl; 0: none may (default: %(default)s)",
     )
 
     running = parser.add_argument_group("running")

@@ -20,13 +20,20 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import PIL
+from PIL import features
 
 from data_prep.archives import MAX_IMAGE_BYTES
 from data_prep.catalogue import Builder, Sample, Source, safe_key, stable_hash
 from data_prep.command import Parser, add_arguments, fraction, prepare, run
 from data_prep.jobs import PrepError
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif")
+NOT_READ = (
+    *(".heic", ".heif", ".hif", ".jxl", ".jp2", ".j2k", ".psd", ".svg", ".eps", ".tga", ".ico"),
+    *(".exr", ".hdr", ".ppm", ".pgm", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2", ".pef", ".srw"),
+)
+"""Suffixes of images that are passed over, and told: phones', cameras' raw data, drawings, rarities."""
 VAL_FOLDERS = ("val", "validation", "test")
 VAL_FRACTION = 0.1
 
@@ -34,10 +41,11 @@ VAL_FRACTION = 0.1
 # ---- any tree of images, for other sources too ------------------------------------------------------------------------
 
 
-def images_below(folder: Path) -> Iterator[str]:
+def images_below(folder: Path, passed_over: Counter[str] | None = None) -> Iterator[str]:
     """Paths of the images below `folder`, relative to it, in the system's order; hidden files and folders are left out.
 
-    Raises PrepError for a folder that cannot be listed, and for a link back to a folder above it.
+    passed_over: counts, by suffix, files that are images but of a kind that is not read. Raises PrepError for a folder that cannot be
+    listed, and for a link back to a folder above it.
     """
     waiting: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
     while waiting:
@@ -57,8 +65,24 @@ def images_below(folder: Path) -> Iterator[str]:
                         waiting.append((f"{prefix}{entry.name}/", above | {identity}))
                     elif entry.name.lower().endswith(EXTENSIONS):
                         yield prefix + entry.name
+                    elif passed_over is not None and entry.name.lower().endswith(NOT_READ):
+                        passed_over[os.path.splitext(entry.name)[1]] += 1
         except OSError as error:
             raise _cannot_list(error, here) from error
+
+
+def told_of_passed_over(passed_over: Counter[str]) -> str:
+    """A line about images that are not read; "" if there are none."""
+    if not passed_over:
+        return ""
+    counts = sorted(passed_over.items(), key=lambda item: (-item[1], item[0]))
+    kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in counts)
+    first = counts[0][0].lower()
+    number = passed_over.total()
+    return (
+        f"{number:,} file{'s' if number > 1 else ''} not read as images: {kinds}; convert them to JPEG, with ImageMagick, say, in their "
+        f"folder: find . -iname '*{first}' -exec magick mogrify -format jpg {{}} +"
+    )
 
 
 def folders_in(parent: Path) -> list[str]:
@@ -132,31 +156,46 @@ def _layout(folder: Path) -> tuple[Path, Path | None]:
 def _fill(train: Path, val: Path | None, val_fraction: float, builder: Builder) -> None:
     names = folders_in(train)
     if train.name == "train" and (unused := [name for name in folders_in(train.parent) if train.parent / name not in (train, val)]):
-        builder.note(f"folders beside {train} that are not used: {', '.join(unused)}")
-        print(builder.notes[-1], flush=True)
+        _tell(builder, f"folders beside {train} that are not used: {', '.join(unused)}")
     labels = {name: label for label, name in enumerate(names)}
+    if all(map(str.isdecimal, names)) and (by_number := sorted(names, key=int)) != names:
+        first = next(k for k, (name, other) in enumerate(zip(names, by_number, strict=True)) if name != other)
+        _tell(
+            builder, f"the classes' names are numbers and are sorted as text: label {first} is class {names[first]}, not {by_number[first]}"
+        )
     builder.classes(names)
-    _add_split(builder, "train", train, labels, val_fraction)
+    passed_over: Counter[str] = Counter()
+    _add_split(builder, "train", train, labels, val_fraction, passed_over)
     per_class = builder.count("train")
+    also = f" ({told_of_passed_over(passed_over)})" if passed_over else ""
     if not per_class.sum():
-        raise PrepError(f"{train}: no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders; expected <class>/<image>")
+        raise PrepError(f"{train}: no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders{also}; expected <class>/<image>")
     if empty := [name for name, count in zip(names, per_class, strict=True) if not count]:
-        raise PrepError(f"{train}: classes without images: {', '.join(empty)}; remove these folders or fill them")
+        raise PrepError(f"{train}: classes without images: {', '.join(empty)}{also}; remove these folders or fill them")
     if len(names) < 2:
         raise PrepError(f"{train}: only one class ({', '.join(names)}); expected two subfolders at least")
     if val is not None:
         if unknown := [name for name in folders_in(val) if name not in labels and any(images_below(val / name))]:
             raise PrepError(f"{val}: classes that train lacks: {', '.join(unknown)}; remove these folders, or add these classes to train")
-        _add_split(builder, "val", val, {name: labels[name] for name in folders_in(val) if name in labels})
+        _add_split(builder, "val", val, {name: labels[name] for name in folders_in(val) if name in labels}, 0.0, passed_over)
         if not builder.count("val").sum():
             raise PrepError(f"{val}: no images; expected <class>/<image>, or no such folder and --val-fraction")
+    if passed_over:
+        _tell(builder, told_of_passed_over(passed_over))
 
 
-def _add_split(builder: Builder, split: str, folder: Path, labels: dict[str, int], val_fraction: float = 0.0) -> None:
+def _tell(builder: Builder, text: str) -> None:
+    """Say it now, and on the card."""
+    builder.note(text)
+    print(text, flush=True)
+
+
+def _add_split(builder: Builder, split: str, folder: Path, labels: dict[str, int], val_fraction: float, passed_over: Counter[str]) -> None:
     """Add the images of these classes of `folder` to `split`, or the given fraction of each class to val."""
     file = builder.file(folder)
     for classes in _classes_with_common_keys(labels):
-        paths = [f"{name}/{path}" for name in classes for path in images_below(folder / name)]
+        paths = [f"{name}/{path}" for name in classes for path in images_below(folder / name, passed_over)]
+        _refuse_unknown_to_pillow(paths)
         keys = dict(zip(paths, unique_keys(paths), strict=True))
         for name in classes:
             of_class = {path: keys[path] for path in paths if path.startswith(f"{name}/")}
@@ -166,6 +205,16 @@ def _add_split(builder: Builder, split: str, folder: Path, labels: dict[str, int
                 if chosen:
                     nothing = np.zeros(len(chosen), np.int64)  # a file is read whole: it has no offset, and its size need not be asked for
                     builder.add(into, file, list(chosen), labels[name], nothing, nothing, list(chosen.values()))
+
+
+def _refuse_unknown_to_pillow(paths: Sequence[str]) -> None:
+    """Raise PrepError for AVIF where Pillow cannot read it: what becomes of a folder must not depend on the machine."""
+    of_avif = [path for path in paths if path.lower().endswith(".avif")]
+    if of_avif and not features.check("avif"):
+        raise PrepError(
+            f"{of_avif[0]}: an AVIF image, and this Pillow ({PIL.__version__}) cannot read AVIF: pip install --upgrade 'pillow>=11.3', or "
+            "convert these images to JPEG"
+        )
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:

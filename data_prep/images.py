@@ -45,6 +45,8 @@ UPRIGHT = {
 }
 """What makes an image with this EXIF orientation upright."""
 ORIENTATION_TAG = 0x0112
+ASKS_TO_BE_TURNED = "asks_to_be_turned"
+"""Key of sidecars and `_info.json`: images whose EXIF orientation was not applied; absent for none."""
 
 
 class Unreadable(ValueError):
@@ -110,6 +112,13 @@ class Prepared(NamedTuple):
     """Pixels of `data`."""
     change: str | None
     """What was done or is remarkable, in few words that can be counted: "CMYK JPEG", "PNG (RGBA), resized"; None for untouched bytes."""
+    asks_to_be_turned: bool = False
+    """Its EXIF orientation is not upright, and was left alone."""
+
+
+def told_of_turned(number: int, total: int) -> str:
+    """A line about images whose EXIF orientation was left alone."""
+    return f"{number:,} of {total:,} images ask to be turned (EXIF orientation): --apply-exif turns them (published numbers do not)"
 
 
 def prepare(data: bytes, policy: ImagePolicy) -> Prepared:
@@ -135,15 +144,16 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     size = (header.width, header.height)
     target = policy.target_size(*size)
     untouched = target == size and not policy.is_turned(header.orientation)
+    asks = header.orientation in UPRIGHT and not policy.apply_exif
     if untouched and policy.check == "headers" and _looks_whole(data, header):
-        return Prepared(data, *size, None)
+        return Prepared(data, *size, None, asks)
     try:
         # An eighth of the size takes all the entropy decoding, hence finds all the damage, and little of the rest.
         pixels = _decode_strictly(data, header, 8 if untouched else _reduction(size, target))
     except ValueError as error:
         return _by_pillow(data, policy, jpeg_problem=str(error))
     if untouched:
-        return Prepared(data, *size, None)
+        return Prepared(data, *size, None, asks)
     return _encode(Image.fromarray(pixels.squeeze(2) if header.num_components == 1 else pixels), size, header.orientation, policy, [])
 
 
@@ -191,7 +201,7 @@ def _by_pillow(data: bytes, policy: ImagePolicy, jpeg_problem: str | None) -> Pr
     except Exception as error:  # each of Pillow's plugins has its own: OSError, SyntaxError, RuntimeError, TypeError, ...
         raise Unreadable(jpeg_problem or _why(error, data)) from error
     if kept and policy.target_size(*pixels.size) == pixels.size and not policy.is_turned(orientation):
-        return Prepared(data, *pixels.size, change)
+        return Prepared(data, *pixels.size, change, orientation in UPRIGHT and not policy.apply_exif)
     return _encode(pixels, pixels.size, orientation, policy, [change])
 
 
@@ -237,4 +247,4 @@ def _encode(image: Image.Image, size: tuple[int, int], orientation: int, policy:
         exif = tag.tobytes()
     encoded = io.BytesIO()
     image.save(encoded, "JPEG", quality=policy.jpeg_quality, subsampling=0, exif=exif, comment=None)
-    return Prepared(encoded.getvalue(), *image.size, ", ".join(changes))
+    return Prepared(encoded.getvalue(), *image.size, ", ".join(changes), bool(exif))

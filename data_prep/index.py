@@ -1,13 +1,18 @@
 """Make shards that others wrote readable for us: add what is missing, touch no tar.
 
     python -m data_prep.index ROOT [--split NAME] [--workers N]
+    python -m data_prep.index ROOT --image image.jpg --label json:label --classes names.txt
     python -m data_prep.index s3://bucket/folder [--out FOLDER]
     python -m data_prep.index 'https://host/path/imagenet1k-train-{0000..1023}.tar' --out FOLDER
 
 The data's story: every `<split>-*.tar` or `<anything>-<split>-*.tar` in ROOT (imagenet1k-train-0000.tar) is scanned and hashed
 once; its `.idx` and its sidecar are written beside it, then `<split>.index.npy` for each split and last `_info.json`. An
 `_info.json` that is there already says which shards belong to which split; it is compared with the tars and never changed.
-Class names are not known from tars, so the number of classes is the largest label of any split plus one.
+Class names are not known from tars: --classes gives them, else the number of classes is the largest label of any split plus one.
+
+A sample is a run of members with the same name up to the first dot, as webdataset has it; its image is the member jpg, jpeg, png or webp,
+its label the integer in the member cls. --image and --label name other members, or a field of a JSON member; --keys-with-dots takes names
+up to their last dot. What was given is recorded in `_info.json` and the sidecars, and an index that is made again is made so.
 
 Shards at a URL are fetched one after the other, each whole, into the folder for temporary files (TMPDIR), and removed again; ROOT is any
 folder that fsspec can list (s3://, gs://, hf://datasets/timm/imagenet-1k-wds), or an address of the web: there the shards are named
@@ -18,22 +23,23 @@ has read; until all are, their index rows wait in `<shard>.rows.npy`.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from data_prep.card import write_readme
+from data_prep.class_names import NOTHING_ASKED, Asked, choose_layout
 from data_prep.command import Parser, add_workers_argument, run
 from data_prep.download import WebFolder
+from data_prep.index_shard import Shard, called, index_shard, stem
 from data_prep.jobs import PrepError, run_jobs
 from data_prep.output import Output, temporary_folder
 from vit.data import files, shards
-from vit.data.files import ShardError
-from vit.data.tar import INDEX_DTYPE, ScannedSample, index_rows, scan_tar, write_idx
+from vit.data.tar import INDEX_DTYPE
 
 SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
@@ -100,104 +106,10 @@ def _some(items: list[str], most: int = 5) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
-# ---- one shard, in a worker process ---------------------------------------------------------------------------------
-
-
-class Shard(NamedTuple):
-    """A shard to index: where it is, where its index goes, and the rows that an index of an earlier command has for it."""
-
-    source: Output | WebFolder
-    output: Output
-    name: str
-    rows: np.ndarray | None = None
-
-
-def _index_shard(shard: Shard) -> tuple[np.ndarray, dict[str, Any]]:
-    """The index rows and the sidecar of a shard; its `.idx` and sidecar are there then."""
-    if isinstance(shard.source, Output) and shard.source.local is not None:
-        return _index_in_place(shard.source.local / shard.name)
-    return _indexed_before(shard) or _index_fetched(shard, shard.source)
-
-
-def _index_in_place(tar: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """Write the missing of `.idx` and sidecar. A sidecar older than its tar does not count."""
-    samples = _scan(tar)
-    if not tar.with_suffix(".idx").exists():
-        write_idx(tar, samples)
-    sidecar = shards.read_sidecar(tar)
-    if sidecar is None or tar.with_suffix(".json").stat().st_mtime < tar.stat().st_mtime:
-        sidecar = shards.write_sidecar(tar, len(samples))
-    return index_rows(samples), sidecar
-
-
-def _indexed_before(shard: Shard) -> tuple[np.ndarray, dict[str, Any]] | None:
-    """What an earlier command found out about a shard that is still the same, as far as its size tells."""
-    name = _stem(shard.name)
-    sidecar = shard.output.read_json(f"{name}.json")
-    if sidecar is None:
-        return None
-    if sidecar.get("filename") != shard.name or not {"num_samples", "bytes", "sha256"} <= sidecar.keys():
-        raise ShardError(
-            f"{shard.output}/{name}.json: not a sidecar of ours, and its place is needed: move it away, or choose another --out"
-        )
-    rows = shard.rows
-    if rows is None and shard.output.size(f"{name}.rows.npy") > 0:
-        with temporary_folder() as folder:
-            rows = np.load(shard.output.fetch(f"{name}.rows.npy", folder))
-    unchanged = sidecar.get("shards_at") == _elsewhere(shard) and shard.source.size(shard.name) in (-1, sidecar["bytes"])
-    return (rows, sidecar) if unchanged and rows is not None and len(rows) == sidecar["num_samples"] else None
-
-
-def _index_fetched(shard: Shard, source: Output | WebFolder) -> tuple[np.ndarray, dict[str, Any]]:
-    """Fetch a shard, scan and hash it, and publish what is to be known of it; the sidecar last, as it says that all is there."""
-    with temporary_folder() as folder:
-        tar = source.fetch(shard.name, folder)
-        with _called(str(source), folder):
-            samples = _scan(tar)
-        rows = index_rows(samples)
-        np.save(tar.with_suffix(".rows.npy"), rows)
-        write_idx(tar, samples)
-        extra = {} if _elsewhere(shard) is None else {"shards_at": _elsewhere(shard)}
-        sidecar = shards.write_sidecar(tar, len(samples), **extra)
-        for extension in (".rows.npy", ".idx", ".json"):
-            shard.output.publish(tar.with_suffix(extension))
-    return rows, sidecar
-
-
-def _elsewhere(shard: Shard) -> str | None:
-    """Where the tar is, if not beside its index."""
-    return None if str(shard.source) == str(shard.output) else str(shard.source)
-
-
-def _scan(tar: Path) -> list[ScannedSample]:
-    try:
-        return scan_tar(tar)
-    except ShardError as error:
-        if "has no .cls" not in str(error):
-            raise
-        raise ShardError(
-            f"{error}. A member <key>.cls holds the label, the class index in ASCII. img2dataset writes captions and no labels: sort its "
-            "images into class folders for `python -m data_prep.imagefolder`, or write its shards again with a .cls for each sample"
-        ) from error
-
-
-@contextmanager
-def _called(place: str, folder: Path) -> Iterator[None]:
-    """ShardErrors about files in a temporary folder name the place they came from."""
-    try:
-        yield
-    except ShardError as error:
-        raise ShardError(str(error).replace(str(folder), place)) from error
-
-
-def _stem(name: str) -> str:
-    return name.removesuffix(".tar")
-
-
 # ---- all shards -----------------------------------------------------------------------------------------------------
 
 
-def index(roots: list[str], workers: int = 1, out: str | None = None, split: str | None = None) -> None:
+def index(roots: list[str], workers: int = 1, out: str | None = None, split: str | None = None, asked: Asked = NOTHING_ASKED) -> None:
     """Write what is missing beside the tars of a folder, or to `out`. Raises PrepError or ShardError; never alters a tar.
 
     roots: one folder, one URL of a folder, or URLs of tars, braces allowed. split: of all shards, where their names tell none.
@@ -214,26 +126,61 @@ def index(roots: list[str], workers: int = 1, out: str | None = None, split: str
     _compare_lists(output, ours, splits)
     tars = [name for names_of_split in splits.values() for name in names_of_split]
     _check_names(source, tars)
+    first_tar = source.local / tars[0] if isinstance(source, Output) and source.local else None
+    layout, class_names = choose_layout(asked, ours or theirs, str(output if ours else source), first_tar)
 
     known = {} if output is source and output.local else _known_rows(output, splits)
-    jobs = [(_index_shard, Shard(source, output, name, known.get(name)), name) for name in tars]
+    jobs = [(index_shard, Shard(source, output, name, layout, known.get(name)), name) for name in tars]
     found = run_jobs(jobs, workers, what="reading shards", num_jobs=len(jobs))
     for info in (theirs, ours):
         if info is not None:
             _compare(output, info, found)
+    classes = _classes(theirs if ours is None else ours, class_names, found)
 
     with output.staging() as folder:
         for name, filenames in splits.items():
             shards.save_index(folder / f"{name}.index.npy", [found[filename][0] for filename in filenames])
             output.publish(folder / f"{name}.index.npy")
             print(f"{name}: {sum(len(found[filename][0]) for filename in filenames):,} samples in {len(filenames)} shards")
+    sidecars = {name: sidecar for name, (_, sidecar) in found.items()}
+    about = classes | ({} if output is source else {"shards_at": str(source)})
+    info = ours or shards.make_info(splits, sidecars, source="index", options=layout.options(), **about)
     if ours is None:
-        about: dict[str, Any] = _classes(theirs, found) | ({} if output is source else {"shards_at": str(source)})
-        sidecars = {name: sidecar for name, (_, sidecar) in found.items()}
-        output.write_json("_info.json", shards.make_info(splits, sidecars, source="index", options={}, **about))
-    for name in output.sizes().keys() & {f"{_stem(tar)}.rows.npy" for tar in tars}:
+        output.write_json("_info.json", info)
+    for name in output.sizes().keys() & {f"{stem(tar)}.rows.npy" for tar in tars}:
         output.remove(name)
-    print(f"{output}: indexed{', _info.json was there and fits' if ours is not None else ''}")
+    write_readme(output, info)
+    was_there = ", _info.json was there and fits" if ours is not None else ""
+    print(f"{output}: indexed, {classes['num_classes']:,} classes{was_there}")
+    for line in _without_images(classes["num_classes"], found):
+        print(line)
+    check = f"; check it with: python -m data_prep.verify {output}" if output is source and output.local else ""
+    print(f"train on it with {_settings(output, list(splits))}{check}")
+
+
+def _without_images(num_classes: int, found: dict[str, tuple[np.ndarray, dict[str, Any]]]) -> list[str]:
+    """A line about classes that no split has images of: labels that begin with 1, say."""
+    counts = np.zeros(num_classes, np.int64)
+    for rows, _ in found.values():
+        labels = rows["label"][(rows["label"] >= 0) & (rows["label"] < num_classes)]
+        counts += np.bincount(labels, minlength=num_classes)
+    there = np.flatnonzero(counts)
+    empty = [str(label) for label in np.flatnonzero(counts == 0)]
+    if not empty or not len(there):
+        return []
+    which = f"class {empty[0]} has" if len(empty) == 1 else f"{len(empty):,} classes have"
+    listed = "" if len(empty) == 1 else f" ({_some(empty)})"
+    return [f"note: labels are {there[0]} to {there[-1]}: {which} no images{listed}; models get an output for it all the same"]
+
+
+def _settings(output: Output, splits: list[str]) -> str:
+    """What a run has to be told of a data set."""
+    train = next((name for name in splits if name.lower().startswith("train")), splits[0])
+    val = next((name for name in splits if name != train), None)
+    settings = f"data.root={output}"
+    settings += f" data.train_split={train}" if train != "train" else ""
+    settings += f" data.val_split={val}" if val not in ("val", None) else ""
+    return settings if val else f"{settings} (and a split to evaluate on, as data.val_split)"
 
 
 def _choose_output(source: Output | WebFolder, out: str | None) -> Output:
@@ -283,7 +230,7 @@ def _info(place: Output | WebFolder) -> dict[str, Any] | None:
     content = place.read_json("_info.json")
     if content is None:
         return None
-    with temporary_folder() as folder, _called(str(place), folder):
+    with temporary_folder() as folder, called(str(place), folder):
         files.write_json(folder / "_info.json", content)
         info = shards.read_info(folder)
     for split, described in info["splits"].items():
@@ -342,11 +289,14 @@ def _compare(output: Output, info: dict[str, Any], found: dict[str, tuple[np.nda
         raise PrepError(f"{output}: {'; '.join(problems)}. If the tars are right, move _info.json away and run this again")
 
 
-def _classes(theirs: dict[str, Any] | None, found: dict[str, tuple[np.ndarray, dict[str, Any]]]) -> dict[str, Any]:
-    """class_names and num_classes, from the `_info.json` beside the shards as far as it knows them."""
-    largest = max(int(rows["label"].max()) for rows, _ in found.values())
-    names = list((theirs or {}).get("class_names") or [])
-    return {"class_names": names, "num_classes": len(names) or (theirs or {}).get("num_classes") or largest + 1}
+def _classes(info: dict[str, Any] | None, class_names: list[str], found: dict[str, tuple[np.ndarray, dict[str, Any]]]) -> dict[str, Any]:
+    """class_names and num_classes, from the `_info.json` that is there as far as it knows them. Raises PrepError for a label beyond."""
+    largest, name = max((int(rows["label"].max()), name) for name, (rows, _) in found.items())
+    known = len(class_names) or (info or {}).get("num_classes")
+    if class_names and largest >= len(class_names):
+        told = f"labels up to {largest} (in {name}), but {len(class_names):,} class names, which are those of labels 0 to"
+        raise PrepError(f"{told} {len(class_names) - 1}: name all classes, in the order of labels")
+    return {"class_names": class_names, "num_classes": known or largest + 1}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -355,8 +305,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("root", nargs="+", metavar="ROOT", help="folder of tar shards, its URL, or URLs of shards (quote the braces)")
     parser.add_argument("--out", metavar="FOLDER", help="for shards at a URL: where the index goes if not beside them")
     parser.add_argument("--split", metavar="NAME", help="split of all shards, where their names tell none (00000.tar)")
+    members = parser.add_argument_group("members of a sample")
+    members.add_argument("--image", metavar="SUFFIX", help="the image's member, as image.jpg; several, one a sample, as 'jpg;png'")
+    members.add_argument("--label", metavar="SUFFIX", help="the label's: a text member, as label.cls, or a JSON field, as json:label")
+    members.add_argument("--keys-with-dots", action="store_true", help="a key ends at the last dot of a name, not at the first")
+    members.add_argument("--classes", type=Path, metavar="FILE", help="class names in the order of labels: one a line, or JSON")
     add_workers_argument(parser)
-    return run(lambda args: index(args.root, args.workers, args.out, args.split), parser.parse_args(argv))
+
+    def command(args: argparse.Namespace) -> None:
+        asked = Asked(args.image, args.label, args.keys_with_dots, args.classes)
+        index(args.root, args.workers, args.out, args.split, asked)
+
+    return run(command, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Settings:
     minival: float | None = None
     """Part of each training class that becomes the split `minival`."""
     max_unreadable: float = 0.01
-    """Part of all images that may be unreadable; more is an error."""
+    """Part of all images that may be unreadable, a few may always; more is an error. 0: none may."""
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from data_prep.catalogue import some
 from data_prep.jobs import PrepError
 from data_prep.shard_checks import MOST_LINES, WRITE_AGAIN, Found, counted
 from vit.data.files import ShardError
+from vit.data.members import recorded_layout
 from vit.data.shards import Split, read_info, read_sidecar
 from vit.data.tar import INDEX_DTYPE
 
@@ -103,7 +104,8 @@ class DataSet:
         """A sample for people: its shard and its key, if the index leads to it, else its position."""
         place = f"row {row}"
         if part.index is not None:
-            split = Split(self.root, part.name, part.filenames, part.index, self.num_classes or 0, [])
+            layout = recorded_layout(self.info, self.root / part.filenames[0])
+            split = Split(self.root, part.name, part.filenames, part.index, self.num_classes or 0, [], layout=layout)
             try:
                 place = split.key(part.firsts[shard] + row)
             except (ShardError, OSError):

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_prep.catalogue import Catalogue, Sample, descriptor
-from data_prep.images import ImagePolicy, Prepared, Unreadable, prepare
+from data_prep.images import ASKS_TO_BE_TURNED, ImagePolicy, Prepared, Unreadable, prepare
 from data_prep.jobs import PrepError, count_one
 from data_prep.output import Output
 from vit.data import shards
@@ -163,6 +163,7 @@ def write_shard(work: Work) -> dict[str, Any]:
     scanned: list[ScannedSample] = []
     quarantined: list[dict[str, Any]] = []
     changed: Counter[str] = Counter()
+    num_turned = 0
     with work.output.staging() as folder:
         tar = folder / f"{shard.name}.tar"
         with replacing(tar) as file:
@@ -180,6 +181,7 @@ def write_shard(work: Work) -> dict[str, Any]:
                         scanned.append(_add(stream, work, sample, prepared))
                         if prepared.change:
                             changed[prepared.change] += 1
+                        num_turned += prepared.asks_to_be_turned
                         count_one(len(prepared.data))
                 if not scanned:
                     first = f"the first: {quarantined[0]['name']} ({quarantined[0]['reason']})"
@@ -192,7 +194,8 @@ def write_shard(work: Work) -> dict[str, Any]:
                 raise
         write_idx(tar, scanned)
         _save_rows(work, index_rows(scanned))  # before the sidecar: rows of an earlier attempt may lie there
-        extra = {"plan": work.plan, "changed": dict(sorted(changed.items())), "quarantined": quarantined}
+        extra: dict[str, Any] = {"plan": work.plan, "changed": dict(sorted(changed.items())), "quarantined": quarantined}
+        extra |= {ASKS_TO_BE_TURNED: num_turned} if num_turned else {}
         sidecar = shards.write_sidecar(tar, len(scanned), sha256=sha256, **extra)
         for extension in (".tar", ".idx", ".json"):  # the sidecar says that all is there
             work.output.publish(tar.with_suffix(extension))

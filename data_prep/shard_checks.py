@@ -25,7 +25,8 @@ from data_prep.card import spread
 from data_prep.images import ImagePolicy, Prepared, Unreadable, prepare
 from data_prep.jobs import count_one
 from vit.data.files import ShardError
-from vit.data.tar import IMAGE_EXTENSIONS, INDEX_DTYPE, KEY_AND_EXT, TAR_BLOCK, ScannedSample, index_rows, scan_tar, size_said_by
+from vit.data.members import IMAGE_EXTENSIONS, SampleLayout, Unfit
+from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, TAR_BLOCK, ScannedSample, index_rows, scan_tar, size_said_by
 
 SEEN_DTYPE = np.dtype(
     [  # 20 bytes a sample
@@ -75,6 +76,8 @@ class Shard(NamedTuple):
     """Written by our writer, so that every image is an RGB or grey JPEG."""
     num_sampled: int
     """Images that a quick check decodes."""
+    layout: SampleLayout = DEFAULT_LAYOUT
+    """Where image and label of a sample are."""
 
     @property
     def tar(self) -> Path:
@@ -110,7 +113,7 @@ def check_shard(shard: Shard) -> Checked:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         found = list(_check_sha256(shard, sha256))
         try:
-            samples = scan_tar(shard.tar)
+            samples = scan_tar(shard.tar, shard.layout)
         except ShardError as error:
             text = str(error).removeprefix(f"{shard.tar}: ")
             found += [*_capped(_check_members(shard, None)), Found("tars", shard.name, f"{text}; its images were not checked")]
@@ -161,7 +164,8 @@ def _check_members(shard: Shard, samples: list[ScannedSample] | None) -> Iterato
         if samples is not None:
             yield Found("tars", shard.name, f"Python's tarfile cannot read it ({error}); {WRITE_AGAIN}")
         return
-    files = [(member.name, member.offset_data, member.size) for member in members if member.isreg() and KEY_AND_EXT.fullmatch(member.name)]
+    of_samples = (member for member in members if member.isreg() and shard.layout.cut(member.name))
+    files = [(member.name, member.offset_data, member.size) for member in of_samples]
     if samples is None:
         yield from _check_dots(shard, [name for name, *_ in files])
     elif files != (ours := [(member.name, member.offset, member.size) for sample in samples for member in sample.members]):
@@ -344,8 +348,11 @@ def _check_row(shard: Shard, fd: int, row: np.void, fields: list[str]) -> Iterat
     elif (image.width, image.height) != (row["width"], row["height"]):
         told = f"{key} has {row['width']} x {row['height']} pixels in the index, {image.width} x {image.height} in {shard.name}"
         yield Found("indexes", shard.index_name, f"{told}; {shard.rebuild(shard.index_name)}")
-    if member := _members_of_line(fields).get("cls"):
-        text = os.pread(fd, member[1], member[0]).strip()
-        if text != b"%d" % row["label"]:
-            told = f"{key} has label {row['label']} in the index, {text[:20].decode(errors='replace')} in {shard.name}"
+    if member := _members_of_line(fields).get(shard.layout.label_suffix):
+        try:
+            label: object = shard.layout.label_of(os.pread(fd, member[1], member[0]))
+        except Unfit as error:
+            label = f"what {error}"
+        if label != row["label"]:
+            told = f"{key} has label {row['label']} in the index, {label} in {shard.name}"
             yield Found("indexes", shard.index_name, f"{told}; {shard.rebuild(shard.index_name)}")

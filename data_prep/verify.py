@@ -44,6 +44,7 @@ from data_prep.set_checks import (
     open_data_set,
 )
 from data_prep.shard_checks import Checked, Found, Shard, check_shard, check_shard_quickly, counted
+from vit.data.members import printable, recorded_layout
 
 SAMPLE = 500
 """Images that a quick check decodes, of all splits together."""
@@ -124,6 +125,7 @@ def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterat
                 sha256=sha256[number],
                 ours=data.ours,
                 num_sampled=chosen,
+                layout=recorded_layout(data.info, data.root / part.filenames[0]),
             )
             jobs.append((check_shard if num_sampled is None else check_shard_quickly, shard, (which, number)))
             num_images += length if num_sampled is None else chosen
@@ -162,11 +164,6 @@ def print_report(report: Report) -> None:
     problems, notes = report.count(fails=True), report.count(fails=False)
     verdict = counted(problems, "problem") if problems else "right, as far as checked" if report.quick else "right"
     print(f"{report.data.root}: {verdict}{', ' + counted(notes, 'note') if notes else ''}, {report.elapsed_s:.1f} s")
-
-
-def printable(text: str) -> str:
-    """`text` with escapes for whatever could confuse a terminal or cannot be encoded: names come from foreign tars."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def _images_per_class(data: DataSet, part: Part) -> str:

@@ -23,6 +23,7 @@ A root that is a URL gets the same files; `_catalogue` and `_spool` then lie in 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -34,12 +35,18 @@ from typing import Any
 import numpy as np
 
 from data_prep.catalogue import Source, is_of_catalogue, remove_catalogue, remove_catalogues, some
+from data_prep.images import ASKS_TO_BE_TURNED, told_of_turned
 from data_prep.jobs import PrepError, run_jobs
 from data_prep.output import Output
 from data_prep.plan import Plan, Settings, choose_part, compare, made_of, make_plan, options_of, recorded_there, size
 from data_prep.shard import Work, rows_path, scan_shard, still_holds, write_shard
 from vit.data.files import replacing
 from vit.data.shards import make_info, save_index
+
+FEW_UNREADABLE = 5
+"""Images that may always be unreadable, but for --max-unreadable 0: one broken photo is no reason to refuse a small folder."""
+MANY_UNREADABLE = 100
+"""So few images do not stop the writing where some are allowed: at its end all of them can be named, and the share that would pass."""
 
 
 def write(source: Source, out: Path | str, settings: Settings | None = None) -> None:
@@ -121,7 +128,7 @@ def _write(source: Source, output: Output, settings: Settings, began: float) -> 
                 left = f"{len(missing)} of {len(work)} are still missing ({some(missing)}), other parts write them"
                 print(f"{output}: part {settings.part} written, {time.monotonic() - began:.1f} s; {left}")
                 return False
-        _refuse_unreadable(whole, plan)
+        _refuse_unreadable(whole, plan, _allowed(plan))
         info = _info(plan, work, whole)
         if output.read_json("_info.json") == info and _is_all_there(output):
             print(f"{output}: complete already")
@@ -154,10 +161,11 @@ def _write_shards(plan: Plan, work: list[Work], mine: list[Work]) -> dict[str, d
     if len(todo) < len(mine):
         print(f"{plan.output}: {len(mine) - len(todo)} of {len(mine)} shards are there already and are kept")
     _warn_of_full_disk(plan, len(todo) / len(work))
+    allowed = _allowed(plan)
 
     def on_result(name: str, sidecar: dict[str, Any]) -> None:
         whole[name] = sidecar
-        _refuse_unreadable(whole, plan)
+        _refuse_unreadable(whole, plan, allowed and max(allowed, MANY_UNREADABLE))
 
     num_images = sum(len(job.shard.places) for job in todo)
     jobs = ((write_shard, job, job.shard.name) for job in todo)
@@ -179,16 +187,28 @@ def _whole_shards(plan: Plan, work: list[Work]) -> dict[str, dict[str, Any]]:
         }
 
 
-def _refuse_unreadable(sidecars: Mapping[str, dict[str, Any]], plan: Plan) -> None:
+def _allowed(plan: Plan) -> int:
+    """Images that may be unreadable."""
+    share = plan.settings.max_unreadable
+    return max(FEW_UNREADABLE, int(share * sum(plan.catalogue.splits.values()))) if share else 0
+
+
+def _refuse_unreadable(sidecars: Mapping[str, dict[str, Any]], plan: Plan, allowed: int) -> None:
+    """Raise PrepError if more images than `allowed` are unreadable in the shards that are whole, with the share that would pass."""
     entries = [entry for sidecar in sidecars.values() for entry in sidecar["quarantined"]]
-    most = plan.settings.max_unreadable
-    if len(entries) > most * sum(plan.catalogue.splits.values()):
-        listed = "\n  ".join(f"{entry['key']} ({entry['file']}, {entry['name']}): {entry['reason']}" for entry in entries[:20])
-        more = f"\n  and {len(entries) - 20} more" if len(entries) > 20 else ""
-        raise PrepError(
-            f"{len(entries)} images cannot be read, more than --max-unreadable {most} of all allows; others may follow. Mend or replace "
-            f"them, or allow more; then run the same command again, whole shards are kept:\n  {listed}{more}"
-        )
+    if len(entries) <= allowed:
+        return
+    total = sum(plan.catalogue.splits.values())
+    seen = sum(sidecar["num_samples"] + len(sidecar["quarantined"]) for sidecar in sidecars.values())
+    share = min(0.999, math.ceil(1000 * len(entries) / seen) / 1000)
+    follow = f"; others may follow in the {total - seen:,} images that were not read yet" if seen < total else ""
+    listed = "\n  ".join(f"{entry['key']} ({entry['file']}, {entry['name']}): {entry['reason']}" for entry in entries[:20])
+    more = f"\n  and {len(entries) - 20} more" if len(entries) > 20 else ""
+    raise PrepError(
+        f"{len(entries)} images cannot be read, more than the {_allowed(plan)} that --max-unreadable {plan.settings.max_unreadable} allows"
+        f"{follow}. Mend or replace them, or allow more (--max-unreadable {share}); then run the same command again, whole shards are "
+        f"kept:\n  {listed}{more}"
+    )
 
 
 def _warn_of_full_disk(plan: Plan, share: float) -> None:
@@ -212,6 +232,8 @@ def _info(plan: Plan, work: list[Work], sidecars: Mapping[str, dict[str, Any]]) 
         "quarantined": sum(len(sidecars[job.shard.name]["quarantined"]) for job in work),
         "made_of": made_of(plan.source, plan.settings),
     }
+    if turned := sum(sidecars[job.shard.name].get(ASKS_TO_BE_TURNED, 0) for job in work):
+        found[ASKS_TO_BE_TURNED] = turned
     classes: dict[str, Any] = {"class_names": catalogue.class_names, "num_classes": len(catalogue.class_names)}
     by_name = {f"{name}.tar": sidecar for name, sidecar in sidecars.items()}
     return make_info(plan.filenames, by_name, **plan.recorded, **found, **classes)
@@ -241,5 +263,7 @@ def _complete(plan: Plan, work: list[Work], sidecars: Mapping[str, dict[str, Any
         print(f"{split}: {described['num_samples']:,} samples in {len(described['filenames']):,} shards, {megabytes}")
     if info["changed"]:
         print("changed or remarkable: " + ", ".join(f"{count:,} {reason}" for reason, count in info["changed"].items()))
+    if turned := info.get(ASKS_TO_BE_TURNED):
+        print(told_of_turned(turned, sum(described["num_samples"] for described in info["splits"].values())))
     if entries:
         print(f"left out: {len(entries):,} unreadable images, listed in {output}/quarantine.jsonl")

@@ -1,7 +1,7 @@
 """Evaluate a checkpoint exactly, at any resolution; or fine-tune it first.
 
     python launch/eval.py                                            the newest run under runs/
-    python launch/eval.py --checkpoint runs/demo --image-size 48     positions interpolated, nothing trained
+    python launch/eval.py runs/demo --image-size 48                  positions interpolated, nothing trained
     python launch/eval.py --checkpoint runs/demo --finetune configs/demo_finetune.yaml
     torchrun --nproc_per_node=8 launch/eval.py --checkpoint runs/vit_b16 --data /data/imagenet --json
     python launch/eval.py --checkpoint vit_base_patch16_224.augreg_in1k.safetensors --data /data/imagenet     a published model of timm's
@@ -10,9 +10,10 @@ Every image of the split counts once, on any number of ranks. With --finetune th
 --image-size is the size it trains at; it prints the accuracy before, at both sizes, and after, and compares them image by image. A
 fine-tuning that was stopped or killed goes on with the same command.
 
-`--json` prints one object on stdout: num_images, correct_top1, correct_top5, top1 and top5 in percent, loss; with --finetune also
-`before`, `before_resized` (objects of this form) and `difference` (see vit/metrics.py), or `stopped` and `run` after a signal. Exit
-status: 0 done, or stopped and saved; 1 a bug, with its stack; 2 something to set right; 130 interrupted.
+`--json` prints one object on stdout: num_images, correct_top1, correct_top5, top1 and top5 in percent, loss, top1_low and top1_high (the
+95 % interval of top1), and `note` where the data's classes are not the model's; with --finetune also `before`, `before_resized` (objects
+of this form) and `difference` (see vit/metrics.py), or `stopped` and `run` after a signal. Exit status: 0 done, or stopped and saved; 1 a
+bug, with its stack; 2 something to set right; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,49 +31,26 @@ import torch
 
 from vit import config_io, distributed
 from vit.checkpoint import newest_checkpoint
+from vit.command_line import Parser
 from vit.config import Config
 from vit.data.augment import create_augment
 from vit.data.loader import image_format
 from vit.data.shards import Split, open_split
 from vit.distributed import World
 from vit.evaluate import Evaluation, evaluate
+from vit.exit import run_command
 from vit.known import adopt, published
-from vit.metrics import paired_difference
+from vit.metrics import interval95, paired_difference
 from vit.model import create_model
+from vit.preflight import precision_note
 from vit.progress import Meter
 from vit.train import build, train
-from vit.weights import Trained, find_trained, fingerprint, load_weights, read_trained
+from vit.weights import Trained, find_trained, fingerprint, load_weights, other_classes, read_trained
 
 
 def main() -> World:
     """The command line above; returns the world it started."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--checkpoint",
-        metavar="RUN_OR_FILE",
-        help="run folder (its last weights, averaged where there are some), checkpoint folder, or weights file, also of timm's "
-        "(default: the newest run)",
-    )
-    parser.add_argument("--model", metavar="NAME", help="timm's name of weights that were trained elsewhere, if their file does not tell")
-    parser.add_argument("--data", metavar="ROOT", help="folder of shards (default: the one it was trained on)")
-    parser.add_argument("--split", help="split to evaluate (default: the run's data.val_split)")
-    parser.add_argument("--image-size", type=int, nargs="+", metavar="PIXELS", help="side, or height and width (default: as trained)")
-    parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="images in one forward pass of one rank (default: the run's eval.batch_size)"
-    )
-    parser.add_argument("--num-workers", type=int, metavar="N", help="loader processes per rank (default: the run's data.num_workers)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="(default: auto, GPUs where each rank of a host has one)")
-    parser.add_argument("--finetune", metavar="CONFIG", help="fine-tune with this config first, and evaluate before and after")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="with --finetune: settings that win over its file")
-    args = parser.parse_intermixed_args()
-    if args.overrides and not args.finetune:
-        parser.error(f"{' '.join(args.overrides)}: settings belong to --finetune")
-    if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
-        parser.error("--image-size takes a side, or height and width, in pixels")
-    if args.finetune and not args.checkpoint:
-        parser.error("--finetune needs --checkpoint: the newest run may be a fine-tuned one")
-
+    args = read_command_line()
     settings = settings_of(args)
     said = sys.stderr if args.json else sys.stdout
     if args.finetune:  # read before anything starts, so that a mistake in it shows at once
@@ -100,13 +79,54 @@ def main() -> World:
         return world
     assert config is not None, "or the problem was raised"
     config = with_settings(config, settings)
-    result = evaluate_trained(trained, config, world, said)
+    _, as_json = evaluate_trained(trained, config, world, said)
     if world.is_main and known is not None:
         num_classes = _open_val_split(config).num_classes
-        print(f"  {published(known, result.accuracy.num_images, image_format(config).size, num_classes)}", file=said)
+        print(f"  {published(known, as_json['num_images'], image_format(config).size, num_classes)}", file=said)
     if world.is_main and args.json:
-        print(json.dumps(result.accuracy.to_dict()))
+        print(json.dumps(as_json))
     return world
+
+
+def read_command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags; what else is there is the run or file (`checkpoint`) and the settings (`overrides`). Raises ValueError for mistakes."""
+    parser = Parser("python launch/eval.py", __doc__, config_io.setting_for)
+    parser.add_argument(
+        "--checkpoint",
+        metavar="RUN_OR_FILE",
+        help="run folder (its last weights, averaged where there are some), checkpoint folder, or weights file, also of timm's "
+        "(default: the newest run); may stand without --checkpoint",
+    )
+    parser.add_argument("--model", metavar="NAME", help="timm's name of weights that were trained elsewhere, if their file does not tell")
+    parser.add_argument("--data", metavar="ROOT", help="folder of shards (default: the one it was trained on)")
+    parser.add_argument("--split", help="split to evaluate (default: the run's data.val_split)")
+    parser.add_argument("--image-size", type=int, nargs="+", metavar="PIXELS", help="side, or height and width (default: as trained)")
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="images in one forward pass of one rank (default: the run's eval.batch_size)"
+    )
+    parser.add_argument("--num-workers", type=int, metavar="N", help="loader processes per rank (default: the run's data.num_workers)")
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], help="format of matrix products (default: the run's train.precision)"
+    )
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="(default: auto, GPUs where each rank of a host has one)")
+    parser.add_argument("--finetune", metavar="CONFIG", help="fine-tune with this config first, and evaluate before and after")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
+    parser.add_argument(
+        "words", nargs="*", metavar="RUN_OR_FILE | section.key=value", help="with --finetune: settings that win over its file"
+    )
+    args = parser.parse_intermixed_args(words)
+    paths = [word for word in args.words if "=" not in word or Path(word).exists()]
+    args.overrides = [word for word in args.words if word not in paths]
+    if len(paths := [*paths, *filter(None, [args.checkpoint])]) > 1:
+        parser.error(f"{' and '.join(paths)}: give one run or file to evaluate")
+    args.checkpoint = paths[0] if paths else None
+    if args.overrides and not args.finetune:
+        parser.error(f"{' '.join(args.overrides)}: settings belong to --finetune")
+    if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
+        parser.error("--image-size takes a side, or height and width, in pixels")
+    if args.finetune and not args.checkpoint:
+        parser.error("--finetune needs --checkpoint: the newest run may be a fine-tuned one")
+    return args
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -118,6 +138,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "model.image_size": size,
         "eval.batch_size": args.batch_size,
         "data.num_workers": args.num_workers,
+        "train.precision": args.precision,
         "train.device": args.device,
     }
     return {key: value for key, value in flags.items() if value is not None}
@@ -152,8 +173,11 @@ def _open_val_split(config: Config) -> Split:
     return open_split(config.data.root, config.data.val_split, config.data.cache_dir, config.data.cache_gib)
 
 
-def evaluate_trained(trained: Trained, config: Config, world: World, said: TextIO) -> Evaluation:
-    """Evaluate weights under `config`, which may name another image size than they were trained at, and tell the result to `said`."""
+def evaluate_trained(trained: Trained, config: Config, world: World, said: TextIO) -> tuple[Evaluation, dict[str, Any]]:
+    """Evaluate weights under `config`, which may name another image size than they were trained at, and tell the result to `said`.
+
+    Returns it, and as the object that `--json` prints.
+    """
     split = world.main_first(lambda: _open_val_split(config))
     assert trained.num_classes is not None, "it came with its config"
     image = image_format(config)
@@ -165,6 +189,8 @@ def evaluate_trained(trained: Trained, config: Config, world: World, said: TextI
         model = create_model(config.model.name, config.model.image_size, trained.num_classes, **config.model.fields())
         notes = load_weights(model, trained.weights, trained.grid_size)
     model.to(world.device)
+    if world.is_main and (note := precision_note(config.train.precision, world.device, "--precision fp32")):
+        print(f"note: {note}", file=sys.stderr)
     size = size_of(config)
     with Meter(f"evaluating at {size}", split.num_samples, "images", shown=world.is_main) as meter:
         result = evaluate(
@@ -185,7 +211,13 @@ def evaluate_trained(trained: Trained, config: Config, world: World, said: TextI
         for note in notes:
             print(f"  {note}", file=said)
         print(f"  {result.accuracy}", file=said)
-    return result
+    as_json: dict[str, Any] = dict(result.accuracy.to_dict())
+    as_json["top1_low"], as_json["top1_high"] = interval95(result.accuracy.correct_top1, result.accuracy.num_images)
+    if note := other_classes(trained, split.class_names, split.num_classes):
+        as_json["note"] = note
+        if world.is_main:
+            print(f"  note: {note}", file=said)
+    return result, as_json
 
 
 def finetune(trained: Trained, base: Config | None, problem: str, tuned: Config, world: World, said: TextIO, as_json: bool) -> None:
@@ -195,14 +227,14 @@ def finetune(trained: Trained, base: Config | None, problem: str, tuned: Config,
     """
     assert tuned.run.dir is not None, "load_config names it"
     with world.main_reports():  # a run that goes on, or is finished, must have begun with these weights
-        found = newest_checkpoint(Path(tuned.run.dir))
+        found = newest_checkpoint(Path(tuned.run.dir)) if world.is_main else None
         if found is not None and found[1]["facts"].get("init_sha256") not in (None, fingerprint(trained.weights)):
             raise ValueError(
                 f"{tuned.run.dir} was fine-tuned from other weights than {trained.path} holds now: use another run.dir, or remove it"
             )
     split = world.main_first(lambda: _open_val_split(tuned))
     new_size = size_of(tuned)
-    before: dict[str, Evaluation] = {}
+    before: dict[str, tuple[Evaluation, dict[str, Any]]] = {}
     if base is not None and split.num_classes != trained.num_classes:
         problem = f"{trained.path} knows {trained.num_classes} classes, {split.root} has {split.num_classes}"
     if base is not None and not problem:
@@ -223,22 +255,22 @@ def finetune(trained: Trained, base: Config | None, problem: str, tuned: Config,
                 print(json.dumps({"stopped": True, "run": tuned.run.dir}))
         return
     world.barrier()
-    after = evaluate_trained(read_trained(tuned.run.dir), tuned, world, said)
+    after, after_json = evaluate_trained(read_trained(tuned.run.dir), tuned, world, said)
     if not world.is_main:
         return
 
     labels = torch.from_numpy(split.index["label"].astype("int64"))
-    right = {name: result.predictions == labels for name, result in {**before, "after": after}.items()}
-    differences = {name: paired_difference(right[name], right["after"]) for name in before}
+    is_right = after.predictions == labels
+    differences = {name: paired_difference(result.predictions == labels, is_right) for name, (result, _) in before.items()}
     if before:
         print(f"fine-tuned at {new_size}, image by image on the same {split.num_samples}:", file=said)
     for name, difference in differences.items():
         against = f"base at {size_of(base)}" if base is not None and name == "before" else f"base at {new_size}, untrained there"
         print(f"  against the {against}: {difference}", file=said)
     if as_json:
-        others = {name: result.accuracy.to_dict() for name, result in before.items()}
-        print(json.dumps({**after.accuracy.to_dict(), **others, "difference": {k: asdict(v) for k, v in differences.items()}}))
+        others = {name: values for name, (_, values) in before.items()}
+        print(json.dumps({**after_json, **others, "difference": {k: asdict(v) for k, v in differences.items()}}))
 
 
 if __name__ == "__main__":
-    distributed.run_command(main)
+    run_command(main)

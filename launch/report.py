@@ -9,14 +9,17 @@ then each picture's. Exit status: 0 done, 1 a bug, with its stack, 2 something t
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import check_versions  # noqa: F401
 
 from vit import distributed
+from vit.command_line import Parser
 from vit.distributed import World
+from vit.exit import run_command
 from vit.pictures import PAINTERS
 from vit.progress import Meter
 from vit.record import METRICS_FILE, is_in_use
@@ -25,15 +28,7 @@ from vit.report import make_report
 
 def main() -> World:
     """The command line above; returns the world it started."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder (default: the newest run under runs/)")
-    parser.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="for the model (default: auto, a GPU if there is one and no training uses it)",
-    )
-    args = parser.parse_args()
+    args = read_command_line()
     run_dir = args.run or newest_run()
     in_use = is_in_use(run_dir)
     # The GPU of a run that is going on may be full to the brim.
@@ -49,6 +44,19 @@ def main() -> World:
     return world
 
 
+def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+    """The flags. Raises ValueError for mistakes."""
+    parser = Parser("python launch/report.py", __doc__)
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder (default: the newest run under runs/)")
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="for the model (default: auto, a GPU if there is one and no training uses it)",
+    )
+    return parser.parse_args(words)
+
+
 def newest_run() -> Path:
     """The folder under runs/ whose record changed last; it may have no weights yet."""
     records = list(Path("runs").glob(f"*/{METRICS_FILE}"))
@@ -60,4 +68,4 @@ def newest_run() -> Path:
 
 
 if __name__ == "__main__":
-    distributed.run_command(main)
+    run_command(main)

@@ -10,28 +10,23 @@ SIGTERM, SIGUSR1 and Ctrl-C save at the next step and stop. Exit status: 0 finis
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
+from collections.abc import Sequence
 
 import check_versions  # noqa: F401
 
 from vit import distributed
-from vit.config_io import all_keys, load_config, nearest
+from vit.command_line import Parser
+from vit.config_io import all_keys, load_config, nearest, setting_for
 from vit.distributed import World
+from vit.exit import run_command
 from vit.plan import describe
 from vit.train import build, train
 
 
 def main() -> World | None:
     """The command line above; returns the world it started."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with what differs from the defaults")
-    parser.add_argument("--print-config", action="store_true", help="show every value, its origin and the derived numbers, and stop")
-    parser.add_argument(
-        "--allow-change", action="append", default=[], metavar="KEY", help="resume although this setting differs from the checkpoint's"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
-    args = parser.parse_intermixed_args()
-
+    args = read_command_line()
     config, origins = load_config(args.config, args.overrides)
     for key in set(args.allow_change) - set(all_keys()):
         raise ValueError(f"--allow-change {key}: there is no such setting{nearest(key, all_keys())}")
@@ -44,5 +39,17 @@ def main() -> World | None:
     return world
 
 
+def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+    """The flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    parser = Parser("python launch/train.py", __doc__, setting_for)
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with what differs from the defaults")
+    parser.add_argument("--print-config", action="store_true", help="show every value, its origin and the derived numbers, and stop")
+    parser.add_argument(
+        "--allow-change", action="append", default=[], metavar="KEY", help="resume although this setting differs from the checkpoint's"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
+    return parser.parse_intermixed_args(words)
+
+
 if __name__ == "__main__":
-    distributed.run_command(main)
+    run_command(main)

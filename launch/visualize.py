@@ -9,41 +9,51 @@ one as it is mixed. Settings are `section.key=value` and win over the file. Exit
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import check_versions  # noqa: F401
 
 from vit import distributed
-from vit.config_io import load_config
+from vit.command_line import Parser
+from vit.config_io import load_config, setting_for
 from vit.contact_sheet import make_contact_sheet
 from vit.distributed import World
+from vit.exit import run_command
 
 
 def main() -> World:
     """The command line above; returns the world it started."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="augment")
-    augment = commands.add_parser("augment", help="contact sheet of the augmentation")
-    augment.add_argument("--config", required=True, metavar="FILE", help="YAML file with what differs from the defaults")
-    augment.add_argument("--out", type=Path, metavar="FILE.png", help="picture to write (default: augment_<name of the config>.png)")
-    augment.add_argument("--images", type=int, default=6, metavar="N", help="rows of the sheet (default: 6; whole groups where images mix)")
-    augment.add_argument("--draws", type=int, default=4, metavar="N", help="draws of each image (default: 4)")
-    augment.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
-    # Settings and flags in any order, which parse_intermixed_args cannot do beside commands.
-    args, rest = parser.parse_known_args()
-    flags = [word for word in rest if word.startswith("-") or "=" not in word]
-    if flags:
-        parser.error(f"not understood: {' '.join(flags)}")
-    for name in ("images", "draws"):
-        if not 1 <= getattr(args, name) <= 64:
-            raise ValueError(f"--{name} {getattr(args, name)}: give a number from 1 to 64")
-    config = load_config(args.config, [*args.overrides, *rest]).config
+    args = read_command_line()
+    config = load_config(args.config, args.overrides).config
     world = distributed.start(config.train.device)
     out = args.out or Path(f"augment_{Path(args.config).stem}.png")
     print(make_contact_sheet(config, args.images, args.draws, out, world.device))
     return world
 
 
+def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+    """The flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    parser = Parser("python launch/visualize.py", __doc__, setting_for)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="augment")
+    augment = commands.add_parser("augment", help="contact sheet of the augmentation", hint=setting_for)
+    augment.add_argument("--config", required=True, metavar="FILE", help="YAML file with what differs from the defaults")
+    augment.add_argument("--out", type=Path, metavar="FILE.png", help="picture to write (default: augment_<name of the config>.png)")
+    augment.add_argument("--images", type=int, default=6, metavar="N", help="rows of the sheet (default: 6; whole groups where images mix)")
+    augment.add_argument("--draws", type=int, default=4, metavar="N", help="draws of each image (default: 4)")
+    augment.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
+    # Settings and flags in any order, which parse_intermixed_args cannot do beside commands.
+    args, rest = parser.parse_known_args(words)
+    flags = [word for word in rest if word.startswith("-") or "=" not in word]
+    if flags:
+        augment.error(f"unrecognized arguments: {' '.join(flags)}")
+    for name in ("images", "draws"):
+        if not 1 <= getattr(args, name) <= 64:
+            raise ValueError(f"--{name} {getattr(args, name)}: give a number from 1 to 64")
+    args.overrides += rest
+    return args
+
+
 if __name__ == "__main__":
-    distributed.run_command(main)
+    run_command(main)

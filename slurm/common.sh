@@ -23,12 +23,18 @@ find_nodes() {
 # arguments to run it on all of them. To be called right before that, as the check tells what is true now.
 prepare_torchrun() {
   local node attempt port said addresses=() rendezvous=(--standalone) everywhere
+  # One thread a rank, beside its loader workers; torchrun would set the same, and say so at length.
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   # After SIGTERM torchrun kills its ranks when this has passed (newer torch; older: 30 s). Slurm's own limits are shorter or ours.
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
   # One task on each node. srun does not take these from sbatch: the cores (since Slurm 22.05), the environment after --export=NONE.
-  everywhere=(srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --export=ALL)
+  # A node that fails ends the step on all: over NCCL the others would stand still for ten minutes. SRUN_ARGS has the last word.
+  everywhere=(srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --export=ALL --kill-on-bad-exit=1)
   [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || everywhere+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
+  local words=()
+  read -ra words <<<"${SRUN_ARGS:-}"
+  everywhere+=("${words[@]}")
 
   for node in "${nodes[@]}"; do  # what Slurm calls a node need not be a name that resolves
     getent hosts "$node" >/dev/null || node=$(scontrol show node "$node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
@@ -38,7 +44,7 @@ prepare_torchrun() {
     for attempt in 0 1 2; do  # below Linux's range of ports for outgoing connections, and another one for each job
       port=$(( 20000 + (SLURM_JOB_ID + 4001 * attempt) % 12000 ))
       say "head node ${nodes[0]} at ${addresses[0]}:$port"
-      said=$("${everywhere[@]}" --kill-on-bad-exit=1 python3 -c "$CHECK_HEAD" "${addresses[0]}" "$port" </dev/null 2>&1) && break
+      said=$("${everywhere[@]}" python3 -c "$CHECK_HEAD" "${addresses[0]}" "$port" </dev/null 2>&1) && break
       echo "$said" >&2
       [[ $said == *" is taken "* && $attempt != 2 ]] || fail "not started: not every node reaches ${nodes[0]} at ${addresses[0]}:$port, see above"
     done

@@ -8,13 +8,17 @@ from __future__ import annotations
 import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 import warm_python
 from families import Family, inherited
 from PIL import Image
@@ -102,6 +106,26 @@ def run(
     return call(command(script, *arguments, ranks=ranks, python=python), env, cwd or REPOSITORY, timeout_s)
 
 
+@contextmanager
+def _typed(script: str, words: Sequence[object]) -> Iterator[None]:
+    """What a process that runs `script` with `words` has and this one has not."""
+    argv, path, num_threads = sys.argv, list(sys.path), torch.get_num_threads()
+    sys.argv = [script, *map(str, words)]
+    sys.path.insert(0, str((REPOSITORY / script).parent))
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+        sys.argv, sys.path[:] = argv, path
+
+
+def run_here(script: str, *words: object) -> None:
+    """Run a command of launch/ in this process, which has torch already; what ends a command with status 2 is a ValueError."""
+    with _typed(script, words):
+        runpy.run_path(str(REPOSITORY / script))["main"]()
+
+
 def train(config: Path, run_dir: Path, *overrides: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
     """A whole training; fails the test with its output if it does not exit with 0."""
     done = run("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *overrides, ranks=ranks)
@@ -133,6 +157,10 @@ class Background:
         """Process ids of the ranks: torchrun gives each a session of its own, so only the family tree tells."""
         return [pid for pid in _children(self.process.pid) if "launch/train.py" in _command_line(pid)]
 
+    def children(self, rank: int) -> list[int]:
+        """Process ids of the loader workers of a rank, which is given by its own."""
+        return _children(rank)
+
     def kill_all(self) -> None:
         """SIGKILL for torchrun and every rank at once: a power cut, as far as processes can feel one."""
         for pid in [*self.trainers(), self.process.pid]:
@@ -160,6 +188,12 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
+
+
+def environment_of(pid: int, name: str) -> str:
+    """A variable as another process had it at its start."""
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(word.decode().split("=", 1) for word in words if b"=" in word).get(name, "")
 
 
 def last_step(run_dir: Path) -> int:

@@ -11,7 +11,20 @@ from hypothesis import strategies as st
 
 from vit import config as config_module
 from vit.config import AdamWConfig, Config, Section, SgdConfig
-from vit.config_io import ConfigError, LoadedConfig, all_keys, differences, dump_yaml, from_dict, load_config, to_dict
+from vit.config_io import (
+    ADVICE,
+    OTHER_VALUES,
+    WORDS,
+    ConfigError,
+    LoadedConfig,
+    all_keys,
+    differences,
+    dump_yaml,
+    from_dict,
+    load_config,
+    setting_for,
+    to_dict,
+)
 
 BASE = """\
 data:
@@ -158,13 +171,62 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         ("lr: 0.1\n", "run.yaml:5: unknown key 'lr'; did you mean optim.lr?"),
         ("model:\n  lr: 0.1\n", "run.yaml:6: unknown key 'model.lr'; did you mean optim.lr?"),
         ("loss:\n  zzz: 1\n", "run.yaml:6: unknown key 'loss.zzz'; there are: label_smoothing"),
-        ("optim:\n  learning_rate: 1\n", "run.yaml:6: unknown key 'optim.learning_rate'; there are: name, lr, weight_decay, "),
+        ("optim:\n  learning_rate: 1\n", "run.yaml:6: unknown key 'optim.learning_rate'; did you mean optim.lr?"),
+        ("loss:\n  name: bce\n", "run.yaml:6: unknown key 'loss.name'; there are: label_smoothing"),
+        ("optim:\n  layer_decay: 0.7\n", "run.yaml:6: unknown key 'optim.layer_decay'; there are: name, lr, weight_decay, "),
+        ("batch_size: 64\n", "run.yaml:5: unknown key 'batch_size'; did you mean data.global_batch_size or eval.batch_size?"),
+        ("num_epochs: 3\n", "run.yaml:5: unknown key 'num_epochs'; did you mean train.epochs?"),
+        ("run:\n  resume: true\n", "run.yaml:6: unknown key 'run.resume'; the same command again resumes, nothing else is needed"),
         ("optim:\n  name: sgd\n  momentun: 1\n", "run.yaml:7: unknown key 'optim.momentun'; did you mean optim.momentum?"),
     ],
 )
 def test_an_unknown_key_is_told_with_the_nearest(problems, text, expected):
     (line,) = problems(BASE + text)
     assert line.startswith(expected)
+
+
+@pytest.mark.parametrize("section", ["data", "train", "optim", "model"])
+def test_the_batch_size_of_training_is_meant_first(problems, section):
+    """Who followed a hint at eval.batch_size would train with another batch than meant."""
+    (line,) = problems(BASE, f"{section}.batch_size=64")
+    assert line == (
+        f"command line ({section}.batch_size=64): unknown key '{section}.batch_size'; "
+        "did you mean data.global_batch_size or eval.batch_size?"
+    )
+
+
+def test_words_of_other_programs_lead_to_settings_that_there_are():
+    words = [word for known_as in WORDS.values() for word in known_as.split()]
+    assert set(WORDS) | set(OTHER_VALUES) <= set(all_keys())
+    assert len(words) == len(set(words)), "a word with two meanings"
+    assert not {key.rpartition(".")[2] for key in WORDS} & set(words) - {"batch_size"}, "a setting's own name needs no row"
+    assert not set(ADVICE) & set(words)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--lr", "1e-3", "did you mean optim.lr=1e-3?"),
+        ("--optim.lr", "1e-3", "did you mean optim.lr=1e-3?"),
+        ("--batch-size", "64", "did you mean data.global_batch_size=64?"),
+        ("-j", "8", "did you mean data.num_workers=8?"),
+        ("--epochs", "300", "did you mean train.epochs=300?"),
+        ("--epoch", "", "did you mean train.epochs=VALUE?"),
+        ("--weigth-decay", "0.1", "did you mean optim.weight_decay=0.1?"),
+        ("--drop-path", "0.1", "did you mean model.drop_path_rate=0.1?"),
+        ("--batchsize", "8", "did you mean data.global_batch_size=8?"),
+        ("--optim.lrr", "1", "did you mean optim.lr=1?"),
+        ("--aa", "rand-m9-mstd0.5-inc1", "did you mean augment.randaugment_layers=VALUE?"),
+        ("--eval-interval", "500", "did you mean eval.every_epochs=VALUE?"),
+        ("--eval.every_epochs", "5", "did you mean eval.every_epochs=5?"),
+        ("--accum-iter", "4", "accumulation follows from data.micro_batch_size, the images in one forward pass of a rank"),
+        ("--resume", "", "the same command again resumes, nothing else is needed"),
+        ("--gpus", "8", "torchrun --nproc_per_node=N starts N ranks"),
+        ("--zzz", "", ""),
+    ],
+)
+def test_an_option_of_other_programs_is_the_setting_that_it_means(option, value, expected):
+    assert setting_for(option, value) == expected
 
 
 @pytest.mark.parametrize(
@@ -319,6 +381,21 @@ def test_settings_of_the_other_optimizer_are_refused(load, problems):
 )
 def test_settings_that_contradict_each_other_are_refused(problems, text, expected):
     assert problems(BASE + text) == [expected]
+
+
+def test_members_of_streamed_samples(load, problems):
+    text = BASE.replace("data:\n", "data:\n  reader: webdataset\n  stream: a.tar\n  num_samples: 9\n")
+    assert text != BASE
+    given = ("data.stream_image=image.jpg", "data.stream_label=json:meta.label")
+    assert load(text, *given).config.data.stream_label == "json:meta.label"
+    assert [line.split(": ", 1)[1] for line in problems(BASE, *given)] == [
+        "data.stream_image has no effect with data.reader=index: remove it",
+        "data.stream_label has no effect with data.reader=index: remove it",
+    ]
+    assert [line.split(": ", 1)[1] for line in problems(text, "data.stream_label=.cls", "data.stream_image=a/b")] == [
+        "data.stream_image=a/b: expected what follows the key's dot, as jpg or json:label",
+        "data.stream_label=.cls: expected what follows the key's dot, as jpg or json:label",
+    ]
 
 
 def test_grey_images_need_one_mean_and_no_colour_operations(load, problems):

@@ -230,3 +230,17 @@ def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path)
     losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
     assert losses[0] == pytest.approx(1.0986, abs=2e-3), "a zero head of three classes starts at ln 3"
     assert len(losses) == 2
+
+
+def test_what_recipes_say_of_deit_are_settings(tmp_path):
+    """Each `section.key: value` of its table; a key without its section belongs to the one before."""
+    table = (ROOT / "docs" / "recipes.md").read_text().partition("| DeiT `main.py` |")[2].partition("\n\n")[0]
+    given, section = {}, ""
+    for words in re.findall(r"`([\w.]+: [^`]+)`", table):
+        key, _, value = words.partition(": ")
+        section = key.partition(".")[0] if "." in key else section
+        given[key if "." in key else f"{section}.{key}"] = value
+    assert len(given) == 13
+    config = load_config(ROOT / "configs" / "vit_b16.yaml", [f"{key}={value}" for key, value in given.items()]).config
+    assert (config.optim.lr, config.optim.clip_grad_norm, config.optim.betas) == (1e-3, None, (0.9, 0.999))
+    assert (config.data.aug_repeats, config.data.aug_repeats_form, config.train.ema_decay) == (3, "sampler", 0.99996)

@@ -11,6 +11,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from test_visualize import pixels, places
 
 from vit import curves, visualize
@@ -85,6 +86,16 @@ def test_curves(tmp_path):
     ):
         shown.append(pixels(curves.plot_curves(record(tmp_path, *lines), tmp_path / "short.png")))
     assert len({picture.tobytes() for picture in shown}) == 4
+
+
+def test_the_axis_of_accuracy_ends_at_100(tmp_path):
+    evals = {"kind": "eval", "num_images": 20, "loss": 1.5}
+    path = record(tmp_path, train_line(10), evals | {"step": 5, "top1": 40.0}, evals | {"step": 10, "top1": 100.0})
+    axes = Figure().subplots()
+    curves._draw_panel(axes, curves._read_curves(path), "accuracy")
+    assert axes.get_ylim()[1] == 100
+    assert 0 < axes.get_ylim()[0] < 40
+    assert not any(line.get_clip_on() for line in axes.get_lines()), "half of the marker at 100 would be cut off"
 
 
 def test_panels_can_stand_in_one_page(tmp_path):

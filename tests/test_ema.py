@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from timm.utils import ModelEmaV2
 from torch import nn
 
 from vit.ema import Ema
+from vit.model import DropPath
 
 
 def model_with_buffers() -> nn.Module:
@@ -24,17 +26,18 @@ def train(model: nn.Module, step: int) -> None:
     model(torch.randn(8, 3, generator=generator))
 
 
+@pytest.mark.parametrize("warmup", [False, True])
 @pytest.mark.parametrize(("decay", "first_step"), [(0.99, 0), (0.5, 0), (0.999, 5000)])
-def test_average_is_the_weighted_sum_of_all_weights(decay, first_step):
+def test_average_is_the_weighted_sum_of_all_weights(decay, first_step, warmup):
     model = model_with_buffers()
-    ema = Ema(model, decay)
+    ema = Ema(model, decay, warmup)
     history, decays = [copy.deepcopy(model).double().state_dict()], []
     for step in range(first_step, first_step + 30):
         train(model, step)
         ema.update(step)
         history.append(copy.deepcopy(model).double().state_dict())
         updates = step + 1
-        decays.append(min(decay, (1 + updates) / (10 + updates)))
+        decays.append(min(decay, (1 + updates) / (10 + updates)) if warmup else decay)
 
     shares = [1.0]
     for value in decays:
@@ -43,6 +46,25 @@ def test_average_is_the_weighted_sum_of_all_weights(decay, first_step):
     for name, parameter in ema.module.named_parameters():
         expected = sum(share * weights[name] for share, weights in zip(shares, history, strict=True))
         torch.testing.assert_close(parameter.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_average_follows_as_timms_does():
+    """DeiT averages with timm's class and one decay from the first update on."""
+    model = model_with_buffers()
+    ours = Ema(model, 0.9)
+    theirs = ModelEmaV2(model, decay=0.9)
+    for step in range(20):
+        train(model, step)
+        ours.update(step)
+        theirs.update(model)
+    for averaged, expected in zip(ours.module.parameters(), theirs.module.parameters(), strict=True):
+        torch.testing.assert_close(averaged, expected)
+
+
+def test_a_constant_buffer_is_not_copied_each_step():
+    model = nn.Sequential(DropPath(0.1), nn.BatchNorm1d(4))
+    copied = [id(averaged) for averaged, _ in Ema(model, 0.9)._buffers]
+    assert len(copied) == 3, "the batch norm's"
 
 
 def test_buffers_are_copied_not_averaged():

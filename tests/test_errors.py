@@ -33,7 +33,7 @@ from error_rows import NEEDS_MOUNT, WITHOUT_PRIVILEGES, Row, leave_free, pattern
 from processes import REPOSITORY, TINY, Background, call, command, environment, write_config
 from servers import WebServer
 
-from vit import distributed
+from vit import exit
 from vit.checkpoint import complete_checkpoints, newest_checkpoint, read_info
 from vit.data.loader import Batch, ImageFormat, Layout
 from vit.data.shards import open_split
@@ -71,12 +71,6 @@ class Place:
         root = shutil.copytree(self.shards, self.folder / "shards")
         self.config.write_text(self.config.read_text().replace(str(self.shards), str(root)))
         return root
-
-    def resume(self, *overrides: object, **options) -> None:
-        """Go on with the finished run, a copy of which is put at `run_dir`, to step 6."""
-        if not self.run_dir.exists():
-            shutil.copytree(self.finished, self.run_dir)
-        self.train("train.steps=6", "--allow-change", "train.steps", *overrides, **options)
 
 
 SCENARIOS: dict[str, Callable[[Place], None]] = {}
@@ -117,6 +111,11 @@ def taken_port() -> Iterator[int]:
 def _(place):
     place.config.write_text(place.config.read_text() + "optim: {weight_dekay: 0.1}\n")
     place.train()
+
+
+@scenario("an option of another program")
+def _(place):
+    place.train("--lr", "1e-3")
 
 
 @scenario("a value of the wrong type")
@@ -160,6 +159,11 @@ def _(place):
 @scenario("an unknown model of timm")
 def _(place):
     place.train("model.name=timm/resnet5")
+
+
+@scenario("a model of timm with settings of ours that it has not")
+def _(place):
+    place.train("model.name=timm/resnet18", "model.proj_drop_rate=null")
 
 
 @scenario("an image size that the patch does not divide")
@@ -407,38 +411,51 @@ def _(place):
     place.train(f"run.dir={place.folder / 'mine' / 'run'}", prefix=WITHOUT_PRIVILEGES)
 
 
-@scenario("no room on the disk for the next checkpoint", begun=True, slow=True)
+@scenario("no room on the disk for what the run will save")
 def _(place):
     with small_disk(place.folder / "disk") as disk:
         place.run_dir = disk / "run"
-        filler = leave_free(disk, 2200)
+        leave_free(disk, 2200)
         place.train()
-        told, left = place.done, place.after
-        goes_on_with_room(place, filler, from_step=3)
-        place.done, place.after = told, left
+
+
+@scenario("others have filled the disk since: no room for the next checkpoint", begun=True, slow=True)
+def _(place):
+    fill_the_disk_meanwhile(place, leave_kib=1200)
 
 
 @scenario("the disk is full while something is written", begun=True, slow=True)
 def _(place):
+    fill_the_disk_meanwhile(place, leave_kib=100)
+
+
+ENDLESS = ("train.steps=1000000", "eval.every_steps=1000000", "checkpoint.every_steps=100", "log.every_steps=50")
+
+
+def fill_the_disk_meanwhile(place: Place, leave_kib: int, ranks: int = 0) -> None:
+    """Train until somebody else takes the room; then the checkpoint before is whole, and the same
+    command goes on from it once there is room again."""
     with small_disk(place.folder / "disk") as disk:
         place.run_dir = disk / "run"
-        shutil.copytree(place.finished, place.run_dir)
-        filler = leave_free(disk, 100)
-        place.resume()
-        told, left = place.done, place.after
-        goes_on_with_room(place, filler, from_step=3, resume=True)
-        place.done, place.after = told, left
-
-
-def goes_on_with_room(place: Place, filler: Path, from_step: int, resume: bool = False) -> None:
-    """The checkpoint before is whole, and the same command goes on from it once there is room."""
-    newest = newest_checkpoint(place.run_dir, verify=True)
-    assert newest is not None
-    assert newest[1]["step"] == from_step
-    filler.unlink()
-    place.resume() if resume else place.train()
-    assert place.done.returncode == 0, place.done.stderr
-    assert f"resumed at step {from_step} of" in place.done.stderr
+        background = Background(place.config, place.run_dir, *ENDLESS, ranks=ranks)
+        background.wait_for_step(150)  # the save at step 100 is over
+        place.before = {}
+        filler = leave_free(disk, leave_kib)
+        output = background.end()
+        place.done = subprocess.CompletedProcess([], background.process.returncode, "", output)
+        place.after = snapshot(place.folder)
+        newest = newest_checkpoint(place.run_dir, verify=True)
+        assert newest is not None
+        filler.unlink()
+        steps = f"train.steps={newest[1]['step'] + 2}"
+        allowed = ("--allow-change", "train.steps")
+        full = command(
+            "launch/train.py", "--config", place.config, f"run.dir={place.run_dir}", *TINY,
+            *ENDLESS, steps, *allowed, ranks=ranks,
+        )  # fmt: skip
+        again = subprocess.run(full, capture_output=True, text=True, cwd=REPOSITORY, env=environment())
+        assert again.returncode == 0, again.stderr
+        assert f"resumed at step {newest[1]['step']} of" in again.stderr
 
 
 # ---- machine --------------------------------------------------------------------------------------------------------
@@ -586,6 +603,18 @@ def test_the_row_is_what_happens(row: Row, happened: dict[str, Future[Place]]):
         read_info(checkpoint, verify=True)
 
 
+@pytest.mark.slow
+def test_a_full_disk_ends_all_ranks_with_one_message(tmp_path, shards):
+    """Only the main rank writes; the others wait for it, and would be killed without a word."""
+    place = Place(tmp_path, shards, Path())
+    fill_the_disk_meanwhile(place, leave_kib=100, ranks=2)
+    output = place.done.stderr
+    assert len(re.findall(r"^error: .*: cannot be written", output, re.MULTILINE)) == 1, output
+    assert "rank 1" not in output
+    assert "exitcode  : 2 " in output
+    assert "Traceback (most recent call last)" not in output.split("failed (exitcode")[0]
+
+
 def test_every_scenario_has_a_row_and_every_row_a_scenario():
     listed = [row.what for row in ROWS]
     assert len(set(listed)) == len(listed)
@@ -609,13 +638,13 @@ class TooLarge:
 def test_whichever_memory_runs_out_the_setting_is_named(allocate):
     with pytest.raises((MemoryError, RuntimeError)) as caught:
         allocate(1 << 50)
-    assert "Lower data.micro_batch_size in training" in distributed._out_of_memory(caught.value)
+    assert "Lower data.micro_batch_size in training" in exit.out_of_memory(caught.value)
     for num_workers in (0, 1):
         with Loader(TooLarge(allocate), 0, 1, num_workers=num_workers) as loader:
             with pytest.raises((MemoryError, RuntimeError)) as caught:
                 next(loader)
         assert not multiprocessing.active_children(), "a worker outlives its loader while a traceback holds the iterator"
-        assert "while loading a batch. Lower data.num_workers" in distributed._out_of_memory(caught.value)
+        assert "while loading a batch. Lower data.num_workers" in exit.out_of_memory(caught.value)
 
 
 def test_the_required_versions_are_those_of_pyproject():

@@ -269,7 +269,7 @@ def test_the_command_shows_the_published_number_beside_its_own(tmp_path, photogr
     done = run("launch/eval.py", "--checkpoint", path, "--data", photographs, "--num-workers", 0, "--device", "cpu")
     assert done.returncode == 0, done.stderr
     right = int((logits.argmax(1) == torch.arange(4)).sum())
-    assert f"top-1 {25 * right:.2f} % ({right})" in done.stdout
+    assert f"top-1 {25 * right:.2f} % ({right} of 4; 95 % interval " in done.stdout
     assert "deit_tiny_patch16_224.fb_in1k: top-1 72.19 % (36095)" in done.stdout
     assert "here: 4 images); the data have 4 classes, the model 1000: labels are compared by number" in done.stdout
 
@@ -285,6 +285,8 @@ def test_the_command_shows_the_published_number_beside_its_own(tmp_path, photogr
         ("vit_large_patch16_224.augreg_in21k_ft_in1k-copy.bin", "vit_large_patch16_224.augreg_in21k_ft_in1k"),
         ("deit_base_patch16_224-b5f2ef4d.pth", "deit_base_patch16_224.fb_in1k"),
         ("deit_base_patch16_224.pth", "deit_base_patch16_224.fb_in1k"),
+        ("deit_base_patch16_224.pth.tar", "deit_base_patch16_224.fb_in1k"),
+        ("vgg11.pth.tar", "vgg11.tv_in1k"),  # by timm, from all of the name
         ("deit_3_huge_224_21k_v1.pth", "deit3_huge_patch14_224.fb_in22k_ft_in1k"),
         ("mae_finetuned_vit_huge.pth", "mae_finetuned_vit_huge"),
         ("vit_base_patch16_224.sam_in1k.safetensors", "vit_base_patch16_224.sam_in1k"),  # not in the table, but in timm
@@ -305,6 +307,18 @@ def test_by_the_name_that_is_given(tmp_path):
     assert (guest.model, guest.crop_pct, guest.head, guest.top1) == ({"name": "timm/resnet50"}, 0.95, "fc", None)
     plain = identify(tmp_path / "mine.pth", "vit_base_patch8_224.augreg_in21k_ft_in1k")
     assert (plain.model, plain.mean, plain.source) == ({"name": "vit_b8"}, (0.5, 0.5, 0.5), NO_NUMBER)
+
+
+def test_a_name_without_a_tag_means_timms_default_settings_and_says_so(tmp_path):
+    """Whoever trained a model of their own with timm has no tag to give."""
+    default = timm.get_pretrained_cfg("vit_tiny_patch16_224")
+    found = identify(tmp_path / "mine.pth", "vit_tiny_patch16_224")
+    assert (found.mean, found.std, found.crop_pct) == (default.mean, default.std, default.crop_pct)
+    assert (found.model, found.top1) == ({"name": "vit_ti16"}, None)
+    assert published(found, 6, (224, 224), 3) == (
+        f"vit_tiny_patch16_224.{default.tag}: no published number at hand; vit_tiny_patch16_224 has no tag, so the settings are those of "
+        f"timm's default, {default.tag}"
+    )
 
 
 @pytest.mark.parametrize("row", [row for row in TIMM_ROWS if row.name.startswith("deit_")], ids=lambda row: row.name)
@@ -332,7 +346,7 @@ def test_by_the_settings_beside_it(tmp_path):
         ("vit_base_patch16_224.pth", None, r"names several weights, .* vit_base_patch16_224.augreg_in1k \(79.2 %\), vit_base"),
         ("checkpoint-99.pth", None, r"checkpoint-99.pth: neither its name nor a config.json beside it .* --model NAME"),
         ("vit_bas_patch16_224.pth", None, "nearest: .*vit_base_patch16_224"),
-        ("x.pth", "deit3_base_patch16_224", r"names several weights, .* deit3_base_patch16_224.fb_in1k \(83.8 %\)"),
+        ("deit3_base_patch16_224.pth", None, r"names several weights, .* deit3_base_patch16_224.fb_in1k \(83.8 %\)"),
         ("x.pth", "vit_base_patch16_224.augreg_in2", "in neither .* nearest: vit_base_patch16_224.augreg_in1k"),
         ("x.pth", "timm/vit_bsae_patch16_224", "nearest: .*vit_base_patch16_224"),
         ("x.pth", "vgg99", "vgg99 is in neither the table of vit/known.py nor timm 1"),
@@ -374,6 +388,8 @@ def test_the_table_needs_no_timm(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "timm", None)
     assert identify(tmp_path / "deit_3_base_224_1k.pth").top1 == 83.8
     assert identify("x", "vit_large_patch16_384.augreg_in21k_ft_in1k").model == {"name": "vit_l16"}
+    with pytest.raises(ValueError, match=r"vit_tiny_patch16_224 names several weights, .* give --model with one"):
+        identify("x", "vit_tiny_patch16_224")
     with pytest.raises(ValueError, match=r"nor timm, which is not installed \(pip install timm\)"):
         identify("x", "resnet50")
     with pytest.raises(ValueError, match="neither its name"):

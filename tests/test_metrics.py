@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 
 from vit.distributed import World
-from vit.metrics import Accuracy, AccuracyCounter, correct_in_top_k, paired_difference
+from vit.metrics import Accuracy, AccuracyCounter, correct_in_top_k, interval95, paired_difference
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
@@ -148,3 +149,18 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(only_first, only_seco
         result = paired_difference(first, second)
         covered += result.low <= truth <= result.high
     assert 0.93 <= covered / 2000 <= 0.985
+
+
+@pytest.mark.parametrize("total", [1, 20, 1795, 50_000])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9855, 1.0])
+def test_the_interval_of_an_accuracy_is_wilsons(total, share):
+    right = round(share * total)
+    expected = binomtest(right, total).proportion_ci(0.95, method="wilson")
+    assert interval95(right, total) == pytest.approx((100 * expected.low, 100 * expected.high), abs=1e-4)
+
+
+def test_few_images_are_shown_with_their_interval():
+    few, many = (Accuracy(n, n, n, 100.0, 100.0, 0.25) for n in (20, 5000))
+    assert str(few) == "top-1 100.00 % (20 of 20; 95 % interval 83.9 to 100.0), top-5 100.00 % (20), loss 0.2500"
+    assert str(many) == "top-1 100.00 % (5000), top-5 100.00 % (5000), loss 0.2500"
+    assert "interval" not in str(Accuracy(0, 0, 0, 0.0, 0.0, 0.0))

@@ -256,15 +256,21 @@ def test_any_number_of_channels(in_chans):
     assert model(torch.randn(2, in_chans, 32, 48)).shape == (2, 10)
 
 
-def test_autocast_computes_in_bfloat16_and_stays_close():
-    model = randomise(VisionTransformer(image_size=64, **TINY))
+@pytest.mark.parametrize("fields", [{}, {"representation_size": 24}, {"global_pool": "avg"}])
+def test_autocast_computes_in_bfloat16_up_to_the_head(fields):
+    """Logits rounded to bf16 tie, and the class number decides."""
+    model = randomise(VisionTransformer(image_size=64, **TINY, **fields))
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         exact = model(images)
         with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert model.blocks[0].attn.qkv(torch.zeros(1, 64)).dtype == torch.bfloat16
+            tokens = model.forward_features(images)
             logits = model(images)
-    assert logits.dtype == torch.bfloat16
-    assert relative_difference(logits.float(), exact) < 0.05
+        assert torch.equal(logits, model.forward_head(tokens.float())), "the head is fp32's"
+    assert logits.dtype == torch.float32
+    assert not torch.equal(logits, logits.bfloat16().float())
+    assert relative_difference(logits, exact) < 0.05
 
 
 def test_ddp_and_fsdp2_compute_what_the_bare_model_does(tmp_path):
@@ -339,6 +345,18 @@ def test_impossible_settings_are_refused_with_what_would_work(fields, message):
 def test_unknown_names_are_refused_with_the_nearest(name, message):
     with pytest.raises(ValueError, match=message):
         create_model(name)
+
+
+def test_a_guest_that_lacks_the_settings_of_ours_is_told_with_the_remedy():
+    """A config made for a ViT, another model.name: all of what does not fit at once."""
+    fields = {"embed_dim": 128, "depth": 4, "num_heads": 4, "drop_path_rate": 0.1}
+    with pytest.raises(ValueError, match="resnet18") as caught:
+        create_model("timm/resnet18", 32, 10, **fields)
+    assert str(caught.value) == (
+        "timm's resnet18 has no depth, embed_dim, num_heads: set model.depth=null model.embed_dim=null model.num_heads=null, "
+        "or leave them out of the config"
+    )
+    create_model("timm/resnet18", 32, 10, drop_path_rate=0.1)
 
 
 def test_wrong_images_are_refused():

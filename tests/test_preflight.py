@@ -13,7 +13,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from processes import REPOSITORY, TINY, metrics, train
+from processes import REPOSITORY, TINY, environment, metrics, train
 
 from vit.config import Config
 from vit.config_io import load_config
@@ -23,7 +23,9 @@ from vit.data.shards import open_split
 from vit.distributed import World
 from vit.host import free_memory_bytes, num_cores
 from vit.plan import make_plan
-from vit.preflight import Preflight, preflight
+from vit.preflight import Preflight, check_disk, disk_needs, precision_note, preflight
+from vit.train import build
+from vit.train import train as train_run
 
 GIB = 2**30
 HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -180,6 +182,22 @@ def test_more_workers_than_cores_are_told(config, tmp_path):
     assert check(tiny(config, "data.num_workers=1"), one_core).numbers["notes"] == []
 
 
+def test_idle_cores_of_ranks_on_the_cpu_are_told(config, tmp_path, monkeypatch):
+    """torchrun gives each rank one thread, unless it is told otherwise."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        [note] = check(tiny(config), tmp_path).numbers["notes"]
+        torch.set_num_threads(8)
+        assert check(tiny(config), tmp_path).numbers["notes"] == []
+    finally:
+        torch.set_num_threads(before)
+    assert note.startswith("each of 2 ranks computes in 1 thread(s) on 16 cores")
+    assert "export OMP_NUM_THREADS=8" in note
+
+
 def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
     """In a process of its own, as a lowered hard limit stays."""
     code = """
@@ -211,3 +229,77 @@ def test_a_run_tells_and_records_its_preflight_and_the_rate_of_its_loader(config
     rates = [line["loader_images_per_s"] for line in lines]
     assert len(rates) == 3
     assert any(rate is not None and rate > 0 for rate in rates), json.dumps(rates)
+
+
+def test_a_precision_that_the_cpu_emulates_is_told_with_the_remedy():
+    """Two steps of ViT-B in bf16 take minutes there, which looks like a hang. Limits on what torch may use make such a CPU of any."""
+    code = (
+        "import torch; from vit.preflight import precision_note; device = torch.device('cpu');"
+        "print(precision_note('bf16', device)); print(precision_note('fp32', device))"
+    )
+    limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment() | limits, check=True)
+    bf16, fp32 = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"this CPU \(\w+\) has no instructions for bf16, which is emulated: matrix products take about \d+ times as long as in fp32: "
+        "set train.precision=fp32",
+        bf16,
+    )
+    assert fp32 == "None"
+    assert precision_note("bf16", torch.device("cuda")) is None
+
+
+GUEST = ("model.name=timm/resnet10t", "model.image_size=32")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        TINY,
+        (*TINY, "train.ema_decay=null"),
+        (*TINY, "optim.name=sgd"),
+        (*TINY, "optim.name=sgd", "optim.momentum=0", "train.ema_decay=null"),
+        (*(line for line in TINY if not line.startswith("model.")), *GUEST),
+    ],
+    ids=["AdamW", "no average", "momentum", "nothing", "buffers"],
+)
+def test_the_room_that_a_run_takes_is_known_before_it_is_built(overrides, shards, tmp_path):
+    """Compared with what is really saved."""
+    path, folder = tmp_path / "config.yaml", tmp_path / "run"
+    path.write_text(f"data: {{root: {shards}, global_batch_size: 12}}\ntrain: {{ema_decay: 0.9}}\n")
+    once = ("train.epochs=null", "train.steps=1", "eval.every_steps=1", f"run.dir={folder}")
+    settings = load_config(path, [*overrides, *once]).config
+    plan, _ = make_plan(settings, 60, 1)
+    needs = disk_needs(settings, plan, 3)
+    train_run(build(settings, World(0, 1, torch.device("cpu"))))
+    assert needs.num_checkpoints == 1
+    for expected, pattern in ((needs.checkpoint_bytes, "checkpoints/step_*/*"), (needs.weights_bytes, "weights/*")):
+        found = sum(file.stat().st_size for file in folder.glob(pattern))
+        assert expected == pytest.approx(found, rel=0.02, abs=20_000)
+
+
+def test_how_many_checkpoints_there_are_at_a_time(config):
+    """One more than are kept, unless the run ends before."""
+    for steps, kept, expected in ((12, 2, 3), (6, 2, 2), (3, 5, 1), (12, 1, 2)):
+        settings = tiny(config, f"train.steps={steps}", f"checkpoint.keep_last={kept}")
+        plan, _ = make_plan(settings, 60, 1)
+        assert disk_needs(settings, plan, 3).num_checkpoints == expected
+
+
+def test_what_a_resumed_run_has_saved_needs_no_room_again(config, tmp_path):
+    """A finished set of checkpoints and weights leaves one checkpoint to be added."""
+    settings = tiny(config)
+    plan, _ = make_plan(settings, 60, 1)
+    needs = disk_needs(settings, plan, 3)
+    empty = check_disk(Preflight((), {}), settings, plan, tmp_path / "run", 3)
+    for number in range(2):
+        state = tmp_path / "run" / "checkpoints" / f"step_{number}" / "state.safetensors"
+        state.parent.mkdir(parents=True)
+        state.write_bytes(bytes(needs.checkpoint_bytes))
+    (tmp_path / "run" / "weights").mkdir()
+    (tmp_path / "run" / "weights" / "last.safetensors").write_bytes(bytes(needs.weights_bytes))
+    later = check_disk(Preflight((), {}), settings, plan, tmp_path / "run", 3)
+    for found, expected in ((empty, needs.total_bytes), (later, needs.checkpoint_bytes)):
+        assert found.numbers["needed_disk_gib"] == round(expected / GIB, 4)
+    [line] = empty.lines
+    assert line.startswith(f"disk: 3 checkpoint(s) of {needs.checkpoint_bytes / 2**20:.1f} MiB")

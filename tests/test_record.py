@@ -128,6 +128,21 @@ def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_log_file_gets_a_line_in_a_minute_of_slow_steps(tmp_path, capsys, monkeypatch):
+    """Fifty steps of ViT-B on a laptop's CPU, the default between two lines, take an hour."""
+    record = record_in(tmp_path)
+    record.progress(1, "step 1/10")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("vit.record.SILENT_S", -1.0)
+    record.progress(2, "step 2/10")
+    assert capsys.readouterr().err == "step 2/10\n"
+    monkeypatch.setattr("vit.record.SILENT_S", 60.0)
+    record.train_line(3, "step 3/10")
+    record.progress(4, "step 4/10")
+    assert capsys.readouterr().err == "step 3/10\n"
+    record.close()
+
+
 def test_lines_for_people_go_to_stderr_as_they_are(tmp_path, capsys):
     record = record_in(tmp_path)
     record.say("[bold]no markup[/bold] " + "long " * 50)

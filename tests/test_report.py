@@ -17,13 +17,14 @@ import torch
 from PIL import Image
 from processes import TINY, Background, environment, metrics, run, train, write_config
 
-from vit import visualize
+from vit import report, visualize
 from vit.config_io import all_keys, load_config
 from vit.data.augment import Augment
 from vit.data.loader import ImageFormat, TrainBatches
 from vit.data.order import make_order
 from vit.data.shards import open_split
 from vit.data.workers import Loader
+from vit.metrics import interval95
 from vit.pictures import PAINTERS, Pictures, draw_pictures, pick_images
 from vit.record import is_in_use
 from vit.report import make_report, write_page
@@ -153,6 +154,8 @@ def test_the_numbers_are_those_of_the_record(finished):
     last = evaluations[-1]
     assert f"Top-1, at the end {last['top1_ema']:.2f} % {last['correct_top1_ema']} of 23 images" in page.text
     assert f"Top-1, best {best:.2f} %" in page.text
+    low, high = interval95(last["correct_top1_ema"], 23)
+    assert f"{last['correct_top1_ema']} of 23 images; 95 % interval {low:.1f} to {high:.1f}" in page.text
     assert "Finished at step 12 of 12." in page.text
     assert "576 images" in page.text  # 12 steps of 48
 
@@ -438,3 +441,10 @@ def test_a_browser_shows_it_without_overflow_and_without_complaints(finished, tm
     assert (inner_width, scroll_width) == (width, width), wide
     assert wide == []
     assert found == 1, "the search finds one setting"
+
+
+def test_of_equal_accuracies_the_smaller_loss_is_the_best():
+    row = {"epoch": 1.0, "num_images": 20, "correct_top1": 20, "top5": 100.0, "num_images_ema": None}
+    row |= {"top1_ema": None, "top5_ema": None, "correct_top1_ema": None, "loss_ema": None}
+    rows = [row | {"step": step, "top1": top1, "loss": loss} for step, top1, loss in ((4, 100.0, 1.35), (8, 100.0, 0.43), (12, 95.0, 0.1))]
+    assert report._headline(rows)["best"]["step"] == 8

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from processes import TINY, Background, final_state, last_step, make_shards, metrics, run, train, write_config
+from servers import WebServer
 
 from vit import config_io
 from vit.plan import make_plan
@@ -114,6 +115,27 @@ def test_an_evaluation_that_was_broken_off_in_mid_run_is_made_up_for(tmp_path):
     assert [line["step"] for line in metrics(tmp_path / "run", "eval")] == [6, 12]
     checked = [number for line in metrics(tmp_path / "run", "epoch") for number in range(line["first_batch"], line["last_batch"] + 1)]
     assert checked == list(range(12)), "each batch is compared with the plan once, whenever the run was stopped"
+
+
+def test_a_signal_before_the_first_step_ends_at_once_and_a_saved_run_is_marked_as_stopped(tmp_path, shards, config):
+    """Here data come from a server that does not answer. Slurm's script queues a marked run again."""
+    folder = tmp_path / "run"
+    train(config, folder, "train.steps=3")
+    more = ("train.steps=6", "--allow-change", "train.steps")
+    with WebServer({f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}) as server:
+        server.delay_s = 3600.0
+        background = Background(config, folder, f"data.root={server.url}/shards", *more, ranks=0)
+        while not server.requests:
+            assert background.process.poll() is None, background.end()
+            time.sleep(0.05)
+        os.kill(background.process.pid, signal.SIGTERM)
+        output = background.end(timeout_s=60)
+    assert background.process.returncode == 143, output
+    assert output.splitlines()[-1] == "ended by SIGTERM before the first step: nothing to save"
+    assert json.loads((folder / "stopped_early").read_text()) == {"step": 3, "signal": "SIGTERM"}
+    assert last_step(folder) == 3, "the record is as it was"
+    train(config, folder, *more)
+    assert not (folder / "stopped_early").exists()
 
 
 @pytest.mark.slow

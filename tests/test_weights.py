@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 
 from vit.model import VisionTransformer, create_model
-from vit.weights import WeightsError, load_weights, read_state_dict, resample_posemb, save_weights
+from vit.weights import Trained, WeightsError, load_weights, other_classes, read_state_dict, resample_posemb, save_weights
 
 TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
 
@@ -83,7 +84,7 @@ def test_resampling_refuses_another_grid():
 # Files
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin"])
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".pth.tar"])
 @pytest.mark.parametrize("container", [(), ("state_dict",), ("model",), ("model_ema", "state_dict")])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."])
 def test_containers_and_prefixes_are_removed(tmp_path, suffix, container, prefix):
@@ -194,7 +195,7 @@ def test_wrong_paths_are_refused(tmp_path):
     with pytest.raises(WeightsError, match="is a folder"):
         read_state_dict(tmp_path)
     (tmp_path / "w.npz").write_bytes(b"")
-    with pytest.raises(WeightsError, match=r"suffix '.npz': expected .safetensors"):
+    with pytest.raises(WeightsError, match=r"suffix '.npz': expected .safetensors, .pth, .pt, .bin, .pth.tar"):
         read_state_dict(tmp_path / "w.npz")
     (tmp_path / "text.pth").write_text("<html>404</html>")
     with pytest.raises(WeightsError, match="no checkpoint"):
@@ -317,3 +318,56 @@ def test_guests_are_resampled_and_reset_too():
     convolutional = create_model("timm/resnet10t", 64, 3)
     notes = load_weights(convolutional, create_model("timm/resnet10t", 64, 10).state_dict(), reset_head=True)
     assert notes == ["head starts anew: dropped fc.weight, fc.bias"]
+
+
+# Classes that are others
+
+MODEL = ["cat", "dog", "cow", "hen", "pig"]
+
+
+def trained_on(names: list[str] | None, num_classes: int | None = None) -> Trained:
+    return Trained(Path("run"), {}, num_classes=num_classes or len(names or []), class_names=names)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "expected"),
+    [
+        (MODEL, MODEL, ""),
+        (MODEL, MODEL[:3], "3 classes in the data, the first of the model's 5"),
+        (
+            MODEL,
+            ["red", "blue"],
+            "the data's classes are not the model's: label 0 is 'red' in the data, 'cat' in the model, label 1 is 'blue' in the data, "
+            "'dog' in the model (0 of 2 names agree; 2 classes in the data, 5 in the model): the accuracy means nothing",
+        ),
+        (
+            MODEL[:2],
+            ["n1", "n2"],
+            "the data's classes are not the model's: label 0 is 'n1' in the data, 'cat' in the model, label 1 is 'n2' in the data, "
+            "'dog' in the model (0 of 2 names agree): the accuracy means nothing, unless only the names are others",
+        ),
+        (
+            MODEL,
+            [*MODEL[:4], "sow"],
+            "the data's classes are not the model's: label 4 is 'sow' in the data, 'pig' in the model (4 of 5 names agree): "
+            "the accuracy counts these labels as the model's",
+        ),
+        (
+            MODEL,
+            sorted(MODEL),
+            "the data's classes are not the model's: label 1 is 'cow' in the data, 'dog' in the model, label 2 is 'dog' in the data, "
+            "'cow' in the model (3 of 5 names agree): they are in another order, so the accuracy means nothing: write the shards anew",
+        ),
+    ],
+)
+def test_classes_are_compared_by_name(model, data, expected):
+    assert other_classes(trained_on(model), data, len(data)) == expected
+
+
+def test_classes_without_names_are_counted():
+    counted = "2 classes in the data, 5 in the model, and no names to compare them by: labels are compared by number"
+    assert other_classes(trained_on(MODEL), [], 2) == counted
+    assert other_classes(trained_on([], 5), ["a", "b"], 2) == counted
+    assert other_classes(trained_on([], 5), [], 5) == ""
+    assert other_classes(trained_on(MODEL[:3], 7), MODEL[:3], 3) == "", "a head with room to spare, on its own data"
+    assert other_classes(trained_on(None, 1000), ["a", "b"], 2) == "", "weights of somebody else's tell nothing"

@@ -19,8 +19,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -38,6 +40,9 @@ from vit.weights import WeightsError, flush, save_weights
 
 FORMAT_VERSION = 1
 STATE_FILE, INFO_FILE = "state.safetensors", "checkpoint.json"
+SEEN_WITHIN_S = 120.0
+"""Twice what NFS keeps the listing of a folder for at most (acdirmax)."""
+SEEN_PAUSE_S = 0.5
 
 
 class CheckpointError(ValueError):
@@ -64,12 +69,28 @@ class Progress:
     """The step of the newest evaluation."""
     best_top1: float = -1.0
     """Best top-1 accuracy on the validation split so far, in percent."""
+    best_loss: float | None = None
+    """The loss with it; None where it was not finite, or before this was recorded."""
     restarts: int = 0
     """How often the run was resumed."""
     elapsed_s: float = 0.0
     """Time spent on the run over all restarts, evaluation and saving included."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What must be the same after a resume: the data's fingerprint, the model's classes."""
+
+    def take_best(self, *found: tuple[float, float]) -> bool:
+        """Take the best of `found`, pairs of top-1 and loss; False if what was found before is as good. Of equal accuracies the smaller
+        loss is better, as few images give few different accuracies."""
+
+        def rank(top1: float, loss: float | None) -> tuple[float, float]:
+            return top1, -loss if loss is not None and math.isfinite(loss) else -math.inf
+
+        top1, loss = max(found, key=lambda pair: rank(*pair))
+        if rank(top1, loss) <= rank(self.best_top1, self.best_loss):
+            return False
+        self.best_top1 = top1
+        self.best_loss = loss if math.isfinite(loss) else None
+        return True
 
 
 def tensors_of(train_step: TrainStep) -> dict[str, Tensor]:
@@ -207,6 +228,28 @@ def newest_checkpoint(run_dir: Path, verify: bool = False, say: Callable[[str], 
     if candidates:
         raise CheckpointError(f"{run_dir}: all {len(candidates)} checkpoints are damaged and set aside; the same command again starts over")
     return None
+
+
+def wait_for_checkpoint(folder: Path, info: dict[str, Any], limit_s: float = SEEN_WITHIN_S) -> None:
+    """Until this host sees the whole of a checkpoint that another host has found: caches of network
+    file systems may be a minute behind. Raises CheckpointError after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    missing = dict(info["files"])
+    while missing:
+        with contextlib.suppress(OSError):
+            os.listdir(folder.parent)  # which makes NFS ask the server
+            os.listdir(folder)
+        for name, expected in list(missing.items()):
+            path = folder / name
+            if path.is_file() and path.stat().st_size == expected["bytes"]:
+                del missing[name]
+        if missing and time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{folder / next(iter(missing))}: rank 0 goes on from it, but {socket.gethostname()} "
+                f"does not see it after {limit_s:.0f} s: run.dir must be one folder for all hosts"
+            )
+        if missing:
+            time.sleep(SEEN_PAUSE_S)
 
 
 def _set_aside(folder: Path) -> Path:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from vit.data.members import SETTINGS, SampleLayout
+
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(gt=0)]
@@ -91,6 +93,14 @@ class DataConfig(Section):
     """Of training images: `index` reads shards at random and is exact; `webdataset` streams `stream` and is not."""
     stream: str | None = None
     """For `reader: webdataset`: URLs of tars with braces, or `pipe:` commands that print tars; several joined by `::`."""
+    stream_image: str | None = None
+    """For `reader: webdataset`: suffix of the image's member, as `image.jpg`; several, one a sample, as `jpg;png`. `None`: jpg, jpeg, png
+    or webp."""
+    stream_label: str = "cls"
+    """For `reader: webdataset`: suffix of the label's member, or a field of a JSON member, as `json:label`. A label that is a class name
+    counts as its place among the class names of `root`."""
+    stream_keys_with_dots: bool = False
+    """For `reader: webdataset`: a key ends at the last dot of a member's name, not at the first."""
     num_samples: Positive | None = None
     """For `reader: webdataset`: images that make an epoch; nobody counts them before they are read."""
     global_batch_size: Positive = 1024
@@ -135,7 +145,10 @@ def _reader_problems(data: DataConfig) -> list[str]:
     if streams and data.num_samples is None:
         problems.append("data.reader=webdataset needs data.num_samples: how many images make an epoch")
     order = ("num_lanes", "block_samples", "window_blocks", "aug_repeats", "aug_repeats_form")
-    for key in order if streams else ("stream", "num_samples"):
+    of_stream = ("stream", "stream_image", "stream_label", "stream_keys_with_dots", "num_samples")
+    if streams:
+        problems += SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots).problems(SETTINGS)
+    for key in order if streams else of_stream:
         if getattr(data, key) != DataConfig.model_fields[key].default:
             problems.append(f"data.{key} has no effect with data.reader={data.reader}: remove it")
     return problems
@@ -316,6 +329,9 @@ class TrainConfig(Section):
     """`torch.compile` the model."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of the exponential average of the weights per step; `None`: no average."""
+    ema_warmup: bool = False
+    """Let the decay grow as (1 + t) / (10 + t) over steps t until it is `ema_decay`, so that a short
+    run's average is not mostly the initial weights; the decay is constant where this is off."""
     max_skipped_steps: Positive = 10
     """Stop after so many updates in a row whose gradient was not finite."""
 
@@ -374,8 +390,8 @@ class RunConfig(Section):
 class LogConfig(Section):
     """The record and its views."""
 
-    every_steps: Positive = 50
-    """Steps between two lines of training metrics."""
+    every_steps: Positive | None = None
+    """Steps between two lines of training metrics. `None`: 50, or a twentieth of a run that is shorter than 1,000 steps."""
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     """Weights & Biases: `auto` is online with a key and a network, else offline; the record is complete without it."""
     wandb_project: str = "vit"
@@ -428,6 +444,8 @@ class Config(Section):
                 problems.append(f"data.{key} has {len(values)} values, model.in_chans is {self.model.in_chans}: give {allowed}")
         problems += _reader_problems(self.data)
         problems += _augment_problems(self.augment, self.model.in_chans)
+        if self.train.ema_warmup and self.train.ema_decay is None:
+            problems.append("train.ema_warmup has no effect without train.ema_decay: give one")
         if self.optim.name == "sgd" and self.optim.nesterov and self.optim.momentum == 0:
             problems.append("optim.nesterov needs optim.momentum above 0")
         if problems:

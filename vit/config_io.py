@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -103,16 +103,99 @@ def all_keys() -> list[str]:
     return list(dict.fromkeys(keys))
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
-    """A hint with the closest known names, or an empty string. Dotted keys are compared by their last part, those of the same section
-    first."""
+WORDS = {
+    "data.root": "data dataset data_dir data_path data_root dataset_dir",
+    "data.global_batch_size": "batch_size bs global_batch total_batch_size train_batch_size",
+    "data.micro_batch_size": "per_device_batch_size per_device_train_batch_size",
+    "data.num_workers": "j n_workers workers",
+    "data.aug_repeats": "repeated_aug repeats",
+    "model.name": "arch architecture model model_name",
+    "model.image_size": "img_size input_size res resolution",
+    "model.num_classes": "classes n_classes nb_classes",
+    "model.embed_dim": "dim hidden_dim hidden_size width",
+    "model.depth": "layers n_layers num_layers",
+    "model.num_heads": "heads n_heads",
+    "model.drop_path_rate": "drop_path stochastic_depth",
+    "model.proj_drop_rate": "drop drop_rate dropout",
+    "model.init_values": "init_scale layer_scale layerscale",
+    "augment.mixup_alpha": "mixup",
+    "augment.cutmix_alpha": "cutmix",
+    "augment.hflip_prob": "flip hflip",
+    "augment.crop_scale": "scale",
+    "augment.crop_ratio": "ratio",
+    "augment.erasing_prob": "random_erase random_erasing reprob",
+    "augment.randaugment_layers": "aa auto_augment randaug randaugment",
+    "loss.label_smoothing": "smoothing",
+    "optim.name": "opt optimizer",
+    "optim.lr": "learning_rate max_lr peak_lr",
+    "optim.weight_decay": "decay wd",
+    "optim.betas": "opt_betas",
+    "optim.eps": "epsilon opt_eps",
+    "optim.clip_grad_norm": "clip_grad clip_norm grad_clip gradient_clip_val max_grad_norm max_norm",
+    "schedule.name": "lr_schedule lr_scheduler sched scheduler",
+    "schedule.warmup_epochs": "warmup",
+    "train.epochs": "epoch max_epochs n_epochs num_epochs num_train_epochs",
+    "train.steps": "iterations iters max_iters max_steps num_steps total_steps",
+    "train.seed": "manual_seed random_seed",
+    "train.precision": "amp bf16 dtype fp16 half mixed_precision torch_dtype",
+    "train.compile": "torchcompile torch_compile",
+    "train.ema_decay": "ema model_ema model_ema_decay",
+    "eval.every_epochs": "eval_freq eval_interval val_every val_interval",
+    "checkpoint.every_steps": "ckpt_every save_every save_freq save_interval save_steps",
+    "init.checkpoint": "ckpt finetune from_checkpoint init_from pretrained weights",
+    "run.dir": "experiment log_dir out out_dir output output_dir save_dir work_dir",
+    "log.every_steps": "log_every log_freq log_interval logging_steps print_freq",
+    "log.wandb": "use_wandb",
+}
+"""What other programs (timm, DeiT, torchvision's references, Hugging Face's Trainer) call a setting."""
+ADVICE = dict.fromkeys(("auto_resume", "resume"), "the same command again resumes, nothing else is needed")
+ADVICE |= dict.fromkeys(("devices", "gpus", "n_gpus", "num_gpus", "nproc_per_node"), "torchrun --nproc_per_node=N starts N ranks")
+ADVICE |= dict.fromkeys(
+    ("accum_iter", "accum_steps", "grad_accum", "grad_accum_steps", "gradient_accumulation_steps", "update_freq"),
+    "accumulation follows from data.micro_batch_size, the images in one forward pass of a rank",
+)
+"""What is no setting here, and what people want who look for it."""
+OTHER_VALUES = (
+    "data.aug_repeats", "augment.randaugment_layers", "optim.name", "schedule.name", "schedule.warmup_epochs",
+    "train.precision", "train.compile", "train.ema_decay", "eval.every_epochs", "log.wandb",
+)  # fmt: skip
+"""Settings whose values other programs write in another way or unit."""
+_MEANT_BY = {word: key for key, words in WORDS.items() for word in words.split()}
+
+
+def meant_by(word: str) -> str:
+    """The setting that other programs call `word` ("batch-size", "lr"), or ""."""
+    return _MEANT_BY.get(word.lower().replace("-", "_"), "")
+
+
+def nearest(given: str, known: Sequence[str]) -> str:
+    """A hint with the settings that `given` may mean, or an empty string. Dotted keys are compared by their last part: what other programs
+    call so comes first, then the same word in another section, then words like it, those of the same section first."""
     section, _, leaf = given.rpartition(".")
-    known = list(known)
-    matches = [key for key in known if key.rpartition(".")[2] == leaf]
-    for candidates in ([key for key in known if key.rpartition(".")[0] == section], known):
+    if advice := ADVICE.get(leaf.lower().replace("-", "_")):
+        return f"; {advice}"
+    own = [key for key in known if key.rpartition(".")[0] == section]
+    others = [key for key in known if not (section and key.endswith(".name"))]  # each section's name is of something else
+    same = [key for key in others if key.rpartition(".")[2] == leaf]
+    matches = list(dict.fromkeys(key for key in (meant_by(leaf), *same) if key in known))
+    for cutoff, candidates in ((0.65, own), (0.85 if section else 0.65, others)):
         leaves = {key.rpartition(".")[2]: key for key in reversed(candidates)}
-        matches = matches or [leaves[close] for close in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.65)]
+        matches = matches or [leaves[close] for close in difflib.get_close_matches(leaf, leaves, n=1, cutoff=cutoff)]
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def setting_for(option: str, value: str) -> str:
+    """What to write for an unknown option of a command and its value ("" for none), in words, or "": `--lr`, `1e-3` -> optim.lr=1e-3."""
+    word = option.lstrip("-").replace("-", "_")
+    if advice := ADVICE.get(word.lower()):
+        return advice
+    keys = all_keys()
+    leaves = {key.rpartition(".")[2]: key for key in reversed(keys) if not key.endswith(".name")}
+    key = word if word in keys else meant_by(word.rpartition(".")[2]) or leaves.get(word, "")
+    if not key and (close := difflib.get_close_matches(word, keys if "." in word else [*leaves, *_MEANT_BY], n=1, cutoff=0.85)):
+        key = close[0] if close[0] in keys else meant_by(close[0]) or leaves[close[0]]
+    shown = "VALUE" if key in OTHER_VALUES and word != key else value or "VALUE"
+    return f"did you mean {key}={shown}?" if key else ""
 
 
 def _set(tree: dict[str, Any], path: Key, value: Any) -> None:

@@ -83,6 +83,10 @@ def _draw_loss(axes: Axes, curves: _Curves) -> None:
 def _draw_accuracy(axes: Axes, curves: _Curves) -> None:
     _line(axes, curves.evals, "top1", "o-", ORANGE, "weights")
     _line(axes, curves.evals, "top1_ema", "s--", GREEN, "averaged weights")
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(max(bottom, 0), min(top, 100))
+    for line in axes.get_lines():
+        line.set_clip_on(False)  # a marker at 100 stays whole
     values = [value for line in curves.evals for key in ("top1", "top1_ema") if (value := line.get(key)) is not None]
     if values:
         axes.set(title=f"Top-1 accuracy: best {max(values):.2f} %", ylabel=f"% of {curves.evals[-1]['num_images']:,} images")

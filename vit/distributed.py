@@ -1,52 +1,75 @@
-"""torch.distributed lives here: who am I, start, stop, sums, wrapping.
+"""torch.distributed lives here: who am I, start, sums, waiting for each other, wrapping.
 
-The data's story: torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; `start` reads them once into a `World`, which every other module is handed
-instead of asking torch. Without torchrun the world is one process and no process group exists. CPU with gloo is a supported target, a GPU
-uses NCCL; nothing else differs.
+The data's story: torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; `start` reads them once, agrees
+with the other ranks on the kind of device, and gives a `World`, which every other module is handed
+instead of asking torch. Without torchrun the world is one process and no process group exists. CPU
+with gloo is a supported target, a GPU uses NCCL; nothing else differs.
+
+Who waits for whom, and how long. What a person, a disk or a network can make slow goes through the
+store, which torchrun serves, and not through a collective, which ends the run when it takes too
+long and holds back signals:
+
+    start           the main rank for all others                        COLLECTIVE_TIMEOUT
+    main_tells      all others for the main rank's function             as long as it takes
+    main_first      the same, and then they call the function           as long as it takes
+    main_reports    all for all, who may save or load meanwhile         LONGEST_WAIT
+    check_same      main_tells, then main_reports
+    barrier         main_reports, then a collective
+    sum_, any, DDP  all for all, in collectives                         COLLECTIVE_TIMEOUT
+
+A mistake (ValueError) in one of the middle ones ends all ranks: the one that made it tells, the
+others raise AlreadyReported. So they do where a rank has ended of something else, wherever it was,
+as `vit.exit.run_command` leaves word of it; but not where it was killed: then torchrun ends the
+ranks of its host, and the store goes with the first host's torchrun, which raises RankLost. In
+collectives gloo notices a dead rank at once. NCCL does not: its other ranks stand still until
+torchrun, Slurm (srun --kill-on-bad-exit) or COLLECTIVE_TIMEOUT ends them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
-import gc
+import inspect
 import itertools
+import json
 import os
-import re
 import resource
 import signal
+import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+
+from vit.host import num_nvidia_gpus
 
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""A dead process is noticed at once; a dead cable or a hung rank only after this long (gloo's own default is 30 minutes)."""
-
-
-SILENT_S = 3.0
-"""A rank that has nothing to say leaves this much later: torchrun ends the others at the first exit, and one may be about to say why."""
-
-
-_turns = itertools.count()
-"""Of `World.main_first`, which all ranks call in the same order."""
+"""For a dead cable or a hung rank (gloo's own default is 30 minutes)."""
+LONGEST_WAIT = timedelta(hours=1)
+"""For the slowest rank to save or to load: 15 GB at 4 MB/s."""
+ENDED = "ended"
+"""The word in the store under which a rank leaves why it has ended."""
+POLL_S = 0.25
+"""A rank that waits through the store looks at least so often."""
 
 
 class AlreadyReported(ValueError):
-    """Raised on the other ranks for a mistake that the main rank found and reports."""
+    """Raised on the other ranks for a mistake that one rank found and reports."""
+
+
+class RankLost(RuntimeError):
+    """Another rank has ended, or does not come."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +81,25 @@ class World:
     device: torch.device
     store: dist.Store | None = None
     """Where the ranks leave words for each other; of several ranks only."""
+    hosts: tuple[str, ...] = ()
+    """Of each rank, the name of its host; of several ranks only."""
+    _turns: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
+    """Of the words in the store: all ranks wait for each other in the same order."""
 
     @property
     def is_main(self) -> bool:
         """True on the one rank that writes files and prints."""
         return self.rank == 0
 
+    def host_of(self, rank: int) -> str:
+        """The name of the host that `rank` runs on."""
+        return self.hosts[rank] if self.hosts else socket.gethostname()
+
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks, of whom one may be saving or drawing its report."""
         if self.size > 1:
+            with self.main_reports():
+                pass
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def sum_(self, tensor: Tensor) -> Tensor:
@@ -75,63 +108,125 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def broadcast_text(self, text: str) -> str:
-        """The main rank's `text`, on every rank."""
-        if self.size == 1:
-            return text
-        box = [text]
-        dist.broadcast_object_list(box, src=0, device=self.device)
-        return box[0]
-
-    def main_first(self, function: Callable[[], T]) -> T:
-        """`function()` on the main rank, then on the others, who wait as long as it takes: an index can take an hour to make. A ValueError
-        of the main rank becomes AlreadyReported on them."""
+    def main_tells(self, function: Callable[[], T]) -> T:
+        """What `function` gives on the main rank (anything that JSON holds), on all ranks, who wait
+        as long as it takes. Whatever it raises there becomes AlreadyReported on the others."""
         if self.store is None:
             return function()
-        word = f"main_first {next(_turns)}"
+        word = f"main_tells {next(self._turns)}"
         if self.is_main:
             try:
                 result = function()
-            except ValueError as error:
-                self.store.set(word, str(error) or type(error).__name__)
+            except BaseException as error:
+                self._say(word, {"problem": _in_words(error)})
                 raise
-            self.store.set(word, "")
+            self._say(word, {"result": result})
             return result
-        pause_s = 0.001
-        while not self.store.check([word]):  # a collective would end by COLLECTIVE_TIMEOUT, and keep signals waiting
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 1.0)
-        problem = self.store.get(word).decode()
-        if problem:
-            raise AlreadyReported(problem)
-        return function()
+        self._wait_until(lambda store: store.check([word]))
+        told = json.loads(self.store.get(word))
+        if "problem" in told:
+            raise AlreadyReported(told["problem"])
+        return told["result"]
+
+    def main_first(self, function: Callable[[], T]) -> T:
+        """`function()` on the main rank, then on the others, who wait as long as it takes: an index
+        can take an hour to make. Whatever it raises on the main rank becomes AlreadyReported on
+        them."""
+        results = list[T]()
+
+        def first() -> None:
+            results.append(function())
+
+        self.main_tells(first)
+        return results[0] if results else function()
 
     def check_same(self, text: str, what: str) -> None:
-        """Raise ValueError on a rank whose `text` is not the main rank's; `what` says in words what it describes. All ranks stop."""
-        expected = self.broadcast_text(text)
+        """Raise ValueError on a rank whose `text` is not the main rank's; `what` says in words what
+        it describes. All ranks stop."""
+        expected = self.main_tells(lambda: text)
         with self.main_reports():
             if text != expected:
-                raise ValueError(f"sees other {what} than rank 0 ({text}, not {expected}): all hosts must see the same files")
+                raise ValueError(
+                    f"{socket.gethostname()} sees other {what} than rank 0 ({text}, not {expected}): all hosts must see the same files"
+                )
 
     @contextmanager
     def main_reports(self) -> Iterator[None]:
-        """All ranks come here together; a ValueError on one of them stops all. The main rank tells its own, else each rank that has one
-        does."""
+        """All ranks come here together; a ValueError on one of them stops all. The main rank tells
+        its own, else each rank that has one does. Raises RankLost where a rank does not come within
+        LONGEST_WAIT."""
+        if self.store is None:
+            yield
+            return
+        turn = f"main_reports {next(self._turns)}"
         problem: ValueError | None = None
         try:
             yield
         except ValueError as error:
             problem = error
-        if not self.any(problem is not None):
+        except BaseException as error:
+            self.tell_end(_in_words(error))
+            raise
+        self._say(f"{turn} {self.rank}", "" if problem is None else _in_words(problem))
+        if problem is not None:
+            self.store.add(f"{turn} problems", 1)
+        self.store.add(turn, 1)
+        if not self._wait_until(lambda store: store.add(turn, 0) >= self.size, LONGEST_WAIT):
+            missing = [r for r in range(self.size) if not self.store.check([f"{turn} {r}"])]
+            hours = LONGEST_WAIT / timedelta(hours=1)
+            raise RankLost(f"{self._names(missing)} did not come within {hours:g} hour(s)")
+        if not self.store.add(f"{turn} problems", 0):
             return
-        main_tells = self.broadcast_text("yes" if problem is not None else "") == "yes"
-        if problem is not None and (self.is_main or not main_tells):
+        told_by_main = json.loads(self.store.get(f"{turn} 0"))
+        if problem is not None and (self.is_main or not told_by_main):
             raise problem
-        raise AlreadyReported("told by another rank")
+        raise AlreadyReported(told_by_main or "told by another rank")
+
+    def tell_end(self, words: str) -> None:
+        """Let the ranks that wait, or will wait, through the store know that this one ends."""
+        if self.store is not None:
+            with suppress(dist.DistError):
+                self._say(ENDED, words)
 
     def any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on one."""
         return bool(self.sum_(torch.tensor(float(flag), device=self.device)).item() > 0)
+
+    def _say(self, word: str, value: Any) -> None:
+        assert self.store is not None, "there are other ranks"
+        self.store.set(word, json.dumps(value))
+
+    def _wait_until(self, ready: Callable[[dist.Store], bool], limit: timedelta | None = None) -> bool:
+        """Look again and again; False when `limit` has passed. Raises AlreadyReported where another
+        rank has ended, RankLost where the store has. Unlike the store's own waiting it lets signals
+        through."""
+        assert self.store is not None, "there are other ranks"
+        deadline = None if limit is None else time.monotonic() + limit.total_seconds()
+        pause_s = 0.001
+        try:
+            while not ready(self.store):
+                if self.store.check([ENDED]):
+                    raise AlreadyReported(json.loads(self.store.get(ENDED)))
+                if deadline is not None and time.monotonic() > deadline:
+                    return False
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, POLL_S)
+        except dist.DistError:
+            raise RankLost("lost the connection to the first host's launcher, or to rank 0") from None
+        return True
+
+    def _names(self, ranks: list[int]) -> str:
+        """`ranks` with their hosts, where they are known."""
+        names = f"rank {', '.join(map(str, ranks))}"
+        hosts = sorted({self.host_of(rank) for rank in ranks}) if self.hosts else []
+        return f"{names} on {', '.join(hosts)}" if hosts else names
+
+
+def _in_words(error: BaseException) -> str:
+    """What other ranks are told about the end of this one."""
+    if isinstance(error, ValueError) and str(error):
+        return str(error)
+    return f"{type(error).__name__}{f': {error}' if str(error) else ''}"
 
 
 def world_size() -> int:
@@ -149,42 +244,177 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def start(device: str = "auto", asked_by: str = "train.device=") -> World:
+# --- which device ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank finds on its host."""
+
+    host: str
+    ranks: int
+    """Of this run on the host."""
+    gpus: int
+    """That torch can use."""
+    nvidia_gpus: int
+    """That are built in, whether torch can use them or not; 0 where CUDA_VISIBLE_DEVICES hides all."""
+    said: str
+    """By torch, why there are none that it can use."""
+
+    def __str__(self) -> str:
+        if not self.gpus:
+            return f"torch sees no GPU ({self.said})"
+        return f"{self.gpus} GPU(s) for {self.ranks} rank(s)"
+
+
+def find_devices(root: Path = Path("/")) -> Found:
+    """What there is here. root: where `proc` and `sys` lie."""
+    gpus, said = torch.cuda.device_count() if torch.cuda.is_available() else 0, ""
+    if not gpus:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            said = str(error).split(". ")[0].splitlines()[0].rstrip(".")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    built_in = 0 if hidden else num_nvidia_gpus(root)
+    return Found(socket.gethostname(), local_world_size(), gpus, built_in, said)
+
+
+def choose_device(asked: str, asked_by: str, found: list[Found]) -> tuple[str, list[str]]:
+    """cpu or cuda for all ranks, who have `found` what they have, and what to tell people.
+
+    Raises ValueError where GPUs are `asked` for, or some hosts have one for each rank, and others
+    have not: those are named.
+    """
+    if asked == "cpu":
+        return "cpu", []
+    hosts = list(dict.fromkeys(found))  # the ranks of a host find the same
+    lacking = [host for host in hosts if host.gpus < host.ranks]
+    if not lacking:
+        return "cuda", []
+    if asked == "cuda" and len(hosts) == 1:
+        [here] = hosts
+        if not here.gpus:
+            raise ValueError(
+                f"{asked_by}cuda, but torch sees no GPU here ({here.said}): use {asked_by}cpu, or check the driver with nvidia-smi"
+            )
+        raise ValueError(
+            f"{asked_by}cuda, but this host has {here.gpus} GPU(s) for {here.ranks} ranks: start torchrun with --nproc_per_node={here.gpus}"
+        )
+    if asked == "cuda" or len(lacking) < len(hosts):
+        fine = next((host for host in hosts if host not in lacking), None)
+        elsewhere = f", where {fine.host} has {fine}" if fine is not None else ""
+        problems = "; ".join(f"{host.host}: {host}" for host in lacking)
+        raise ValueError(
+            f"{asked_by}{asked}: {len(lacking)} of {len(hosts)} host(s) cannot train on GPUs{elsewhere}. "
+            f"{problems}. Check them with nvidia-smi, leave them out, or use {asked_by}cpu everywhere"
+        )
+    notes = []
+    for host in lacking:
+        if host.gpus:
+            notes.append(f"{host.host} has {host}: training on the CPU; use --nproc_per_node={host.gpus} for the GPU")
+        elif host.nvidia_gpus:
+            notes.append(
+                f"{host.host} has {host.nvidia_gpus} NVIDIA GPU(s), but {host}: TRAINING ON THE CPU, "
+                "many times slower. Check nvidia-smi and that this torch is built for its driver; "
+                f"{asked_by}cuda makes it an error, {asked_by}cpu leaves this note out"
+            )
+    return "cpu", notes
+
+
+def _agree_on_device(world: World, asked: str, asked_by: str, found: Found) -> World:
+    """`world` with the device of this rank and the names of all hosts. Raises as `choose_device`
+    does."""
+
+    def decide() -> tuple[str, list[str]]:
+        everyone = [found]
+        if world.store is not None:
+            words = [f"found {rank}" for rank in range(world.size)]
+            if not world._wait_until(lambda store: store.check(words), COLLECTIVE_TIMEOUT):
+                missing = [r for r in range(world.size) if not world.store.check([words[r]])]
+                minutes = COLLECTIVE_TIMEOUT / timedelta(minutes=1)
+                raise RankLost(f"{world._names(missing)} did not come within {minutes:g} min")
+            everyone = [Found(**json.loads(text)) for text in world.store.multi_get(words)]
+        kind, notes = choose_device(asked, asked_by, everyone)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        return kind, [one.host for one in everyone]
+
+    if world.store is not None:
+        world._say(f"found {world.rank}", asdict(found))
+    kind, hosts = world.main_tells(decide)
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", index) if kind == "cuda" else torch.device("cpu")
+    return replace(world, device=device, hosts=tuple(hosts))
+
+
+# --- start and wrapping ------------------------------------------------------------------------
+
+
+_here: World | None = None
+"""The world that was started in this process."""
+
+
+def tell_other_ranks(words: str) -> None:
+    """`World.tell_end` of the world that was started here, if one was: for the end of a process,
+    where nobody has it at hand."""
+    if _here is not None:
+        _here.tell_end(words)
+
+
+def start(device: str = "auto", asked_by: str = "train.device=", found: Found | None = None) -> World:
     """Join the process group that torchrun describes, or be a world of one.
 
-    `device`: cpu; cuda; or auto, which is a GPU where each rank of the host has one, else the CPU. Raises ValueError where GPUs are asked
-    for, in messages `asked_by` that setting or flag, and there are fewer than ranks on this host; and where the ranks cannot meet.
+    `device`: cpu; cuda; or auto, which is a GPU where each rank of every host has one, else the
+    CPU. `found`: what there is on this host, by default what `find_devices` finds. Raises
+    ValueError where GPUs are asked for, in messages `asked_by` that setting or flag, and there are
+    fewer than ranks on a host; where hosts differ; and where the ranks cannot meet.
     """
-    local_rank, local_size, size = int(os.environ.get("LOCAL_RANK", "0")), local_world_size(), world_size()
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cuda" and not gpus:
-        raise ValueError(f"{asked_by}cuda, but torch sees no GPU here: use {asked_by}cpu, or check the driver with nvidia-smi")
-    if device == "cuda" and gpus < local_size:
-        raise ValueError(
-            f"{asked_by}cuda, but this host has {gpus} GPU(s) for {local_size} ranks: start torchrun with --nproc_per_node={gpus}"
-        )
-    if device == "auto" and 0 < gpus < local_size and local_rank == 0:
-        print(
-            f"this host has {gpus} GPU(s) for {local_size} ranks: training on the CPU; use --nproc_per_node={gpus} for the GPU",
-            file=sys.stderr,
-        )
+    _set_backends()
+    rank, size = int(os.environ.get("RANK", "0")), world_size()
+    store: dist.Store | None = None
     if size > 1:
         _end_with_launcher()
-    if device == "cuda" or (device == "auto" and gpus >= local_size):
-        where = torch.device("cuda", local_rank)
-        torch.cuda.set_device(where)  # before the first CUDA call, or every rank opens a context on GPU 0
-    else:
-        where = torch.device("cpu")
-    if size > 1:
-        backend = "nccl" if where.type == "cuda" else "gloo"
         try:
             store, rank, _ = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
-            device_id = where if where.type == "cuda" else None
-            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=size, device_id=device_id)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise ValueError(_why_not_met(str(error))) from None
-        return World(rank, size, where, dist.PrefixStore("words", store))
-    return World(int(os.environ.get("RANK", "0")), size, where)
+    words = dist.PrefixStore("words", store) if store is not None else None
+    global _here
+    _here = world = World(rank, size, torch.device("cpu"), words)
+    world = _agree_on_device(world, device, asked_by, found or find_devices())
+    on_gpu = world.device.type == "cuda"
+    if on_gpu:
+        # Before the first CUDA call, or every rank opens a context on GPU 0.
+        torch.cuda.set_device(world.device)
+    if store is not None:
+        try:
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                timeout=COLLECTIVE_TIMEOUT,
+                store=store,
+                rank=rank,
+                world_size=size,
+                device_id=world.device if on_gpu else None,
+            )
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise ValueError(_why_not_met(str(error))) from None
+    return world
+
+
+def _set_backends() -> None:
+    """What torch would decide by itself, or by an environment that differs from host to host.
+
+    fp32 means fp32: no TF32, which cuDNN's convolutions take by default (8 times as fast, with 10
+    bits of fraction; who wants speed takes bf16). No cuDNN benchmark: timings that choose a kernel
+    choose another one after a resume. Segments of GPU memory may grow, as augmentation allocates
+    hundreds of sizes in a step; the user's own allocator settings win.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read when the first tensor comes to a GPU
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def _why_not_met(reason: str) -> str:
@@ -197,68 +427,32 @@ def _why_not_met(reason: str) -> str:
 
 
 def _end_with_launcher() -> None:
-    """Ask Linux to send SIGTERM, which saves and stops, when torchrun dies: its ranks would otherwise train on, unseen, beside the next
-    attempt."""
+    """Ask Linux to send SIGTERM, which saves and stops, when torchrun dies: its ranks would
+    otherwise train on, unseen, beside the next attempt."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def stop(world: World) -> None:
-    """End this process with status 0, after every rank has come here. Does not return when there is a process group.
-
-    gloo's worker threads race with the interpreter's finalisation: a plain exit aborts about a quarter of two-rank runs in torch 2.15
-    ("terminate called without an active exception"). A barrier, dropping the DDP objects, and leaving without finalisation together ended
-    it.
-    """
-    if world.size == 1:
-        return
-    world.barrier()
-    gc.collect()
-    dist.destroy_process_group()
-    leave(0)
-
-
-def leave(status: int) -> NoReturn:
-    """End this process at once, without waiting for other ranks: they notice the closed connections. Never returns."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 def wrap(model: nn.Module, world: World) -> nn.Module:
-    """`model` under DDP, or itself in a world of one. Rank 0's weights go to all ranks."""
+    """`model` under DDP, or itself in a world of one. Rank 0's weights go to all ranks, and before
+    each forward pass its buffers if some change in training: those of batch norms."""
     if world.size == 1:
         return model
-    devices = [world.device] if world.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    options: dict[str, Any] = {"gradient_as_bucket_view": True}
+    if world.device.type == "cuda":
+        options["device_ids"] = [world.device]
+    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        # Fixed positions, say, which all ranks have alike. torch 2.15 gave the argument another name.
+        known = inspect.signature(DistributedDataParallel).parameters
+        options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+    return DistributedDataParallel(model, **options)
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which backward passes of a wrapped `model` add up locally. The forward pass belongs inside, too."""
+    """A context in which backward passes of a wrapped `model` add up locally. The forward pass
+    belongs inside, too."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
-
-
-class StopSignals:
-    """Remembers that this process was asked to end. The handler only sets a flag; the loop acts at the next step boundary, on all ranks."""
-
-    def __init__(self) -> None:
-        self.received = ""
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT:  # somebody who presses Ctrl-C twice means it
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
-
-    def release_interrupt(self) -> None:
-        """Let Ctrl-C interrupt again: there are no more steps that would see the flag."""
-        signal.signal(signal.SIGINT, self._before[signal.SIGINT])
-
-    def restore(self) -> None:
-        """Give the signals back to who had them."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -266,74 +460,3 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB on Linux
-
-
-def run_command(command: Callable[[], World | None]) -> None:
-    """Run `command`, which returns the world it started, and end the process with its exit status.
-
-    0: it returned. 2: a mistake that a person can mend, told in one message without a stack. 1: anything else, with its stack.
-    A mistake is a ValueError raised by our own code; one from inside a library is a bug and keeps its stack.
-    """
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        world = command()
-        if world is not None:
-            stop(world)
-    except AlreadyReported:
-        time.sleep(SILENT_S)
-        leave(2)
-    except ValueError as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        ours, raised_in = (Path(__file__).resolve().parent, Path(sys.argv[0]).resolve()), Path(frames[-1].filename).resolve()
-        if not any(raised_in.is_relative_to(place) for place in ours):
-            traceback.print_exc()
-            leave(1)
-        if os.environ.get("LOCAL_RANK", "0") == "0" or dist.is_initialized():  # before that, all ranks of a host find the same
-            print(f"{_who(rank)}error: {error}", file=sys.stderr)
-        else:
-            time.sleep(SILENT_S)
-        leave(2)
-    except KeyboardInterrupt:
-        print(f"{_who(rank)}interrupted", file=sys.stderr)
-        leave(130)
-    except Exception as error:
-        if problem := _out_of_memory(error) or _disk_full(error):
-            print(f"{_who(rank)}error: {problem}", file=sys.stderr)
-            leave(2)
-        if rank and any(
-            sign in str(error) for sign in ("onnection closed by peer", "onnection reset by peer", "ncclRemoteError", "Broken pipe")
-        ):
-            print(f"{_who(rank)}lost the connection to another rank; its own message says why", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        leave(1)
-
-
-def _out_of_memory(error: Exception) -> str:
-    """Which memory ran out and which setting to lower; empty if `error` is about something else. Only the GPU's has a class of its own:
-    the CPU's allocator is told from its text, and so is what a loader worker sends home."""
-    text = str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        reason = text.split(". ")[0]
-    elif asked := re.search(r"DefaultCPUAllocator: .*?(\d+) bytes|Unable to allocate ([\d.]+ \w+)", text):
-        reason = f"out of memory, {f'{int(asked[1]) / 2**30:.2f} GiB' if asked[1] else asked[2]} more were asked for"
-    elif isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or "MemoryError" in text or "bad_alloc" in text:
-        reason = "out of memory"
-    else:
-        return ""
-    files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
-    if Path(__file__).with_name("data") / "workers.py" in files:
-        return f"{reason} while loading a batch. Lower data.num_workers, data.prefetch_gib or data.global_batch_size (eval.batch_size)"
-    return f"{reason}. Lower data.micro_batch_size in training, eval.batch_size in evaluation, or take a smaller model"
-
-
-def _disk_full(error: Exception) -> str:
-    """What to tell when `error` is a full disk or a used-up quota that nobody nearer has told; else empty."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return ""
-    place = f"{error.filename}: " if error.filename else ""
-    return f"{place}{error.strerror}; what was complete is untouched. Free some space and run the same command again"
-
-
-def _who(rank: int) -> str:
-    return f"rank {rank}: " if rank else ""

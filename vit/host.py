@@ -46,6 +46,17 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
     return min(free, default=None)
 
 
+def num_nvidia_gpus(root: Path = Path("/")) -> int:
+    """NVIDIA GPUs on the PCI bus, whether their driver works or not; 0 where the system does not say.
+
+    root: where `proc` and `sys` lie.
+    """
+    devices = list((root / "sys/bus/pci/devices").glob("*"))
+    display = "0x03"  # PCI's class of display and 3D controllers
+    found = [device for device in devices if _text(device / "vendor") == "0x10de" and _text(device / "class").startswith(display)]
+    return len(found)
+
+
 def raise_open_files(wanted: int) -> int:
     """Raise this process's limit of open files, which its children inherit, to `wanted` or as far as allowed; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

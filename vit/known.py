@@ -134,24 +134,28 @@ SEVERAL_TAGS = ("vit_", "deit3_")
 def identify(path: str | Path, name: str | None = None) -> KnownModel:
     """Whose weights the file or Hugging Face folder `path` holds.
 
-    By `name` if one is given: timm's, with or without `timm/` before it; without its tag where that leaves no doubt. Else by `config.json`
-    beside the file. Else by the file's name, or its folder's.
+    By `name` if one is given: timm's, with or without `timm/` before it; without its tag it means timm's default settings. Else by
+    `config.json` beside the file. Else by the file's name, or its folder's.
 
     Raises:
         ValueError: none of these leads to a model, or to several; says what was found, what to give, and the nearest names.
     """
     if name is not None:
-        return _by_name(name)
+        return _by_name(name, or_defaults=True)
     file = find_trained(path)
     settings = file.parent / "config.json"
     return (_by_settings(settings) if settings.is_file() else None) or _by_file_name(file)
 
 
-def _by_name(given: str) -> KnownModel:
+def _by_name(given: str, or_defaults: bool = False) -> KnownModel:
+    """`or_defaults`: a name without a tag that several weights share means timm's default settings, as it does in timm."""
     name = given.removeprefix("timm/")
     rows = [row for row in KNOWN if row.name == name] or [row for row in KNOWN if row.name.partition(".")[0] == name]
     if len(rows) == 1 and (rows[0].name == name or not name.startswith(SEVERAL_TAGS)):
         return rows[0]
+    if rows and or_defaults and (found := _from_timm(name)):
+        tag = found.name.removeprefix(f"{name}.")
+        return replace(found, source=f"{NO_NUMBER}; {given} has no tag, so the settings are those of timm's default, {tag}")
     if rows:
         tags = ", ".join(f"{row.name} ({row.top1:.1f} %)" for row in rows)
         raise ValueError(f"{given} names several weights, which only a tag tells apart: give --model with one, such as {tags}")
@@ -197,7 +201,7 @@ def _by_file_name(file: Path) -> KnownModel:
     for text in texts:
         if full := _longest_prefix(text, [row.name for row in KNOWN]):
             return _by_name(full)
-        stem = re.sub(r"\.(safetensors|pth|pt|bin)$", "", text)
+        stem = re.sub(r"\.(safetensors|pth\.tar|pth|pt|bin)$", "", text)
         for name in (stem, stem.partition("-")[0]):
             if name not in architectures and (found := _from_timm(name)):
                 return found

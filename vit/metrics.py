@@ -17,6 +17,9 @@ from vit.loss import cross_entropy
 
 LOSS_UNIT = 2.0**-24
 """Resolution of a summed loss. 2**27 samples with losses up to 2**10 stay below 2**61."""
+FEW_IMAGES = 5000
+"""Below this an accuracy is shown with its interval, which is then wider than a point or so."""
+_Z95 = 1.959964
 
 
 def correct_in_top_k(logits: Tensor, labels: Tensor, k: int) -> Tensor:
@@ -35,6 +38,21 @@ def predicted_classes(logits: Tensor) -> Tensor:
     return torch.where(logits.isnan().any(1), -1, logits.argmax(1))  # argmax takes the first of equals
 
 
+def interval95(correct: int, total: int) -> tuple[float, float]:
+    """The 95 % interval of a share of which `correct` of `total` were seen, in percent: Wilson's (1927), which is sensible at 0 and all."""
+    n = max(total, 1)
+    share, unsure = correct / n, _Z95**2 / n
+    middle = (share + unsure / 2) / (1 + unsure)
+    half = _Z95 * math.sqrt(share * (1 - share) / n + unsure / (4 * n)) / (1 + unsure)
+    return 100.0 * max(middle - half, 0.0), 100.0 * min(middle + half, 1.0)
+
+
+def interval_in_words(correct: int, total: int) -> str:
+    """`interval95` for people; "" where so many images were seen that it would only be noise, or none."""
+    low, high = interval95(correct, total)
+    return f"95 % interval {low:.1f} to {high:.1f}" if 0 < total < FEW_IMAGES else ""
+
+
 @dataclass(frozen=True)
 class Accuracy:
     """Result of an exact evaluation. `top1`, `top5` in percent, `loss` the mean cross-entropy (NaN if a logit was not finite)."""
@@ -47,7 +65,9 @@ class Accuracy:
     loss: float
 
     def __str__(self) -> str:
-        return f"top-1 {self.top1:.2f} % ({self.correct_top1}), top-5 {self.top5:.2f} % ({self.correct_top5}), loss {self.loss:.4f}"
+        interval = interval_in_words(self.correct_top1, self.num_images)
+        right = f"{self.correct_top1} of {self.num_images}; {interval}" if interval else f"{self.correct_top1}"
+        return f"top-1 {self.top1:.2f} % ({right}), top-5 {self.top5:.2f} % ({self.correct_top5}), loss {self.loss:.4f}"
 
     def to_dict(self) -> dict[str, float]:
         """The six numbers by name."""
@@ -106,6 +126,6 @@ def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
     """
     count, only_first, only_second = len(first), int((first & ~second).sum()), int((second & ~first).sum())
     n, b, c = count + 2.0, only_second + 0.5, only_first + 0.5
-    half = 1.959964 * math.sqrt(b + c - (b - c) ** 2 / n) / n
+    half = _Z95 * math.sqrt(b + c - (b - c) ** 2 / n) / n
     points = 100.0 * (only_second - only_first) / max(count, 1)
     return PairedDifference(count, only_first, only_second, points, *(100.0 * ((b - c) / n + side * half) for side in (-1, 1)))

@@ -11,7 +11,7 @@ The data's story, with B images, C channels, H x W pixels, a grid of h x w patch
 
 The paper is Dosovitskiy et al. 2021 (arXiv 2010.11929), equations 1-4 and Table 1. Arguments and state-dict keys are those of
 huggingface/pytorch-image-models:timm/models/vision_transformer.py, so that weights travel both ways without a mapping; `timm/<any>` makes
-one of timm's own models. Attention picks its kernel and autocast its dtypes: nothing here is cast by hand.
+one of timm's own models. Attention picks its kernel and autocast its dtypes, up to the head, whose logits are in fp32.
 
     python -m vit.model vit_b16 --image-size 224        shapes at every stage, parameters, GFLOP (needs neither data nor memory)
 """
@@ -25,6 +25,7 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -97,20 +98,34 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016, arXiv 1603.09382): in training, zeroes the branch of a sample with probability `rate` in [0, 1).
+    """Stochastic depth (Huang et al. 2016, arXiv 1603.09382): in training, zeroes the branch of a
+    sample with probability `rate` in [0, 1).
 
     Those kept are divided by 1 - rate, so that the expectation is that of evaluation.
     """
 
+    keep_prob: Tensor
+
     def __init__(self, rate: float):
         super().__init__()
         self.rate = rate
+        # torch.compile makes a graph for each value of a Python number that a forward pass reads:
+        # one for each block, as each has another rate, and after eight of them none at all. Of a
+        # tensor it looks at the shape only. Not in the state dict: the rate is not learned.
+        self.register_buffer("keep_prob", torch.empty(()), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fills the buffer, also after `to_empty`."""
+        self.keep_prob.fill_(1.0 - self.rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.rate == 0.0:
+        if not self.training:
             return x
-        keep = 1.0 - self.rate
-        return x * x.new_empty(x.shape[0], *(1,) * (x.ndim - 1)).bernoulli_(keep).div_(keep)
+        # In fp32: bf16 has 256 numbers between 1/2 and 1, too few for a rate of .1.
+        kept = torch.rand(x.shape[0], *(1,) * (x.ndim - 1), device=x.device) < self.keep_prob
+        return x * (kept.to(x.dtype) / self.keep_prob)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate:.3f}"
@@ -127,7 +142,7 @@ class Block(nn.Module):
         qkv_bias: bool,
         proj_drop: float,
         attn_drop: float,
-        drop_path: float,
+        drop_path: float | None,
         init_values: float | None,
     ):
         super().__init__()
@@ -137,7 +152,7 @@ class Block(nn.Module):
         self.norm2 = layer_norm(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), proj_drop)
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
-        self.drop_path = DropPath(drop_path)
+        self.drop_path = nn.Identity() if drop_path is None else DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))
@@ -220,7 +235,9 @@ class VisionTransformer(nn.Module):
         else:
             self.register_buffer("pos_embed", positions)
         self.pos_drop = nn.Dropout(pos_drop_rate)
-        drop_path_rates = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
+        drop_path_rates: list[float | None] = [None] * depth
+        if drop_path_rate:  # also of the first block, whose rate is 0: all blocks are one graph
+            drop_path_rates = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(
             *(
                 Block(embed_dim, num_heads, mlp_ratio, qkv_bias, proj_drop_rate, attn_drop_rate, rate, init_values)
@@ -246,7 +263,7 @@ class VisionTransformer(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
-            elif isinstance(module, nn.LayerNorm):
+            elif isinstance(module, (nn.LayerNorm, DropPath)):
                 module.reset_parameters()
             elif isinstance(module, LayerScale):
                 nn.init.constant_(module.gamma, module.init_values)
@@ -284,13 +301,23 @@ class VisionTransformer(nn.Module):
         return self.norm(self.blocks(x))
 
     def forward_head(self, tokens: Tensor) -> Tensor:
-        """tokens: (B, N, D) of `forward_features` -> logits: (B, num_classes)."""
+        """tokens: (B, N, D) of `forward_features` -> logits: (B, num_classes), which autocast leaves
+        in the weights' dtype."""
         x = tokens[:, 0] if self.global_pool == "token" else tokens[:, self.num_prefix_tokens :].mean(dim=1)
-        return self.head(self.pre_logits(self.fc_norm(x)))
+        # bf16 keeps 8 bits: of a thousand logits the two largest are the same number for one image
+        # in 400, and the class number would decide. The head is a thousandth of the operations.
+        with without_autocast(x.device):
+            return self.head(self.pre_logits(self.fc_norm(x).to(self.head.weight.dtype)))
 
     def forward(self, images: Tensor) -> Tensor:
         """images: (B, C, H, W) float -> logits: (B, num_classes). Raises ValueError for another C, H or W than the model's."""
         return self.forward_head(self.forward_features(images))
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Autocast off on `device`; the meta device has none."""
+    has_autocast = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if has_autocast else nullcontext()
 
 
 def layer_norm(dim: int) -> nn.LayerNorm:
@@ -352,9 +379,32 @@ def _create_guest(name: str, image_size: int | tuple[int, int], num_classes: int
                 raise
             model = timm.create_model(name, **fields)  # convolutional networks take any size and have no such argument
     except (TypeError, RuntimeError, ValueError, AssertionError) as error:
+        if unknown := _unknown_to_guest(name, fields):
+            remedy = " ".join(f"model.{field}=null" for field in unknown)
+            raise ValueError(f"timm's {name} has no {', '.join(unknown)}: set {remedy}, or leave them out of the config") from error
         raise ValueError(f"timm {timm.__version__} cannot make {name!r} with image_size={image_size} and {fields}: {error}") from error
     model.image_size, model.in_chans = _height_width(image_size, "image_size"), fields["in_chans"]
     return model
+
+
+def _unknown_to_guest(name: str, fields: dict[str, Any]) -> list[str]:
+    """Those of `fields` that timm's model does not take, which Python names one at a time."""
+    import timm
+
+    fields, unknown = dict(fields), list[str]()
+    while True:
+        try:
+            with torch.device("meta"):
+                timm.create_model(name, **fields)
+            return sorted(unknown)
+        except TypeError as error:
+            found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if found is None or found[1] not in fields:
+                return sorted(unknown)
+            unknown.append(found[1])
+            del fields[found[1]]
+        except (RuntimeError, ValueError, AssertionError):
+            return sorted(unknown)
 
 
 def count_parameters(model: nn.Module) -> int:

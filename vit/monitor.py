@@ -7,9 +7,12 @@ is no training time.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from vit.checkpoint import Progress
 from vit.config import Config
@@ -19,10 +22,58 @@ from vit.host import num_cores
 from vit.plan import Plan
 from vit.progress import duration
 from vit.record import Record
-from vit.step import StepResult
+from vit.step import StepResult, StepValues
 
 TELL_WAIT_SHARE = 0.1
 """Share of an interval spent on waiting for data from which on people are told, and by which it must change to be told again."""
+
+UNEVEN = 1.5
+"""A rank that has waited so many times as long as ranks do on average is named."""
+
+
+class Waiting(NamedTuple):
+    """How long ranks waited for their batches in an interval.
+
+    Ranks go on together, so that each step waits for the slowest: `waited_s` adds up its waits.
+    """
+
+    waited_s: float
+    max_s: float
+    """Of the rank that waited longest in all."""
+    mean_s: float
+    rank: int
+    """The one that waited longest in all."""
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it is one rank, or a few, that the others wait for."""
+        return self.max_s > UNEVEN * self.mean_s
+
+
+def sum_up(waits_s: list[tuple[float, ...]]) -> Waiting:
+    """Of steps, how long each rank waited for its batch."""
+    totals = [sum(rank) for rank in zip(*waits_s, strict=True)]
+    longest = max(totals)
+    mean_s = sum(totals) / len(totals)
+    return Waiting(sum(map(max, waits_s)), longest, mean_s, totals.index(longest))
+
+
+@contextmanager
+def collecting_at_log_lines() -> Iterator[None]:
+    """Keep Python's garbage collector from running at moments of its own choice.
+
+    A full collection among the objects of torch takes .7 s, and where one of 512 ranks has it in a
+    step, all wait. `Monitor` collects at each line of metrics; at the first it sets aside what lives
+    by then, compiled code included, so that the others look at what came since: under a millisecond.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 class Monitor:
@@ -69,54 +120,67 @@ class Monitor:
         values, progress, config = result.read(), self.progress, self.config
         if not queued_behind:  # the wait for this step is training time, too
             self._last_step_at = time.perf_counter()
-        self.stop = self.stop or values["stop"] > 0
-        self._losses.append(values["loss"])
-        progress.bad_images += int(values["bad_images"])
-        finite = math.isfinite(values["grad_norm"])
+        self.stop = self.stop or values.stop > 0
+        self._losses.append(values.loss)
+        self._waits_s.append(values.waits_s)
+        progress.bad_images += values.bad_images
+        finite = math.isfinite(values.grad_norm)
         progress.updates_skipped += not finite
         progress.updates_skipped_in_a_row = 0 if finite else progress.updates_skipped_in_a_row + 1
         if not finite:
-            self.record.write("fault", step + 1, reason="gradient not finite, update skipped", loss=values["loss"])
+            self.record.write("fault", step + 1, reason="gradient not finite, update skipped", loss=values.loss)
         self._log(step + 1, values, effort)
         if progress.updates_skipped_in_a_row >= config.train.max_skipped_steps:
             with self.world.main_reports():
                 raise ValueError(
                     f"step {step}: the gradient was not finite {progress.updates_skipped_in_a_row} times in a row "
-                    f"(loss {values['loss']:.4g}): training has diverged. Lower optim.lr, lengthen the warm-up, or use "
+                    f"(loss {values.loss:.4g}): training has diverged. Lower optim.lr, lengthen the warm-up, or use "
                     "train.precision=bf16; the last checkpoint is from before"
                 )
 
     def _new_interval(self, began: float, effort_before: Effort) -> None:
         self._began = began
         self._last_step_at = began
-        self._effort_before, self._losses = effort_before, list[float]()
+        self._effort_before = effort_before
+        self._losses = list[float]()
+        self._waits_s = list[tuple[float, ...]]()
 
-    def _log(self, step: int, values: dict[str, float], effort: Effort) -> None:
+    def _log(self, step: int, values: StepValues, effort: Effort) -> None:
         """Move the live line to `step` steps done; at the end of an interval also write a line of metrics."""
         plan, batch_size = self.plan, self.config.data.global_batch_size
         spent_s = max(self._last_step_at - self._began, 1e-9)
-        wait_s, images_per_s = effort.wait_s - self._effort_before.wait_s, len(self._losses) * batch_size / spent_s
+        waiting = sum_up(self._waits_s)
+        share = min(waiting.waited_s / spent_s, 1.0)
+        images_per_s = len(self._losses) * batch_size / spent_s
         loss, lr, epoch = sum(self._losses) / len(self._losses), self.lr_at(step - 1), step / plan.steps_per_epoch
         eta_s = (plan.total_steps - step) * batch_size / images_per_s
+        whose = f" (rank {waiting.rank})" if waiting.is_uneven and share >= TELL_WAIT_SHARE else ""
         text = (
-            f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {images_per_s:.0f} images/s, data wait {min(wait_s / spent_s, 1):.0%}"
-            f" | loss {loss:.3f} | lr {lr:.2e} | ETA {duration(eta_s)}"
+            f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {images_per_s:.0f} images/s, "
+            f"data wait {share:.0%}{whose} | loss {loss:.3f} | lr {lr:.2e} | ETA {duration(eta_s)}"
         )
-        if step % self.config.log.every_steps and step != plan.total_steps:
+        if step % plan.log_every_steps and step != plan.total_steps:
             self.record.progress(step, text)
             return
+        gc.collect()
+        if not gc.get_freeze_count():
+            gc.freeze()
         loader_images_per_s = self._loader_images_per_s(effort)
         self.record.train_line(step, text)
-        self._tell_of_waiting(min(wait_s / spent_s, 1.0), loader_images_per_s)
+        self._tell_of_waiting(share, waiting, loader_images_per_s)
         self.record.write(
             "train",
             step,
             epoch=epoch,
             loss=loss,
             lr=lr,
-            grad_norm=values["grad_norm"],
+            grad_norm=values.grad_norm,
             images_per_s=images_per_s,
-            data_wait_s=wait_s,
+            data_wait_s=waiting.waited_s,
+            data_wait_max_s=waiting.max_s,
+            data_wait_mean_s=waiting.mean_s,
+            data_wait_rank=waiting.rank,
+            data_wait_host=self.world.host_of(waiting.rank),
             loader_images_per_s=loader_images_per_s,
             elapsed_s=self.elapsed_s(),
             peak_memory_gib=peak_memory_gib(self.world.device),
@@ -131,15 +195,23 @@ class Monitor:
         made, busy_s = effort.num_made - self._effort_before.num_made, effort.busy_s - self._effort_before.busy_s
         return made / busy_s * max(self.loader.num_workers, 1) * self.world.size if made else None
 
-    def _tell_of_waiting(self, share: float, loader_images_per_s: float | None) -> None:
+    def _tell_of_waiting(self, share: float, waiting: Waiting, loader_images_per_s: float | None) -> None:
         """Say that training waits for data, when it does and it was not said before."""
         if share < TELL_WAIT_SHARE or abs(share - self._told_wait_share) < TELL_WAIT_SHARE:
             return
         self._told_wait_share = share
+        waited = f"data-bound: {share:.0%} of the time was spent on waiting for images"
+        if waiting.is_uneven:
+            host = self.world.host_of(waiting.rank)
+            self.record.say(
+                f"{waited} of rank {waiting.rank} on {host} ({waiting.max_s:.1f} s, ranks on average "
+                f"{waiting.mean_s:.1f} s); look at its disk, its network and what else runs there"
+            )
+            return
         workers, cores, ranks = self.loader.num_workers, num_cores(), local_world_size()
         rate = f"; the loader makes {loader_images_per_s:.0f} images/s" if loader_images_per_s is not None else ""
         if max(workers, 1) * ranks < cores:
             remedy = f"raise data.num_workers ({workers} for each of {ranks} rank(s), {cores} cores)"
         else:
             remedy = f"all {cores} core(s) have work: cheaper images help (docs/data.md), or more cores"
-        self.record.say(f"data-bound: {share:.0%} of the time was spent on waiting for images{rate}; {remedy}")
+        self.record.say(f"{waited}{rate}; {remedy}")

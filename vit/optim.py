@@ -37,6 +37,14 @@ def create_optimizer(model: nn.Module, config: AdamWConfig | SgdConfig) -> torch
     return optimizer
 
 
+def state_bytes(config: AdamWConfig | SgdConfig, model: nn.Module) -> list[int]:
+    """Bytes of each tensor that the optimizer of `config` keeps for `model`, without making it."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if isinstance(config, AdamWConfig):  # two moments, and a count of updates in float32
+        return [size for p in parameters for size in (p.nbytes, p.nbytes, 4)]
+    return [p.nbytes for p in parameters] if config.momentum else []
+
+
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Learning rate of all groups."""
     for group in optimizer.param_groups:

@@ -10,16 +10,19 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
 from vit import config_io
 from vit.config import AugmentConfig, Config
 from vit.data.draw import mixes, partners
 from vit.data.files import ShardError
+from vit.data.members import SampleLayout
 from vit.data.mixing import measure_mixing
 from vit.data.order import Order, divisors, make_order, possible_lanes
 from vit.data.shards import Split, open_split
 from vit.data.stream import NOT_EXACT, Stream, open_stream
 from vit.model import count_parameters, create_model, flops_per_image
+from vit.optim import state_bytes
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Plan:
     total_steps: int
     warmup_steps: int
     eval_every_steps: int
+    log_every_steps: int
 
     def evaluates_at(self, step: int) -> bool:
         """Each `eval_every_steps`, and at the end of a run that is at least that long: two steps of ViT-B should not cost an evaluation."""
@@ -119,6 +123,7 @@ def make_plan(config: Config, num_samples: int, world_size: int) -> tuple[Plan, 
         total_steps=total,
         warmup_steps=steps(config.schedule.warmup_steps, config.schedule.warmup_epochs, 0),
         eval_every_steps=max(steps(config.eval.every_steps, config.eval.every_epochs, total), 1),
+        log_every_steps=config.log.every_steps or max(min(50, total // 20), 1),
     )
     return plan, order
 
@@ -129,7 +134,10 @@ def open_train_split(config: Config, val_split: Split) -> Split | Stream:
     if data.reader == "webdataset":
         assert data.stream is not None, "the config is checked"
         assert data.num_samples is not None, "the config is checked"
-        return open_stream(data.stream, data.num_samples, max(val_split.num_classes, config.model.num_classes or 0), val_split.class_names)
+        names = val_split.class_names
+        layout = SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names))
+        num_classes = max(val_split.num_classes, config.model.num_classes or 0)
+        return open_stream(data.stream, data.num_samples, num_classes, names, layout)
     return open_split(data.root, data.train_split, data.cache_dir, data.cache_gib)
 
 
@@ -141,39 +149,57 @@ def choose_num_classes(config: Config, *splits: Split | Stream) -> int:
     return config.model.num_classes or in_data
 
 
+IMAGENET_IMAGES = 1_281_167
+"""Training images of ImageNet-1k: what is assumed where the data are not at hand."""
+
+
 def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     """What `--print-config` shows: every value with its origin as YAML, and the derived numbers as comments.
 
-    Where the data are not at hand, the numbers that need them are left out, with the reason.
+    Where the data cannot be opened, as many images and classes as ImageNet's are assumed, and it says so. Raises ValueError as `make_plan`.
     """
     values = config_io.to_dict(config)
     comments = {key: origins.get(key, "default") for section in values for key in (f"{section}.{name}" for name in values[section])}
     derived: dict[str, object] = {}
     num_classes = config.model.num_classes or 1000
     assumed = "" if config.model.num_classes else " (assumed)"
+    mixing: object = NOT_EXACT if config.data.reader == "webdataset" else None
     try:
         val_split = open_split(config.data.root, config.data.val_split, config.data.cache_dir, config.data.cache_gib)
         train_split = open_train_split(config, val_split)
     except ShardError as error:
-        micro_batch_size, accumulation_steps = divide_batch(config, world_size)
-        derived |= {"world_size": world_size, "micro_batch_size": micro_batch_size, "accumulation_steps": accumulation_steps}
-        derived["steps"] = f"not known without the data ({error})"
+        num_images, images_assumed = config.data.num_samples or IMAGENET_IMAGES, ""
+        if config.data.num_samples is None:
+            images_assumed = f" (assumed, ImageNet-1k's; so are all steps, for the data cannot be opened: {error})"
+        plan, order = make_plan(config, num_images, world_size)
     else:
-        num_classes, assumed = choose_num_classes(config, train_split, val_split), ""
+        num_classes, assumed, images_assumed = choose_num_classes(config, train_split, val_split), "", ""
         plan, order = make_plan(config, train_split.num_samples, world_size)
-        derived |= {
-            "training_images": order.num_samples,
-            **asdict(plan),
-            "num_lanes": order.num_lanes,
-            "block_samples": order.block_samples,
-        }
         if isinstance(train_split, Split):
-            derived["shuffle"] = measure_mixing(order, train_split.index["label"])
-        else:
-            derived["order"] = NOT_EXACT
+            mixing = measure_mixing(order, train_split.index["label"])
+    derived["training_images"] = f"{order.num_samples:,}{images_assumed}"
+    derived |= {**asdict(plan), "num_lanes": order.num_lanes, "block_samples": order.block_samples}
+    if mixing is not None:
+        derived["order" if mixing is NOT_EXACT else "shuffle"] = mixing
     with torch.device("meta"):
         model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
+    gflop, (state, gradients) = flops_per_image(model) / 1e9, training_bytes(model, config)
     derived["classes"] = f"{num_classes}{assumed}"
     derived["parameters"] = f"{count_parameters(model):,}"
-    derived["gflop_per_image"] = round(flops_per_image(model) / 1e9, 2)
+    derived["gflop_per_image"] = f"{gflop:.2f} forward, 2 for each multiply-add (papers count 1: {gflop / 2:.2f})"
+    derived["checkpoint_mb"] = (
+        f"{state / 1e6:,.1f} (weights, optimizer, average), {config.checkpoint.keep_last} are kept, and one more while it is written"
+    )
+    derived["parameters_gib"] = (
+        f"{(state + gradients) / 2**30:.2f} on each rank (a checkpoint's content and gradients), without activations"
+    )
     return config_io.dump_yaml(values, comments) + "\n# derived\n" + "".join(f"#   {key}: {value}\n" for key, value in derived.items())
+
+
+def training_bytes(model: nn.Module, config: Config) -> tuple[int, int]:
+    """(bytes of the tensors in a checkpoint, bytes of the gradients): weights and buffers, once more for an average, and what the
+    optimizer keeps."""
+    stored = sum(tensor.nbytes for tensor in model.state_dict().values())
+    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    loss_scale = 8  # and the steps since it overflowed
+    return stored * (1 if config.train.ema_decay is None else 2) + sum(state_bytes(config.optim, model)) + loss_scale, gradients

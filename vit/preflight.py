@@ -1,16 +1,21 @@
 """Before the first step: does this host have what the run is going to use?
 
-The data's story: shards are checked against `_info.json` when they are opened, ranks against the batch by the plan. What is left are the
-limits of the host: memory for the batches of all its ranks, cores for their workers, open files for the shards, and /dev/shm, of which we
-need nothing but NCCL does. What cannot work is an error with its remedy; what only costs speed is a note. Both stand in the record.
+The data's story: shards are checked against `_info.json` when they are opened, ranks against the
+batch by the plan. What is left are the limits of the host: memory for the batches of all its ranks,
+cores for their workers, open files for the shards, /dev/shm, of which we need nothing but NCCL does,
+and the disk for what the run will save. What cannot work is an error with its remedy; what only
+costs speed is a note. Both stand in the record.
 """
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from vit.config import Config
 from vit.data.decode import decoder_name
@@ -20,7 +25,10 @@ from vit.data.storage import LocalTars, RemoteTars
 from vit.data.stream import StreamBatches
 from vit.distributed import World, local_world_size
 from vit.host import free_memory_bytes, num_cores, raise_open_files
+from vit.model import create_model
+from vit.optim import state_bytes
 from vit.plan import Plan
+from vit.step import AUTOCAST_DTYPE
 
 WORKER_BYTES = 128 * 2**20
 """Memory that a worker process has for itself, measured at 110 MiB (docs/experiments.md): Python's objects, libraries' data, images."""
@@ -28,6 +36,14 @@ OTHER_FILES = 256
 """Open files of a process besides shards: pipes, libraries, sockets of other ranks."""
 NCCL_SHM_BYTES = 2**30
 """What NVIDIA tells to give containers (NCCL's documentation, Troubleshooting, Docker): --shm-size=1g."""
+SLOW_PRECISION = 3.0
+"""How many times slower than fp32 a precision may be before people are told: a chip that computes in it is faster."""
+TENSOR_HEADER_BYTES = 160
+"""What a tensor's name, type, shape and place take in the header of a safetensors file, about."""
+DISK_MARGIN_BYTES = 2**20
+"""For the record, predictions and `checkpoint.json`; and what a save wants to be left."""
+SAVED = ("checkpoints/step_*/*", "checkpoints/.tmp_*/*", "weights/*.safetensors")
+"""What a run has saved, and replaces or removes as it goes on."""
 MIB, GIB = 2**20, 2**30
 
 
@@ -73,11 +89,19 @@ def preflight(
             f"`ulimit -n {wanted_files}` before the start, or ask the administrator"
         )
     notes += _notes_of_cache(train, ranks)
+    threads = torch.get_num_threads()
+    if not on_gpu and ranks > 1 and 2 * threads * ranks <= cores:
+        notes.append(
+            f"each of {ranks} ranks computes in {threads} thread(s) on {cores} cores, as torchrun "
+            f"wants it: `export OMP_NUM_THREADS={cores // ranks}` before it uses them all"
+        )
     if ranks * workers > cores:
         notes.append(
             f"{ranks * workers} loader workers on {cores} core(s) take turns: data.num_workers={max(cores // ranks, 1)} is as fast, in "
             "less memory"
         )
+    emulated = precision_note(config.train.precision, world.device) if world.is_main else None
+    notes += [emulated] if emulated else []
     shm = Path("/dev/shm")
     shm_bytes = shutil.disk_usage(shm).free if shm.is_dir() else None
     if on_gpu and ranks > 1 and shm_bytes is not None and shm_bytes < NCCL_SHM_BYTES:
@@ -109,6 +133,105 @@ def preflight(
         *(f"note: {note}" for note in notes),
     )
     return Preflight(lines, numbers)
+
+
+def precision_note(precision: str, device: torch.device, remedy: str = "train.precision=fp32") -> str | None:
+    """That this CPU only emulates `precision` (fp32, bf16 or fp16), how slow that is, and what to do; None where it is no slower.
+
+    Measured, in a tenth of a second, on a matrix product as in a ViT-B's MLP: torch can tell which instructions a CPU has, not what its
+    kernels make of them.
+    """
+    if device.type != "cpu" or precision not in AUTOCAST_DTYPE:
+        return None
+    times = _matmul_s(AUTOCAST_DTYPE[precision]) / _matmul_s(torch.float32)
+    if times < SLOW_PRECISION:
+        return None
+    cpu = torch.backends.cpu.get_cpu_capability()
+    return (
+        f"this CPU ({cpu}) has no instructions for {precision}, which is emulated: matrix products take about {times:.0f} times as long as"
+        f" in fp32: set {remedy}"
+    )
+
+
+def _matmul_s(dtype: torch.dtype) -> float:
+    """Seconds that 16 tokens of ViT-B take through the first layer of an MLP, the best of three."""
+    tokens, weight = torch.ones(16, 768, dtype=dtype), torch.ones(768, 3072, dtype=dtype)
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        tokens @ weight
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+@dataclass(frozen=True)
+class DiskNeeds:
+    """What a run will have in its folder at most."""
+
+    checkpoint_bytes: int
+    num_checkpoints: int
+    weights_bytes: int
+    """Of all files in `weights/`."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Of checkpoints and weights."""
+        return self.num_checkpoints * self.checkpoint_bytes + self.weights_bytes
+
+
+def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
+    """From parameters, optimizer and average, without making them. A checkpoint is written before the
+    oldest goes, so there is one more than `checkpoint.keep_last` for a while."""
+    with torch.device("meta"):
+        model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
+    copies = 1 if config.train.ema_decay is None else 2
+    weights = _file_bytes([tensor.nbytes for tensor in model.state_dict().values()])
+    optimizer = _file_bytes(state_bytes(config.optim, model))
+    saves = -(-plan.total_steps // config.checkpoint.every_steps)
+    names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # last; best, after an evaluation
+    return DiskNeeds(
+        checkpoint_bytes=copies * weights + optimizer,
+        num_checkpoints=min(config.checkpoint.keep_last + 1, saves),
+        weights_bytes=names * copies * weights,
+    )
+
+
+def check_disk(checked: Preflight, config: Config, plan: Plan, folder: Path, num_classes: int) -> Preflight:
+    """`checked` with what the run will save in `folder`. Raises ValueError if there is no room for it,
+    counting what is there of it already."""
+    needs = disk_needs(config, plan, num_classes)
+    saved = [path for pattern in SAVED for path in folder.glob(pattern) if path.is_file()]
+    there_bytes = sum(path.stat().st_size for path in saved)
+    # At least one checkpoint is written before anything goes.
+    more_bytes = max(needs.total_bytes - there_bytes, needs.checkpoint_bytes)
+    place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    free_bytes = shutil.disk_usage(place).free
+    what = f"{needs.num_checkpoints} checkpoint(s) of {_size(needs.checkpoint_bytes)} and weights of {_size(needs.weights_bytes)}"
+    if free_bytes < more_bytes * 1.01 + DISK_MARGIN_BYTES:
+        already = f", {_size(there_bytes)} of it are there" if there_bytes else ""
+        raise ValueError(
+            f"run.dir={folder}: the run needs {_size(needs.total_bytes)} ({what}{already}), its disk "
+            f"has {_size(free_bytes)} free: make room, lower checkpoint.keep_last "
+            f"({config.checkpoint.keep_last}, and one more while it is written), or choose another "
+            "run.dir"
+        )
+    numbers = {
+        "checkpoint_gib": round(needs.checkpoint_bytes / GIB, 4),
+        "needed_disk_gib": round(more_bytes / GIB, 4),
+        "free_disk_gib": round(free_bytes / GIB, 2),
+    }
+    line = f"disk: {what} at most in {folder}, {_size(free_bytes)} free"
+    return replace(checked, lines=(*checked.lines, line), numbers={**checked.numbers, **numbers})
+
+
+def _file_bytes(tensors: list[int]) -> int:
+    """Of `tensors` with so many bytes each in a safetensors file."""
+    return sum(num_bytes + TENSOR_HEADER_BYTES for num_bytes in tensors)
+
+
+def _size(num_bytes: int) -> str:
+    """In words."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 def _notes_of_cache(train: TrainBatches | StreamBatches, ranks: int) -> list[str]:

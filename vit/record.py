@@ -27,6 +27,8 @@ from vit.tracking import Tracking, wanted_mode
 METRICS_FILE = "metrics.jsonl"
 LOCK_WAIT_S = 15.0
 """For the last attempt in the same run folder to end: about what saving a large checkpoint takes."""
+SILENT_S = 60.0
+"""After so long without a line a log file gets one: steps may take minutes each."""
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -73,6 +75,7 @@ class Record:
         if not is_main:
             return
         self._run_dir, self._config = run_dir, config
+        self._said_at = time.monotonic()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._lock = lock or lock_run(run_dir)
         self._file = _open_whole_lines(run_dir / METRICS_FILE)
@@ -91,6 +94,7 @@ class Record:
         """One line for people."""
         if self.is_main:
             self._console.print(text, markup=False)
+            self._said_at = time.monotonic()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line. `kind`: start, train, eval, epoch, checkpoint, fault or end. Non-finite numbers become null."""
@@ -121,17 +125,19 @@ class Record:
             raise ValueError(f"{self._run_dir / METRICS_FILE}: cannot be written ({error.strerror}); {remedy}") from None
 
     def progress(self, step: int, text: str) -> None:
-        """Move the live line on a terminal to `step`."""
+        """Move the live line on a terminal to `step`; in a log file a line after a silent minute."""
         if self.is_main and self._live is not None:
             self._live.update(self._task, completed=step, description=text)
+        elif self.is_main and time.monotonic() - self._said_at > SILENT_S:
+            self.say(text)
         if self._tracking is not None:
             self._tracking.hear()
 
     def train_line(self, step: int, text: str) -> None:
         """A line of training metrics: replaces the live line on a terminal, is printed in a log file."""
-        self.progress(step, text)
         if self.is_main and self._live is None:
             self.say(text)
+        self.progress(step, text)
 
     def start_wandb(self, run_config: dict[str, Any]) -> None:
         """Show this run on W&B from here on, the same one after a restart. What comes of that is said when it is known."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import statistics
 import time
@@ -33,6 +34,7 @@ from vit.curves import curve_panels
 from vit.data.files import replacing
 from vit.data.loader import image_format
 from vit.history import History, read_history
+from vit.metrics import interval_in_words
 from vit.model import count_parameters, create_model, flops_per_image
 from vit.pictures import PAINTERS, REPORT_FOLDER, Pictures, RunFolder, draw_pictures, sentence
 from vit.progress import duration
@@ -211,14 +213,20 @@ def _evaluations(story: History, plan: dict[str, Any]) -> list[dict[str, Any]]:
         row = {name + suffix: line.get(name + suffix) for name in names for suffix in ("", "_ema")}
         epoch = line["step"] / plan["steps_per_epoch"] if plan.get("steps_per_epoch") else None
         rows.append({**row, "step": line["step"], "epoch": epoch, "best": False})
-    best = max(rows, key=_best_top1, default=None)
+    best = max(rows, key=_best_rank, default=None)
     if best is not None:
         best["best"] = True
     return rows
 
 
-def _best_top1(row: dict[str, Any]) -> float:
-    return max(row[name] if row[name] is not None else -1.0 for name in ("top1", "top1_ema"))
+def _rank(row: dict[str, Any], suffix: str) -> tuple[float, float]:
+    """Larger is better: top-1, and of equals the smaller loss, as in `Progress.take_best`."""
+    top1, loss = row[f"top1{suffix}"], row[f"loss{suffix}"]
+    return -1.0 if top1 is None else top1, -math.inf if loss is None else -loss
+
+
+def _best_rank(row: dict[str, Any]) -> tuple[float, float]:
+    return max(_rank(row, suffix) for suffix in ("", "_ema"))
 
 
 def _headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -231,12 +239,14 @@ def _headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
         values = {name: row[name + suffix] for name in ("top1", "top5", "correct_top1", "loss")}
         num_images = row["num_images"] if row["num_images"] is not None else row["num_images_ema"]
         other = row["top1"] if averaged else row["top1_ema"]
+        known = values["correct_top1"] is not None and num_images is not None
+        values["interval"] = interval_in_words(values["correct_top1"], num_images) if known else ""
         return {**values, "num_images": num_images, "step": row["step"], "epoch": row["epoch"], "averaged": averaged, "other": other}
 
-    last, best = evaluations[-1], max(evaluations, key=_best_top1)
+    last, best = evaluations[-1], max(evaluations, key=_best_rank)
     return {
         "last": chosen(last, "_ema" if last["top1_ema"] is not None else ""),
-        "best": chosen(best, "_ema" if best["top1_ema"] is not None and best["top1_ema"] == _best_top1(best) else ""),
+        "best": chosen(best, "_ema" if best["top1_ema"] is not None and _rank(best, "_ema") == _best_rank(best) else ""),
     }
 
 

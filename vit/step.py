@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +37,61 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
     return torch.autocast(device.type, AUTOCAST_DTYPE[precision]) if precision in AUTOCAST_DTYPE else nullcontext()
 
 
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile each of `model.blocks` in place, or all of a model without blocks.
+
+    Our blocks share one graph in training and one in evaluation, so compiling takes as long for H
+    as for B. `backend`: any of torch.compile's.
+    """
+    blocks = list(getattr(model, "blocks", [model]))
+    # Else each graph is cut where a bucket of DDP ends, and its pieces are fused apart. The borders
+    # of blocks already let the all-reduce of one run beside the backward pass of the next.
+    torch._dynamo.config.optimize_ddp = False
+    # Blocks of timm have a graph each where their drop path rates differ; after 8 (the default)
+    # torch would run the rest without compiling, and so the evaluation's.
+    limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
+    torch._dynamo.config.recompile_limit = limit
+    for block in blocks:
+        block.compile(backend=backend)
+
+
+class Slot(IntEnum):
+    """Where things stand in the vector that a step sums over the ranks."""
+
+    LOSS_SUM = 0
+    ROW_WEIGHTS = 1
+    STOP = 2
+    """Ranks that want to stop."""
+    BAD_IMAGES = 3
+    WAITS_S = 4
+    """And following, one for each rank: how long it waited for this batch. The last slot; only its
+    own rank adds to it."""
+
+
+class StepValues(NamedTuple):
+    """What a step did, as numbers of the host."""
+
+    loss: float
+    """Mean over the global batch."""
+    grad_norm: float
+    """Before clipping."""
+    stop: float
+    """Ranks that want to stop."""
+    bad_images: int
+    waits_s: tuple[float, ...]
+    """How long each rank waited for its rows."""
+
+
 class StepResult:
     """What a step did, on its way to the host.
 
-    `values`: (5,) float32 on the device: loss sum, row weights, ranks that want to stop, bad images, each over all ranks; gradient norm
-    before clipping. On a GPU the copy is queued behind the step, with an event, so that reading waits for this step and not for what was
-    queued since.
+    `sums`: (4 + ranks,) float32 on the device, by `Slot`, summed over the ranks. `grad_norm`: ().
+    On a GPU the copy is queued behind the step, with an event, so that reading waits for this step
+    and not for what was queued since.
     """
 
-    def __init__(self, values: Tensor):
+    def __init__(self, sums: Tensor, grad_norm: Tensor):
+        values = torch.cat([sums, grad_norm[None]])
         self._event: torch.cuda.Event | None = None
         self._values = values
         if values.device.type == "cuda":
@@ -51,12 +99,14 @@ class StepResult:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def read(self) -> dict[str, float]:
-        """loss (mean over the global batch), grad_norm, stop and bad_images as numbers. Waits for the device to come to this step."""
+    def read(self) -> StepValues:
+        """Waits for the device to come to this step."""
         if self._event is not None:
             self._event.synchronize()
-        loss, weights, stop, bad_images, grad_norm = self._values.tolist()
-        return {"loss": loss / max(weights, 1.0), "grad_norm": grad_norm, "stop": stop, "bad_images": bad_images}
+        *sums, grad_norm = self._values.tolist()
+        loss = sums[Slot.LOSS_SUM] / max(sums[Slot.ROW_WEIGHTS], 1.0)
+        waits_s = tuple(sums[Slot.WAITS_S :])
+        return StepValues(loss, grad_norm, sums[Slot.STOP], int(sums[Slot.BAD_IMAGES]), waits_s)
 
 
 class TrainStep:
@@ -101,27 +151,45 @@ class TrainStep:
         before = [buffer.clone() for buffer in self.model.buffers()]  # a guest's batch norms would remember the passes
         for _ in range(2):
             self._loss(micro).sum().backward()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients(batch)
         for buffer, value in zip(self.model.buffers(), before, strict=True):
             buffer.copy_(value)
 
-    def __call__(self, batch: Batch, step: int, stop: bool = False) -> StepResult:
-        """The update at `step` with this rank's rows of the global batch. `stop`: this rank has been asked to end."""
+    def __call__(self, batch: Batch, step: int, stop: bool = False, waited_s: float = 0.0) -> StepResult:
+        """The update at `step` with this rank's rows of the global batch, for which it has waited
+        `waited_s`. `stop`: this rank has been asked to end."""
+        return StepResult(*self._values(batch, step, stop, waited_s))
+
+    def _values(self, batch: Batch, step: int, stop: bool, waited_s: float) -> tuple[Tensor, Tensor]:
+        """All that is queued on the device, up to the numbers of the result. Nothing in it waits."""
         torch.manual_seed(int(fold(self.seed, self.world.rank, step, _SEED_DROPOUT) >> 1))
         rows, micro = len(batch.labels), self.micro_batch_size
         global_rows = rows * self.world.size
-        sums = torch.zeros(4, device=self.world.device)
+        sums = torch.zeros(Slot.WAITS_S + self.world.size, device=self.world.device)
         for start in range(0, rows, micro):
             part = batch.rows(start, start + micro).to(self.world.device)
             with nullcontext() if start + micro >= rows else no_sync(self.wrapped):
                 losses = self._loss(part)
                 # DDP averages over the ranks, hence the factor; a row without a readable image has weight 0 and no gradient.
                 ((losses * part.weights).sum() * (self.world.size / global_rows) * self.loss_scale).backward()
-            sums[0] += (losses.detach() * part.weights).sum()
-            sums[1] += part.weights.sum()
-        sums[2], sums[3] = float(stop), float(len(batch.bad_keys))
+            sums[Slot.LOSS_SUM] += (losses.detach() * part.weights).sum()
+            sums[Slot.ROW_WEIGHTS] += part.weights.sum()
+        # As `sums[...] = ...` torch 2.11 would copy them from the host and wait for the device.
+        sums[Slot.STOP].fill_(float(stop))
+        sums[Slot.BAD_IMAGES].fill_(float(len(batch.bad_keys)))
+        sums[Slot.WAITS_S + self.world.rank].fill_(waited_s)
         grad_norm = self._update(step)
-        return StepResult(torch.cat([self.world.sum_(sums), grad_norm[None]]))
+        self._clear_gradients(batch)
+        return self.world.sum_(sums), grad_norm
+
+    def _clear_gradients(self, batch: Batch) -> None:
+        """Make gradients None, or zero where several passes over `batch` add up under DDP.
+
+        Zeros stay in DDP's buckets; without them the passes under `no_sync` would allocate a second
+        set (2.5 GB for H), which the last pass copies in. For a single pass the fill is not worth it.
+        """
+        adds_up = self.wrapped is not self.model and len(batch.labels) > self.micro_batch_size
+        self.optimizer.zero_grad(set_to_none=not adds_up)
 
     def _loss(self, part: Batch) -> Tensor:
         inputs, targets = self.augment(part.images, part.labels, part.table)
@@ -142,7 +210,6 @@ class TrainStep:
         set_lr(self.optimizer, self.lr_at(step))
         self.optimizer.grad_scale, self.optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]  # as GradScaler tells it
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         if self.precision == "fp16":
             self._rescale(found_inf)
         if self.ema is not None:

@@ -42,21 +42,22 @@ from vit.data.order import Order, sample_checksum
 from vit.data.shards import Split, open_split
 from vit.data.stream import NOT_EXACT, StreamBatches
 from vit.data.workers import Loader
-from vit.distributed import StopSignals, World, wrap
+from vit.distributed import World, wrap
 from vit.ema import Ema
 from vit.evaluate import evaluate, save_predictions
+from vit.exit import Interrupted, StopSignals
 from vit.model import count_parameters, create_model, flops_per_image
-from vit.monitor import Monitor
+from vit.monitor import Monitor, collecting_at_log_lines
 from vit.optim import create_optimizer
 from vit.pictures import ClassAccuracy, ConfusedPair
 from vit.plan import Plan, choose_num_classes, make_plan, open_train_split
-from vit.preflight import Preflight, preflight
+from vit.preflight import Preflight, check_disk, preflight
 from vit.progress import Meter
 from vit.record import Record, lock_run, provenance
 from vit.report import make_report
 from vit.schedule import lr_at
-from vit.step import TrainStep
-from vit.weights import Trained, WeightsError, fingerprint, grid_size, load_weights, read_trained, save_weights
+from vit.step import TrainStep, compile_blocks
+from vit.weights import Trained, WeightsError, fingerprint, grid_size, load_weights, other_classes, read_trained, save_weights
 
 MAY_CHANGE = (
     "run.", "log.", "checkpoint.", "eval.", "data.num_workers", "data.prefetch_gib", "data.micro_batch_size", "data.root",
@@ -106,14 +107,41 @@ class Run:
 
 
 def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run:
-    """Make the run of `config`, from its newest checkpoint if its folder has one. Raises ValueError for what a user can get wrong.
+    """Make the run of `config`, from its newest checkpoint if its folder has one.
+
+    Raises ValueError for what a user can get wrong; `vit.exit.Interrupted` where SIGTERM or SIGINT
+    comes meanwhile, also while this rank waits for another.
+    """
+    assert config.run.dir is not None, "load_config names the run folder"
+    folder = Path(config.run.dir)
+    lock: IO[str] | None = None
+    signals = StopSignals()
+    try:
+        # A folder that is not there yet is locked by `_open_record`, which makes it.
+        lock = world.main_first(lambda: lock_run(folder) if world.is_main and folder.is_dir() else None)
+        run = _build(config, world, folder, set(allow_change), signals, lock)
+        signals.remember_only()
+    except BaseException as error:
+        signals.restore()
+        if isinstance(error, Interrupted) and lock is not None:  # as if it had been just saved
+            newest = checkpoints.newest_checkpoint(folder)
+            _mark_stopped(folder, newest[1]["step"] if newest else 0, error.number.name)
+        raise
+    return run
+
+
+def _mark_stopped(folder: Path, step: int, received: str) -> None:
+    """Leave word that the run was asked to stop by the signal `received` and is not finished."""
+    text = json.dumps({"step": step, "signal": received})
+    (folder / "stopped_early").write_text(text + "\n")
+
+
+def _build(config: Config, world: World, folder: Path, allow_change: set[str], signals: StopSignals, lock: IO[str] | None) -> Run:
+    """`build` in its order:
 
     1. data and plan, 2. weights: seeded, or `init.checkpoint`, 3. everything that surrounds them, 4. a checkpoint over all of it.
     `world.main_first`: rank 0 does it, then the others. `world.main_reports`: all do it, and a mistake on any rank ends all, told once.
     """
-    assert config.run.dir is not None, "load_config names the run folder"
-    folder, signals = Path(config.run.dir), StopSignals()
-
     # 1. The cheap checks come first: a mistake should show in a second.
     val_split = world.main_first(lambda: open_split(config.data.root, config.data.val_split, config.data.cache_dir, config.data.cache_gib))
     train_split = world.main_first(lambda: open_train_split(config, val_split))
@@ -133,10 +161,10 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     world.check_same(index_sha256, "training data")
     # What must be the same after a resume.
     facts = {"num_samples": train_split.num_samples, "index_sha256": index_sha256, "num_classes": num_classes}
-    # Before anything there is read; a folder that is not there yet is locked by `_open_record`, which makes it.
-    lock = world.main_first(lambda: lock_run(folder) if world.is_main and folder.is_dir() else None)
-    found = world.main_first(lambda: _find_checkpoint(folder, config, facts, set(allow_change), world))
-    world.check_same(found[0].name if found else "no checkpoint", f"contents of {folder}")
+    found = _find_checkpoint(folder, config, facts, allow_change, world)
+    with world.main_reports():
+        if world.is_main and (found is None or found[1]["step"] < plan.total_steps):
+            checked = check_disk(checked, config, plan, folder, num_classes)
 
     # 2. All ranks draw the same weights.
     with world.main_reports():
@@ -148,6 +176,8 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
                 notes = load_weights(model, trained.weights, trained.grid_size, config.init.reset_head)
             except WeightsError as error:
                 raise WeightsError(f"{trained.path}: {error}{_other_model_settings(trained, config)}") from None
+            if not config.init.reset_head and (note := other_classes(trained, train_split.class_names, num_classes)):
+                notes.append(f"{note}; init.reset_head=true starts the head anew")
             for note in notes:
                 if world.is_main:
                     print(f"{trained.path}: {note}", file=sys.stderr)
@@ -155,10 +185,11 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     model.to(world.device)
 
     # 3. The average copies the model before anything is compiled into it.
-    ema = Ema(model, config.train.ema_decay) if config.train.ema_decay is not None else None
+    ema = None
+    if config.train.ema_decay is not None:
+        ema = Ema(model, config.train.ema_decay, config.train.ema_warmup)
     if config.train.compile:
-        for block in getattr(model, "blocks", [model]):  # block by block: one compilation serves all of them
-            block.compile()
+        compile_blocks(model)
     schedule = partial(lr_at, peak_lr=config.optim.lr, name=config.schedule.name, min_lr=config.schedule.min_lr)
     train_step = TrainStep(
         model,
@@ -176,7 +207,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     )
 
     # 4. In place: DDP and the average keep their tensors.
-    progress = Progress(facts={**facts, "grid_size": grid_size(model)})
+    progress = Progress(facts={**facts, "grid_size": grid_size(model), "class_names": train_split.class_names})
     if found is not None:
         with world.main_reports():
             progress = checkpoints.load_checkpoint(*found, train_step)
@@ -198,9 +229,24 @@ def _other_model_settings(trained: Trained, config: Config) -> str:
 
 
 def _find_checkpoint(folder: Path, config: Config, facts: dict[str, Any], allowed: set[str], world: World) -> tuple[Path, dict] | None:
-    """The checkpoint to go on from. The main rank, which comes first, checks its bytes and that its run was this run."""
-    if not world.is_main:
-        return checkpoints.newest_checkpoint(folder)
+    """The checkpoint to go on from and its info. The main rank looks for it, checks its bytes and
+    that its run was this run, and tells the others, who wait until they see it."""
+
+    def look() -> tuple[str, dict] | None:
+        found = _newest_of_this_run(folder, config, facts, allowed)
+        return None if found is None else (found[0].name, found[1])
+
+    told = world.main_tells(look)
+    if told is None:
+        return None
+    path = folder / "checkpoints" / told[0]
+    with world.main_reports():
+        checkpoints.wait_for_checkpoint(path, told[1])
+    return path, told[1]
+
+
+def _newest_of_this_run(folder: Path, config: Config, facts: dict[str, Any], allowed: set[str]) -> tuple[Path, dict] | None:
+    """The newest whole checkpoint. Raises ValueError if its run was another."""
     found = checkpoints.newest_checkpoint(folder, verify=True, say=lambda text: print(text, file=sys.stderr))
     if found is None:
         return None
@@ -258,10 +304,24 @@ def _open_record(
         record.say(
             f"note: the warm-up takes {plan.warmup_steps} steps, the run has {plan.total_steps}: the peak learning rate is not reached"
         )
+    decay = config.train.ema_decay
+    if decay is not None and not config.train.ema_warmup and config.init.checkpoint is None:
+        share = decay**plan.total_steps
+        if share > 0.01:
+            record.say(
+                f"note: train.ema_decay={decay} over {plan.total_steps} steps leaves {share:.0%} of the"
+                " initial weights in the average: train.ema_warmup=true, or a smaller decay"
+            )
     if progress.restarts:
         record.say(f"resumed at step {progress.step} of {plan.total_steps} from {folder}/checkpoints (restart {progress.restarts})")
-    record.start_wandb({**values, "provenance": made_by})
+    if not _is_done(plan, progress):  # the same command again on a finished run shows nothing new
+        record.start_wandb({**values, "provenance": made_by})
     return record
+
+
+def _is_done(plan: Plan, progress: Progress) -> bool:
+    """Whether nothing is left to train and to evaluate."""
+    return progress.step == plan.total_steps and (not plan.evaluates_at(progress.step) or progress.evaluated_step == progress.step)
 
 
 # --- running it --------------------------------------------------------------------------------------------------------
@@ -273,7 +333,11 @@ def train(run: Run) -> str:
     first_step = progress.step
     workers, prefetch_gib, device = config.data.num_workers, config.data.prefetch_gib, run.world.device
     positions = first_step, plan.total_steps
-    with run, Loader(run.batches, *positions, num_workers=workers, prefetch_gib=prefetch_gib, device=device) as loader:
+    with (
+        run,
+        Loader(run.batches, *positions, num_workers=workers, prefetch_gib=prefetch_gib, device=device) as loader,
+        collecting_at_log_lines(),
+    ):
         monitor = Monitor(config, plan, run.world, progress, run.record, loader, run.train_step.lr_at)
         if run.world.is_main:  # forget an earlier stop; a signal in this attempt writes the file again
             (run.folder / "stopped_early").unlink(missing_ok=True)
@@ -291,12 +355,17 @@ def train(run: Run) -> str:
         run.train_step.model.train()
         trained = _Trained(run, first_step)
         while progress.step < plan.total_steps and not monitor.stop:
+            waited_before_s = loader.effort.wait_s
             batch = next(loader)
+            waited_s = loader.effort.wait_s - waited_before_s
             if progress.step == first_step:
+                waited_s = 0.0  # that was the start of the process
                 run.train_step.settle(batch)
                 monitor.start_clock()
-            # Forward, backward, update: vit/step.py. That a signal came travels with the sums that all ranks exchange.
-            result = run.train_step(batch, progress.step, stop=bool(run.signals.received))
+            # Forward, backward, update: vit/step.py. That a signal came, and how long this rank
+            # waited, travel with the sums that all ranks exchange.
+            stop = bool(run.signals.received)
+            result = run.train_step(batch, progress.step, stop, waited_s)
             for key in batch.bad_keys:
                 print(f"step {progress.step}: {key} could not be decoded and counts nowhere", file=sys.stderr)
             monitor.take(progress.step, result)  # reads the step before this one, and sets monitor.stop
@@ -321,27 +390,33 @@ def train(run: Run) -> str:
 
 
 def _save(run: Run, monitor: Monitor) -> None:
-    """Weights first: a run whose last checkpoint is whole is finished, and nobody would write them again."""
+    """Weights first: a run whose last checkpoint is whole is finished, and nobody would write them
+    again. The other ranks wait, and end with the main rank where it cannot write."""
     run.record.progress(run.progress.step, f"step {run.progress.step}: saving")
     run.progress.elapsed_s = monitor.elapsed_s()
+    values = config_io.to_dict(run.config)
+    keep_last = run.config.checkpoint.keep_last
     with run.world.main_reports():
         _write_weights(run, "last")
-    values = config_io.to_dict(run.config)
-    folder = checkpoints.save_checkpoint(run.folder, run.train_step, run.progress, values, run.world, run.config.checkpoint.keep_last)
+        folder = checkpoints.save_checkpoint(run.folder, run.train_step, run.progress, values, run.world, keep_last)
     run.record.write("checkpoint", run.progress.step, folder=folder.name)
 
 
 def _finish(run: Run, monitor: Monitor) -> str:
     """Tell how it ended, in the folder, in the record and to people."""
-    step, marker = run.progress.step, run.folder / "stopped_early"
-    to_do = step < run.plan.total_steps or (run.plan.evaluates_at(step) and run.progress.evaluated_step < step)
-    outcome = "stopped" if monitor.stop and to_do else "finished"
+    step = run.progress.step
+    outcome = "stopped" if monitor.stop and not _is_done(run.plan, run.progress) else "finished"
     if run.world.is_main:
         if outcome == "stopped":
-            marker.write_text(json.dumps({"step": step, "signal": run.signals.received}) + "\n")
+            _mark_stopped(run.folder, step, run.signals.received)
             run.record.say(f"stopped at step {step} of {run.plan.total_steps}, saved; the same command goes on from here")
         else:
-            marker.unlink(missing_ok=True)
+            (run.folder / "stopped_early").unlink(missing_ok=True)
+            if run.progress.evaluated_step < 0:
+                run.record.say(
+                    f"not evaluated: the run has {step} steps, and an evaluation comes each {run.plan.eval_every_steps} (eval.every_steps, "
+                    f"eval.every_epochs); python launch/eval.py {run.folder} evaluates its weights"
+                )
         run.record.write("end", step, outcome=outcome, elapsed_s=round(monitor.elapsed_s(), 1))
         if outcome == "finished" and run.config.log.report:
             _report(run)
@@ -372,23 +447,30 @@ class _Trained:
         self._is_exact = isinstance(run.batches, TrainBatches)
 
     def add(self, batch: Batch) -> None:
-        """This rank's rows of the next batch. The main rank looks up the plan now, while a GPU computes, and not for all of an epoch at
-        its end."""
+        """This rank's rows of the next batch, and what the plan says they are: each rank looks up its
+        own, while a GPU computes, and not for all of an epoch at its end."""
         self._seen = (self._seen + sample_checksum(batch.ids.numpy())) % 2**64
-        if self._is_exact and self._run.world.is_main:
-            self._planned = (self._planned + sample_checksum(self._run.order.batch(self._next))) % 2**64
+        if self._is_exact:
+            rows = len(batch.ids)
+            first = self._run.world.rank * rows
+            planned = self._run.order.rows(self._next, first, first + rows)
+            self._planned = (self._planned + sample_checksum(planned)) % 2**64
         self._next += 1
 
     def check(self) -> None:
-        """Compare and record what was added since the last time. All ranks come here. Raises RuntimeError if it is not the plan's."""
+        """Compare and record what was added since the last time. All ranks come here. Raises
+        RuntimeError on a rank whose rows were not the plan's, AlreadyReported on the others."""
         if self._first == self._next:
             return
         run, first, last = self._run, self._first, self._next - 1
+        with run.world.main_reports():
+            if self._is_exact and self._seen != self._planned:
+                differ = f"sample checksum {self._seen:016x}, planned {self._planned:016x}"
+                raise RuntimeError(
+                    f"batches {first} to {last}, rows of rank {run.world.rank}: {differ}: a bug in the loader, please report it"
+                )
         signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
         seen = int(run.world.sum_(torch.tensor(signed, dtype=torch.int64, device=run.world.device))) % 2**64
-        if self._is_exact and run.world.is_main and seen != self._planned:
-            differ = f"sample checksum {seen:016x}, planned {self._planned:016x}"
-            raise RuntimeError(f"batches {first} to {last}: {differ}: a bug in the loader, please report it")
         numbers = {"first_batch": first, "last_batch": last, "exact": self._is_exact, "sample_checksum": f"{seen:016x}"}
         dropped = run.plan.dropped_per_epoch if self._next % run.plan.steps_per_epoch == 0 else 0
         run.record.write("epoch", run.progress.step, epoch=self._next / run.plan.steps_per_epoch, **numbers, samples_dropped=dropped)
@@ -435,8 +517,7 @@ def _evaluate(run: Run) -> bool:
     parts = [f"{'' if name == 'model' else name + ' '}{result.accuracy}" for name, result in results.items()]
     record.say(f"step {progress.step}: {'; '.join(parts)} on {run.val_split.num_samples} images of {config.data.val_split!r}")
     progress.evaluated_step = progress.step
-    best = max(result.accuracy.top1 for result in results.values())
-    is_best, progress.best_top1 = best > progress.best_top1, max(best, progress.best_top1)
+    is_best = progress.take_best(*((result.accuracy.top1, result.accuracy.loss) for result in results.values()))
     with run.world.main_reports():
         if run.world.is_main:
             save_predictions(run.folder, results.get("ema", results["model"]), run.val_split, progress.step)

@@ -2,7 +2,7 @@
 
 The data's story:
 
-1. A file, `.safetensors` or torch's `.pth`/`.pt`/`.bin`, is opened without running any code that it may hold       read_state_dict
+1. A file, `.safetensors` or torch's, is opened without running any code that it may hold                           read_state_dict
 2. Its containers (`model`, `state_dict`) and the prefixes of wrappers (`module.`, `_orig_mod.`) are taken off       read_state_dict
 3. Position embeddings are resampled to the model's grid, and the head is dropped if the classes are others          load_weights
 4. Everything else must fit exactly: a key too many or too few is an error, never a warning                          load_weights
@@ -22,7 +22,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from torch import Tensor, nn
 
 CONTAINERS = ("state_dict", "model", "model_ema")
 """Keys under which training programs keep the weights (timm; DeiT and MAE), the first of them wins."""
+TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".pth.tar")
+"""Of files that torch.save writes; the last are timm's training's, which are no tars."""
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 """What weights are called in a folder of the Hugging Face hub."""
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -96,10 +98,10 @@ def read_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], di
                 content, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not iterable)
         except SafetensorError as error:
             raise WeightsError(f"{path} is cut short or no safetensors file ({error}): copy it again") from error
-    elif path.suffix in (".pth", ".pt", ".bin"):
+    elif path.name.endswith(TORCH_SUFFIXES):
         content = _torch_load(path)
     else:
-        raise WeightsError(f"{path} has the suffix {path.suffix!r}: expected .safetensors, .pth, .pt or .bin")
+        raise WeightsError(f"{path} has the suffix {path.suffix!r}: expected .safetensors, {', '.join(TORCH_SUFFIXES)}")
 
     while container := next((name for name in CONTAINERS if isinstance(content, dict) and isinstance(content.get(name), dict)), None):
         content = content[container]
@@ -229,6 +231,8 @@ class Trained:
     num_classes: int | None = None
     grid_size: tuple[int, int] | None = None
     step: int | None = None
+    class_names: list[str] | None = None
+    """Name of each class it was trained on; [] if those had none, None for weights of somebody else's."""
 
 
 def find_trained(path: str | os.PathLike[str]) -> Path:
@@ -269,6 +273,7 @@ def read_trained(path: str | os.PathLike[str]) -> Trained:
         num_classes=int(metadata["num_classes"]),
         grid_size=_pair(json.loads(metadata["grid_size"])),
         step=int(metadata["step"]),
+        class_names=json.loads(metadata.get("class_names", "[]")),
     )
 
 
@@ -284,7 +289,36 @@ def _from_checkpoint(folder: Path) -> Trained:
     averaged = any(name.startswith("ema.") for name in tensors)
     prefix = "ema." if averaged else "model."
     weights = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    return Trained(folder, weights, averaged, config, facts["num_classes"], _pair(facts["grid_size"]), step)
+    names = facts.get("class_names", [])  # younger than the first checkpoints
+    return Trained(folder, weights, averaged, config, facts["num_classes"], _pair(facts["grid_size"]), step, names)
+
+
+def other_classes(trained: Trained, names: Sequence[str], num_classes: int) -> str:
+    """How the classes of data (`names` of labels 0, 1, ..., [] if unknown) differ from those that `trained` knows, or "".
+
+    Labels are numbers, so nothing else would tell that an accuracy on other classes means nothing.
+    """
+    if trained.class_names is None or trained.num_classes is None:
+        return ""
+    known = trained.class_names
+    counts = "" if num_classes == trained.num_classes else f"{num_classes:,} classes in the data, {trained.num_classes:,} in the model"
+    if not known or not names:
+        return counts and f"{counts}, and no names to compare them by: labels are compared by number"
+    differing = [number for number, name in enumerate(names) if [name] != known[number : number + 1]]
+    if not differing:
+        return f"{len(names):,} classes in the data, the first of the model's {len(known):,}" if len(names) < len(known) else ""
+    shown = [
+        f"label {n} is {names[n]!r} in the data, {repr(known[n]) if n < len(known) else 'nothing'} in the model" for n in differing[:3]
+    ]
+    agree = f"{len(names) - len(differing):,} of {len(names):,} names agree" + (f"; {counts}" if counts else "")
+    if sorted(known) == sorted(names):
+        meaning = "they are in another order, so the accuracy means nothing: write the shards anew"
+    elif len(differing) < len(names):
+        meaning = "the accuracy counts these labels as the model's"
+    else:
+        meaning = "the accuracy means nothing" + ("" if counts else ", unless only the names are others")
+    more = f" and {len(differing) - 3:,} more" if len(differing) > 3 else ""
+    return f"the data's classes are not the model's: {', '.join(shown)}{more} ({agree}): {meaning}"
 
 
 def _pair(grid: list[int] | None) -> tuple[int, int] | None:

@@ -291,4 +291,4 @@ def test_scan_refuses_what_pillow_refuses(tmp_path):
     with pytest.raises(ShardError) as error:
         scan_tar(tmp_path / "train-0.tar")
     for key in images:
-        assert f"cannot read the size of '{key}.jpg'" in str(error.value)
+        assert f"an image whose size cannot be read, '{key}.jpg'" in str(error.value)

@@ -123,6 +123,18 @@ def test_long_and_foreign_names(tmp_path, format):
     assert split.class_names == []
 
 
+def test_a_split_is_a_sequence_of_images_and_labels_to_look_at(root):
+    split = open_split(root, "train")
+    assert len(split) == split.num_samples == 15
+    image, label = split[3]
+    expected = Image.open(io.BytesIO(split.read(3))).convert("RGB")
+    assert (image.mode, image.tobytes(), label) == ("RGB", expected.tobytes(), int(split.index["label"][3]))
+    assert split[-1][1] == int(split.index["label"][14])
+    with pytest.raises(IndexError):
+        split[15]
+    assert len(list(split)) == 15
+
+
 def test_travels_to_workers_by_pickle_fork_and_threads(root):
     split = open_split(root, "train")
     expected = [split.read(i) for i in range(15)]
@@ -203,12 +215,12 @@ def test_damage_inside_is_told(tmp_path):
         (pair("a", 1)[:1], "'a' has no .cls"),
         (pair("a", 1)[1:], "'a' has no images .*expected one of jpg, jpeg, png, webp"),
         (pair("a", 1, ext="bmp"), r"'a' has no images \(its members: bmp, cls\)"),
-        (pair("a", 1, label="cat"), "label of sample 'a' is b'cat'; expected an integer"),
+        (pair("a", 1, label="cat"), "sample 'a' has the label 'cat'; expected an integer.*try --classes names.txt"),
         (pair("a", 1, label="1.0"), "expected an integer"),
         (pair("a", 1) + pair("a", 2), "two samples have this key"),
-        ([("a.jpg", b"not a jpeg"), ("a.cls", b"1")], "cannot read the size of 'a.jpg'"),
+        ([("a.jpg", b"not a jpeg"), ("a.cls", b"1")], "size cannot be read, 'a.jpg'"),
         ([("README", b"hello")], "holds no samples"),
-        (pair("a", 1)[:1] + pair("b", 1, label="x"), "'a' has no .cls.*label of sample 'b'"),
+        (pair("a", 1)[:1] + pair("b", 1, label="x"), "'a' has no .cls.*sample 'b' has the label 'x'"),
     ],
 )
 def test_samples_at_fault_are_named(tmp_path, members, message):

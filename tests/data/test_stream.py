@@ -121,8 +121,8 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
         ("pipe:cat {folder}/empty.tar", "empty.tar: no samples came, expected tars of <key>.jpg and <key>.cls"),
         ("{folder}/nowhere.tar", "nowhere.tar: the stream broke .*No such file"),
         ("http://127.0.0.1:9/train.tar", "http://127.0.0.1:9/train.tar: the stream broke"),
-        ("{folder}/unlabelled.tar", "unlabelled.tar: sample 'a' has jpg; expected an image .* and a .cls"),
-        ("{folder}/labels.tar", "labels.tar: sample 'a': label '7'; expected 0 to 2"),
+        ("{folder}/unlabelled.tar", r"unlabelled.tar: sample 'a' has no .cls with the label .* Found .jpg \(1\), as in a.jpg"),
+        ("{folder}/labels.tar", "labels.tar: sample 'a': label 7; expected 0 to 2"),
         ("{folder}/broken.tar", "image 'a' of the stream: .*; data.on_bad_image=skip trains without it"),
     ],
 )  # fmt: skip

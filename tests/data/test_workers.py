@@ -26,7 +26,7 @@ from vit.data.loader import Batch, ImageFormat, Layout, TrainBatches
 from vit.data.order import make_order
 from vit.data.shards import open_split
 from vit.data.slots import PART_ROWS, Slots, plan_ring
-from vit.data.workers import Loader, WorkerError
+from vit.data.workers import Loader, WorkerError, page_lock
 
 
 class Numbered:
@@ -64,6 +64,7 @@ def test_batches_come_whole_and_in_order(workers):
     batches = Numbered()
     with Loader(batches, 7, 60, num_workers=workers) as loader:
         for position, batch in enumerate(loader, 7):
+            assert len(loader) == 53, "as of torch's DataLoader, it does not shrink"
             batches.check(position, batch)
             firsts = range(0, 300, PART_ROWS if workers else 300)
             assert batch.bad_keys == tuple(f"key{position}-{first}" for first in firsts), "in the order of rows"
@@ -354,3 +355,10 @@ def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
     pids, saved = output.splitlines()
     assert saved == "saved"
     wait_until_gone([int(pid) for pid in pids.split()])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's runtime locks the memory")
+def test_memory_that_the_cuda_runtime_does_not_lock_is_no_reason_to_stop(capsys):
+    """gVisor, WSL and some virtual machines refuse it; so does a machine without a driver."""
+    assert page_lock(torch.zeros(4096, dtype=torch.uint8)) is False
+    assert "note: memory of batches is not page-locked here (" in capsys.readouterr().err

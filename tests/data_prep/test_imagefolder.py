@@ -198,9 +198,77 @@ def test_a_val_folder_and_a_fraction_contradict(tmp_path, capsys):
 def test_an_unreadable_image_is_named_with_its_path(flat, tmp_path, capsys):
     bad = flat / "ape" / "3.jpg"
     bad.write_bytes(bad.read_bytes()[:-20])
-    assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
-    assert "ape_3 (flat, ape/3.jpg): " in capsys.readouterr().err
+    assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1", "--max-unreadable", "0"]) == 2
+    assert "1 images cannot be read, more than the 0 that --max-unreadable 0.0 allows" in (error := capsys.readouterr().err)
+    assert "ape_3 (flat, ape/3.jpg): " in error
     assert not (tmp_path / "out" / "_info.json").exists()
+
+
+def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_told(flat, tmp_path, capsys):
+    """51 images: 5 may be broken, which is more than the usual hundredth; 7 may with the value that the refusal names."""
+    out = tmp_path / "out"
+    for n in range(5):
+        (flat / "ape" / f"{n}.jpg").write_bytes(b"broken")
+    assert main([str(flat), "--out", str(out), "--workers", "1", "--num-shards", "4"]) == 0
+    assert "left out: 5 unreadable images" in capsys.readouterr().out
+    for n in (5, 6):
+        (flat / "zebra" / f"{n}.jpg").write_bytes(b"broken")
+    out = tmp_path / "other"
+    assert main([str(flat), "--out", str(out), "--workers", "1", "--num-shards", "4"]) == 2
+    error = capsys.readouterr().err
+    assert "error: 7 images cannot be read, more than the 5 that --max-unreadable 0.01 allows. Mend or replace them, or" in error
+    value = re.search(r"allow more \(--max-unreadable ([\d.]+)\)", error)[1]
+    assert main([str(flat), "--out", str(out), "--workers", "1", "--num-shards", "4", "--max-unreadable", value]) == 0
+    assert "left out: 7 unreadable images" in capsys.readouterr().out
+
+
+def test_what_is_not_read_or_asks_to_be_turned_is_told(tmp_path, capsys):
+    """A phone's folder: HEIC is passed over and counted, AVIF is read, EXIF orientations are counted; classes are called 9 and 10."""
+    folder = tmp_path / "phone"
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for name in ("9", "10"):
+        for n in range(4):
+            add(folder / name / f"{n}.jpg", n)
+        for n in range(4, 7):
+            Image.open(folder / name / "0.jpg").save(folder / name / f"{n}.jpg", exif=turned)
+        for other in ("a.HEIC", "b.heic", "c.cr2", "Thumbs.db", ".DS_Store", "notes.txt"):
+            (folder / name / other).write_bytes(b"x")
+        Image.new("RGB", (12, 10)).save(folder / name / "d.avif")
+        Image.open(folder / name / "0.jpg").save(folder / name / "e.jfif", "JPEG")
+    assert main([str(folder), "--out", str(tmp_path / "out"), "--workers", "1", "--num-shards", "2"]) == 0
+    told = [
+        "the classes' names are numbers and are sorted as text: label 0 is class 10, not 9",
+        "6 files not read as images: 2 .HEIC, 2 .cr2, 2 .heic; convert them to JPEG, with ImageMagick, say, in their folder: "
+        "find . -iname '*.heic' -exec magick mogrify -format jpg {} +",
+        "6 of 18 images ask to be turned (EXIF orientation): --apply-exif turns them (published numbers do not)",
+    ]
+    printed = capsys.readouterr().out
+    card = (tmp_path / "out" / "dataset.md").read_text().replace("\\", "")
+    for line in told:
+        assert f"{line}\n" in printed
+        assert line in card
+    assert "Thumbs" not in printed
+    assert json.loads((tmp_path / "out" / "_info.json").read_text())["asks_to_be_turned"] == 6
+    assert main([str(folder), "--out", str(tmp_path / "upright"), "--workers", "1", "--num-shards", "2", "--apply-exif"]) == 0
+    assert "ask to be turned" not in capsys.readouterr().out
+    assert "asks_to_be_turned" not in (tmp_path / "upright" / "_info.json").read_text()
+
+
+def test_avif_where_pillow_cannot_read_it_is_an_error(flat, tmp_path, capsys, monkeypatch):
+    """Elsewhere the same folder would give other shards."""
+    (flat / "ape" / "x.avif").write_bytes(b"x")
+    monkeypatch.setattr("data_prep.imagefolder.features.check", lambda feature: False)
+    assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
+    assert "ape/x.avif: an AVIF image, and this Pillow (" in (error := capsys.readouterr().err)
+    assert "cannot read AVIF: pip install --upgrade 'pillow>=11.3'" in error
+
+
+def test_a_class_of_other_images_only_is_told(flat, tmp_path, capsys):
+    (flat / "phone").mkdir()
+    (flat / "phone" / "1.heic").write_bytes(b"x")
+    assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
+    assert "classes without images: phone (1 file not read as images: 1 .heic; convert them to JPEG" in capsys.readouterr().err
 
 
 def test_runs_without_torch(flat, tmp_path):

@@ -83,7 +83,7 @@ def test_ordinary_jpegs_pass_untouched(data, check):
 @pytest.mark.parametrize("policy", [ImagePolicy(apply_exif=True), ImagePolicy(resize_short_side=64), ImagePolicy(resize_short_side=500)])
 def test_what_needs_no_change_stays_untouched_under_any_policy(policy):
     data = encode(picture(97, 64))
-    assert prepare(data, policy) == (data, 97, 64, None)
+    assert prepare(data, policy)[:4] == (data, 97, 64, None)
 
 
 # --- converted ------------------------------------------------------------------------------------------------------------------------
@@ -186,6 +186,18 @@ def test_what_is_encoded_anew_for_another_reason_keeps_its_orientation_mark():
         assert (prepared.width, prepared.height) == (48, 32)
 
 
+@pytest.mark.parametrize("orientation", [0, *range(1, 9), 9])
+def test_what_asks_to_be_turned_is_known(orientation):
+    """Pillow's exif_transpose is the oracle: it turns these images, and nothing else. 0 and 9 are no orientations."""
+    for form in ("JPEG", "PNG", "WEBP"):
+        data = encode(picture(), form, exif=oriented(orientation))
+        asks = np.asarray(ImageOps.exif_transpose(opened(data))).tobytes() != np.asarray(opened(data)).tobytes()
+        for policy in (DECODE, HEADERS, ImagePolicy(resize_short_side=32)):
+            assert prepare(data, policy).asks_to_be_turned == asks, (form, policy)
+        assert not prepare(data, ImagePolicy(apply_exif=True)).asks_to_be_turned
+    assert not prepare(encode(picture()), DECODE).asks_to_be_turned
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("size", [(97, 64), (64, 97), (80, 80), (300, 41)], ids=str)
 def test_resize_is_torchvisions(size, mode):
@@ -219,7 +231,7 @@ def test_large_images_are_reduced_by_the_decoder_and_no_one_can_see_it():
 def test_several_changes_are_all_named():
     policy = ImagePolicy(apply_exif=True, resize_short_side=32)
     prepared = prepare(encode(picture(mode="CMYK"), exif=oriented(8)), policy)
-    assert prepared[1:] == (32, 48, "CMYK JPEG, resized, EXIF orientation 8 applied")
+    assert prepared[1:4] == (32, 48, "CMYK JPEG, resized, EXIF orientation 8 applied")
 
 
 # --- damaged --------------------------------------------------------------------------------------------------------------------------
@@ -296,8 +308,8 @@ def test_headers_alone_do_not_show_damaged_image_data():
 
 def test_doubtful_images_are_named_when_they_are_encoded_anew_too():
     data = UNTOUCHED["plain"][:20] + b"stray" + UNTOUCHED["plain"][20:]
-    assert prepare(data, DECODE) == (data, 97, 64, REFUSED_BY_STRICT)
-    assert prepare(data, ImagePolicy(resize_short_side=32))[1:] == (48, 32, f"{REFUSED_BY_STRICT}, resized")
+    assert prepare(data, DECODE)[:4] == (data, 97, 64, REFUSED_BY_STRICT)
+    assert prepare(data, ImagePolicy(resize_short_side=32))[1:4] == (48, 32, f"{REFUSED_BY_STRICT}, resized")
 
 
 def jpeg_of(width: int, height: int, components: int = 3, precision: int = 8) -> bytes:
@@ -347,7 +359,7 @@ def test_the_reason_is_told(data, reason, check):
 
 
 def test_a_long_png_fits_once_it_is_resized():
-    assert prepare(png_of(65_536, 2), ImagePolicy(resize_short_side=1))[1:] == (32_768, 1, "PNG (L), resized")
+    assert prepare(png_of(65_536, 2), ImagePolicy(resize_short_side=1))[1:4] == (32_768, 1, "PNG (L), resized")
 
 
 @settings(deadline=None, max_examples=200)

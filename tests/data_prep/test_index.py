@@ -145,8 +145,9 @@ def test_shards_without_labels(tmp_path, capsys):
             tar.write({"__key__": f"{n:09d}", "jpg": jpeg(n), "json": {"caption": "a cat"}, "txt": "a cat"})
     assert main([str(tmp_path), "--split", "train", "--workers", "1"]) == 2
     error = capsys.readouterr().err
-    assert "00000.tar: sample '000000000' has no .cls (its members: jpg, json, txt)" in error
-    assert "A member <key>.cls holds the label, the class index in ASCII. img2dataset writes captions and no labels" in error
+    assert "00000.tar: sample '000000000' has no .cls with the label (its members: jpg, json, txt), like all 8 samples" in error
+    assert "Found .jpg (8), .json (8, with fields caption), .txt (8), as in 000000000.jpg, 000000000.json, 000000000.txt: nothing" in error
+    assert "Images without labels, as img2dataset's with captions, can be sorted into class folders" in error
 
 
 @pytest.mark.parametrize(
@@ -217,10 +218,10 @@ def without(info: dict, *keys: str) -> dict:
 
 
 def assert_indexed_as_if_local(out: Path, foreign: Path, url: str) -> None:
-    """`out` holds all that indexing the shards where they lie gives, and no tar; with the tars it is a data set."""
+    """`out` holds all that indexing the shards where they lie gives, but no tar and no README of tars; with the tars it is a data set."""
     assert main([str(foreign), "--workers", "1"]) == 0
     local, remote = contents(foreign), contents(out)
-    assert remote.keys() == {name for name in local if not name.endswith(".tar")}
+    assert remote.keys() == {name for name in local if not name.endswith((".tar", ".md"))}
     for name in remote.keys() & {name for name in local if name.endswith((".idx", ".npy"))}:
         assert remote[name] == local[name]
     for name in (name for name in remote if name.endswith(".json")):

@@ -148,11 +148,12 @@ def _(place):
 @scenario("too many unreadable images: whole shards stay; mended, the same command continues", begun=True)
 def _(place):
     folder = images(place)
-    for name in ("cat/3.jpg", "dog/5.jpg"):
+    names = [f"{name}/{number}.jpg" for name in ("cat", "dog") for number in (3, 5, 8)]
+    for name in names:
         shutil.move(folder / name, place.folder / name.replace("/", "_"))
         (folder / name).write_bytes(b"no image")
     place.prepare("imagefolder", folder, "--num-shards", 2)
-    for name in ("cat/3.jpg", "dog/5.jpg"):
+    for name in names:
         shutil.move(place.folder / name.replace("/", "_"), folder / name)
     place.continues()
 
@@ -262,6 +263,31 @@ def _(place):
 @scenario("samples without a label")
 def _(place):
     place.run("index", shards_in(place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.txt": b"a cat"}))
+
+
+@scenario("image and label under other names")
+def _(place):
+    image = jpeg(np.zeros((8, 8, 3), np.uint8))
+    place.run("index", shards_in(place, members={"a.image.jpg": image, "a.json": b'{"label": 3}'}), "--workers", 1)
+
+
+@scenario("labels that are names")
+def _(place):
+    place.run("index", shards_in(place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.cls": b"cat"}), "--workers", 1)
+
+
+@scenario("labels beyond the class names", begun=True)
+def _(place):
+    (place.folder / "names.txt").write_text("cat\ndog\n")
+    folder = shards_in(place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.cls": b"3"})
+    place.out = folder
+    place.run("index", folder, "--classes", place.folder / "names.txt", "--workers", 1)
+
+
+@scenario("an index of other members than before")
+def _(place):
+    place.run("index", shards_in(place), "--workers", 1)
+    place.run("index", place.folder / "shards", "--label", "json:label", "--workers", 1)
 
 
 @scenario("a shard to index is cut off")

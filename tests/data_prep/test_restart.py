@@ -317,7 +317,7 @@ def test_policy(check: str):
     assert (prepared.width, prepared.height) == (200, 120)
     check_same_image(prepared.data, original)
     progressive = prepare(encode(200, 120, progressive=True), policy)
-    assert progressive == (encode(200, 120, progressive=True), 200, 120, "without restart markers: progressive")
+    assert progressive[:4] == (encode(200, 120, progressive=True), 200, 120, "without restart markers: progressive")
 
 
 @NEEDS_A_WAY

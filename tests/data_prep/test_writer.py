@@ -368,12 +368,13 @@ def test_unreadable_images_are_left_out_and_listed(tmp_path, capsys):
 
 def test_too_many_unreadable_images_stop_it_until_they_are_mended(written, tmp_path):
     root = tmp_path / "root"
-    with pytest.raises(PrepError, match=r"[12] images cannot be read, more than --max-unreadable 0.01 of all allows[^\0]*train_"):
-        write(damaged(tmp_path), root, FOUR)
+    strict = replace(FOUR, max_unreadable=0)
+    with pytest.raises(PrepError, match=r"[12] images cannot be read, more than the 0 that --max-unreadable 0 allows[^\0]*train_"):
+        write(damaged(tmp_path), root, strict)
     assert not (root / "_info.json").exists()
     for tar in root.glob("*.tar"):
         scan_tar(tar)
-    write(source_of(tmp_path, small_splits()), root, FOUR)  # the same command, once they are mended
+    write(source_of(tmp_path, small_splits()), root, strict)  # the same command, once they are mended
     assert digest(root) == digest(written)
 
 

@@ -112,6 +112,24 @@ def test_after_an_accident_it_goes_on_in_the_same_job_of_one_node(cluster, shard
     assert final_state(run_dir, STEPS) == whole
 
 
+def test_where_one_node_fails_the_step_ends_on_the_other_which_stands_still(cluster, shards, tmp_path, whole):
+    """As GPUs do that wait for a dead one; here the rank is stopped. SRUN_ARGS come to srun."""
+    config = write_config(tmp_path, shards, steps=STEPS)
+    arguments = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *OFTEN)
+    job = cluster.submit(tmp_path / "log", *TWO_NODES, "slurm/train.sh", *arguments, SRUN_ARGS="--label")
+    wait_for_step(job, tmp_path / "run", 60)
+    still, other = trainers(tmp_path / "run")
+    os.kill(still, signal.SIGSTOP)
+    os.kill(other, signal.SIGKILL)
+    facts = job.wait()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log
+    assert starts(tmp_path / "run")[1] % 50 == 0
+    assert "starting again from there" in job.log
+    assert final_state(tmp_path / "run", STEPS) == whole
+    assert re.search(r"^[01]: disk: ", job.log, re.MULTILINE), "srun --label numbers the lines"
+    assert "OMP_NUM_THREADS" not in job.log
+
+
 def trainers(run_dir: Path) -> list[int]:
     """Process ids of the ranks that train in `run_dir`: of the launchers' and srun's command lines theirs is the one without torchrun."""
     found = []

@@ -52,6 +52,10 @@ class Batch:
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("images", "labels", "weights")}
         return replace(self, **moved)
 
+    def pin_memory(self) -> Batch:
+        """A copy in page-locked memory, from which copies to a GPU do not make the host wait."""
+        return replace(self, **{f.name: getattr(self, f.name).pin_memory() for f in fields(self) if f.name != "bad_keys"})
+
     def clone(self) -> Batch:
         """The same in memory of its own."""
         return replace(self, **{f.name: getattr(self, f.name).clone() for f in fields(self) if f.name != "bad_keys"})

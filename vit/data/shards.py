@@ -24,17 +24,22 @@ import logging
 import os
 import tarfile
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vit.data.block_cache import BlockCache
 from vit.data.files import ShardError, read_json, replacing, unreadable, write_json
+from vit.data.members import SampleLayout, recorded_layout
 from vit.data.remote import RemoteFolder, Version, local_path
 from vit.data.storage import LocalTars, RemoteTars
-from vit.data.tar import INDEX_DTYPE, KEY_AND_EXT, TAR_BLOCK, index_rows, scan_tar, size_said_by
+from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, TAR_BLOCK, index_rows, scan_tar, size_said_by
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 FORMAT_VERSION = 1
 log = logging.getLogger(__name__)
@@ -151,11 +156,14 @@ def write_index(root: Path, split: str, rows_by_shard: Iterable[np.ndarray]) -> 
 def build_index(root: Path | str, split: str, filenames: list[str] | None = None) -> np.ndarray:
     """Scan the tars of a split, write `<root>/<split>.index.npy` and return it: (num_samples,) INDEX_DTYPE.
 
-    filenames: the shards in order; by default those in `_info.json`. Raises ShardError like `scan_tar`.
+    Image and label are where `recorded_layout` says. filenames: the shards in order; by default those in `_info.json`. Raises ShardError
+    like `scan_tar`.
     """
     root = Path(root)
-    names = read_info(root)["splits"][split]["filenames"] if filenames is None else filenames
-    return write_index(root, split, (index_rows(scan_tar(root / name)) for name in names))
+    info = read_info(root) if filenames is None or (root / "_info.json").exists() else {}
+    names = info["splits"][split]["filenames"] if filenames is None else filenames
+    layout = recorded_layout(info, root / names[0])
+    return write_index(root, split, (index_rows(scan_tar(root / name, layout)) for name in names))
 
 
 def _load_index(
@@ -286,10 +294,25 @@ class Split:
         num_classes: int,
         class_names: list[str],
         tars: RemoteTars | None = None,
+        layout: SampleLayout = DEFAULT_LAYOUT,
     ):
         self.root, self.name, self.filenames, self.index = root, name, filenames, index
+        self._layout = layout
         self.num_samples, self.num_classes, self.class_names = len(index), num_classes, class_names
         self.tars = tars or LocalTars(Path(root), filenames)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, i: int) -> tuple[Image.Image, int]:
+        """Sample `i` to look at, from the end if negative, as torchvision's data sets give it: the whole image in RGB, and its label.
+
+        Training reads windows of images instead (`vit.data.loader`). Raises IndexError, and ShardError as `read`.
+        """
+        from PIL import Image
+
+        i = range(self.num_samples)[i]
+        return Image.open(io.BytesIO(self.read(i))).convert("RGB"), int(self.index[i]["label"])
 
     def read(self, i: int) -> bytes:
         """Encoded image bytes of sample `i` (0 <= i < num_samples), as stored.
@@ -343,8 +366,8 @@ class Split:
                     name = member.name
                     if member.offset_data == offset - start:  # its data are not in these bytes
                         break
-        named = KEY_AND_EXT.fullmatch(name)
-        return named[1] if named else name
+        cut = self._layout.cut(name)
+        return cut[0] if cut else name
 
     def close(self) -> None:
         """Close the shards' file descriptors; the next read opens them again."""
@@ -428,4 +451,5 @@ def open_split(root: Path | str, split: str, cache_dir: Path | str | None = None
         )
     if problems:
         raise ShardError("\n".join(problems))
-    return Split(home or shown, split, filenames, index, num_classes, class_names, tars)
+    layout = replace(recorded_layout(info, home and home / filenames[0]), class_names=())  # a split travels to workers
+    return Split(home or shown, split, filenames, index, num_classes, class_names, tars, layout)

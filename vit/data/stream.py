@@ -19,7 +19,6 @@ import logging
 import multiprocessing
 import os
 import random
-import re
 import shlex
 import tarfile
 import time
@@ -36,9 +35,10 @@ from vit.data.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, 
 from vit.data.files import ShardError
 from vit.data.jpeg import read_header
 from vit.data.loader import Batch, ImageFormat, Layout, write_rows
+from vit.data.members import META, SETTINGS, SampleLayout, Unfit, describe
 from vit.data.order import Order, fold, hash64
 from vit.data.remote import PAUSES_S
-from vit.data.tar import IMAGE_EXTENSIONS, INDEX_DTYPE
+from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE
 
 SHUFFLE_SAMPLES, SHUFFLE_BYTES = 1000, 64 << 20
 """Encoded samples that a worker shuffles among, at most."""
@@ -60,6 +60,8 @@ class Stream:
     """In an epoch, as somebody said."""
     num_classes: int
     class_names: list[str]
+    layout: SampleLayout = DEFAULT_LAYOUT
+    """Where image and label of a sample are."""
 
     @property
     def index(self) -> np.ndarray:
@@ -67,7 +69,7 @@ class Stream:
         return np.empty(0, INDEX_DTYPE)
 
 
-def open_stream(shards: str, num_samples: int, num_classes: int, class_names: list[str]) -> Stream:
+def open_stream(shards: str, num_samples: int, num_classes: int, class_names: list[str], layout: SampleLayout = DEFAULT_LAYOUT) -> Stream:
     """The stream of `shards`: URLs, files and `pipe:` commands with webdataset's braces, several joined by `::`. Nothing is opened.
 
     Raises ShardError if webdataset is not installed, or the braces are wrong.
@@ -80,7 +82,7 @@ def open_stream(shards: str, num_samples: int, num_classes: int, class_names: li
         urls = [url for part in shards.split("::") for url in braceexpand(part)]
     except ValueError as error:  # its UnbalancedBracesError
         raise ShardError(f"data.stream={shards}: {error}; expected braces as in train-{{0000..0099}}.tar") from error
-    return Stream(urls, num_samples, num_classes, class_names)
+    return Stream(urls, num_samples, num_classes, class_names, layout)
 
 
 class _Sample(NamedTuple):
@@ -172,7 +174,7 @@ class StreamBatches:
             urls, seen, own = self.split.filenames, 0, 0
             shuffled = [urls[i] for i in np.argsort(fold(self.order.seed, epoch, number, np.arange(len(urls))), kind="stable")]
             by_shard = len(urls) >= self._num_readers
-            for sample in _read_tars(shuffled[reader :: self._num_readers] if by_shard else shuffled):
+            for sample in _read_tars(shuffled[reader :: self._num_readers] if by_shard else shuffled, self.split.layout):
                 if by_shard or seen % self._num_readers == reader:
                     own += 1
                     yield self._checked(sample)
@@ -184,19 +186,22 @@ class StreamBatches:
     def _checked(self, sample: dict[str, Any]) -> _Sample:
         """One of webdataset's samples, as we take them."""
         key, where = sample["__key__"], f"{sample['__url__']}: sample {sample['__key__']!r}"
-        images = [extension for extension in sample if extension in IMAGE_EXTENSIONS]
-        if len(images) != 1 or "cls" not in sample:
-            found = ", ".join(extension for extension in sample if not extension.startswith("__"))
-            raise ShardError(f"{where} has {found}; expected an image ({', '.join(IMAGE_EXTENSIONS)}) and a .cls with its label")
-        text = sample["cls"].strip()
-        if not text.isdigit() or int(text) >= self.split.num_classes:
-            raise ShardError(f"{where}: label {text[:40].decode(errors='replace')!r}; expected 0 to {self.split.num_classes - 1}")
-        data = sample[images[0]]
+        layout = self.split.layout
+        suffixes = [suffix for suffix in sample if not suffix.startswith("__")]
+        try:
+            image = layout.find(suffixes)
+            label = layout.label_of(sample[layout.label_suffix])
+        except Unfit as error:
+            members = [(f"{key}.{suffix}", sample[suffix]) for suffix in suffixes]
+            raise ShardError(f"{where} {error}. {describe(members, layout, SETTINGS)}") from error
+        if not 0 <= label < self.split.num_classes:
+            raise ShardError(f"{where}: label {label}; expected 0 to {self.split.num_classes - 1}")
+        data = sample[image]
         number = int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()) >> 1
-        return _Sample(key, number, int(text), data, *_size_of(data))
+        return _Sample(key, number, label, data, *_size_of(data))
 
 
-def _read_tars(urls: list[str]) -> Iterator[dict[str, Any]]:
+def _read_tars(urls: list[str], layout: SampleLayout) -> Iterator[dict[str, Any]]:
     """webdataset's samples of some tars, one after the other. Raises ShardError for one that cannot be read to its end.
 
     What fails over the web is tried again, but only while none of the tar's samples was handed on.
@@ -207,7 +212,7 @@ def _read_tars(urls: list[str]) -> Iterator[dict[str, Any]]:
         handed_on = False
         for pause_s in (*PAUSES_S, None) if url.startswith(WEB) else (None,):
             try:
-                for sample in group_by_keys(_read_files(url)):
+                for sample in group_by_keys(_read_files(url), keys=lambda name: layout.cut(name) or (None, None)):
                     handed_on = True
                     yield sample
                 break
@@ -235,7 +240,7 @@ def _read_files(url: str) -> Iterator[dict[str, Any]]:
     try:
         with tarfile.open(fileobj=stream, mode="r|*", tarinfo=_Header) as tar:
             while (member := tar.next()) is not None:
-                if member.isreg() and not re.match("__[^/]*__($|/)", member.name):  # webdataset passes over them as well
+                if member.isreg() and not META.match(member.name):  # webdataset passes over them as well
                     yield {"fname": member.name, "data": tar.extractfile(member).read(), "__url__": url}
                 tar.members.clear()
             while rest := tar.fileobj.read(1 << 20):

@@ -1,7 +1,8 @@
 """One shard: a plain tar, scanned into samples and index rows. Free of torch.
 
 The data's story: headers are walked one after the other; members of one key make a sample; of its image the head is read for the size in
-pixels, of its `.cls` the label; no image is decoded. What is truncated or made wrongly is named with file and sample.
+pixels, of its label's member (`.cls`, or what the layout says) the label; no image is decoded. What is truncated is named with its place;
+samples that do not fit are told once, by what they hold and by the layout that would take them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from PIL import Image
 
 from vit.data.files import ShardError, replacing, unreadable
 from vit.data.jpeg import MAX_PIXELS, read_header
+from vit.data.members import FLAGS, MOST_BYTES, MOST_READ, SampleLayout, Unfit, describe
 
 INDEX_DTYPE = np.dtype(
     [  # 24 bytes a sample: 31 MB for ImageNet-1k
@@ -31,12 +33,16 @@ INDEX_DTYPE = np.dtype(
         ("height", "<u2"),  # pixels, as in the image's own header
     ]
 )
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+DEFAULT_LAYOUT = SampleLayout()
 TAR_BLOCK = 512  # bytes; every header and every start of data in a tar lies on a multiple of this
 
 
+MOST_NAMED = 5
+"""Samples at fault in an error."""
+
+
 class Member(NamedTuple):
-    """One file inside a tar. `offset` and `size` are bytes; `ext` is lower case and begins after the first dot."""
+    """One file inside a tar. `offset` and `size` are bytes; `ext` is lower case: what its key left of the name."""
 
     ext: str
     offset: int
@@ -55,12 +61,8 @@ class ScannedSample(NamedTuple):
     members: tuple[Member, ...]
 
 
-# webdataset's own rule (tariterators.base_plus_ext): the extension begins at the first dot after the last slash.
-KEY_AND_EXT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
-
-
-def _walk_tar(fd: int, path: Path) -> Iterator[tuple[str, Member]]:
-    """(key, member) of each regular file of a tar, in order; reads headers only.
+def _walk_tar(fd: int, path: Path, layout: SampleLayout) -> Iterator[tuple[str, Member]]:
+    """(key, member) of each regular file of a tar that belongs to a sample, in order; reads headers only.
 
     Own arithmetic, because `tarfile` ends silently at a damaged header, and the samples after it would be lost.
     """
@@ -93,9 +95,9 @@ def _walk_tar(fd: int, path: Path) -> Iterator[tuple[str, Member]]:
             long_name = extra.rstrip(b"\0").decode("utf-8", "surrogateescape") or long_name
         elif header.type not in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
             name, long_name = long_name or header.name, None
-            named = KEY_AND_EXT.fullmatch(name)
+            named = layout.cut(name)
             if header.isreg() and named:  # webdataset passes over the others as well
-                yield named[1], Member(named[2].lower(), offset, header.size, name)
+                yield named[0], Member(named[1], offset, header.size, name)
         position = offset + -(-header.size // TAR_BLOCK) * TAR_BLOCK
 
 
@@ -116,58 +118,89 @@ def _image_size(fd: int, image: Member) -> tuple[int, int]:
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             if num_bytes == image.size:
                 reason = "no image Pillow knows" if isinstance(error, Image.UnidentifiedImageError) else error
-                raise ShardError(f"cannot read the size of {image.name!r}: {reason}") from error
+                raise Unfit("image", f"has an image whose size cannot be read, {image.name!r}: {reason}") from error
     if max(width, height) > np.iinfo(np.uint16).max:
-        raise ShardError(f"{image.name!r} is {width} x {height} pixels; at most 65535 fit the index")
+        raise Unfit("image", f"has {width} x {height} pixels in {image.name!r}; at most 65535 fit the index")
     return width, height
 
 
-def _scan_sample(fd: int, key: str, members: tuple[Member, ...]) -> ScannedSample:
-    """Check and read one sample's members. Raises ShardError without the name of the tar."""
+def _scan_sample(fd: int, key: str, members: tuple[Member, ...], layout: SampleLayout) -> ScannedSample:
+    """Check and read one sample's members. Raises Unfit."""
+    found = layout.find([member.ext for member in members])
     by_ext = {member.ext: member for member in members}
-    images = [member for member in members if member.ext in IMAGE_EXTENSIONS]
-    found = f"(its members: {', '.join(member.ext for member in members)})"
-    if len(by_ext) < len(members):
-        raise ShardError(f"sample {key!r} has an extension twice, or two samples have this key {found}")
-    if len(images) != 1:
-        raise ShardError(f"sample {key!r} has {len(images) or 'no'} images {found}; expected one of {', '.join(IMAGE_EXTENSIONS)}")
-    if "cls" not in by_ext:
-        raise ShardError(f"sample {key!r} has no .cls {found}")
-    label = os.pread(fd, by_ext["cls"].size, by_ext["cls"].offset).strip()
-    if not re.fullmatch(rb"-?\d{1,9}", label):
-        raise ShardError(f"label of sample {key!r} is {label[:40]!r}; expected an integer")
-    width, height = _image_size(fd, images[0])
-    return ScannedSample(key, int(label), width, height, images[0], members)
+    image, told = by_ext[found], by_ext[layout.label_suffix]
+    label = layout.label_of(os.pread(fd, told.size, told.offset))
+    width, height = _image_size(fd, image)
+    return ScannedSample(key, label, width, height, image, members)
 
 
-def scan_tar(path: Path | str) -> list[ScannedSample]:
+def scan_tar(path: Path | str, layout: SampleLayout = DEFAULT_LAYOUT) -> list[ScannedSample]:
     """The samples of a tar, in order, from its headers, its labels and the heads of its images; no image is decoded.
 
-    Raises ShardError, naming the file and every sample at fault, when the tar is truncated or damaged, a sample lacks its
-    image (jpg, jpeg, png, webp) or its `.cls`, or a label is no integer. A tar without end-of-archive blocks is accepted
-    if its last sample is complete.
+    Raises ShardError, naming the file, what samples are at fault for and the first of each kind, when the tar is truncated or damaged, a
+    sample lacks image or label as `layout` has them, or a label is no integer. A tar without end-of-archive blocks is accepted if its
+    last sample is complete.
     """
     path = Path(path)
     samples: list[ScannedSample] = []
-    problems: list[str] = []
+    unfit: dict[str, list[tuple[str, str]]] = {}
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise unreadable(path, error) from error
     try:
-        for key, members in itertools.groupby(_walk_tar(fd, path), key=lambda found: found[0]):
+        for key, members in itertools.groupby(_walk_tar(fd, path, layout), key=lambda found: found[0]):
+            last_fits = True
             try:
-                samples.append(_scan_sample(fd, key, tuple(member for _, member in members)))
-            except ShardError as error:
-                problems.append(str(error))
+                samples.append(_scan_sample(fd, key, tuple(member for _, member in members), layout))
+            except Unfit as error:
+                last_fits = False
+                unfit.setdefault(error.kind, []).append((key, str(error)))
+        if unfit:
+            raise ShardError(_explained(fd, path, layout, len(samples), unfit, last_fits))
     finally:
         os.close(fd)
-    if not samples and not problems:
-        problems.append("holds no samples; expected pairs of <key>.jpg and <key>.cls")
-    if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ShardError(f"{path}: {'; '.join(problems[:5])}{more}. Truncated or made wrongly: copy or write the shard again")
+    if not samples:
+        raise ShardError(f"{path}: holds no samples; expected pairs of <key>.jpg and <key>.cls")
     return samples
+
+
+def _explained(fd: int, path: Path, layout: SampleLayout, num_whole: int, unfit: dict[str, list[tuple[str, str]]], last_fits: bool) -> str:
+    """What is wrong with samples that do not fit, once for each kind, and the remedy. unfit: (key, reason) of each sample, by kind."""
+    num_unfit = sum(map(len, unfit.values()))
+    total = num_whole + num_unfit
+    parts = []
+    for kind, found in unfit.items():
+        if kind == "image":  # each has a fault of its own
+            parts += [f"sample {key!r} {reason}" for key, reason in found[:MOST_NAMED]]
+            parts += [f"and {len(found) - MOST_NAMED:,} more such"] if len(found) > MOST_NAMED else []
+            continue
+        told = f"sample {found[0][0]!r} {found[0][1]}"
+        if len(found) == total > 1:
+            told += f", like all {total:,} samples"
+        elif len(found) > 1:
+            others = ", ".join(repr(key) for key, _ in found[1:MOST_NAMED])
+            told += f", like {len(found):,} of {total:,} samples ({others}{', ...' if len(found) > MOST_NAMED else ''})"
+        parts.append(told)
+    told = f"{path}: {'; '.join(parts)}"
+    if num_unfit == 1 and not last_fits and not _has_end_mark(fd):
+        return f"{told}. The shard ends there, without an end mark. Truncated: copy or write it again"
+    if num_whole or unfit.keys() == {"image"}:
+        fit = f"The other {num_whole:,} samples fit: mend" if num_whole else "Mend"
+        return f"{told}. {fit} these, or write the shard again without them"
+    return f"{told}. {describe(list(_contents(fd, path, layout)), layout, FLAGS)}"
+
+
+def _has_end_mark(fd: int) -> bool:
+    return not any(os.pread(fd, TAR_BLOCK, max(0, os.fstat(fd).st_size - TAR_BLOCK)))
+
+
+def _contents(fd: int, path: Path, layout: SampleLayout) -> Iterator[tuple[str, bytes | None]]:
+    """(name, content) of each member; None for what is too large for a label, and for all but the first samples."""
+    for number, (_, group) in enumerate(itertools.groupby(_walk_tar(fd, path, layout), key=lambda found: found[0])):
+        for _, member in group:
+            is_read = number < MOST_READ and member.size <= MOST_BYTES
+            yield member.name, os.pread(fd, member.size, member.offset) if is_read else None
 
 
 def index_rows(samples: list[ScannedSample]) -> np.ndarray:

@@ -19,6 +19,7 @@ import os
 import selectors
 import signal
 import struct
+import sys
 import time
 import traceback
 from collections import deque
@@ -119,6 +120,7 @@ class Loader:
         self.num_workers, self.effort, self._batches = num_workers, Effort(), batches
         self.ring = plan_ring(batches.layout, batches.row_unit, stop - start, num_workers, prefetch_gib, on_gpu)
         self._position, self._to_start, self._stop = start, start, stop
+        self._num_batches = stop - start
         self._slots = Slots(batches.layout, self.ring)
         self._growing: dict[int, _Growing] = {}
         self._queue: deque[tuple[int, int, int]] = deque()
@@ -126,6 +128,10 @@ class Loader:
         self._slots.close_file()
         self._to_gpu = _ToGpu(self._slots, device) if on_gpu and device is not None else None
         self._start_batches()
+
+    def __len__(self) -> int:
+        """Batches from `start` to `stop`, however many were taken."""
+        return self._num_batches
 
     def __iter__(self) -> Loader:
         return self
@@ -316,20 +322,22 @@ def _work(batches: Batches, slots: Slots, parts: Connection, say: Connection) ->
 
 
 class _ToGpu:
-    """Copies each batch on a stream of its own, out of slots that are page-locked, so that nobody waits: the copy runs while the GPU
-    computes the step before, and the host goes on."""
+    """Copies each batch on a stream of its own, out of page-locked memory, so that nobody waits: the copy runs while the GPU computes the
+    step before, and the host goes on."""
 
     def __init__(self, slots: Slots, device: torch.device):
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._memory = slots.whole()
         with torch.cuda.device(device):
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)))
+            self._is_locked = page_lock(self._memory)
         self._given: Batch | None = None
         self._in_use: deque[tuple[Batch, torch.cuda.Event]] = deque()
 
     def __call__(self, batch: Batch) -> Batch:
         """`batch` on the device, for work that is queued on the current stream from now on."""
         computing = torch.cuda.current_stream(self._device)
+        if not self._is_locked:
+            batch = batch.pin_memory()
         # The step that was queued since the last call reads the last batch's slot (its table) until the device comes to here.
         if self._given is not None:
             self._in_use.append((self._given, computing.record_event()))
@@ -347,6 +355,20 @@ class _ToGpu:
         """Let the device finish, and unlock the memory."""
         with suppress(RuntimeError), torch.cuda.device(self._device):  # a device that failed has told so before
             torch.cuda.synchronize()
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())))
+            if self._is_locked:
+                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())))
         self._in_use.clear()
         self._given = None
+
+
+def page_lock(memory: torch.Tensor) -> bool:
+    """Let the GPU read `memory` by itself. False where the CUDA runtime refuses it, with a note: inside gVisor, WSL and some virtual
+    machines it does. Batches then take the way through memory that torch page-locks: a copy more on the host for each."""
+    try:
+        cuda = torch.cuda.cudart()
+        torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+    except RuntimeError as error:  # torch.cuda.CudaError is one, and so is a missing driver
+        reason = str(error).splitlines()[0]
+        print(f"note: memory of batches is not page-locked here ({reason}): each is copied once more on the host", file=sys.stderr)
+        return False
+    return True

@@ -1,0 +1,110 @@
+"""One shard that others wrote, for `data_prep.index`: its index rows, `.idx` and sidecar. Runs in a worker process; free of torch.
+
+The data's story: a shard in a folder is scanned and hashed where it lies; one at a URL is fetched whole, unless an earlier command has left
+what is needed of it. The sidecar, which is written last, says how samples were taken, if not as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_prep.download import WebFolder
+from data_prep.output import Output, temporary_folder
+from vit.data import shards
+from vit.data.files import ShardError
+from vit.data.members import SampleLayout
+from vit.data.tar import index_rows, scan_tar, write_idx
+
+
+class Shard(NamedTuple):
+    """A shard to index: where it is, where its index goes, and the rows that an index of an earlier command has for it."""
+
+    source: Output | WebFolder
+    output: Output
+    name: str
+    layout: SampleLayout
+    rows: np.ndarray | None = None
+
+
+def index_shard(shard: Shard) -> tuple[np.ndarray, dict[str, Any]]:
+    """The index rows and the sidecar of a shard; its `.idx` and sidecar are there then."""
+    if isinstance(shard.source, Output) and shard.source.local is not None:
+        return _index_in_place(shard.source.local / shard.name, shard.layout)
+    return _indexed_before(shard) or _index_fetched(shard, shard.source)
+
+
+def _index_in_place(tar: Path, layout: SampleLayout) -> tuple[np.ndarray, dict[str, Any]]:
+    """Write the missing of `.idx` and sidecar. A sidecar older than its tar does not count, nor one of another layout."""
+    samples = scan_tar(tar, layout)
+    sidecar = shards.read_sidecar(tar)
+    fits = sidecar is not None and sidecar.get("members", {}) == layout.options()
+    if not tar.with_suffix(".idx").exists() or (sidecar is not None and not fits):
+        write_idx(tar, samples)
+    if sidecar is None or not fits or tar.with_suffix(".json").stat().st_mtime < tar.stat().st_mtime:
+        sidecar = shards.write_sidecar(tar, len(samples), **_about(layout))
+    return index_rows(samples), sidecar
+
+
+def _indexed_before(shard: Shard) -> tuple[np.ndarray, dict[str, Any]] | None:
+    """What an earlier command found out about a shard that is still the same, as far as its size tells."""
+    name = stem(shard.name)
+    sidecar = shard.output.read_json(f"{name}.json")
+    if sidecar is None:
+        return None
+    if sidecar.get("filename") != shard.name or not {"num_samples", "bytes", "sha256"} <= sidecar.keys():
+        raise ShardError(
+            f"{shard.output}/{name}.json: not a sidecar of ours, and its place is needed: move it away, or choose another --out"
+        )
+    rows = shard.rows
+    if rows is None and shard.output.size(f"{name}.rows.npy") > 0:
+        with temporary_folder() as folder:
+            rows = np.load(shard.output.fetch(f"{name}.rows.npy", folder))
+    if rows is None or len(rows) != sidecar["num_samples"] or sidecar.get("members", {}) != shard.layout.options():
+        return None
+    unchanged = sidecar.get("shards_at") == _elsewhere(shard) and shard.source.size(shard.name) in (-1, sidecar["bytes"])
+    return (rows, sidecar) if unchanged else None
+
+
+def _index_fetched(shard: Shard, source: Output | WebFolder) -> tuple[np.ndarray, dict[str, Any]]:
+    """Fetch a shard, scan and hash it, and publish what is to be known of it; the sidecar last, as it says that all is there."""
+    with temporary_folder() as folder:
+        tar = source.fetch(shard.name, folder)
+        with called(str(source), folder):
+            samples = scan_tar(tar, shard.layout)
+        rows = index_rows(samples)
+        np.save(tar.with_suffix(".rows.npy"), rows)
+        write_idx(tar, samples)
+        extra = _about(shard.layout) | ({} if _elsewhere(shard) is None else {"shards_at": _elsewhere(shard)})
+        sidecar = shards.write_sidecar(tar, len(samples), **extra)
+        for extension in (".rows.npy", ".idx", ".json"):
+            shard.output.publish(tar.with_suffix(extension))
+    return rows, sidecar
+
+
+def _about(layout: SampleLayout) -> dict[str, Any]:
+    """What a sidecar says of a layout: nothing of the usual one."""
+    options = layout.options()
+    return {"members": options} if options else {}
+
+
+def _elsewhere(shard: Shard) -> str | None:
+    """Where the tar is, if not beside its index."""
+    return None if str(shard.source) == str(shard.output) else str(shard.source)
+
+
+@contextmanager
+def called(place: str, folder: Path) -> Iterator[None]:
+    """ShardErrors about files in a temporary folder name the place they came from."""
+    try:
+        yield
+    except ShardError as error:
+        raise ShardError(str(error).replace(str(folder), place)) from error
+
+
+def stem(name: str) -> str:
+    return name.removesuffix(".tar")

@@ -1,0 +1,32 @@
+"""Ranks as threads of a test, with a store of torch in common: for what they say to each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vit.distributed import World
+
+
+def together(size: int, function: Callable[[World], Any]) -> list[Any]:
+    """What `function` returns or raises on each of `size` ranks, threads with a store in common."""
+    store = dist.HashStore()  # in memory; tests with processes have one behind a socket
+    ended: list[Any] = [None] * size
+
+    def rank(number: int) -> None:
+        world = World(number, size, torch.device("cpu"), dist.PrefixStore("words", store))
+        try:
+            ended[number] = function(world)
+        except BaseException as error:
+            ended[number] = error
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ended

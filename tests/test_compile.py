@@ -1,0 +1,88 @@
+"""How many graphs a compiled model makes: one for all blocks in training, one in evaluation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from vit.model import create_model
+from vit.step import compile_blocks
+
+DEPTH = 12
+"""More blocks than Dynamo makes graphs of one function before it gives up (8)."""
+
+
+class Counter:
+    """A backend of torch.compile that runs graphs as they are and counts them."""
+
+    def __init__(self):
+        self.num_graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        self.num_graphs += 1
+        return graph
+
+    def since(self) -> int:
+        """Graphs that were made since the last call."""
+        count = self.num_graphs
+        self.num_graphs = 0
+        return count
+
+
+@pytest.fixture
+def graphs():
+    torch._dynamo.reset()
+    yield Counter()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def process_group():
+    """A group of this process alone, so that DDP can wrap a model."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def small_vit(embed_dim: int, depth: int, **fields) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return create_model("vit_ti8", 16, 5, embed_dim=embed_dim, depth=depth, num_heads=2, **fields)
+
+
+@pytest.mark.parametrize("fields", [{"drop_path_rate": 0.1}, {"init_values": 1e-4, "proj_drop_rate": 0.1}])
+def test_all_blocks_share_one_graph_in_training_and_one_in_evaluation(graphs, fields):
+    model = small_vit(16, DEPTH, **fields)
+    compile_blocks(model, backend=graphs)
+    for rows in (4, 4):
+        model(torch.randn(rows, 3, 16, 16)).sum().backward()
+    assert graphs.since() == 1, "one of the blocks has something of its own in its graph"
+    with torch.no_grad():
+        model.eval()(torch.randn(2, 3, 16, 16))
+        model(torch.randn(2, 3, 16, 16))
+    assert graphs.since() == 1
+    model.train()(torch.randn(4, 3, 16, 16)).sum().backward()
+    assert graphs.since() == 0, "training after an evaluation has its graph already"
+
+
+def test_buckets_of_ddp_do_not_cut_a_block_in_pieces(graphs, process_group):
+    """A block of 3 MB and buckets of 1 MB, as one of ViT-L has 50 MB and a bucket 25."""
+    model = small_vit(256, 2, drop_path_rate=0.1)
+    compile_blocks(model, backend=graphs)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
+    for _ in range(3):
+        wrapped(torch.randn(4, 3, 16, 16)).sum().backward()
+    assert graphs.since() == 1
+
+
+def test_the_blocks_of_a_timm_model_are_compiled_each(graphs):
+    """timm's drop path keeps its rate as a number: a graph for each block, not for eight only."""
+    torch.manual_seed(0)
+    fields = {"depth": DEPTH, "embed_dim": 16, "num_heads": 2, "drop_path_rate": 0.1}
+    model = create_model("timm/vit_tiny_patch16_224", 32, 5, **fields).train()
+    compile_blocks(model, backend=graphs)
+    model(torch.randn(4, 3, 32, 32)).sum().backward()
+    assert graphs.since() == DEPTH
+    model.eval()(torch.randn(4, 3, 32, 32))
+    assert graphs.since() == 2, "of the first block, which has no drop path, and of the others"
