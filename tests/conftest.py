@@ -63,11 +63,18 @@ def nothing_is_left() -> Iterator[None]:
 # ---- what is missing here -------------------------------------------------------------------------------------------
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line for all programs that skipped tests ask for; -ra has told each reason."""
-    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if isinstance(report.longrepr, tuple)]
+def remedy(reasons: list[str]) -> str:
+    """One line for the programs that skipped tests ask for; empty if none does."""
     asked = [re.search(r"apt-get install ([a-z0-9.+ -]+)", reason) for reason in reasons]
     packages = sorted({package for found in asked if found for package in found[1].split()})
-    if packages:
-        number = sum(found is not None for found in asked)
-        terminalreporter.write_line(f"{number} tests were skipped for missing programs: apt-get install {' '.join(packages)}", yellow=True)
+    number = sum(found is not None for found in asked)
+    return f"{number} tests were skipped for missing programs: apt-get install {' '.join(packages)}" if packages else ""
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The last line of all; -ra has told each reason."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and not hasattr(config, "workerinput"):
+        skipped = [report.longrepr for report in reporter.stats.get("skipped", [])]
+        if line := remedy([longrepr[2] for longrepr in skipped if isinstance(longrepr, tuple)]):
+            reporter.write_line(line, yellow=True)

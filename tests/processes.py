@@ -126,9 +126,9 @@ def run_here(script: str, *words: object) -> None:
         runpy.run_path(str(REPOSITORY / script))["main"]()
 
 
-def train(config: Path, run_dir: Path, *overrides: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+def train(config: Path, run_dir: Path, *overrides: str, ranks: int = 0, cold: bool = False) -> subprocess.CompletedProcess[str]:
     """A whole training; fails the test with its output if it does not exit with 0."""
-    done = run("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *overrides, ranks=ranks)
+    done = run("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *overrides, ranks=ranks, cold=cold)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

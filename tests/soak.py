@@ -25,7 +25,7 @@ STEPS = 150
 
 def kill_at_random(config: Path, run_dir: Path, ranks: int, everything: bool) -> tuple[int, int]:
     """Start a training, kill it somewhere in it, finish it; returns the step in the record at the kill, and the restarts."""
-    background = Background(config, run_dir, ranks=ranks)
+    background = Background(config, run_dir, ranks=ranks, cold=True)
     background.wait_for_step(random.randrange(1, STEPS - 5))
     time.sleep(random.uniform(0.0, 0.02))
     step = last_step(run_dir)
@@ -35,7 +35,7 @@ def kill_at_random(config: Path, run_dir: Path, ranks: int, everything: bool) ->
         if trainers := background.trainers():  # the run may just have finished
             os.kill(random.choice(trainers), signal.SIGKILL)
         background.end()
-    train(config, run_dir, ranks=ranks)
+    train(config, run_dir, ranks=ranks, cold=True)
     return step, metrics(run_dir, "start")[-1]["restarts"]
 
 
@@ -55,7 +55,7 @@ def main() -> int:
         config = write_config(folder, root, steps=STEPS)
         for ranks in args.ranks:
             whole = folder / f"whole{ranks}"
-            train(config, whole, ranks=ranks)
+            train(config, whole, ranks=ranks, cold=True)
             expected = final_state(whole, STEPS)
             for number in range(args.count):
                 run_dir = folder / f"kill{ranks}_{number}"
@@ -69,7 +69,7 @@ def main() -> int:
         exits = write_config(folder, root, "exits.yaml", steps=2)
         for number in range(args.exits):
             try:
-                train(exits, folder / f"exit{number}", ranks=2)
+                train(exits, folder / f"exit{number}", ranks=2, cold=True)
                 statuses.append(0)
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 statuses.append(1)

@@ -1,4 +1,4 @@
-"""Nothing that a test starts outlives it: tests/families.py and tests/conftest.py."""
+"""Nothing that a test starts outlives it, and what is missing is told: tests/families.py, tests/conftest.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import conftest
 import families
 import pytest
 from processes import REPOSITORY, environment, run
@@ -114,3 +115,16 @@ def test_a_failed_test_a_timed_out_one_and_a_killed_pytest_leave_nothing(session
         family.process.kill()
         family.process.wait()
         assert are_gone(killed), "the guard ends what a killed pytest leaves"
+
+
+def test_what_skipped_tests_lack_is_one_line():
+    reasons = [
+        "Skipped: no jpegtran: apt-get install libjpeg-turbo-progs",
+        "no Chromium: apt-get install chromium",
+        "no real Slurm here: missing munged (apt-get install slurmctld munge, and run the tests as root)",
+        "no Chromium: apt-get install chromium",
+        "only Linux tells",
+    ]
+    told = "4 tests were skipped for missing programs: apt-get install chromium libjpeg-turbo-progs munge slurmctld"
+    assert conftest.remedy(reasons) == told
+    assert conftest.remedy(["only Linux tells"]) == ""

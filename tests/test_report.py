@@ -409,7 +409,7 @@ def chromium(page: Path, width: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_browser_shows_it_without_overflow_and_without_complaints(finished, tmp_path, width):
     run_dir, page = finished

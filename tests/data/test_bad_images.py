@@ -105,7 +105,7 @@ def decoder(request, monkeypatch):
     if request.param == "simplejpeg":
         monkeypatch.setattr(native, "AVAILABLE", False)
     elif not native.AVAILABLE and os.environ.get("VIT_REQUIRE_NATIVE") != "1":
-        pytest.skip("the C decoder is not built here")
+        pytest.skip("the C decoder was not built: apt-get install build-essential, then pip install -e .")
 
 
 def test_odd_images_are_trained_on_and_evaluated(tmp_path, decoder):

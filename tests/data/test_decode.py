@@ -25,7 +25,8 @@ from vit.data.decode import decode, decode_box, decode_center, decode_views, dec
 from vit.data.jpeg import read_header
 
 needs_native = pytest.mark.skipif(
-    not native.AVAILABLE and os.environ.get("VIT_REQUIRE_NATIVE") != "1", reason="the C decoder is not built here"
+    not native.AVAILABLE and os.environ.get("VIT_REQUIRE_NATIVE") != "1",
+    reason="the C decoder was not built: apt-get install build-essential, then pip install -e .",
 )
 PILLOW = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 

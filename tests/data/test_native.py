@@ -22,7 +22,9 @@ from vit.data.native import Status
 
 if os.environ.get("VIT_REQUIRE_NATIVE") == "1":
     assert native.AVAILABLE, "vit._native was not built (pip install -e . where there is a C compiler), or VIT_NATIVE=0 is set"
-pytestmark = pytest.mark.skipif(not native.AVAILABLE, reason="vit._native was not built: there was no C compiler, or VIT_NATIVE=0 is set")
+pytestmark = pytest.mark.skipif(
+    not native.AVAILABLE, reason="VIT_NATIVE=0 is set, or vit._native was not built: apt-get install build-essential, then pip install -e ."
+)
 
 SIZES = ((1, 1), (2, 2), (5, 3), (7, 9), (8, 8), (15, 17), (16, 16), (33, 47), (64, 40), (131, 77))
 SUBSAMPLINGS = ("444", "422", "420", "440", "411")
@@ -208,7 +210,7 @@ def test_rows_that_lie_apart(portable):
         assert (canvas == 77).all()
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc: apt-get install gcc")
 @pytest.mark.parametrize("name", ["window.c", "transcode.c"])
 def test_no_memory_is_used_as_two_types(name, tmp_path):
     """C's aliasing rules: a compiler that relies on them may reorder what breaks them. gcc warns where it sees that."""

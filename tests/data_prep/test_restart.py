@@ -26,7 +26,9 @@ from vit.data.jpeg import read_header
 
 if not native.AVAILABLE and os.environ.get("VIT_REQUIRE_NATIVE") == "1":
     pytest.fail("vit._native is not there, and VIT_REQUIRE_NATIVE=1: install a C compiler, then pip install -e .", pytrace=False)
-NEEDS_NATIVE = pytest.mark.skipif(not native.AVAILABLE, reason="vit._native was not built: install a C compiler, then pip install -e .")
+NEEDS_NATIVE = pytest.mark.skipif(
+    not native.AVAILABLE, reason="vit._native was not built: apt-get install build-essential, then pip install -e ."
+)
 NEEDS_JPEGTRAN = pytest.mark.skipif(shutil.which("jpegtran") is None, reason="no jpegtran: apt-get install libjpeg-turbo-progs")
 NATIVE, JPEGTRAN = (
     pytest.param(restart._by_native, id="native", marks=NEEDS_NATIVE),
@@ -184,7 +186,7 @@ def patched(data: bytes, place: int, value: int) -> bytes:
 def component_by_component(data: bytes) -> bytes:
     """A scan for each component."""
     if shutil.which("jpegtran") is None:
-        pytest.skip("needs jpegtran")
+        pytest.skip("no jpegtran: apt-get install libjpeg-turbo-progs")
     with open(os.memfd_create("scans"), "wb+") as script:
         script.write(b"0; 1; 2;")
         script.flush()
@@ -304,7 +306,7 @@ def test_damage_never_changes_an_image():
 
 # ---- in data preparation ----------------------------------------------------------------------------------------------
 
-NEEDS_A_WAY = pytest.mark.skipif(restart.way() is None, reason="neither vit._native nor jpegtran")
+NEEDS_A_WAY = pytest.mark.skipif(restart.way() is None, reason="neither vit._native nor jpegtran: apt-get install libjpeg-turbo-progs")
 
 
 @NEEDS_A_WAY

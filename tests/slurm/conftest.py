@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import families
 import pytest
 from processes import REPOSITORY, environment
 
@@ -81,7 +82,9 @@ class Cluster:
             },
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            families.MARK: f"{os.environ[families.MARK]}.cluster.",  # sbatch hands it to jobs
         }
+        self.submitted: list[Job] = []
 
     def call(self, *command: object) -> str:
         """Output of one of Slurm's commands, which must succeed."""
@@ -92,7 +95,17 @@ class Cluster:
     def submit(self, log: Path, *arguments: object, **variables: str) -> Job:
         """sbatch with options, script and its arguments. `variables` are added to the environment, which sbatch hands to the job."""
         command = ["env", *(f"{key}={value}" for key, value in variables.items()), "sbatch", "--parsable", f"--output={log}"]
-        return Job(self, self.call(*command, *arguments), log)
+        self.submitted.append(Job(self, self.call(*command, *arguments), log))
+        return self.submitted[-1]
+
+    def end(self, jobs: list[Job]) -> None:
+        """Cancel those that are not over, and wait for their end."""
+        numbers = {job.number for job in jobs}
+        subprocess.run(["scancel", *sorted(numbers)], env=self.environment, capture_output=True, check=False)
+        deadline = time.monotonic() + 60
+        while numbers & set(self.call("squeue", "--noheader", "--format=%F").split()):
+            assert time.monotonic() < deadline, f"jobs {sorted(numbers)} do not end"
+            time.sleep(0.2)
 
 
 class Job:
@@ -191,7 +204,19 @@ def cluster() -> Iterator[Cluster]:
                 daemon.wait(15)
             except subprocess.TimeoutExpired:
                 daemon.kill()
+                daemon.wait()
+        families.kill(cluster.environment[families.MARK])
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def jobs_end_with_their_test(cluster: Cluster) -> Iterator[None]:
+    """A test that failed has not come to the line that cancels; its job would hold the nodes against the
+    next one. Jobs of fixtures for several tests were submitted before this fixture is made."""
+    before = len(cluster.submitted)
+    yield
+    if jobs := cluster.submitted[before:]:
+        cluster.end(jobs)
 
 
 def idle_nodes(cluster: Cluster) -> int:
