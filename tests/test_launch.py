@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
-from processes import TINY, run, train, write_config
+from processes import REPOSITORY, TINY, command, environment, run, train, write_config
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 @pytest.mark.slow
@@ -52,3 +55,23 @@ def test_print_config_shows_origins_and_derived_numbers_and_trains_nothing(tmp_p
     assert without.returncode == 0
     assert "#   steps: not known without the data (nowhere: no such directory" in without.stdout
     assert not (tmp_path / "runs").exists()
+
+
+def test_torchrun_is_told_what_ends_a_command_before_it_can_start(tmp_path):
+    """In the form in which torchrun reads it."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.4.1+cpu"\n')
+    words = tmp_path / "error.json"
+    env = {**environment(), "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    done = subprocess.run(
+        command("launch/train.py", ranks=0),
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={**env, "RANK": "0", "TORCHELASTIC_ERROR_FILE": str(words)},
+    )
+    assert done.returncode == 2
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(words))
+    assert failure.message["extraInfo"]["py_callstack"] == done.stderr.strip()
+    assert done.stderr.startswith("error: torch 2.11 or newer is needed")
+    assert failure.timestamp > 0
