@@ -24,7 +24,11 @@ def test_two_ranks_tell_it_once(config, tmp_path):
     ):
         done = run("launch/train.py", "--config", config, f"run.dir={tmp_path / 'refused'}", *TINY, override, ranks=2)
         assert done.returncode != 0
-        assert done.stderr.count(expected) == 1
+        ours, report = done.stderr.split(" failed (exitcode: 2)")
+        assert ours.count(expected) == 1
+        assert report.count("exitcode") == report.count(expected) == 1
+        last = report.splitlines()[-2:]
+        assert (expected in last[0], set(last[1])) == (True, {"="}), "ours is the last of its words"
         assert not (tmp_path / "refused").exists(), "a refused run left something behind"
 
 
