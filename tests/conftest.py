@@ -24,6 +24,14 @@ def config(tmp_path: Path, shards: Path) -> Path:
     return write_config(tmp_path, shards)
 
 
+LONGEST = ("test_train.py", "test_writer.py", "test_errors.py", "test_report.py", "test_imagenet_whole.py", "test_tracking.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first: dealt over processes file by file, none is left for the end."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 # ---- what tests start -----------------------------------------------------------------------------------------------
 
 

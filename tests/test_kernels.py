@@ -1,0 +1,56 @@
+"""What agrees with timm and torch here does so with the kernels of other CPUs: tolerances that only hold for
+this one are found here. `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` let a CPU stand for older ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+import pytest
+import torch
+from processes import REPOSITORY, call, environment
+
+ONEDNN = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
+"""torch's sets of kernels, each with the oneDNN's for the same CPUs."""
+OURS = torch.backends.cpu.get_cpu_capability().lower()
+PLAINER = [*ONEDNN][: [*ONEDNN].index(OURS)] if OURS in ONEDNN else []
+NUMERIC = [
+    *(f"tests/test_{name}.py" for name in ("ema", "evaluate", "known", "loss", "metrics", "model", "optim", "step", "visualize")),
+    *(f"tests/data/test_{name}.py" for name in ("augment", "augment_draws", "augment_ops", "decode", "native", "window")),
+]
+CORE = [
+    "tests/test_known.py::test_a_file_of_timms_computes_and_predicts_what_timm_does[resnet10t.c3_in1k-as_hub_folder-fields10]",
+    "tests/test_model.py::test_state_dict_logits_and_gradients_equal_timm",
+    "tests/test_step.py::test_three_updates_equal_a_plain_loop_of_torch",
+]
+
+
+def passed_with_kernels(capability: str, *tests: str) -> int:
+    """Number of tests that pass under `capability`; all that run must."""
+    env = {**environment(), "ATEN_CPU_CAPABILITY": capability, "ONEDNN_MAX_CPU_ISA": ONEDNN[capability]}
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not full", *tests]
+    done = call(line, env, REPOSITORY, timeout_s=550)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return int(re.search(r"(\d+) passed", done.stdout)[1])
+
+
+def test_the_core_agrees_with_the_plainest_kernels():
+    if not PLAINER:
+        pytest.skip(f"this CPU has no plainer kernels than {OURS}")
+    assert passed_with_kernels(PLAINER[0], *CORE) >= len(CORE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", PLAINER)
+def test_all_comparisons_hold_with_the_kernels_of_other_cpus(capability):
+    assert passed_with_kernels(capability, *NUMERIC) > 500
+
+
+def test_a_process_takes_the_kernels_it_is_told_to():
+    """Or the tests above would compare one CPU with itself."""
+    for capability in ONEDNN:
+        if capability in (*PLAINER, OURS):
+            env = {**environment(), "ATEN_CPU_CAPABILITY": capability}
+            done = call([sys.executable, "-c", "import torch; print(torch.backends.cpu.get_cpu_capability())"], env)
+            assert done.stdout.strip().lower() == capability, os.environ.get("ATEN_CPU_CAPABILITY")
