@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import torch
-from processes import REPOSITORY, TINY, command, environment, metrics, run, run_here, train, write_config
+from processes import REPOSITORY, TINY, command, environment, metrics, run, run_here, write_config
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from vit.config_io import load_config

@@ -11,7 +11,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"vit.config", "vit.config_io", "vit.command_line", "vit.distributed", "vit.exit", "vit.devices", "vit.progress", "vit.worker", "vit.host"}
+    {
+        "vit.config",
+        "vit.config_io",
+        "vit.command_line",
+        "vit.distributed",
+        "vit.exit",
+        "vit.devices",
+        "vit.progress",
+        "vit.worker",
+        "vit.host",
+    }
     | {"vit.data.files", "vit.data.jpeg", "vit.data.members", "vit.data.native"},
     {"vit.data.tar", "vit.data.shards", "vit.data.order", "vit.data.mixing", "vit.data.window", "vit.data.decode", "vit.schedule"}
     | {"vit.data.draw", "vit.data.block_cache", "vit.data.remote", "vit.data.storage"},
