@@ -7,6 +7,7 @@ than Python 3.7. The numbers are those of pyproject.toml (tested). Ranks that to
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -19,6 +20,10 @@ OTHER_RANKS_WAIT_S = 3  # torchrun ends all at the first exit, and rank 0 is to 
 def _refuse(problem: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print("error: " + problem, file=sys.stderr)
+        if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends its report with it
+            extra = {"py_callstack": "error: " + problem, "timestamp": str(int(time.time()))}
+            with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+                json.dump({"message": {"message": problem, "extraInfo": extra}}, file)
     else:
         time.sleep(OTHER_RANKS_WAIT_S)
     raise SystemExit(2)

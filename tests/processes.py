@@ -155,11 +155,7 @@ class Background:
 
     def trainers(self) -> list[int]:
         """Process ids of the ranks: torchrun gives each a session of its own, so only the family tree tells."""
-        return [pid for pid in _children(self.process.pid) if "launch/train.py" in _command_line(pid)]
-
-    def children(self, rank: int) -> list[int]:
-        """Process ids of the loader workers of a rank, which is given by its own."""
-        return _children(rank)
+        return [pid for pid in children(self.process.pid) if "launch/train.py" in _command_line(pid)]
 
     def kill_all(self) -> None:
         """SIGKILL for torchrun and every rank at once: a power cut, as far as processes can feel one."""
@@ -176,7 +172,8 @@ class Background:
             raise
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Process ids of those that a process has started: of a rank its loader workers."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:

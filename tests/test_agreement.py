@@ -19,6 +19,7 @@ from vit.data.loader import Batch, TrainBatches
 from vit.data.order import make_order, sample_checksum
 from vit.data.workers import Loader
 from vit.distributed import World
+from vit.order_check import OrderCheck
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -51,12 +52,12 @@ def test_a_rank_with_other_rows_than_planned_is_named_and_all_end(config, tmp_pa
     def function(world: World, wrong_rank: int | None, wrong_batch: int) -> None:
         placed = {"rank": world.rank, "world_size": world.size}
         batches = TrainBatches(split, run.order, augment, image, num_batches=3, **placed)
-        trained = train._Trained(replace(run, world=world), 0)
+        check = OrderCheck(world, run.order, run.plan, run.record, 0)
         with Loader(batches, 0, 3) as loader:
             for position, batch in enumerate(loader):
                 is_wrong = world.rank == wrong_rank and position == wrong_batch
-                trained.add(shifted(batch) if is_wrong else batch)
-        trained.check()
+                check.add(shifted(batch) if is_wrong else batch)
+        check(3)
 
     for wrong_rank in (0, 1):
         ended = together(2, lambda world, wrong=wrong_rank: function(world, wrong, 1))

@@ -22,7 +22,8 @@ from ranks import together
 from torch import nn
 
 from vit import distributed
-from vit.distributed import AlreadyReported, Found, RankLost, World, choose_device
+from vit.devices import Found, choose_device
+from vit.distributed import AlreadyReported, RankLost, World
 from vit.host import num_nvidia_gpus
 
 SLOW_MAIN = """
@@ -291,7 +292,7 @@ def test_gpus_are_counted_on_the_bus_whatever_their_driver_does(tmp_path):
 DIFFERENT = """
 import os
 from vit import distributed
-from vit.distributed import Found
+from vit.devices import Found
 from vit.exit import run_command
 
 def main():

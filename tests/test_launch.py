@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 import torch
-from processes import REPOSITORY, TINY, metrics, run, run_here, write_config
+from processes import REPOSITORY, TINY, command, environment, metrics, run, run_here, write_config
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from vit.config_io import load_config
 from vit.model import create_model
@@ -21,7 +24,11 @@ def test_two_ranks_tell_it_once(config, tmp_path):
     ):
         done = run("launch/train.py", "--config", config, f"run.dir={tmp_path / 'refused'}", *TINY, override, ranks=2)
         assert done.returncode != 0
-        assert done.stderr.count(expected) == 1
+        ours, report = done.stderr.split(" failed (exitcode: 2)")
+        assert ours.count(expected) == 1
+        assert report.count("exitcode") == report.count(expected) == 1
+        last = report.splitlines()[-2:]
+        assert (expected in last[0], set(last[1])) == (True, {"="}), "ours is the last of its words"
         assert not (tmp_path / "refused").exists(), "a refused run left something behind"
 
 
@@ -118,3 +125,23 @@ def test_a_finished_run_started_again_opens_no_wandb_run(tmp_path, shards, monke
         run_here("launch/train.py", "--config", config, *TINY, f"run.dir={tmp_path / 'run'}")
     assert len(metrics(tmp_path / "run", "start")) == 2
     assert len(opened) == 1
+
+
+def test_torchrun_is_told_what_ends_a_command_before_it_can_start(tmp_path):
+    """In the form in which torchrun reads it."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.4.1+cpu"\n')
+    words = tmp_path / "error.json"
+    env = {**environment(), "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    done = subprocess.run(
+        command("launch/train.py", ranks=0),
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={**env, "RANK": "0", "TORCHELASTIC_ERROR_FILE": str(words)},
+    )
+    assert done.returncode == 2
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(words))
+    assert failure.message["extraInfo"]["py_callstack"] == done.stderr.strip()
+    assert done.stderr.startswith("error: torch 2.11 or newer is needed")
+    assert failure.timestamp > 0

@@ -11,13 +11,24 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"vit.config", "vit.config_io", "vit.command_line", "vit.distributed", "vit.exit", "vit.progress", "vit.worker", "vit.host"}
+    {
+        "vit.config",
+        "vit.config_io",
+        "vit.command_line",
+        "vit.distributed",
+        "vit.exit",
+        "vit.devices",
+        "vit.progress",
+        "vit.worker",
+        "vit.host",
+    }
     | {"vit.data.files", "vit.data.jpeg", "vit.data.members", "vit.data.native"},
     {"vit.data.tar", "vit.data.shards", "vit.data.order", "vit.data.mixing", "vit.data.window", "vit.data.decode", "vit.schedule"}
     | {"vit.data.draw", "vit.data.block_cache", "vit.data.remote", "vit.data.storage"},
     {"vit.data.loader", "vit.data.stream", "vit.data.slots", "vit.data.workers", "vit.data.augment", "vit.data.op_sets", "vit.data.ops"}
     | {"vit.model", "vit.loss", "vit.optim", "vit.ema", "vit.metrics"},
     {"vit.step", "vit.evaluate", "vit.checkpoint", "vit.weights", "vit.known", "vit.plan", "vit.record", "vit.tracking", "vit.monitor"}
+    | {"vit.order_check"}
     | {"vit.preflight", "vit.history", "vit.visualize", "vit.contact_sheet", "vit.curves", "vit.pictures", "vit.report"},
     {"vit.train"},
     {"launch.check_versions", "launch.train", "launch.eval", "launch.report", "launch.visualize"},

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from processes import TINY, Background, environment_of, last_step, metrics
+from processes import TINY, Background, children, environment_of, last_step, metrics
 
 from vit.checkpoint import Progress
 from vit.config_io import load_config
@@ -129,8 +129,8 @@ def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(confi
     endless = ["train.steps=1000000", "eval.every_steps=1000000", "checkpoint.every_steps=1000000"]
     background = Background(config, run_dir, *endless, "data.num_workers=1", "log.every_steps=10", ranks=3)
     background.wait_for_step(20)
-    children = {pid: background.children(pid) for pid in background.trainers()}
-    [worker] = next(workers for pid, workers in children.items() if environment_of(pid, "RANK") == "2")
+    [rank] = [pid for pid in background.trainers() if environment_of(pid, "RANK") == "2"]
+    [worker] = children(rank)
     os.kill(worker, signal.SIGSTOP)
     standing = -1
     while standing != (standing := last_step(run_dir)):  # until what was made before is used up

@@ -20,7 +20,8 @@ long and holds back signals:
 A mistake (ValueError) in one of the middle ones ends all ranks: the one that made it tells, the
 others raise AlreadyReported. So they do where a rank has ended of something else, wherever it was,
 as `vit.exit.run_command` leaves word of it; but not where it was killed: then torchrun ends the
-ranks of its host, and the store goes with the first host's torchrun, which raises RankLost. In
+ranks of its host, and the store goes with the first host's torchrun. Then main_reports goes on in
+collectives, so that ranks whose torchrun was killed can save; the others raise RankLost. In
 collectives gloo notices a dead rank at once. NCCL does not: its other ranks stand still until
 torchrun, Slurm (srun --kill-on-bad-exit) or COLLECTIVE_TIMEOUT ends them.
 """
@@ -41,7 +42,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from vit.host import num_nvidia_gpus
+from vit.devices import Found, choose_device, find_devices
 
 T = TypeVar("T")
 
@@ -70,6 +70,10 @@ class AlreadyReported(ValueError):
 
 class RankLost(RuntimeError):
     """Another rank has ended, or does not come."""
+
+
+class StoreLost(RankLost):
+    """Nobody serves the store any more."""
 
 
 @dataclass(frozen=True)
@@ -167,20 +171,33 @@ class World:
         except BaseException as error:
             self.tell_end(_in_words(error))
             raise
-        self._say(f"{turn} {self.rank}", "" if problem is None else _in_words(problem))
-        if problem is not None:
-            self.store.add(f"{turn} problems", 1)
-        self.store.add(turn, 1)
-        if not self._wait_until(lambda store: store.add(turn, 0) >= self.size, LONGEST_WAIT):
-            missing = [r for r in range(self.size) if not self.store.check([f"{turn} {r}"])]
-            hours = LONGEST_WAIT / timedelta(hours=1)
-            raise RankLost(f"{self._names(missing)} did not come within {hours:g} hour(s)")
-        if not self.store.add(f"{turn} problems", 0):
+        try:
+            is_told, told_by_main = self._exchange(turn, problem)
+        except StoreLost:  # torchrun was killed: its ranks are alive, and have a last step to save
+            is_told = self.any(problem is not None)
+            by_main = self.any(problem is not None and self.is_main)
+            told_by_main = "told by rank 0" if by_main else ""
+        if not is_told:
             return
-        told_by_main = json.loads(self.store.get(f"{turn} 0"))
         if problem is not None and (self.is_main or not told_by_main):
             raise problem
         raise AlreadyReported(told_by_main or "told by another rank")
+
+    def _exchange(self, turn: str, problem: ValueError | None) -> tuple[bool, str]:
+        """Whether a rank has a problem, and the main rank's in words, if it has one. Raises StoreLost,
+        and RankLost where a rank does not come."""
+        store = self.store
+        assert store is not None, "there are other ranks"
+        with _noticing_its_loss():
+            store.set(f"{turn} {self.rank}", "" if problem is None else _in_words(problem))
+            if problem is not None:
+                store.add(f"{turn} problems", 1)
+            store.add(turn, 1)
+            if not self._wait_until(lambda store: store.add(turn, 0) >= self.size, LONGEST_WAIT):
+                missing = [r for r in range(self.size) if not store.check([f"{turn} {r}"])]
+                hours = LONGEST_WAIT / timedelta(hours=1)
+                raise RankLost(f"{self._names(missing)} did not come within {hours:g} hour(s)")
+            return store.add(f"{turn} problems", 0) > 0, store.get(f"{turn} 0").decode()
 
     def tell_end(self, words: str) -> None:
         """Let the ranks that wait, or will wait, through the store know that this one ends."""
@@ -198,12 +215,12 @@ class World:
 
     def _wait_until(self, ready: Callable[[dist.Store], bool], limit: timedelta | None = None) -> bool:
         """Look again and again; False when `limit` has passed. Raises AlreadyReported where another
-        rank has ended, RankLost where the store has. Unlike the store's own waiting it lets signals
+        rank has ended, StoreLost where the store has. Unlike the store's own waiting it lets signals
         through."""
         assert self.store is not None, "there are other ranks"
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         pause_s = 0.001
-        try:
+        with _noticing_its_loss():
             while not ready(self.store):
                 if self.store.check([ENDED]):
                     raise AlreadyReported(json.loads(self.store.get(ENDED)))
@@ -211,8 +228,6 @@ class World:
                     return False
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, POLL_S)
-        except dist.DistError:
-            raise RankLost("lost the connection to the first host's launcher, or to rank 0") from None
         return True
 
     def _names(self, ranks: list[int]) -> str:
@@ -220,6 +235,16 @@ class World:
         names = f"rank {', '.join(map(str, ranks))}"
         hosts = sorted({self.host_of(rank) for rank in ranks}) if self.hosts else []
         return f"{names} on {', '.join(hosts)}" if hosts else names
+
+
+@contextmanager
+def _noticing_its_loss() -> Iterator[None]:
+    """For words in the store: raises StoreLost where it does not answer."""
+    try:
+        yield
+    except dist.DistError:
+        where = "the first host's launcher, or to rank 0"
+        raise StoreLost(f"lost the connection to {where}") from None
 
 
 def _in_words(error: BaseException) -> str:
@@ -244,82 +269,7 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-# --- which device ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a rank finds on its host."""
-
-    host: str
-    ranks: int
-    """Of this run on the host."""
-    gpus: int
-    """That torch can use."""
-    nvidia_gpus: int
-    """That are built in, whether torch can use them or not; 0 where CUDA_VISIBLE_DEVICES hides all."""
-    said: str
-    """By torch, why there are none that it can use."""
-
-    def __str__(self) -> str:
-        if not self.gpus:
-            return f"torch sees no GPU ({self.said})"
-        return f"{self.gpus} GPU(s) for {self.ranks} rank(s)"
-
-
-def find_devices(root: Path = Path("/")) -> Found:
-    """What there is here. root: where `proc` and `sys` lie."""
-    gpus, said = torch.cuda.device_count() if torch.cuda.is_available() else 0, ""
-    if not gpus:
-        try:
-            torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:
-            said = str(error).split(". ")[0].splitlines()[0].rstrip(".")
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    built_in = 0 if hidden else num_nvidia_gpus(root)
-    return Found(socket.gethostname(), local_world_size(), gpus, built_in, said)
-
-
-def choose_device(asked: str, asked_by: str, found: list[Found]) -> tuple[str, list[str]]:
-    """cpu or cuda for all ranks, who have `found` what they have, and what to tell people.
-
-    Raises ValueError where GPUs are `asked` for, or some hosts have one for each rank, and others
-    have not: those are named.
-    """
-    if asked == "cpu":
-        return "cpu", []
-    hosts = list(dict.fromkeys(found))  # the ranks of a host find the same
-    lacking = [host for host in hosts if host.gpus < host.ranks]
-    if not lacking:
-        return "cuda", []
-    if asked == "cuda" and len(hosts) == 1:
-        [here] = hosts
-        if not here.gpus:
-            raise ValueError(
-                f"{asked_by}cuda, but torch sees no GPU here ({here.said}): use {asked_by}cpu, or check the driver with nvidia-smi"
-            )
-        raise ValueError(
-            f"{asked_by}cuda, but this host has {here.gpus} GPU(s) for {here.ranks} ranks: start torchrun with --nproc_per_node={here.gpus}"
-        )
-    if asked == "cuda" or len(lacking) < len(hosts):
-        fine = next((host for host in hosts if host not in lacking), None)
-        elsewhere = f", where {fine.host} has {fine}" if fine is not None else ""
-        problems = "; ".join(f"{host.host}: {host}" for host in lacking)
-        raise ValueError(
-            f"{asked_by}{asked}: {len(lacking)} of {len(hosts)} host(s) cannot train on GPUs{elsewhere}. "
-            f"{problems}. Check them with nvidia-smi, leave them out, or use {asked_by}cpu everywhere"
-        )
-    notes = []
-    for host in lacking:
-        if host.gpus:
-            notes.append(f"{host.host} has {host}: training on the CPU; use --nproc_per_node={host.gpus} for the GPU")
-        elif host.nvidia_gpus:
-            notes.append(
-                f"{host.host} has {host.nvidia_gpus} NVIDIA GPU(s), but {host}: TRAINING ON THE CPU, "
-                "many times slower. Check nvidia-smi and that this torch is built for its driver; "
-                f"{asked_by}cuda makes it an error, {asked_by}cpu leaves this note out"
-            )
-    return "cpu", notes
+# --- start and wrapping ------------------------------------------------------------------------
 
 
 def _agree_on_device(world: World, asked: str, asked_by: str, found: Found) -> World:
@@ -346,9 +296,6 @@ def _agree_on_device(world: World, asked: str, asked_by: str, found: Found) -> W
     index = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", index) if kind == "cuda" else torch.device("cpu")
     return replace(world, device=device, hosts=tuple(hosts))
-
-
-# --- start and wrapping ------------------------------------------------------------------------
 
 
 _here: World | None = None

@@ -36,9 +36,9 @@ from vit.checkpoint import Progress
 from vit.config import Config
 from vit.data.augment import create_augment
 from vit.data.files import replacing
-from vit.data.loader import Batch, EvalBatches, ImageFormat, TrainBatches, image_format
+from vit.data.loader import EvalBatches, ImageFormat, TrainBatches, image_format
 from vit.data.mixing import measure_mixing
-from vit.data.order import Order, sample_checksum
+from vit.data.order import Order
 from vit.data.shards import Split, open_split
 from vit.data.stream import NOT_EXACT, StreamBatches
 from vit.data.workers import Loader
@@ -49,6 +49,7 @@ from vit.exit import Interrupted, StopSignals
 from vit.model import count_parameters, create_model, flops_per_image
 from vit.monitor import Monitor, collecting_at_log_lines
 from vit.optim import create_optimizer
+from vit.order_check import OrderCheck
 from vit.pictures import ClassAccuracy, ConfusedPair
 from vit.plan import Plan, choose_num_classes, make_plan, open_train_split
 from vit.preflight import Preflight, check_disk, preflight
@@ -353,7 +354,8 @@ def train(run: Run) -> str:
                 f"--allow-change {length}"
             )
         run.train_step.model.train()
-        trained = _Trained(run, first_step)
+        order = run.order if isinstance(run.batches, TrainBatches) else None
+        check = OrderCheck(run.world, order, run.plan, run.record, first_step)
         while progress.step < plan.total_steps and not monitor.stop:
             waited_before_s = loader.effort.wait_s
             batch = next(loader)
@@ -371,9 +373,9 @@ def train(run: Run) -> str:
             monitor.take(progress.step, result)  # reads the step before this one, and sets monitor.stop
             progress.step += 1
 
-            trained.add(batch)
+            check.add(batch)
             if progress.step % plan.steps_per_epoch == 0 or progress.step == plan.total_steps:
-                trained.check()
+                check(progress.step)
 
             evaluation_due = plan.evaluates_at(progress.step)
             save_due = progress.step % config.checkpoint.every_steps == 0 or progress.step == plan.total_steps
@@ -382,7 +384,7 @@ def train(run: Run) -> str:
                 if evaluation_due and not monitor.stop:
                     monitor.stop = not _evaluate(run)
                 if monitor.stop:
-                    trained.check()  # what was trained on since the epoch began
+                    check(progress.step)  # what was trained on since the epoch began
                 if save_due or monitor.stop:
                     _save(run, monitor)
                 monitor.resume_clock()
@@ -436,45 +438,6 @@ def _report(run: Run) -> None:
     run.record.log_table("most_confused", list(ConfusedPair._fields), [list(pair) for pair in pictures.confused_pairs])
     run.record.log_table("classes", list(ClassAccuracy._fields), [list(row) for row in pictures.class_accuracies])
     run.record.say(f"report: {report.page}")
-
-
-class _Trained:
-    """The samples that all ranks have trained on, which must be those of the order's plan, unless they were streamed."""
-
-    def __init__(self, run: Run, first_batch: int):
-        self._run, self._first, self._next = run, first_batch, first_batch
-        self._seen = self._planned = 0
-        self._is_exact = isinstance(run.batches, TrainBatches)
-
-    def add(self, batch: Batch) -> None:
-        """This rank's rows of the next batch, and what the plan says they are: each rank looks up its
-        own, while a GPU computes, and not for all of an epoch at its end."""
-        self._seen = (self._seen + sample_checksum(batch.ids.numpy())) % 2**64
-        if self._is_exact:
-            rows = len(batch.ids)
-            first = self._run.world.rank * rows
-            planned = self._run.order.rows(self._next, first, first + rows)
-            self._planned = (self._planned + sample_checksum(planned)) % 2**64
-        self._next += 1
-
-    def check(self) -> None:
-        """Compare and record what was added since the last time. All ranks come here. Raises
-        RuntimeError on a rank whose rows were not the plan's, AlreadyReported on the others."""
-        if self._first == self._next:
-            return
-        run, first, last = self._run, self._first, self._next - 1
-        with run.world.main_reports():
-            if self._is_exact and self._seen != self._planned:
-                differ = f"sample checksum {self._seen:016x}, planned {self._planned:016x}"
-                raise RuntimeError(
-                    f"batches {first} to {last}, rows of rank {run.world.rank}: {differ}: a bug in the loader, please report it"
-                )
-        signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
-        seen = int(run.world.sum_(torch.tensor(signed, dtype=torch.int64, device=run.world.device))) % 2**64
-        numbers = {"first_batch": first, "last_batch": last, "exact": self._is_exact, "sample_checksum": f"{seen:016x}"}
-        dropped = run.plan.dropped_per_epoch if self._next % run.plan.steps_per_epoch == 0 else 0
-        run.record.write("epoch", run.progress.step, epoch=self._next / run.plan.steps_per_epoch, **numbers, samples_dropped=dropped)
-        self._first, self._seen, self._planned = self._next, 0, 0
 
 
 # --- evaluation and weights --------------------------------------------------------------------------------------------
