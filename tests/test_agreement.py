@@ -13,7 +13,7 @@ import torch
 from processes import TINY
 from ranks import together
 
-from vit import config_io, train
+from vit import config_io, resume, train
 from vit.checkpoint import CheckpointError, newest_checkpoint, wait_for_checkpoint
 from vit.data.loader import Batch, TrainBatches
 from vit.data.order import make_order, sample_checksum
@@ -91,7 +91,7 @@ def test_other_ranks_go_on_from_what_the_main_rank_found_as_soon_as_they_see_it(
 
     showing = threading.Thread(target=show)
     showing.start()
-    found = together(2, lambda world: train._find_checkpoint(seen if world.rank else run.folder, run.config, facts, set(), world))
+    found = together(2, lambda world: resume.find_checkpoint(seen if world.rank else run.folder, run.config, facts, set(), world))
     showing.join()
     assert [path for path, _ in found] == [run.folder / "checkpoints" / newest.name, newest]
     assert found[0][1] == found[1][1]

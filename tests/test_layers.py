@@ -29,7 +29,7 @@ LAYERS = [
     | {"vit.model", "vit.loss", "vit.optim", "vit.ema", "vit.metrics"},
     {"vit.step", "vit.evaluate", "vit.checkpoint", "vit.weights", "vit.known", "vit.plan", "vit.record", "vit.tracking", "vit.monitor"}
     | {"vit.order_check"}
-    | {"vit.preflight", "vit.history", "vit.visualize", "vit.contact_sheet", "vit.curves", "vit.pictures", "vit.report"},
+    | {"vit.resume", "vit.preflight", "vit.history", "vit.visualize", "vit.contact_sheet", "vit.curves", "vit.pictures", "vit.report"},
     {"vit.train"},
     {"launch.check_versions", "launch.train", "launch.eval", "launch.report", "launch.visualize"},
 ]

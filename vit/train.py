@@ -56,16 +56,10 @@ from vit.preflight import Preflight, check_disk, preflight
 from vit.progress import Meter
 from vit.record import Record, lock_run, provenance
 from vit.report import make_report
+from vit.resume import find_checkpoint
 from vit.schedule import lr_at
 from vit.step import TrainStep, compile_blocks
 from vit.weights import Trained, WeightsError, fingerprint, grid_size, load_weights, other_classes, read_trained, save_weights
-
-MAY_CHANGE = (
-    "run.", "log.", "checkpoint.", "eval.", "data.num_workers", "data.prefetch_gib", "data.micro_batch_size", "data.root",
-    "data.val_split", "data.cache_dir", "data.cache_gib", "data.on_bad_image", "train.device", "train.compile", "train.max_skipped_steps",
-)  # fmt: skip
-"""Prefixes of keys that a resumed run may have different from its checkpoint: same batches, same recipe. (Another micro-batch draws other
-dropout masks; `on_bad_image` decides only about images that cannot be read.)"""
 
 
 @dataclass
@@ -162,7 +156,7 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
     world.check_same(index_sha256, "training data")
     # What must be the same after a resume.
     facts = {"num_samples": train_split.num_samples, "index_sha256": index_sha256, "num_classes": num_classes}
-    found = _find_checkpoint(folder, config, facts, allow_change, world)
+    found = find_checkpoint(folder, config, facts, allow_change, world)
     with world.main_reports():
         if world.is_main and (found is None or found[1]["step"] < plan.total_steps):
             checked = check_disk(checked, config, plan, folder, num_classes)
@@ -227,41 +221,6 @@ def _other_model_settings(trained: Trained, config: Config) -> str:
     changed = config_io.differences({"model": there}, {"model": here}) if there else {}
     lines = [f"{key} is {old} there, {new} here" for key, (old, new) in changed.items() if not key.endswith(("image_size", "_rate"))]
     return f"; {', '.join(lines)}" if lines else ""
-
-
-def _find_checkpoint(folder: Path, config: Config, facts: dict[str, Any], allowed: set[str], world: World) -> tuple[Path, dict] | None:
-    """The checkpoint to go on from and its info. The main rank looks for it, checks its bytes and
-    that its run was this run, and tells the others, who wait until they see it."""
-
-    def look() -> tuple[str, dict] | None:
-        found = _newest_of_this_run(folder, config, facts, allowed)
-        return None if found is None else (found[0].name, found[1])
-
-    told = world.main_tells(look)
-    if told is None:
-        return None
-    path = folder / "checkpoints" / told[0]
-    with world.main_reports():
-        checkpoints.wait_for_checkpoint(path, told[1])
-    return path, told[1]
-
-
-def _newest_of_this_run(folder: Path, config: Config, facts: dict[str, Any], allowed: set[str]) -> tuple[Path, dict] | None:
-    """The newest whole checkpoint. Raises ValueError if its run was another."""
-    found = checkpoints.newest_checkpoint(folder, verify=True, say=lambda text: print(text, file=sys.stderr))
-    if found is None:
-        return None
-    path, info = found
-    stored = config_io.to_dict(config_io.from_dict(info["config"], str(path)))  # settings younger than the checkpoint get their defaults
-    changed = config_io.differences(stored, config_io.to_dict(config))
-    refused = {key: values for key, values in changed.items() if not key.startswith(MAY_CHANGE) and key not in allowed}
-    lines = [f"  {key}: {old} there, {new} here" for key, (old, new) in refused.items()]
-    lines += [f"  data: {key} {info['facts'][key]} there, {value} here" for key, value in facts.items() if info["facts"][key] != value]
-    if lines:
-        hint = f", or accept a change with --allow-change {next(iter(refused))}" if refused else ""
-        settings = "\n".join(lines)
-        raise ValueError(f"{path} belongs to a run with other settings:\n{settings}\nUse another run.dir, restore the settings{hint}")
-    return found
 
 
 def _open_record(
