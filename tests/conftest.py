@@ -8,6 +8,7 @@ from pathlib import Path
 
 import families
 import pytest
+import torch
 import warm_python
 from processes import make_shards, write_config
 
@@ -37,6 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Of pytest-xdist's processes those that run tests."""
+    if hasattr(config, "workerinput"):  # threads of several processes that wait for each other cost ten times what they gain
+        torch.set_num_threads(max(torch.get_num_threads() // config.workerinput["workercount"], 1))
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         families.begin_session()
 
