@@ -410,7 +410,10 @@ def test_center_view_is_torchvisions(original, size, crop_pct, interpolation):
     data = encode(picture(*original))
     view = v2.Compose([v2.Resize(int(size / crop_pct), InterpolationMode(interpolation), antialias=True), v2.CenterCrop(size)])
     theirs = view(torch.from_numpy(by_pillow(data)).permute(2, 0, 1))
-    np.testing.assert_array_equal(decode_center(data, (size, size), EvalConfig(crop_pct=crop_pct), interpolation), theirs)
+    ours = decode_center(data, (size, size), EvalConfig(crop_pct=crop_pct), interpolation)
+    # Below AVX2 torchvision resizes bilinearly in floats and rounds them: the neighbouring level at most.
+    in_floats = interpolation == "bilinear" and torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+    np.testing.assert_allclose(ours.int(), theirs.int(), rtol=0, atol=int(in_floats))
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
