@@ -185,6 +185,7 @@ def _become(request: Request, streams: list[int]) -> NoReturn:
     try:
         if arguments[0] == "-m":
             sys.argv, sys.path[0] = arguments[1:], folder
+            sys.modules.pop(arguments[1], None)  # or runpy warns of it
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
