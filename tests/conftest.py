@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Of pytest-xdist's processes those that run tests."""
+    # torch takes what it has compiled for another set of the CPU's instructions, with vectors of
+    # another length, and half of the numbers are what was in memory (torch 2.15).
+    kernels = torch.backends.cpu.get_cpu_capability().lower()
+    compiled = Path(tempfile.gettempdir(), f"vit-tests-compiled-{os.getuid()}-{kernels}")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
     if hasattr(config, "workerinput"):  # threads of several processes that wait for each other cost ten times what they gain
         torch.set_num_threads(max(torch.get_num_threads() // config.workerinput["workercount"], 1))
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):

@@ -54,7 +54,7 @@ def test_the_command_writes_a_picture(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [(["--images", "0"], "--images 0: give a number from 1 to 64"), (["--what"], "not understood")]
+    ("arguments", "words"), [(["--images", "0"], "--images 0: give a number from 1 to 64"), (["--what"], "unknown: --what")]
 )
 def test_a_wrong_argument_is_told(config, arguments, words):
     done = run("launch/visualize.py", "augment", "--config", config, *arguments)

@@ -127,7 +127,7 @@ def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(confi
     """The other ranks wait for it in the sum of the gradients, and for no data of their own."""
     run_dir = tmp_path / "run"
     endless = ["train.steps=1000000", "eval.every_steps=1000000", "checkpoint.every_steps=1000000"]
-    background = Background(config, run_dir, *endless, "data.num_workers=1", "log.every_steps=10", ranks=3)
+    background = Background(config, run_dir, *endless, "data.num_workers=1", "log.every_steps=10", ranks=3, cold=True)
     background.wait_for_step(20)
     [rank] = [pid for pid in background.trainers() if environment_of(pid, "RANK") == "2"]
     [worker] = children(rank)
