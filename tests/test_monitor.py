@@ -20,7 +20,7 @@ from vit.data.loader import Batch, ImageFormat, Layout
 from vit.data.workers import Loader
 from vit.distributed import World
 from vit.host import num_cores
-from vit.monitor import Monitor, Waiting, collecting_at_log_lines, sum_up
+from vit.monitor import Monitor, Waiting, _collect, collecting_at_log_lines, sum_up
 from vit.plan import make_plan
 from vit.record import Record
 from vit.step import StepResult
@@ -80,9 +80,15 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
 
 def test_garbage_is_collected_at_log_lines_only():
     assert gc.isenabled()
+    _collect()
+    assert gc.get_freeze_count() == 0, "who does not ask for it has Python's own ways"
     with collecting_at_log_lines():
         assert not gc.isenabled()
-        gc.freeze()
+        _collect()
+        set_aside = gc.get_freeze_count()
+        assert set_aside > 0
+        _collect()
+        assert gc.get_freeze_count() == set_aside, "once"
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 

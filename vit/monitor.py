@@ -76,6 +76,15 @@ def collecting_at_log_lines() -> Iterator[None]:
             gc.enable()
 
 
+def _collect() -> None:
+    """Where Python does not collect by itself."""
+    if gc.isenabled():
+        return
+    gc.collect()
+    if not gc.get_freeze_count():
+        gc.freeze()
+
+
 class Monitor:
     """Reads what each step did, one step late, counts and logs it, and knows when to `stop`."""
 
@@ -162,9 +171,7 @@ class Monitor:
         if step % plan.log_every_steps and step != plan.total_steps:
             self.record.progress(step, text)
             return
-        gc.collect()
-        if not gc.get_freeze_count():
-            gc.freeze()
+        _collect()
         loader_images_per_s = self._loader_images_per_s(effort)
         self.record.train_line(step, text)
         self._tell_of_waiting(share, waiting, loader_images_per_s)
