@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -96,6 +97,22 @@ def test_other_ranks_go_on_from_what_the_main_rank_found_as_soon_as_they_see_it(
     assert [path for path, _ in found] == [run.folder / "checkpoints" / newest.name, newest]
     assert found[0][1] == found[1][1]
     assert found[0][1]["step"] == 3
+
+
+def test_a_checkpoint_from_before_a_setting_goes_on_only_as_it_was_made(config, tmp_path):
+    """The average once always had its warm-up; now it is a setting, whose default is none."""
+    run = finished_run(config, tmp_path / "run", "train.ema_decay=0.9")
+    [(path, info)] = [newest_checkpoint(run.folder)]
+    del info["config"]["train"]["ema_warmup"]
+    (path / "checkpoint.json").write_text(json.dumps(info))
+    with pytest.raises(ValueError, match="train.ema_warmup: True there, False here"):
+        resume.find_checkpoint(run.folder, run.config, {}, set(), ALONE)
+    train_config = run.config.train.model_copy(update={"ema_warmup": True})
+    as_made = run.config.model_copy(update={"train": train_config})
+    assert resume.find_checkpoint(run.folder, as_made, {}, set(), ALONE) == (path, info)
+    none = run.config.train.model_copy(update={"ema_decay": None})
+    without = run.config.model_copy(update={"train": none})
+    assert resume.find_checkpoint(run.folder, without, {}, {"train.ema_decay"}, ALONE) is not None
 
 
 def test_a_checkpoint_that_one_host_never_sees_is_an_error_that_names_host_and_path(tmp_path):

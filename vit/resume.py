@@ -23,6 +23,10 @@ MAY_CHANGE = (
 """Prefixes of keys that a resumed run may have different from its checkpoint: same batches, same recipe. (Another micro-batch draws other
 dropout masks; `on_bad_image` decides only about images that cannot be read.)"""
 
+AS_BEFORE = {("train", "ema_warmup"): True}
+"""What was done before a setting came, where its default is something else: a checkpoint that lacks
+it was made so."""
+
 
 def find_checkpoint(folder: Path, config: Config, facts: dict[str, Any], allowed: set[str], world: World) -> tuple[Path, dict] | None:
     """The checkpoint to go on from and its info, None in a new folder. All ranks come here.
@@ -51,6 +55,9 @@ def _newest_of_this_run(folder: Path, config: Config, facts: dict[str, Any], all
         return None
     path, info = found
     stored = config_io.to_dict(config_io.from_dict(info["config"], str(path)))  # settings younger than the checkpoint get their defaults
+    for (section, key), before in AS_BEFORE.items():
+        if key not in info["config"].get(section, {}) and config.train.ema_decay is not None:
+            stored[section][key] = before
     changed = config_io.differences(stored, config_io.to_dict(config))
     refused = {key: values for key, values in changed.items() if not key.startswith(MAY_CHANGE) and key not in allowed}
     lines = [f"  {key}: {old} there, {new} here" for key, (old, new) in refused.items()]
