@@ -105,7 +105,7 @@ def test_a_checkpoint_from_before_a_setting_goes_on_only_as_it_was_made(config, 
     [(path, info)] = [newest_checkpoint(run.folder)]
     del info["config"]["train"]["ema_warmup"]
     (path / "checkpoint.json").write_text(json.dumps(info))
-    with pytest.raises(ValueError, match="train.ema_warmup: True there, False here"):
+    with pytest.raises(ValueError, match=r"train\.ema_warmup: True there, False here"):
         resume.find_checkpoint(run.folder, run.config, {}, set(), ALONE)
     train_config = run.config.train.model_copy(update={"ema_warmup": True})
     as_made = run.config.model_copy(update={"train": train_config})

@@ -213,6 +213,29 @@ def test_a_signal_ends_a_rank_that_waits_and_those_who_wait_with_it(tmp_path):
         assert end_of(ranks[0]) == (f"ended by SIGINT {nothing}", 130)
 
 
+def test_who_waits_notices_a_killed_rank_of_its_host(tmp_path):
+    """As where rank 0 is killed while it saves: torchrun's SIGTERM ends nobody who is to save."""
+    script = tmp_path / "wait.py"
+    first = "    world.main_first(lambda: time.sleep(3600))"
+    assert first in WAIT
+    others = """
+    StopSignals().remember_only()
+    with world.main_reports():
+        time.sleep(3600 if world.rank == 1 else 0)
+"""
+    script.write_text(WAIT.replace(first, others))
+    with by_hand(script, 3) as ranks:
+        ranks[1].kill()
+        ranks[1].wait()
+        for rank in (0, 2):
+            ranks[rank].send_signal(signal.SIGTERM)
+        told, status = end_of(ranks[2])
+        assert status in (1, 2)
+        killed = f"rank 1 on {socket.gethostname()} has ended without a word, as if killed"
+        told += end_of(ranks[0])[0]
+        assert killed in told
+
+
 def test_who_waits_for_the_main_rank_notices_that_it_was_killed(tmp_path):
     script = tmp_path / "wait.py"
     script.write_text(WAIT)

@@ -19,9 +19,10 @@ long and holds back signals:
 
 A mistake (ValueError) in one of the middle ones ends all ranks: the one that made it tells, the
 others raise AlreadyReported. So they do where a rank has ended of something else, wherever it was,
-as `vit.exit.run_command` leaves word of it; but not where it was killed: then torchrun ends the
-ranks of its host, and the store goes with the first host's torchrun. Then main_reports goes on in
-collectives, so that ranks whose torchrun was killed can save; the others raise RankLost. In
+as `vit.exit.run_command` leaves word of it. Of one that was killed those ranks of its host take
+notice that wait through the store, and leave word for the other hosts; torchrun's SIGTERM would not
+end them, as it means to save first. Where torchrun was killed the store goes with the first host's.
+Then main_reports goes on in collectives, so that its ranks can save; the others raise RankLost. In
 collectives gloo notices a dead rank at once. NCCL does not: its other ranks stand still until
 torchrun, Slurm (srun --kill-on-bad-exit) or COLLECTIVE_TIMEOUT ends them.
 """
@@ -42,6 +43,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -87,6 +89,8 @@ class World:
     """Where the ranks leave words for each other; of several ranks only."""
     hosts: tuple[str, ...] = ()
     """Of each rank, the name of its host; of several ranks only."""
+    _beside: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
+    """The ranks of this host, if it tells them from another's, with the numbers of their processes."""
     _turns: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
     """Of the words in the store: all ranks wait for each other in the same order."""
 
@@ -215,15 +219,19 @@ class World:
 
     def _wait_until(self, ready: Callable[[dist.Store], bool], limit: timedelta | None = None) -> bool:
         """Look again and again; False when `limit` has passed. Raises AlreadyReported where another
-        rank has ended, StoreLost where the store has. Unlike the store's own waiting it lets signals
-        through."""
+        rank has ended, RankLost where one of this host was killed, StoreLost where the store has
+        ended. Unlike the store's own waiting it lets signals through."""
         assert self.store is not None, "there are other ranks"
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         pause_s = 0.001
+        gone = list[int]()
         with _noticing_its_loss():
             while not ready(self.store):
                 if self.store.check([ENDED]):
                     raise AlreadyReported(json.loads(self.store.get(ENDED)))
+                if gone:  # and its last words, if it left any, would have been seen above
+                    raise RankLost(f"{self._names(gone)} has ended without a word, as if killed")
+                gone = [rank for rank, pid in self._beside.items() if not _is_alive(pid)]
                 if deadline is not None and time.monotonic() > deadline:
                     return False
                 time.sleep(pause_s)
@@ -272,12 +280,34 @@ def is_main_process() -> bool:
 # --- start and wrapping ------------------------------------------------------------------------
 
 
+def _process_space() -> str:
+    """In what the number of a process means the same process: the running kernel and the container.
+    Empty where nothing tells."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether there is such a process; one that has ended is gone when its parent knows of it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # of another user, who has got the number
+    return True
+
+
 def _agree_on_device(world: World, asked: str, asked_by: str, found: Found) -> World:
     """`world` with the device of this rank and the names of all hosts. Raises as `choose_device`
     does."""
 
-    def decide() -> tuple[str, list[str]]:
+    def decide() -> tuple[str, list[str], list[tuple[str, int]]]:
         everyone = [found]
+        processes = list[tuple[str, int]]()
         if world.store is not None:
             words = [f"found {rank}" for rank in range(world.size)]
             if not world._wait_until(lambda store: store.check(words), COLLECTIVE_TIMEOUT):
@@ -285,17 +315,22 @@ def _agree_on_device(world: World, asked: str, asked_by: str, found: Found) -> W
                 minutes = COLLECTIVE_TIMEOUT / timedelta(minutes=1)
                 raise RankLost(f"{world._names(missing)} did not come within {minutes:g} min")
             everyone = [Found(**json.loads(text)) for text in world.store.multi_get(words)]
+            said = world.store.multi_get([f"process {rank}" for rank in range(world.size)])
+            processes = [json.loads(text) for text in said]
         kind, notes = choose_device(asked, asked_by, everyone)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        return kind, [one.host for one in everyone]
+        return kind, [one.host for one in everyone], processes
 
+    space = _process_space()
     if world.store is not None:
+        world._say(f"process {world.rank}", (space, os.getpid()))
         world._say(f"found {world.rank}", asdict(found))
-    kind, hosts = world.main_tells(decide)
+    kind, hosts, processes = world.main_tells(decide)
+    beside = {rank: pid for rank, (its_space, pid) in enumerate(processes) if space and its_space == space}
     index = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", index) if kind == "cuda" else torch.device("cpu")
-    return replace(world, device=device, hosts=tuple(hosts))
+    return replace(world, device=device, hosts=tuple(hosts), _beside=beside)
 
 
 _here: World | None = None
