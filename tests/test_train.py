@@ -138,6 +138,21 @@ def test_a_signal_before_the_first_step_ends_at_once_and_a_saved_run_is_marked_a
     assert not (folder / "stopped_early").exists()
 
 
+def test_a_new_run_that_is_preempted_before_its_first_step_is_marked_too(tmp_path, shards, config):
+    """Slurm gives it grace and does not queue it again by itself; the script does if there is a mark."""
+    folder = tmp_path / "run"
+    with WebServer({f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}) as server:
+        server.delay_s = 3600.0
+        background = Background(config, folder, f"data.root={server.url}/shards", ranks=0)
+        while not server.requests:
+            assert background.process.poll() is None, background.end()
+            time.sleep(0.05)
+        os.kill(background.process.pid, signal.SIGTERM)
+        output = background.end(timeout_s=60)
+    assert background.process.returncode == 143, output
+    assert json.loads((folder / "stopped_early").read_text()) == {"step": 0, "signal": "SIGTERM"}
+
+
 @pytest.mark.slow
 def test_ranks_do_not_outlive_their_launcher(tmp_path, shards):
     config = write_config(tmp_path, shards, steps=5000)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -110,6 +111,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     assert config.run.dir is not None, "load_config names the run folder"
     folder = Path(config.run.dir)
     lock: IO[str] | None = None
+    is_new_here = world.is_main and not folder.is_dir()
     signals = StopSignals()
     try:
         # A folder that is not there yet is locked by `_open_record`, which makes it.
@@ -118,9 +120,13 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         signals.remember_only()
     except BaseException as error:
         signals.restore()
-        if isinstance(error, Interrupted) and lock is not None:  # as if it had been just saved
-            newest = checkpoints.newest_checkpoint(folder)
-            _mark_stopped(folder, newest[1]["step"] if newest else 0, error.number.name)
+        # As if it had been just saved, also a new run: Slurm's script goes by the mark.
+        preempted = isinstance(error, Interrupted) and error.number == signal.SIGTERM
+        if isinstance(error, Interrupted) and (lock is not None or (is_new_here and preempted)):
+            with suppress(OSError, checkpoints.CheckpointError):  # the signal is what to tell
+                folder.mkdir(parents=True, exist_ok=True)
+                newest = checkpoints.newest_checkpoint(folder)
+                _mark_stopped(folder, newest[1]["step"] if newest else 0, error.number.name)
         raise
     return run
 
