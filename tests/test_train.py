@@ -139,9 +139,10 @@ def test_a_signal_before_the_first_step_ends_at_once_and_a_saved_run_is_marked_a
 
 
 def test_a_new_run_that_is_preempted_before_its_first_step_is_marked_too(tmp_path, shards, config):
-    """Slurm gives it grace and does not queue it again by itself; the script does if there is a mark."""
+    """Slurm gives it grace and does not queue it again; the script does, if there is a mark."""
     folder = tmp_path / "run"
-    with WebServer({f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}) as server:
+    files = {f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}
+    with WebServer(files) as server:
         server.delay_s = 3600.0
         background = Background(config, folder, f"data.root={server.url}/shards", ranks=0)
         while not server.requests:

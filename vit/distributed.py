@@ -90,7 +90,7 @@ class World:
     hosts: tuple[str, ...] = ()
     """Of each rank, the name of its host; of several ranks only."""
     _beside: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
-    """The ranks of this host, if it tells them from another's, with the numbers of their processes."""
+    """The ranks of this host, if they can be told from others, with their process numbers."""
     _turns: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
     """Of the words in the store: all ranks wait for each other in the same order."""
 
@@ -327,7 +327,7 @@ def _agree_on_device(world: World, asked: str, asked_by: str, found: Found) -> W
         world._say(f"process {world.rank}", (space, os.getpid()))
         world._say(f"found {world.rank}", asdict(found))
     kind, hosts, processes = world.main_tells(decide)
-    beside = {rank: pid for rank, (its_space, pid) in enumerate(processes) if space and its_space == space}
+    beside = {rank: pid for rank, (its, pid) in enumerate(processes) if space and its == space}
     index = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", index) if kind == "cuda" else torch.device("cpu")
     return replace(world, device=device, hosts=tuple(hosts), _beside=beside)

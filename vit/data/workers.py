@@ -369,7 +369,7 @@ def page_lock(memory: torch.Tensor) -> bool:
         torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
     except RuntimeError as error:  # torch.cuda.CudaError is one, and so is a missing driver
         reason = str(error).splitlines()[0]
-        # CUDA keeps the error for whoever asks next, which is torch after its next kernel: this one.
+        # CUDA keeps the error for who asks next, which is torch after its next kernel: this one.
         with suppress(RuntimeError):
             torch.ones(1, device="cuda").add_(1)
         print(f"note: memory of batches is not page-locked here ({reason}): each is copied once more on the host", file=sys.stderr)
