@@ -344,10 +344,15 @@ def adopt(trained: Trained, name: str | None, data_root: str | None, val_split: 
     return replace(trained, config=config, num_classes=num_classes), known
 
 
-def published(known: KnownModel, num_images: int, size: tuple[int, int], num_classes: int) -> str:
-    """A line to stand below a result on `num_images` images of `num_classes` classes, seen at `size` (height, width)."""
+def published(known: KnownModel, num_images: int, size: tuple[int, int], num_classes: int, head_classes: int) -> str:
+    """A line to stand below a result on `num_images` images of `num_classes` classes, seen at `size` (height, width).
+
+    head_classes: rows of the model's head. Weights of others have no names of classes, so that only counts can be compared.
+    """
+    others = f"the data have {num_classes} classes, the model {head_classes}: labels are compared by number"
+    counts = f"; {others}" if num_classes != head_classes else ""
     if known.top1 is None or known.top5 is None:
-        return f"{known.name}: {known.source}"
+        return f"{known.name}: {known.source}{counts}"
     right1, right5 = (round(top / 100 * VAL_IMAGES) for top in (known.top1, known.top5))
     line = (
         f"{known.name}: top-1 {known.top1:.2f} % ({right1}), top-5 {known.top5:.2f} % ({right5})"
@@ -355,6 +360,4 @@ def published(known: KnownModel, num_images: int, size: tuple[int, int], num_cla
     )
     if size != known.image_size:
         line += f"; published at {known.image_size[0]}x{known.image_size[1]}, here {size[0]}x{size[1]}"
-    if num_classes != 1000:
-        line += f"; the data have {num_classes} classes, the model 1000: labels are compared by number"
-    return line
+    return line + counts
