@@ -319,6 +319,9 @@ def test_a_name_without_a_tag_means_timms_default_settings_and_says_so(tmp_path)
         f"vit_tiny_patch16_224.{default.tag}: no published number at hand; vit_tiny_patch16_224 has no tag, so the settings are those of "
         f"timm's default, {default.tag}"
     )
+    guest = identify(tmp_path / "mine.pth", "timm/resnet18")
+    told = "; timm/resnet18 has no tag, so the settings are those of timm's default, "
+    assert guest.source == NO_NUMBER + told + guest.name.removeprefix("resnet18.")
 
 
 @pytest.mark.parametrize("row", [row for row in TIMM_ROWS if row.name.startswith("deit_")], ids=lambda row: row.name)

@@ -154,15 +154,23 @@ def _by_name(given: str, or_defaults: bool = False) -> KnownModel:
     if len(rows) == 1 and (rows[0].name == name or not name.startswith(SEVERAL_TAGS)):
         return rows[0]
     if rows and or_defaults and (found := _from_timm(name)):
-        tag = found.name.removeprefix(f"{name}.")
-        return replace(found, source=f"{NO_NUMBER}; {given} has no tag, so the settings are those of timm's default, {tag}")
+        return _of_default_tag(found, given)
     if rows:
         tags = ", ".join(f"{row.name} ({row.top1:.1f} %)" for row in rows)
         raise ValueError(f"{given} names several weights, which only a tag tells apart: give --model with one, such as {tags}")
     found = _from_timm(name)
     if found is None:
         raise ValueError(f"{given} is in neither the table of vit/known.py nor {_timm_version()}{_nearest(name)}")
-    return found
+    return _of_default_tag(found, given) if or_defaults else found
+
+
+def _of_default_tag(found: KnownModel, given: str) -> KnownModel:
+    """`found`, saying that its settings are timm's default ones where `given` named no tag and timm chose one."""
+    tag = found.name.removeprefix(given.removeprefix("timm/"))
+    if not tag.startswith("."):
+        return found
+    default = f"{given} has no tag, so the settings are those of timm's default, {tag[1:]}"
+    return replace(found, source=f"{found.source}; {default}")
 
 
 def _by_settings(path: Path) -> KnownModel | None:
