@@ -16,6 +16,7 @@ Equal data sets give equal bytes, with equal versions of Pillow.
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
 import io
 import itertools
@@ -425,7 +426,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = Parser("python -m data_prep.card", __doc__)
     parser.add_argument("root", metavar="ROOT", help="finished data set, a folder or a URL")
-    return run(lambda args: write_card(args.root), parser.parse_args(argv), "start it again")
+
+    def command(args: argparse.Namespace) -> None:
+        write_card(args.root)
+        print(f"look at {args.root}/contact_sheet.png and dataset.md")
+
+    return run(command, parser.parse_args(argv), "start it again")
 
 
 if __name__ == "__main__":

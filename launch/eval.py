@@ -82,7 +82,9 @@ def main() -> World:
     _, as_json = evaluate_trained(trained, config, world, said)
     if world.is_main and known is not None:
         num_classes = _open_val_split(config).num_classes
-        print(f"  {published(known, as_json['num_images'], image_format(config).size, num_classes)}", file=said)
+        size, head_classes = image_format(config).size, trained.num_classes or num_classes
+        line = published(known, as_json["num_images"], size, num_classes, head_classes)
+        print(f"  {line}", file=said)
     if world.is_main and args.json:
         print(json.dumps(as_json))
     return world

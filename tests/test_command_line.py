@@ -38,6 +38,11 @@ def refusal(capsys):
         ),
         ("train", [*CONFIG, "--amp", "optim.lr=1"], "unknown: --amp; did you mean train.precision=VALUE?"),
         ("train", [], "the following arguments are required: --config"),
+        (
+            "train",
+            ["configs/demo.yaml", "optim.lr=1"],
+            "the following arguments are required: --config; did you mean --config configs/demo.yaml?",
+        ),
         ("train", ["optim.lr=1", "--config"], "argument --config: expected one argument"),
         ("eval", ["--chekpoint", "runs/demo"], "unknown: --chekpoint runs/demo; did you mean --checkpoint?"),
         ("eval", ["runs/demo", "runs/b16"], "runs/demo and runs/b16: give one run or file to evaluate"),

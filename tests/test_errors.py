@@ -200,10 +200,16 @@ def _(place):
     place.train("data.root=data/nowhere")
 
 
-@scenario("an empty dataset folder, or images that are no shards yet")
+@scenario("an empty dataset folder")
 def _(place):
     (place.folder / "empty").mkdir()
     place.train(f"data.root={place.folder / 'empty'}")
+
+
+@scenario("images that are no shards yet")
+def _(place):
+    (place.folder / "photos" / "cats").mkdir(parents=True)
+    place.train(f"data.root={place.folder / 'photos'}")
 
 
 @scenario("a dataset folder that may not be read")

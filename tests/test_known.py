@@ -315,10 +315,13 @@ def test_a_name_without_a_tag_means_timms_default_settings_and_says_so(tmp_path)
     found = identify(tmp_path / "mine.pth", "vit_tiny_patch16_224")
     assert (found.mean, found.std, found.crop_pct) == (default.mean, default.std, default.crop_pct)
     assert (found.model, found.top1) == ({"name": "vit_ti16"}, None)
-    assert published(found, 6, (224, 224), 3) == (
+    assert published(found, 6, (224, 224), 3, 3) == (
         f"vit_tiny_patch16_224.{default.tag}: no published number at hand; vit_tiny_patch16_224 has no tag, so the settings are those of "
         f"timm's default, {default.tag}"
     )
+    guest = identify(tmp_path / "mine.pth", "timm/resnet18")
+    told = "; timm/resnet18 has no tag, so the settings are those of timm's default, "
+    assert guest.source == NO_NUMBER + told + guest.name.removeprefix("resnet18.")
 
 
 @pytest.mark.parametrize("row", [row for row in TIMM_ROWS if row.name.startswith("deit_")], ids=lambda row: row.name)
@@ -423,15 +426,18 @@ def test_the_number_is_for_a_thousand_classes(tmp_path):
     save_file(timm.create_model("vit_tiny_patch16_224", num_classes=10).state_dict(), path)
     trained, known = adopt(read_trained(path), None, "data")
     assert (trained.num_classes, trained.config["model"]["num_classes"], known.top1) == (10, 10, None)
-    assert published(known, 50_000, (224, 224), 10) == f"{known.name}: no published number at hand for 10 classes"
+    without = f"{known.name}: no published number at hand for 10 classes"
+    assert published(known, 50_000, (224, 224), 10, 10) == without
+    others = "; the data have 3 classes, the model 10: labels are compared by number"
+    assert published(known, 50_000, (224, 224), 3, 10) == without + others, "told without a number, too"
 
 
 def test_the_published_number_says_what_it_stands_for():
     row = next(row for row in KNOWN if row.name == "vit_base_patch16_224.augreg_in1k")
     line = "vit_base_patch16_224.augreg_in1k: top-1 79.15 % (39577), top-5 94.11 % (47054)"
     on = " (published, on the 50,000 of ILSVRC2012 val; here: {} images)"
-    assert published(row, 50_000, (224, 224), 1000) == line + on.format("50,000")
-    assert published(row, 3925, (384, 224), 10) == line + on.format("3,925") + (
+    assert published(row, 50_000, (224, 224), 1000, 1000) == line + on.format("50,000")
+    assert published(row, 3925, (384, 224), 10, 1000) == line + on.format("3,925") + (
         "; published at 224x224, here 384x224; the data have 10 classes, the model 1000: labels are compared by number"
     )
 

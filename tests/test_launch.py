@@ -80,6 +80,8 @@ def test_without_the_data_print_config_assumes_imagenets_size_and_says_so(capsys
     assert shown["gflop_per_image"] == "35.13 forward, 2 for each multiply-add (papers count 1: 17.56)"
     assert shown["checkpoint_mb"].startswith("1,385.1 (weights, optimizer, average)")
     assert shown["parameters_gib"].startswith("1.61 on each rank")
+    run_here("launch/train.py", "--config", "configs/demo.yaml", "--print-config", "data.root=nowhere")
+    assert "(weights, optimizer), 2 are kept" in capsys.readouterr().out, "the demo has no average"
 
 
 @pytest.mark.parametrize("overrides", [["train.ema_decay=null"], ["train.ema_decay=0.9"], ["optim={name: sgd}"]])

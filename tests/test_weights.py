@@ -369,5 +369,7 @@ def test_classes_without_names_are_counted():
     assert other_classes(trained_on(MODEL), [], 2) == counted
     assert other_classes(trained_on([], 5), ["a", "b"], 2) == counted
     assert other_classes(trained_on([], 5), [], 5) == ""
+    unnamed = "the data have no names of classes, the model has: labels are compared by number"
+    assert other_classes(trained_on(MODEL), [], 5) == unnamed, "equal counts are no proof of equal classes"
     assert other_classes(trained_on(MODEL[:3], 7), MODEL[:3], 3) == "", "a head with room to spare, on its own data"
     assert other_classes(trained_on(None, 1000), ["a", "b"], 2) == "", "weights of somebody else's tell nothing"

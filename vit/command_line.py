@@ -51,6 +51,9 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown: {words}{self._meant(options)}"
         elif is_unknown:
             message = f"unknown: {message.partition(': ')[2]}"
+        elif "are required: --config" in message:
+            files = [word for word in self._typed if word.endswith((".yaml", ".yml")) and "=" not in word]
+            message += "".join(f"; did you mean --config {file}?" for file in files[:1])
         raise ValueError(f"{message} ({self.prog} --help lists the options)")
 
     def _unknown_options(self) -> list[tuple[str, str]]:

@@ -154,15 +154,23 @@ def _by_name(given: str, or_defaults: bool = False) -> KnownModel:
     if len(rows) == 1 and (rows[0].name == name or not name.startswith(SEVERAL_TAGS)):
         return rows[0]
     if rows and or_defaults and (found := _from_timm(name)):
-        tag = found.name.removeprefix(f"{name}.")
-        return replace(found, source=f"{NO_NUMBER}; {given} has no tag, so the settings are those of timm's default, {tag}")
+        return _of_default_tag(found, given)
     if rows:
         tags = ", ".join(f"{row.name} ({row.top1:.1f} %)" for row in rows)
         raise ValueError(f"{given} names several weights, which only a tag tells apart: give --model with one, such as {tags}")
     found = _from_timm(name)
     if found is None:
         raise ValueError(f"{given} is in neither the table of vit/known.py nor {_timm_version()}{_nearest(name)}")
-    return found
+    return _of_default_tag(found, given) if or_defaults else found
+
+
+def _of_default_tag(found: KnownModel, given: str) -> KnownModel:
+    """`found`, saying that its settings are timm's default ones where `given` named no tag and timm chose one."""
+    tag = found.name.removeprefix(given.removeprefix("timm/"))
+    if not tag.startswith("."):
+        return found
+    default = f"{given} has no tag, so the settings are those of timm's default, {tag[1:]}"
+    return replace(found, source=f"{found.source}; {default}")
 
 
 def _by_settings(path: Path) -> KnownModel | None:
@@ -344,10 +352,15 @@ def adopt(trained: Trained, name: str | None, data_root: str | None, val_split: 
     return replace(trained, config=config, num_classes=num_classes), known
 
 
-def published(known: KnownModel, num_images: int, size: tuple[int, int], num_classes: int) -> str:
-    """A line to stand below a result on `num_images` images of `num_classes` classes, seen at `size` (height, width)."""
+def published(known: KnownModel, num_images: int, size: tuple[int, int], num_classes: int, head_classes: int) -> str:
+    """A line to stand below a result on `num_images` images of `num_classes` classes, seen at `size` (height, width).
+
+    head_classes: rows of the model's head. Weights of others have no names of classes, so that only counts can be compared.
+    """
+    others = f"the data have {num_classes} classes, the model {head_classes}: labels are compared by number"
+    counts = f"; {others}" if num_classes != head_classes else ""
     if known.top1 is None or known.top5 is None:
-        return f"{known.name}: {known.source}"
+        return f"{known.name}: {known.source}{counts}"
     right1, right5 = (round(top / 100 * VAL_IMAGES) for top in (known.top1, known.top5))
     line = (
         f"{known.name}: top-1 {known.top1:.2f} % ({right1}), top-5 {known.top5:.2f} % ({right5})"
@@ -355,6 +368,4 @@ def published(known: KnownModel, num_images: int, size: tuple[int, int], num_cla
     )
     if size != known.image_size:
         line += f"; published at {known.image_size[0]}x{known.image_size[1]}, here {size[0]}x{size[1]}"
-    if num_classes != 1000:
-        line += f"; the data have {num_classes} classes, the model 1000: labels are compared by number"
-    return line
+    return line + counts

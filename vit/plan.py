@@ -187,9 +187,9 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     derived["classes"] = f"{num_classes}{assumed}"
     derived["parameters"] = f"{count_parameters(model):,}"
     derived["gflop_per_image"] = f"{gflop:.2f} forward, 2 for each multiply-add (papers count 1: {gflop / 2:.2f})"
-    derived["checkpoint_mb"] = (
-        f"{state / 1e6:,.1f} (weights, optimizer, average), {config.checkpoint.keep_last} are kept, and one more while it is written"
-    )
+    held = "weights, optimizer" + ("" if config.train.ema_decay is None else ", average")
+    kept = f"{config.checkpoint.keep_last} are kept, and one more while it is written"
+    derived["checkpoint_mb"] = f"{state / 1e6:,.1f} ({held}), {kept}"
     derived["parameters_gib"] = (
         f"{(state + gradients) / 2**30:.2f} on each rank (a checkpoint's content and gradients), without activations"
     )

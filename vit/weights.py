@@ -303,7 +303,10 @@ def other_classes(trained: Trained, names: Sequence[str], num_classes: int) -> s
     known = trained.class_names
     counts = "" if num_classes == trained.num_classes else f"{num_classes:,} classes in the data, {trained.num_classes:,} in the model"
     if not known or not names:
-        return counts and f"{counts}, and no names to compare them by: labels are compared by number"
+        if counts:
+            return f"{counts}, and no names to compare them by: labels are compared by number"
+        # Equal counts say little: classes numbered from 1, or two foreign sets of ten classes, have them too.
+        return "the data have no names of classes, the model has: labels are compared by number" if known else ""
     differing = [number for number, name in enumerate(names) if [name] != known[number : number + 1]]
     if not differing:
         return f"{len(names):,} classes in the data, the first of the model's {len(known):,}" if len(names) < len(known) else ""

@@ -127,11 +127,12 @@ def test_the_sheet_shows_every_class(made):
         assert shown == min(10, Counter(label for *_, label in samples(made, "train"))[row])
 
 
-def test_the_same_again(root):
+def test_the_same_again(root, capsys):
     before = {name: (root / name).read_bytes() for name in ("dataset.md", "contact_sheet.png")}
     for name in before:
         (root / name).unlink()
     assert main([str(root)]) == 0
+    assert capsys.readouterr().out == f"look at {root}/contact_sheet.png and dataset.md\n"
     assert {name: (root / name).read_bytes() for name in before} == before
 
 

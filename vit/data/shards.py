@@ -22,6 +22,7 @@ import hashlib
 import io
 import logging
 import os
+import shlex
 import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -102,6 +103,10 @@ def read_info(root: Path | str) -> dict[str, Any]:
     info = read_json(root / "_info.json")
     if info is None and not any(name.endswith(".tar") for name in names):
         write_them = f"`python -m data_prep.imagefolder IMAGES --out {root}` makes them of a folder of images"
+        # data_prep refuses to write shards among the images they are made of.
+        if any((root / name).is_dir() for name in names if not name.startswith(".")):
+            command = shlex.join(("python", "-m", "data_prep.imagefolder", f"{root}", "--out", f"{root}_shards"))
+            write_them = f"if it holds folders of images, one for each class, `{command}` makes them"
         raise ShardError(f"{root}: no _info.json and no shards; {write_them}")
     if info is None:
         raise ShardError(f"{root}: no _info.json; if the shards are complete, {index_it}, else repeat the command that writes them")
