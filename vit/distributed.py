@@ -22,7 +22,7 @@ others raise AlreadyReported. So they do where a rank has ended of something els
 as `vit.exit.run_command` leaves word of it. Of one that was killed those ranks of its host take
 notice that wait through the store, and leave word for the other hosts; torchrun's SIGTERM would not
 end them, as it means to save first. Where torchrun was killed the store goes with the first host's.
-Then main_reports goes on in collectives, so that its ranks can save; the others raise RankLost. In
+Then main_reports goes on in a collective, so that its ranks can save; the others raise RankLost. In
 collectives gloo notices a dead rank at once. NCCL does not: its other ranks stand still until
 torchrun, Slurm (srun --kill-on-bad-exit) or COLLECTIVE_TIMEOUT ends them.
 """
@@ -175,12 +175,17 @@ class World:
         except BaseException as error:
             self.tell_end(_in_words(error))
             raise
-        try:
+        is_told = problem is not None
+        told_by_main = "told by rank 0" if is_told and self.is_main else ""
+        # torchrun was killed: its ranks are alive, and have a last step to save.
+        with suppress(StoreLost):
             is_told, told_by_main = self._exchange(turn, problem)
-        except StoreLost:  # torchrun was killed: its ranks are alive, and have a last step to save
-            is_told = self.any(problem is not None)
-            by_main = self.any(problem is not None and self.is_main)
-            told_by_main = "told by rank 0" if by_main else ""
+        if dist.is_initialized():
+            # The store may have gone after it told one rank and before it told another. The one
+            # would go on to the next collective, and the other's would not fit: so all meet here.
+            flags = torch.tensor([is_told, bool(told_by_main)], device=self.device, dtype=torch.int32)
+            is_told, by_main = (count > 0 for count in self.sum_(flags).tolist())
+            told_by_main = told_by_main or ("told by rank 0" if by_main else "")
         if not is_told:
             return
         if problem is not None and (self.is_main or not told_by_main):
