@@ -343,8 +343,8 @@ def test_the_words_for_image_and_json(tmp_path, capsys):
     write_tar(root / "train-0000.tar", samples)
     assert index(root) == 2
     assert capsys.readouterr().err == (
-        f"error: {root}/train-0000.tar: sample '000000' has no images (its members: image.jpg, json); "
-        "expected one of jpg, jpeg, png, webp, and no .cls with the label, like all 12 samples. Found .image.jpg (12), "
+        f"error: {root}/train-0000.tar: sample '000000' has no images (its members: image.jpg, json; "
+        "expected one of jpg, jpeg, png, webp) and no .cls with the label (all 12 samples are so). Found .image.jpg (12), "
         ".json (12, with fields caption, label), as in 000000.image.jpg, 000000.json: try --image image.jpg --label json:label\n"
     )
     assert {path.name for path in root.iterdir()} == {"train-0000.tar"}
@@ -362,7 +362,7 @@ def test_the_words_for_image_and_json(tmp_path, capsys):
         (
             {"jpg": b"", "cls": b"cow"},
             "--classes names.txt",
-            "expected one of the 5 class names, like all 4 samples. Found .jpg (4), .cls (4), as in 0.jpg, 0.cls",
+            "expected one of the 5 class names (all 4 samples are so). Found .jpg (4), .cls (4), as in 0.jpg, 0.cls",
         ),
     ],
 )
@@ -405,8 +405,9 @@ def test_a_few_samples_that_do_not_fit_are_named(tmp_path, capsys):
     root.mkdir()
     write_tar(root / "train-0.tar", [(f"{n:03}", {"jpg": image(n)} | ({} if n in (3, 5) else {"cls": b"1"})) for n in range(9)])
     assert index(root) == 2
-    assert "sample '003' has no .cls with the label (its members: jpg), like 2 of 9 samples ('005'). The other 7 samples fit: mend " in (
-        capsys.readouterr().err
+    assert (
+        "sample '003' has no .cls with the label (its members: jpg) (2 of 9 samples are so: also '005'). The other 7 samples fit: mend "
+        in (capsys.readouterr().err)
     )
 
 

@@ -145,7 +145,7 @@ def test_shards_without_labels(tmp_path, capsys):
             tar.write({"__key__": f"{n:09d}", "jpg": jpeg(n), "json": {"caption": "a cat"}, "txt": "a cat"})
     assert main([str(tmp_path), "--split", "train", "--workers", "1"]) == 2
     error = capsys.readouterr().err
-    assert "00000.tar: sample '000000000' has no .cls with the label (its members: jpg, json, txt), like all 8 samples" in error
+    assert "00000.tar: sample '000000000' has no .cls with the label (its members: jpg, json, txt) (all 8 samples are so)" in error
     assert "Found .jpg (8), .json (8, with fields caption), .txt (8), as in 000000000.jpg, 000000000.json, 000000000.txt: nothing" in error
     assert "Images without labels, as img2dataset's with captions, can be sorted into class folders" in error
 

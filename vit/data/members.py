@@ -140,17 +140,17 @@ class SampleLayout:
         is_twice = len(set(suffixes)) < len(suffixes)
         if len(images) == 1 and has_label and not is_twice:
             return images[0]
-        members = printable(f"(its members: {', '.join(suffixes)})")
+        members = printable(f"its members: {', '.join(suffixes)}")
         if is_twice:
-            raise Unfit("twice", f"has an extension twice, or two samples have this key {members}")
+            raise Unfit("twice", f"has an extension twice, or two samples have this key ({members})")
         problems = []
         if len(images) != 1:
             wanted = f"expected one of {', '.join(self.image_suffixes)}"
-            problems.append(f"{len(images) or 'no'} images {members}; {wanted}")
+            problems.append(f"{len(images) or 'no'} images ({members}; {wanted})")
         if not has_label:
-            more = "" if problems else f" {members}"
+            more = "" if problems else f" ({members})"
             problems.append(f"no .{self.label_suffix} with the label{more}")
-        raise Unfit("members", f"has {', and '.join(problems)}")
+        raise Unfit("members", f"has {' and '.join(problems)}")
 
     def label_of(self, data: bytes) -> int:
         """The label in the label's member. Raises Unfit."""

@@ -177,10 +177,11 @@ def _explained(fd: int, path: Path, layout: SampleLayout, num_whole: int, unfit:
             continue
         told = f"sample {found[0][0]!r} {found[0][1]}"
         if len(found) == total > 1:
-            told += f", like all {total:,} samples"
+            told += f" (all {total:,} samples are so)"
         elif len(found) > 1:
             others = ", ".join(repr(key) for key, _ in found[1:MOST_NAMED])
-            told += f", like {len(found):,} of {total:,} samples ({others}{', ...' if len(found) > MOST_NAMED else ''})"
+            more = ", ..." if len(found) > MOST_NAMED else ""
+            told += f" ({len(found):,} of {total:,} samples are so: also {others}{more})"
         parts.append(told)
     told = f"{path}: {'; '.join(parts)}"
     if num_unfit == 1 and not last_fits and not _has_end_mark(fd):
