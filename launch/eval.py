@@ -35,13 +35,14 @@ from vit.command_line import Parser
 from vit.config import Config
 from vit.data.augment import create_augment
 from vit.data.loader import image_format
-from vit.data.shards import Split, open_split
+from vit.data.shards import Split
 from vit.distributed import World
 from vit.evaluate import Evaluation, evaluate
 from vit.exit import run_command
 from vit.known import adopt, published
 from vit.metrics import interval95, paired_difference
 from vit.model import create_model
+from vit.plan import open_indexed
 from vit.preflight import precision_note
 from vit.progress import Meter
 from vit.train import build, train
@@ -172,7 +173,7 @@ def newest_run() -> Path:
 
 
 def _open_val_split(config: Config) -> Split:
-    return open_split(config.data.root, config.data.val_split, config.data.cache_dir, config.data.cache_gib)
+    return open_indexed(config.data, config.data.val_split)
 
 
 def evaluate_trained(trained: Trained, config: Config, world: World, said: TextIO) -> tuple[Evaluation, dict[str, Any]]:

@@ -22,7 +22,7 @@ LAYERS = [
         "vit.worker",
         "vit.host",
     }
-    | {"vit.data.files", "vit.data.jpeg", "vit.data.members", "vit.data.native"},
+    | {"vit.data.files", "vit.data.patience", "vit.data.jpeg", "vit.data.members", "vit.data.native"},
     {"vit.data.tar", "vit.data.shards", "vit.data.order", "vit.data.mixing", "vit.data.window", "vit.data.decode", "vit.schedule"}
     | {"vit.data.draw", "vit.data.block_cache", "vit.data.remote", "vit.data.storage"},
     {"vit.data.loader", "vit.data.stream", "vit.data.slots", "vit.data.workers", "vit.data.augment", "vit.data.op_sets", "vit.data.ops"}

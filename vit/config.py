@@ -89,6 +89,9 @@ class DataConfig(Section):
     effect for shards on a disk."""
     cache_gib: Annotated[float, Field(gt=0)] | None = None
     """Most that these blocks may take, in GiB. `None`: half of what is free on that disk. Without effect for shards on a disk."""
+    patience_s: Annotated[float, Field(ge=0)] = 600.0
+    """How long, in seconds, reading is tried again while a server, an object store or a mounted folder does not answer or gives nothing. 0:
+    one attempt."""
     reader: Literal["index", "webdataset"] = "index"
     """Of training images: `index` reads shards at random and is exact; `webdataset` streams `stream` and is not."""
     stream: str | None = None

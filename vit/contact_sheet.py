@@ -20,9 +20,8 @@ from vit.data.augment import create_augment
 from vit.data.draw import describe, mixes
 from vit.data.loader import Batch, TrainBatches, image_format
 from vit.data.order import make_order
-from vit.data.shards import open_split
 from vit.data.workers import Loader
-from vit.plan import choose_num_classes
+from vit.plan import choose_num_classes, open_indexed
 from vit.visualize import SMALL_PT, TEXT_PT, WIDTH_IN, drawing, new_sheet, place, share_lines, to_pixels
 
 CAPTION_PT, LINE_IN, GAP_IN = 7.5, 0.125, 0.08
@@ -44,7 +43,7 @@ def make_contact_sheet(config: Config, num_images: int, num_draws: int, picture:
     Raises ShardError where the data cannot be read, ValueError where there are too few.
     """
     data = config.data
-    split = open_split(data.root, data.train_split, data.cache_dir, data.cache_gib)
+    split = open_indexed(data, data.train_split)
     group = config.augment.mix_group_size if mixes(config.augment) else 1
     num_rows = -(-num_images // group) * group
     if num_rows > split.num_samples:

@@ -32,12 +32,12 @@ from vit.data.decode import decode_center
 from vit.data.draw import mixes
 from vit.data.loader import TrainBatches, image_format
 from vit.data.order import divisors
-from vit.data.shards import Split, open_split
+from vit.data.shards import Split
 from vit.data.workers import Loader
 from vit.evaluate import PREDICTIONS_FILE
 from vit.metrics import predicted_classes
 from vit.model import create_model
-from vit.plan import create_order
+from vit.plan import create_order, open_indexed
 from vit.record import METRICS_FILE
 from vit.weights import Trained, WeightsError, find_trained, load_weights, read_trained
 
@@ -156,12 +156,12 @@ class RunFolder:
         data = self.config.data
         if data.reader == "webdataset":
             raise ValueError("Training images were streamed, and a stream does not begin twice with the same ones")
-        return open_split(data.root, data.train_split, data.cache_dir, data.cache_gib)
+        return open_indexed(data, data.train_split)
 
     @cached_property
     def val_split(self) -> Split:
         data = self.config.data
-        return open_split(data.root, data.val_split, data.cache_dir, data.cache_gib)
+        return open_indexed(data, data.val_split)
 
     @cached_property
     def predictions(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from vit import config_io
-from vit.config import AugmentConfig, Config
+from vit.config import AugmentConfig, Config, DataConfig
 from vit.data.draw import mixes, partners
 from vit.data.files import ShardError
 from vit.data.members import SampleLayout
 from vit.data.mixing import measure_mixing
 from vit.data.order import Order, divisors, make_order, possible_lanes
+from vit.data.patience import Patience
 from vit.data.shards import Split, open_split
 from vit.data.stream import NOT_EXACT, Stream, open_stream
 from vit.model import count_parameters, create_model, flops_per_image
@@ -138,7 +139,12 @@ def open_train_split(config: Config, val_split: Split) -> Split | Stream:
         layout = SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names))
         num_classes = max(val_split.num_classes, config.model.num_classes or 0)
         return open_stream(data.stream, data.num_samples, num_classes, names, layout)
-    return open_split(data.root, data.train_split, data.cache_dir, data.cache_gib)
+    return open_indexed(data, data.train_split)
+
+
+def open_indexed(data: DataConfig, split: str) -> Split:
+    """A split of shards, opened as the config says."""
+    return open_split(data.root, split, data.cache_dir, data.cache_gib, Patience(data.patience_s))
 
 
 def choose_num_classes(config: Config, *splits: Split | Stream) -> int:
@@ -165,7 +171,7 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     assumed = "" if config.model.num_classes else " (assumed)"
     mixing: object = NOT_EXACT if config.data.reader == "webdataset" else None
     try:
-        val_split = open_split(config.data.root, config.data.val_split, config.data.cache_dir, config.data.cache_gib)
+        val_split = open_indexed(config.data, config.data.val_split)
         train_split = open_train_split(config, val_split)
     except ShardError as error:
         num_images, images_assumed = config.data.num_samples or IMAGENET_IMAGES, ""

@@ -40,7 +40,7 @@ from vit.data.files import replacing
 from vit.data.loader import EvalBatches, ImageFormat, TrainBatches, image_format
 from vit.data.mixing import measure_mixing
 from vit.data.order import Order
-from vit.data.shards import Split, open_split
+from vit.data.shards import Split
 from vit.data.stream import NOT_EXACT, StreamBatches
 from vit.data.workers import Loader
 from vit.distributed import World, wrap
@@ -52,7 +52,7 @@ from vit.monitor import Monitor, collecting_at_log_lines
 from vit.optim import create_optimizer
 from vit.order_check import OrderCheck
 from vit.pictures import ClassAccuracy, ConfusedPair
-from vit.plan import Plan, choose_num_classes, make_plan, open_train_split
+from vit.plan import Plan, choose_num_classes, make_plan, open_indexed, open_train_split
 from vit.preflight import Preflight, check_disk, preflight
 from vit.progress import Meter
 from vit.record import Record, lock_run, provenance
@@ -144,7 +144,7 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
     `world.main_first`: rank 0 does it, then the others. `world.main_reports`: all do it, and a mistake on any rank ends all, told once.
     """
     # 1. The cheap checks come first: a mistake should show in a second.
-    val_split = world.main_first(lambda: open_split(config.data.root, config.data.val_split, config.data.cache_dir, config.data.cache_gib))
+    val_split = world.main_first(lambda: open_indexed(config.data, config.data.val_split))
     train_split = world.main_first(lambda: open_train_split(config, val_split))
     with world.main_reports():
         plan, order = make_plan(config, train_split.num_samples, world.size)

@@ -1,7 +1,7 @@
 """Files at a URL, by range requests that are tried again. Free of torch.
 
 The data's story: the first answer about a file tells its version (size, ETag); later answers must be of that version. What may pass (a lost
-connection, a timeout, "slow down") is tried again after growing pauses; what does not pass is told with URL, attempts and reason.
+connection, a timeout, "slow down") is tried again by `vit.data.patience`; what does not pass is told with URL, attempts and reason.
 
 The web is read by urllib3, whose answers show what was understood (ranges, ETag); all other URLs by fsspec.
 """
@@ -12,7 +12,6 @@ import errno
 import hashlib
 import logging
 import os
-import random
 import re
 import time
 import urllib.parse
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from vit.data.block_cache import BlockCache, ends_with_checksum, locked_part, with_checksum, write_whole
 from vit.data.files import ShardError, parse_json
+from vit.data.patience import Passing, Patience
 
 PIECE_BYTES = 8 << 20
 """Of a whole file, which may be a large index, a request."""
@@ -31,8 +31,6 @@ NUM_CONNECTIONS = 16
 """Kept open by one process."""
 CONNECT_S, SILENCE_S, ATTEMPT_S = 10.0, 30.0, 120.0
 """How long an attempt may take to connect, without a byte arriving, and in all."""
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Waited before each further attempt, times 0.5 to 1.5: many processes that failed together do not come back together."""
 PASSING = {408, 425, 429, *range(500, 600)} - {501, 505}
 """Answers that a later attempt may not get. Of 5xx all, as proxies have numbers of their own, but not "I cannot do that"."""
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
@@ -61,10 +59,6 @@ class Version(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.size} bytes" + (f" with the tag {self.tag}" if self.tag else "")
-
-
-class _Passing(Exception):
-    """What a later attempt may not meet."""
 
 
 def _replaced(was: Version, now: Version) -> OSError:
@@ -115,13 +109,13 @@ class _Web:
                     pieces.append(piece)
                     missing -= len(piece)
                     if time.monotonic() > deadline_s:
-                        raise _Passing(f"{stop - start - missing} of {stop - start} bytes came in {ATTEMPT_S:.0f} s")
+                        raise Passing(f"{stop - start - missing} of {stop - start} bytes came in {ATTEMPT_S:.0f} s")
                 if missing == 0:
                     response.drain_conn()  # the end of the answer was not read yet; then the connection is used again
             finally:
                 response.close() if response.connection is not None else response.release_conn()
         except urllib3.exceptions.HTTPError as error:
-            raise _Passing(f"cannot be reached ({getattr(error, 'reason', None) or error})") from error
+            raise Passing(f"cannot be reached ({getattr(error, 'reason', None) or error})") from error
         return response, b"".join(pieces)
 
     def _check(self, response: Any, name: str) -> None:
@@ -129,7 +123,7 @@ class _Web:
         if status in (206, 416) or (status == 200 and response.headers.get("Content-Length") == "0"):
             return  # 416: the file ends before these bytes; of an empty one some servers give the whole instead
         if status in PASSING:
-            raise _Passing(f"the server answers {status} {response.reason}")
+            raise Passing(f"the server answers {status} {response.reason}")
         if status in (404, 410):
             raise FileNotFoundError(errno.ENOENT, "no such file on the server")
         if status == 200:
@@ -223,7 +217,7 @@ class _Store:
                 raise ShardError(f"{self.url}: cannot be read ({type(error).__name__}: {text}); {remedy}") from error
             if fs is not None and not fs.async_impl:
                 fs.clear_instance_cache()  # such a client does not open a connection again that broke; the next attempt gets another client
-            raise _Passing(f"cannot be reached ({text})") from error
+            raise Passing(f"cannot be reached ({text})") from error
 
 
 def _limits(fs: Any) -> dict[str, float]:
@@ -248,8 +242,8 @@ def _version_of(entry: dict[str, Any]) -> Version:
 class RemoteFolder:
     """The files directly at `<url>/`. What may pass is tried again; ShardError names URL, number of attempts and the last reason."""
 
-    def __init__(self, url: str):
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, patience: Patience | None = None):
+        self.url, self.patience = url.rstrip("/"), patience or Patience()
         self._server = _Web(self.url) if self.url.startswith(("http://", "https://")) else _Store(self.url)
 
     def __str__(self) -> str:
@@ -316,7 +310,7 @@ class RemoteFolder:
         def attempt() -> bytes:
             data = self._server.read(name, start, stop, version)
             if len(data) != stop - start:
-                raise _Passing(f"the connection ended after {len(data)} of {stop - start} bytes")
+                raise Passing(f"the connection ended after {len(data)} of {stop - start} bytes")
             return data
 
         return self._patiently(name, attempt)
@@ -336,18 +330,4 @@ class RemoteFolder:
 
     def _patiently(self, name: str, attempt: Callable[[], T]) -> T:
         where = f"{self}/{name}" if name else str(self)
-        for number, pause_s in enumerate((*PAUSES_S, None), start=1):
-            try:
-                return attempt()
-            except _Passing as error:
-                if pause_s is None:
-                    remedy = "check the address and the network, then start again"
-                    raise ShardError(f"{where}: {error}, {number} times in a row; {remedy}") from error
-                pause_s *= _JITTER.uniform(0.5, 1.5)
-                log.log(logging.INFO if number < 3 else logging.WARNING, "%s: %s; again in %.1f s", where, error, pause_s)
-                time.sleep(pause_s)
-        raise AssertionError("the last pause is None")
-
-
-_JITTER = random.Random()
-"""Its own generator: nobody's draws depend on the network."""
+        return self.patience.keep_trying(where, attempt)

@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from vit.data.block_cache import BlockCache
 from vit.data.files import ShardError, read_json, replacing, unreadable, write_json
 from vit.data.members import SampleLayout, recorded_layout
+from vit.data.patience import Patience
 from vit.data.remote import RemoteFolder, Version, local_path
 from vit.data.storage import LocalTars, RemoteTars
 from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, TAR_BLOCK, index_rows, scan_tar, size_said_by
@@ -388,17 +389,19 @@ class Split:
             self.index = np.load(self.index, mmap_mode="r")
 
 
-def open_split(root: Path | str, split: str, cache_dir: Path | str | None = None, cache_gib: float | None = None) -> Split:
+def open_split(
+    root: Path | str, split: str, cache_dir: Path | str | None = None, cache_gib: float | None = None, patience: Patience | None = None
+) -> Split:
     """Open one split of the data set in `root`, a folder or a URL, after checks that read no image.
 
     An index that is absent or does not fit the tars of a folder is rebuilt from them (a pass over their headers, logged as a warning).
-    cache_dir, cache_gib: of shards at a URL, see `BlockCache`.
+    cache_dir, cache_gib: of shards at a URL, see `BlockCache`. patience: with what does not answer for a while.
     Raises ShardError listing all problems at once: missing folder, `_info.json`, split or shards, shards of another size
     than recorded, lengths that do not add up, labels outside [0, num_classes).
     """
     home = local_path(root)
     shown = str(root).rstrip("/") if home is None else str(home)
-    info = _checked_info(RemoteFolder(shown).read_info(), shown) if home is None else read_info(home)
+    info = _checked_info(RemoteFolder(shown, patience).read_info(), shown) if home is None else read_info(home)
     if split not in info["splits"]:
         near = difflib.get_close_matches(split, info["splits"], n=1, cutoff=0.3)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -417,7 +420,7 @@ def open_split(root: Path | str, split: str, cache_dir: Path | str | None = None
         counts = f"{len(filenames)} filenames, {len(lengths)} shard_lengths (sum {sum(lengths)}), {len(recorded)} shard_bytes"
         problems.append(f"{where}: {counts} and num_samples {num_samples} do not fit together; restore it from its source")
     elsewhere = info.get("shards_at") if home is None or not any((home / name).exists() for name in filenames) else None
-    folder = RemoteFolder(elsewhere or shown) if elsewhere or home is None else None
+    folder = RemoteFolder(elsewhere or shown, patience) if elsewhere or home is None else None
     found = _local_versions(Path(shown), filenames) if folder is None else folder.stats(filenames)
     remedy = "copy it again or repeat the command that wrote it"
     for name, version, expected in zip(filenames, found, recorded, strict=False):  # other lengths are reported already

@@ -37,12 +37,12 @@ from vit.data.jpeg import read_header
 from vit.data.loader import Batch, ImageFormat, Layout, write_rows
 from vit.data.members import META, SETTINGS, SampleLayout, Unfit, describe
 from vit.data.order import Order, fold, hash64
-from vit.data.remote import PAUSES_S
 from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE
 
 SHUFFLE_SAMPLES, SHUFFLE_BYTES = 1000, 64 << 20
 """Encoded samples that a worker shuffles among, at most."""
 NOT_EXACT = "not exact: samples may repeat or be missed, resume starts a new pass"
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 WEB = ("http://", "https://")
 CURL = "pipe:curl -fsSL --connect-timeout 30 --speed-limit 1 --speed-time 60"
 """For the web: webdataset's own command waits for a silent server for ever. No --retry: into a pipe, curl would begin the tar again behind

@@ -1,0 +1,120 @@
+"""How long to go on when files cannot be had for a while: one rule for servers, object stores and mounted folders. Free of torch.
+
+The data's story: who reads gives an attempt that raises `Passing` for what a later attempt may not meet (a lost connection, "slow down", a
+stale handle). It is made again after growing pauses, for as long as the limit says; what comes in pieces says so, and then the time starts
+anew. A process tells once that a server is away, and once that it is back, however many threads wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from vit.data.files import ShardError
+
+TELL_AFTER_S = 3.0
+"""Shorter interruptions are nobody's business."""
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Passing(Exception):
+    """What a later attempt may not meet; the text is the reason."""
+
+    def __init__(self, reason: str, retry_after_s: float | None = None, progressed: bool = False):
+        """retry_after_s: how long the server wants to be left alone. progressed: the attempt brought something that need not come again."""
+        super().__init__(reason)
+        self.retry_after_s, self.progressed = retry_after_s, progressed
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Repeats attempts; picklable, and without state of its own."""
+
+    limit_s: float = 600.0
+    """So long an attempt is repeated without progress, counted from the first failure; 0: never."""
+    first_pause_s: float = 0.5
+    """Doubles from pause to pause, and is drawn between half and three halves of that: who failed together does not come back together."""
+    longest_pause_s: float = 20.0
+
+    def keep_trying(self, where: str, attempt: Callable[[], T], while_waiting: Callable[[], None] | None = None) -> T:
+        """What `attempt` returns, repeated while it raises `Passing`.
+
+        where: URL or path, for people, without secrets. while_waiting: called a few times a second in pauses; may raise to stop.
+        Raises ShardError that says how often and how long it was tried, and the last reason; else what `attempt` raises.
+        """
+        place = _place(where)
+        began_s, failed_s, number, told = time.time(), 0.0, 0, False
+        while True:
+            number += 1
+            try:
+                result = attempt()
+            except Passing as error:
+                now_s = time.monotonic()
+                if number == 1 or error.progressed:
+                    failed_s, number = now_s, 1
+                left_s = failed_s + self.limit_s - now_s
+                if left_s <= 0:
+                    times = f", {number} times in {now_s - failed_s:.0f} s" if number > 1 else ""
+                    raise ShardError(f"{where}: {error}{times}; check the address and the network, then start again") from error
+                pause_s = min(self.first_pause_s * 2 ** min(number - 1, 32), self.longest_pause_s) * _JITTER.uniform(0.5, 1.5)
+                pause_s = min(max(pause_s, (error.retry_after_s or 0.0) * _JITTER.uniform(1.0, 1.25)), left_s)
+                if not told and now_s + pause_s - failed_s > TELL_AFTER_S:
+                    told = True
+                    if _away.setdefault(place, began_s) is began_s:
+                        since = time.strftime("%H:%M:%S", time.localtime(began_s))
+                        log.warning("%s: has not answered since %s (%s); trying for another %.0f s", where, since, error, left_s)
+                _count_retry()
+                _wait(pause_s, while_waiting)
+            else:
+                if number > 1 and (away_s := _away.pop(place, None)) is not None:
+                    log.warning("%s: answers again after %.0f s", where, time.time() - away_s)
+                return result
+
+
+_JITTER = random.Random()
+"""Its own generator: nobody's draws depend on the network."""
+_away: dict[str, float] = {}
+"""Places that are known not to answer, and since when: who puts one in, or takes it out, tells it. Single operations need no lock."""
+_retries = 0
+
+
+def num_retries() -> int:
+    """Attempts that this process has repeated so far; a forked one begins at 0."""
+    return _retries
+
+
+def _count_retry() -> None:
+    global _retries
+    _retries += 1  # threads may lose one of each other's: it is for people
+
+
+def _start_over() -> None:
+    global _retries
+    _retries = 0
+    _away.clear()
+
+
+os.register_at_fork(after_in_child=_start_over)
+
+
+def _place(where: str) -> str:
+    """Server or folder."""
+    server = re.match(r"\w+://[^/]*", where)
+    return server[0] if server else os.path.dirname(where)
+
+
+def _wait(pause_s: float, while_waiting: Callable[[], None] | None) -> None:
+    if while_waiting is None:
+        time.sleep(pause_s)
+        return
+    resume_s = time.monotonic() + pause_s
+    while (left_s := resume_s - time.monotonic()) > 0:
+        while_waiting()
+        time.sleep(min(left_s, 0.2))
