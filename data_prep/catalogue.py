@@ -22,8 +22,6 @@ import json
 import os
 import re
 import shutil
-import socket
-import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from data_prep.jobs import PrepError
-from vit.data.files import read_json, remove_leftovers, temporary_beside, write_json
+from vit.data.files import locked_folder, read_json, remove_leftovers, temporary_beside, write_json
 
 ROW = np.dtype(
     [  # 32 bytes a sample: 41 MB for ImageNet-1k
@@ -421,7 +419,7 @@ def open_catalogue(
         return Catalogue.load(folder)
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=f".{socket.gethostname()}.{os.getpid()}.tmp", dir=root))
+    temporary, descriptor = locked_folder(folder)
     temporary.chmod(0o777 & ~_umask())
     try:
         with Builder(temporary, seed, workers, root / SPOOL, dry) as builder:
@@ -430,6 +428,7 @@ def open_catalogue(
                 finish(builder)
             builder.finish()
         if source.inputs is None:
+            _held[temporary] = descriptor
             return Catalogue.load(temporary, is_new=True)
         try:
             os.rename(temporary, folder)
@@ -438,12 +437,18 @@ def open_catalogue(
                 raise
             shutil.rmtree(temporary, ignore_errors=True)  # another process was quicker
             return Catalogue.load(folder)
+        finally:
+            os.close(descriptor)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(temporary)  # a full disk does not say where
         raise
     return Catalogue.load(folder, is_new=True)
+
+
+_held: dict[Path, int] = {}
+"""Descriptors that keep catalogues locked which have no other name than their temporary one."""
 
 
 def _umask() -> int:
@@ -462,6 +467,8 @@ def remove_catalogue(folder: Path) -> None:
     except OSError:  # not there, or another process does it
         return
     shutil.rmtree(gone, ignore_errors=True)
+    if folder in _held:
+        os.close(_held.pop(folder))
 
 
 def remove_catalogues(root: Path) -> None:

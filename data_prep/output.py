@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from data_prep.jobs import PrepError
 from vit.data import files
-from vit.data.files import is_being_written, replacing, temporary_beside
+from vit.data.files import locked_folder, remove_if_abandoned, replacing, temporary_beside, temporary_file
 
 PAUSES_S = (1.0, 4.0, 15.0, 60.0)
 """Waited before each further attempt, on top of what a store's own client repeats."""
@@ -82,9 +82,8 @@ class Output:
                 raise PrepError(f"{self}: cannot be written (is a file); choose another folder, or change this one")
             try:
                 self.local.mkdir(parents=True, exist_ok=True)
-                probe = temporary_beside(self.local / "writable")
-                probe.touch()
-                probe.unlink()
+                with temporary_file(self.local / "writable"):
+                    pass
             except OSError as error:
                 raise PrepError(f"{self}: cannot be written ({error.strerror}); choose another folder, or change this one") from error
             return
@@ -142,16 +141,16 @@ class Output:
         if self.local is None:
             self.write_json(name, content)
             return
-        temporary = temporary_beside(self.local / name)
-        files.write_json(temporary, content)
-        try:
-            os.link(temporary, self.local / name)
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without hard links
-            os.replace(temporary, self.local / name)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with temporary_file(self.local / name) as file:
+            file.write(files.json_bytes(content))
+            file.flush()
+            os.fsync(file.fileno())
+            try:
+                os.link(file.name, self.local / name)
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without hard links
+                os.replace(file.name, self.local / name)
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
@@ -288,14 +287,14 @@ class Output:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder of our own in TMPDIR, which goes at the end. Its name tells host and process: what a killed one left goes with the next."""
+    """A folder of our own in TMPDIR, which goes at the end. What a killed process of this host left goes with the next."""
     host = socket.gethostname()
-    for leftover in Path(tempfile.gettempdir()).glob(f".vit_staging.*.{glob.escape(host)}.*.tmp"):
-        if not is_being_written(leftover):
-            shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in Path(tempfile.gettempdir()).glob(f".vit_staging.{glob.escape(host)}.*.tmp"):
+        remove_if_abandoned(leftover)
     # Not tempfile.TemporaryDirectory: the end of its block fails when a cleaner of /tmp came first.
-    folder = Path(tempfile.mkdtemp(prefix=".vit_staging.", suffix=f".{host}.{os.getpid()}.tmp"))
+    folder, descriptor = locked_folder(Path(tempfile.gettempdir()) / "vit_staging")
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)

@@ -103,6 +103,7 @@ class TarStream:
         self._buffer = self._free.get()
         self._sha256 = hashlib.sha256()
         self._to_hash: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
+        self._failed: BaseException | None = None
         self._hasher = threading.Thread(target=self._hash, daemon=True)
         self._hasher.start()
 
@@ -120,6 +121,7 @@ class TarStream:
         self._append(bytes(2 * TAR_BLOCK))
         self._flush()
         self.abandon()
+        self._raise_failed()
         return self._sha256.hexdigest()
 
     def abandon(self) -> None:
@@ -144,17 +146,27 @@ class TarStream:
             rest = rest[os.write(self._descriptor, rest) :]
         self._written += self._filled
         self._buffer, self._filled = self._free.get(), 0
+        self._raise_failed()
+
+    def _raise_failed(self) -> None:
+        """Raise here what went wrong in the hashing thread."""
+        if self._failed is not None:
+            raise self._failed
 
     def _hash(self) -> None:
         sent_on = 0
         while (job := self._to_hash.get()) is not None:
             buffer, filled = job
-            self._sha256.update(buffer[:filled])
-            self._free.put(buffer)
-            written = self._written
-            if HAS_ADVICE and written - sent_on >= EARLY_BYTES:  # "not needed": Linux begins to write what it may then forget
-                os.posix_fadvise(self._descriptor, sent_on, written - sent_on, os.POSIX_FADV_DONTNEED)
-                sent_on = written
+            try:
+                self._sha256.update(buffer[:filled])
+                written = self._written
+                if HAS_ADVICE and written - sent_on >= EARLY_BYTES:  # "not needed": Linux begins to write what it may then forget
+                    with suppress(OSError):  # mere advice, and not every file system takes it
+                        os.posix_fadvise(self._descriptor, sent_on, written - sent_on, os.POSIX_FADV_DONTNEED)
+                    sent_on = written
+            except BaseException as error:
+                self._failed = error
+            self._free.put(buffer)  # in any case: the writer waits for it
 
 
 def write_shard(work: Work) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from servers import S3Server, cable, forget_clients
 from data_prep import output as output_module
 from data_prep.jobs import PrepError
 from data_prep.output import Output, temporary_folder
-from vit.data.files import ShardError, temporary_beside
+from vit.data.files import ShardError, locked_folder
 
 
 @pytest.fixture(scope="module")
@@ -205,13 +205,15 @@ with output.staging() as folder:
 
 def test_folders_of_the_living_and_of_other_hosts_stay():
     folder = Path(os.environ["TMPDIR"])
-    ours = temporary_beside(folder / "vit_staging.abc")
-    theirs = folder / ".vit_staging.abc.another-host.1.tmp"
-    ours.mkdir()
+    ours, descriptor = locked_folder(folder / "vit_staging")
+    theirs = folder / ".vit_staging.another-host.1.tmp"
     theirs.mkdir()
     with temporary_folder():
         assert ours.exists()
         assert theirs.exists()
+    os.close(descriptor)  # as the end of its process does
+    with temporary_folder():
+        assert not ours.exists()
 
 
 def test_staging_goes_when_its_maker_fails(bucket):

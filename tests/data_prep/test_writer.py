@@ -7,10 +7,10 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,9 @@ from data_prep.catalogue import Builder, Sample, Source, read_range
 from data_prep.images import ImagePolicy
 from data_prep.jobs import PrepError
 from data_prep.plan import Settings, choose_num_shards, choose_part
+from data_prep.shard import TarStream
 from data_prep.writer import write
+from vit.data.files import temporary_beside, temporary_file
 from vit.data.shards import open_split
 from vit.data.tar import scan_tar
 
@@ -153,9 +155,7 @@ def test_again_keeps_what_is_whole_and_mends_the_rest(written, small, tmp_path, 
     (root / "_info.json").unlink()
     (root / ".train-00000.tar.elsewhere.1.tmp").write_bytes(b"left by a killed writer")
     os.utime(root / ".train-00000.tar.elsewhere.1.tmp", (1, 1))
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    (root / f".train-00000.tar.{socket.gethostname()}.{ended.pid}.tmp").write_bytes(b"left by a killed writer of this host")
+    temporary_beside(root / "train-00000.tar").write_bytes(b"left by a killed writer of this host, whose lock went with it")
     with pytest.raises(PrepError, match="shards of unknown origin"):  # neither plan nor info: could be anyone's
         write(small, root, FOUR)
     (root / "_info.json").write_bytes((written / "_info.json").read_bytes())
@@ -206,11 +206,42 @@ def test_parts_in_any_order_are_the_whole_and_a_repeated_part_changes_nothing(wr
 def test_the_file_of_a_live_writer_is_left_alone(small, tmp_path):
     root = tmp_path / "root"
     root.mkdir()
-    live = [root / f".train-00000.tar.{name}.tmp" for name in (f"{socket.gethostname()}.{os.getppid()}", "elsewhere.1")]
-    for path in live:
-        path.write_bytes(b"being written")
-    write(small, root, replace(FOUR, part="0-0"))
-    assert all(path.exists() for path in live)
+    elsewhere = root / ".train-00000.tar.elsewhere.1.tmp"
+    elsewhere.write_bytes(b"being written")
+    with temporary_file(root / "train-00000.tar") as file:
+        write(small, root, replace(FOUR, part="0-0"))
+        assert Path(file.name).exists()
+    assert elsewhere.exists()
+
+
+def refused_advice(*_: int) -> None:
+    raise OSError(errno.EINVAL, "a file system that takes no advice")
+
+
+def no_memory(*_: int) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(("advise", "error"), [(refused_advice, None), (no_memory, MemoryError)])
+def test_what_fails_in_the_hashing_thread_reaches_the_writer(tmp_path, monkeypatch, advise, error):
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    data = os.urandom(1 << 20)
+    with open(tmp_path / "a.tar", "wb") as file:
+        stream = TarStream(file.fileno())
+
+        def add_all() -> None:
+            try:
+                for number in range(60):
+                    stream.add(f"{number}.jpg", data)
+                came.append(stream.close())
+            except BaseException as error:
+                came.append(type(error))
+
+        came: list[object] = []
+        thread = threading.Thread(target=add_all, daemon=True)
+        thread.start()
+        thread.join(timeout=20)
+    assert came == [error or hashlib.sha256((tmp_path / "a.tar").read_bytes()).hexdigest()], "waits for ever, or another end"
 
 
 def test_a_part_mends_what_is_gone_from_a_complete_data_set(written, small, tmp_path):

@@ -5,14 +5,16 @@ The data's story: what is written gets its name when it is complete and on the d
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import os
+import secrets
 import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,26 +29,41 @@ def unreadable(path: Path, error: OSError) -> ShardError:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name beside `path` for what is being made; it tells host and process, so several can make the same thing at once."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    """A name beside `path` for what is being made, that nobody else has: containers may share host name and process ids."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}.tmp")
 
 
-def is_being_written(temporary: Path) -> bool:
-    """Whether a live process has this file or folder, named by `temporary_beside`: it may finish, its bytes are the same.
-
-    Of this host the process id in the name tells; of another one, whether a file has changed in the last ten minutes, or anything in a
-    folder in the last day.
-    """
+def _locked(path: Path, flags: int = 0) -> tuple[int, bool | None]:
+    """A descriptor of a file or folder; whether it is locked until that is closed; None if its file system has no locks."""
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
-        host, process = temporary.name.removesuffix(".tmp").rsplit(".", 1)
-        if not host.endswith(f".{socket.gethostname()}"):
-            return time.time() - _newest_change_s(temporary) < (86_400 if temporary.is_dir() else 600)
-        os.kill(int(process), 0)
-    except PermissionError:
-        return True  # alive, and somebody else's
-    except (OSError, ValueError):
-        return False
-    return True
+        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+        return descriptor, True
+    except BlockingIOError:
+        return descriptor, False
+    except OSError:
+        return descriptor, None
+
+
+def remove_if_abandoned(temporary: Path) -> None:
+    """Remove this file or folder, named by `temporary_beside`, unless a live process has it: it may finish, its bytes are the same.
+
+    Who makes one locks it. Of another host, where locks may not be seen, and where there are none, it counts as abandoned if a file has not
+    changed in ten minutes, or nothing in a folder in a day.
+    """
+    with suppress(OSError):
+        descriptor, could = _locked(temporary, fcntl.LOCK_NB)
+        try:
+            age_s = time.time() - _newest_change_s(temporary)
+            is_surely_free = could and f".{socket.gethostname()}." in temporary.name
+            if could is False or not (is_surely_free or age_s > (86_400 if temporary.is_dir() else 600)):
+                return
+            if temporary.is_dir():
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                temporary.unlink()
+        finally:
+            os.close(descriptor)
 
 
 def _newest_change_s(path: Path) -> float:
@@ -61,26 +78,48 @@ def _newest_change_s(path: Path) -> float:
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
     """Remove what killed processes left of their attempts at `folder / name`, or at anything in `folder`."""
     for leftover in folder.glob(f".{'*' if name is None else glob.escape(name)}.*.tmp"):
-        if not is_being_written(leftover):
-            if leftover.is_dir():
-                shutil.rmtree(leftover, ignore_errors=True)
-            else:
-                leftover.unlink(missing_ok=True)
+        remove_if_abandoned(leftover)
+
+
+@contextmanager
+def temporary_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file beside `path`, locked, which is gone when the block ends, unless it has got another name there; `name` is its own."""
+    with ExitStack() as stack:
+        while True:
+            file = stack.enter_context(open(temporary_beside(path), "x+b"))
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink:  # else another process took it for abandoned, before it was locked
+                break
+        try:
+            yield file
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+
+
+def locked_folder(path: Path) -> tuple[Path, int]:
+    """A new folder beside `path`, for this user alone, and a descriptor that keeps it locked until it is closed."""
+    while True:
+        temporary = temporary_beside(path)
+        temporary.mkdir(mode=0o700)
+        with suppress(FileNotFoundError):
+            descriptor, _ = _locked(temporary)
+            if temporary.exists():  # else another process took it for abandoned, before it was locked
+                return temporary, descriptor
+            os.close(descriptor)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path` that takes its place when the block ends well and vanishes when it does not."""
-    temporary = temporary_beside(path)
     try:
-        with open(temporary, "w+b") as file:
+        with temporary_file(path) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # the rename must not reach the disk before the data
-        os.replace(temporary, path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
+            os.replace(file.name, path)
+    except OSError as error:
+        if error.filename is None:
             error.filename = str(path)  # a failed write ("No space left on device") does not say of which file
         raise
 
@@ -88,8 +127,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` as JSON to `path`, whole or not at all."""
     with replacing(path) as file:
-        # A name that is no UTF-8 holds lone surrogates: backslashreplace writes them as JSON's own escapes.
-        file.write(json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+        file.write(json_bytes(content))
+
+
+def json_bytes(content: dict[str, Any]) -> bytes:
+    """`content` as all our JSON files have it."""
+    # A name that is no UTF-8 holds lone surrogates: backslashreplace writes them as JSON's own escapes.
+    return json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
