@@ -21,10 +21,8 @@ from vit.data.jpeg import read_header
 from vit.data.native import Status
 
 if os.environ.get("VIT_REQUIRE_NATIVE") == "1":
-    assert native.AVAILABLE, "vit._native was not built (pip install -e . where there is a C compiler), or VIT_NATIVE=0 is set"
-pytestmark = pytest.mark.skipif(
-    not native.AVAILABLE, reason="VIT_NATIVE=0 is set, or vit._native was not built: apt-get install build-essential, then pip install -e ."
-)
+    assert native.AVAILABLE, native.WHY_NOT or "VIT_NATIVE=0 is set"
+pytestmark = pytest.mark.skipif(not native.AVAILABLE, reason=native.WHY_NOT or "VIT_NATIVE=0 is set")
 
 SIZES = ((1, 1), (2, 2), (5, 3), (7, 9), (8, 8), (15, 17), (16, 16), (33, 47), (64, 40), (131, 77))
 SUBSAMPLINGS = ("444", "422", "420", "440", "411")
@@ -220,11 +218,6 @@ def test_no_memory_is_used_as_two_types(name, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_turned_off_by_the_environment(monkeypatch):
-    monkeypatch.setenv("VIT_NATIVE", "0")
-    assert native._load() is None
-
-
 def test_threads_do_not_meet():
     files = [example(kind) for kind in ("420", "444", "420 restart", "422 rows")] * 50
     with ThreadPoolExecutor(4) as pool:
@@ -343,6 +336,18 @@ def test_only_the_windows_segments_are_read():
             scribbled[begin:end] = bytes(end - begin)
     assert np.array_equal(native.decode_window(bytes(scribbled), window), expected[17:37, 40:90])
     assert native.decode_window(bytes(scribbled), (0, 0, 128, 64)) is None
+
+
+def test_a_file_that_is_cut_off_is_refused_wherever_the_window_is():
+    """Else whether an image is good would depend on the crop, and on whether there is a C decoder."""
+    pixels = pixels_of(128, 64, grain=15)
+    for marks in ({}, {"restart_marker_blocks": 4}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 5}):
+        data = by_pillow(pixels, subsampling=0, **marks)
+        assert status_of(data) is Status.OK
+        for kept in (len(data) - 1, len(data) - 2, len(data) * 9 // 10, len(data) // 2):
+            with pytest.raises(ValueError):  # noqa: PT011  the words are libjpeg's
+                whole(data[:kept])
+            assert status_of(data[:kept]) is Status.DAMAGED, (marks, kept)
 
 
 @pytest.mark.parametrize("seed", range(4))

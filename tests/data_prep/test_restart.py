@@ -25,10 +25,8 @@ from vit.data import native
 from vit.data.jpeg import read_header
 
 if not native.AVAILABLE and os.environ.get("VIT_REQUIRE_NATIVE") == "1":
-    pytest.fail("vit._native is not there, and VIT_REQUIRE_NATIVE=1: install a C compiler, then pip install -e .", pytrace=False)
-NEEDS_NATIVE = pytest.mark.skipif(
-    not native.AVAILABLE, reason="vit._native was not built: apt-get install build-essential, then pip install -e ."
-)
+    pytest.fail(f"VIT_REQUIRE_NATIVE=1, but {native.WHY_NOT}", pytrace=False)
+NEEDS_NATIVE = pytest.mark.skipif(not native.AVAILABLE, reason=native.WHY_NOT or "VIT_NATIVE=0 is set")
 NEEDS_JPEGTRAN = pytest.mark.skipif(shutil.which("jpegtran") is None, reason="no jpegtran: apt-get install libjpeg-turbo-progs")
 NATIVE, JPEGTRAN = (
     pytest.param(restart._by_native, id="native", marks=NEEDS_NATIVE),

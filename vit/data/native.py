@@ -5,18 +5,28 @@ markers: all before the window's end), and writes the window's pixels, the very 
 What it does not take (progressive, CMYK, damaged, ...) it says by a code, in microseconds where the headers tell; then the caller decodes
 with simplejpeg. The interpreter's lock is not held meanwhile.
 
+A library that does not fit this file, was built from other C files than those beside it, or fails on a small JPEG is not used: `load`.
 `VIT_NATIVE=0` in the environment turns it off, to compare.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import hashlib
 import os
 from enum import IntEnum
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 import numpy as np
+import simplejpeg
 from numpy.typing import NDArray
+
+ABI = 1
+"""`vit_native_abi` of vit/native/window.c, which is called here."""
+PACKAGE = Path(__file__).parents[1]
+SOURCES = PACKAGE / "native"
+"""The C files, where the package is a checkout."""
 
 
 class Status(IntEnum):
@@ -45,33 +55,75 @@ class Status(IntEnum):
     """Another size of the image than was expected, or one that nobody can hold."""
 
 
-def _load() -> ctypes.CDLL | None:
-    if os.environ.get("VIT_NATIVE") == "0":
-        return None
-    spec = importlib.util.find_spec("vit._native")
-    if spec is None or spec.origin is None:
-        return None
-    library = ctypes.CDLL(spec.origin)
+class Misfit(Exception):
+    """A library that must not be used: what is wrong with it, and what to do."""
+
+
+def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
+    """The library at `path`, known to have the functions called here and to give right pixels on this processor.
+
+    Asked, in this order: the number of the interface; the sources it was built from, where the C files are beside the package (a checkout
+    that was pulled and not installed again); a small JPEG, see `_decodes_rightly`. Raises Misfit.
+    """
+    again = "build it again: pip install -e ."
+    try:
+        library = ctypes.CDLL(str(path))
+        abi, built_from = library.vit_native_abi, library.vit_native_sources
+    except OSError as error:
+        raise Misfit(f"{path} cannot be loaded ({error}); {again}") from None
+    except AttributeError:
+        raise Misfit(f"{path} is of an older version of this package; {again}") from None
+    built_from.restype = ctypes.c_char_p
+    if abi() != ABI:
+        raise Misfit(f"{path} is of another version of this package (interface {abi()}, here {ABI}); {again}")
+    if sources.is_dir() and built_from().decode() != stamp_of(sources):
+        raise Misfit(f"{path} was built from other sources than {sources} holds now; {again}")
     size, pointer = ctypes.c_size_t, ctypes.c_void_p
-    library.vit_decode_window.argtypes = [
-        ctypes.c_char_p,
-        size,
-        *[ctypes.c_uint32] * 6,
-        ctypes.c_int,
-        pointer,
-        ctypes.c_ssize_t,
-        ctypes.c_int,
-    ]
-    library.vit_decode_window.restype = ctypes.c_int
-    library.vit_jpeg_transcode.argtypes = [ctypes.c_char_p, size, pointer, size, ctypes.POINTER(size)]
-    library.vit_jpeg_transcode.restype = ctypes.c_int
+    decode, transcode = library.vit_decode_window, library.vit_jpeg_transcode
+    decode.argtypes = [ctypes.c_char_p, size, *[ctypes.c_uint32] * 6, ctypes.c_int, pointer, ctypes.c_ssize_t, ctypes.c_int]
+    decode.restype = ctypes.c_int
+    transcode.argtypes = [ctypes.c_char_p, size, pointer, size, ctypes.POINTER(size)]
+    transcode.restype = ctypes.c_int
+    if not _decodes_rightly(library):
+        raise Misfit(f"{path} gives other pixels than simplejpeg on this machine; {again}; if that does not help, please report it")
     return library
 
 
-LIBRARY = _load()
-"""`vit_decode_window`, and `vit_jpeg_transcode` for data_prep/restart.py."""
-AVAILABLE = LIBRARY is not None
-"""Whether the library is there and wanted."""
+def stamp_of(sources: Path) -> str:
+    """What setup.py compiles into the library: a hash of all C files."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources.glob("*.[ch]")))).hexdigest()[:16]
+
+
+def _decodes_rightly(library: ctypes.CDLL) -> bool:
+    """Whether windows of a small JPEG, as simplejpeg writes it and with restart markers, have the pixels that simplejpeg gives."""
+    y, x = np.mgrid[:50, :150]
+    image = np.stack((x + y, x * y // 7, 255 - x), axis=2).astype(np.uint8)
+    plain = simplejpeg.encode_jpeg(image, 92, colorsubsampling="420")
+    marked, size = ctypes.create_string_buffer(4 * len(plain)), ctypes.c_size_t()
+    if library.vit_jpeg_transcode(plain, len(plain), marked, len(marked), ctypes.byref(size)) != Status.OK:
+        return False
+    expected, pixels = simplejpeg.decode_jpeg(plain)[5:45, 9:140], np.empty((40, 131, 3), np.uint8)
+    for data in (plain, marked.raw[: size.value]):
+        pixels.fill(0)
+        if _decode(library, data, 9, 5, pixels, (0, 0), False) is not Status.OK or not np.array_equal(pixels, expected):
+            return False
+    return True
+
+
+def _find() -> tuple[ctypes.CDLL | None, str | None]:
+    """The library, or None and why it is not used; no reason where that was asked for."""
+    if os.environ.get("VIT_NATIVE") == "0":
+        return None, None
+    path = next(filter(Path.exists, (PACKAGE / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES)), None)
+    if path is None:
+        return (
+            None,
+            "the C decoder was not built; install a C compiler (Debian, Ubuntu: apt-get install build-essential), then pip install -e .",
+        )
+    try:
+        return load(path), None
+    except Misfit as misfit:
+        return None, str(misfit)
 
 
 def decode_into(
@@ -84,13 +136,18 @@ def decode_into(
     `image_size`: width and height that the image must have. `portable` leaves the processor's own instructions aside, for tests.
     """
     assert LIBRARY is not None, "vit._native is not there: ask AVAILABLE first"
+    return _decode(LIBRARY, data, left, top, pixels, image_size or (0, 0), portable)
+
+
+def _decode(
+    library: ctypes.CDLL, data: bytes, left: int, top: int, pixels: NDArray[np.uint8], image_size: tuple[int, int], portable: bool
+) -> Status:
     height, width, channels = pixels.shape
     assert pixels.dtype == np.uint8
     assert channels in (1, 3)
     assert pixels.strides[1:] == (channels, 1)
     address, row_bytes = pixels.__array_interface__["data"][0], pixels.strides[0]
-    window = left, top, width, height
-    return Status(LIBRARY.vit_decode_window(data, len(data), *(image_size or (0, 0)), *window, channels, address, row_bytes, portable))
+    return Status(library.vit_decode_window(data, len(data), *image_size, left, top, width, height, channels, address, row_bytes, portable))
 
 
 def decode_window(
@@ -107,3 +164,9 @@ def decode_window(
         return None
     pixels = np.empty((height, width, channels), np.uint8) if out is None else out
     return pixels if decode_into(data, left, top, pixels, image_size=image_size) is Status.OK else None
+
+
+LIBRARY, WHY_NOT = _find()
+"""`vit_decode_window`, and `vit_jpeg_transcode` for data_prep/restart.py; or None, and why, unless VIT_NATIVE=0."""
+AVAILABLE = LIBRARY is not None
+"""Whether the library is there, fits and is wanted."""

@@ -145,6 +145,9 @@ INLINE int copy_segments(Window *w, const Kernels *kernels) {
     const uint8_t *from = jpeg->data + jpeg->scan_offset, *end = jpeg->data + jpeg->size;
     uint8_t *to = w->bytes;
     size_t num_segments = jpeg_num_segments(jpeg);
+    /* Segments behind the window are not looked at. That the file is cut off there must be found all the same, or whether an image is good
+     * would depend on the window. Nothing but EOI is FF D9: in image data an FF is followed by 00. */
+    if (w->end_segment < num_segments && (end[-2] != 0xFF || end[-1] != 0xD9)) return JPEG_DAMAGED;
     for (uint32_t s = 0; s < w->end_segment; s++) {
         uint8_t *to_end = kernels->copy_segment(&from, end, to);
         while (end - from > 1 && from[1] == 0xFF) from++; /* fill bytes, B.1.1.2 */
@@ -394,3 +397,13 @@ int vit_decode_window(const uint8_t *data, size_t size, uint32_t image_width, ui
     free(w);
     return status;
 }
+
+/* ---- which library this is: asked by vit/data/native.py before anything else -------------------------------------------- */
+
+/* ABI there. One more whenever a function of this library takes or returns something else. */
+int vit_native_abi(void) { return 1; }
+
+#ifndef VIT_NATIVE_SOURCES /* a hash of the C files, by setup.py */
+#define VIT_NATIVE_SOURCES "unknown"
+#endif
+const char *vit_native_sources(void) { return VIT_NATIVE_SOURCES; }
