@@ -20,6 +20,7 @@ from data_prep.jobs import PrepError
 from data_prep.plan import MIN_SHARDS, SHARD_BYTES, Plan, Settings, choose_part, make_plan, size
 from data_prep.writer import write
 from vit import command_line
+from vit.data import urls
 from vit.data.files import ShardError
 from vit.progress import duration
 
@@ -221,6 +222,7 @@ def run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace,
         signal.signal(number, signal.SIG_IGN)  # one is enough
         raise _Terminated
 
+    urls.guard_console()
     before = signal.signal(signal.SIGTERM, stop)
     try:
         command(args)

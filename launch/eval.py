@@ -149,7 +149,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def with_settings(config: Config, settings: dict[str, Any]) -> Config:
     """`config` with what `settings` (dotted key -> value) say otherwise."""
-    values = config_io.to_dict(config)
+    values = config.model_dump(mode="json")
     for key, value in settings.items():
         section, _, name = key.partition(".")
         values[section][name] = value

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, NoReturn
 
+from vit.data.urls import shown
+
 Hint = Callable[[str, str], str]
 """What is meant by an unknown option and the value that was given with it ("" for none), in words; "" if nobody knows."""
 
@@ -54,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         elif "are required: --config" in message:
             files = [word for word in self._typed if word.endswith((".yaml", ".yml")) and "=" not in word]
             message += "".join(f"; did you mean --config {file}?" for file in files[:1])
-        raise ValueError(f"{message} ({self.prog} --help lists the options)")
+        raise ValueError(f"{shown(message)} ({self.prog} --help lists the options)")
 
     def _unknown_options(self) -> list[tuple[str, str]]:
         """Words that look like options and are none, each with the value behind it for `hint`, or ""."""

@@ -18,8 +18,13 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from vit.config import AdamWConfig, Config, RunConfig, SgdConfig
+from vit.data.urls import not_set, shown, shown_values, unset_variables
 
 Key = tuple[str, ...]
+
+
+RESOLVED: tuple[Key, ...] = (("data", "root"), ("data", "stream"))
+"""Settings in which `${NAME}` stands for a variable of the environment, whose value is used and not recorded."""
 
 
 class ConfigError(ValueError):
@@ -302,7 +307,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
             hint = nearest(key, all_keys())
             problems.append(f"command line: {override!r} is not of the form section.key=value{hint}")
             continue
-        where = f"command line ({override})"
+        where = f"command line ({shown(override)})"
         try:
             parsed = _StrictLoader(value).get_single_data()
         except yaml.YAMLError:
@@ -319,12 +324,24 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
         config = Config.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         problems += _explain(error, origins, str(path))
+    for setting in RESOLVED:
+        if unset := [name for text in _texts(_get(tree, setting)) for name in unset_variables(text)]:
+            problems.append(f"{origins.get(setting, path)}: {'.'.join(setting)}: {not_set(dict.fromkeys(unset))}")
     if problems:
         raise ConfigError("\n".join(problems))
     if config.run.dir is None:
         config = config.model_copy(update={"run": RunConfig(dir=f"runs/{path.stem}")})
         origins["run", "dir"] = "name of the config file"
     return LoadedConfig(config, {".".join(key): where for key, where in origins.items() if not isinstance(_get(tree, key), dict)})
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in `value`."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
 
 
 def _get(tree: Any, path: Key) -> Any:
@@ -334,12 +351,12 @@ def _get(tree: Any, path: Key) -> Any:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """`config` as nested plain values: JSON- and YAML-safe."""
-    return config.model_dump(mode="json")
+    """`config` as nested plain values, JSON- and YAML-safe, for records: without the logins of URLs and commands (`urls.shown`)."""
+    return shown_values(config.model_dump(mode="json"))
 
 
 def from_dict(values: Mapping[str, Any], source: str) -> Config:
-    """The inverse of `to_dict`; raises `ConfigError` naming `source`."""
+    """The config of such values; raises `ConfigError` naming `source`."""
     try:
         return Config.model_validate_json(json.dumps(values))
     except ValidationError as error:

@@ -27,6 +27,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from vit.data.urls import guard_console, shown
 from vit.distributed import AlreadyReported, RankLost, World, local_world_size, tell_other_ranks, world_size
 
 SILENT_S = 3.0
@@ -87,6 +88,7 @@ def run_command(command: Callable[[], World | None]) -> None:
     anything else, with its stack. 130, 143: interrupted. A mistake is a ValueError raised by our
     own code; one from inside a library is a bug and keeps its stack.
     """
+    guard_console()
     try:
         world = command()
         if world is not None:
@@ -201,6 +203,7 @@ def _tell_torchrun(words: str) -> None:
     file = _error_file()
     if file is None:
         return
+    words = shown(words)
     extra = {"py_callstack": words, "timestamp": str(int(time.time()))}
     hidden = file.with_name(f".{file.name}")
     try:

@@ -22,6 +22,7 @@ from vit.data.order import Order, divisors, make_order, possible_lanes
 from vit.data.patience import Patience
 from vit.data.shards import Split, open_split
 from vit.data.stream import NOT_EXACT, Stream, open_stream
+from vit.data.urls import resolve
 from vit.model import count_parameters, create_model, flops_per_image
 from vit.optim import state_bytes
 
@@ -138,13 +139,13 @@ def open_train_split(config: Config, val_split: Split) -> Split | Stream:
         names = val_split.class_names
         layout = SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names))
         num_classes = max(val_split.num_classes, config.model.num_classes or 0)
-        return open_stream(data.stream, data.num_samples, num_classes, names, layout)
+        return open_stream(resolve(data.stream), data.num_samples, num_classes, names, layout)
     return open_indexed(data, data.train_split)
 
 
 def open_indexed(data: DataConfig, split: str) -> Split:
     """A split of shards, opened as the config says."""
-    return open_split(data.root, split, data.cache_dir, data.cache_gib, Patience(data.patience_s))
+    return open_split(resolve(data.root), split, data.cache_dir, data.cache_gib, Patience(data.patience_s))
 
 
 def choose_num_classes(config: Config, *splits: Split | Stream) -> int:

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from vit.config import LogConfig
+from vit.data.urls import shown, shown_values
 from vit.tracking import Tracking, wanted_mode
 
 METRICS_FILE = "metrics.jsonl"
@@ -100,7 +101,7 @@ class Record:
         """Append one line. `kind`: start, train, eval, epoch, checkpoint, fault or end. Non-finite numbers become null."""
         if not self.is_main:
             return
-        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        values = {k: None if isinstance(v, float) and not math.isfinite(v) else shown_values(v) for k, v in values.items()}
         self._append(json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n")
         self._step, self._restarts = step, values.get("restarts", self._restarts)
         self._failed = self._failed or values.get("outcome") == "error"
@@ -143,7 +144,7 @@ class Record:
         """Show this run on W&B from here on, the same one after a restart. What comes of that is said when it is known."""
         mode = wanted_mode(self._config.wandb) if self.is_main else "off"
         if mode != "off":
-            self._tracking = Tracking(self._run_dir, self._config.wandb_project, mode, run_config, self.say)
+            self._tracking = Tracking(self._run_dir, self._config.wandb_project, mode, run_config, shown_values(sys.argv), self.say)
 
     def log_pictures(self, pictures: dict[str, Path]) -> None:
         """Show PNG files on W&B as `report/<name>`."""
@@ -248,7 +249,7 @@ def provenance() -> dict[str, str]:
     except (OSError, subprocess.TimeoutExpired):
         git = ""
     return {
-        "command": " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "command": shown(" ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])),
         "git": git.strip() or "not a git checkout",
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -14,6 +14,7 @@ from typing import Any
 from vit import checkpoint as checkpoints
 from vit import config_io
 from vit.config import Config
+from vit.data.urls import bare
 from vit.distributed import World
 
 MAY_CHANGE = (
@@ -61,6 +62,7 @@ def _newest_of_this_run(folder: Path, config: Config, facts: dict[str, Any], all
             stored[section][key] = before
     changed = config_io.differences(stored, config_io.to_dict(config))
     refused = {key: values for key, values in changed.items() if not key.startswith(MAY_CHANGE) and key not in allowed}
+    refused = {key: (old, new) for key, (old, new) in refused.items() if bare(str(old)) != bare(str(new))}  # another login, same data
     lines = [f"  {key}: {old} there, {new} here" for key, (old, new) in refused.items()]
     lines += [f"  data: {key} {info['facts'][key]} there, {value} here" for key, value in facts.items() if info["facts"][key] != value]
     if lines:

@@ -78,7 +78,7 @@ class Tracking:
     `say` prints a line for people. `hear` passes on what the other process has to say and is to be called now and then.
     """
 
-    def __init__(self, run_dir: Path, project: str, mode: Mode, config: dict[str, Any], say: Callable[[str], None]):
+    def __init__(self, run_dir: Path, project: str, mode: Mode, config: dict[str, Any], argv: list[str], say: Callable[[str], None]):
         self._say = say
         self._process: subprocess.Popen[bytes] | None = None
         self._heard, self._retry = b"", ""
@@ -94,7 +94,7 @@ class Tracking:
             say(f"wandb: not used ({error.strerror})")
             return
         self._launch("")
-        self.send(start={"run_dir": str(run_dir), "project": project, "mode": mode, "config": config, "argv": sys.argv})
+        self.send(start={"run_dir": str(run_dir), "project": project, "mode": mode, "config": config, "argv": argv})
 
     def _launch(self, why_offline: str) -> None:
         """Start the other process from the feed's first line. A second time with the reason why the first one failed."""

@@ -1,4 +1,4 @@
-"""What every worker process of ours does first: leave signals to its parent, and end with it. Free of torch."""
+"""What every worker process of ours does first: leave signals to its parent, end with it, and print no secrets. Free of torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from vit.data.urls import guard_console
 
 LEFT_TO_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -30,6 +32,7 @@ def follow_parent() -> None:
     for number in LEFT_TO_PARENTS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENTS)  # what `held_back` blocked is now ignored
+    guard_console()
     parent = multiprocessing.parent_process()
     assert parent is not None, "for worker processes only"
 

@@ -21,6 +21,7 @@ def nobody_logs_in(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setattr(urls, "_known", {})
+    monkeypatch.setattr(urls, "_lost_login", set())
 
 
 def test_what_is_shown_of_a_text():
@@ -70,6 +71,9 @@ def test_names_of_variables_become_their_values(monkeypatch):
     monkeypatch.delenv("LOST", raising=False)
     assert urls.resolve("https://host/${SAS}/x?${SAS}::/data/$${SAS}") == "https://host/sig=1/x?sig=1::/data/${SAS}"
     assert urls.resolve("pipe:for f in a b; do cat ${f}; done") == "pipe:for f in a b; do cat ${f}; done", "the shell's own variables"
+    assert urls.resolve("https://***@host/a?***::https://host/b") == "https://host/a::https://host/b", "as it was recorded"
+    with pytest.raises(ShardError, match="its login is recorded nowhere; give the command once more"):
+        urls.resolve("pipe:curl -u *** https://host/a")
     with pytest.raises(ShardError, match=r"\$\{LOST\}, \$\{GONE\} not set in the environment"):
         urls.resolve("https://${LOST}:${SAS}@${GONE}/${LOST}")
 
@@ -81,7 +85,6 @@ def test_one_data_set_has_one_name_with_any_login():
 
 def test_a_server_is_asked_without_userinfo_and_with_the_signature_behind_the_name():
     assert urls.address("https://me:pw@host:81/a/b/?sig=1%3D", "train-0.tar") == "https://host:81/a/b/train-0.tar?sig=1%3D"
-    assert urls.address("https://***@host/a?***", "x") == "https://host/a/x"
     assert urls.address("https://host/a.tar?x=1") == "https://host/a.tar?x=1"
 
 
@@ -138,7 +141,7 @@ def test_a_login_in_plain_text_is_warned_of_once(caplog):
 
 
 def test_what_to_do_where_a_server_wants_a_login():
-    assert "recorded nowhere: give data.root=..." in urls.login_hint("https://***@host/x")
+    assert "recorded nowhere: give data.root=..." in urls.login_hint(urls.resolve("https://***@recorded/x"))
     assert "is not accepted" in urls.login_hint("https://me:pw@localhost/x")
     assert "VIT_HTTP_HEADER='host Authorization: Bearer ...' (docs/data.md)" in urls.login_hint("https://host/x")
 

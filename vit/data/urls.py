@@ -15,7 +15,6 @@ from __future__ import annotations
 import base64
 import fnmatch
 import functools
-import io
 import logging
 import netrc
 import os
@@ -24,7 +23,7 @@ import sys
 import urllib.parse
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from vit.data.files import ShardError
 
@@ -138,26 +137,30 @@ def _keep_secret(*secrets: str) -> None:
         _known.update(_forms(secret))
 
 
-class _Masked(io.TextIOWrapper):
+class _Guarded:
+    """A stream whose text goes through `shown`; in all else the stream itself."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
     def write(self, text: str) -> int:
-        super().write(shown(text))
+        self._stream.write(shown(text))
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def guard_console() -> None:
     """Whatever this process prints from here on, libraries' warnings and stack traces included, is printed as `shown`."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and not isinstance(stream, _Masked):
-            stream.flush()
-            masked = _Masked(stream.buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
-            masked.reconfigure(write_through=stream.write_through)
-            _kept_open.append(stream)
-            setattr(sys, name, masked)
-
-
-_kept_open: list[io.TextIOWrapper] = []
-"""The streams that `guard_console` has replaced: the end of one would close its file."""
+        if stream is not None and not isinstance(stream, _Guarded):
+            setattr(sys, name, _Guarded(stream))
 
 
 # ---- what is used ---------------------------------------------------------------------------------------------------
@@ -170,11 +173,13 @@ def unset_variables(text: str) -> list[str]:
 
 
 def resolve(text: str) -> str:
-    """`text` with the values of the environment for `${NAME}`; `$${NAME}` stands for `${NAME}` itself. What follows `pipe:` is left to the
-    shell, which knows variables of its own.
+    """What is used of `text`, URLs, paths and commands joined by `::`: the values of the environment for `${NAME}` (`$${NAME}` stands for
+    `${NAME}` itself), and no `***` of a URL that was recorded as `shown`. A command behind `pipe:` is left to the shell, which knows
+    variables of its own.
 
     For what a person gave, never for what was read from a data set: its author would learn the environment of all who read it. From here
-    on `shown` knows the secrets of the result. Raises ShardError naming all variables that are not set.
+    on `shown` knows the secrets of the result. Raises ShardError naming all variables that are not set, and for a command whose login
+    was not recorded.
     """
     if unset := unset_variables(text):
         raise ShardError(f"{shown(text)}: {not_set(unset)}")
@@ -182,9 +187,18 @@ def resolve(text: str) -> str:
     def value(found: re.Match[str]) -> str:
         return found[0][1:] if found[0].startswith("$$") else os.environ[found[1]]
 
-    parts = [part if part.startswith(PIPE) else _VARIABLE.sub(value, part) for part in text.split("::")]
-    for part in parts:
-        _remember(part)
+    parts = []
+    for part in text.split("::"):
+        if part.startswith(PIPE) and MASK in part:
+            raise ShardError(
+                f"{part}: its login is recorded nowhere; give the command once more, with $NAME of an environment variable for it"
+            )
+        used = part if part.startswith(PIPE) else _VARIABLE.sub(value, part)
+        _remember(used)
+        if MASK in used and (without := used.replace(f"://{MASK}@", "://").removesuffix(f"?{MASK}")) != used:
+            _lost_login.add(urllib.parse.urlsplit(without).netloc)
+            used = without
+        parts.append(used)
     return "::".join(parts)
 
 
@@ -194,6 +208,8 @@ def not_set(names: Iterable[str]) -> str:
     return f"{listed} not set in the environment; export it, or write $${{NAME}} for the text ${{NAME}} itself"
 
 
+_lost_login = set[str]()
+"""Hosts of addresses that were recorded without the login they had."""
 _VARIABLE = re.compile(r"\$?\$\{([A-Za-z_]\w*)\}")
 
 
@@ -224,8 +240,7 @@ def address(url: str, name: str = "") -> str:
     _remember(url)
     parts = urllib.parse.urlsplit(url)
     path = f"{parts.path.rstrip('/')}/{name}" if name else parts.path
-    query = "" if parts.query == MASK else parts.query
-    return urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], path, query, ""))
+    return urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], path, parts.query, ""))
 
 
 # ---- logging in -----------------------------------------------------------------------------------------------------
@@ -252,10 +267,10 @@ def login_hint(url: str) -> str:
     host = parts.hostname or ""
     ways = f"a login for {host} in ~/.netrc, or {HEADER_VARIABLE}='{host} Authorization: Bearer ...'"
     ways += ", or HF_TOKEN" if _is_hugging_face(host) else ""
-    if MASK in (parts.netloc.rpartition("@")[0], parts.query):
-        return f"the login that its address had is recorded nowhere: give data.root=... with it once more, or {ways}"
     if credentials(url) or parts.query:
         return "the login that was sent is not accepted, or has run out, or there is no such file"
+    if parts.netloc in _lost_login:
+        return f"the login that its address had is recorded nowhere: give data.root=... (--data of eval.py) with it once more, or {ways}"
     return f"it wants a login, or there is no such file: give {ways} (docs/data.md)"
 
 
@@ -267,7 +282,7 @@ def _basic(user: str, password: str) -> dict[str, str]:
 def _from_userinfo(parts: urllib.parse.SplitResult) -> dict[str, str]:
     userinfo = parts.netloc.rpartition("@")[0]
     user, _, password = userinfo.partition(":")
-    return _basic(*map(urllib.parse.unquote, (user, password))) if userinfo not in ("", MASK) else {}
+    return _basic(*map(urllib.parse.unquote, (user, password))) if userinfo else {}
 
 
 def _from_variable(parts: urllib.parse.SplitResult) -> dict[str, str]:
