@@ -8,12 +8,12 @@ would follow them, but it is not what it says it is.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import re
 import stat
 import struct
-import tarfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,16 +25,12 @@ import numpy as np
 from data_prep.catalogue import Sample, descriptor
 from data_prep.jobs import PrepError
 from vit.data.files import unreadable
+from vit.data.tar_walk import FILE, FOLDER, TarDamaged, TarMember, pread, walk, what_it_is
 
 BATCH = 4096
 """Members in one batch."""
 MAX_IMAGE_BYTES = 1 << 28
 """An encoded image of more than 256 MiB is refused: it would be a bomb, or no image."""
-TAR_BLOCK = 512
-AHEAD_BYTES, CLOSE_BYTES = 1 << 16, 1 << 12
-"""Bytes read at once where headers are this close together."""
-MAX_NAME_BYTES = 1 << 16  # of a GNU long name or a pax header
-WEB_PAGE = re.compile(rb"\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)
 
 
 class Members(NamedTuple):
@@ -47,14 +43,6 @@ class Members(NamedTuple):
     names: list[str]
     offsets: np.ndarray
     sizes: np.ndarray
-
-
-def what_it_is(head: bytes) -> str:
-    """In words, what a file that begins with `head` is instead of an archive; empty if that is not known."""
-    if WEB_PAGE.match(head):
-        return "a web page (a login or an error page was saved in place of the archive)"
-    kinds = {b"\x1f\x8b": "compressed with gzip", b"BZh": "compressed with bzip2", b"\xfd7zXZ": "compressed with xz", b"PK": "a zip"}
-    return next((kind for magic, kind in kinds.items() if head.startswith(magic)), "")
 
 
 @contextmanager
@@ -78,6 +66,8 @@ def _opened(path: Path) -> Iterator[int]:
 
 def _check_name(path: Path, name: str) -> None:
     """Raise PrepError for a name that leads out of the folder into which the archive would be unpacked."""
+    if name[:1] not in ("", "/", "\\") and ".." not in name and ":" not in name[1:2]:  # nearly all
+        return
     parts = re.split(r"[/\\]", name)
     if not parts[0] or re.match(r"[A-Za-z]:", name) or ".." in parts:
         raise _refused(path, name, "leads out of the archive")
@@ -87,160 +77,7 @@ def _refused(path: Path, name: str, what: str) -> PrepError:
     return PrepError(f"{path}: member {name!r} {what}; such an archive is not taken: get it from its official source")
 
 
-def _check_names(path: Path, names: list[str]) -> None:
-    for name in names:
-        if name[:1] in ("", "/", "\\") or ".." in name or ":" in name[1:2]:
-            _check_name(path, name)
-
-
 # ---- tar ----------------------------------------------------------------------------------------------------------------
-
-
-class _Headers:
-    """The headers of (a range of) a tar, read one after the other; a batch of them is then checked and taken apart at once.
-
-    Own arithmetic, because `tarfile` ends silently at a damaged header, and takes ten times as long.
-    """
-
-    def __init__(self, fd: int, path: Path, start: int, stop: int):
-        self.fd, self.path, self.start, self.stop = fd, path, start, stop
-        self.position = start
-        self.at_end = False
-        self._long_name: str | None = None
-        self._long_size: int | None = None
-
-    def damage(self, what: str, position: int) -> PrepError:
-        within = "" if self.start == 0 else f" (in the tar inside it that begins at byte {self.start})"
-        return PrepError(f"{self.path}: {what} at byte {position} of {self.stop}{within}; copy or download it again and compare its md5")
-
-    def batch(self) -> Members:
-        """The next regular files, none at the end. Raises PrepError for what is damaged, cut off or hostile."""
-        blocks: list[bytes] = []
-        at: list[int] = []
-        sizes: list[int] = []
-        renamed: dict[int, str] = {}
-        stopped: PrepError | None = None
-        fd, position, stop, pread = self.fd, self.position, self.stop, os.pread
-        ahead, ahead_at = b"", position
-        try:
-            while len(blocks) < BATCH and not self.at_end:
-                block = ahead[position - ahead_at : position - ahead_at + TAR_BLOCK]
-                if len(block) < TAR_BLOCK:
-                    # Of small files many headers come with one call; between large ones a long read would fetch data that nobody wants.
-                    close = bool(at) and position - at[-1] <= CLOSE_BYTES
-                    ahead, ahead_at = pread(fd, AHEAD_BYTES if close else TAR_BLOCK, position), position
-                    block = ahead[:TAR_BLOCK]
-                if len(block) < TAR_BLOCK or position + TAR_BLOCK > stop:
-                    raise self.damage("cut off: a header or the end mark is missing", min(position, stop))
-                if block[0] == 0 and not any(block):
-                    self._expect_zeros(position)
-                    self.at_end = True
-                    break
-                if block[156] == 48 and block[124] < 128 and self._long_name is None and self._long_size is None:  # a plain file ("0")
-                    size = int(block[124:136].rstrip(b"\0 ") or b"0", 8)
-                    if size < 0 or position + TAR_BLOCK + size > stop:
-                        raise ValueError
-                    blocks.append(block)
-                    at.append(position)
-                    sizes.append(size)
-                    position += TAR_BLOCK + (size + 511 & -512)
-                else:
-                    name, offset, size, is_file = self._special(block, position)
-                    if is_file:
-                        renamed[len(blocks)] = name
-                        blocks.append(block)
-                        at.append(offset - TAR_BLOCK)
-                        sizes.append(size)
-                    position = offset + (size + 511 & -512)
-        except ValueError as error:  # PrepError is one; the other is told below, if no header before is at fault
-            stopped = error if isinstance(error, PrepError) else self._why_not(block, position)
-        self.position = position
-        names = self._names(blocks, at, renamed)
-        if stopped is not None:
-            raise stopped
-        return Members(names, np.array(at, np.int64) + TAR_BLOCK, np.array(sizes, np.int64))
-
-    def _why_not(self, block: bytes, position: int) -> PrepError:
-        """What is wrong with a header that the quick way does not take, or the file behind it."""
-        try:
-            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except tarfile.HeaderError as error:
-            if position == self.start:
-                return self.damage(f"not a tar but {what_it_is(block)}" if what_it_is(block) else f"not a tar ({error})", position)
-            return self.damage(f"damaged: no tar header ({error})", position)
-        if header.size < 0:
-            return self.damage(f"damaged: {header.name!r} has {header.size} bytes", position)
-        return self.damage(f"cut off: {header.name!r} of {header.size} bytes begins", position)
-
-    def _special(self, block: bytes, position: int) -> tuple[str, int, int, bool]:
-        """(name, offset of the data, their size, whether it is a regular file) of any other header; a long name is kept for the next."""
-        try:
-            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except tarfile.HeaderError:
-            raise self._why_not(block, position) from None
-        offset, size = position + TAR_BLOCK, header.size
-        if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE):
-            if not 0 <= size <= MAX_NAME_BYTES:
-                raise self.damage(f"damaged: a name of {size} bytes", position)
-            self._keep(os.pread(self.fd, min(size, self.stop - offset), offset), header.type == tarfile.XHDTYPE)
-            return "", offset, size, False
-        if header.type in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
-            if not 0 <= size <= MAX_NAME_BYTES:
-                raise self.damage(f"damaged: a header of {size} bytes", position)
-            return "", offset, size, False
-        name = self._long_name or header.name
-        size = size if self._long_size is None else self._long_size
-        self._long_name = self._long_size = None
-        if not (header.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE) or header.isdir()):
-            kind = {tarfile.SYMTYPE: "a link", tarfile.LNKTYPE: "a link", tarfile.GNUTYPE_SPARSE: "a sparse file"}
-            raise _refused(self.path, name, f"is {kind.get(header.type, 'neither a file nor a folder')}")
-        _check_names(self.path, [name])
-        if size < 0 or offset + size > self.stop:
-            raise self._why_not(block, position)
-        return name, offset, 0 if header.isdir() else size, not header.isdir()
-
-    def _keep(self, extra: bytes, pax: bool) -> None:
-        """Keep the next member's name (over 100 bytes) and size (over 8 GiB) from its extra header."""
-        if not pax:
-            self._long_name = extra.rstrip(b"\0").decode("utf-8", "surrogateescape")
-            return
-        while found := re.match(rb"(\d{1,5}) ([^=]+)=", extra):
-            value = extra[found.end() : int(found[1]) - 1]
-            if found[2] == b"path":
-                self._long_name = value.decode("utf-8", "surrogateescape")
-            elif found[2] == b"size" and value.isdigit():
-                self._long_size = int(value)
-            extra = extra[max(int(found[1]), found.end()) :]
-
-    def _expect_zeros(self, position: int) -> None:
-        """Behind the end mark only zeros may follow; else a block was lost, or something was appended."""
-        for start in range(position, self.stop, 1 << 20):
-            data = os.pread(self.fd, min(1 << 20, self.stop - start), start)
-            if data.count(0) != len(data):
-                raise self.damage("damaged: zeros instead of a header, with data after them,", position)
-
-    def _names(self, blocks: list[bytes], at: list[int], renamed: dict[int, str]) -> list[str]:
-        """Names of a batch of headers, whose checksums are compared here."""
-        if not blocks:
-            return []
-        headers = np.frombuffer(b"".join(blocks), np.uint8).reshape(len(blocks), TAR_BLOCK)
-        digits = headers[:, 148:154].astype(np.int64) - 48
-        stated = digits @ (8 ** np.arange(5, -1, -1))
-        found = headers.sum(1, dtype=np.uint32) - headers[:, 148:156].sum(1, dtype=np.uint32) + 8 * 32  # the field itself counts as blanks
-        odd = (found != stated) | (digits < 0).any(1) | (digits > 7).any(1) | (headers[:, 345] != 0)  # 345: a name's first part
-        names = np.ascontiguousarray(headers[:, :100]).view("S100").ravel().tolist()
-        texts = [name.decode("utf-8", "surrogateescape") for name in names]
-        for row in np.flatnonzero(odd).tolist():
-            try:
-                texts[row] = tarfile.TarInfo.frombuf(blocks[row], "utf-8", "surrogateescape").name
-            except tarfile.HeaderError:
-                raise self._why_not(blocks[row], at[row]) from None
-        for row, name in renamed.items():
-            texts[row] = name
-        if any("\0" in text for text in texts):
-            texts = [text.partition("\0")[0] for text in texts]
-        _check_names(self.path, texts)
-        return texts
 
 
 def walk_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Members]:
@@ -251,10 +88,24 @@ def walk_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Me
     device, or has an absolute name or `..` in it.
     """
     with _opened(path) as fd:
-        headers = _Headers(fd, path, start, os.fstat(fd).st_size if stop is None else stop)
-        while not headers.at_end:
-            if (members := headers.batch()).names:
-                yield members
+        members = walk(pread(fd), start, os.fstat(fd).st_size if stop is None else stop)
+        files = (member for member in members if _is_file(path, member))
+        try:
+            while batch := list(itertools.islice(files, BATCH)):
+                names, offsets, sizes, _ = zip(*batch, strict=True)
+                yield Members(list(names), np.array(offsets, np.int64), np.array(sizes, np.int64))
+        except TarDamaged as error:
+            within = "" if start == 0 else f" (in the tar inside it that begins at byte {start})"
+            raise PrepError(f"{path}: {error}{within}; copy or download it again and compare its md5") from error
+
+
+def _is_file(path: Path, member: TarMember) -> bool:
+    """Whether it is a file and no folder. Raises PrepError for all else, and for names that lead elsewhere."""
+    name, *_, kind = member
+    if kind not in (FILE, FOLDER):
+        raise _refused(path, name, f"is {kind}")
+    _check_name(path, name)
+    return kind == FILE
 
 
 # ---- zip ----------------------------------------------------------------------------------------------------------------
@@ -362,7 +213,8 @@ def _zip_batch(path: Path, table: mmap.mmap, position: int, count: int, shift: i
         names.append(name)
         offsets.append(offset + shift)
         sizes.append(size)
-    _check_names(path, names)
+    for name in names:
+        _check_name(path, name)
     files = [row for row, name in enumerate(names) if not name.endswith("/")]
     found = Members([names[row] for row in files], np.array(offsets, np.int64)[files], np.array(sizes, np.int64)[files])
     return found, position, count

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.archives import read_zip_member, what_it_is
+from data_prep.archives import read_zip_member
 from data_prep.catalogue import Sample
 from data_prep.jobs import PrepError
 from vit.data.files import unreadable
+from vit.data.tar_walk import what_it_is
 
 WNID = re.compile(r"n\d{8}", re.ASCII)
 DEVKIT = re.compile(r".*devkit.*\.(tar\.gz|tgz)", re.IGNORECASE)

@@ -22,7 +22,7 @@ LAYERS = [
         "vit.worker",
         "vit.host",
     }
-    | {"vit.data.files", "vit.data.urls", "vit.data.patience", "vit.data.jpeg", "vit.data.members", "vit.data.native"},
+    | {"vit.data.files", "vit.data.urls", "vit.data.patience", "vit.data.jpeg", "vit.data.members", "vit.data.native", "vit.data.tar_walk"},
     {"vit.data.tar", "vit.data.shards", "vit.data.order", "vit.data.mixing", "vit.data.window", "vit.data.decode", "vit.schedule"}
     | {"vit.data.draw", "vit.data.block_cache", "vit.data.remote", "vit.data.storage"},
     {"vit.data.loader", "vit.data.stream", "vit.data.slots", "vit.data.workers", "vit.data.augment", "vit.data.op_sets", "vit.data.ops"}
@@ -73,6 +73,7 @@ def test_data_prep_knows_the_format_and_itself_only(path):
         "vit.data.members",
         "vit.data.native",
         "vit.data.tar",
+        "vit.data.tar_walk",
         "vit.data.shards",
         "vit.data.urls",
         "vit.command_line",

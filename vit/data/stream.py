@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import random
 import shlex
-import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from vit.data.loader import Batch, ImageFormat, Layout, write_rows
 from vit.data.members import META, SETTINGS, SampleLayout, Unfit, describe
 from vit.data.order import Order, fold, hash64
 from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE
+from vit.data.tar_walk import FILE, TarDamaged, decompressed, in_order, walk
 
 SHUFFLE_SAMPLES, SHUFFLE_BYTES = 1000, 64 << 20
 """Encoded samples that a worker shuffles among, at most."""
@@ -227,7 +227,7 @@ def _read_tars(urls: list[str], layout: SampleLayout) -> Iterator[dict[str, Any]
 
 
 def _read_files(url: str) -> Iterator[dict[str, Any]]:
-    """The files of a tar, up to its end mark, as webdataset groups them. Raises OSError if its command fails, TarError if it is not whole.
+    """The files of a tar, up to its end mark, as webdataset groups them. Raises OSError if its command fails, TarDamaged if cut.
 
     webdataset's own loop takes a damaged header, and an end between two files, for the end of the tar, and asks for a command's status
     without waiting for it.
@@ -236,16 +236,14 @@ def _read_files(url: str) -> Iterator[dict[str, Any]]:
 
     stream = gopen(f"{CURL} {shlex.quote(url)}" if url.startswith(WEB) else url)
     set_options(stream, ignore_errors=True)  # `_wait_for_end` tells them
-    tar: Any
     try:
-        with tarfile.open(fileobj=stream, mode="r|*", tarinfo=_Header) as tar:
-            while (member := tar.next()) is not None:
-                if member.isreg() and not META.match(member.name):  # webdataset passes over them as well
-                    yield {"fname": member.name, "data": tar.extractfile(member).read(), "__url__": url}
-                tar.members.clear()
-            while rest := tar.fileobj.read(1 << 20):
-                if any(rest):
-                    raise tarfile.ReadError(f"more data behind its end mark at byte {tar.offset}; several tars cannot come as one")
+        read = in_order(decompressed(stream))
+        for member in walk(read):
+            if member.kind == FILE and not META.match(member.name):  # webdataset passes over them as well
+                data = read(member.size, member.offset)
+                if len(data) < member.size:
+                    raise TarDamaged(f"cut off: {member.name!r} of {member.size} bytes begins at byte {member.offset}")
+                yield {"fname": member.name, "data": data, "__url__": url}
     except Exception:
         if not stream.read(1):
             _wait_for_end(stream)  # if its command failed, that tells more
@@ -258,19 +256,6 @@ def _wait_for_end(stream: Any) -> None:
     stream.close()
     if status := getattr(stream, "status", 0):
         raise OSError(f"its command ended with status {status}")
-
-
-class _Header(tarfile.TarInfo):
-    """A tar's header; only the end mark (a block of zeros) is the end, where `tarfile` ends silently at whatever is no header."""
-
-    @classmethod
-    def fromtarfile(cls, tar: tarfile.TarFile) -> _Header:
-        try:
-            return super().fromtarfile(tar)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
-            raise
-        except tarfile.HeaderError as error:
-            raise tarfile.ReadError(f"{error} at byte {tar.offset}; expected a file's header, or the zeros that end a tar") from error
 
 
 def _size_of(data: bytes) -> tuple[int, int]:
