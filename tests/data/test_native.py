@@ -348,6 +348,10 @@ def test_a_file_that_is_cut_off_is_refused_wherever_the_window_is():
             with pytest.raises(ValueError):  # noqa: PT011  the words are libjpeg's
                 whole(data[:kept])
             assert status_of(data[:kept]) is Status.DAMAGED, (marks, kept)
+        if marks:
+            for strange in (b"\xff\xd8", b"\xff\xda\0\x08", b"\xff\xf1", b"\xff\xd9"):
+                at = len(data) * 3 // 4
+                assert status_of(data[:at] + strange + data[at:]) is Status.DAMAGED, (marks, strange)
 
 
 @pytest.mark.parametrize("seed", range(4))

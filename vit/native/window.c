@@ -1,11 +1,11 @@
 /* The pixels of a window of a JPEG, at the cost of the window.
  *
  * The data's story: the headers and the window say which blocks of which component are needed (`plan_window`: chroma needs a sample around
- * the window, as it is interpolated). The image data are copied without their stuffed bytes, segment by segment, up to the last one needed
- * (`copy_segments`). From each needed segment the codes are read up to the last needed one; blocks that are needed become samples, of the
- * others only the DC coefficient is followed (`decode_cells`). At last each row of the window is put together (`make_pixels`). Without
- * restart markers there is one segment, read from its start to the window's last row. With a marker at a divisor of a row of MCUs the
- * segments left and right of the window, above and below, are not read, and those of two rows are read at once.
+ * the window, as it is interpolated). The image data are copied without their stuffed bytes, segment by segment (`copy_segments`). From each
+ * needed segment the codes are read up to the last needed one; blocks that are needed become samples, of the others only the DC coefficient
+ * is followed (`decode_cells`). At last each row of the window is put together (`make_pixels`). Without restart markers there is one
+ * segment, read from its start to the window's last row. With a marker at a divisor of a row of MCUs the codes left and right of the window,
+ * above and below, are not read, and those of two rows are read at once.
  *
  * The pixels are those of libjpeg-turbo with its default settings, or a status. Damage in what is read is a status, also where libjpeg
  * would only warn; what is not read may be damaged. Nothing outside of the caller's buffers is touched, whatever the bytes are.
@@ -139,25 +139,23 @@ INLINE void make_tables(Window *w) {
     }
 }
 
-/* Copy the needed segments, without stuffed bytes, and look at the markers between them. */
+/* Copy the needed segments, without stuffed bytes. The markers are looked at to the end of the image, also behind the window: else whether a
+ * file that is cut off is a good image would depend on the window, and on whether this library is there. */
 INLINE int copy_segments(Window *w, const Kernels *kernels) {
     const Jpeg *jpeg = &w->jpeg;
     const uint8_t *from = jpeg->data + jpeg->scan_offset, *end = jpeg->data + jpeg->size;
     uint8_t *to = w->bytes;
     size_t num_segments = jpeg_num_segments(jpeg);
-    /* Segments behind the window are not looked at. That the file is cut off there must be found all the same, or whether an image is good
-     * would depend on the window. Nothing but EOI is FF D9: in image data an FF is followed by 00. */
-    if (w->end_segment < num_segments && (end[-2] != 0xFF || end[-1] != 0xD9)) return JPEG_DAMAGED;
-    for (uint32_t s = 0; s < w->end_segment; s++) {
+    for (size_t s = 0; s < num_segments; s++) {
         uint8_t *to_end = kernels->copy_segment(&from, end, to);
         while (end - from > 1 && from[1] == 0xFF) from++; /* fill bytes, B.1.1.2 */
         if (end - from < 2) return JPEG_DAMAGED;
         if (from[1] != (s + 1 < num_segments ? 0xD0 + (s & 7) : 0xD9)) return JPEG_DAMAGED; /* RSTn in turn; at last EOI, B.2.1 */
         from += 2;
-        if (s < w->first_segment) continue;
-        int needed = needed_until(w, segment_end(w, s)) > s * w->interval;
+        if (s < w->first_segment || s >= w->end_segment) continue; /* the next one is copied over it */
+        int needed = needed_until(w, segment_end(w, (uint32_t)s)) > s * w->interval;
         w->segments[s - w->first_segment] = (Segment){needed ? to : NULL, (size_t)(to_end - to)};
-        if (!needed) continue; /* the next one is copied over it */
+        if (!needed) continue;
         memset(to_end, 0, JPEG_PADDING);
         to = to_end + JPEG_PADDING;
     }
