@@ -18,19 +18,17 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import io
 import itertools
 import json
 import os
 import re
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -41,9 +39,8 @@ from data_prep.command import Parser, run
 from data_prep.images import ASKS_TO_BE_TURNED, told_of_turned
 from data_prep.output import Output
 from vit.data.files import ShardError, replacing
+from vit.data.images import decode_reduced
 from vit.data.shards import read_info
-
-T = TypeVar("T")
 
 COLOUR_IMAGES = 1000
 """Images decoded for mean and standard deviation: some seconds, and the error of the mean is below 0.01."""
@@ -177,15 +174,14 @@ def draw_card(card: Card, folder: Path) -> list[Path]:
     return paths
 
 
-def _decoded(card: Card, split: str, row: int, use: Callable[[Image.Image], T]) -> T:
-    """What `use` makes of one image."""
+def _decoded(card: Card, split: str, row: int, smallest: int | None = None) -> Image.Image:
+    """One image in RGB, whole or reduced: then its longer side still has `smallest` pixels if it had them."""
+    stored = card.indexes[split][row]
+    times = 1 if smallest is None else max(stored["width"], stored["height"]) // smallest
     try:
-        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(card.read(split, row))) as image:
-            return use(image)
-    except Exception as error:  # each of Pillow's plugins has its own
-        raise ShardError(
-            f"{card.name}: image {row} of {split} cannot be decoded ({error}); `python -m data_prep.verify` tells more"
-        ) from error
+        return Image.fromarray(decode_reduced(card.read(split, row), next((reduce for reduce in (8, 4, 2) if times >= reduce), 1))[0])
+    except ValueError as error:
+        raise ShardError(f"{card.name}: image {row} of {split}: {error}; `python -m data_prep.verify` tells more") from error
 
 
 def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
@@ -216,7 +212,7 @@ def contact_sheet(card: Card) -> Image.Image:
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
     with ThreadPoolExecutor(_threads()) as pool:
-        images = list(pool.map(lambda cell: None if cell[1] is None else _decoded(card, split, cell[1], _thumbnail), cells))
+        images = list(pool.map(lambda cell: None if cell[1] is None else _thumbnail(_decoded(card, split, cell[1], CELL)), cells))
     for place, ((label, _), image) in enumerate(zip(cells, images, strict=True)):
         if image is None:
             continue
@@ -237,8 +233,7 @@ def _rows_of_class(card: Card, split: str, label: int, num_chosen: int) -> list[
 def _thumbnail(image: Image.Image) -> Image.Image:
     """The whole image, as large as fits into a cell."""
     size = max(1, CELL * image.width // max(image.size)), max(1, CELL * image.height // max(image.size))
-    image.draft("RGB", size)  # JPEGs are decoded at a half, a quarter or an eighth of their size, if that suffices
-    return image.convert("RGB").resize(size, Image.Resampling.BICUBIC)
+    return image.resize(size, Image.Resampling.BICUBIC)
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:
@@ -363,7 +358,7 @@ def colour_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.n
     levels = np.arange(256) / 255
 
     def moments(row: int) -> np.ndarray:
-        counts = _decoded(card, split, row, lambda image: np.array(image.convert("RGB").histogram(), np.float64).reshape(3, 256))
+        counts = np.array(_decoded(card, split, row).histogram(), np.float64).reshape(3, 256)
         return np.stack([counts @ levels, counts @ levels**2]) / counts[0].sum()
 
     with ThreadPoolExecutor(_threads()) as pool:

@@ -5,32 +5,24 @@ data are checked and its bytes pass untouched. All else is decoded and encoded a
 chroma resolution (4:4:4), or as a grey one if a grey JPEG is resized or turned. What no decoder takes is `Unreadable`, with the reason.
 Whatever came out gets restart markers if the policy wants them (data_prep/restart.py). Equal bytes and policy give equal bytes.
 
-Readable is what the loader can decode (vit/data/decode.py): simplejpeg, strict, or else Pillow, which overlooks some damage.
-
-Colours become what `Image.convert("RGB")` makes of them, as torchvision and timm would see them: transparency is dropped, not composited,
-palettes are looked up, profiles are ignored. Two differences, where clipping would ruin the image: 16 bits are scaled to 8; 32-bit integers
-and floats, whose range nobody knows, are unreadable. Of an animation the first frame counts. TIFFs are turned by Pillow itself.
+Readable is what the loader can decode, and pixels are those that it would see: `vit.data.images` decodes for both.
 """
 
 from __future__ import annotations
 
 import io
-import warnings
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-import simplejpeg
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from data_prep import restart
 from data_prep.jobs import PrepError
-from vit.data.jpeg import MAX_PIXELS, JpegHeader, read_header
+from vit.data.images import MAX_JPEG_SIDE, Pixels, check_jpeg, decode_jpeg, open_image, pixels_of
+from vit.data.jpeg import JpegHeader, read_header
 
 CHECKS = ("decode", "headers")
 RESTART_MARKERS = ("off", "auto")
-MAX_SIDE = 65_500
-"""Pixels; libjpeg's limit, in both directions."""
 REFUSED_BY_STRICT = "JPEG that strict decoders refuse"
 """The `change` of a JPEG that only Pillow takes; its bytes are untouched unless another change is named. Stray bytes, bad Huffman codes,
 odd sampling: most training code does not notice, so published numbers come with such images, and the loader falls back on Pillow."""
@@ -135,37 +127,32 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     """`prepare` without restart markers."""
     try:
         header = read_header(data)
-    except ValueError as error:  # most likely another format; Pillow also knows some tricks with odd JPEG headers
-        return _by_pillow(data, policy, jpeg_problem=str(error) if data.startswith(b"\xff\xd8") else None)
-    _refuse_beyond_limits(header)
+    except ValueError:  # most likely another format; Pillow also knows some tricks with odd JPEG headers
+        return _by_pillow(data, policy)
+    try:
+        check_jpeg(header)
+    except ValueError as error:
+        raise Unreadable(str(error)) from None
     if header.num_components == 4:
-        return _by_pillow(data, policy, jpeg_problem=None)
+        return _by_pillow(data, policy)
 
-    size = (header.width, header.height)
-    target = policy.target_size(*size)
-    untouched = target == size and not policy.is_turned(header.orientation)
+    target = policy.target_size(*header.size)
+    untouched = target == header.size and not policy.is_turned(header.orientation)
     asks = header.orientation in UPRIGHT and not policy.apply_exif
     if untouched and policy.check == "headers" and _looks_whole(data, header):
-        return Prepared(data, *size, None, asks)
+        return Prepared(data, *header.size, None, asks)
     try:
         # An eighth of the size takes all the entropy decoding, hence finds all the damage, and little of the rest.
-        pixels = _decode_strictly(data, header, 8 if untouched else _reduction(size, target))
+        pixels = decode_jpeg(data, header.size, header.num_components, 8 if untouched else _reduction(header.size, target))
     except ValueError as error:
-        return _by_pillow(data, policy, jpeg_problem=str(error))
+        return _by_pillow(data, policy, jpeg_problem=error)
     if untouched:
-        return Prepared(data, *size, None, asks)
-    return _encode(Image.fromarray(pixels.squeeze(2) if header.num_components == 1 else pixels), size, header.orientation, policy, [])
+        return Prepared(data, *header.size, None, asks)
+    return _encode(_image(pixels), header.size, header.orientation, policy, [])
 
 
-def _refuse_beyond_limits(header: JpegHeader) -> None:
-    """Raise Unreadable for what neither simplejpeg nor Pillow decodes, in clearer words than theirs."""
-    width, height = header.width, header.height
-    if header.precision != 8 or header.num_components not in (1, 3, 4):
-        raise Unreadable(f"a JPEG of {header.precision} bits and {header.num_components} components; expected 8 bits and 1, 3 or 4")
-    if max(width, height) > MAX_SIDE:
-        raise Unreadable(f"{width} x {height} pixels; sides of JPEGs have {MAX_SIDE} at most")
-    if width * height > MAX_PIXELS:
-        raise Unreadable(f"{width} x {height} pixels are more than {MAX_PIXELS}")
+def _image(pixels: Pixels) -> Image.Image:
+    return Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
 
 
 def _looks_whole(data: bytes, header: JpegHeader) -> bool:
@@ -173,44 +160,25 @@ def _looks_whole(data: bytes, header: JpegHeader) -> bool:
     return header.process <= 2 and data.rfind(b"\xff\xd9", header.scan_offset) >= 0
 
 
-def _decode_strictly(data: bytes, header: JpegHeader, reduction: int) -> np.ndarray:
-    """Pixels (H, W, 1 or 3) uint8, each side divided by `reduction` (1, 2, 4, 8; rounded up). Raises ValueError for any damage."""
-    colorspace = "RGB" if header.num_components == 3 else "GRAY"
-    return simplejpeg.decode_jpeg(
-        data, colorspace, min_width=-(-header.width // reduction), min_height=-(-header.height // reduction), min_factor=reduction
-    )
-
-
 def _reduction(size: tuple[int, int], target: tuple[int, int]) -> int:
     """By how much the decoder may reduce an image before the resize: it stays four times the target, which harms less than the encoding."""
     return next((reduction for reduction in (8, 4, 2) if min(size) >= 4 * reduction * min(target)), 1)
 
 
-def _by_pillow(data: bytes, policy: ImagePolicy, jpeg_problem: str | None) -> Prepared:
+def _by_pillow(data: bytes, policy: ImagePolicy, jpeg_problem: ValueError | None = None) -> Prepared:
     """`prepare` for what is no ordinary and sound JPEG. jpeg_problem: the reason, should Pillow not be able to read it either."""
     try:
-        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data)) as image:
-            if image.format == "EPS":
-                raise ValueError("EPS is a program, not an image")  # which Pillow would have Ghostscript run
-            image.load()
-            is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG with further ones behind it
-            kept = is_jpeg and image.mode in ("L", "RGB")
-            change = REFUSED_BY_STRICT if kept else f"{image.mode} JPEG" if is_jpeg else f"{image.format} ({image.mode})"
-            orientation = _orientation(image)
-            pixels = image if kept else _as_rgb(image)
-    except Exception as error:  # each of Pillow's plugins has its own: OSError, SyntaxError, RuntimeError, TypeError, ...
-        raise Unreadable(jpeg_problem or _why(error, data)) from error
-    if kept and policy.target_size(*pixels.size) == pixels.size and not policy.is_turned(orientation):
-        return Prepared(data, *pixels.size, change, orientation in UPRIGHT and not policy.apply_exif)
-    return _encode(pixels, pixels.size, orientation, policy, [change])
-
-
-def _why(error: Exception, data: bytes) -> str:
-    if not data:
-        return "0 bytes"
-    if isinstance(error, UnidentifiedImageError):
-        return f"no image that Pillow knows; begins with {data[:16]!r}"
-    return str(error) or type(error).__name__
+        image = open_image(data)
+        is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG with further ones behind it
+        kept = is_jpeg and image.mode in ("L", "RGB")
+        change = REFUSED_BY_STRICT if kept else f"{image.mode} JPEG" if is_jpeg else f"{image.format} ({image.mode})"
+        pixels = pixels_of(image, 1 if kept and image.mode == "L" else 3)
+    except ValueError as error:
+        raise Unreadable(str(jpeg_problem or error)) from error
+    orientation = _orientation(image)
+    if kept and policy.target_size(*image.size) == image.size and not policy.is_turned(orientation):
+        return Prepared(data, *image.size, change, orientation in UPRIGHT and not policy.apply_exif)
+    return _encode(_image(pixels), image.size, orientation, policy, [change])
 
 
 def _orientation(image: Image.Image) -> int:
@@ -220,20 +188,11 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _as_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):
-        wide = np.asarray(image).astype(np.uint32)
-        image = Image.fromarray(((wide + 128) // 257).astype(np.uint8))  # 65535 = 257 x 255
-    if image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode} have no known range; scale them to 8 bits first")
-    return image.convert("RGB")
-
-
 def _encode(image: Image.Image, size: tuple[int, int], orientation: int, policy: ImagePolicy, changes: list[str]) -> Prepared:
     """Resize, turn and encode. size: of the original, as the decoder may have reduced `image`. changes: what was done to it before."""
     target = policy.target_size(*size)
-    if max(target) > MAX_SIDE:
-        raise Unreadable(f"{target[0]} x {target[1]} pixels; sides of JPEGs have {MAX_SIDE} at most")
+    if max(target) > MAX_JPEG_SIDE:
+        raise Unreadable(f"{target[0]} x {target[1]} pixels; sides of JPEGs have {MAX_JPEG_SIDE} at most")
     exif = b""
     if target != size:
         image = image.resize(target, Image.Resampling.BICUBIC)

@@ -19,7 +19,7 @@ import torch
 
 from vit.config import Config
 from vit.data import native
-from vit.data.decode import decoder_name
+from vit.data.images import decoder_name
 from vit.data.loader import EvalBatches, TrainBatches
 from vit.data.slots import plan_ring
 from vit.data.storage import LocalTars, RemoteTars

@@ -12,8 +12,8 @@ from PIL import Image
 
 from vit.config import AugmentConfig, EvalConfig
 from vit.data import native
-from vit.data.decode import decode_box
 from vit.data.files import ShardError
+from vit.data.images import decode_box
 from vit.data.jpeg import read_header
 from vit.data.loader import Batch, EvalBatches, ImageFormat, TrainBatches
 from vit.data.order import make_order

@@ -20,8 +20,9 @@ from torchvision.transforms import InterpolationMode, v2
 
 from vit.config import EvalConfig
 from vit.data import decode as decoding
-from vit.data import native
-from vit.data.decode import decode, decode_box, decode_center, decode_views, decoder_name, resize
+from vit.data import images, native
+from vit.data.decode import decode_center, decode_views, resize
+from vit.data.images import decode, decode_box, decoder_name
 from vit.data.jpeg import read_header
 
 needs_native = pytest.mark.skipif(
@@ -81,12 +82,10 @@ def test_colour_jpeg_as_grey_is_its_luma():
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(
-    ("form", "mode"),
-    [("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "L"), ("PNG", "P"), ("PNG", "1"), ("PNG", "I;16"), ("WEBP", "RGB"), ("GIF", "P")],
+    ("form", "mode"), [("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "L"), ("PNG", "P"), ("PNG", "1"), ("WEBP", "RGB"), ("GIF", "P")]
 )
 def test_forms_other_than_jpeg_are_what_pillow_sees(form, mode, channels):
-    image = picture(mode="L" if mode == "I;16" else "RGB").convert(mode)
-    data = encode(image, form)
+    data = encode(picture().convert(mode), form)
     pixels = decode(data, channels)
     assert pixels.shape == (64, 97, channels)
     np.testing.assert_array_equal(pixels.squeeze(), by_pillow(data, "RGB" if channels == 3 else "L"))
@@ -299,9 +298,13 @@ def test_a_window_of_other_colours_is_the_wholes(form, decoder):
 def test_simplejpeg_is_given_less_than_the_whole(marker_blocks, monkeypatch):
     """The cut is not only right: it is used, and does not end in decoding the whole after all."""
     monkeypatch.setattr(native, "AVAILABLE", False)
-    monkeypatch.setattr(decoding, "_decode_whole", lambda *_: pytest.fail("the whole was decoded"))
+    sizes, decode_jpeg = [], images.decode_jpeg
+    monkeypatch.setattr(
+        images, "decode_jpeg", lambda data, size, *rest, **options: sizes.append(size) or decode_jpeg(data, size, *rest, **options)
+    )
     data = encode(picture(128, 128), restart_marker_blocks=marker_blocks)
     assert decode_box(data, (40, 10, 20, 20))[0].shape == (20, 20, 3)
+    assert sizes == [(32, 32) if marker_blocks else (128, 31)]
 
 
 @pytest.mark.parametrize("kept", [0.3, 0.6, 0.99])

@@ -178,7 +178,10 @@ def test_a_data_set_in_a_store(made, tmp_path):
         (lambda root: (root / "_info.json").unlink(), "no _info.json"),
         (lambda root: (root / "train.index.npy").unlink(), "train.index.npy: no such file; run `python -m data_prep.index"),
         (lambda root: (root / "train-00003.tar").unlink(), "train-00003.tar"),
-        (lambda root: (root / "train-00003.tar").write_bytes(bytes((root / "train-00003.tar").stat().st_size)), "cannot be decoded"),
+        (
+            lambda root: (root / "train-00003.tar").write_bytes(bytes((root / "train-00003.tar").stat().st_size)),
+            "image 15 of train: cannot decode",
+        ),
     ],
 )
 def test_what_cannot_be_drawn_is_one_line_and_leaves_the_old_card(root, prepare, message, capsys):

@@ -21,7 +21,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from data_prep.images import REFUSED_BY_STRICT, ImagePolicy, Unreadable, prepare
 from data_prep.jobs import PrepError
-from vit.data.decode import decode
+from vit.data.images import decode
 
 DECODE, HEADERS = ImagePolicy("decode"), ImagePolicy("headers")
 BEST = ImagePolicy(jpeg_quality=100)  # so close to the pixels that what they ought to be can be told
@@ -336,18 +336,18 @@ def png_of(width: int, height: int) -> bytes:
 
 REFUSED = {
     "nothing": (b"", "^0 bytes$"),
-    "a web page": (b"<!DOCTYPE html><html>Not found</html>", r"no image that Pillow knows; begins with b'<!DOCTYPE html>"),
-    "zeros": (bytes(1000), r"no image that Pillow knows; begins with b'\\x00"),
+    "a web page": (b"<!DOCTYPE html><html>Not found</html>", r"no image; expected one of JPEG, .*, and it begins with b'<!DOCTYPE html>"),
+    "zeros": (bytes(1000), r"no image; expected one of JPEG, .*, and it begins with b'\\x00"),
     "start of a JPEG": (b"\xff\xd8", "cut off in the JPEG headers, after 2 bytes"),
     "JPEG bomb": (jpeg_of(60_000, 60_000), "60000 x 60000 pixels are more than 178956970"),
-    "PNG bomb": (png_of(40_000, 40_000), "exceeds limit"),
+    "PNG bomb": (png_of(40_000, 40_000), "more than 178956970 pixels"),
     "wide JPEG": (jpeg_of(65_501, 8), "65501 x 8 pixels; sides of JPEGs have 65500 at most"),
     "wide PNG": (png_of(65_501, 2), "65501 x 2 pixels; sides of JPEGs have 65500 at most"),
     "12 bits": (jpeg_of(97, 64, precision=12), "a JPEG of 12 bits and 3 components"),
     "2 components": (jpeg_of(97, 64, components=2), "a JPEG of 8 bits and 2 components"),
     "floats": (encode(picture().convert("F"), "TIFF"), "pixels of mode F have no known range"),
     "32-bit integers": (encode(picture().convert("I"), "TIFF"), "pixels of mode I have no known range"),
-    "PostScript": (encode(picture(), "EPS"), "EPS is a program"),
+    "PostScript": (encode(picture(), "EPS"), "no image; .*, and it begins with b'%!PS-Adobe"),
 }
 
 

@@ -1,144 +1,30 @@
-"""Encoded image bytes in, cropped and resized uint8 pixels out.
+"""Encoded image bytes in, cropped and resized uint8 views out.
 
-The data's story: of a JPEG only the window is decoded: by the optional C decoder (`vit.data.native`) where it is installed; else the window
-is cut out of the bytes (`vit.data.window`) as a smaller JPEG, which simplejpeg (libjpeg-turbo) decodes; where neither can be done the whole
-is decoded, by simplejpeg or, what is no plain JPEG, by Pillow. The pixels are the same on each of these ways. The window then goes through
-torch's antialiased uint8 resize, straight into its row of the batch. Nothing is converted to float here. EXIF orientation is ignored, as in
-every published number.
+The data's story: of an image the window is decoded (`vit.data.images`), and goes through torch's antialiased uint8 resize, straight into
+its row of the batch. Nothing is converted to float here.
 """
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import simplejpeg
 import torch
-from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from vit.config import EvalConfig
-from vit.data import native
-from vit.data.jpeg import MAX_PIXELS, read_header
-from vit.data.window import Cut, Window, cut_window
+from vit.data.images import Pixels, decode_box, image_size, span, undecodable
+from vit.data.window import Window
 
-Pixels = NDArray[np.uint8]
-"""(H, W, channels)."""
 REDUCE_FROM = 2.5
 """With `scaled`, a window of so many times the view in both sides is decoded at 1/2, of twice and four times as many at 1/4 and 1/8. The
 views of photographs are then 44 dB from exact ones (median; worst twentieth 38), at 2 times 41, where bilinear is 39 from bicubic."""
 RESIZE = {"bilinear": torch.ops.aten._upsample_bilinear2d_aa.out, "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out}
 """What torch.nn.functional.interpolate calls, which cannot write into memory that is there and makes planar images: 1.7 times the time."""
 PILLOW = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
-
-
-def decoder_name() -> str:
-    """What decodes plain JPEGs here, for the record: native (the package's C part) or simplejpeg."""
-    return "native" if native.AVAILABLE else "simplejpeg"
-
-
-# --- bytes to pixels ---------------------------------------------------------------------------------------------------------------------
-
-
-def decode(data: bytes, channels: int = 3) -> Pixels:
-    """The whole image as (H, W, channels) uint8; channels is 1 (grey) or 3 (RGB). Raises ValueError if it cannot be decoded."""
-    return _decode_whole(data, channels, 1)[0]
-
-
-def _decode_whole(data: bytes, channels: int, reduce: int) -> tuple[Pixels, int]:
-    """The whole image reduced to 1/`reduce`, or to 1 where it is no JPEG, and which of these it is."""
-    try:
-        height, width, *_ = simplejpeg.decode_jpeg_header(data)
-        if height * width > MAX_PIXELS:
-            raise ValueError(f"{width} x {height} pixels are more than {MAX_PIXELS}")
-        return _simplejpeg(data, width, height, channels, reduce), reduce
-    except (ValueError, KeyError) as jpeg_error:  # KeyError: simplejpeg 1.9 has no name for 4:4:1
-        try:
-            with Image.open(io.BytesIO(data)) as image:
-                if channels == 1:
-                    image.draft("L", None)  # of a JPEG the luma as it is stored, as the other decoders give it
-                pixels = np.array(image.convert("RGB" if channels == 3 else "L"))
-        except Exception as error:  # each of Pillow's plugins has its own: OSError, SyntaxError, RuntimeError, TypeError, ...
-            unknown = "no JPEG and no image Pillow knows" if isinstance(error, UnidentifiedImageError) else error
-            reason = jpeg_error if data[:2] == b"\xff\xd8" else unknown
-            raise ValueError(f"cannot decode {len(data)} bytes: {reason}") from None
-        return pixels.reshape(*pixels.shape[:2], channels), 1
-
-
-def _simplejpeg(data: bytes | bytearray, width: int, height: int, channels: int, reduce: int, into: Pixels | None = None) -> Pixels:
-    colorspace = "RGB" if channels == 3 else "GRAY"
-    # The smallest of libjpeg's sizes, n/8 of the image, that has the pixels asked for is the one that is meant.
-    return simplejpeg.decode_jpeg(data, colorspace, False, False, -(-height // reduce), -(-width // reduce), reduce, into)
-
-
-def _decode_cut(cut: Cut, channels: int, reduce: int) -> Pixels | None:
-    """The pixels of a cut, or None if anything is wrong with it."""
-    if reduce > 1 and max(cut.width, cut.height) < 8:  # then several of libjpeg's sizes have the same pixels, see `_simplejpeg`
-        return None
-    if not cut.has_rest:
-        try:
-            return _simplejpeg(cut.data, cut.width, cut.height, channels, reduce)
-        except ValueError:
-            return None
-    pixels = np.empty((-(-cut.height // reduce), -(-cut.width // reduce), channels), np.uint8)
-    try:
-        _simplejpeg(cut.data, cut.width, cut.height, channels, reduce, pixels)
-    except ValueError as error:  # libjpeg tells the first complaint; if it is the rest, which comes last, all pixels were right
-        if not str(error).endswith("extraneous bytes before marker 0xd9"):
-            return None
-    return pixels
-
-
-def decode_box(
-    data: bytes, box: Window, channels: int = 3, *, reduce: int = 1, image_size: tuple[int, int] | None = None, place: Pixels | None = None
-) -> tuple[Pixels, int]:
-    """The part `box` of an image as (H, W, channels) uint8, and the reduction that it has: `reduce` (2, 4 or 8), if it is a JPEG, else 1.
-
-    Without reduction these are the pixels of `decode`; with it, borders lie on the next whole pixel outside. They may lie in `place`, which
-    has their shape, or elsewhere. Damage outside of the box may go unnoticed.
-
-    Raises:
-        ValueError: the image cannot be decoded, is not of `image_size` = (width, height), or the box is not inside of it.
-    """
-    if reduce == 1 and native.AVAILABLE:
-        window = native.decode_window(data, box, channels, image_size=image_size, out=place)
-        if window is not None:
-            return window, 1
-    left, top, width, height = box
-    try:
-        header = read_header(data)
-    except ValueError:  # no JPEG, or one with strange bytes between its headers, which libjpeg passes over
-        whole = decode(data, channels)
-        _check_box(box, (whole.shape[1], whole.shape[0]), image_size)
-        return whole[top : top + height, left : left + width], 1
-    _check_box(box, (header.width, header.height), image_size)
-    is_sane = header.width * header.height <= MAX_PIXELS
-    cut = cut_window(data, header, box, margin=reduce) if is_sane else None
-    part = None if cut is None else _decode_cut(cut, channels, reduce)
-    if cut is not None and part is not None:
-        return part[_span(top, height, cut.top, reduce), _span(left, width, cut.left, reduce)], reduce
-    whole, reduce = _decode_whole(data, channels, reduce)
-    return whole[_span(top, height, 0, reduce), _span(left, width, 0, reduce)], reduce
-
-
-def _span(start: int, length: int, origin: int, reduce: int) -> slice:
-    """Pixels [start, start + length) of the original, in an image reduced to 1/`reduce` that begins at `origin`."""
-    return slice(start // reduce - origin // reduce, -(-(start + length) // reduce) - origin // reduce)
-
-
-def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] | None) -> None:
-    """Raise ValueError if an image of `actual` = (width, height) is another than `expected`, or has no such part."""
-    left, top, width, height = box
-    if expected not in (None, actual):
-        given, said = ("{} x {}".format(*size) for size in (actual, expected))
-        remedy = "the index is of other images; delete the split's .index.npy, which is made again"
-        raise ValueError(f"it has {given} pixels, the index says {said}: {remedy}")
-    if min(left, top) < 0 or min(width, height) < 1 or left + width > actual[0] or top + height > actual[1]:
-        raise ValueError(f"{width} x {height} pixels at ({left}, {top}) are not inside of an image of {actual[0]} x {actual[1]}")
 
 
 # --- pixels to views ---------------------------------------------------------------------------------------------------------------------
@@ -192,7 +78,7 @@ def decode_views(
         pixels, reduced = decode_box(data, box, channels, reduce=reduce, image_size=image_size)
         for n in numbers:
             x, y, width, height = windows[n]
-            part = pixels[_span(y, height, top, reduced), _span(x, width, left, reduced)]
+            part = pixels[span(y, height, top, reduced), span(x, width, left, reduced)]
             if reduced == 1:
                 resize(part, size, interpolation, out[n])
             else:  # torch knows no borders between pixels
@@ -230,23 +116,20 @@ def decode_center(
     """The evaluation view, (channels, height, width) uint8: the image resized as `view` says, and the centre of it of `size`.
 
     To the pixel what torchvision's `v2.Resize` and `v2.CenterCrop` make of a tensor; with `view.resizer` pillow, what they and timm's
-    `create_transform` make of Pillow's images. Of a JPEG only what the view shows is decoded.
+    `create_transform` make of Pillow's images. Of a JPEG only what the view shows is decoded. Raises ValueError as `decode_box` does.
     """
     try:
-        header = read_header(data)
-        width, height, pixels = header.width, header.height, None
-    except ValueError:
-        pixels = decode(data, channels)
-        height, width = pixels.shape[:2]
+        width, height = image_size(data)
+    except ValueError as error:
+        raise undecodable(data, error) from None
     resized = resized_size((height, width), size, view)
     can_stop = view.resizer == "torch"
     down, across = (_plan_line(*line, interpolation, can_stop) for line in zip((height, width), resized, size, strict=True))
-    if pixels is None:
-        pixels = np.empty((down.length, across.length, channels), np.uint8)
-        place = pixels[down.start : down.stop, across.start : across.stop]
-        part, _ = decode_box(data, (across.start, down.start, *place.shape[1::-1]), channels, place=place)
-        if part is not place:
-            place[:] = part
+    pixels = np.empty((down.length, across.length, channels), np.uint8)
+    place = pixels[down.start : down.stop, across.start : across.stop]
+    part, _ = decode_box(data, (across.start, down.start, *place.shape[1::-1]), channels, place=place)
+    if part is not place:
+        place[:] = part
     if can_stop:
         scales = down.scale, across.scale
         view_and_before = resize(pixels[: down.length, : across.length], (down.resized, across.resized), interpolation, scales=scales)

@@ -49,6 +49,11 @@ class JpegHeader(NamedTuple):
     """The first scan holds all components, so that it is the only one unless coding is progressive."""
 
     @property
+    def size(self) -> tuple[int, int]:
+        """(width, height)."""
+        return self.width, self.height
+
+    @property
     def mcu_size(self) -> tuple[int, int]:
         """Width and height in pixels of what an MCU, the unit of the entropy-coded data, covers if `is_one_scan`."""
         if self.num_components == 1:

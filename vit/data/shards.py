@@ -27,21 +27,20 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from vit.data.block_cache import BlockCache
 from vit.data.files import ShardError, read_json, replacing, unreadable, write_json
+from vit.data.images import decode
 from vit.data.members import SampleLayout, recorded_layout
 from vit.data.patience import Patience
 from vit.data.remote import RemoteFolder, Version, local_path
 from vit.data.storage import LocalTars, RemoteTars
 from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, TAR_BLOCK, index_rows, scan_tar, size_said_by
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 FORMAT_VERSION = 1
 log = logging.getLogger(__name__)
@@ -315,10 +314,8 @@ class Split:
 
         Training reads windows of images instead (`vit.data.loader`). Raises IndexError, and ShardError as `read`.
         """
-        from PIL import Image
-
         i = range(self.num_samples)[i]
-        return Image.open(io.BytesIO(self.read(i))).convert("RGB"), int(self.index[i]["label"])
+        return Image.fromarray(decode(self.read(i))), int(self.index[i]["label"])
 
     def read(self, i: int) -> bytes:
         """Encoded image bytes of sample `i` (0 <= i < num_samples), as stored.

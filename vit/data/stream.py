@@ -13,7 +13,6 @@ image once, reads an indexed split.
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import logging
 import multiprocessing
@@ -26,13 +25,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from vit.config import AugmentConfig
 from vit.data.decode import decode_views
 from vit.data.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
 from vit.data.files import ShardError
-from vit.data.jpeg import read_header
+from vit.data.images import image_size
 from vit.data.loader import Batch, ImageFormat, Layout, write_rows
 from vit.data.members import META, SETTINGS, SampleLayout, Unfit, describe
 from vit.data.order import Order, fold, hash64
@@ -261,14 +259,9 @@ def _wait_for_end(stream: Any) -> None:
 def _size_of(data: bytes) -> tuple[int, int]:
     """Width and height in pixels; 0, 0 for what is no image, which decoding will tell."""
     try:
-        header = read_header(data)
-        return header.width, header.height
+        return image_size(data)
     except ValueError:
-        try:
-            with Image.open(io.BytesIO(data)) as image:
-                return image.size
-        except Exception:  # each of Pillow's plugins has its own
-            return 0, 0
+        return 0, 0
 
 
 def _brief(urls: list[str]) -> str:

@@ -60,7 +60,9 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     """
     left, top, width, height = window
     mcu_width, mcu_height = header.mcu_size
-    if header.process > 1 or header.precision != 8 or not header.is_one_scan or 0 in header.mcu_size or not data.endswith(EOI):
+    if header.process > 1 or header.precision != 8 or header.num_components not in (1, 3) or not header.is_one_scan:
+        return None
+    if 0 in header.mcu_size or not data.endswith(EOI):
         return None
     mcus_per_line, interval = -(-header.width // mcu_width), header.restart_interval
     bottom = min(top + height + margin, header.height)
