@@ -30,7 +30,8 @@ from data_prep.jobs import PrepError, count_one
 from data_prep.output import Output
 from vit.data import shards
 from vit.data.files import replacing
-from vit.data.tar import TAR_BLOCK, Member, ScannedSample, index_rows, scan_tar, write_idx
+from vit.data.tar import Member, ScannedSample, index_rows, scan_tar, write_idx
+from vit.data.tar_walk import TAR_BLOCK
 
 BUFFER_BYTES = 2 << 20
 """Bytes handed to the system at once; they stay in a core's cache until then."""

@@ -26,7 +26,8 @@ from data_prep.images import ImagePolicy, Prepared, Unreadable, prepare
 from data_prep.jobs import count_one
 from vit.data.files import ShardError
 from vit.data.members import IMAGE_EXTENSIONS, SampleLayout, Unfit
-from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, TAR_BLOCK, ScannedSample, index_rows, scan_tar, size_said_by
+from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, ScannedSample, index_rows, scan_tar, size_said_by
+from vit.data.tar_walk import TAR_BLOCK
 
 SEEN_DTYPE = np.dtype(
     [  # 20 bytes a sample

@@ -17,8 +17,8 @@ import webdataset
 from PIL import Image
 
 from vit.data.files import ShardError, write_json
-from vit.data.shards import build_index, make_info, open_split, read_sidecar, write_sidecar
-from vit.data.tar import INDEX_DTYPE, scan_tar, write_idx
+from vit.data.shards import Split, build_index, make_info, open_split, read_sidecar, write_sidecar
+from vit.data.tar import INDEX_DTYPE, scan_tar, survey_tar, write_idx
 
 NUM_SHARDS, PER_SHARD = 3, 5
 
@@ -189,7 +189,7 @@ def test_truncation_anywhere_is_told(tmp_path):
         if first.offset + first.size <= end <= first.offset + 512:  # a whole sample and nothing more: the tar cannot tell
             assert [s.key for s in scan_tar(cut)] == ["a"]
             continue
-        with pytest.raises(ShardError, match=r"cut\.tar.*(truncated|Truncated|empty)"):
+        with pytest.raises(ShardError, match=r"cut\.tar.*(cut off|Truncated|empty|not a tar)"):
             scan_tar(cut)
     for end in range(last.offset + last.size, len(data), 512):
         cut.write_bytes(data[:end])
@@ -200,12 +200,12 @@ def test_damage_inside_is_told(tmp_path):
     tar = write_tar(tmp_path / "train-00000.tar", [m for n in range(5) for m in pair(f"k{n}", n)])
     data, samples = tar.read_bytes(), scan_tar(tar)
     header = samples[2].image.offset - 512
-    for patch, reason in ((bytes(512), "zeros instead of a header"), (b"\xa5" * 512, "truncated or damaged")):
+    for patch, reason in ((bytes(512), "zeros instead of a header"), (b"\xa5" * 512, "damaged: no tar header")):
         tar.write_bytes(data[:header] + patch + data[header + 512 :])
         with pytest.raises(ShardError, match=reason):
             scan_tar(tar)
     tar.write_bytes(b"<html>404</html>" * 100)
-    with pytest.raises(ShardError, match=r"train-00000\.tar: not a plain tar"):
+    with pytest.raises(ShardError, match=r"train-00000\.tar: not a tar but a web page"):
         scan_tar(tar)
 
 
@@ -339,3 +339,53 @@ def test_sidecar_of_others_is_not_overwritten(root):
         read_sidecar(root / "train-00000.tar")
     (root / "train-00000.json").unlink()
     assert read_sidecar(root / "train-00000.tar") is None
+
+
+# ---- what does not fit --------------------------------------------------------------------------------------------
+
+
+def test_samples_that_do_not_fit_are_listed_and_passed_over_where_they_are_known(tmp_path):
+    image = jpeg(0)
+    members = [("a.jpg", image), ("a.cls", b"1"), ("b.jpg", b""), ("b.cls", b"1"), ("c.jpg", image), ("d.jpg", image), ("d.cls", b"3")]
+    members += [("e.jpg", image), ("e.png", image), ("e.cls", b"1"), ("f.jpg", image[:40]), ("f.cls", b"1"), ("README", b"x")]
+    tar = write_tar(tmp_path / "train-00000.tar", members)
+    found = survey_tar(tar)
+    assert [sample.key for sample in found.samples] == ["a", "d"]
+    assert [(sample.key, sample.name, sample.kind) for sample in found.unfit] == [
+        ("b", "b.jpg", "image"),
+        ("c", "c.jpg", "members"),
+        ("e", "e.jpg", "members"),
+        ("f", "f.jpg", "image"),
+    ]
+    assert found.passed_over == {"a file without key and suffix": 1}
+    with pytest.raises(
+        ShardError, match=r"sample 'b' has an image of 0 bytes.*The other 2 samples fit: .*data_prep\.index` leaves them out"
+    ):
+        scan_tar(tar)
+    assert scan_tar(tar, left_out=[sample.offset for sample in found.unfit]) == found.samples
+    with pytest.raises(ShardError, match="sample 'b'"):
+        scan_tar(tar, left_out=[sample.offset for sample in found.unfit[1:]])
+
+
+def test_hard_linked_pairs_do_not_vanish(tmp_path):
+    with tarfile.open(tmp_path / "train-00000.tar", "w") as tar:
+        for name, data in (("a.jpg", jpeg(0)), ("a.cls", b"1")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+        for name in ("b.jpg", "b.cls"):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = tarfile.LNKTYPE, f"a{name[1:]}"
+            tar.addfile(member)
+    with pytest.raises(ShardError, match=r"sample 'b' is not there as files: 'b\.jpg' is a hard link, .*tar --hard-dereference"):
+        scan_tar(tmp_path / "train-00000.tar")
+
+
+@pytest.mark.parametrize("name", ["\u00e9t\u00e9/\u00e7a", "\u732b/0", "x" * 150])
+def test_keys_of_pax_names_are_whole(tmp_path, name):
+    """Python's tarfile writes '?' for what is not ASCII, and the name itself into a header before."""
+    pairs = [member for key in (name, f"{name}2") for member in pair(key, 0)]
+    write_tar(tmp_path / "train-00000.tar", pairs, format=tarfile.PAX_FORMAT)
+    index = build_index(tmp_path, "train", ["train-00000.tar"])
+    split = Split(tmp_path, "train", ["train-00000.tar"], index, 1, [])
+    assert [split.key(0), split.key(1)] == [name, f"{name}2"]

@@ -23,7 +23,6 @@ import io
 import logging
 import os
 import shlex
-import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +39,8 @@ from vit.data.members import SampleLayout, recorded_layout
 from vit.data.patience import Patience
 from vit.data.remote import RemoteFolder, Version, local_path
 from vit.data.storage import LocalTars, RemoteTars
-from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, TAR_BLOCK, index_rows, scan_tar, size_said_by
+from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, index_rows, scan_tar, size_said_by
+from vit.data.tar_walk import TAR_BLOCK, TarDamaged, walk
 
 FORMAT_VERSION = 1
 log = logging.getLogger(__name__)
@@ -351,24 +351,22 @@ class Split:
             self.tars.prefetch(samples)
 
     def key(self, i: int) -> str:
-        """Key of sample `i`, from the tar header in front of its image."""
+        """Key of sample `i`, from the tar headers between the image before and its own: a name may have one of its own (GNU, pax)."""
         row = self.index[i]
         shard, offset = int(row["shard"]), int(row["offset"])
-        block = self.tars.pread(i, shard, TAR_BLOCK, offset - TAR_BLOCK)
+        before = self.index[i - 1] if i and self.index[i - 1]["shard"] == shard else None
+        start = 0 if before is None else -(-(int(before["offset"]) + int(before["size"])) // TAR_BLOCK) * TAR_BLOCK
         try:
-            name = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape").name
-        except tarfile.HeaderError as error:
+            members = walk(
+                lambda size, position: self.tars.pread(i, shard, size, position), start, offset + int(row["size"]), needs_end=False
+            )
+            name = next((member.name for member in members if member.offset == offset), None)
+            reason = "no tar header"
+        except TarDamaged as error:
+            name, reason = None, str(error)
+        if name is None:
             where = f"{self.tars.where(shard)}: no tar header in front of offset {offset}"
-            raise ShardError(f"{where} ({error}); restore the shard, or delete {self.name}.index.npy if it was replaced") from error
-        if len(name.encode("utf-8", "surrogateescape")) >= 100:  # perhaps cut, and whole in a header between the image before and this one
-            before = self.index[i - 1] if i and self.index[i - 1]["shard"] == shard else None
-            start = 0 if before is None else -(-(int(before["offset"]) + int(before["size"])) // TAR_BLOCK) * TAR_BLOCK
-            headers = io.BytesIO(self.tars.pread(i, shard, offset - start, start))
-            with tarfile.open(fileobj=headers, errors="surrogateescape") as tar:
-                while (member := tar.next()) is not None:
-                    name = member.name
-                    if member.offset_data == offset - start:  # its data are not in these bytes
-                        break
+            raise ShardError(f"{where} ({reason}); restore the shard, or delete {self.name}.index.npy if it was replaced")
         cut = self._layout.cut(name)
         return cut[0] if cut else name
 

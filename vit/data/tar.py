@@ -2,7 +2,7 @@
 
 The data's story: headers are walked one after the other; members of one key make a sample; of its image the head is read for the size in
 pixels, of its label's member (`.cls`, or what the layout says) the label; no image is decoded. What is truncated is named with its place;
-samples that do not fit are told once, by what they hold and by the layout that would take them.
+samples that do not fit are listed with the reason; where none fits, what is there is told once, with the layout that would take it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import itertools
 import os
 import re
 import tarfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ import numpy as np
 
 from vit.data.files import ShardError, replacing, unreadable
 from vit.data.images import image_size
-from vit.data.members import FLAGS, MOST_BYTES, MOST_READ, SampleLayout, Unfit, describe
+from vit.data.members import FLAGS, META, MOST_BYTES, MOST_READ, SampleLayout, Unfit, describe
+from vit.data.tar_walk import FILE, FOLDER, TAR_BLOCK, Read, TarDamaged, pread, walk
 
 INDEX_DTYPE = np.dtype(
     [  # 24 bytes a sample: 31 MB for ImageNet-1k
@@ -32,7 +34,7 @@ INDEX_DTYPE = np.dtype(
     ]
 )
 DEFAULT_LAYOUT = SampleLayout()
-TAR_BLOCK = 512  # bytes; every header and every start of data in a tar lies on a multiple of this
+COPY_AGAIN = "copy or write the shard again"
 
 
 MOST_NAMED = 5
@@ -59,44 +61,33 @@ class ScannedSample(NamedTuple):
     members: tuple[Member, ...]
 
 
-def _walk_tar(fd: int, path: Path, layout: SampleLayout) -> Iterator[tuple[str, Member]]:
-    """(key, member) of each regular file of a tar that belongs to a sample, in order; reads headers only.
+class LeftOut(NamedTuple):
+    """A sample that does not fit. name, offset: of its first member, whose data begin there."""
 
-    Own arithmetic, because `tarfile` ends silently at a damaged header, and the samples after it would be lost.
-    """
-    end = os.fstat(fd).st_size
-    position, long_name = 0, None
+    key: str
+    name: str
+    offset: int
+    kind: str
+    """What is alike in samples that are told together."""
+    reason: str
 
-    def damage(what: str) -> ShardError:
-        return ShardError(f"{path}: {what} at byte {position} of {end}; copy or write the shard again")
 
-    if end == 0:
-        raise damage("an empty file")
-    while position < end:
-        block = os.pread(fd, TAR_BLOCK, position)
-        if not any(block):  # the end-of-archive mark: only zeros may follow
-            if any(any(os.pread(fd, 1 << 20, start)) for start in range(position, end, 1 << 20)):
-                raise damage("damaged: zeros instead of a header, with data after them,")
-            return
-        try:
-            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except tarfile.HeaderError as error:
-            raise damage(f"{'not a plain tar (compressed?)' if position == 0 else 'truncated or damaged'}: {error}") from error
-        offset = position + TAR_BLOCK
-        if offset + header.size > end:
-            raise damage(f"truncated: {header.name!r} has {header.size} bytes and lies")
-        if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE):  # the next member's name, when over 100 bytes
-            extra = os.pread(fd, header.size, offset)
-            if header.type == tarfile.XHDTYPE:
-                found = re.search(rb"\d+ path=([^\n]*)\n", extra)
-                extra = found[1] if found else b""
-            long_name = extra.rstrip(b"\0").decode("utf-8", "surrogateescape") or long_name
-        elif header.type not in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
-            name, long_name = long_name or header.name, None
-            named = layout.cut(name)
-            if header.isreg() and named:  # webdataset passes over the others as well
-                yield named[0], Member(named[1], offset, header.size, name)
-        position = offset + -(-header.size // TAR_BLOCK) * TAR_BLOCK
+class Survey(NamedTuple):
+    """All that is in a tar."""
+
+    samples: list[ScannedSample]
+    unfit: list[LeftOut]
+    passed_over: Counter[str]
+    """Members that belong to no sample, by what they are; folders and webdataset's own notes are not counted."""
+
+
+def _members(read: Read, end: int, layout: SampleLayout, passed_over: Counter[str]) -> Iterator[tuple[str, Member, str]]:
+    """(key, member, what it is) of each member of a tar that belongs to a sample, in order; reads headers only."""
+    for name, offset, size, kind in walk(read, 0, end, needs_end=False):
+        if named := layout.cut(name):
+            yield named[0], Member(named[1], offset, size, name), kind
+        elif kind != FOLDER and not META.match(name):
+            passed_over["a file without key and suffix" if kind == FILE else kind] += 1
 
 
 def _image_size(fd: int, image: Member) -> tuple[int, int]:
@@ -113,84 +104,115 @@ def _image_size(fd: int, image: Member) -> tuple[int, int]:
     return width, height
 
 
-def _scan_sample(fd: int, key: str, members: tuple[Member, ...], layout: SampleLayout) -> ScannedSample:
+def _scan_sample(fd: int, key: str, group: list[tuple[str, Member, str]], layout: SampleLayout) -> ScannedSample:
     """Check and read one sample's members. Raises Unfit."""
-    found = layout.find([member.ext for member in members])
+    members = tuple(member for _, member, kind in group if kind == FILE)
+    try:
+        found = layout.find([member.ext for member in members])
+    except Unfit:
+        if others := [f"{member.name!r} is {kind}" for _, member, kind in group if kind not in (FILE, FOLDER)]:
+            remedy = "write the shard with what they link to (tar --hard-dereference --dereference)"
+            raise Unfit("link", f"is not there as files: {', '.join(others)}; {remedy}") from None
+        raise
     by_ext = {member.ext: member for member in members}
     image, told = by_ext[found], by_ext[layout.label_suffix]
     label = layout.label_of(os.pread(fd, told.size, told.offset))
+    if not image.size:
+        raise Unfit("image", f"has an image of 0 bytes, {image.name!r}")
     width, height = _image_size(fd, image)
     return ScannedSample(key, label, width, height, image, members)
 
 
-def scan_tar(path: Path | str, layout: SampleLayout = DEFAULT_LAYOUT) -> list[ScannedSample]:
+def survey_tar(path: Path | str, layout: SampleLayout = DEFAULT_LAYOUT, left_out: Collection[int] = ()) -> Survey:
     """The samples of a tar, in order, from its headers, its labels and the heads of its images; no image is decoded.
 
-    Raises ShardError, naming the file, what samples are at fault for and the first of each kind, when the tar is truncated or damaged, a
-    sample lacks image or label as `layout` has them, or a label is no integer. A tar without end-of-archive blocks is accepted if its
-    last sample is complete.
+    left_out: `LeftOut.offset` of samples that are passed over unseen, as they were when the shard was indexed. Raises ShardError, naming
+    the file, when the tar is damaged or cut off, or no sample has image and label as `layout` has them. A tar without end-of-archive blocks
+    is accepted if its last sample fits.
     """
-    path = Path(path)
-    samples: list[ScannedSample] = []
-    unfit: dict[str, list[tuple[str, str]]] = {}
+    path, found = Path(path), Survey([], [], Counter())
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise unreadable(path, error) from error
     try:
-        for key, members in itertools.groupby(_walk_tar(fd, path, layout), key=lambda found: found[0]):
-            last_fits = True
+        end = os.fstat(fd).st_size
+        if not end:
+            raise ShardError(f"{path}: an empty file; {COPY_AGAIN}")
+        for key, run in itertools.groupby(_members(pread(fd), end, layout, found.passed_over), key=lambda member: member[0]):
+            group = list(run)
+            first = group[0][1]
+            if first.offset in left_out:
+                continue
             try:
-                samples.append(_scan_sample(fd, key, tuple(member for _, member in members), layout))
+                found.samples.append(_scan_sample(fd, key, group, layout))
+                last_fits = True
             except Unfit as error:
+                found.unfit.append(LeftOut(key, first.name, first.offset, error.kind, str(error)))
                 last_fits = False
-                unfit.setdefault(error.kind, []).append((key, str(error)))
-        if unfit:
-            raise ShardError(_explained(fd, path, layout, len(samples), unfit, last_fits))
+        if found.unfit and not last_fits and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
+            ends = f"sample {key!r} {found.unfit[-1].reason}. The shard ends there, without an end mark"
+            raise ShardError(f"{path}: {ends}. Truncated: copy or write it again")
+        if found.unfit and not found.samples:
+            of_images = all(sample.kind == "image" for sample in found.unfit)
+            remedy = "Mend these, or write the shard again without them" if of_images else _proposal(fd, path, end, layout)
+            raise ShardError(f"{path}: {told_unfit(found.unfit, len(found.unfit))}. {remedy}")
+    except TarDamaged as error:
+        raise ShardError(f"{path}: {error}; {COPY_AGAIN}") from error
     finally:
         os.close(fd)
-    if not samples:
-        raise ShardError(f"{path}: holds no samples; expected pairs of <key>.jpg and <key>.cls")
-    return samples
+    if not found.samples:
+        passed_over = f" ({told_passed_over(found.passed_over)})" if found.passed_over else ""
+        raise ShardError(f"{path}: holds no samples; expected pairs of <key>.jpg and <key>.cls{passed_over}")
+    return found
 
 
-def _explained(fd: int, path: Path, layout: SampleLayout, num_whole: int, unfit: dict[str, list[tuple[str, str]]], last_fits: bool) -> str:
-    """What is wrong with samples that do not fit, once for each kind, and the remedy. unfit: (key, reason) of each sample, by kind."""
-    num_unfit = sum(map(len, unfit.values()))
-    total = num_whole + num_unfit
+def scan_tar(path: Path | str, layout: SampleLayout = DEFAULT_LAYOUT, left_out: Collection[int] = ()) -> list[ScannedSample]:
+    """The samples of `survey_tar`; a sample that does not fit is an error as well, unless it is one of `left_out`."""
+    found = survey_tar(path, layout, left_out)
+    if found.unfit:
+        told = told_unfit(found.unfit, len(found.samples) + len(found.unfit))
+        fit = f"The other {len(found.samples):,} samples fit: mend these, or write the shard again without them"
+        raise ShardError(f"{path}: {told}. {fit}; `python -m data_prep.index` leaves them out")
+    return found.samples
+
+
+def told_unfit(unfit: Sequence[LeftOut], total: int) -> str:
+    """Samples that do not fit, in words, once for each kind. total: samples, with those that fit."""
+    by_kind: dict[str, list[LeftOut]] = {}
+    for sample in unfit:
+        by_kind.setdefault(sample.kind, []).append(sample)
     parts = []
-    for kind, found in unfit.items():
+    for kind, found in by_kind.items():
         if kind == "image":  # each has a fault of its own
-            parts += [f"sample {key!r} {reason}" for key, reason in found[:MOST_NAMED]]
+            parts += [f"sample {sample.key!r} {sample.reason}" for sample in found[:MOST_NAMED]]
             parts += [f"and {len(found) - MOST_NAMED:,} more such"] if len(found) > MOST_NAMED else []
             continue
-        told = f"sample {found[0][0]!r} {found[0][1]}"
+        told = f"sample {found[0].key!r} {found[0].reason}"
         if len(found) == total > 1:
             told += f" (all {total:,} samples are so)"
         elif len(found) > 1:
-            others = ", ".join(repr(key) for key, _ in found[1:MOST_NAMED])
+            others = ", ".join(repr(sample.key) for sample in found[1:MOST_NAMED])
             more = ", ..." if len(found) > MOST_NAMED else ""
             told += f" ({len(found):,} of {total:,} samples are so: also {others}{more})"
         parts.append(told)
-    told = f"{path}: {'; '.join(parts)}"
-    if num_unfit == 1 and not last_fits and not _has_end_mark(fd):
-        return f"{told}. The shard ends there, without an end mark. Truncated: copy or write it again"
-    if num_whole or unfit.keys() == {"image"}:
-        fit = f"The other {num_whole:,} samples fit: mend" if num_whole else "Mend"
-        return f"{told}. {fit} these, or write the shard again without them"
-    return f"{told}. {describe(list(_contents(fd, path, layout)), layout, FLAGS)}"
+    return "; ".join(parts)
 
 
-def _has_end_mark(fd: int) -> bool:
-    return not any(os.pread(fd, TAR_BLOCK, max(0, os.fstat(fd).st_size - TAR_BLOCK)))
+def told_passed_over(passed_over: Counter[str]) -> str:
+    """Members that belong to no sample, in words."""
+    kinds = ", ".join(f"{kind} ({count:,} times)" for kind, count in sorted(passed_over.items()))
+    return f"passed over, as part of no sample: {kinds}"
 
 
-def _contents(fd: int, path: Path, layout: SampleLayout) -> Iterator[tuple[str, bytes | None]]:
-    """(name, content) of each member; None for what is too large for a label, and for all but the first samples."""
-    for number, (_, group) in enumerate(itertools.groupby(_walk_tar(fd, path, layout), key=lambda found: found[0])):
-        for _, member in group:
+def _proposal(fd: int, path: Path, end: int, layout: SampleLayout) -> str:
+    """What is there in place of samples that fit, and the layout that would take it."""
+    contents: list[tuple[str, bytes | None]] = []
+    for number, (_, group) in enumerate(itertools.groupby(_members(pread(fd), end, layout, Counter()), key=lambda member: member[0])):
+        for _, member, _ in group:  # nothing is read of what is too large for a label, and of all but the first samples
             is_read = number < MOST_READ and member.size <= MOST_BYTES
-            yield member.name, os.pread(fd, member.size, member.offset) if is_read else None
+            contents.append((member.name, os.pread(fd, member.size, member.offset) if is_read else None))
+    return describe(contents, layout, FLAGS)
 
 
 def index_rows(samples: list[ScannedSample]) -> np.ndarray:

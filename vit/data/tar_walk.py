@@ -125,7 +125,7 @@ def walk(read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool
 
     needs_end: raise where the end mark is missing. Raises TarDamaged.
     """
-    position, name, size, before = start, "", -1, -CLOSE_BYTES  # name and size: what an extra header said of the next member
+    position, name, size, before = start, "", -1, start - 2 * CLOSE_BYTES  # name and size: what an extra header said of the next member
     ahead, ahead_at = b"", start
 
     def damaged(what: str) -> TarDamaged:
@@ -135,9 +135,10 @@ def walk(read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool
         block = ahead[position - ahead_at : position - ahead_at + TAR_BLOCK]
         if len(block) < TAR_BLOCK:
             # Of small files many headers come with one call; between large ones a long read would fetch data that nobody wants.
-            ahead, ahead_at = read(AHEAD_BYTES if position - before <= CLOSE_BYTES else TAR_BLOCK, position), position
+            size_ahead = AHEAD_BYTES if position - before <= CLOSE_BYTES else TAR_BLOCK
+            ahead, ahead_at = read(size_ahead if stop is None else max(0, min(size_ahead, stop - position)), position), position
             block = ahead[:TAR_BLOCK]
-        if (not block or position == stop) and not needs_end and position > start:
+        if len(block) < TAR_BLOCK and not needs_end and position > start and not any(block):
             return
         if len(block) < TAR_BLOCK or (stop is not None and position + TAR_BLOCK > stop):
             raise damaged("cut off: a header or the end mark is missing")
