@@ -206,6 +206,7 @@ def evaluate_trained(trained: Trained, config: Config, world: World, said: TextI
             view=config.eval,
             precision=config.train.precision,
             num_workers=config.data.num_workers,
+            stall_timeout_s=config.data.stall_timeout_s,
             on_batch=lambda done, total: meter.update(split.num_samples * done // total),
         )["model"]
     if world.is_main:

@@ -35,7 +35,7 @@ from servers import WebServer
 
 from vit import exit
 from vit.checkpoint import complete_checkpoints, newest_checkpoint, read_info
-from vit.data.loader import Batch, ImageFormat, Layout
+from vit.data.loader import Batch, Batches, ImageFormat, Layout
 from vit.data.shards import open_split
 from vit.data.workers import Loader
 
@@ -627,10 +627,10 @@ def test_every_scenario_has_a_row_and_every_row_a_scenario():
     assert set(listed) == set(SCENARIOS)
 
 
-class TooLarge:
+class TooLarge(Batches):
     """Batches for which no machine has memory."""
 
-    layout, row_unit = Layout(4, ImageFormat((8, 8)), 0), 1
+    layout = Layout(4, ImageFormat((8, 8)), 0)
 
     def __init__(self, allocate: Callable[[int], object]):
         self.allocate = allocate

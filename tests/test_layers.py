@@ -22,12 +22,13 @@ LAYERS = [
         "vit.worker",
         "vit.host",
     }
-    | {"vit.data.files", "vit.data.urls", "vit.data.patience", "vit.data.jpeg", "vit.data.members", "vit.data.native", "vit.data.tar_walk"},
+    | {"vit.data.files", "vit.data.urls", "vit.data.patience", "vit.data.jpeg", "vit.data.members", "vit.data.native", "vit.data.tar_walk"}
+    | {"vit.data.stages"},
     {"vit.data.images"}
     | {"vit.data.tar", "vit.data.shards", "vit.data.order", "vit.data.mixing", "vit.data.window", "vit.data.decode", "vit.schedule"}
     | {"vit.data.draw", "vit.data.block_cache", "vit.data.remote", "vit.data.storage"},
     {"vit.data.loader", "vit.data.stream", "vit.data.slots", "vit.data.workers", "vit.data.augment", "vit.data.op_sets", "vit.data.ops"}
-    | {"vit.model", "vit.loss", "vit.optim", "vit.ema", "vit.metrics"},
+    | {"vit.data.crew", "vit.model", "vit.loss", "vit.optim", "vit.ema", "vit.metrics"},
     {"vit.step", "vit.evaluate", "vit.checkpoint", "vit.weights", "vit.known", "vit.plan", "vit.record", "vit.tracking", "vit.monitor"}
     | {"vit.order_check"}
     | {"vit.resume", "vit.preflight", "vit.history", "vit.visualize", "vit.contact_sheet", "vit.curves", "vit.pictures", "vit.report"},

@@ -16,7 +16,7 @@ from processes import TINY, Background, children, environment_of, last_step, met
 
 from vit.checkpoint import Progress
 from vit.config_io import load_config
-from vit.data.loader import Batch, ImageFormat, Layout
+from vit.data.loader import Batch, Batches, ImageFormat, Layout
 from vit.data.workers import Loader
 from vit.distributed import World
 from vit.host import num_cores
@@ -28,10 +28,10 @@ from vit.step import StepResult
 ROWS, PAUSE_S = 12, 0.05
 
 
-class Slow:
+class Slow(Batches):
     """Batches of nothing that take their time."""
 
-    layout, row_unit = Layout(ROWS, ImageFormat((4, 4)), 0), 1
+    layout = Layout(ROWS, ImageFormat((4, 4)), 0)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         time.sleep(PAUSE_S)

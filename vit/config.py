@@ -115,6 +115,10 @@ class DataConfig(Section):
     prefetch_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory of a rank for training batches that are being made, ready or in use, in GiB. `None`: what keeps the workers busy, and up to 16
     batches ahead where 1 GiB holds them; so it always is in evaluation. Without effect at `num_workers: 0`."""
+    stall_timeout_s: Annotated[float, Field(gt=0)] | None = 240.0
+    """A loader worker that makes no progress for so long is killed, and another makes its part of the batch again, once; who waits for a
+    store that answers now and then does make progress. `None`: it is told each minute and waited for. Twice the default is less than the
+    ten minutes for which ranks wait for each other."""
     num_lanes: Positive | None = None
     """Parallel reading positions of the order; divides the batch. `None`: the largest divisor of it up to 64."""
     block_samples: Positive | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from vit.config import EvalConfig
 from vit.data.augment import Augment
 from vit.data.loader import EvalBatches, ImageFormat
 from vit.data.shards import Split
-from vit.data.workers import Loader
+from vit.data.workers import STALL_TIMEOUT_S, Loader
 from vit.distributed import World
 from vit.metrics import Accuracy, AccuracyCounter, predicted_classes
 from vit.step import autocast
@@ -62,6 +63,7 @@ def evaluate(
     view: EvalConfig,
     precision: str,
     num_workers: int = 0,
+    stall_timeout_s: float | None = STALL_TIMEOUT_S,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> dict[str, Evaluation]:
     """Evaluate all `models` in one pass over `split`: name -> Evaluation, the same on every rank.
@@ -74,7 +76,8 @@ def evaluate(
     was_training = {name: model.training for name, model in models.items()}
     for model in models.values():
         model.eval()
-    with Loader(batches, 0, len(batches), num_workers=num_workers, device=world.device) as loader:
+    loading: dict[str, Any] = {"num_workers": num_workers, "device": world.device, "stall_timeout_s": stall_timeout_s}
+    with Loader(batches, 0, len(batches), **loading) as loader:
         for number, batch in enumerate(loader):
             filled = batches.num_filled(number)
             ids = batch.ids[:filled].to(world.device, non_blocking=True)

@@ -46,6 +46,15 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
     return min(free, default=None)
 
 
+def num_oom_kills(root: Path = Path("/")) -> int | None:
+    """Processes that the kernel has killed so far because memory ran out, in the control groups of this one and, where they do not count,
+    on the whole machine; None if the system does not say."""
+    counted = [_text(group / name) for group in _groups(root, "memory") for name in ("memory.events", "memory.oom_control")]
+    lines = "\n".join([*counted, _text(root / "proc/vmstat")]).splitlines()
+    found = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
+    return max(found, default=None)
+
+
 def num_nvidia_gpus(root: Path = Path("/")) -> int:
     """NVIDIA GPUs on the PCI bus, whether their driver works or not; 0 where the system does not say.
 

@@ -297,11 +297,12 @@ def train(run: Run) -> str:
     """Train to the end or to a signal; returns "finished" or "stopped". Saves at every ending that is in its hands."""
     config, plan, progress = run.config, run.plan, run.progress
     first_step = progress.step
-    workers, prefetch_gib, device = config.data.num_workers, config.data.prefetch_gib, run.world.device
+    loading: dict[str, Any] = {"num_workers": config.data.num_workers, "prefetch_gib": config.data.prefetch_gib}
+    loading |= {"device": run.world.device, "stall_timeout_s": config.data.stall_timeout_s}
     positions = first_step, plan.total_steps
     with (
         run,
-        Loader(run.batches, *positions, num_workers=workers, prefetch_gib=prefetch_gib, device=device) as loader,
+        Loader(run.batches, *positions, **loading) as loader,
         collecting_at_log_lines(),
     ):
         monitor = Monitor(config, plan, run.world, progress, run.record, loader, run.train_step.lr_at)
@@ -435,6 +436,7 @@ def _evaluate(run: Run) -> bool:
             view=config.eval,
             precision=config.train.precision,
             num_workers=config.data.num_workers,
+            stall_timeout_s=config.data.stall_timeout_s,
             on_batch=on_batch,
         )
     except _Interrupted:

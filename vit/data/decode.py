@@ -16,7 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from vit.config import EvalConfig
+from vit.data import stages
 from vit.data.images import Pixels, decode_box, image_size, span, undecodable
+from vit.data.stages import Stage
 from vit.data.window import Window
 
 REDUCE_FROM = 2.5
@@ -76,6 +78,7 @@ def decode_views(
         right, bottom = max(windows[n][0] + windows[n][2] for n in numbers), max(windows[n][1] + windows[n][3] for n in numbers)
         box = left, top, right - left, bottom - top
         pixels, reduced = decode_box(data, box, channels, reduce=reduce, image_size=image_size)
+        stages.mine.enter(Stage.RESIZE)
         for n in numbers:
             x, y, width, height = windows[n]
             part = pixels[span(y, height, top, reduced), span(x, width, left, reduced)]
@@ -130,6 +133,7 @@ def decode_center(
     part, _ = decode_box(data, (across.start, down.start, *place.shape[1::-1]), channels, place=place)
     if part is not place:
         place[:] = part
+    stages.mine.enter(Stage.RESIZE)
     if can_stop:
         scales = down.scale, across.scale
         view_and_before = resize(pixels[: down.length, : across.length], (down.resized, across.resized), interpolation, scales=scales)

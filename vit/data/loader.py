@@ -19,11 +19,13 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from vit.config import AugmentConfig, Config, EvalConfig
+from vit.data import stages
 from vit.data.decode import decode_center, decode_views
 from vit.data.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
 from vit.data.files import ShardError
 from vit.data.order import Order
 from vit.data.shards import Split
+from vit.data.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,28 @@ class Layout:
         return {name: (dtype, shape, -(-math.prod(shape) * dtype.itemsize // 64) * 64) for name, (dtype, shape) in shapes.items()}
 
 
-class TrainBatches:
+class Batches:
+    """What `vit.data.workers.Loader` iterates over, and passes to its workers."""
+
+    layout: Layout
+    row_unit = 1
+    """A part of a batch begins at a multiple of it."""
+    repeatable = True
+    """Whether the same rows come again when they are made again, by whomever."""
+
+    def prepare(self, num_processes: int) -> None:
+        """Called before workers start, which inherit what this leaves. num_processes: of this host that will make batches at once."""
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        """Write rows `first` and following of the batch at `position` into all tensors of `rows`; returns the keys of bad images."""
+        raise NotImplementedError
+
+    def where(self, sample: int) -> str:
+        """What holds the bytes of `sample`, without looking there."""
+        return "its source"
+
+
+class TrainBatches(Batches):
     """This rank's rows of the batch at a position. Pickles small: workers map the index themselves."""
 
     def __init__(
@@ -140,6 +163,14 @@ class TrainBatches:
         lane = order.global_batch_size // order.num_lanes if order.aug_repeats > 1 else 1  # holds all copies of its images
         self.row_unit = math.lcm(augment.mix_group_size if mixes(augment) else 1, lane)
 
+    def prepare(self, num_processes: int) -> None:
+        """Open the shards' files; workers inherit them."""
+        self.split.prepare(num_processes)
+
+    def where(self, sample: int) -> str:
+        """The shard of `sample`."""
+        return self.split.where(sample)
+
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         """Make rows `first` and following of the batch at `position` in the tensors of `rows`, all of which are written; multiples of
         `row_unit`, so that no group that mixes is torn, and copies of an image need one decoding. Returns the key of each row that could
@@ -148,8 +179,8 @@ class TrainBatches:
         is_beginning = first == 0
         first += self.first_row
         ids, copies = self.order.rows_and_copies(position, first, first + len(rows.labels))
+        self.split.prefetch(ids)
         if self.split.read_ahead_batches:
-            self.split.prefetch(ids)  # at the beginning of a run nobody has asked for these
             later = position + self.split.read_ahead_batches
             if is_beginning and (self.num_batches is None or later < self.num_batches):  # who makes it asks for all of a later batch
                 self.split.prefetch(self.order.rows(later, self.first_row, self.first_row + self.layout.num_rows))
@@ -161,8 +192,11 @@ class TrainBatches:
         for sample, numbers in _rows_of(ids).items():
             images, size = [rows.images[number] for number in numbers], (widths[numbers[0]], heights[numbers[0]])
             try:
+                stages.mine.read(sample)
+                data = self.split.read(sample)
+                stages.mine.enter(Stage.DECODE)
                 decode_views(
-                    self.split.read(sample), [windows[number] for number in numbers], self.image.size, self.image.interpolation,
+                    data, [windows[number] for number in numbers], self.image.size, self.image.interpolation,
                     self.image.channels, out=images, image_size=size, scaled=self.image.scaled_decode,
                 )  # fmt: skip
             except ShardError:
@@ -174,16 +208,15 @@ class TrainBatches:
                     image[:] = 0
                 weights[numbers] = 0.0
                 bad_keys += [self.split.key(sample)] * len(numbers)  # rows, whose number does not depend on how a batch is divided
+        stages.mine.enter(Stage.DRAW)
         table = draw_table(self.augment, keys, entries["width"], entries["height"], self.image.size)
         draw_mix(self.augment, table, weights, self.order.seed, position, first, self.image.size)
         write_rows(rows, entries["label"], weights, table, ids)
         return tuple(bad_keys)
 
 
-class EvalBatches:
+class EvalBatches(Batches):
     """All samples of a split once, dealt over the ranks in the same number of batches of one shape; fillers have weight 0."""
-
-    row_unit = 1
 
     def __init__(self, split: Split, image: ImageFormat, view: EvalConfig, batch_size: int, *, rank: int = 0, world_size: int = 1):
         self.split, self.image, self.view = split, image, view
@@ -197,26 +230,36 @@ class EvalBatches:
         """Rows of batch `number` that hold a sample; they come first."""
         return min(max(self.split.num_samples - self._start(number), 0), self.layout.num_rows)
 
+    def prepare(self, num_processes: int) -> None:
+        """Open the shards' files; workers inherit them."""
+        self.split.prepare(num_processes)
+
+    def where(self, sample: int) -> str:
+        """The shard of `sample`."""
+        return self.split.where(sample)
+
     def fill(self, number: int, first: int, rows: Batch) -> tuple[str, ...]:
         """Make rows `first` and following of batch `number` in the tensors of `rows`, all of which are written. Returns ()."""
         ids = self._start(number) + first + np.arange(len(rows.labels))
         valid = ids < self.split.num_samples
-        if self.split.read_ahead_batches:
-            later = ids + self.split.read_ahead_batches * self.layout.num_rows * self.world_size
-            self.split.prefetch(np.concatenate([ids[valid], later[later < self.split.num_samples]]))
+        later = ids + self.split.read_ahead_batches * self.layout.num_rows * self.world_size
+        self.split.prefetch(np.unique(np.concatenate([ids[valid], later[later < self.split.num_samples]])))
         ids = np.where(valid, ids, 0)
         for row, sample in enumerate(ids.tolist()):
             if not valid[row]:
                 rows.images[row] = 0
                 continue
             try:
+                stages.mine.read(sample)
                 data, out = self.split.read(sample), rows.images[row]
+                stages.mine.enter(Stage.DECODE)
                 decode_center(data, self.image.size, self.view, self.image.interpolation, self.image.channels, out=out)
             except ShardError:
                 raise
             except ValueError as error:
                 remedy = "evaluation counts every image: restore the shard, or write it again without this one"
                 raise ShardError(f"{_describe(self.split, sample, error)}; {remedy}") from None
+        stages.mine.enter(Stage.DRAW)
         write_rows(rows, self.split.index["label"][ids], valid, np.empty((len(ids), 0)), ids)
         return ()
 

@@ -340,15 +340,26 @@ class Split:
         where = f"{self.tars.where(shard)}: sample {i} (key {key})"
         raise ShardError(f"{where}: reading {size} bytes at offset {offset} {problem}; restore the shard and start again")
 
+    def where(self, i: int) -> str:
+        """Path or URL of the shard of sample `i`."""
+        return self.tars.where(int(self.index[i]["shard"]))
+
+    def prepare(self, num_processes: int) -> None:
+        """Before workers start, of whom and of others so many processes of this host will read: what they inherit is opened once."""
+        self.tars.prepare(num_processes)
+
     @property
     def read_ahead_batches(self) -> int:
         """How many batches before it is needed a sample should be given to `prefetch`; 0: never."""
         return self.tars.read_ahead_batches
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
-        """Say which samples will be read soon, (n,) numbers: where shards are at a URL, they are fetched in the background."""
+        """Say which samples will be read soon, (n,) numbers: they are read, or from a URL fetched, in the background."""
         if isinstance(self.tars, RemoteTars):
             self.tars.prefetch(samples)
+        else:
+            rows = self.index[samples]
+            self.tars.prefetch(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist())
 
     def key(self, i: int) -> str:
         """Key of sample `i`, from the tar headers between the image before and its own: a name may have one of its own (GNU, pax)."""

@@ -4,7 +4,8 @@ The data's story: the ring is planned from the size of a batch, the number of wo
 is allocated while training runs and no page is touched for the first time twice. Workers write rows into a slot; training gets a batch
 whose tensors are views of it. The slot is free again when nobody holds one of these tensors any more.
 
-The memory is an anonymous file (memfd), which does not live in /dev/shm: containers have 64 MiB there.
+The memory is an anonymous file (memfd), which does not live in /dev/shm: containers have 64 MiB there. Behind the slots each worker has a
+row of numbers that say what it does (`vit.data.stages`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from vit.data.loader import Batch, Layout
+from vit.data.stages import ROW_BYTES, Row
 
 PART_ROWS = 128
 """Rows that a worker makes at a time. Order and draws cost 2 ms a part besides 0.01 ms a row, decoding 1 ms a row (docs/experiments.md)."""
@@ -77,10 +79,10 @@ def plan_ring(layout: Layout, row_unit: int, num_batches: int, num_workers: int,
 
 
 class Slots:
-    """The memory of a ring. Passed to a worker process it is the same memory there."""
+    """The memory of a ring and of what `num_workers` say about themselves. Passed to a worker process it is the same memory there."""
 
-    def __init__(self, layout: Layout, ring: Ring):
-        self.layout, self.ring = layout, ring
+    def __init__(self, layout: Layout, ring: Ring, num_workers: int = 0):
+        self.layout, self.ring, self._num_bytes = layout, ring, ring.num_bytes + max(num_workers, 1) * ROW_BYTES
         self.free = deque(range(ring.num_slots))
         self._lent: dict[int, weakref.ref[memoryview]] = {}
         if hasattr(os, "memfd_create"):
@@ -88,25 +90,28 @@ class Slots:
         else:  # macOS
             with tempfile.TemporaryFile() as file:
                 self._file = os.dup(file.fileno())
-        os.ftruncate(self._file, ring.num_bytes)
-        self._map = mmap.mmap(self._file, ring.num_bytes)
+        os.ftruncate(self._file, self._num_bytes)
+        self._map = mmap.mmap(self._file, self._num_bytes)
+        self.close_file = weakref.finalize(self, os.close, self._file)
+        """When no more workers start: the memory lives on for as long as somebody has it mapped."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layout": self.layout, "ring": self.ring, "_file": reduction.DupFd(self._file)}
+        return {"layout": self.layout, "ring": self.ring, "_num_bytes": self._num_bytes, "_file": reduction.DupFd(self._file)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         file = state["_file"].detach()
-        self._map = mmap.mmap(file, self.ring.num_bytes)
+        self._map = mmap.mmap(file, self._num_bytes)
         os.close(file)
 
-    def close_file(self) -> None:
-        """When all workers have the memory: it lives on for as long as somebody has it mapped."""
-        os.close(self._file)
-
     def whole(self) -> Tensor:
-        """All of it, (num_bytes,) uint8."""
-        return torch.frombuffer(self._map, dtype=torch.uint8)
+        """All slots, (num_bytes,) uint8."""
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=self.ring.num_bytes)
+
+    def row(self, number: int) -> Row:
+        """What worker `number` says about itself; number 0, where there are no workers, is the process that makes the batches."""
+        start = self.ring.num_bytes + number * ROW_BYTES
+        return Row(memoryview(self._map)[start : start + ROW_BYTES])
 
     def batch(self, slot: int) -> Batch:
         """What lies in `slot`, to be written."""

@@ -7,13 +7,15 @@ has threads fetch what will be needed soon. A block whose tar headers do not fit
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import queue
 import resource
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vit.data import stages
 from vit.data.block_cache import BlockCache, Fetched
 from vit.data.files import ShardError
 from vit.data.order import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
+from vit.data.patience import Passing, Patience
 from vit.data.remote import RemoteFolder, Version
+from vit.data.stages import Stage
 from vit.data.tar import TAR_BLOCK, size_said_by
 
 BLOCK_BYTES = 8 << 20
@@ -33,18 +38,36 @@ READ_AHEAD_BATCHES = 8
 """So many batches before it is needed a block is asked for. They and their windows' blocks have to fit the cache."""
 ASK_AGAIN_S = 60.0
 """For so long a process does not look whether a block for which it has asked is still there."""
+MAX_ASKED = 4096
+"""Blocks of which a process knows when it asked for them, before it forgets those of more than `ASK_AGAIN_S` ago."""
+BEAT_S = 1.0
+"""While a block is awaited, how often it is looked whether the store was asked again."""
+NUM_OPENING = 16
+"""Files opened at once."""
+DEFAULT_PATIENCE = Patience()
+PASSING_ERRORS = {
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.ENOLCK, errno.EBUSY),
+    *(errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+    *(errno.ESHUTDOWN, errno.ECONNREFUSED, errno.EPIPE),
+}
+"""What NFS, Lustre and FUSE say while their server is away, or of a file handle from before."""
 NUM_THREADS = 8
-"""Requests under way at once in one process; each holds a block in memory."""
+"""Requests under way at once in one process; each holds a block in memory, and takes 13 MB with it."""
+NUM_THREADS_OF_HOST = 64
+"""In all loader processes of a host."""
 
 
 class LocalTars:
-    """The shards of a split in a folder: positional reads through file descriptors that stay open."""
+    """The shards of a split in a folder: positional reads through file descriptors that stay open.
+
+    What may pass, as a file server that is away or a handle that went stale, is tried again with the file opened anew.
+    """
 
     read_ahead_batches = 0
-    """The system reads ahead."""
+    """A part's own images are enough: the disk has them while the first is decoded."""
 
-    def __init__(self, root: Path, filenames: list[str]):
-        self.root, self.filenames = root, filenames
+    def __init__(self, root: Path, filenames: list[str], patience: Patience = DEFAULT_PATIENCE):
+        self.root, self.filenames, self.patience = root, filenames, patience
         self._fds: dict[int, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -54,25 +77,75 @@ class LocalTars:
         """The shard's path."""
         return str(self.root / self.filenames[shard])
 
+    def prepare(self, num_processes: int) -> None:
+        """Open all shards, so that processes that are forked from now on share their descriptors."""
+        missing = [shard for shard in range(len(self.filenames)) if shard not in self._fds]
+
+        def open_(shard: int) -> None:
+            with suppress(OSError):  # told by who reads it
+                self._keep(shard, os.open(self.where(shard), os.O_RDONLY))
+
+        with ThreadPoolExecutor(NUM_OPENING) as threads:  # on a network file system each is a round trip
+            list(threads.map(open_, missing[: self._num_kept()]))
+
+    def prefetch(self, shards: list[int], offsets: list[int], sizes: list[int]) -> None:
+        """Have the system read these images, all at once, with the tar headers in front of them."""
+        for shard, offset, size in zip(shards, offsets, sizes, strict=True):
+            if (fd := self._fds.get(shard)) is not None:
+                with suppress(OSError):
+                    os.posix_fadvise(fd, offset - TAR_BLOCK, size + TAR_BLOCK, os.POSIX_FADV_WILLNEED)
+
     def pread(self, sample: int, shard: int, size: int, offset: int) -> bytes:
-        """`size` bytes at `offset` of a shard, fewer at its end. `sample`, to which they belong, is for `RemoteTars`."""
+        """`size` bytes at `offset` of a shard, fewer at its end. `sample`, to which they belong, is for `RemoteTars`.
+
+        Raises OSError; ShardError if what may pass did not.
+        """
         fd = self._fds.get(shard)
         if fd is not None:
-            return os.pread(fd, size, offset)
-        fd = os.open(self.root / self.filenames[shard], os.O_RDONLY)
-        # Keep it open, opening costs a round trip on a network file system; but leave half of the process's
-        # descriptors to others, and never take one away from a thread that may be reading.
-        if len(self._fds) < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 and self._fds.setdefault(shard, fd) == fd:
-            return os.pread(fd, size, offset)
-        try:
-            return os.pread(fd, size, offset)
-        finally:
-            os.close(fd)
+            try:
+                return _counted(os.pread(fd, size, offset))
+            except OSError as error:
+                if error.errno not in PASSING_ERRORS:
+                    raise
+        attempt = partial(self._open_and_read, shard, size, offset)
+        return _counted(self.patience.keep_trying(self.where(shard), attempt, stages.mine.beat))
 
     def close(self) -> None:
         """Close the file descriptors; the next read opens them again."""
         while self._fds:
             os.close(self._fds.popitem()[1])
+
+    def _open_and_read(self, shard: int, size: int, offset: int) -> bytes:
+        try:
+            fd = os.open(self.where(shard), os.O_RDONLY)
+            try:
+                data = os.pread(fd, size, offset)
+            except OSError:
+                os.close(fd)
+                raise
+        except OSError as error:
+            if error.errno not in PASSING_ERRORS:
+                raise
+            raise Passing(f"reading failed: {error.strerror}") from error
+        self._keep(shard, fd)
+        return data
+
+    def _keep(self, shard: int, fd: int) -> None:
+        """Leave `fd` open for the next reads, opening costs a round trip on a network file system; but leave half of the process's
+        descriptors to others."""
+        if (before := self._fds.get(shard)) is not None:
+            os.dup2(fd, before, inheritable=False)  # never taken away from a thread that may be reading
+        elif len(self._fds) < self._num_kept() and self._fds.setdefault(shard, fd) == fd:
+            return
+        os.close(fd)
+
+    def _num_kept(self) -> int:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+
+
+def _counted(data: bytes) -> bytes:
+    stages.mine.count(read_bytes=len(data))
+    return data
 
 
 class _Block(NamedTuple):
@@ -108,6 +181,7 @@ class RemoteTars:
         self.block_samples = min(1 << (fitting.bit_length() - 1), most)
         names = zip(filenames, versions, strict=True)
         self._names = [f"{folder.brief}/{name.removesuffix('.tar').replace('/', '%')}.{version.brief()}" for name, version in names]
+        self.most_threads = NUM_THREADS
         self._start_over()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,17 +206,25 @@ class RemoteTars:
             data = self.cache.read(
                 block.name, block.stop - block.start, samples, sample - block.first, start - block.start, stop - block.start
             )
-            if data is None and (fetched := self._request(block).result()) is not None:
+            stages.mine.count(cache_hits=data is not None, cache_misses=data is None)
+            if data is None and (fetched := self._await(self._request(block))) is not None:
                 data = fetched[start - block.start : stop - block.start]
             if data is not None:
-                return data[offset - start : offset - start + size]
+                return _counted(data)[offset - start : offset - start + size]
         raise ShardError(f"{self.cache.folder}: blocks vanish as soon as they are there; give it more room with data.cache_gib")
+
+    def prepare(self, num_processes: int) -> None:
+        """Of so many processes on this host each fetches by itself: together by few enough threads, each of which holds a block."""
+        self.most_threads = max(min(NUM_THREADS, NUM_THREADS_OF_HOST // max(num_processes, 1)), 1)
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
         """Have the blocks of these samples fetched in the background. What fails shows when it is read."""
         now_s = time.monotonic()
         shards = np.searchsorted(self.firsts, samples, side="right") - 1
         blocks, rows = np.unique(shards * (1 << 40) + samples // self.block_samples, return_index=True)
+        if len(self._asked_at_s) > MAX_ASKED:
+            for number in [number for number, at_s in self._asked_at_s.items() if now_s - at_s > ASK_AGAIN_S]:
+                del self._asked_at_s[number]
         for number, row in zip(blocks.tolist(), rows.tolist(), strict=True):
             if now_s - self._asked_at_s.get(number, -math.inf) > ASK_AGAIN_S:
                 self._asked_at_s[number] = now_s
@@ -152,6 +234,15 @@ class RemoteTars:
 
     def close(self) -> None:
         """Nothing stays open between reads."""
+
+    def _await(self, block: Future[bytes | None]) -> bytes | None:
+        with stages.mine.within(Stage.STORE):
+            while True:
+                with suppress(TimeoutError):
+                    return block.result(BEAT_S)
+                if block.done():
+                    return block.result()  # a TimeoutError of the store's client
+                stages.mine.count_retries()
 
     def _start(self, sample: int, shard: int) -> int:
         return 0 if sample == self.firsts[shard] else self._stop(sample - 1)
@@ -169,6 +260,8 @@ class RemoteTars:
     def _get(self, block: _Block) -> Fetched:
         """Fetch a block; one whose tar headers do not say the index's sizes is not to be kept."""
         data = self.folder.read(self.filenames[block.shard], block.start, block.stop, self.versions[block.shard])
+        with self._lock:
+            stages.mine.count(fetched_bytes=len(data))
         rows = self.index[block.first : block.last]
         offsets, sizes = (rows["offset"].astype(np.int64) - block.start).tolist(), rows["size"].tolist()
         sound = all(size_said_by(data[at - TAR_BLOCK : at]) == size for at, size in zip(offsets, sizes, strict=True))
@@ -192,7 +285,7 @@ class RemoteTars:
             if future is None:
                 future = self._under_way[block.name] = Future()
                 self._queue.put((future, block))
-                if self._num_threads < min(NUM_THREADS, len(self._under_way)):
+                if self._num_threads < min(self.most_threads, len(self._under_way)):
                     self._num_threads += 1
                     threading.Thread(target=self._serve, daemon=True).start()  # a daemon: no exit waits for a slow server
             return future

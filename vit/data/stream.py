@@ -31,7 +31,7 @@ from vit.data.decode import decode_views
 from vit.data.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
 from vit.data.files import ShardError
 from vit.data.images import image_size
-from vit.data.loader import Batch, ImageFormat, Layout, write_rows
+from vit.data.loader import Batch, Batches, ImageFormat, Layout, write_rows
 from vit.data.members import META, SETTINGS, SampleLayout, Unfit, describe
 from vit.data.order import Order, fold, hash64
 from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE
@@ -94,8 +94,10 @@ class _Sample(NamedTuple):
     """0 x 0 if the image has no size that could be read."""
 
 
-class StreamBatches:
+class StreamBatches(Batches):
     """This rank's rows of a batch: whatever the stream of the process that makes them holds next. See `TrainBatches`."""
+
+    repeatable = False
 
     def __init__(
         self,

@@ -14,52 +14,25 @@ Processes and not threads, because threads that decode make a training step wait
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import selectors
-import signal
-import struct
 import sys
 import time
-import traceback
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from multiprocessing.util import Finalize
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from vit.data import stages
+from vit.data.crew import MAX_QUEUED_PARTS, Crew, Lookout, Result
 from vit.data.files import ShardError
-from vit.data.loader import Batch, Layout
+from vit.data.loader import Batch, Batches
 from vit.data.slots import Slots, plan_ring
-from vit.worker import follow_parent, held_back
+from vit.data.stages import Row, Stage, Tally, add_up
+from vit.distributed import local_world_size
 
-END_WAIT_S = 1.0
-"""For workers to finish the part they are at, which a slow store may hold up; then they are killed."""
-_PART = struct.Struct("<qii")
-"""position, slot, first row: few enough bytes that a pipe takes and gives them whole, with any number of readers."""
-_MAX_QUEUED_PARTS = 256
-"""4 KiB, which every pipe has room for, so putting in a part never waits: Linux gives who has a thousand pipes only 8 KiB for each more."""
-_END = -1
-"""A position that tells a worker to end."""
-
-
-class Batches(Protocol):
-    """What a loader iterates over: `vit.data.loader.TrainBatches`, `EvalBatches`. Passed to the workers."""
-
-    layout: Layout
-    row_unit: int
-    """A part of a batch begins at a multiple of it."""
-
-    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Write rows `first` and following of the batch at `position` into all tensors of `rows`; returns the keys of bad images."""
-
-
-class WorkerError(ValueError):
-    """A loader worker has died: of what, and what to do."""
+STALL_TIMEOUT_S = 240.0
+"""Twice that, for a worker and for who takes its place, is less than the ten minutes for which ranks wait for each other."""
 
 
 class Effort(NamedTuple):
@@ -72,38 +45,26 @@ class Effort(NamedTuple):
     num_made: int = 0
 
 
-class _Result(NamedTuple):
-    """What a worker says about a part that is done, or failed."""
-
-    slot: int
-    first: int
-    num_rows: int
-    busy_s: float
-    bad_keys: tuple[str, ...] = ()
-    mistake: str = ""
-    """A person's, one line: ShardError."""
-    stack: str = ""
-    """Of anything else that was raised."""
-
-
 @dataclass
 class _Growing:
     """A batch of which parts are missing."""
 
     slot: int
     missing_rows: int
-    results: list[_Result] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
 
 
 class Loader:
     """Iterates over the batches at positions [start, stop), made by workers, or here where there are none.
 
+    A wait that is long is told, with what the workers are at; a worker without progress for `stall_timeout_s` is replaced (None: never).
+
     A batch stays as it is for as long as any of its tensors, or a view of one, is held. Whoever holds more than two batches (three on a
     GPU) gets copies, which are slower. With a GPU as `device`, images, labels and weights arrive there, copied while the step before
     computes; table and ids stay on the host. `prefetch_gib`: see `slots.plan_ring`.
 
-    Raises ShardError in the training process for what a worker found, once its batch is due; WorkerError at once when a worker has died.
-    Close it, or leave it as a context. For one thread.
+    Raises ShardError in the training process for what a worker found, once its batch is due; `vit.data.crew.WorkerError` at once when a
+    worker has died, and when one hangs that cannot be replaced. Close it, or leave it as a context. For one thread.
     """
 
     def __init__(
@@ -115,17 +76,22 @@ class Loader:
         num_workers: int = 0,
         prefetch_gib: float | None = None,
         device: torch.device | None = None,
+        stall_timeout_s: float | None = STALL_TIMEOUT_S,
     ):
         on_gpu = device is not None and device.type == "cuda"
         self.num_workers, self.effort, self._batches = num_workers, Effort(), batches
         self.ring = plan_ring(batches.layout, batches.row_unit, stop - start, num_workers, prefetch_gib, on_gpu)
         self._position, self._to_start, self._stop = start, start, stop
         self._num_batches = stop - start
-        self._slots = Slots(batches.layout, self.ring)
+        self._slots = Slots(batches.layout, self.ring, num_workers)
+        if num_workers:
+            batches.prepare(num_workers * local_world_size())
         self._growing: dict[int, _Growing] = {}
         self._queue: deque[tuple[int, int, int]] = deque()
-        self._crew = _Crew(batches, self._slots, num_workers) if num_workers and start < stop else None
-        self._slots.close_file()
+        works = start < stop
+        self._crew = Crew(batches, self._slots, num_workers, stall_timeout_s) if num_workers and works else None
+        self._own_row = self._slots.row(0)
+        self._lookout = Lookout(self._own_row, batches.where, stall_timeout_s) if not num_workers and works else None
         self._to_gpu = _ToGpu(self._slots, device) if on_gpu and device is not None else None
         self._start_batches()
 
@@ -146,11 +112,25 @@ class Loader:
         self._start_batches()
         return batch if self._to_gpu is None else self._to_gpu(batch)
 
+    def tally(self) -> Tally:
+        """What those who make the batches have done up to now: all workers, or this process."""
+        return add_up([row.tally() for row in self._rows()])
+
+    def worker_bytes(self) -> int:
+        """Memory that is a worker's alone, of the one that has most; 0 while it was not measured."""
+        return max(row.own_bytes for row in self._rows())
+
+    def _rows(self) -> list[Row]:
+        return self._crew.rows if self._crew is not None else [self._own_row]
+
     def close(self) -> None:
         """End the workers, whatever they are at, and let the memory go with the last batch that is held."""
         self._position = self._stop
         if self._crew is not None:
             self._crew.end()
+        if self._lookout is not None:
+            self._lookout.end()
+        self._slots.close_file()
         if self._to_gpu is not None:
             self._to_gpu.close()
             self._to_gpu = None
@@ -164,15 +144,20 @@ class Loader:
     def _make(self, position: int) -> Batch:
         """The batch at `position`, made here."""
         slot, began = self._slots.free.popleft(), time.perf_counter()
+        stages.use(self._own_row)
+        self._own_row.take(position, 0)
         try:
             bad_keys = self._batches.fill(position, 0, self._slots.batch(slot))
         except BaseException:
             self._slots.free.append(slot)
             raise
+        finally:
+            self._own_row.count_retries()
+            self._own_row.enter(Stage.IDLE)
         self._add_work(time.perf_counter() - began, self._batches.layout.num_rows)
         return replace(self._slots.lend(slot), bad_keys=bad_keys)
 
-    def _receive(self, position: int, crew: _Crew) -> Batch:
+    def _receive(self, position: int, crew: Crew) -> Batch:
         """The batch at `position`, made by the workers."""
         self._note(crew.results(wait=False))
         while position not in self._growing or self._growing[position].missing_rows:
@@ -196,126 +181,18 @@ class Loader:
             self._growing[self._to_start] = _Growing(slot, rows)
             self._queue.extend((self._to_start, slot, first) for first in range(0, rows, self.ring.part_rows))
             self._to_start += 1
-        while self._queue and self._crew.num_queued < _MAX_QUEUED_PARTS:
+        while self._queue and self._crew.num_queued < MAX_QUEUED_PARTS:
             self._crew.put(*self._queue.popleft())
 
     def _add_work(self, busy_s: float, num_rows: int) -> None:
         wait_s, busy_before_s, made_before = self.effort
         self.effort = Effort(wait_s, busy_before_s + busy_s, made_before + num_rows)
 
-    def _note(self, results: list[tuple[int, _Result]]) -> None:
+    def _note(self, results: list[tuple[int, Result]]) -> None:
         for position, result in results:
             self._add_work(result.busy_s, result.num_rows)
             self._growing[position].missing_rows -= result.num_rows
             self._growing[position].results.append(result)
-
-
-# --- the workers, seen from training -----------------------------------------------------------------------------------
-
-
-class _Crew:
-    """Worker processes, the pipe that they take parts from, and the pipes that their results come through."""
-
-    def __init__(self, batches: Batches, slots: Slots, num_workers: int):
-        context = multiprocessing.get_context()
-        self.num_queued = 0
-        self._parts, self._put = context.Pipe(duplex=False)
-        self._selector = selectors.DefaultSelector()
-        self._workers: list[tuple[BaseProcess, Connection]] = []
-        # Ended also where nobody closes the loader: at exit Python would wait for them, and they ignore SIGTERM.
-        self.end = Finalize(self, _end_workers, (self._workers, self._parts, self._put, self._selector), exitpriority=100)
-        with held_back():
-            for _ in range(num_workers):
-                results, say = context.Pipe(duplex=False)
-                worker = context.Process(target=_work, args=(batches, slots, self._parts, say), daemon=True)
-                worker.start()
-                say.close()  # the worker alone has it, so that its end is noticed
-                self._workers.append((worker, results))
-                self._selector.register(results, selectors.EVENT_READ, (worker, results))
-                self._selector.register(worker.sentinel, selectors.EVENT_READ, (worker, None))
-
-    def put(self, position: int, slot: int, first: int) -> None:
-        """Hand a part to whoever is free first."""
-        os.write(self._put.fileno(), _PART.pack(position, slot, first))
-        self.num_queued += 1
-
-    def results(self, wait: bool) -> list[tuple[int, _Result]]:
-        """(position, result) of parts that were done meanwhile; with `wait`, at least one. Raises WorkerError if a worker has died."""
-        found = list[tuple[int, _Result]]()
-        for key, _ in self._selector.select(None if wait else 0):
-            worker, results = key.data
-            if results is None:
-                raise WorkerError(_death_of(worker))
-            try:
-                while results.poll():
-                    found.append(results.recv())
-            except (EOFError, OSError):
-                raise WorkerError(_death_of(worker)) from None
-        self.num_queued -= len(found)
-        return found
-
-
-def _death_of(worker: BaseProcess) -> str:
-    """What to tell about a worker that is no more."""
-    worker.join(END_WAIT_S)
-    code = worker.exitcode
-    if code is None or code >= 0:
-        return f"a loader worker (process {worker.pid}) ended by itself with exit status {code}: start again, and report it if it returns"
-    name = signal.Signals(-code).name
-    if -code == signal.SIGKILL:
-        reason = "which Linux does when memory runs out (`dmesg` tells). Lower data.num_workers or data.prefetch_gib"
-    else:
-        reason = "so a library it uses crashed, perhaps on a damaged image: `python -m data_prep.verify` decodes them all"
-    return f"a loader worker (process {worker.pid}) was killed by {name}, {reason}"
-
-
-def _end_workers(
-    workers: list[tuple[BaseProcess, Connection]], parts: Connection, put: Connection, selector: selectors.BaseSelector
-) -> None:
-    """Take back what is not begun, tell all to end, and kill those that are not quick about it."""
-    os.set_blocking(parts.fileno(), False)
-    with suppress(BlockingIOError):
-        while os.read(parts.fileno(), 2**16):
-            pass
-    for _ in workers:
-        os.write(put.fileno(), _PART.pack(_END, 0, 0))
-    selector.close()
-    deadline = time.monotonic() + END_WAIT_S
-    for _, results in workers:
-        results.close()  # nobody waits until there is room for a result
-    for worker, _ in workers:
-        worker.join(max(deadline - time.monotonic(), 0))
-        if worker.exitcode is None:
-            worker.kill()
-            worker.join()
-        worker.close()
-    parts.close()
-    put.close()
-
-
-# --- in a worker process -----------------------------------------------------------------------------------------------
-
-
-def _work(batches: Batches, slots: Slots, parts: Connection, say: Connection) -> None:
-    """Make parts until told to end. A worker that died of a signal meant for its rank would lose the rank's last save."""
-    torch.set_num_threads(1)
-    follow_parent()
-    into = [slots.batch(slot) for slot in range(slots.ring.num_slots)]
-    with suppress(BlockingIOError, BrokenPipeError):  # the loader was closed
-        while True:
-            message = os.read(parts.fileno(), _PART.size)
-            position, slot, first = _PART.unpack(message) if message else (_END, 0, 0)  # empty: the parent is no more
-            if position == _END:
-                return
-            rows, began = into[slot].rows(first, first + slots.ring.part_rows), time.perf_counter()
-            bad_keys, mistake, stack = tuple[str, ...](), "", ""
-            try:
-                bad_keys = batches.fill(position, first, rows)
-            except ShardError as error:
-                mistake = str(error)
-            except Exception:
-                stack = traceback.format_exc()
-            say.send((position, _Result(slot, first, len(rows.labels), time.perf_counter() - began, bad_keys, mistake, stack)))
 
 
 # --- to the GPU --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,42 @@
+"""Batches that say themselves which they are, for tests of who makes them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from vit.data.loader import Batch, Batches, ImageFormat, Layout
+
+
+class Numbered(Batches):
+    """Batches whose every row says which it is; no images to decode."""
+
+    def __init__(self, num_rows: int = 300, side: int = 4, pause_s: float = 0.0):
+        self.layout, self.pause_s = Layout(num_rows, ImageFormat((side, side), 3, "bilinear"), 2), pause_s
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        time.sleep(self.pause_s)
+        ids = position * self.layout.num_rows + first + torch.arange(len(rows.labels))
+        rows.images.copy_((ids % 251).view(-1, 1, 1, 1).expand_as(rows.images))
+        rows.labels.copy_(ids)
+        rows.ids.copy_(ids)
+        rows.weights.fill_(1)
+        rows.table.copy_(ids.float()[:, None].expand(-1, 2))
+        return (f"key{position}-{first}",)
+
+    def check(self, position: int, batch: Batch) -> None:
+        ids = position * self.layout.num_rows + torch.arange(self.layout.num_rows)
+        assert torch.equal(batch.ids, ids), position
+        assert torch.equal(batch.labels, ids)
+        assert torch.equal(batch.table, ids.float()[:, None].expand(-1, 2))
+        assert (batch.images == (ids % 251).view(-1, 1, 1, 1)).all()
+        assert batch.images.is_contiguous(memory_format=torch.channels_last)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
