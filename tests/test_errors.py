@@ -484,7 +484,7 @@ def _(place):
     place.train("model.patch_size=1", "model.mlp_ratio=10000.0", "train.device=cpu", prefix=WITH_6_GIB)
 
 
-@scenario("out of memory: Linux killed a loader worker", begun=True)
+@scenario("a loader worker was killed, perhaps as memory ran out", begun=True)
 def _(place):
     endless = ["train.steps=100000", "eval.every_steps=100000", "checkpoint.every_steps=100000", "log.every_steps=10"]
     background = Background(place.config, place.run_dir, *endless, "data.num_workers=1", ranks=0)

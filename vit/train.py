@@ -300,11 +300,7 @@ def train(run: Run) -> str:
     loading: dict[str, Any] = {"num_workers": config.data.num_workers, "prefetch_gib": config.data.prefetch_gib}
     loading |= {"device": run.world.device, "stall_timeout_s": config.data.stall_timeout_s}
     positions = first_step, plan.total_steps
-    with (
-        run,
-        Loader(run.batches, *positions, **loading) as loader,
-        collecting_at_log_lines(),
-    ):
+    with run, Loader(run.batches, *positions, **loading) as loader, collecting_at_log_lines():
         monitor = Monitor(config, plan, run.world, progress, run.record, loader, run.train_step.lr_at)
         if run.world.is_main:  # forget an earlier stop; a signal in this attempt writes the file again
             (run.folder / "stopped_early").unlink(missing_ok=True)
