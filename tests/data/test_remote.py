@@ -28,7 +28,7 @@ from servers import FtpServer, S3Server, WebServer
 
 from data_prep import index
 from vit.config import AugmentConfig, EvalConfig
-from vit.data import remote, storage
+from vit.data import http, remote, storage
 from vit.data.block_cache import GIB, BlockCache, Fetched
 from vit.data.files import ShardError
 from vit.data.loader import EvalBatches, ImageFormat, TrainBatches
@@ -447,12 +447,12 @@ def test_a_server_that_is_gone_ends_the_attempts_with_an_error(web, url, cache):
 
 
 def test_a_server_that_hangs_ends_with_an_error_in_bounded_time(web, url, cache, monkeypatch):
-    monkeypatch.setattr(remote, "SILENCE_S", 0.1)
+    monkeypatch.setattr(http, "SILENCE_S", 0.1)
     split = open_split(url, "train", cache)
-    web.hang_after = 50
+    web.hang_after = 0
     split.prefetch(np.arange(60))
     start_s = time.monotonic()
-    with pytest.raises(ShardError, match=r"train-00000.tar: .*[Tt]ime.*, \d+ times in \d s"):
+    with pytest.raises(ShardError, match=r"train-00000.tar: the connection broke \(timed out\) after 0 of [\d,]+ bytes, \d+ times in \d s"):
         split.read(0)
     assert time.monotonic() - start_s < 20
     web.hang_after = None
@@ -460,9 +460,11 @@ def test_a_server_that_hangs_ends_with_an_error_in_bounded_time(web, url, cache,
 
 def test_a_server_that_only_drips_ends_with_an_error(web, url, cache, monkeypatch):
     split = open_split(url, "train", cache)
-    monkeypatch.setattr(remote, "ATTEMPT_S", -1.0)
-    with pytest.raises(ShardError, match=r"train-00000.tar: \d+ of \d+ bytes came in .* s, \d+ times in \d s"):
+    monkeypatch.setattr(http, "SILENCE_S", 0.1)
+    web.hang_after = 10  # each answer stops there, so 100 bytes come in a second
+    with pytest.raises(ShardError, match=r"train-00000.tar: only \d+ bytes came in \d s; check the network"):
         split.read(0)
+    web.hang_after = None
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 507, 520, 524])
@@ -541,13 +543,13 @@ def test_no_bucket_no_permission_no_scheme_no_package(s3, shards, cache, monkeyp
     root = upload(shards, s3.new_bucket())
     with s3.only("s3:GetObject"):
         assert samples(open_split(root, "val", cache)), "reading does not need the right to list"
-    with s3.only("s3:PutObject"), pytest.raises(ShardError, match=r"may not be read \(.*\); give this machine credentials"):
+    with s3.only("s3:PutObject"), pytest.raises(ShardError, match=r"no permission to do this \(.*\); credentials come from AWS_"):
         open_split(root, "train", cache)
-    with pytest.raises(ShardError, match=r"nosuch://a/b: .*nosuch.*; expected a folder or a URL such as s3://"):
+    with pytest.raises(ShardError, match=r"nosuch://a/b/_info.json: .*nosuch.*; expected a folder or a URL such as s3://"):
         open_split("nosuch://a/b", "train", cache)
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(_registry, "s3")
-    with pytest.raises(ShardError, match=r"needs another package: pip install s3fs"):
+    with pytest.raises(ShardError, match=r"s3://.*: pip install s3fs"):
         open_split(root, "train", cache)
 
 

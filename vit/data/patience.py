@@ -1,8 +1,8 @@
 """How long to go on when files cannot be had for a while: one rule for servers, object stores and mounted folders. Free of torch.
 
 The data's story: who reads gives an attempt that raises `Passing` for what a later attempt may not meet (a lost connection, "slow down", a
-stale handle). It is made again after growing pauses, for as long as the limit says; what comes in pieces says so, and then the time starts
-anew. A process tells once that a server is away, and once that it is back, however many threads wait for it.
+stale handle). It is made again after growing pauses, for as long as the limit says; what looks final, though it may pass, a few times only.
+A process tells once that a server is away, and once that it is back, however many threads wait for it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from vit.data.files import ShardError
 
 TELL_AFTER_S = 3.0
 """Shorter interruptions are nobody's business."""
+NUM_REFUSALS = 6
+"""Attempts (some 15 s) at what is probably final: a login refused in the middle of a run, say, as its token may just be renewed."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -27,10 +29,10 @@ log = logging.getLogger(__name__)
 class Passing(Exception):
     """What a later attempt may not meet; the text is the reason."""
 
-    def __init__(self, reason: str, retry_after_s: float | None = None, progressed: bool = False):
-        """retry_after_s: how long the server wants to be left alone. progressed: the attempt brought something that need not come again."""
+    def __init__(self, reason: str, retry_after_s: float | None = None, final: Exception | None = None):
+        """retry_after_s: how long the server wants to be left alone. final: to raise after NUM_REFUSALS attempts that met this."""
         super().__init__(reason)
-        self.retry_after_s, self.progressed = retry_after_s, progressed
+        self.retry_after_s, self.final = retry_after_s, final
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Patience:
     """Repeats attempts; picklable, and without state of its own."""
 
     limit_s: float = 600.0
-    """So long an attempt is repeated without progress, counted from the first failure; 0: never."""
+    """So long an attempt is repeated, counted from the first failure; 0: never."""
     first_pause_s: float = 0.5
     """Doubles from pause to pause, and is drawn between half and three halves of that: who failed together does not come back together."""
     longest_pause_s: float = 20.0
@@ -49,18 +51,20 @@ class Patience:
         where: URL or path, for people, without secrets. while_waiting: called a few times a second in pauses; may raise to stop.
         Raises ShardError that says how often and how long it was tried, and the last reason; else what `attempt` raises.
         """
-        place = _place(where)
-        began_s, failed_s, number, told = time.time(), 0.0, 0, False
+        began_s, failed_s, number, refusals, told = time.time(), 0.0, 0, 0, False
         while True:
             number += 1
             try:
                 result = attempt()
             except Passing as error:
                 now_s = time.monotonic()
-                if number == 1 or error.progressed:
-                    failed_s, number = now_s, 1
-                left_s = failed_s + self.limit_s - now_s
-                if left_s <= 0:
+                failed_s = failed_s or now_s
+                place = _place(where)
+                left_s, refusals = failed_s + self.limit_s - now_s, refusals + (error.final is not None)
+                if left_s <= 0 or refusals >= NUM_REFUSALS:
+                    _away.pop(place, None)
+                    if error.final is not None:
+                        raise error.final from error
                     times = f", {number} times in {now_s - failed_s:.0f} s" if number > 1 else ""
                     raise ShardError(f"{where}: {error}{times}; check the address and the network, then start again") from error
                 pause_s = min(self.first_pause_s * 2 ** min(number - 1, 32), self.longest_pause_s) * _JITTER.uniform(0.5, 1.5)
@@ -73,7 +77,7 @@ class Patience:
                 _count_retry()
                 _wait(pause_s, while_waiting)
             else:
-                if number > 1 and (away_s := _away.pop(place, None)) is not None:
+                if number > 1 and (away_s := _away.pop(_place(where), None)) is not None:
                     log.warning("%s: answers again after %.0f s", where, time.time() - away_s)
                 return result
 

@@ -34,10 +34,11 @@ from PIL import Image
 
 from vit.data.block_cache import BlockCache
 from vit.data.files import ShardError, read_json, replacing, unreadable, write_json
+from vit.data.http import Version
 from vit.data.images import decode
 from vit.data.members import SampleLayout, recorded_layout
 from vit.data.patience import Patience
-from vit.data.remote import RemoteFolder, Version, local_path
+from vit.data.remote import RemoteFolder, local_path
 from vit.data.storage import LocalTars, RemoteTars
 from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, index_rows, scan_tar, size_said_by
 from vit.data.tar_walk import TAR_BLOCK, TarDamaged, walk

@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 from vit.data import stages
 from vit.data.block_cache import BlockCache, Fetched
 from vit.data.files import ShardError
+from vit.data.http import Version
 from vit.data.order import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
 from vit.data.patience import Passing, Patience
-from vit.data.remote import RemoteFolder, Version
+from vit.data.remote import RemoteFolder
 from vit.data.stages import Stage
 from vit.data.tar import TAR_BLOCK, size_said_by
 
