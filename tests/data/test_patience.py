@@ -10,7 +10,7 @@ import time
 import pytest
 
 from vit.data.files import ShardError
-from vit.data.patience import TELL_AFTER_S, Passing, Patience, num_retries
+from vit.data.patience import NUM_REFUSALS, TELL_AFTER_S, Passing, Patience, num_retries
 
 QUICK = Patience(limit_s=0.3, first_pause_s=0.01, longest_pause_s=0.05)
 URL = "http://host.example/set/a.tar"
@@ -66,10 +66,13 @@ def test_a_limit_of_0_is_one_attempt():
     assert len(attempt.made) == 1
 
 
-def test_progress_starts_the_time_anew():
-    started_s = time.monotonic()
-    assert QUICK.keep_trying(URL, failing(60, progressed=True)) == 61
-    assert time.monotonic() - started_s > QUICK.limit_s
+def test_what_is_probably_final_is_tried_a_few_times_only():
+    gone = FileNotFoundError("gone")
+    assert Patience(60, 0.01, 0.05).keep_trying(URL, failing(NUM_REFUSALS - 1, final=gone)) == NUM_REFUSALS
+    attempt = failing(NUM_REFUSALS, final=gone)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        Patience(60, 0.01, 0.05).keep_trying(URL, attempt)
+    assert len(attempt.made) == NUM_REFUSALS
 
 
 def test_the_server_says_when_to_come_back():
