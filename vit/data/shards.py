@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import io
 import logging
 import os
 import shlex
