@@ -78,6 +78,18 @@ def add_workers_argument(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_max_unreadable_argument(parser: argparse._ActionsContainer) -> None:
+    """Add `--max-unreadable`."""
+    parser.add_argument(
+        "--max-unreadable",
+        type=fraction,
+        default=Settings().max_unreadable,
+        metavar="F",
+        help="stop with an error if more than this part of the images, and more than 5, cannot be read; fewer are left out and listed in "
+        "quarantine.jsonl; 0: none may (default: %(default)s)",
+    )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags every source has."""
     shards = parser.add_argument_group("shards")
@@ -141,14 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto: give each JPEG restart markers and better Huffman tables, without loss: files get smaller, and a part of an image can "
         "be decoded alone (default: %(default)s, bytes stay as they are)",
     )
-    images.add_argument(
-        "--max-unreadable",
-        type=fraction,
-        default=Settings().max_unreadable,
-        metavar="F",
-        help="stop with an error if more than this part of the images, and more than 5, cannot be read; fewer are left out and listed in "
-        "quarantine.jsonl; 0: none may (default: %(default)s)",
-    )
+    add_max_unreadable_argument(images)
 
     running = parser.add_argument_group("running")
     add_workers_argument(running)

@@ -1,6 +1,6 @@
 """Make shards that others wrote readable for us: add what is missing, touch no tar.
 
-    python -m data_prep.index ROOT [--split NAME] [--workers N]
+    python -m data_prep.index ROOT [--split NAME] [--max-unreadable F] [--workers N]
     python -m data_prep.index ROOT --image image.jpg --label json:label --classes names.txt
     python -m data_prep.index s3://bucket/folder [--out FOLDER]
     python -m data_prep.index 'https://host/path/imagenet1k-train-{0000..1023}.tar' --out FOLDER
@@ -8,7 +8,9 @@
 The data's story: every `<split>-*.tar` or `<anything>-<split>-*.tar` in ROOT (imagenet1k-train-0000.tar) is scanned and hashed
 once; its `.idx` and its sidecar are written beside it, then `<split>.index.npy` for each split and last `_info.json`. An
 `_info.json` that is there already says which shards belong to which split; it is compared with the tars and never changed.
-Class names are not known from tars: --classes gives them, else the number of classes is the largest label of any split plus one.
+Class names are not known from tars: --classes gives them, else the number of classes is the largest label of any split plus one. Samples
+that do not fit (an image of 0 bytes, none or two of them, no label) are left out, listed in the sidecars and in `quarantine.jsonl`, and an
+error if they are many, by --max-unreadable.
 
 A sample is a run of members with the same name up to the first dot, as webdataset has it; its image is the member jpg, jpeg, png or webp,
 its label the integer in the member cls. --image and --label name other members, or a field of a JSON member; --keys-with-dots takes names
@@ -24,22 +26,28 @@ has read; until all are, their index rows wait in `<shard>.rows.npy`.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data_prep.card import write_readme
+from data_prep.catalogue import some
 from data_prep.class_names import NOTHING_ASKED, Asked, choose_layout
-from data_prep.command import Parser, add_workers_argument, run
+from data_prep.command import Parser, add_max_unreadable_argument, add_workers_argument, run
 from data_prep.download import WebFolder
 from data_prep.index_shard import Shard, called, index_shard, stem
 from data_prep.jobs import PrepError, run_jobs
 from data_prep.output import Output, temporary_folder
+from data_prep.plan import Settings, allowed_unreadable
+from data_prep.writer import write_quarantine
 from vit.data import files, shards
-from vit.data.tar import INDEX_DTYPE
+from vit.data.members import printable
+from vit.data.tar import INDEX_DTYPE, told_passed_over
 
 SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
@@ -61,11 +69,11 @@ def group_by_split(names: list[str], root: str, split: str | None = None) -> dic
     said = {name: split_of(name) for name in sorted(names)}
     if split is None and (unclear := [name for name, found in said.items() if found is None]):
         raise PrepError(
-            f"{root}: no split in the name of {_some(unclear)}; if they are all of one split, as img2dataset's 00000.tar, say which: "
+            f"{root}: no split in the name of {some(unclear)}; if they are all of one split, as img2dataset's 00000.tar, say which: "
             "--split train; else rename to <split>-00000.tar, or move away what is no shard"
         )
     if split and (others := [name for name, found in said.items() if found not in (None, split)]):
-        raise PrepError(f"{root}: --split {split}, but another split is in the name of {_some(others)}")
+        raise PrepError(f"{root}: --split {split}, but another split is in the name of {some(others)}")
     splits: dict[str, list[str]] = {}
     for name, found in said.items():
         splits.setdefault(split or str(found), []).append(name)
@@ -94,25 +102,29 @@ def locate(roots: list[str]) -> tuple[Output | WebFolder, list[str] | None]:
     if len(urls) == 1 and not ("://" in urls[0] and urls[0].endswith(".tar")):
         return (WebFolder(urls[0].rstrip("/")) if on_the_web else Output(urls[0])), None
     if strange := [url for url in urls if "://" not in url or not url.endswith(".tar")]:
-        raise PrepError(f"{_some(strange)}: expected one folder, or URLs of shards, which end in .tar")
+        raise PrepError(f"{some(strange)}: expected one folder, or URLs of shards, which end in .tar")
     folders = {url.rpartition("/")[0] for url in urls}
     if len(folders) > 1:
-        raise PrepError(f"shards of several folders ({_some(sorted(folders))}); a data set lies in one: index each for itself")
+        raise PrepError(f"shards of several folders ({some(sorted(folders))}); a data set lies in one: index each for itself")
     folder = folders.pop()
     return (WebFolder(folder) if on_the_web else Output(folder)), [url.rpartition("/")[2] for url in urls]
-
-
-def _some(items: list[str], most: int = 5) -> str:
-    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 # ---- all shards -----------------------------------------------------------------------------------------------------
 
 
-def index(roots: list[str], workers: int = 1, out: str | None = None, split: str | None = None, asked: Asked = NOTHING_ASKED) -> None:
+def index(
+    roots: list[str],
+    workers: int = 1,
+    out: str | None = None,
+    split: str | None = None,
+    asked: Asked = NOTHING_ASKED,
+    max_unreadable: float = Settings().max_unreadable,
+) -> None:
     """Write what is missing beside the tars of a folder, or to `out`. Raises PrepError or ShardError; never alters a tar.
 
     roots: one folder, one URL of a folder, or URLs of tars, braces allowed. split: of all shards, where their names tell none.
+    max_unreadable: part of the samples that may be unfit.
     """
     source, names = locate(roots)
     output = _choose_output(source, out)
@@ -124,14 +136,18 @@ def index(roots: list[str], workers: int = 1, out: str | None = None, split: str
     else:
         splits = group_by_split(_listed(source) if names is None else names, str(source), split)
     _compare_lists(output, ours, splits)
-    tars = [name for names_of_split in splits.values() for name in names_of_split]
+    split_by_tar = {name: split for split, names_of_split in splits.items() for name in names_of_split}
+    tars = list(split_by_tar)
     _check_names(source, tars)
     first_tar = source.local / tars[0] if isinstance(source, Output) and source.local else None
     layout, class_names = choose_layout(asked, ours or theirs, str(output if ours else source), first_tar)
 
     known = {} if output is source and output.local else _known_rows(output, splits)
-    jobs = [(index_shard, Shard(source, output, name, layout, known.get(name)), name) for name in tars]
+    jobs = [(index_shard, Shard(source, output, name, split_by_tar[name], layout, known.get(name)), name) for name in tars]
     found = run_jobs(jobs, workers, what="reading shards", num_jobs=len(jobs))
+    sidecars = {name: found[name][1] for name in tars}
+    entries = [entry for sidecar in sidecars.values() for entry in sidecar.get("quarantined", [])]
+    _refuse_unfit(sidecars, [entry for entry in entries if "tar_offset" in entry], max_unreadable)
     for info in (theirs, ours):
         if info is not None:
             _compare(output, info, found)
@@ -142,8 +158,8 @@ def index(roots: list[str], workers: int = 1, out: str | None = None, split: str
             shards.save_index(folder / f"{name}.index.npy", [found[filename][0] for filename in filenames])
             output.publish(folder / f"{name}.index.npy")
             print(f"{name}: {sum(len(found[filename][0]) for filename in filenames):,} samples in {len(filenames)} shards")
-    sidecars = {name: sidecar for name, (_, sidecar) in found.items()}
-    about = classes | ({} if output is source else {"shards_at": str(source)})
+    write_quarantine(output, entries)
+    about = classes | ({} if output is source else {"shards_at": str(source)}) | ({"quarantined": len(entries)} if entries else {})
     info = ours or shards.make_info(splits, sidecars, source="index", options=layout.options(), **about)
     if ours is None:
         output.write_json("_info.json", info)
@@ -152,10 +168,32 @@ def index(roots: list[str], workers: int = 1, out: str | None = None, split: str
     write_readme(output, info)
     was_there = ", _info.json was there and fits" if ours is not None else ""
     print(f"{output}: indexed, {classes['num_classes']:,} classes{was_there}")
+    if unfit := [entry for entry in entries if "tar_offset" in entry]:
+        print(f"left out: {len(unfit):,} samples that do not fit, listed in {output}/quarantine.jsonl; the first: {_told(unfit[0])}")
+    passed_over = sum((Counter(sidecar.get("passed_over", {})) for sidecar in sidecars.values()), Counter[str]())
+    if passed_over:
+        print(f"note: {told_passed_over(passed_over)}")
     for line in _without_images(classes["num_classes"], found):
         print(line)
     check = f"; check it with: python -m data_prep.verify {output}" if output is source and output.local else ""
     print(f"train on it with {_settings(output, list(splits))}{check}")
+
+
+def _told(entry: dict[str, Any]) -> str:
+    return printable(f"{entry['file']}: sample {entry['key']!r} {entry['reason']}")
+
+
+def _refuse_unfit(sidecars: dict[str, dict[str, Any]], unfit: list[dict[str, Any]], max_unreadable: float) -> None:
+    """Raise PrepError if more samples do not fit than may be left out, with the share that would pass."""
+    total = sum(sidecar["num_samples"] for sidecar in sidecars.values()) + len(unfit)
+    allowed = allowed_unreadable(max_unreadable, total)
+    if len(unfit) > allowed:
+        share = math.ceil(1000 * len(unfit) / total) / 1000
+        told = "\n  ".join(map(_told, unfit[:20])) + (f"\n  and {len(unfit) - 20:,} more" if len(unfit) > 20 else "")
+        raise PrepError(
+            f"{len(unfit):,} of {total:,} samples do not fit, more than the {allowed:,} that --max-unreadable {max_unreadable} allows. "
+            f"Mend them, name other members (--image, --label), or have them left out (--max-unreadable {share}):\n  {told}"
+        )
 
 
 def _without_images(num_classes: int, found: dict[str, tuple[np.ndarray, dict[str, Any]]]) -> list[str]:
@@ -169,7 +207,7 @@ def _without_images(num_classes: int, found: dict[str, tuple[np.ndarray, dict[st
     if not empty or not len(there):
         return []
     which = f"class {empty[0]} has" if len(empty) == 1 else f"{len(empty):,} classes have"
-    listed = "" if len(empty) == 1 else f" ({_some(empty)})"
+    listed = "" if len(empty) == 1 else f" ({some(empty)})"
     return [f"note: labels are {there[0]} to {there[-1]}: {which} no images{listed}; models get an output for it all the same"]
 
 
@@ -203,7 +241,7 @@ def _choose_output(source: Output | WebFolder, out: str | None) -> Output:
     except PrepError as error:
         raise PrepError(f"{error}{'' if out else '. Where nothing can be written, give a folder for the index with --out'}") from error
     if out is not None and (tars := sorted(name for name in output.sizes() if name.endswith(".tar"))):
-        raise PrepError(f"{output}: holds shards itself ({_some(tars)}); choose an empty folder for the index of {source}")
+        raise PrepError(f"{output}: holds shards itself ({some(tars)}); choose an empty folder for the index of {source}")
     return output
 
 
@@ -249,11 +287,11 @@ def _check_names(source: Output | WebFolder, tars: list[str]) -> None:
     if isinstance(source, Output):
         there = source.sizes()
         if missing := [name for name in tars if name not in there and source.size(name) < 0]:
-            raise PrepError(f"{source}: shards are missing: {_some(missing)}; copy them again, or correct the list")
+            raise PrepError(f"{source}: shards are missing: {some(missing)}; copy them again, or correct the list")
         if source.local is not None:
             return
     if strange := [name for name in tars if not re.fullmatch(r"[^/]+\.tar", name)]:
-        raise PrepError(f"{source}: {_some(strange)} in _info.json: expected names of tars in this very folder")
+        raise PrepError(f"{source}: {some(strange)} in _info.json: expected names of tars in this very folder")
 
 
 def _compare_lists(output: Output, info: dict[str, Any] | None, splits: dict[str, list[str]]) -> None:
@@ -276,15 +314,20 @@ def _known_rows(output: Output, splits: dict[str, list[str]]) -> dict[str, np.nd
 
 
 def _compare(output: Output, info: dict[str, Any], found: dict[str, tuple[np.ndarray, dict[str, Any]]]) -> None:
-    """Raise PrepError listing the shards whose length or size is not what `_info.json` says."""
+    """Raise PrepError listing the shards whose length, size or sha256 is not what `_info.json` says."""
     problems = []
     for described in info["splits"].values():
-        sizes = described.get("shard_bytes") or [None] * len(described["filenames"])
-        for name, length, size in zip(described["filenames"], described["shard_lengths"], sizes, strict=True):
+        unknown = [None] * len(described["filenames"])
+        recorded = (described[key] if described.get(key) else unknown for key in ("shard_lengths", "shard_bytes", "shard_sha256"))
+        for name, length, size, sha256 in zip(described["filenames"], *recorded, strict=True):
             rows, sidecar = found[name]
             if len(rows) != length or size not in (None, sidecar["bytes"]):
                 said = f"_info.json says {length}{'' if size is None else f' in {size}'}"
-                problems.append(f"{name} holds {len(rows)} samples in {sidecar['bytes']} bytes, {said}")
+                without = sum("tar_offset" in entry for entry in sidecar.get("quarantined", []))
+                also = f" without {without} that do not fit" if without else ""
+                problems.append(f"{name} holds {len(rows)} samples{also} in {sidecar['bytes']} bytes, {said}")
+            elif sha256 not in (None, sidecar["sha256"]):
+                problems.append(f"{name} has the sha256 {sidecar['sha256'][:12]}..., _info.json says {sha256[:12]}...")
     if problems:
         raise PrepError(f"{output}: {'; '.join(problems)}. If the tars are right, move _info.json away and run this again")
 
@@ -296,6 +339,9 @@ def _classes(info: dict[str, Any] | None, class_names: list[str], found: dict[st
     if class_names and largest >= len(class_names):
         told = f"labels up to {largest} (in {name}), but {len(class_names):,} class names, which are those of labels 0 to"
         raise PrepError(f"{told} {len(class_names) - 1}: name all classes, in the order of labels")
+    if known is None and largest >= (num_samples := sum(len(rows) for rows, _ in found.values())):
+        told = f"a label {largest:,} (in {name}) would make {largest + 1:,} classes of {num_samples:,} samples"
+        raise PrepError(f"{told}: labels count from 0; correct it, name another member (--label), or name all classes (--classes FILE)")
     return {"class_names": class_names, "num_classes": known or largest + 1}
 
 
@@ -310,11 +356,12 @@ def main(argv: list[str] | None = None) -> int:
     members.add_argument("--label", metavar="SUFFIX", help="the label's: a text member, as label.cls, or a JSON field, as json:label")
     members.add_argument("--keys-with-dots", action="store_true", help="a key ends at the last dot of a name, not at the first")
     members.add_argument("--classes", type=Path, metavar="FILE", help="class names in the order of labels: one a line, or JSON")
+    add_max_unreadable_argument(parser)
     add_workers_argument(parser)
 
     def command(args: argparse.Namespace) -> None:
         asked = Asked(args.image, args.label, args.keys_with_dots, args.classes)
-        index(args.root, args.workers, args.out, args.split, asked)
+        index(args.root, args.workers, args.out, args.split, asked, args.max_unreadable)
 
     return run(command, parser.parse_args(argv))
 

@@ -1,7 +1,8 @@
 """One shard that others wrote, for `data_prep.index`: its index rows, `.idx` and sidecar. Runs in a worker process; free of torch.
 
 The data's story: a shard in a folder is scanned and hashed where it lies; one at a URL is fetched whole, unless an earlier command has left
-what is needed of it. The sidecar, which is written last, says how samples were taken, if not as usual.
+what is needed of it. Samples that do not fit are left out of the index. The sidecar, which is written last, lists them, says how samples
+were taken, if not as usual, and when the tar that was hashed had been changed last.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from data_prep.output import Output, temporary_folder
 from vit.data import shards
 from vit.data.files import ShardError
 from vit.data.members import SampleLayout
-from vit.data.tar import index_rows, scan_tar, write_idx
+from vit.data.tar import Survey, index_rows, survey_tar, write_idx
 
 
 class Shard(NamedTuple):
@@ -27,6 +28,7 @@ class Shard(NamedTuple):
     source: Output | WebFolder
     output: Output
     name: str
+    split: str
     layout: SampleLayout
     rows: np.ndarray | None = None
 
@@ -34,20 +36,24 @@ class Shard(NamedTuple):
 def index_shard(shard: Shard) -> tuple[np.ndarray, dict[str, Any]]:
     """The index rows and the sidecar of a shard; its `.idx` and sidecar are there then."""
     if isinstance(shard.source, Output) and shard.source.local is not None:
-        return _index_in_place(shard.source.local / shard.name, shard.layout)
+        return _index_in_place(shard, shard.source.local / shard.name)
     return _indexed_before(shard) or _index_fetched(shard, shard.source)
 
 
-def _index_in_place(tar: Path, layout: SampleLayout) -> tuple[np.ndarray, dict[str, Any]]:
-    """Write the missing of `.idx` and sidecar. A sidecar older than its tar does not count, nor one of another layout."""
-    samples = scan_tar(tar, layout)
+def _index_in_place(shard: Shard, tar: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """Write the missing of `.idx` and sidecar. What an earlier sidecar says of the bytes holds while size and time are as they were."""
+    found, status = survey_tar(tar, shard.layout), tar.stat()
+    about = _about(shard, found)
     sidecar = shards.read_sidecar(tar)
-    fits = sidecar is not None and sidecar.get("members", {}) == layout.options()
+    of_writer = sidecar is not None and "plan" in sidecar  # lists images of its source, and no time: its bytes shall depend on nothing else
+    fits = sidecar is not None and (of_writer or {key: sidecar[key] for key in OF_SAMPLES if key in sidecar} == about)
     if not tar.with_suffix(".idx").exists() or (sidecar is not None and not fits):
-        write_idx(tar, samples)
-    if sidecar is None or not fits or tar.with_suffix(".json").stat().st_mtime < tar.stat().st_mtime:
-        sidecar = shards.write_sidecar(tar, len(samples), **_about(layout))
-    return index_rows(samples), sidecar
+        write_idx(tar, found.samples)
+    if sidecar is None or not fits or (sidecar["bytes"], sidecar.get("mtime_ns")) != (status.st_size, status.st_mtime_ns):
+        sha256 = shards.sha256_of(tar)
+        if not (of_writer and sidecar is not None and sidecar["sha256"] == sha256):
+            sidecar = shards.write_sidecar(tar, len(found.samples), sha256, mtime_ns=status.st_mtime_ns, **about)
+    return index_rows(found.samples), sidecar
 
 
 def _indexed_before(shard: Shard) -> tuple[np.ndarray, dict[str, Any]] | None:
@@ -75,21 +81,29 @@ def _index_fetched(shard: Shard, source: Output | WebFolder) -> tuple[np.ndarray
     with temporary_folder() as folder:
         tar = source.fetch(shard.name, folder)
         with called(str(source), folder):
-            samples = scan_tar(tar, shard.layout)
-        rows = index_rows(samples)
+            found = survey_tar(tar, shard.layout)
+        rows = index_rows(found.samples)
         np.save(tar.with_suffix(".rows.npy"), rows)
-        write_idx(tar, samples)
-        extra = _about(shard.layout) | ({} if _elsewhere(shard) is None else {"shards_at": _elsewhere(shard)})
-        sidecar = shards.write_sidecar(tar, len(samples), **extra)
+        write_idx(tar, found.samples)
+        extra = _about(shard, found) | ({} if _elsewhere(shard) is None else {"shards_at": _elsewhere(shard)})
+        sidecar = shards.write_sidecar(tar, len(found.samples), **extra)
         for extension in (".rows.npy", ".idx", ".json"):
             shard.output.publish(tar.with_suffix(extension))
     return rows, sidecar
 
 
-def _about(layout: SampleLayout) -> dict[str, Any]:
-    """What a sidecar says of a layout: nothing of the usual one."""
-    options = layout.options()
-    return {"members": options} if options else {}
+OF_SAMPLES = ("members", "quarantined", "passed_over")
+"""What a sidecar says of the samples in its tar."""
+
+
+def _about(shard: Shard, found: Survey) -> dict[str, Any]:
+    """These, as far as there is something to say."""
+    quarantined = [
+        {"split": shard.split, "key": key, "label": None, "name": name, "reason": reason, "file": shard.name, "tar_offset": offset}
+        for key, name, offset, _, reason in found.unfit
+    ]
+    about = (shard.layout.options(), quarantined, dict(sorted(found.passed_over.items())))
+    return {key: value for key, value in zip(OF_SAMPLES, about, strict=True) if value}
 
 
 def _elsewhere(shard: Shard) -> str | None:

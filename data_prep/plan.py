@@ -26,6 +26,8 @@ from data_prep.jobs import PrepError
 from data_prep.output import Output
 from data_prep.shard import Shard, Work
 
+FEW_UNREADABLE = 5
+"""Images that may always be unreadable, but for --max-unreadable 0: one broken photo is no reason to refuse a small folder."""
 SHARD_BYTES = 768 << 20
 """Aimed size of a shard when there is enough data: big enough for sequential disks, small enough to copy again."""
 MIN_SHARDS = 8
@@ -57,6 +59,11 @@ class Settings:
     """Part of each training class that becomes the split `minival`."""
     max_unreadable: float = 0.01
     """Part of all images that may be unreadable, a few may always; more is an error. 0: none may."""
+
+
+def allowed_unreadable(share: float, total: int) -> int:
+    """Images of `total` that may be unreadable, by --max-unreadable."""
+    return max(FEW_UNREADABLE, int(share * total)) if share else 0
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from data_prep.images import ImagePolicy, Prepared, Unreadable, prepare
 from data_prep.jobs import count_one
 from vit.data.files import ShardError
 from vit.data.members import IMAGE_EXTENSIONS, SampleLayout, Unfit
+from vit.data.shards import left_out
 from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, ScannedSample, index_rows, scan_tar, size_said_by
 from vit.data.tar_walk import TAR_BLOCK
 
@@ -114,7 +115,7 @@ def check_shard(shard: Shard) -> Checked:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         found = list(_check_sha256(shard, sha256))
         try:
-            samples = scan_tar(shard.tar, shard.layout)
+            samples = scan_tar(shard.tar, shard.layout, left_out(shard.tar))
         except ShardError as error:
             text = str(error).removeprefix(f"{shard.tar}: ")
             found += [*_capped(_check_members(shard, None)), Found("tars", shard.name, f"{text}; its images were not checked")]
@@ -166,6 +167,8 @@ def _check_members(shard: Shard, samples: list[ScannedSample] | None) -> Iterato
             yield Found("tars", shard.name, f"Python's tarfile cannot read it ({error}); {WRITE_AGAIN}")
         return
     of_samples = (member for member in members if member.isreg() and shard.layout.cut(member.name))
+    if left_out(shard.tar):
+        return
     files = [(member.name, member.offset_data, member.size) for member in of_samples]
     if samples is None:
         yield from _check_dots(shard, [name for name, *_ in files])

@@ -38,13 +38,11 @@ from data_prep.catalogue import Source, is_of_catalogue, remove_catalogue, remov
 from data_prep.images import ASKS_TO_BE_TURNED, told_of_turned
 from data_prep.jobs import PrepError, run_jobs
 from data_prep.output import Output
-from data_prep.plan import Plan, Settings, choose_part, compare, made_of, make_plan, options_of, recorded_there, size
+from data_prep.plan import Plan, Settings, allowed_unreadable, choose_part, compare, made_of, make_plan, options_of, recorded_there, size
 from data_prep.shard import Work, rows_path, scan_shard, still_holds, write_shard
 from vit.data.files import replacing
 from vit.data.shards import make_info, save_index
 
-FEW_UNREADABLE = 5
-"""Images that may always be unreadable, but for --max-unreadable 0: one broken photo is no reason to refuse a small folder."""
 MANY_UNREADABLE = 100
 """So few images do not stop the writing where some are allowed: at its end all of them can be named, and the share that would pass."""
 
@@ -189,8 +187,7 @@ def _whole_shards(plan: Plan, work: list[Work]) -> dict[str, dict[str, Any]]:
 
 def _allowed(plan: Plan) -> int:
     """Images that may be unreadable."""
-    share = plan.settings.max_unreadable
-    return max(FEW_UNREADABLE, int(share * sum(plan.catalogue.splits.values()))) if share else 0
+    return allowed_unreadable(plan.settings.max_unreadable, sum(plan.catalogue.splits.values()))
 
 
 def _refuse_unreadable(sidecars: Mapping[str, dict[str, Any]], plan: Plan, allowed: int) -> None:
@@ -250,13 +247,8 @@ def _complete(plan: Plan, work: list[Work], sidecars: Mapping[str, dict[str, Any
         for split, names in plan.filenames.items():
             save_index(folder / f"{split}.index.npy", (np.load(rows_path(catalogue, name.removesuffix(".tar"))) for name in names))
             output.publish(folder / f"{split}.index.npy")
-        entries = [entry for job in work for entry in sidecars[job.shard.name]["quarantined"]]
-        if entries:
-            with replacing(folder / "quarantine.jsonl") as file:
-                file.write("".join(json.dumps(entry) + "\n" for entry in entries).encode())
-            output.publish(folder / "quarantine.jsonl")
-        else:
-            output.remove("quarantine.jsonl")
+    entries = [entry for job in work for entry in sidecars[job.shard.name]["quarantined"]]
+    write_quarantine(output, entries)
     output.write_json("_info.json", info)
     for split, described in info["splits"].items():
         megabytes = f"{sum(described['shard_bytes']) / 1e6:,.1f} MB"
@@ -267,3 +259,14 @@ def _complete(plan: Plan, work: list[Work], sidecars: Mapping[str, dict[str, Any
         print(told_of_turned(turned, sum(described["num_samples"] for described in info["splits"].values())))
     if entries:
         print(f"left out: {len(entries):,} unreadable images, listed in {output}/quarantine.jsonl")
+
+
+def write_quarantine(output: Output, entries: list[dict[str, Any]]) -> None:
+    """Write `quarantine.jsonl`, a line for each of the sidecars' entries; without any there is none."""
+    if not entries:
+        output.remove("quarantine.jsonl")
+        return
+    with output.staging() as folder:
+        with replacing(folder / "quarantine.jsonl") as file:
+            file.write("".join(json.dumps(entry) + "\n" for entry in entries).encode())
+        output.publish(folder / "quarantine.jsonl")

@@ -3,10 +3,12 @@
 import hashlib
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from servers import S3Server, WebServer
 from data_prep import imagefolder
 from data_prep.index import expand_braces, main, split_of
 from data_prep.output import Output
+from data_prep.verify import main as verify
 from vit.data.shards import open_split
 
 
@@ -119,6 +122,102 @@ def test_our_own_shards_stay_as_they_are(tmp_path):
     (root / "train.index.npy").unlink()
     assert main([str(root), "--workers", "1"]) == 0
     assert contents(root) == whole
+
+
+# ---- what does not fit ---------------------------------------------------------------------------------------------
+
+
+def write_members(path: Path, members: list[tuple[str, bytes | None]]) -> None:
+    """A tar of these; None: a hard link to the first member of the same suffix."""
+    with tarfile.open(path, "w") as tar:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            if data is None:
+                member.type, member.linkname = tarfile.LNKTYPE, f"s0.{name.partition('.')[2]}"
+                tar.addfile(member)
+            else:
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+
+BAD: dict[str, list[tuple[str, bytes | None]]] = {
+    "empty image": [("bad.jpg", b""), ("bad.cls", b"1")],
+    "two images": [("bad.jpg", jpeg(1)), ("bad.png", jpeg(1)), ("bad.cls", b"1")],
+    "no label": [("bad.jpg", jpeg(1))],
+    "no image": [("bad.cls", b"1")],
+    "broken header": [("bad.jpg", jpeg(1)[:30]), ("bad.cls", b"1")],
+    "label no number": [("bad.jpg", jpeg(1)), ("bad.cls", b"cat")],
+    "hard links": [("bad.jpg", None), ("bad.cls", None)],
+}
+
+
+def shard_with(root: Path, bad: list[tuple[str, bytes | None]], name: str = "train-0000.tar") -> Path:
+    """Three samples that fit around one that does not."""
+    root.mkdir(exist_ok=True)
+    good = [[(f"s{n}.jpg", jpeg(n)), (f"s{n}.cls", b"%d" % (n % 2))] for n in range(3)]
+    write_members(root / name, [*good[0], *good[1], *bad, *good[2]])
+    return root / name
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_sample_that_does_not_fit_is_left_out_and_listed(kind, tmp_path, capsys):
+    tar = shard_with(tmp_path / "root", BAD[kind])
+    assert main([str(tar.parent), "--workers", "1"]) == 0
+    told = capsys.readouterr().out
+    assert f"left out: 1 samples that do not fit, listed in {tar.parent}/quarantine.jsonl; the first: train-0000.tar: sample 'bad' " in told
+    assert [json.loads(line)["key"] for line in (tar.parent / "quarantine.jsonl").read_text().splitlines()] == ["bad"]
+    info = json.loads((tar.parent / "_info.json").read_text())
+    assert (info["quarantined"], info["splits"]["train"]["shard_lengths"]) == (1, [3])
+    for again in (False, True):
+        if again:  # made anew of the tars, it leaves out the same
+            (tar.parent / "train.index.npy").unlink()
+        split = open_split(tar.parent, "train")
+        assert [(split.key(i), split.read(i)) for i in range(len(split))] == [(f"s{n}", jpeg(n)) for n in range(3)]
+    before = contents(tar.parent)
+    assert main([str(tar.parent), "--workers", "1"]) == 0
+    assert contents(tar.parent) == before
+    assert verify([str(tar.parent), "--workers", "1"]) == (kind == "hard links"), "links are told"
+
+
+def test_more_than_may_be_left_out_is_an_error(tmp_path, capsys):
+    tar = shard_with(tmp_path / "root", BAD["empty image"])
+    assert main([str(tar.parent), "--workers", "1", "--max-unreadable", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "1 of 4 samples do not fit, more than the 0 that --max-unreadable 0" in error
+    assert "have them left out (--max-unreadable 0.25):\n  train-0000.tar: sample 'bad' has an image of 0 bytes, 'bad.jpg'" in error
+    assert not (tar.parent / "_info.json").exists()
+
+
+def test_what_belongs_to_no_sample_is_told(tmp_path, capsys):
+    tar = shard_with(tmp_path / "root", [("README", b"x"), ("LICENSE", b"y")])
+    assert main([str(tar.parent), "--workers", "1"]) == 0
+    assert "note: passed over, as part of no sample: a file without key and suffix (2 times)" in capsys.readouterr().out
+
+
+def test_a_label_that_would_make_more_classes_than_samples_is_refused(tmp_path, capsys):
+    tar = shard_with(tmp_path / "root", [("far.jpg", jpeg(1)), ("far.cls", b"999999999")])
+    assert main([str(tar.parent), "--workers", "1"]) == 2
+    assert "a label 999,999,999 (in train-0000.tar) would make 1,000,000,000 classes of 4 samples" in capsys.readouterr().err
+    (tmp_path / "names.txt").write_text("".join(f"class{n}\n" for n in range(100)))
+    write_members(tar, [("a.jpg", jpeg(0)), ("a.cls", b"99"), ("b.jpg", jpeg(1)), ("b.cls", b"0")])
+    assert main([str(tar.parent), "--workers", "1", "--classes", str(tmp_path / "names.txt")]) == 0
+
+
+def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
+    """rsync -t and cp -p give a corrected shard a time before that of the old one's sidecar."""
+    tar = shard_with(tmp_path / "root", [])
+    os.utime(tar, (1, 1))
+    assert main([str(tar.parent), "--workers", "1"]) == 0
+    corrected = tar.read_bytes()
+    at = corrected.index(jpeg(1)) + 25  # in a quantization table
+    tar.write_bytes(corrected[:at] + bytes([corrected[at] ^ 1]) + corrected[at + 1 :])
+    os.utime(tar, (2, 2))
+    assert main([str(tar.parent), "--workers", "1"]) == 2
+    assert "train-0000.tar has the sha256" in capsys.readouterr().err
+    (tar.parent / "_info.json").unlink()
+    assert main([str(tar.parent), "--workers", "1"]) == 0
+    info = json.loads((tar.parent / "_info.json").read_text())
+    assert info["splits"]["train"]["shard_sha256"] == [hashlib.sha256(tar.read_bytes()).hexdigest()]
 
 
 def test_split_from_the_command_line(foreign, capsys):
@@ -226,7 +325,7 @@ def assert_indexed_as_if_local(out: Path, foreign: Path, url: str) -> None:
         assert remote[name] == local[name]
     for name in (name for name in remote if name.endswith(".json")):
         assert json.loads(remote[name])["shards_at"] == url
-        assert without(json.loads(remote[name]), "shards_at") == json.loads(local[name])
+        assert without(json.loads(remote[name]), "shards_at") == without(json.loads(local[name]), "mtime_ns")
     for tar in foreign.glob("*.tar"):
         shutil.copy(tar, out)
     assert [open_split(out, "train").key(i) for i in range(12)] == [f"train{n}" for n in range(12)]
@@ -305,11 +404,16 @@ def test_shards_in_a_store_that_can_be_written(foreign, bucket):
     assert main([bucket, "--workers", "1"]) == 0
     assert main([str(foreign), "--workers", "1"]) == 0
     output = Output(bucket)
-    assert output.sizes() == {name: len(content) for name, content in contents(foreign).items()}
-    for name, content in contents(foreign).items():
-        assert output.fetch(name, foreign.parent).read_bytes() == content
+    local = contents(foreign)
+    assert output.sizes().keys() == local.keys()
+    for name, content in local.items():
+        there = output.fetch(name, foreign.parent).read_bytes()
+        if name.startswith("imagenet1k") and name.endswith(".json"):  # a sidecar tells when its tar was changed, where that can be told
+            assert json.loads(there) == without(json.loads(content), "mtime_ns")
+        else:
+            assert there == content
     assert main([f"{bucket}/{BRACES}", "--workers", "1"]) == 0
-    assert output.sizes() == {name: len(content) for name, content in contents(foreign).items()}
+    assert output.sizes().keys() == local.keys()
 
 
 def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path, capsys):

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 def write_sidecar(tar: Path, num_samples: int, sha256: str | None = None, **extra: Any) -> dict[str, Any]:
     """Write and return the sidecar of a whole tar: filename, num_samples, bytes, sha256 (None: of the tar, read again) and `extra`."""
-    sidecar = dict(filename=tar.name, num_samples=num_samples, bytes=tar.stat().st_size, sha256=sha256 or _sha256(tar), **extra)
+    sidecar = dict(filename=tar.name, num_samples=num_samples, bytes=tar.stat().st_size, sha256=sha256 or sha256_of(tar), **extra)
     write_json(tar.with_suffix(".json"), sidecar)
     return sidecar
 
@@ -168,7 +168,12 @@ def build_index(root: Path | str, split: str, filenames: list[str] | None = None
     info = read_info(root) if filenames is None or (root / "_info.json").exists() else {}
     names = info["splits"][split]["filenames"] if filenames is None else filenames
     layout = recorded_layout(info, root / names[0])
-    return write_index(root, split, (index_rows(scan_tar(root / name, layout)) for name in names))
+    return write_index(root, split, (index_rows(scan_tar(root / name, layout, left_out(root / name))) for name in names))
+
+
+def left_out(tar: Path) -> set[int]:
+    """Where samples of a shard begin that `data_prep.index` left out, as its sidecar says: without them lengths fit `_info.json`."""
+    return {entry["tar_offset"] for entry in (read_json(tar.with_suffix(".json")) or {}).get("quarantined", []) if "tar_offset" in entry}
 
 
 def _load_index(
@@ -193,7 +198,7 @@ def _load_index(
             shard for shard, row in enumerate(index[np.cumsum(lengths) - 1]) if _size_in_header(root / filenames[shard], row) != row["size"]
         ]:
             # The first of them is enough: hashing a whole data set would take minutes.
-            if sha256[moved[0]] not in (None, _sha256(tar := root / filenames[moved[0]])):
+            if sha256[moved[0]] not in (None, sha256_of(tar := root / filenames[moved[0]])):
                 others = f" ({len(moved) - 1} more shards differ from the index)" if len(moved) > 1 else ""
                 raise ShardError(
                     f"{tar}: replaced by a file with other content, its sha256 is not the one in _info.json{others}; "
@@ -262,7 +267,8 @@ def _size_in_header(tar: Path, row: np.void) -> int:
         raise unreadable(tar, error) from error
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Of a file, in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
