@@ -17,6 +17,7 @@ Equal data sets give equal bytes, with equal versions of Pillow.
 from __future__ import annotations
 
 import argparse
+import bisect
 import fnmatch
 import itertools
 import json
@@ -40,6 +41,7 @@ from data_prep.images import ASKS_TO_BE_TURNED, told_of_turned
 from data_prep.output import Output
 from vit.data.files import ShardError, replacing
 from vit.data.images import decode_reduced
+from vit.data.index_file import firsts_of, open_index
 from vit.data.shards import read_info
 
 COLOUR_IMAGES = 1000
@@ -94,8 +96,8 @@ def write_card(place: Output | Path | str) -> None:
         indexes = {split: _fetch_index(output, f"{split}.index.npy", folder) for split in info["splits"]}
 
         def read(split: str, row: int) -> bytes:
-            found = indexes[split][row]
-            filename = info["splits"][split]["filenames"][int(found["shard"])]
+            found, described = indexes[split][row], info["splits"][split]
+            filename = described["filenames"][bisect.bisect_right(firsts_of(described["shard_lengths"]), row) - 1]
             return _read_range(f"{info.get('shards_at', output)}/{filename}", int(found["offset"]), int(found["size"]))
 
         card = Card(name, info, indexes, read, _quarantined(output, info, folder))
@@ -144,7 +146,7 @@ def _read_info(output: Output) -> Mapping[str, Any]:
 def _fetch_index(output: Output, name: str, folder: Path) -> np.ndarray:
     if output.size(name) < 0:
         raise ShardError(f"{output}/{name}: no such file; run `python -m data_prep.index {output}`, which writes it")
-    return np.load(output.fetch(name, folder), mmap_mode="r")
+    return open_index(output.fetch(name, folder))
 
 
 def _read_range(place: str, offset: int, size: int) -> bytes:

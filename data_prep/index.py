@@ -26,10 +26,12 @@ has read; until all are, their index rows wait in `<shard>.rows.npy`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +48,9 @@ from data_prep.output import Output, temporary_folder
 from data_prep.plan import Settings, allowed_unreadable
 from data_prep.writer import write_quarantine
 from vit.data import files, shards
+from vit.data.index_file import firsts_of, has_checksums, open_index, save_index
 from vit.data.members import printable
-from vit.data.tar import INDEX_DTYPE, told_passed_over
+from vit.data.tar import told_passed_over
 
 SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
@@ -142,7 +145,7 @@ def index(
     first_tar = source.local / tars[0] if isinstance(source, Output) and source.local else None
     layout, class_names = choose_layout(asked, ours or theirs, str(output if ours else source), first_tar)
 
-    known = {} if output is source and output.local else _known_rows(output, splits)
+    known = {} if output is source and output.local else _known_rows(output, ours)
     jobs = [(index_shard, Shard(source, output, name, split_by_tar[name], layout, known.get(name)), name) for name in tars]
     found = run_jobs(jobs, workers, what="reading shards", num_jobs=len(jobs))
     sidecars = {name: found[name][1] for name in tars}
@@ -155,7 +158,7 @@ def index(
 
     with output.staging() as folder:
         for name, filenames in splits.items():
-            shards.save_index(folder / f"{name}.index.npy", [found[filename][0] for filename in filenames])
+            save_index(folder / f"{name}.index.npy", [found[filename][0] for filename in filenames])
             output.publish(folder / f"{name}.index.npy")
             print(f"{name}: {sum(len(found[filename][0]) for filename in filenames):,} samples in {len(filenames)} shards")
     write_quarantine(output, entries)
@@ -300,16 +303,17 @@ def _compare_lists(output: Output, info: dict[str, Any] | None, splits: dict[str
         raise PrepError(f"{output}: its _info.json lists other shards than those named here; move it away, or choose another --out")
 
 
-def _known_rows(output: Output, splits: dict[str, list[str]]) -> dict[str, np.ndarray]:
-    """Rows by shard of the index files that an earlier command has written."""
+def _known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndarray]:
+    """Rows by shard of the index files that an earlier command has written, with checksums, as its `_info.json` divides them."""
     known: dict[str, np.ndarray] = {}
-    for split, names in splits.items():
+    for split, described in ({} if info is None else info["splits"]).items():
         if output.size(f"{split}.index.npy") <= 0:
             continue
-        with temporary_folder() as folder:
-            rows = np.load(output.fetch(f"{split}.index.npy", folder))
-        if rows.dtype == INDEX_DTYPE:
-            known |= {name: rows[rows["shard"] == number] for number, name in enumerate(names)}
+        with temporary_folder() as folder, suppress(ValueError):  # what is damaged is made again
+            rows = open_index(output.fetch(f"{split}.index.npy", folder))
+            pieces = itertools.pairwise(firsts_of(described["shard_lengths"]))
+            if has_checksums(rows) and len(rows) == sum(described["shard_lengths"]):
+                known |= {name: np.array(rows[a:b]) for name, (a, b) in zip(described["filenames"], pieces, strict=True)}
     return known
 
 

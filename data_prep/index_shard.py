@@ -18,8 +18,9 @@ from data_prep.download import WebFolder
 from data_prep.output import Output, temporary_folder
 from vit.data import shards
 from vit.data.files import ShardError
+from vit.data.index_file import sha256_of
 from vit.data.members import SampleLayout
-from vit.data.tar import Survey, index_rows, survey_tar, write_idx
+from vit.data.tar import INDEX_DTYPE, Survey, index_rows, survey_tar, write_idx
 
 
 class Shard(NamedTuple):
@@ -50,7 +51,7 @@ def _index_in_place(shard: Shard, tar: Path) -> tuple[np.ndarray, dict[str, Any]
     if not tar.with_suffix(".idx").exists() or (sidecar is not None and not fits):
         write_idx(tar, found.samples)
     if sidecar is None or not fits or (sidecar["bytes"], sidecar.get("mtime_ns")) != (status.st_size, status.st_mtime_ns):
-        sha256 = shards.sha256_of(tar)
+        sha256 = sha256_of(tar)
         if not (of_writer and sidecar is not None and sidecar["sha256"] == sha256):
             sidecar = shards.write_sidecar(tar, len(found.samples), sha256, mtime_ns=status.st_mtime_ns, **about)
     return index_rows(found.samples), sidecar
@@ -70,7 +71,12 @@ def _indexed_before(shard: Shard) -> tuple[np.ndarray, dict[str, Any]] | None:
     if rows is None and shard.output.size(f"{name}.rows.npy") > 0:
         with temporary_folder() as folder:
             rows = np.load(shard.output.fetch(f"{name}.rows.npy", folder))
-    if rows is None or len(rows) != sidecar["num_samples"] or sidecar.get("members", {}) != shard.layout.options():
+    if (
+        rows is None
+        or rows.dtype != INDEX_DTYPE
+        or len(rows) != sidecar["num_samples"]
+        or sidecar.get("members", {}) != shard.layout.options()
+    ):
         return None
     unchanged = sidecar.get("shards_at") == _elsewhere(shard) and shard.source.size(shard.name) in (-1, sidecar["bytes"])
     return (rows, sidecar) if unchanged else None

@@ -21,9 +21,9 @@ from data_prep.catalogue import some
 from data_prep.jobs import PrepError
 from data_prep.shard_checks import MOST_LINES, WRITE_AGAIN, Found, counted
 from vit.data.files import ShardError
+from vit.data.index_file import has_checksums, open_index
 from vit.data.members import recorded_layout
 from vit.data.shards import Split, read_info, read_sidecar
-from vit.data.tar import INDEX_DTYPE
 
 IMAGENET_IMAGES = {"train": 1_281_167, "val": 50_000, "validation": 50_000}
 IMAGENET_PER_CLASS = {"train": (732, 1300), "val": (50, 50), "validation": (50, 50)}
@@ -105,7 +105,9 @@ class DataSet:
         place = f"row {row}"
         if part.index is not None:
             layout = recorded_layout(self.info, self.root / part.filenames[0])
-            split = Split(self.root, part.name, part.filenames, part.index, self.num_classes or 0, [], layout=layout)
+            split = Split(
+                self.root, part.name, part.filenames, part.described["shard_lengths"], part.index, self.num_classes or 0, [], layout=layout
+            )
             try:
                 place = split.key(part.firsts[shard] + row)
             except (ShardError, OSError):
@@ -208,15 +210,15 @@ def _open_index(data: DataSet, part: Part) -> Iterator[Found]:
     path = data.root / f"{part.name}.index.npy"
     remedy = f"run `python -m data_prep.index {data.root}`, which writes it"
     try:
-        index = np.load(path, mmap_mode="r")
+        index = open_index(path)
     except FileNotFoundError:
         yield Found("indexes", path.name, f"absent; {remedy}")
     except (ValueError, OSError, EOFError) as error:
         yield Found("indexes", path.name, f"unreadable ({error}); delete it and {remedy}")
     else:
-        if index.dtype != INDEX_DTYPE or index.ndim != 1:
-            yield Found("indexes", path.name, f"of another format; delete it and {remedy}")
-        elif len(index) != sum(part.described["shard_lengths"]):
+        if not has_checksums(index):
+            yield Found("indexes", path.name, f"without checksums of images (an earlier version wrote it); {remedy}", fails=False)
+        if len(index) != sum(part.described["shard_lengths"]):
             told = f"{len(index):,} rows, _info.json has {sum(part.described['shard_lengths']):,} samples"
             yield Found("indexes", path.name, f"{told}; delete it and {remedy}")
         else:

@@ -15,6 +15,7 @@ import os
 import queue
 import struct
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -251,7 +252,7 @@ def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> S
     if work.with_json:
         described = {"name": sample.name, "label": sample.label, "class": work.catalogue.class_names[sample.label]}
         members.append(stream.add(f"{sample.key}.json", json.dumps(described, ensure_ascii=False).encode("utf-8", "backslashreplace")))
-    return ScannedSample(sample.key, sample.label, prepared.width, prepared.height, image, tuple(members))
+    return ScannedSample(sample.key, sample.label, prepared.width, prepared.height, image, tuple(members), zlib.crc32(prepared.data))
 
 
 def still_holds(work: Work, sidecar: dict[str, Any]) -> bool:
@@ -274,7 +275,7 @@ def still_holds(work: Work, sidecar: dict[str, Any]) -> bool:
 
 def rows_path(catalogue: Catalogue, name: str) -> Path:
     """Where the index rows of shard `name` wait."""
-    return catalogue.folder / "rows" / f"{name}.npy"
+    return catalogue.folder / "rows" / f"{name}.index.npy"  # `{name}.npy`: of an earlier version, without checksums
 
 
 def _save_rows(work: Work, rows: np.ndarray) -> None:

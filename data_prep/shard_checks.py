@@ -25,9 +25,9 @@ from data_prep.card import spread
 from data_prep.images import ImagePolicy, Prepared, Unreadable, prepare
 from data_prep.jobs import count_one
 from vit.data.files import ShardError
+from vit.data.index_file import has_checksums, left_out, open_index
 from vit.data.members import IMAGE_EXTENSIONS, SampleLayout, Unfit
-from vit.data.shards import left_out
-from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, ScannedSample, index_rows, scan_tar, size_said_by
+from vit.data.tar import DEFAULT_LAYOUT, ScannedSample, index_rows, scan_tar, size_said_by
 from vit.data.tar_walk import TAR_BLOCK
 
 SEEN_DTYPE = np.dtype(
@@ -68,8 +68,6 @@ class Shard(NamedTuple):
     name: str
     index_path: Path | None
     """The split's index file; None if it is known to be wrong."""
-    number: int
-    """Position in the split's `filenames`."""
     first: int
     """Number of its first sample in the split's index."""
     num_samples: int
@@ -237,7 +235,7 @@ def _check_idx(shard: Shard, samples: list[ScannedSample]) -> Iterator[Found]:
 def _index_slice(shard: Shard) -> np.ndarray:
     """This shard's rows of the split's index, copied."""
     assert shard.index_path is not None
-    return np.array(np.load(shard.index_path, mmap_mode="r")[shard.first : shard.first + shard.num_samples])
+    return np.array(open_index(shard.index_path)[shard.first : shard.first + shard.num_samples])
 
 
 def _check_index(shard: Shard, samples: list[ScannedSample]) -> Iterator[Found]:
@@ -245,8 +243,14 @@ def _check_index(shard: Shard, samples: list[ScannedSample]) -> Iterator[Found]:
     if shard.index_path is None or len(samples) != shard.num_samples:
         return
     given, expected = _index_slice(shard), index_rows(samples)
-    expected["shard"] = shard.number
-    for field in INDEX_DTYPE.names or ():
+    if has_checksums(given):  # else an earlier version wrote it
+        others = np.flatnonzero((given["crc32"] != expected["crc32"]) & (given["crc32"] != 0))
+        others = others[(given[["offset", "size"]][others] == expected[["offset", "size"]][others])]
+        if len(others):
+            named = ", ".join(samples[row].key for row in others[:MOST_LINES])
+            told = f"{counted(len(others), 'image')} {'has' if len(others) == 1 else 'have'} not the bytes that were indexed"
+            yield Found("tars", shard.name, f"{told}: {named}; {WRITE_AGAIN}")
+    for field in ("size", "offset", "label", "width", "height"):
         differ = np.flatnonzero(given[field] != expected[field])
         if len(differ):
             row = differ[0]

@@ -119,7 +119,6 @@ def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterat
                 root=data.root,
                 name=part.filenames[number],
                 index_path=index,
-                number=number,
                 first=firsts[number],
                 num_samples=length,
                 sha256=sha256[number],

@@ -41,7 +41,8 @@ from data_prep.output import Output
 from data_prep.plan import Plan, Settings, allowed_unreadable, choose_part, compare, made_of, make_plan, options_of, recorded_there, size
 from data_prep.shard import Work, rows_path, scan_shard, still_holds, write_shard
 from vit.data.files import replacing
-from vit.data.shards import make_info, save_index
+from vit.data.index_file import save_index
+from vit.data.shards import make_info
 
 MANY_UNREADABLE = 100
 """So few images do not stop the writing where some are allowed: at its end all of them can be named, and the share that would pass."""

@@ -74,7 +74,7 @@ def main() -> World:
             if not args.finetune:
                 raise
             problem = str(error)  # weights without a head can be fine-tuned, though not evaluated before
-    world.check_same(f"{path}, step {trained.step}", "weights")
+    world.check_same(lambda: f"{path}, step {trained.step}", "weights")
     if args.finetune:
         finetune(trained, config, problem, tuned, world, said, args.json)
         return world

@@ -144,7 +144,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
 
 
 def test_what_hosts_see_must_be_the_same():
-    ended = together(3, lambda world: world.check_same("b" if world.rank == 1 else "a", "data"))
+    ended = together(3, lambda world: world.check_same(lambda: "b" if world.rank == 1 else "a", "data"))
     assert isinstance(ended[0], AlreadyReported)
     assert isinstance(ended[2], AlreadyReported)
     assert str(ended[1]).startswith(f"{socket.gethostname()} sees other data than rank 0 (b, not a)")

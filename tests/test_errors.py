@@ -29,6 +29,7 @@ import numpy as np
 import pytest
 import torch
 import warm_python
+from checksums import indexed_as_it_is
 from error_rows import NEEDS_MOUNT, WITHOUT_PRIVILEGES, Row, leave_free, pattern_of, python, rows, small_disk, snapshot
 from processes import REPOSITORY, TINY, Background, call, command, environment, write_config
 from servers import WebServer
@@ -261,7 +262,19 @@ def spoil_an_image(root: Path) -> str:
     with open(root / split.filenames[0], "r+b") as tar:
         tar.seek(int(row["offset"]))
         tar.write(bytes(200))
+    indexed_as_it_is(split, 0)
     return key
+
+
+@scenario("a bit flipped in a shard after it was indexed", begun=True)
+def _(place):
+    split = open_split(place.own_shards(), "train")
+    with open(split.where(0), "r+b") as tar:
+        tar.seek(int(split.index["offset"][0]) + 300)
+        [byte] = tar.read(1)
+        tar.seek(-1, 1)
+        tar.write(bytes([byte ^ 1]))
+    place.train("train.steps=5", "data.on_bad_image=skip")
 
 
 @scenario("a corrupt image in training", begun=True)
@@ -287,6 +300,7 @@ def _(place):
     with open(root / split.filenames[0], "r+b") as tar:
         tar.seek(int(split.index[0]["offset"]))
         tar.write(bytes(200))
+    indexed_as_it_is(split, 0)
     place.evaluate(place.finished, "--data", root)
 
 

@@ -25,7 +25,16 @@ LAYERS = [
     | {"vit.data.files", "vit.data.urls", "vit.data.patience", "vit.data.jpeg", "vit.data.members", "vit.data.native", "vit.data.tar_walk"}
     | {"vit.data.stages"},
     {"vit.data.images"}
-    | {"vit.data.tar", "vit.data.shards", "vit.data.order", "vit.data.mixing", "vit.data.window", "vit.data.decode", "vit.schedule"}
+    | {
+        "vit.data.tar",
+        "vit.data.index_file",
+        "vit.data.shards",
+        "vit.data.order",
+        "vit.data.mixing",
+        "vit.data.window",
+        "vit.data.decode",
+        "vit.schedule",
+    }
     | {"vit.data.draw", "vit.data.block_cache", "vit.data.http", "vit.data.store", "vit.data.remote", "vit.data.storage"},
     {"vit.data.loader", "vit.data.stream", "vit.data.slots", "vit.data.workers", "vit.data.augment", "vit.data.op_sets", "vit.data.ops"}
     | {"vit.data.crew", "vit.model", "vit.loss", "vit.optim", "vit.ema", "vit.metrics"},
@@ -72,6 +81,7 @@ def test_data_prep_knows_the_format_and_itself_only(path):
     assert {name for name in imports_of(path) if name.startswith("vit.")} <= {
         "vit.data.files",
         "vit.data.images",
+        "vit.data.index_file",
         "vit.data.jpeg",
         "vit.data.members",
         "vit.data.native",

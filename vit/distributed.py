@@ -99,6 +99,11 @@ class World:
         """True on the one rank that writes files and prints."""
         return self.rank == 0
 
+    @property
+    def is_first_of_host(self) -> bool:
+        """True on one rank of each host: it looks at files for the others."""
+        return not self.hosts or self.hosts.index(self.hosts[self.rank]) == self.rank
+
     def host_of(self, rank: int) -> str:
         """The name of the host that `rank` runs on."""
         return self.hosts[rank] if self.hosts else socket.gethostname()
@@ -148,15 +153,16 @@ class World:
         self.main_tells(first)
         return results[0] if results else function()
 
-    def check_same(self, text: str, what: str) -> None:
-        """Raise ValueError on a rank whose `text` is not the main rank's; `what` says in words what
-        it describes. All ranks stop."""
-        expected = self.main_tells(lambda: text)
+    def check_same(self, look: Callable[[], str], what: str) -> str:
+        """What `look` gives on the main rank. Raises ValueError on a host where it gives something else to
+        the first rank, the only one that looks; `what` says in words what it describes. All ranks stop."""
+        expected = self.main_tells(look)
         with self.main_reports():
-            if text != expected:
+            if self.is_first_of_host and not self.is_main and (text := look()) != expected:
                 raise ValueError(
                     f"{socket.gethostname()} sees other {what} than rank 0 ({text}, not {expected}): all hosts must see the same files"
                 )
+        return expected
 
     @contextmanager
     def main_reports(self) -> Iterator[None]:

@@ -130,8 +130,8 @@ def make_plan(config: Config, num_samples: int, world_size: int) -> tuple[Plan, 
     return plan, order
 
 
-def open_train_split(config: Config, val_split: Split) -> Split | Stream:
-    """What to train on. A stream has the classes of the evaluation's images, and `model.num_classes`."""
+def open_train_split(config: Config, val_split: Split, is_checked: bool = False) -> Split | Stream:
+    """What to train on; is_checked: as `open_indexed`. A stream has the classes of the evaluation's images, and `model.num_classes`."""
     data = config.data
     if data.reader == "webdataset":
         assert data.stream is not None, "the config is checked"
@@ -140,12 +140,12 @@ def open_train_split(config: Config, val_split: Split) -> Split | Stream:
         layout = SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names))
         num_classes = max(val_split.num_classes, config.model.num_classes or 0)
         return open_stream(resolve(data.stream), data.num_samples, num_classes, names, layout)
-    return open_indexed(data, data.train_split)
+    return open_indexed(data, data.train_split, is_checked)
 
 
-def open_indexed(data: DataConfig, split: str) -> Split:
-    """A split of shards, opened as the config says."""
-    return open_split(resolve(data.root), split, data.cache_dir, data.cache_gib, Patience(data.patience_s))
+def open_indexed(data: DataConfig, split: str, is_checked: bool = False) -> Split:
+    """A split of shards, opened as the config says; is_checked: another rank of this host has looked at all rows of the index."""
+    return open_split(resolve(data.root), split, data.cache_dir, data.cache_gib, Patience(data.patience_s), is_checked)
 
 
 def choose_num_classes(config: Config, *splits: Split | Stream) -> int:

@@ -16,7 +16,6 @@ seeds are functions of it. What a step did is read while the next one is already
 
 from __future__ import annotations
 
-import hashlib
 import json
 import signal
 import sys
@@ -27,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -37,6 +35,7 @@ from vit.checkpoint import Progress
 from vit.config import Config
 from vit.data.augment import create_augment
 from vit.data.files import replacing
+from vit.data.index_file import index_sha256
 from vit.data.loader import EvalBatches, ImageFormat, TrainBatches, image_format
 from vit.data.mixing import measure_mixing
 from vit.data.order import Order
@@ -144,8 +143,9 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
     `world.main_first`: rank 0 does it, then the others. `world.main_reports`: all do it, and a mistake on any rank ends all, told once.
     """
     # 1. The cheap checks come first: a mistake should show in a second.
-    val_split = world.main_first(lambda: open_indexed(config.data, config.data.val_split))
-    train_split = world.main_first(lambda: open_train_split(config, val_split))
+    relies = not world.is_first_of_host
+    val_split = world.main_first(lambda: open_indexed(config.data, config.data.val_split, relies))
+    train_split = world.main_first(lambda: open_train_split(config, val_split, relies))
     with world.main_reports():
         plan, order = make_plan(config, train_split.num_samples, world.size)
         num_classes = choose_num_classes(config, train_split, val_split)
@@ -158,10 +158,9 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
             batches = StreamBatches(train_split, order, config.augment, image, num_workers=config.data.num_workers, **rows)
         val_batches = EvalBatches(val_split, image, config.eval, config.eval.batch_size, **placed)
         checked = preflight(config, world, plan, batches, val_batches)
-    index_sha256 = hashlib.sha256(train_split.index.view(np.uint8).data).hexdigest()
-    world.check_same(index_sha256, "training data")
+    identity = world.check_same(lambda: index_sha256(train_split.index, train_split.lengths), "training data")
     # What must be the same after a resume.
-    facts = {"num_samples": train_split.num_samples, "index_sha256": index_sha256, "num_classes": num_classes}
+    facts = {"num_samples": train_split.num_samples, "index_sha256": identity, "num_classes": num_classes}
     found = find_checkpoint(folder, config, facts, allow_change, world)
     with world.main_reports():
         if world.is_main and (found is None or found[1]["step"] < plan.total_steps):

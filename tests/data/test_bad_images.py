@@ -8,6 +8,7 @@ import tarfile
 import numpy as np
 import pytest
 import torch
+from checksums import indexed_as_it_is
 from PIL import Image
 
 from vit.config import AugmentConfig, EvalConfig
@@ -88,6 +89,7 @@ def write_shard(root, images: dict[str, bytes], stored: dict[str, bytes]):
                 row = split.index[number]
                 tar.seek(int(row["offset"]))
                 tar.write(stored[key][: row["size"]].ljust(int(row["size"]), b"\0"))
+    indexed_as_it_is(split, *range(len(images)))
     return split
 
 

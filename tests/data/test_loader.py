@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from checksums import indexed_as_it_is
 from servers import WebServer
 
 from vit.config import AugmentConfig, EvalConfig
@@ -104,11 +106,12 @@ def corrupted(shards, tmp_path, label_of=4):
     import shutil
 
     shutil.copytree(shards, tmp_path / "shards")
-    row = open_split(shards, "train").index[label_of]
-    path = tmp_path / "shards" / open_split(shards, "train").filenames[row["shard"]]
-    with path.open("r+b") as file:
+    split = open_split(shards, "train")
+    row = split.index[label_of]
+    with (tmp_path / "shards" / Path(split.where(label_of)).name).open("r+b") as file:
         file.seek(int(row["offset"]))
         file.write(bytes(int(row["size"])))
+    indexed_as_it_is(open_split(tmp_path / "shards", "train"), label_of)
     return tmp_path / "shards"
 
 

@@ -1,9 +1,11 @@
 """The format of shards: what the scanner and the reader see is what tarfile, webdataset and timm see, and damage is told."""
 
+import hashlib
 import io
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import webdataset
 from PIL import Image
 
 from vit.data.files import ShardError, write_json
+from vit.data.index_file import UNCHECKED_DTYPE, index_sha256, open_index
 from vit.data.shards import Split, build_index, make_info, open_split, read_sidecar, write_sidecar
 from vit.data.tar import INDEX_DTYPE, scan_tar, survey_tar, write_idx
 
@@ -83,7 +86,7 @@ def test_reads_what_was_written(root):
 def test_offsets_are_tarfiles_and_dalis(root):
     split = open_split(root, "train")
     for shard, name in enumerate(split.filenames):
-        rows = split.index[split.index["shard"] == shard]
+        rows = split.index[shard * PER_SHARD : (shard + 1) * PER_SHARD]
         with tarfile.open(root / name) as tar:
             members = tar.getmembers()
         assert [(m.offset_data, m.size) for m in members[::2]] == list(zip(rows["offset"], rows["size"], strict=True))
@@ -290,7 +293,7 @@ def stale_rows(index: np.ndarray, **columns) -> np.ndarray:
         lambda path, index: np.save(path, index.astype([(name, "<i8") for name in INDEX_DTYPE.names])),
         lambda path, index: np.save(path, stale_rows(index, offset=10**6)),
         lambda path, index: np.save(path, stale_rows(index, offset=index["offset"] + 512)),
-        lambda path, index: np.save(path, stale_rows(index, shard=0)),
+        lambda path, index: np.save(path, index[[*range(4), 5, 4, *range(6, 15)]]),
     ],
     ids=["absent", "cut", "garbage", "short", "old dtype", "beyond end", "elsewhere", "other lengths"],
 )
@@ -387,5 +390,104 @@ def test_keys_of_pax_names_are_whole(tmp_path, name):
     pairs = [member for key in (name, f"{name}2") for member in pair(key, 0)]
     write_tar(tmp_path / "train-00000.tar", pairs, format=tarfile.PAX_FORMAT)
     index = build_index(tmp_path, "train", ["train-00000.tar"])
-    split = Split(tmp_path, "train", ["train-00000.tar"], index, 1, [])
+    split = Split(tmp_path, "train", ["train-00000.tar"], [2], index, 1, [])
     assert [split.key(0), split.key(1)] == [name, f"{name}2"]
+
+
+# ---- checksums ------------------------------------------------------------------------------------------------------
+
+
+def flip_a_bit(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        [byte] = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_a_flipped_bit_is_an_error_that_names_the_sample(root):
+    split = open_split(root, "train")
+    offset = int(split.index["offset"][7])
+    flip_a_bit(root / "train-00001.tar", offset + int(split.index["size"][7]) - 20)
+    with pytest.raises(
+        ShardError,
+        match=rf"train-00001\.tar: sample 7 \(key key7\): reading \d+ bytes at offset {offset} gave others than were indexed, twice: "
+        rf"a bit flipped on the disk or on the way; copy the shard again \(`python -m data_prep.verify {root}` tells which are damaged\)",
+    ):
+        split.read(7)
+    assert split.read(8) == jpeg(8)
+
+
+def test_what_is_right_the_second_time_is_read_and_told(root, monkeypatch, caplog):
+    """The first answer of a network file system, say, is wrong; the disk is right."""
+    split = open_split(root, "train")
+    tar, offset = root / "train-00001.tar", int(split.index["offset"][7])
+    flip_a_bit(tar, offset + 100)
+    forget = split.tars.forget
+
+    def mended(*place: int) -> None:
+        flip_a_bit(tar, offset + 100)
+        forget(*place)
+
+    monkeypatch.setattr(split.tars, "forget", mended)
+    assert split.read(7) == jpeg(7)
+    assert f"{tar}: the bytes at offset {offset} were read wrongly once, and rightly the second time" in caplog.text
+
+
+def written_by_an_earlier_version(root: Path) -> bytes:
+    """Replace the index by the one that the code before checksums wrote; returns its bytes now."""
+    path = root / "train.index.npy"
+    before, rows = path.read_bytes(), np.load(path)
+    old = rows.view(UNCHECKED_DTYPE).copy()
+    old["shard"] = np.repeat(range(NUM_SHARDS), PER_SHARD)
+    np.save(path, old)
+    return before
+
+
+def test_an_index_of_an_earlier_version_is_made_again_with_checksums(root, caplog):
+    expected = written_by_an_earlier_version(root)
+    split = open_split(root, "train")
+    assert "without checksums of images (an earlier version wrote it): rebuilding it from 3 shards, 0.0 GB to read" in caplog.text
+    assert (root / "train.index.npy").read_bytes() == expected
+    assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
+
+
+def test_where_it_cannot_be_written_it_is_read_as_it_is(root, caplog, monkeypatch):
+    written_by_an_earlier_version(root)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    split = pickle.loads(pickle.dumps(open_split(root, "train")))
+    assert "without checksums of images: they are not compared" in caplog.text
+    assert split.index.dtype == UNCHECKED_DTYPE
+    assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
+
+
+def test_a_checksum_is_not_taken_of_a_shard_that_is_not_the_recorded_one(root):
+    flip_a_bit(root / "train-00001.tar", 700)
+    (root / "train.index.npy").unlink()
+    with pytest.raises(ShardError, match=r"train-00001\.tar: replaced by a file with other content, its sha256 is not the one"):
+        open_split(root, "train")
+
+
+def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(root, caplog):
+    """numpy parses a header as Python, and answers with what Python's parser raises."""
+    path = root / "train.index.npy"
+    whole = path.read_bytes()
+    for bit in range(0, 8 * (len(whole) - 15 * INDEX_DTYPE.itemsize), 3):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        told = "right"
+        try:
+            rows = open_index(path)
+            is_right = len(rows) != 15 or np.array_equal(rows, np.load(io.BytesIO(whole)))  # `_info.json` knows the number, too
+        except ValueError as error:
+            told, is_right = str(error), False
+        assert is_right or re.search("damaged|another format|cut off", told), (bit, told)
+
+
+def test_what_identifies_the_samples_is_what_it_was_before_they_had_checksums(root):
+    before = open_split(root, "train")
+    identity = index_sha256(before.index, before.lengths)
+    written_by_an_earlier_version(root)
+    old = open_index(root / "train.index.npy")
+    assert index_sha256(old, before.lengths) == identity == hashlib.sha256(old.tobytes()).hexdigest()

@@ -283,4 +283,4 @@ def write_rows(rows: Batch, labels: ArrayLike, weights: ArrayLike, table: ArrayL
 
 def _describe(split: Split, sample: int, error: Exception) -> str:
     row = split.index[sample]
-    return f"{split.tars.where(row['shard'])}: image {split.key(sample)!r} at byte {row['offset']}: {error}"
+    return f"{split.where(sample)}: image {split.key(sample)!r} at byte {row['offset']}: {error}"

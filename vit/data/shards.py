@@ -17,29 +17,42 @@ and one without our keys is accepted. `<root>` may be a URL; or a folder that ho
 
 from __future__ import annotations
 
+import bisect
 import difflib
-import hashlib
 import logging
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from vit.data.block_cache import BlockCache
-from vit.data.files import ShardError, read_json, replacing, unreadable, write_json
+from vit.data.files import ShardError, read_json, unreadable, write_json
 from vit.data.http import Version
 from vit.data.images import decode
+from vit.data.index_file import (
+    altered,
+    firsts_of,
+    has_checksums,
+    labels_outside,
+    moved_shards,
+    open_index,
+    rows_of_tars,
+    save_index,
+    sha256_of,
+    why_unfit,
+)
 from vit.data.members import SampleLayout, recorded_layout
 from vit.data.patience import Patience
 from vit.data.remote import RemoteFolder, local_path
 from vit.data.storage import LocalTars, RemoteTars
-from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE, index_rows, scan_tar, size_said_by
+from vit.data.tar import DEFAULT_LAYOUT, size_said_by
 from vit.data.tar_walk import TAR_BLOCK, TarDamaged, walk
 
 FORMAT_VERSION = 1
@@ -122,127 +135,122 @@ def _checked_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
     return info
 
 
+class _Described(NamedTuple):
+    """What `_info.json` says of a split's shards, an item for each; None: not said."""
+
+    filenames: list[str]
+    lengths: list[int]
+    sizes: list[int | None]
+    sha256: list[str | None]
+
+
+def _describe(info: dict[str, Any], split: str, shown: str) -> _Described:
+    """A split in the `_info.json` of the data set called `shown`. Raises ShardError."""
+    if split not in info["splits"]:
+        near = difflib.get_close_matches(split, info["splits"], n=1, cutoff=0.3)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ShardError(f"{shown}: no split {split!r}; there are {', '.join(info['splits'])}{hint}")
+    said = info["splits"][split]
+    where = f"{shown}/_info.json, split {split!r}"
+    if missing := [key for key in ("filenames", "shard_lengths", "num_samples") if key not in said]:
+        raise ShardError(f"{where}: no {', '.join(missing)}; move it away and run `python -m data_prep.index {shown}`")
+    names, lengths = list(said["filenames"]), list(said["shard_lengths"])
+    sizes, sha256 = (list(said.get(key) or [None] * len(names)) for key in ("shard_bytes", "shard_sha256"))
+    if not 0 < len(names) == len(lengths) == len(sizes) == len(sha256) or sum(lengths) != said["num_samples"]:
+        counts = f"{len(names)} filenames, {len(lengths)} shard_lengths (sum {sum(lengths)}), {len(sizes)} shard_bytes"
+        raise ShardError(f"{where}: {counts} and num_samples {said['num_samples']} do not fit together; restore it from its source")
+    return _Described(names, lengths, sizes, sha256)
+
+
 # ---- the index ----------------------------------------------------------------------------------------------------
 
 
-def save_index(path: Path, rows_by_shard: Iterable[np.ndarray]) -> None:
-    """Write an index file from the `index_rows` of each shard, in order, one shard in memory at a time."""
-    with replacing(path) as file:
-        _write_header(file, 0)
-        num_samples = 0
-        for shard, rows in enumerate(rows_by_shard):
-            rows["shard"] = shard
-            file.write(rows.tobytes())
-            num_samples += len(rows)
-        file.seek(0)
-        _write_header(file, num_samples)
-
-
-def _write_header(file: BinaryIO, num_samples: int) -> None:
-    """The header of a .npy file; its length does not depend on the number, for which numpy leaves room."""
-    described = {"descr": np.lib.format.dtype_to_descr(INDEX_DTYPE), "fortran_order": False, "shape": (num_samples,)}
-    np.lib.format.write_array_header_1_0(file, described)
-
-
-def write_index(root: Path, split: str, rows_by_shard: Iterable[np.ndarray]) -> np.ndarray:
-    """Write `<root>/<split>.index.npy` from the `index_rows` of each shard, in order, and return it, mapped.
-
-    Where the folder cannot be written the index is only returned: a read-only data set stays usable.
-    """
-    path, all_rows = root / f"{split}.index.npy", list(rows_by_shard)
-    try:
-        save_index(path, all_rows)
-        return np.load(path, mmap_mode="r")
-    except OSError as error:
-        log.warning("%s is kept in memory only (%s); it is rebuilt each time the data are opened", path, error.strerror)
-        return np.concatenate(all_rows)
-
-
 def build_index(root: Path | str, split: str, filenames: list[str] | None = None) -> np.ndarray:
-    """Scan the tars of a split, write `<root>/<split>.index.npy` and return it: (num_samples,) INDEX_DTYPE.
+    """Read the tars of a split, write `<root>/<split>.index.npy` and return it, mapped: (num_samples,) INDEX_DTYPE.
 
-    Image and label are where `recorded_layout` says. filenames: the shards in order; by default those in `_info.json`. Raises ShardError
-    like `scan_tar`.
+    Image and label are where `recorded_layout` says. filenames: the shards in order; by default those in `_info.json`. In a folder that
+    cannot be written the index is only returned, and has no checksums: it is made each time, and reading all images would take long.
+    Raises ShardError like `rows_of_tars`.
     """
     root = Path(root)
+    path, may_write = root / f"{split}.index.npy", os.access(root, os.W_OK)
     info = read_info(root) if filenames is None or (root / "_info.json").exists() else {}
-    names = info["splits"][split]["filenames"] if filenames is None else filenames
-    layout = recorded_layout(info, root / names[0])
-    return write_index(root, split, (index_rows(scan_tar(root / name, layout, left_out(root / name))) for name in names))
+    described = info.get("splits", {}).get(split, {})
+    names = described["filenames"] if filenames is None else filenames
+    sha256 = described.get("shard_sha256") or [None] * len(names)
+    rows = rows_of_tars([root / name for name in names], recorded_layout(info, root / names[0]), sha256, may_write)
+    lengths = described.get("shard_lengths") or [len(of_shard) for of_shard in rows]
+    if problems := [
+        f"{root / name}: holds {len(of_shard)} samples, _info.json says {length}; restore the one that is wrong"
+        for name, of_shard, length in zip(names, rows, lengths, strict=True)
+        if len(of_shard) != length
+    ]:
+        raise ShardError("\n".join(problems))
+    try:
+        save_index(path, rows)
+        return open_index(path)
+    except OSError as error:
+        told = "" if may_write else "; images are not compared with checksums"
+        log.warning("%s is kept in memory only (%s); it is rebuilt each time the data are opened%s", path, error.strerror, told)
+        return np.concatenate(rows)
 
 
-def left_out(tar: Path) -> set[int]:
-    """Where samples of a shard begin that `data_prep.index` left out, as its sidecar says: without them lengths fit `_info.json`."""
-    return {entry["tar_offset"] for entry in (read_json(tar.with_suffix(".json")) or {}).get("quarantined", []) if "tar_offset" in entry}
-
-
-def _load_index(
-    root: Path, split: str, filenames: list[str], lengths: list[int], sizes: list[int], sha256: list[str | None]
-) -> np.ndarray | None:
+def _load_index(root: Path, split: str, described: _Described, sizes: list[int], is_checked: bool) -> np.ndarray | None:
     """The index file, mapped, or None with the reason logged if it does not fit the tars (sizes: bytes of each).
 
     Where a tar is at fault and not the index, which the recorded sha256 tells, ShardError is raised: nobody asked for other images.
+    is_checked: another process has done this just now.
     """
-    path = root / f"{split}.index.npy"
+    path, lengths, tars = root / f"{split}.index.npy", described.lengths, [root / name for name in described.filenames]
     try:
-        index = np.load(path, mmap_mode="r")
+        index = open_index(path)
     except FileNotFoundError:
         reason = "absent"
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError) as error:
         reason = f"unreadable ({error})"
     else:
-        if misfit := _misfit(index, lengths, sizes):
-            reason = misfit
-        # A shard replaced by another of equal length: the header in front of its last image tells, at one read a shard.
-        elif moved := [
-            shard for shard, row in enumerate(index[np.cumsum(lengths) - 1]) if _size_in_header(root / filenames[shard], row) != row["size"]
-        ]:
-            # The first of them is enough: hashing a whole data set would take minutes.
-            if sha256[moved[0]] not in (None, sha256_of(tar := root / filenames[moved[0]])):
-                others = f" ({len(moved) - 1} more shards differ from the index)" if len(moved) > 1 else ""
-                raise ShardError(
-                    f"{tar}: replaced by a file with other content, its sha256 is not the one in _info.json{others}; "
-                    f"copy it again; if that is meant, move _info.json away and run `python -m data_prep.index {root}`"
-                )
-            reason = "stale (images lie elsewhere in their shard)"
-        else:
+        if is_checked:
             return index
-    log.warning("%s is %s: rebuilding it from %d shards", path, reason, len(lengths))
+        if misfit := why_unfit(index, lengths, sizes):
+            reason = misfit
+        elif moved := moved_shards(index, lengths, tars):
+            # The first of them is enough: hashing a whole data set would take minutes.
+            if described.sha256[moved[0]] not in (None, sha256_of(tars[moved[0]])):
+                others = f" ({len(moved) - 1} more shards differ from the index)" if len(moved) > 1 else ""
+                raise ShardError(altered(tars[moved[0]]) + others)
+            reason = "stale (images lie elsewhere in their shard)"
+        elif has_checksums(index):
+            return index
+        elif not os.access(root, os.W_OK):
+            log.warning("%s: %s", path, UNCHECKED)
+            return index
+        else:
+            reason = "without checksums of images (an earlier version wrote it)"
+    gigabytes = sum(sizes) / 1e9
+    log.warning("%s is %s: rebuilding it from %d shards, %.1f GB to read", path, reason, len(lengths), gigabytes)
     return None
 
 
-def _misfit(index: np.ndarray, lengths: list[int], sizes: list[int]) -> str:
-    """Why an index does not fit shards of these lengths and sizes in bytes, as far as can be told without reading them; "" if it does."""
-    if index.dtype != INDEX_DTYPE or index.ndim != 1:
-        return "of another format"
-    if not np.array_equal(index["shard"], np.repeat(np.arange(len(lengths)), lengths)):
-        return "stale (other shard lengths than _info.json)"
-    if (index["offset"] + index["size"] > np.array(sizes, np.uint64)[index["shard"]]).any():
-        return "stale (images beyond the end of their shard)"
-    return ""
-
-
 def _open_remote(
-    folder: RemoteFolder,
-    home: Path | None,
-    split: str,
-    lengths: list[int],
-    filenames: list[str],
-    versions: list[Version],
-    cache: BlockCache,
+    folder: RemoteFolder, home: Path | None, split: str, described: _Described, versions: list[Version], cache: BlockCache, is_checked: bool
 ) -> RemoteTars:
     """The shards in `folder` with their index, which lies beside them or in the folder `home`. Raises ShardError if it does not fit."""
     path = folder.fetch_index(split, cache) if home is None else home / f"{split}.index.npy"
     place = f"{folder}/{split}.index.npy" if home is None else str(path)
     try:
-        index = np.load(path, mmap_mode="r")
-        reason = _misfit(index, lengths, [version.size for version in versions])
-    except (ValueError, OSError, EOFError) as error:
+        index = open_index(path)
+        reason = "" if is_checked else why_unfit(index, described.lengths, [version.size for version in versions])
+    except (ValueError, OSError) as error:
         reason = f"unreadable ({error})"
     if reason:
         remedy = f"make it again with `python -m data_prep.index {folder} --out ROOT`, ROOT being another folder, and give data.root=ROOT"
         raise ShardError(f"{place}: {reason}; {remedy}")
-    return RemoteTars(folder, filenames, versions, index, cache)
+    if not has_checksums(index):
+        log.warning("%s: %s", place, UNCHECKED)
+    return RemoteTars(folder, described.filenames, versions, index, firsts_of(described.lengths), cache)
+
+
+UNCHECKED = "of an earlier version, without checksums of images: they are not compared; `python -m data_prep.index` writes it with them"
 
 
 def _local_versions(root: Path, filenames: list[str]) -> list[Version | str]:
@@ -255,22 +263,6 @@ def _local_versions(root: Path, filenames: list[str]) -> list[Version | str]:
             return error.strerror or type(error).__name__
 
     return [version(root / name) for name in filenames]
-
-
-def _size_in_header(tar: Path, row: np.void) -> int:
-    """Size in bytes of an index row's image as the tar header in front of it says, -1 if there is no header."""
-    try:
-        with open(tar, "rb") as file:
-            file.seek(max(0, int(row["offset"]) - TAR_BLOCK))
-            return size_said_by(file.read(TAR_BLOCK))
-    except OSError as error:
-        raise unreadable(tar, error) from error
-
-
-def sha256_of(path: Path) -> str:
-    """Of a file, in hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------
@@ -287,10 +279,12 @@ class Split:
     """Folder or URL."""
     name: str
     filenames: list[str]
+    lengths: list[int]
+    """How many samples each shard has."""
     tars: LocalTars | RemoteTars
     """Where the bytes come from."""
     index: np.ndarray
-    """(num_samples,) INDEX_DTYPE, normally memory-mapped."""
+    """(num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version; normally memory-mapped."""
     num_samples: int
     num_classes: int
     class_names: list[str]
@@ -301,14 +295,15 @@ class Split:
         root: Path | str,
         name: str,
         filenames: list[str],
+        lengths: list[int],
         index: np.ndarray,
         num_classes: int,
         class_names: list[str],
         tars: RemoteTars | None = None,
         layout: SampleLayout = DEFAULT_LAYOUT,
     ):
-        self.root, self.name, self.filenames, self.index = root, name, filenames, index
-        self._layout = layout
+        self.root, self.name, self.filenames, self.lengths, self.index = root, name, filenames, lengths, index
+        self._layout, self._firsts, self._has_checksums = layout, firsts_of(lengths), has_checksums(index)
         self.num_samples, self.num_classes, self.class_names = len(index), num_classes, class_names
         self.tars = tars or LocalTars(Path(root), filenames)
 
@@ -326,29 +321,43 @@ class Split:
     def read(self, i: int) -> bytes:
         """Encoded image bytes of sample `i` (0 <= i < num_samples), as stored.
 
-        Raises ShardError with shard, key and offset if the shard is gone, truncated, replaced or cannot be read. The tar header in front
-        of the image is read with it and must say the index's size: in a shard that was replaced other images lie elsewhere.
+        Raises ShardError with shard, key and offset if the shard is gone, truncated, replaced or cannot be read, or the bytes have not the
+        index's checksum, nor when they are read again. The tar header in front of the image is read with it and must say the index's
+        size: in a shard that was replaced other images lie elsewhere.
         """
-        row = self.index[i]
-        shard, offset, size = int(row["shard"]), int(row["offset"]), int(row["size"])
-        try:
-            block = self.tars.pread(i, shard, TAR_BLOCK + size, offset - TAR_BLOCK)
-            data, said = block[TAR_BLOCK:], size_said_by(block[:TAR_BLOCK])
-            problem = f"gave {len(data)}" if len(data) < size else "found no image of this size there, the shard is not the indexed one"
-        except OSError as error:
-            data, said, problem = b"", size, f"failed: {error.strerror}"
-        if len(data) == said == size:
-            return data
+        row, shard = self.index[i], self._shard_of(i)
+        offset, size = int(row["offset"]), int(row["size"])
+        expected = int(row["crc32"]) if self._has_checksums else 0
+        for is_last in (False, True):
+            try:
+                block = self.tars.pread(i, shard, TAR_BLOCK + size, offset - TAR_BLOCK)
+                data, said = block[TAR_BLOCK:], size_said_by(block[:TAR_BLOCK])
+                problem = f"gave {len(data)}" if len(data) < size else "found no image of this size there, the shard is not the indexed one"
+            except OSError as error:
+                data, said, problem = b"", size, f"failed: {error.strerror}"
+            if not len(data) == said == size:
+                break
+            if expected in (0, zlib.crc32(data)):
+                if is_last:
+                    log.warning("%s: the bytes at offset %d were read wrongly once, and rightly the second time", self.where(i), offset)
+                return data
+            problem = "gave others than were indexed, twice: a bit flipped on the disk or on the way"
+            self.tars.forget(i, shard, size, offset)  # what the system, or the cache, keeps of them
         try:
             key = self.key(i)
         except (ShardError, OSError):
             key = "unknown"
-        where = f"{self.tars.where(shard)}: sample {i} (key {key})"
-        raise ShardError(f"{where}: reading {size} bytes at offset {offset} {problem}; restore the shard and start again")
+        remedy = "restore the shard and start again"
+        if said == size and len(data) == size:
+            remedy = f"copy the shard again (`python -m data_prep.verify {self.root}` tells which are damaged) and start again"
+        raise ShardError(f"{self.where(i)}: sample {i} (key {key}): reading {size} bytes at offset {offset} {problem}; {remedy}")
 
     def where(self, i: int) -> str:
-        """Path or URL of the shard of sample `i`."""
-        return self.tars.where(int(self.index[i]["shard"]))
+        """Path or URL of the shard that sample `i` is in."""
+        return self.tars.where(self._shard_of(i))
+
+    def _shard_of(self, i: int) -> int:
+        return bisect.bisect_right(self._firsts, i) - 1
 
     def prepare(self, num_processes: int) -> None:
         """Before workers start, of whom and of others so many processes of this host will read: what they inherit is opened once."""
@@ -364,14 +373,13 @@ class Split:
         if isinstance(self.tars, RemoteTars):
             self.tars.prefetch(samples)
         else:
-            rows = self.index[samples]
-            self.tars.prefetch(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist())
+            rows, shards = self.index[samples], np.searchsorted(self._firsts, samples, side="right") - 1
+            self.tars.prefetch(shards.tolist(), rows["offset"].tolist(), rows["size"].tolist())
 
     def key(self, i: int) -> str:
         """Key of sample `i`, from the tar headers between the image before and its own: a name may have one of its own (GNU, pax)."""
-        row = self.index[i]
-        shard, offset = int(row["shard"]), int(row["offset"])
-        before = self.index[i - 1] if i and self.index[i - 1]["shard"] == shard else None
+        row, shard = self.index[i], self._shard_of(i)
+        offset, before = int(row["offset"]), self.index[i - 1] if i > self._firsts[shard] else None
         start = 0 if before is None else -(-(int(before["offset"]) + int(before["size"])) // TAR_BLOCK) * TAR_BLOCK
         try:
             members = walk(
@@ -382,7 +390,7 @@ class Split:
         except TarDamaged as error:
             name, reason = None, str(error)
         if name is None:
-            where = f"{self.tars.where(shard)}: no tar header in front of offset {offset}"
+            where = f"{self.where(i)}: no tar header in front of offset {offset}"
             raise ShardError(f"{where} ({reason}); restore the shard, or delete {self.name}.index.npy if it was replaced")
         cut = self._layout.cut(name)
         return cut[0] if cut else name
@@ -398,44 +406,39 @@ class Split:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if isinstance(self.index, Path):
-            self.index = np.load(self.index, mmap_mode="r")
+            self.index = open_index(self.index)
 
 
 def open_split(
-    root: Path | str, split: str, cache_dir: Path | str | None = None, cache_gib: float | None = None, patience: Patience | None = None
+    root: Path | str,
+    split: str,
+    cache_dir: Path | str | None = None,
+    cache_gib: float | None = None,
+    patience: Patience | None = None,
+    is_checked: bool = False,
 ) -> Split:
     """Open one split of the data set in `root`, a folder or a URL, after checks that read no image.
 
-    An index that is absent or does not fit the tars of a folder is rebuilt from them (a pass over their headers, logged as a warning).
-    cache_dir, cache_gib: of shards at a URL, see `BlockCache`. patience: with what does not answer for a while.
+    An index that is absent or does not fit the tars of a folder is made of them (all are read, which is logged as a warning).
+    cache_dir, cache_gib: of shards at a URL, see `BlockCache`. patience: with what does not answer for a while. is_checked: another
+    process of this host has opened it just now, so the rows of the index are not looked at again.
     Raises ShardError listing all problems at once: missing folder, `_info.json`, split or shards, shards of another size
     than recorded, lengths that do not add up, labels outside [0, num_classes).
     """
     home = local_path(root)
     shown = str(root).rstrip("/") if home is None else str(home)
     info = _checked_info(RemoteFolder(shown, patience).read_info(), shown) if home is None else read_info(home)
-    if split not in info["splits"]:
-        near = difflib.get_close_matches(split, info["splits"], n=1, cutoff=0.3)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ShardError(f"{shown}: no split {split!r}; there are {', '.join(info['splits'])}{hint}")
-    described = info["splits"][split]
+    described = _describe(info, split, shown)
     where = f"{shown}/_info.json, split {split!r}"
-    if missing := [key for key in ("filenames", "shard_lengths", "num_samples") if key not in described]:
-        raise ShardError(f"{where}: no {', '.join(missing)}; move it away and run `python -m data_prep.index {shown}`")
-    filenames, lengths, num_samples = list(described["filenames"]), list(described["shard_lengths"]), described["num_samples"]
-    recorded = described.get("shard_bytes") or [None] * len(filenames)
-    sha256 = described.get("shard_sha256") or [None] * len(filenames)
-    problems = []
 
     # 1. The shards themselves.
-    if not 0 < len(filenames) == len(lengths) == len(recorded) == len(sha256) or sum(lengths) != num_samples:
-        counts = f"{len(filenames)} filenames, {len(lengths)} shard_lengths (sum {sum(lengths)}), {len(recorded)} shard_bytes"
-        problems.append(f"{where}: {counts} and num_samples {num_samples} do not fit together; restore it from its source")
+    filenames, lengths = described.filenames, described.lengths
     elsewhere = info.get("shards_at") if home is None or not any((home / name).exists() for name in filenames) else None
     folder = RemoteFolder(elsewhere or shown, patience) if elsewhere or home is None else None
     found = _local_versions(Path(shown), filenames) if folder is None else folder.stats(filenames)
     remedy = "copy it again or repeat the command that wrote it"
-    for name, version, expected in zip(filenames, found, recorded, strict=False):  # other lengths are reported already
+    problems = []
+    for name, version, expected in zip(filenames, found, described.sizes, strict=True):
         if isinstance(version, str):
             problems.append(f"{folder or shown}/{name}: {version}; {remedy}")
         elif expected not in (None, version.size):
@@ -443,33 +446,28 @@ def open_split(
     if problems:
         raise ShardError("\n".join(problems))
     versions = [version for version in found if isinstance(version, Version)]
+    sizes = [version.size for version in versions]
 
     # 2. The index; in a folder it is made anew if it does not fit.
     tars, index = None, None
     if folder is not None:
-        tars = _open_remote(folder, home, split, lengths, filenames, versions, BlockCache(cache_dir, cache_gib))
+        tars = _open_remote(folder, home, split, described, versions, BlockCache(cache_dir, cache_gib), is_checked)
         index = tars.index
     elif home is not None:
-        index = _load_index(home, split, filenames, lengths, [version.size for version in versions], sha256)
+        index = _load_index(home, split, described, sizes, is_checked)
     if index is None:
         index = build_index(shown, split, filenames)
-        counted = np.bincount(index["shard"], minlength=len(lengths)).tolist()
-        problems += [
-            f"{shown}/{name}: holds {n} samples, _info.json says {length}; restore the one that is wrong"
-            for name, n, length in zip(filenames, counted, lengths, strict=True)
-            if n != length
-        ]
 
     # 3. The labels.
     class_names = list(info.get("class_names") or [])
-    num_classes = len(class_names) or info.get("num_classes") or int(index["label"].max()) + 1
-    outside = np.flatnonzero((index["label"] < 0) | (index["label"] >= num_classes))
-    if len(outside):
-        first = f"the first is {index['label'][outside[0]]} (sample {outside[0]}, {filenames[index['shard'][outside[0]]]})"
-        problems.append(
-            f"{where}: {len(outside)} labels lie outside [0, {num_classes}), {first}; correct the shard, or the classes in _info.json"
-        )
-    if problems:
-        raise ShardError("\n".join(problems))
+    num_classes = len(class_names) or info.get("num_classes")
+    if not (is_checked and num_classes):
+        outside, first, largest = labels_outside(index, num_classes, lengths)
+        num_classes = num_classes or largest + 1
+        if outside:
+            told = f"the first is {index['label'][first]} (sample {first}, {filenames[bisect.bisect_right(firsts_of(lengths), first) - 1]})"
+            raise ShardError(
+                f"{where}: {outside} labels lie outside [0, {num_classes}), {told}; correct the shard, or the classes in _info.json"
+            )
     layout = replace(recorded_layout(info, home and home / filenames[0]), class_names=())  # a split travels to workers
-    return Split(home or shown, split, filenames, index, num_classes, class_names, tars, layout)
+    return Split(home or shown, split, filenames, lengths, index, num_classes, class_names, tars, layout)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import errno
 import math
+import mmap
 import os
 import queue
 import resource
 import threading
 import time
+import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -27,6 +29,7 @@ from vit.data import stages
 from vit.data.block_cache import BlockCache, Fetched
 from vit.data.files import ShardError
 from vit.data.http import Version
+from vit.data.index_file import has_checksums, open_index
 from vit.data.order import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
 from vit.data.patience import Passing, Patience
 from vit.data.remote import RemoteFolder
@@ -111,6 +114,13 @@ class LocalTars:
         attempt = partial(self._open_and_read, shard, size, offset)
         return _counted(self.patience.keep_trying(self.where(shard), attempt, stages.mine.beat))
 
+    def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
+        """Have the next `pread` of these bytes ask the disk, or the server of a network file system, as far as that can be had."""
+        with suppress(OSError), open(self.root / self.filenames[shard], "rb") as file:
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            if hasattr(os, "posix_fadvise"):  # macOS lacks it
+                os.posix_fadvise(file.fileno(), start, size + offset - start + mmap.PAGESIZE, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         """Close the file descriptors; the next read opens them again."""
         while self._fds:
@@ -171,10 +181,12 @@ class RemoteTars:
 
     read_ahead_batches = READ_AHEAD_BATCHES
 
-    def __init__(self, folder: RemoteFolder, filenames: list[str], versions: list[Version], index: np.ndarray, cache: BlockCache):
+    def __init__(
+        self, folder: RemoteFolder, filenames: list[str], versions: list[Version], index: np.ndarray, firsts: list[int], cache: BlockCache
+    ):
+        """firsts: of each shard the first sample, and the number of all."""
         self.folder, self.filenames, self.versions, self.index, self.cache = folder, filenames, versions, index, cache
-        self.firsts = np.searchsorted(index["shard"], np.arange(len(filenames) + 1)).tolist()
-        """Of each shard the first sample, and the number of all."""
+        self.firsts = firsts
         self.stored_bytes = sum(version.size for version in versions)
         # A power of two, so that the order's blocks of 64 are whole blocks here, or several.
         fitting = max(BLOCK_BYTES * len(index) // max(self.stored_bytes, 1), 1)
@@ -192,7 +204,7 @@ class RemoteTars:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if isinstance(self.index, Path):
-            self.index = np.load(self.index, mmap_mode="r")
+            self.index = open_index(self.index)
         self._start_over()
 
     def where(self, shard: int) -> str:
@@ -233,6 +245,10 @@ class RemoteTars:
                 if not self.cache.holds(block.name):
                     self._request(block)
 
+    def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
+        """Have the next `pread` of this sample fetch its block again."""
+        (self.cache.folder / self._block(sample, shard).name).unlink(missing_ok=True)
+
     def close(self) -> None:
         """Nothing stays open between reads."""
 
@@ -259,13 +275,18 @@ class RemoteTars:
         return _Block(f"{self._names[shard]}.{first}-{last}.block", shard, first, last, self._start(first, shard), self._stop(last - 1))
 
     def _get(self, block: _Block) -> Fetched:
-        """Fetch a block; one whose tar headers do not say the index's sizes is not to be kept."""
+        """Fetch a block; one whose tar headers do not say the index's sizes, or whose images have other checksums, is not to be kept."""
         data = self.folder.read(self.filenames[block.shard], block.start, block.stop, self.versions[block.shard])
         with self._lock:
             stages.mine.count(fetched_bytes=len(data))
         rows = self.index[block.first : block.last]
         offsets, sizes = (rows["offset"].astype(np.int64) - block.start).tolist(), rows["size"].tolist()
         sound = all(size_said_by(data[at - TAR_BLOCK : at]) == size for at, size in zip(offsets, sizes, strict=True))
+        if has_checksums(rows):
+            images, known = memoryview(data), rows["crc32"].tolist()
+            sound = sound and all(
+                crc32 in (0, zlib.crc32(images[at : at + size])) for at, size, crc32 in zip(offsets, sizes, known, strict=True)
+            )
         return Fetched(data, [at + size for at, size in zip(offsets, sizes, strict=True)] if sound else None)
 
     # ---- threads that fetch ----

@@ -62,6 +62,11 @@ class Stream:
     """Where image and label of a sample are."""
 
     @property
+    def lengths(self) -> list[int]:
+        """Empty: nothing is known of the shards."""
+        return []
+
+    @property
     def index(self) -> np.ndarray:
         """Empty: nothing is known of the samples."""
         return np.empty(0, INDEX_DTYPE)

@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import tarfile
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from vit.data.tar_walk import FILE, FOLDER, TAR_BLOCK, Read, TarDamaged, pread, 
 
 INDEX_DTYPE = np.dtype(
     [  # 24 bytes a sample: 31 MB for ImageNet-1k
-        ("shard", "<u4"),  # position in the split's `filenames`
+        ("crc32", "<u4"),  # of the encoded image; 0: not known
         ("size", "<u4"),
         ("offset", "<u8"),  # bytes of the encoded image, and where they start in the tar
         ("label", "<i4"),
@@ -51,7 +52,7 @@ class Member(NamedTuple):
 
 
 class ScannedSample(NamedTuple):
-    """One sample of a tar: key, label, its image's member and size in pixels, and all its members in tar order."""
+    """One sample of a tar: key, label, its image's member, size in pixels and CRC-32 (0: not known), and all its members in tar order."""
 
     key: str
     label: int
@@ -59,6 +60,7 @@ class ScannedSample(NamedTuple):
     height: int
     image: Member
     members: tuple[Member, ...]
+    crc32: int = 0
 
 
 class LeftOut(NamedTuple):
@@ -104,7 +106,7 @@ def _image_size(fd: int, image: Member) -> tuple[int, int]:
     return width, height
 
 
-def _scan_sample(fd: int, key: str, group: list[tuple[str, Member, str]], layout: SampleLayout) -> ScannedSample:
+def _scan_sample(fd: int, key: str, group: list[tuple[str, Member, str]], layout: SampleLayout, with_checksum: bool) -> ScannedSample:
     """Check and read one sample's members. Raises Unfit."""
     members = tuple(member for _, member, kind in group if kind == FILE)
     try:
@@ -120,11 +122,15 @@ def _scan_sample(fd: int, key: str, group: list[tuple[str, Member, str]], layout
     if not image.size:
         raise Unfit("image", f"has an image of 0 bytes, {image.name!r}")
     width, height = _image_size(fd, image)
-    return ScannedSample(key, label, width, height, image, members)
+    crc32 = zlib.crc32(os.pread(fd, image.size, image.offset)) if with_checksum else 0
+    return ScannedSample(key, label, width, height, image, members, crc32)
 
 
-def survey_tar(path: Path | str, layout: SampleLayout = DEFAULT_LAYOUT, left_out: Collection[int] = ()) -> Survey:
-    """The samples of a tar, in order, from its headers, its labels and the heads of its images; no image is decoded.
+def survey_tar(
+    path: Path | str, layout: SampleLayout = DEFAULT_LAYOUT, left_out: Collection[int] = (), with_checksums: bool = True
+) -> Survey:
+    """The samples of a tar, in order, from its headers, its labels and its images, of which no more than the heads are read without
+    checksums; no image is decoded.
 
     left_out: `LeftOut.offset` of samples that are passed over unseen, as they were when the shard was indexed. Raises ShardError, naming
     the file, when the tar is damaged or cut off, or no sample has image and label as `layout` has them. A tar without end-of-archive blocks
@@ -145,7 +151,7 @@ def survey_tar(path: Path | str, layout: SampleLayout = DEFAULT_LAYOUT, left_out
             if first.offset in left_out:
                 continue
             try:
-                found.samples.append(_scan_sample(fd, key, group, layout))
+                found.samples.append(_scan_sample(fd, key, group, layout, with_checksums))
                 last_fits = True
             except Unfit as error:
                 found.unfit.append(LeftOut(key, first.name, first.offset, error.kind, str(error)))
@@ -167,9 +173,11 @@ def survey_tar(path: Path | str, layout: SampleLayout = DEFAULT_LAYOUT, left_out
     return found
 
 
-def scan_tar(path: Path | str, layout: SampleLayout = DEFAULT_LAYOUT, left_out: Collection[int] = ()) -> list[ScannedSample]:
+def scan_tar(
+    path: Path | str, layout: SampleLayout = DEFAULT_LAYOUT, left_out: Collection[int] = (), with_checksums: bool = True
+) -> list[ScannedSample]:
     """The samples of `survey_tar`; a sample that does not fit is an error as well, unless it is one of `left_out`."""
-    found = survey_tar(path, layout, left_out)
+    found = survey_tar(path, layout, left_out, with_checksums)
     if found.unfit:
         told = told_unfit(found.unfit, len(found.samples) + len(found.unfit))
         fit = f"The other {len(found.samples):,} samples fit: mend these, or write the shard again without them"
@@ -216,8 +224,8 @@ def _proposal(fd: int, path: Path, end: int, layout: SampleLayout) -> str:
 
 
 def index_rows(samples: list[ScannedSample]) -> np.ndarray:
-    """(num_samples,) INDEX_DTYPE rows of one tar's samples; `shard` is 0 until `write_index` numbers the shards."""
-    return np.array([(0, s.image.size, s.image.offset, s.label, s.width, s.height) for s in samples], INDEX_DTYPE)
+    """(num_samples,) INDEX_DTYPE rows of one tar's samples."""
+    return np.array([(s.crc32, s.image.size, s.image.offset, s.label, s.width, s.height) for s in samples], INDEX_DTYPE)
 
 
 def write_idx(tar: Path, samples: list[ScannedSample]) -> None:
