@@ -27,7 +27,7 @@ from data_prep import imagefolder
 from data_prep.archives import read_zip_member, walk_zip
 from data_prep.catalogue import Builder, Source, some, stable_hash
 from data_prep.command import Parser, add_arguments, prepare, run
-from data_prep.imagefolder import EXTENSIONS, images_below, unique_keys
+from data_prep.image_tree import EXTENSIONS, images_below, unique_keys
 from data_prep.jobs import PrepError
 
 ENGLISH = {

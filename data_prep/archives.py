@@ -23,14 +23,13 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.catalogue import Sample, descriptor
+from data_prep.image_tree import MAX_IMAGE_BYTES
 from data_prep.jobs import PrepError
 from vit.data.files import unreadable
 from vit.data.tar_walk import FILE, FOLDER, TarDamaged, TarMember, pread, walk, what_it_is
 
 BATCH = 4096
 """Members in one batch."""
-MAX_IMAGE_BYTES = 1 << 28
-"""An encoded image of more than 256 MiB is refused: it would be a bomb, or no image."""
 
 
 class Members(NamedTuple):

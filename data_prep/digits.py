@@ -36,7 +36,7 @@ from PIL import Image
 from data_prep import mnist
 from data_prep.catalogue import Builder, Sample, Source, read_range, stable_hash
 from data_prep.command import Parser, add_arguments, positive, prepare, run
-from data_prep.imagefolder import images_below
+from data_prep.image_tree import images_below
 from data_prep.jobs import PrepError
 
 VAL_FRACTION = 0.2

@@ -1,141 +1,76 @@
 """Shards from a folder of images, one subfolder for each class.
 
-    python -m data_prep.imagefolder SOURCE --out ROOT [--val-fraction F]
+    python -m data_prep.imagefolder SOURCE --out ROOT [--val-fraction F] [--class-order text|number]
 
 The data's story: SOURCE is `train/<class>/...` with `val/<class>/...` (or `validation`, or `test`), or `<class>/...` alone,
 of which each class gives a tenth to `val`. Images may lie in subfolders of their class. A label is the position of the class
-among the sorted names of train's classes; a key is the path below the split, without extension, in safe characters.
+among the sorted names of train's classes; a key is the path below the split, without extension, in safe characters. What is not taken is
+counted and told (data_prep/image_tree.py); images of kinds that are not read are an error if they are many, by --max-unreadable.
 
-Folders are listed one class at a time, so the memory needed is that of the largest class. Links are followed; one that leads
-back to a folder above it is an error.
+Folders are listed one class at a time, so the memory needed is that of the largest class. Links are followed, and told where they lead out
+of SOURCE; one that leads back to a folder above it is an error.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import sys
-from collections import Counter
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL
 from PIL import features
 
-from data_prep.archives import MAX_IMAGE_BYTES
-from data_prep.catalogue import Builder, Sample, Source, safe_key, stable_hash
+from data_prep.catalogue import Builder, Source, safe_key, some, stable_hash
 from data_prep.command import Parser, add_arguments, fraction, prepare, run
+from data_prep.image_tree import EXTENSIONS, PassedOver, folders_in, images_below, read, unique_keys
 from data_prep.jobs import PrepError
+from data_prep.plan import Settings, allowed_unreadable
 
-EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif")
-NOT_READ = (
-    *(".heic", ".heif", ".hif", ".jxl", ".jp2", ".j2k", ".psd", ".svg", ".eps", ".tga", ".ico"),
-    *(".exr", ".hdr", ".ppm", ".pgm", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2", ".pef", ".srw"),
-)
-"""Suffixes of images that are passed over, and told: phones', cameras' raw data, drawings, rarities."""
 VAL_FOLDERS = ("val", "validation", "test")
 VAL_FRACTION = 0.1
-
-
-# ---- any tree of images, for other sources too ------------------------------------------------------------------------
-
-
-def images_below(folder: Path, passed_over: Counter[str] | None = None) -> Iterator[str]:
-    """Paths of the images below `folder`, relative to it, in the system's order; hidden files and folders are left out.
-
-    passed_over: counts, by suffix, files that are images but of a kind that is not read. Raises PrepError for a folder that cannot be
-    listed, and for a link back to a folder above it.
-    """
-    waiting: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
-    while waiting:
-        prefix, above = waiting.pop()
-        here = os.path.join(folder, prefix)
-        try:
-            status = os.stat(here)
-            identity = (status.st_dev, status.st_ino)
-            if identity in above:
-                link = next((path for path in (Path(here), *Path(here).parents) if path.is_symlink()), here)
-                raise PrepError(f"{link}: a link back to a folder above it; remove the link")
-            with os.scandir(here) as entries:
-                for entry in entries:
-                    if entry.name.startswith("."):
-                        continue
-                    if entry.is_dir():
-                        waiting.append((f"{prefix}{entry.name}/", above | {identity}))
-                    elif entry.name.lower().endswith(EXTENSIONS):
-                        yield prefix + entry.name
-                    elif passed_over is not None and entry.name.lower().endswith(NOT_READ):
-                        passed_over[os.path.splitext(entry.name)[1]] += 1
-        except OSError as error:
-            raise _cannot_list(error, here) from error
-
-
-def told_of_passed_over(passed_over: Counter[str]) -> str:
-    """A line about images that are not read; "" if there are none."""
-    if not passed_over:
-        return ""
-    counts = sorted(passed_over.items(), key=lambda item: (-item[1], item[0]))
-    kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in counts)
-    first = counts[0][0].lower()
-    number = passed_over.total()
-    return (
-        f"{number:,} file{'s' if number > 1 else ''} not read as images: {kinds}; convert them to JPEG, with ImageMagick, say, in their "
-        f"folder: find . -iname '*{first}' -exec magick mogrify -format jpg {{}} +"
-    )
-
-
-def folders_in(parent: Path) -> list[str]:
-    """Sorted names of the folders in `parent`, hidden ones left out. Raises PrepError if it cannot be listed."""
-    try:
-        with os.scandir(parent) as entries:
-            return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
-    except OSError as error:
-        raise _cannot_list(error, str(parent)) from error
-
-
-def _cannot_list(error: OSError, folder: str) -> PrepError:
-    return PrepError(f"{(error.filename or folder).rstrip('/')}: cannot be listed ({error.strerror}); set that right, or move it elsewhere")
-
-
-def unique_keys(paths: Sequence[str]) -> list[str]:
-    """The key of each path: without its extension. Those that would be equal (a.jpg and a.png) get a hash of the path at the end."""
-    keys = [os.path.splitext(path)[0] for path in paths]
-    safe = [safe_key(key) for key in keys]
-    times = Counter(safe)
-    return [f"{key}_{stable_hash(path).hex()}" if times[same] > 1 else key for path, key, same in zip(paths, keys, safe, strict=True)]
-
-
-def read(sample: Sample) -> bytes:
-    """Bytes of the image at `name` below the folder `file`. Raises OSError, and ValueError for what is no regular file."""
-    path = os.path.join(sample.file, sample.name)
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
-        raise ValueError("not a regular file")
-    with open(path, "rb") as file:
-        if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_IMAGE_BYTES:
-            raise ValueError(f"{num_bytes:,} bytes; no image has more than {MAX_IMAGE_BYTES:,}")
-        return file.read()
+CLASS_ORDERS = ("text", "number")
 
 
 # ---- the source -------------------------------------------------------------------------------------------------------
 
 
-def source(folder: Path, val_fraction: float | None = None, out: Path | None = None) -> Source:
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says of a source."""
+
+    val_fraction: float | None = None
+    """In [0, 1), of each class; only where the folder has no val folder, by default 0.1."""
+    class_order: str | None = None
+    """One of CLASS_ORDERS; only needed for classes whose names are numbers."""
+    max_unreadable: float = Settings().max_unreadable
+    """Part of all images that may be of kinds that are not read."""
+
+
+def source(folder: Path, asked: Asked | None = None, out: Path | None = None) -> Source:
     """The images of class folders.
 
-    val_fraction: in [0, 1), of each class; only where `folder` has no val folder, by default 0.1. Raises PrepError if the
-    folder is missing or has a val folder without train; when it is listed, if it holds no images or a single class, if a class
-    has no images, or if val has classes that train lacks.
+    Raises PrepError if the folder is missing or has a val folder without train; when it is listed, if it holds no images or a single class,
+    if a class has no images, if val has classes that train lacks, if the order of the classes is unclear, and if too many images are not
+    read.
     """
+    asked = asked or Asked()
     train, val = _layout(folder)
     if out is not None and (out == folder.resolve() or out.is_relative_to(train.resolve())):
         raise PrepError(f"{out}: lies among the images of {folder}; give --out another folder")
-    if val is None:
-        val_fraction = VAL_FRACTION if val_fraction is None else val_fraction
-        return Source("imagefolder", {"val_fraction": val_fraction}, partial(_fill, train, None, val_fraction), read)
-    if val_fraction is not None:
-        raise PrepError(f"--val-fraction {val_fraction} was given, but {val} is there; leave one of them out")
-    return Source("imagefolder", {}, partial(_fill, train, val, 0.0), read)
+    if val is not None and asked.val_fraction is not None:
+        raise PrepError(f"--val-fraction {asked.val_fraction} was given, but {val} is there; leave one of them out")
+    val_fraction = 0.0 if val is not None else VAL_FRACTION if asked.val_fraction is None else asked.val_fraction
+    options: dict[str, Any] = {} if val is not None else {"val_fraction": val_fraction}
+    options |= {"class_order": "number"} if asked.class_order == "number" else {}  # text is the order of all earlier data sets
+    return Source("imagefolder", options, partial(_fill, train, val, val_fraction, asked), read)
 
 
 def _layout(folder: Path) -> tuple[Path, Path | None]:
@@ -153,21 +88,16 @@ def _layout(folder: Path) -> tuple[Path, Path | None]:
     return folder, None  # `test` is a class like any other then
 
 
-def _fill(train: Path, val: Path | None, val_fraction: float, builder: Builder) -> None:
-    names = folders_in(train)
+def _fill(train: Path, val: Path | None, val_fraction: float, asked: Asked, builder: Builder) -> None:
+    names = _in_order(train, folders_in(train), asked.class_order)
     if train.name == "train" and (unused := [name for name in folders_in(train.parent) if train.parent / name not in (train, val)]):
         _tell(builder, f"folders beside {train} that are not used: {', '.join(unused)}")
-    labels = {name: label for label, name in enumerate(names)}
-    if all(map(str.isdecimal, names)) and (by_number := sorted(names, key=int)) != names:
-        first = next(k for k, (name, other) in enumerate(zip(names, by_number, strict=True)) if name != other)
-        _tell(
-            builder, f"the classes' names are numbers and are sorted as text: label {first} is class {names[first]}, not {by_number[first]}"
-        )
+    labels = _labels(train, names)
     builder.classes(names)
-    passed_over: Counter[str] = Counter()
-    _add_split(builder, "train", train, labels, val_fraction, passed_over)
+    passed_over = PassedOver(train.parent if train.name == "train" else train)
+    _add_split(builder, "train", train, {name: labels[_normal(name)] for name in names}, val_fraction, passed_over)
     per_class = builder.count("train")
-    also = f" ({told_of_passed_over(passed_over)})" if passed_over else ""
+    also = f" ({passed_over.told_of_images()})" if passed_over.images else ""
     if not per_class.sum():
         raise PrepError(f"{train}: no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders{also}; expected <class>/<image>")
     if empty := [name for name, count in zip(names, per_class, strict=True) if not count]:
@@ -175,13 +105,57 @@ def _fill(train: Path, val: Path | None, val_fraction: float, builder: Builder) 
     if len(names) < 2:
         raise PrepError(f"{train}: only one class ({', '.join(names)}); expected two subfolders at least")
     if val is not None:
-        if unknown := [name for name in folders_in(val) if name not in labels and any(images_below(val / name))]:
+        there = folders_in(val)
+        _labels(val, there)
+        if unknown := [name for name in there if _normal(name) not in labels and any(images_below(val / name))]:
             raise PrepError(f"{val}: classes that train lacks: {', '.join(unknown)}; remove these folders, or add these classes to train")
-        _add_split(builder, "val", val, {name: labels[name] for name in folders_in(val) if name in labels}, 0.0, passed_over)
+        _add_split(builder, "val", val, {n: labels[_normal(n)] for n in there if _normal(n) in labels}, 0.0, passed_over)
         if not builder.count("val").sum():
             raise PrepError(f"{val}: no images; expected <class>/<image>, or no such folder and --val-fraction")
-    if passed_over:
-        _tell(builder, told_of_passed_over(passed_over))
+    taken = int(builder.count("train").sum() + builder.count("val").sum())
+    total = taken + passed_over.num_images
+    if passed_over.num_images > (allowed := allowed_unreadable(asked.max_unreadable, total)):
+        share = min(0.999, math.ceil(1000 * passed_over.num_images / total) / 1000)
+        raise PrepError(
+            f"{passed_over.num_images:,} of {total:,} images would be left out, more than the {allowed:,} that --max-unreadable "
+            f"{asked.max_unreadable} allows: {'; '.join(passed_over.told())}. To leave them out: --max-unreadable {share}"
+        )
+    for line in passed_over.told():
+        _tell(builder, line)
+
+
+def _normal(name: str) -> str:
+    """A class's name, the same for all spellings in Unicode: macOS takes letters and their accents apart."""
+    return unicodedata.normalize("NFC", name)
+
+
+def _labels(folder: Path, names: Sequence[str]) -> dict[str, int]:
+    """The label of each class by its normal name. Raises PrepError for two folders that are one class."""
+    by_name: dict[str, list[str]] = {}
+    for name in names:
+        by_name.setdefault(_normal(name), []).append(name)
+    if twice := [" and ".join(str(os.fsencode(name)) for name in same) for same in by_name.values() if len(same) > 1]:
+        raise PrepError(f"{folder}: folders whose names are one in Unicode, of one class or of two? {some(twice)}; merge or rename them")
+    return {name: label for label, name in enumerate(by_name)}
+
+
+def _in_order(folder: Path, names: Sequence[str], class_order: str | None) -> list[str]:
+    """The classes in the order of their labels. Raises PrepError for numbers that have another order as text, if none was asked."""
+    by_text = sorted(names)
+    are_numbers = bool(names) and all(name.isascii() and name.isdecimal() for name in names)
+    by_number = sorted(names, key=lambda name: (int(name), name)) if are_numbers else by_text
+    if class_order == "number" and not are_numbers:
+        other = next((name for name in by_text if not (name.isascii() and name.isdecimal())), "none")
+        raise PrepError(f"{folder}: --class-order number, but the names of the classes are not all numbers ({other})")
+    if by_number == by_text or class_order is not None:
+        return by_number if class_order == "number" else by_text
+    label = next(k for k, (name, other) in enumerate(zip(by_text, by_number, strict=True)) if name != other)
+    differ = sum(name != other for name, other in zip(by_text, by_number, strict=True))
+    raise PrepError(
+        f"{folder}: the classes' names are numbers; sorted as text label {label} is class {by_text[label]}, sorted as numbers it is class "
+        f"{by_number[label]} ({differ:,} of {len(names):,} labels differ). Say which: --class-order number, if the names are labels (as in "
+        "ImageNet-V2), or --class-order text, as torchvision's ImageFolder has it"
+    )
 
 
 def _tell(builder: Builder, text: str) -> None:
@@ -190,9 +164,10 @@ def _tell(builder: Builder, text: str) -> None:
     print(text, flush=True)
 
 
-def _add_split(builder: Builder, split: str, folder: Path, labels: dict[str, int], val_fraction: float, passed_over: Counter[str]) -> None:
+def _add_split(builder: Builder, split: str, folder: Path, labels: dict[str, int], val_fraction: float, passed_over: PassedOver) -> None:
     """Add the images of these classes of `folder` to `split`, or the given fraction of each class to val."""
     file = builder.file(folder)
+    passed_over.look_beside(folder)
     for classes in _classes_with_common_keys(labels):
         paths = [f"{name}/{path}" for name in classes for path in images_below(folder / name, passed_over)]
         _refuse_unknown_to_pillow(paths)
@@ -208,13 +183,14 @@ def _add_split(builder: Builder, split: str, folder: Path, labels: dict[str, int
 
 
 def _refuse_unknown_to_pillow(paths: Sequence[str]) -> None:
-    """Raise PrepError for AVIF where Pillow cannot read it: what becomes of a folder must not depend on the machine."""
-    of_avif = [path for path in paths if path.lower().endswith(".avif")]
-    if of_avif and not features.check("avif"):
-        raise PrepError(
-            f"{of_avif[0]}: an AVIF image, and this Pillow ({PIL.__version__}) cannot read AVIF: pip install --upgrade 'pillow>=11.3', or "
-            "convert these images to JPEG"
-        )
+    """Raise PrepError for images that some Pillows read and this one does not: what becomes of a folder must not depend on the machine."""
+    for kind, feature, suffixes in (("an AVIF", "avif", (".avif",)), ("a JPEG 2000", "jpg_2000", (".jp2", ".j2k"))):
+        found = [path for path in paths if path.lower().endswith(suffixes)]
+        if found and not features.check(feature):
+            raise PrepError(
+                f"{found[0]}: {kind} image, and this Pillow ({PIL.__version__}) cannot read {kind.partition(' ')[2]}: "
+                "pip install --upgrade 'pillow>=11.3', or convert these images to JPEG"
+            )
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:
@@ -254,8 +230,18 @@ def main(argv: list[str] | None = None) -> int:
         metavar="F",
         help=f"part of each class that becomes val, if SOURCE has no val folder (default: {VAL_FRACTION})",
     )
+    parser.add_argument(
+        "--class-order",
+        choices=CLASS_ORDERS,
+        help="where all classes' names are numbers: by which order they get their labels, 1, 10, 2 (text) or 1, 2, 10 (number)",
+    )
     add_arguments(parser)
-    return run(lambda args: prepare(source(args.source, args.val_fraction, Path(args.out).resolve()), args), parser.parse_args(argv))
+
+    def command(args: argparse.Namespace) -> None:
+        asked = Asked(args.val_fraction, args.class_order, args.max_unreadable)
+        prepare(source(args.source, asked, Path(args.out).resolve()), args)
+
+    return run(command, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ from pathlib import Path
 import numpy as np
 
 from data_prep import command
-from data_prep.archives import MAX_IMAGE_BYTES, read_zip_member
+from data_prep.archives import read_zip_member
 from data_prep.catalogue import Builder, Sample, Source, read_range, some
+from data_prep.image_tree import MAX_IMAGE_BYTES
 from data_prep.imagenet_labels import WHAT_SERVES, read_all
 from data_prep.imagenet_layouts import IMAGE, IMAGE_EXTENSIONS, TRAIN_TAR, VAL_TAR, Found, Images, Layout, look
 from data_prep.jobs import PrepError

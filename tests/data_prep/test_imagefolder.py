@@ -8,11 +8,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from data_prep.catalogue import Sample, open_catalogue, safe_key
-from data_prep.imagefolder import main, source
+from data_prep.imagefolder import Asked, main, source
 from data_prep.jobs import PrepError
 from vit.data.shards import open_split
 
@@ -29,7 +30,7 @@ HELD_OUT = ["ape_11", "ape_21", "ape_22", "ape_26", "ape_27", "ape_8", "zebra_10
 def listed(folder: Path, val_fraction: float | None = None) -> dict[str, list[Sample]]:
     """The samples of each split."""
     with tempfile.TemporaryDirectory() as temporary:
-        found = open_catalogue(source(folder, val_fraction), Path(temporary), seed=0)
+        found = open_catalogue(source(folder, Asked(val_fraction)), Path(temporary), seed=0)
         return {split: found.table(split).samples(range(total)) for split, total in found.splits.items()}
 
 
@@ -236,11 +237,15 @@ def test_what_is_not_read_or_asks_to_be_turned_is_told(tmp_path, capsys):
             (folder / name / other).write_bytes(b"x")
         Image.new("RGB", (12, 10)).save(folder / name / "d.avif")
         Image.open(folder / name / "0.jpg").save(folder / name / "e.jfif", "JPEG")
-    assert main([str(folder), "--out", str(tmp_path / "out"), "--workers", "1", "--num-shards", "2"]) == 0
+    command = [str(folder), "--out", str(tmp_path / "out"), "--workers", "1", "--num-shards", "2", "--class-order", "number"]
+    assert main(command) == 2
+    assert "6 of 24 images would be left out, more than the 5 that --max-unreadable 0.01 allows: 6 files not" in capsys.readouterr().err
+    command += ["--max-unreadable", "0.25"]
+    assert main(command) == 0
     told = [
-        "the classes' names are numbers and are sorted as text: label 0 is class 10, not 9",
         "6 files not read as images: 2 .HEIC, 2 .cr2, 2 .heic; convert them to JPEG, with ImageMagick, say, in their folder: "
         "find . -iname '*.heic' -exec magick mogrify -format jpg {} +",
+        "4 other files, no images: 2 .db, 2 .txt",
         "6 of 18 images ask to be turned (EXIF orientation): --apply-exif turns them (published numbers do not)",
     ]
     printed = capsys.readouterr().out
@@ -248,11 +253,85 @@ def test_what_is_not_read_or_asks_to_be_turned_is_told(tmp_path, capsys):
     for line in told:
         assert f"{line}\n" in printed
         assert line in card
-    assert "Thumbs" not in printed
     assert json.loads((tmp_path / "out" / "_info.json").read_text())["asks_to_be_turned"] == 6
-    assert main([str(folder), "--out", str(tmp_path / "upright"), "--workers", "1", "--num-shards", "2", "--apply-exif"]) == 0
+    assert json.loads((tmp_path / "out" / "_info.json").read_text())["class_names"] == ["9", "10"]
+    command[2] = str(tmp_path / "upright")
+    assert main([*command, "--apply-exif"]) == 0
     assert "ask to be turned" not in capsys.readouterr().out
     assert "asks_to_be_turned" not in (tmp_path / "upright" / "_info.json").read_text()
+
+
+def test_all_that_is_read_is_taken_whatever_it_is_called(tmp_path, capsys):
+    """What torchvision's ImageFolder takes and more, and files without a suffix by their first bytes."""
+    folder = tmp_path / "odd"
+    suffixes = ("jpg", "jpeg", "jfif", "png", "webp", "bmp", "gif", "tif", "ppm", "pgm", "avif", "jp2")
+    for number, name in enumerate("ab"):
+        for suffix in suffixes:
+            add(folder / name / "plain.jpg", number)
+            image = Image.open(folder / name / "plain.jpg").convert("L" if suffix == "pgm" else "RGB")
+            image.save(folder / name / f"{suffix}.{suffix}", None if suffix != "jfif" else "JPEG")
+        (folder / name / "plain.jpg").rename(folder / name / "without")
+        (folder / name / "LICENSE").write_text("a text")
+    assert main([str(folder), "--out", str(tmp_path / "out"), "--workers", "1", "--num-shards", "1", "--val-fraction", "0"]) == 0
+    assert len(open_split(tmp_path / "out", "train")) == 2 * (len(suffixes) + 1)
+    assert "2 other files, no images: 2 without a suffix\n" in capsys.readouterr().out
+
+
+def test_what_is_passed_over_is_counted_and_recorded(flat, tmp_path, capsys):
+    """Images beside the class folders, images under a suffix nobody knows, links that lead elsewhere."""
+    (flat / "stray.png").write_bytes((flat / "ape" / "0.jpg").read_bytes())
+    (flat / "ape" / "photo.old").write_bytes((flat / "ape" / "0.jpg").read_bytes())
+    add(tmp_path / "elsewhere" / "x.jpg", 3)
+    (flat / "ape" / "link.jpg").symlink_to(tmp_path / "elsewhere" / "x.jpg")
+    assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
+    told = [
+        "1 file not read as images: 1 .old; convert",
+        f"1 images beside the class folders, of no class: {flat}/stray.png; not used",
+        f"1 links lead out of {flat} and were followed: {flat}/ape/link.jpg -> {tmp_path}/elsewhere/x.jpg",
+    ]
+    printed, info = capsys.readouterr().out, json.loads((tmp_path / "out" / "_info.json").read_text())
+    for line in told:
+        assert line in printed
+        assert any(note.startswith(line) for note in info["origin"])
+    assert main([str(flat), "--out", str(tmp_path / "other"), "--workers", "1", "--max-unreadable", "0"]) == 2
+    assert "2 of 54 images would be left out, more than the 0 that --max-unreadable 0.0 allows" in capsys.readouterr().err
+
+
+def numbered(folder: Path, num_classes: int) -> list[str]:
+    for number in range(num_classes):
+        add(folder / str(number) / "0.jpg", number)
+    return ["--workers", "1", "--num-shards", "1", "--val-fraction", "0"]
+
+
+def test_classes_whose_names_are_labels_are_not_renumbered_silently(tmp_path, capsys):
+    """ImageNet-V2's folders are called 0 to 999: sorted as text, 988 labels are others."""
+    options = numbered(tmp_path / "v2", 12)
+    assert main([str(tmp_path / "v2"), "--out", str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err
+    assert "sorted as text label 2 is class 10, sorted as numbers it is class 2 (10 of 12 labels differ)" in error
+    for order, names in (("number", [str(n) for n in range(12)]), ("text", sorted(str(n) for n in range(12)))):
+        out = tmp_path / order
+        assert main([str(tmp_path / "v2"), "--out", str(out), *options, "--class-order", order]) == 0
+        split = open_split(out, "train")
+        assert split.class_names == names
+        assert [split.key(i) for i in np.argsort(split.index["label"])] == [f"{name}_0" for name in names]
+    numbered(tmp_path / "ten", 10)
+    assert main([str(tmp_path / "ten"), "--out", str(tmp_path / "plain"), *options]) == 0, "both orders are one"
+
+
+def test_spellings_of_a_class_in_unicode(tmp_path, capsys):
+    """macOS takes letters and accents apart: the same name, other bytes."""
+    apart, together = "cafe\u0301", "caf\u00e9"
+    for name in (f"train/{together}", "train/tea", f"val/{apart}", "val/tea"):
+        add(tmp_path / "mixed" / name / "0.jpg")
+    assert main([str(tmp_path / "mixed"), "--out", str(tmp_path / "out"), "--workers", "1", "--num-shards", "1"]) == 0
+    assert sorted(open_split(tmp_path / "out", "val").index["label"].tolist()) == [0, 1]
+    add(tmp_path / "mixed" / "train" / apart / "0.jpg")
+    assert main([str(tmp_path / "mixed"), "--out", str(tmp_path / "other"), "--workers", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "folders whose names are one in Unicode" in error
+    assert str(apart.encode()) in error
+    assert str(together.encode()) in error
 
 
 def test_avif_where_pillow_cannot_read_it_is_an_error(flat, tmp_path, capsys, monkeypatch):
