@@ -41,13 +41,14 @@ from data_prep.card import write_readme
 from data_prep.catalogue import some
 from data_prep.class_names import NOTHING_ASKED, Asked, choose_layout
 from data_prep.command import Parser, add_max_unreadable_argument, add_workers_argument, run
-from data_prep.download import WebFolder
+from data_prep.download import WebShards
 from data_prep.index_shard import Shard, called, index_shard, stem
 from data_prep.jobs import PrepError, run_jobs
 from data_prep.output import Output, temporary_folder
 from data_prep.plan import Settings, allowed_unreadable
 from data_prep.writer import write_quarantine
 from vit.data import files, shards
+from vit.data.files import ShardError
 from vit.data.index_file import firsts_of, has_checksums, open_index, save_index
 from vit.data.members import printable
 from vit.data.tar import told_passed_over
@@ -98,19 +99,19 @@ def expand_braces(pattern: str) -> list[str]:
     return list(dict.fromkeys(name for part in whole for name in expand_braces(part)))
 
 
-def locate(roots: list[str]) -> tuple[Output | WebFolder, list[str] | None]:
+def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
     """The place that `roots` names, and the names of its shards if they are given one by one. Raises PrepError."""
     urls = [url for root in roots for url in (expand_braces(root) if "://" in root else [root])]
     on_the_web = urls[0].startswith(("http://", "https://"))
     if len(urls) == 1 and not ("://" in urls[0] and urls[0].endswith(".tar")):
-        return (WebFolder(urls[0].rstrip("/")) if on_the_web else Output(urls[0])), None
+        return (WebShards(urls[0].rstrip("/")) if on_the_web else Output(urls[0])), None
     if strange := [url for url in urls if "://" not in url or not url.endswith(".tar")]:
         raise PrepError(f"{some(strange)}: expected one folder, or URLs of shards, which end in .tar")
     folders = {url.rpartition("/")[0] for url in urls}
     if len(folders) > 1:
         raise PrepError(f"shards of several folders ({some(sorted(folders))}); a data set lies in one: index each for itself")
     folder = folders.pop()
-    return (WebFolder(folder) if on_the_web else Output(folder)), [url.rpartition("/")[2] for url in urls]
+    return (WebShards(folder) if on_the_web else Output(folder)), [url.rpartition("/")[2] for url in urls]
 
 
 # ---- all shards -----------------------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def _settings(output: Output, splits: list[str]) -> str:
     return settings if val else f"{settings} (and a split to evaluate on, as data.val_split)"
 
 
-def _choose_output(source: Output | WebFolder, out: str | None) -> Output:
+def _choose_output(source: Output | WebShards, out: str | None) -> Output:
     """Where the index goes, made and writable. Raises PrepError."""
     if isinstance(source, Output) and source.local is not None:
         if out is not None:
@@ -241,14 +242,14 @@ def _choose_output(source: Output | WebFolder, out: str | None) -> Output:
         raise PrepError(f"{source}: nothing can be written beside shards on the web; give a folder for their index with --out")
     try:
         output.make()
-    except PrepError as error:
+    except (PrepError, ShardError) as error:
         raise PrepError(f"{error}{'' if out else '. Where nothing can be written, give a folder for the index with --out'}") from error
     if out is not None and (tars := sorted(name for name in output.sizes() if name.endswith(".tar"))):
         raise PrepError(f"{output}: holds shards itself ({some(tars)}); choose an empty folder for the index of {source}")
     return output
 
 
-def _read_infos(source: Output | WebFolder, output: Output, listed: bool) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+def _read_infos(source: Output | WebShards, output: Output, listed: bool) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """The `_info.json` beside the shards (not looked for if these are `listed` one by one), and that in the output; it may be the same."""
     for place in (source, output):
         if isinstance(place, Output) and place.read_json("_writing.json") and not place.read_json("_info.json"):
@@ -257,7 +258,7 @@ def _read_infos(source: Output | WebFolder, output: Output, listed: bool) -> tup
     if output is source:
         return ours, ours
     theirs = None if listed else _info(source)
-    if theirs is None and not listed and isinstance(source, WebFolder):
+    if theirs is None and not listed and isinstance(source, WebShards):
         raise PrepError(
             f"{source}: no _info.json there, and the web has no lists of files: name the shards, as in '{source}/train-{{0000..0099}}.tar'"
         )
@@ -266,7 +267,7 @@ def _read_infos(source: Output | WebFolder, output: Output, listed: bool) -> tup
     return theirs, ours
 
 
-def _info(place: Output | WebFolder) -> dict[str, Any] | None:
+def _info(place: Output | WebShards) -> dict[str, Any] | None:
     """The `_info.json` of a place, as checked by `shards.read_info`."""
     content = place.read_json("_info.json")
     if content is None:
@@ -280,12 +281,12 @@ def _info(place: Output | WebFolder) -> dict[str, Any] | None:
     return info
 
 
-def _listed(source: Output | WebFolder) -> list[str]:
+def _listed(source: Output | WebShards) -> list[str]:
     assert isinstance(source, Output)
     return sorted(name for name in source.sizes() if name.endswith(".tar"))
 
 
-def _check_names(source: Output | WebFolder, tars: list[str]) -> None:
+def _check_names(source: Output | WebShards, tars: list[str]) -> None:
     """Raise PrepError for shards that are not there, as far as that can be told at once, and for names that lead elsewhere."""
     if isinstance(source, Output):
         there = source.sizes()

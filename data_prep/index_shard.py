@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_prep.download import WebFolder
+from data_prep.download import WebShards
 from data_prep.output import Output, temporary_folder
 from vit.data import shards
 from vit.data.files import ShardError
@@ -26,7 +26,7 @@ from vit.data.tar import INDEX_DTYPE, Survey, index_rows, survey_tar, write_idx
 class Shard(NamedTuple):
     """A shard to index: where it is, where its index goes, and the rows that an index of an earlier command has for it."""
 
-    source: Output | WebFolder
+    source: Output | WebShards
     output: Output
     name: str
     split: str
@@ -82,7 +82,7 @@ def _indexed_before(shard: Shard) -> tuple[np.ndarray, dict[str, Any]] | None:
     return (rows, sidecar) if unchanged else None
 
 
-def _index_fetched(shard: Shard, source: Output | WebFolder) -> tuple[np.ndarray, dict[str, Any]]:
+def _index_fetched(shard: Shard, source: Output | WebShards) -> tuple[np.ndarray, dict[str, Any]]:
     """Fetch a shard, scan and hash it, and publish what is to be known of it; the sidecar last, as it says that all is there."""
     with temporary_folder() as folder:
         tar = source.fetch(shard.name, folder)

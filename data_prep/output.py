@@ -8,56 +8,28 @@ keeps of an upload in parts that was cut is invisible, but paid for: a lifecycle
 
 from __future__ import annotations
 
-import errno
 import glob
 import os
 import shutil
 import socket
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from data_prep.jobs import PrepError
 from vit.data import files
-from vit.data.files import locked_folder, remove_if_abandoned, replacing, temporary_beside, temporary_file
-
-PAUSES_S = (1.0, 4.0, 15.0, 60.0)
-"""Waited before each further attempt, on top of what a store's own client repeats."""
-T = TypeVar("T")
-
-
-class Store(NamedTuple):
-    """A kind of object store that shows an object only when it is whole."""
-
-    package: str
-    """What fsspec needs for it."""
-    credentials: str
-    """Where its client looks for them."""
-    transfer: dict[str, Any]
-    """Settings of uploads and downloads."""
-
-
-# A file that goes in parts has up to 4 x 16 MiB in memory; s3fs's own numbers are 10 x 50 MB, and each worker has them.
-S3 = Store(
-    "s3fs",
-    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (FSSPEC_S3_ANON=true reads public buckets without)",
-    {"chunksize": 16 << 20, "max_concurrency": 4},
-)
-GS = Store("gcsfs", "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`", {})
-STORES = {"s3": S3, "s3a": S3, "gs": GS, "gcs": GS}
-LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of the staging disk; no store's client uses these
+from vit.data.files import locked_folder, remove_if_abandoned, replacing, temporary_file
+from vit.data.store import KINDS, Store
+from vit.data.urls import shown
 
 
 class Output:
     """A local folder or the URL of a folder in a store; the files directly in it go by their names.
 
-    Picklable, as workers get one. Errors of a store that may pass (a lost connection, "slow down") are tried again after PAUSES_S, with a
-    line on stderr; PrepError says what is left to do. Errors of a local disk are raised as they are (OSError).
+    Picklable, as workers get one. Errors of a store that may pass (a lost connection, "slow down") are tried again by `vit.data.patience`;
+    ShardError says what is left to do. Errors of a local disk are raised as they are (OSError).
     """
 
     url: str
@@ -71,9 +43,10 @@ class Output:
         scheme, is_url, place = text.partition("://")
         self.local = None if is_url else Path(text)
         self.url = f"{scheme}://{place.rstrip('/')}" if is_url else str(self.local)
+        self._store = Store(self.url)
 
     def __str__(self) -> str:
-        return self.url
+        return shown(self.url)
 
     def make(self) -> None:
         """Make the folder, and find out by an empty file whether it can be written. Raises PrepError."""
@@ -87,15 +60,13 @@ class Output:
             except OSError as error:
                 raise PrepError(f"{self}: cannot be written ({error.strerror}); choose another folder, or change this one") from error
             return
-        if self._scheme not in STORES:
-            kinds = ", ".join(f"{scheme}://" for scheme in STORES)
+        if self._store.kind is None:
+            kinds = ", ".join(f"{scheme}://" for scheme in KINDS)
             raise PrepError(f"{self}: cannot be written, or shows files before they are whole; expected a folder or one of {kinds}")
-        probe_name = f".writable.{socket.gethostname()}.{os.getpid()}"
         try:
-            self._attempt("writing", lambda: self._fs.pipe_file(self._path(probe_name), b""))
+            self._store.try_writing(f".writable.{socket.gethostname()}.{os.getpid()}")
         except FileNotFoundError as error:
             raise PrepError(f"{self}: no such bucket ({error}); create it first, or correct the URL") from error
-        self.remove(probe_name)
 
     def size(self, name: str) -> int:
         """Bytes of a file, -1 if there is none."""
@@ -103,7 +74,7 @@ class Output:
             path = self.local / name
             return path.stat().st_size if path.exists() else -1
         try:
-            return self._attempt(f"looking for {name}", lambda: self._size(name))
+            return self._store.stat(name).size
         except FileNotFoundError:
             return -1
 
@@ -113,7 +84,7 @@ class Output:
             if self.local is not None:
                 with os.scandir(self.local) as entries:
                     return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-            return self._attempt("listing", self._sizes)
+            return {name: version.size for name, version in self._store.list().items()}
         except FileNotFoundError:
             return {}
 
@@ -122,7 +93,7 @@ class Output:
         if self.local is not None:
             return files.read_json(self.local / name)
         try:
-            content = self._attempt(f"reading {name}", lambda: self._fs.cat_file(self._path(name)))
+            content = self._store.whole(name)
         except FileNotFoundError:
             return None
         return files.parse_json(content, f"{self}/{name}")
@@ -170,7 +141,7 @@ class Output:
                 path.unlink()
             return
         try:
-            self._attempt(f"uploading {path.name}", lambda: self._upload(path))
+            self._store.upload(path)
         except FileNotFoundError as error:
             raise PrepError(f"{self}: {error}; the bucket, or {path}, is gone") from error
         path.unlink()
@@ -180,7 +151,7 @@ class Output:
         if self.local is not None:
             return self.local / name
         try:
-            self._attempt(f"fetching {name}", lambda: self._download(name, folder / name))
+            self._store.download(name, folder / name)
         except FileNotFoundError as error:
             raise PrepError(f"{self}/{name}: no such file; write or copy it there again") from error
         return folder / name
@@ -191,7 +162,7 @@ class Output:
             if self.local is not None:
                 (self.local / name).unlink()
             else:
-                self._attempt(f"removing {name}", lambda: self._fs.rm_file(self._path(name)))
+                self._store.remove(name)
         except FileNotFoundError:
             pass
 
@@ -201,88 +172,6 @@ class Output:
             return None
         there = next(folder for folder in (self.local.absolute(), *self.local.absolute().parents) if folder.is_dir())
         return shutil.disk_usage(there).free
-
-    # ---- at a URL ----
-
-    @property
-    def _scheme(self) -> str:
-        return self.url.split("://")[0]
-
-    @cached_property
-    def _fs(self) -> Any:
-        """fsspec's file system, with its connections."""
-        import fsspec  # here, as a local folder needs none of it
-
-        return fsspec.core.url_to_fs(self.url)[0]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "local": self.local}  # connections stay behind
-
-    def _path(self, name: str = "") -> str:
-        path = str(self._fs._strip_protocol(self.url))
-        return f"{path}/{name}" if name else path
-
-    def _size(self, name: str) -> int:
-        self._fs.invalidate_cache(self._path())  # others write there, too
-        info = self._fs.info(self._path(name))
-        return int(info["size"]) if info["type"] == "file" else -1
-
-    def _sizes(self) -> dict[str, int]:
-        self._fs.invalidate_cache(self._path())
-        listed = self._fs.ls(self._path(), detail=True)
-        return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in listed if entry["type"] == "file"}
-
-    def _upload(self, path: Path) -> None:
-        size = path.stat().st_size
-        self._fs.put_file(str(path), self._path(path.name), **STORES[self._scheme].transfer)
-        if (arrived := self._size(path.name)) != size:
-            raise OSError(f"{arrived} of {size} bytes arrived")
-
-    def _download(self, name: str, path: Path) -> None:
-        size, temporary = self._size(name), temporary_beside(path)
-        settings = STORES[self._scheme].transfer if self._scheme in STORES else {}
-        try:
-            self._fs.get_file(self._path(name), str(temporary), **settings)
-            if (arrived := temporary.stat().st_size) != size:
-                raise OSError(f"{arrived} of {size} bytes arrived")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _attempt(self, doing: str, action: Callable[[], T]) -> T:
-        """Do it, again after errors that may pass. Raises FileNotFoundError as it is, PrepError for what will not pass by itself."""
-        for pause_s in (*PAUSES_S, None):
-            try:
-                return action()
-            except FileNotFoundError:
-                raise
-            except Exception as error:  # every store's client has classes of its own
-                if isinstance(error, OSError) and error.errno in LOCAL_ERRORS:
-                    error.filename = error.filename or tempfile.gettempdir()
-                    raise
-                if remedy := self._remedy(error):
-                    raise PrepError(f"{self}: {remedy}") from error
-                if pause_s is None:
-                    text = f"{doing} failed {1 + len(PAUSES_S)} times, at last with: {error}"
-                    raise PrepError(f"{self}: {text}; check URL and network, the same command continues") from error
-                print(f"{self}: {doing} failed ({error}); again in {pause_s:.0f} s", file=sys.stderr, flush=True)
-                time.sleep(pause_s)
-        raise AssertionError("the last pause is None")
-
-    def _remedy(self, error: Exception) -> str | None:
-        """What to do about an error that waiting does not mend, None for one that may pass."""
-        text = " ".join(str(error).split())
-        store = STORES.get(self._scheme)
-        credentials = f"; credentials come from {store.credentials}" if store else ""
-        if isinstance(error, ImportError):
-            return f"{text}: pip install {store.package}" if store else text
-        if isinstance(error, PermissionError):
-            return f"no permission to do this ({text}){credentials}"
-        if "Credential" in type(error).__name__ or "Profile" in type(error).__name__:  # NoCredentialsError, DefaultCredentialsError ...
-            return f"{text}{credentials}"
-        if isinstance(error, (ValueError, NotImplementedError)) or "Validation" in type(error).__name__:
-            return f"{text}; expected a folder or a URL such as s3://bucket/folder"
-        return None
 
 
 @contextmanager

@@ -328,7 +328,7 @@ def _(place):
 
 @scenario("a server that cannot be reached", slow=True)
 def _(place):
-    place.train("data.root=http://127.0.0.1:9/shards")
+    place.train("data.root=http://127.0.0.1:9/shards", "data.patience_s=1")
 
 
 @scenario("shards at a URL whose package is not installed")

@@ -30,7 +30,7 @@ from prep_place import BEGUN, SCENARIOS, TRAIN_TAR, Place, command, images, offi
 from processes import REPOSITORY, environment, jpeg
 from servers import S3Server, WebServer
 
-from data_prep import download
+from vit.data.patience import Patience
 from vit.data.tar import scan_tar
 
 # ---- the output folder ------------------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def place(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(download, "PAUSES_S", (0.01,) * len(download.PAUSES_S))
+    monkeypatch.setattr(Patience.__init__, "__defaults__", (0.3, 0.01, 0.05))
     return Place(tmp_path, capfd)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from vit.data.files import temporary_beside
+from vit.data.files import temporary_file
 from vit.data.http import ATTEMPT_S, Refused, Version, replaced
 from vit.data.patience import Passing, Patience
 from vit.data.urls import shown
@@ -53,7 +53,7 @@ class Store:
     """
 
     def __init__(self, url: str, patience: Patience | None = None):
-        self.url, self.patience = url.rstrip("/"), patience or Patience()
+        self.url, self.patience = url if url.endswith("://") else url.rstrip("/"), patience or Patience()
         self.kind = KINDS.get(url.partition("://")[0])
 
     def __str__(self) -> str:
@@ -101,9 +101,14 @@ class Store:
         """A small file."""
         return self._ask(name, lambda fs, path: fs.cat_file(f"{path}/{name}", **_limits(fs)))
 
-    def write(self, name: str, content: bytes) -> None:
-        """Make a small file."""
-        self._ask(name, lambda fs, path: fs.pipe_file(f"{path}/{name}", content, **_limits(fs)))
+    def try_writing(self, name: str) -> None:
+        """Make an empty file and remove it."""
+
+        def probe(fs: Any, path: str) -> None:
+            fs.pipe_file(f"{path}/{name}", b"", **_limits(fs))
+            fs.rm_file(f"{path}/{name}")
+
+        self._ask("", probe)
 
     def upload(self, path: Path) -> None:
         """Bring a local file to its place, under its name, and compare its size."""
@@ -120,14 +125,12 @@ class Store:
         """Bring a file to a local path, whole or not at all."""
 
         def get(fs: Any, folder: str) -> None:
-            size, temporary = _version_now(fs, folder, name).size, temporary_beside(path)
-            try:
-                fs.get_file(f"{folder}/{name}", str(temporary), **(self.kind.transfer if self.kind else {}))
-                if (arrived := temporary.stat().st_size) != size:
+            size = _version_now(fs, folder, name).size
+            with temporary_file(path) as file:
+                fs.get_file(f"{folder}/{name}", file.name, **(self.kind.transfer if self.kind else {}))
+                if (arrived := os.path.getsize(file.name)) != size:
                     raise Passing(f"{arrived} of {size} bytes arrived")
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+                os.replace(file.name, path)
 
         self._ask(name, get)
 
