@@ -1,0 +1,69 @@
+"""The C part on files that lie, with sanitizers: nothing outside of what it is given is touched, and it says the same on every way.
+
+Longer: `python tests/native/fuzz.py --minutes 10`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from native import fuzz
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory) -> Path:
+    return fuzz.write_seeds(tmp_path_factory.mktemp("fuzz") / "seeds")
+
+
+def built(folder: Path, sources: Path = fuzz.SOURCES) -> Path:
+    try:
+        return fuzz.build(folder, sources)
+    except fuzz.NoSanitizer as error:
+        if os.environ.get("VIT_REQUIRE_NATIVE") == "1":
+            pytest.fail(f"VIT_REQUIRE_NATIVE=1, but {error}")
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    return built(tmp_path_factory.mktemp("program"))
+
+
+def test_a_minute_of_changed_files(program, seeds):
+    status, printed = fuzz.run(program, seeds, seed=1, seconds=60)
+    assert status == 0, printed
+    counts = {what: dict(re.findall(r"(\d+):(\d+)", line)) for what, line in re.findall(r"(windows|transcoded) by status(.*)", printed)}
+    for what, least in (("windows", 10_000), ("transcoded", 1_000)):  # on a machine that is busy
+        assert int(counts[what]["0"]) > least, printed
+        assert int(counts[what]["1"]) > least, printed
+
+
+def test_nothing_depends_on_what_memory_held_before(program, seeds):
+    printed = [fuzz.run(program, seeds, seed=2, files=4_000, fill=fill) for fill in (0x00, 0xA5)]
+    assert printed[0] == printed[1]
+    assert printed[0][0] == 0, printed[0][1]
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "told"),
+    [
+        ("jpeg.h", "JPEG_PADDING = 64 * 4 + 8", "JPEG_PADDING = 64 * 31 / 8", "AddressSanitizer"),
+        ("pixels.h", "_mm256_set1_epi16(7)), 4)", "_mm256_set1_epi16(8)), 4)", "FAILED: other pixels"),
+        ("transcode.c", "if (n && place == 63 &&", "if (n && place >= 60 &&", "FAILED: transcoding"),
+    ],
+)
+def test_it_finds_bugs_that_are_put_in(tmp_path, seeds, file, right, wrong, told):
+    sources = shutil.copytree(fuzz.SOURCES, tmp_path / "native")
+    text = (sources / file).read_text()
+    assert text.count(right) == 1
+    (sources / file).write_text(text.replace(right, wrong))
+    status, printed = fuzz.run(built(tmp_path, sources), seeds, seed=3, seconds=120)
+    assert status != 0
+    assert told in printed
+    assert (seeds.parent / "fuzz-failure.jpg").stat().st_size > 0
