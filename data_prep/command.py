@@ -13,7 +13,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from data_prep import restart
 from data_prep.catalogue import Source
 from data_prep.images import RESTART_MARKERS, ImagePolicy
 from data_prep.jobs import PrepError
@@ -181,8 +180,6 @@ def settings_of(args: argparse.Namespace) -> Settings:
 def prepare(source: Source, args: argparse.Namespace) -> None:
     """Write the shards of a source as the flags of `add_arguments` say, or print the plan."""
     settings = settings_of(args)
-    if settings.policy.restart_markers == "auto" and (way := restart.way()):
-        print(f"restart markers: by {restart.WAYS[way]}")
     if not args.dry_run:
         write(source, args.out, settings)
         return

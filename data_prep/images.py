@@ -18,6 +18,7 @@ from PIL import Image
 
 from data_prep import restart
 from data_prep.jobs import PrepError
+from vit.data import native
 from vit.data.images import MAX_JPEG_SIDE, Pixels, check_jpeg, decode_jpeg, open_image, pixels_of
 from vit.data.jpeg import JpegHeader, read_header
 
@@ -58,7 +59,7 @@ class ImagePolicy:
     jpeg_quality: int = 95
     """Of what has to be encoded anew; libjpeg's scale, 1 to 100."""
     restart_markers: str = "off"
-    """One of RESTART_MARKERS. auto: give all JPEGs restart markers, in whichever way this machine can; needs one. Pixels stay the same."""
+    """One of RESTART_MARKERS. auto: give all JPEGs restart markers, which needs the C part of this package. Pixels stay the same."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -70,8 +71,8 @@ class ImagePolicy:
             problems.append(f"--jpeg-quality {self.jpeg_quality}: expected 1 to 100")
         if self.restart_markers not in RESTART_MARKERS:
             problems.append(f"--restart-markers {self.restart_markers}: expected one of {', '.join(RESTART_MARKERS)}")
-        elif self.restart_markers == "auto" and restart.way() is None:
-            problems.append(f"--restart-markers auto: {restart.NO_WAY}")
+        elif self.restart_markers == "auto" and not native.AVAILABLE:
+            problems.append(f"--restart-markers auto: needs the C part of this package: {native.WHY_NOT or 'VIT_NATIVE=0 turns it off'}")
         if problems:
             raise PrepError("; ".join(problems))
 

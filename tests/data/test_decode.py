@@ -4,6 +4,7 @@ import io
 import os
 import struct
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -360,6 +361,42 @@ def test_images_of_odd_shapes_are_decoded(width, height, form, decoder):
     window = width // 3, height // 3, max(width // 2, 1), max(height // 2, 1)
     [view] = decode_views(data, [window], (16, 16), "bicubic", image_size=(width, height))
     assert view.shape == decode_center(data, (16, 16), EvalConfig(), "bicubic").shape == (3, 16, 16)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("change", ["gone", "other arguments", "other pixels", "other scales"])
+def test_another_release_of_torch_changes_no_pixels(change, interpolation, monkeypatch, caplog):
+    """The operator that resizes is none of torch's promises: it is compared with the public function before it is used."""
+    data, window = encode(picture(160, 128)), (5, 3, 90, 70)
+
+    def made() -> list[torch.Tensor]:
+        return [*decode_views(data, [window], (24, 24), interpolation), decode_center(data, (32, 32), EvalConfig(), interpolation)]
+
+    expected = made()
+    theirs = getattr(torch.ops.aten, f"_upsample_{interpolation}2d_aa").out
+
+    def shifted(image, size, corners, height=None, width=None, *, out):
+        return theirs(image, size, corners, height, width, out=out).add_(1)
+
+    def inverted(image, size, corners, height=None, width=None, *, out):
+        return theirs(image, size, corners, height and 1 / height, width and 1 / width, out=out)
+
+    others = {"other arguments": lambda image, size: image, "other pixels": shifted, "other scales": inverted}
+    changed = SimpleNamespace() if change == "gone" else SimpleNamespace(out=others[change])
+    monkeypatch.setattr(torch.ops.aten, f"_upsample_{interpolation}2d_aa", changed)
+    decoding._resize_operator.cache_clear()
+    try:
+        for view, right in zip(made(), expected, strict=True):
+            np.testing.assert_array_equal(view, right)
+        assert [record.message.startswith(f"torch {torch.__version__}: its public function resizes") for record in caplog.records] == [True]
+    finally:
+        decoding._resize_operator.cache_clear()
+
+
+def test_the_operator_is_used_with_this_release_of_torch():
+    """Or all is right, and slow: see what has changed, and whether the plan of the centre's lines still holds."""
+    assert decoding._resize_operator("bilinear") is not None
+    assert decoding._resize_operator("bicubic") is not None
 
 
 # --- decoding at a smaller scale ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Restart markers, made by both ways, against libjpeg: its decoder, its encoder and its jpegtran."""
+"""Restart markers against libjpeg: its decoder, its encoder and its jpegtran."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -20,7 +19,7 @@ from PIL import Image, ImageCms
 from data_prep import imagefolder, restart
 from data_prep.images import ImagePolicy, prepare
 from data_prep.jobs import PrepError
-from data_prep.restart import Marked, interval_for, with_restart_markers
+from data_prep.restart import Marked, with_restart_markers
 from vit.data import native
 from vit.data.jpeg import read_header
 
@@ -28,10 +27,6 @@ if not native.AVAILABLE and os.environ.get("VIT_REQUIRE_NATIVE") == "1":
     pytest.fail(f"VIT_REQUIRE_NATIVE=1, but {native.WHY_NOT}", pytrace=False)
 NEEDS_NATIVE = pytest.mark.skipif(not native.AVAILABLE, reason=native.WHY_NOT or "VIT_NATIVE=0 is set")
 NEEDS_JPEGTRAN = pytest.mark.skipif(shutil.which("jpegtran") is None, reason="no jpegtran: apt-get install libjpeg-turbo-progs")
-NATIVE, JPEGTRAN = (
-    pytest.param(restart._by_native, id="native", marks=NEEDS_NATIVE),
-    pytest.param(restart._by_jpegtran, id="jpegtran", marks=NEEDS_JPEGTRAN),
-)
 
 
 def pixels(width: int, height: int, noise: float = 12) -> np.ndarray:
@@ -77,6 +72,13 @@ FILES = {
 }
 
 
+def interval_for(mcus_wide: int) -> int:
+    """MCUs between two markers: the largest divisor of a row that gives eight segments, else the one that gives most, else the row."""
+    divisors = [k for k in range(2, mcus_wide // 2 + 1) if mcus_wide % k == 0]
+    wanted = [k for k in divisors if mcus_wide // k >= 8]
+    return wanted[-1] if wanted else divisors[0] if divisors else mcus_wide
+
+
 def segments(data: bytes) -> list[tuple[int, bytes]]:
     """(marker, bytes) of the segments up to the start of scan, in order."""
     found, position = [], 2
@@ -105,38 +107,26 @@ def check_same_image(marked: bytes, original: bytes) -> None:
     assert numbers == [k % 8 for k in range(mcus_high * mcus_wide // header.restart_interval - 1)], "missing, or in another order"
 
 
-@pytest.mark.parametrize("transcode", [NATIVE])
+@NEEDS_NATIVE
 @pytest.mark.parametrize("name", FILES)
-def test_pixels_and_headers_stay(name: str, transcode):
-    marked, reason = transcode(FILES[name])
+def test_pixels_and_headers_stay(name: str):
+    marked, reason = with_restart_markers(FILES[name])
     assert reason is None
     check_same_image(marked, FILES[name])
-    assert transcode(marked) == (marked, None), "done twice it gives other bytes than done once"
+    assert with_restart_markers(marked) == (marked, None), "done twice it gives other bytes than done once"
 
 
 @NEEDS_NATIVE
 @NEEDS_JPEGTRAN
 @pytest.mark.parametrize("name", FILES)
-def test_both_ways_give_the_same_bytes(name: str):
+def test_codes_are_those_of_jpegtran(name: str):
     """jpegtran's scan is libjpeg-turbo's own work: its decoder, its optimal tables, its encoder."""
     header = read_header(FILES[name])
     interval = interval_for(-(-header.width // header.mcu_size[0]))
     command = ["jpegtran", "-optimize", "-restart", f"{interval}B", "-copy", "none"]
     by_libjpeg = subprocess.run(command, input=FILES[name], capture_output=True, check=True).stdout
-    marked = restart._by_native(FILES[name]).data
+    marked = with_restart_markers(FILES[name]).data
     assert marked[marked.index(b"\xff\xc4") :] == by_libjpeg[by_libjpeg.index(b"\xff\xc4") :]
-
-
-@NEEDS_JPEGTRAN
-@pytest.mark.parametrize(
-    "name", ["420 130x75", "Gray 17x33", "RGB, not YCbCr", "markers anywhere", "EXIF, ICC, comment", "16-bit quantisation tables"]
-)
-def test_jpegtran_alone(name: str):
-    marked, reason = restart._by_jpegtran(FILES[name])
-    assert reason is None
-    check_same_image(marked, FILES[name])
-    if native.AVAILABLE:
-        assert restart._by_native(FILES[name]).data == marked
 
 
 @NEEDS_NATIVE
@@ -150,18 +140,9 @@ def test_bytes_are_those_of_libjpegs_encoder(size: tuple[int, int], options: dic
     assert with_restart_markers(plain).data == encode(*size, **options, optimize=True, restart_marker_blocks=interval)
 
 
-def test_intervals():
-    """A divisor of the row; as long as eight fit into it; else as many as fit, of two MCUs at least; else the row."""
-    assert [interval_for(n) for n in (1, 4, 7, 8, 12, 16, 21, 22, 24, 31, 32, 63, 64)] == [1, 2, 7, 2, 2, 2, 3, 2, 3, 31, 4, 7, 8]
-    for mcus_wide in range(1, 200):
-        interval = interval_for(mcus_wide)
-        assert mcus_wide % interval == 0
-        better = [k for k in range(2, mcus_wide) if mcus_wide % k == 0 and mcus_wide // k >= 8]
-        assert interval == max(better) if better else mcus_wide // interval <= 7
-
-
 @NEEDS_NATIVE
-def test_intervals_are_the_same_in_c():
+def test_intervals_are_a_divisor_of_the_row():
+    """As long as eight fit into it; else as many as fit, of two MCUs at least; else the row."""
     for mcus_wide in range(1, 130):
         marked = with_restart_markers(simple(8 * mcus_wide, 8, "Gray")).data
         assert read_header(marked).restart_interval == interval_for(mcus_wide)
@@ -205,16 +186,16 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("transcode", [NATIVE, JPEGTRAN])
+@NEEDS_NATIVE
 @pytest.mark.parametrize("reason", restart.REASONS)
-def test_what_is_not_ordinary_keeps_its_bytes(reason: str, transcode):
+def test_what_is_not_ordinary_keeps_its_bytes(reason: str):
     data = KEPT[reason]()
-    assert transcode(data) == (data, reason)
+    assert with_restart_markers(data) == (data, reason)
 
 
-@pytest.mark.parametrize("transcode", [NATIVE, JPEGTRAN])
+@NEEDS_NATIVE
 @pytest.mark.parametrize("damage", ["stray byte", "missing marker", "swapped markers", "extra marker", "cut off", "no end", "other bits"])
-def test_damaged_files_keep_their_bytes(damage: str, transcode):
+def test_damaged_files_keep_their_bytes(damage: str):
     data = encode(200, 90, restart_marker_blocks=7)
     first, second = data.index(b"\xff\xd0"), data.index(b"\xff\xd1")
     damaged = {
@@ -226,7 +207,7 @@ def test_damaged_files_keep_their_bytes(damage: str, transcode):
         "no end": data[:-2],
         "other bits": data[: first + 2] + bytes(min(byte ^ 0x5A, 0xFE) for byte in data[first + 2 : second]) + data[second:],
     }[damage]
-    assert transcode(damaged) == (damaged, "damaged")
+    assert with_restart_markers(damaged) == (damaged, "damaged")
 
 
 BETWEEN_HEADERS = {
@@ -240,13 +221,13 @@ BETWEEN_HEADERS = {
 }
 
 
-@pytest.mark.parametrize("transcode", [NATIVE, JPEGTRAN])
+@NEEDS_NATIVE
 @pytest.mark.parametrize("name", BETWEEN_HEADERS)
-def test_strange_things_between_the_headers(name: str, transcode):
+def test_strange_things_between_the_headers(name: str):
     strange, expected = BETWEEN_HEADERS[name]
     for place in (FRAME, PLAIN.index(b"\xff\xda")):
         data = PLAIN[:place] + strange + PLAIN[place:]
-        marked, reason = transcode(data)
+        marked, reason = with_restart_markers(data)
         assert reason == expected
         if expected is None:
             check_same_image(marked, data)
@@ -255,22 +236,12 @@ def test_strange_things_between_the_headers(name: str, transcode):
 
 
 @NEEDS_NATIVE
-@NEEDS_JPEGTRAN
-def test_without_the_native_part():
-    """Turned off by the environment: jpegtran does it."""
-    code = "import sys; from data_prep.restart import *; print(way(), with_restart_markers(bytes.fromhex(sys.argv[1])).data.hex())"
-    command = [sys.executable, "-c", code, PLAIN.hex()]
-    printed = subprocess.run(command, env={**os.environ, "VIT_NATIVE": "0"}, capture_output=True, text=True, check=True).stdout
-    assert printed.split() == ["jpegtran", with_restart_markers(PLAIN).data.hex()]
-
-
-@NEEDS_NATIVE
 def test_an_image_of_next_to_nothing():
     """Two bits a block, and markers of 16 for every two blocks: the first guess at the room is too small."""
     encoded = io.BytesIO()
     Image.new("L", (128, 64_000), 77).save(encoded, "JPEG", optimize=True)
     restart._scratch.__dict__.clear()
-    marked, reason = restart._by_native(encoded.getvalue())
+    marked, reason = with_restart_markers(encoded.getvalue())
     assert reason is None
     assert len(restart._scratch.buffer) > 3 * len(encoded.getvalue()) + (1 << 16)
     check_same_image(marked, encoded.getvalue())
@@ -288,7 +259,7 @@ def test_damage_never_changes_an_image():
             place = random.randrange(random.choice((640, len(damaged)))) % len(damaged)
             damaged[place] = random.choice((0, 0xFF, 0x0F, random.randrange(256), damaged[place] ^ 1 << random.randrange(8)))
         data = bytes(damaged[: random.randrange(len(damaged))] if random.random() < 0.2 else damaged)
-        marked, reason = restart._by_native(data)
+        marked, reason = with_restart_markers(data)
         outcomes[reason] += 1
         if reason is not None:
             assert marked == data
@@ -304,10 +275,8 @@ def test_damage_never_changes_an_image():
 
 # ---- in data preparation ----------------------------------------------------------------------------------------------
 
-NEEDS_A_WAY = pytest.mark.skipif(restart.way() is None, reason="neither vit._native nor jpegtran: apt-get install libjpeg-turbo-progs")
 
-
-@NEEDS_A_WAY
+@NEEDS_NATIVE
 @pytest.mark.parametrize("check", ["decode", "headers"])
 def test_policy(check: str):
     policy = ImagePolicy(check, restart_markers="auto")
@@ -320,7 +289,7 @@ def test_policy(check: str):
     assert progressive[:4] == (encode(200, 120, progressive=True), 200, 120, "without restart markers: progressive")
 
 
-@NEEDS_A_WAY
+@NEEDS_NATIVE
 def test_converted_images_get_markers_too():
     png = io.BytesIO()
     Image.fromarray(pixels(160, 120)).save(png, "PNG")
@@ -331,13 +300,20 @@ def test_converted_images_get_markers_too():
         check_same_image(prepared.data, without.data)
 
 
-@NEEDS_A_WAY
+@NEEDS_NATIVE
 def test_what_is_recorded():
-    """Data sets that were begun before there were restart markers can be continued. By which way they are made is not told."""
+    """Data sets that were begun before there were restart markers can be continued."""
     assert "restart_markers" not in ImagePolicy().options()
     marked = ImagePolicy(restart_markers="auto")
     assert marked.options() == {**ImagePolicy().options(), "restart_markers": "auto"}
     assert ImagePolicy(**json.loads(json.dumps(marked.options()))) == marked
+
+
+def test_without_the_native_part_there_are_none(monkeypatch):
+    monkeypatch.setattr(native, "AVAILABLE", False)
+    monkeypatch.setattr(native, "WHY_NOT", "it was not built")
+    with pytest.raises(PrepError, match="--restart-markers auto: needs the C part of this package: it was not built"):
+        ImagePolicy(restart_markers="auto")
 
 
 def test_policy_knows_its_values():
@@ -345,9 +321,9 @@ def test_policy_knows_its_values():
         ImagePolicy(restart_markers="on")
 
 
-@NEEDS_A_WAY
+@NEEDS_NATIVE
 def test_a_data_set_with_restart_markers(tmp_path, capsys):
-    """The command says by which way; sidecars, card and record count; other options do not mix."""
+    """Sidecars, card and record count; other options do not mix."""
     for number in range(6):
         for name in ("cat", "dog"):
             path = tmp_path / "images" / name / f"{number}.jpg"
@@ -355,7 +331,6 @@ def test_a_data_set_with_restart_markers(tmp_path, capsys):
             path.write_bytes(encode(96 + number, 64, progressive=name == "dog" and number < 2))
     line = [str(tmp_path / "images"), "--out", str(tmp_path / "out"), "--num-shards", "2", "--workers", "1"]
     assert imagefolder.main([*line, "--restart-markers", "auto"]) == 0
-    assert capsys.readouterr().out.startswith(f"restart markers: by {restart.WAYS[restart.way()]}\n")
     info = json.loads((tmp_path / "out" / "_info.json").read_text())
     assert info["options"]["restart_markers"] == "auto"
     assert info["changed"] == {"with restart markers": 10, "without restart markers: progressive": 2}
@@ -365,6 +340,6 @@ def test_a_data_set_with_restart_markers(tmp_path, capsys):
     assert 'restart_markers is "auto" there, null here' in capsys.readouterr().err
 
 
-@NEEDS_A_WAY
+@NEEDS_NATIVE
 def test_what_is_no_jpeg_stays():
     assert with_restart_markers(b"no JPEG") == Marked(b"no JPEG", "damaged")
