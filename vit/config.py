@@ -85,10 +85,11 @@ class DataConfig(Section):
     val_split: str = "val"
     """Split to evaluate on."""
     cache_dir: str | None = None
-    """Folder on a disk of each machine for blocks of shards at a URL. `None`: `vit` in `XDG_CACHE_HOME`, else `~/.cache/vit`. Without
-    effect for shards on a disk."""
+    """Folder on a disk of each machine for blocks of shards. `None`: for shards at a URL a folder in `SLURM_TMPDIR` or `TMPDIR`, else `vit`
+    in `XDG_CACHE_HOME` or `~/.cache`, whichever is on a disk of the machine; shards in a folder are read in place, without a cache."""
     cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """Most that these blocks may take, in GiB. `None`: half of what is free on that disk. Without effect for shards on a disk."""
+    """Most that blocks may take there, in GiB; of several jobs the largest counts. `None`: half of what is free on that disk, at most 50.
+    Without effect where there is no cache."""
     patience_s: Annotated[float, Field(ge=0)] = 600.0
     """How long, in seconds, reading is tried again while a server, an object store or a mounted folder does not answer or gives nothing. 0:
     one attempt."""

@@ -12,6 +12,24 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+_SHARED = {
+    "lustre",
+    "gpfs",
+    "mmfs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "afs",
+    "9p",
+    "virtiofs",
+    "panfs",
+    "wekafs",
+    "glusterfs",
+    "pvfs2",
+}
+_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting in the kernel", "R": "running", "S": "sleeping", "Z": "dead"}
 _V1_UNLIMITED = 2**60
 """Version 1 writes "no limit" as a number near 2**63."""
 
@@ -53,6 +71,35 @@ def num_oom_kills(root: Path = Path("/")) -> int | None:
     lines = "\n".join([*counted, _text(root / "proc/vmstat")]).splitlines()
     found = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
     return max(found, default=None)
+
+
+def file_system(path: Path, root: Path = Path("/")) -> str:
+    """The kind of file system that `path`, which exists, lies on, as the kernel calls it (ext4, nfs4, lustre); "" if it does not say.
+
+    root: where `proc` lies.
+    """
+    device, path = os.stat(path).st_dev, path.resolve()
+    place, found = f"{os.major(device)}:{os.minor(device)}", ("", "")
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        mount, _, described = line.partition(" - ")
+        _, _, number, _, point, *_ = mount.split()
+        if number == place and path.is_relative_to(point) and len(point) >= len(found[0]):
+            found = point, described.split()[0]
+    return found[1]
+
+
+def is_shared(kind: str) -> bool:
+    """Whether a file system of this kind lies on other machines, as those of homes and projects of a cluster do."""
+    return kind in _SHARED or kind.startswith(("nfs", "fuse."))
+
+
+def process_state(pid: int | None) -> str:
+    """What a process is at, in words for behind its number: ", stopped"; "" where the system does not say."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+    return f", {_STATES[letter]}" if letter in _STATES else ""
 
 
 def num_nvidia_gpus(root: Path = Path("/")) -> int:

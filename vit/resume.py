@@ -19,7 +19,7 @@ from vit.distributed import World
 
 MAY_CHANGE = (
     "run.", "log.", "checkpoint.", "eval.", "data.num_workers", "data.prefetch_gib", "data.micro_batch_size", "data.root",
-    "data.val_split", "data.cache_dir", "data.cache_gib", "data.patience_s",
+    "data.val_split", "data.cache_dir", "data.cache_gib", "data.patience_s", "data.stall_timeout_s",
     "data.on_bad_image", "train.device", "train.compile", "train.max_skipped_steps",
 )  # fmt: skip
 """Prefixes of keys that a resumed run may have different from its checkpoint: same batches, same recipe. (Another micro-batch draws other

@@ -24,7 +24,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from vit.data.files import ShardError
 from vit.data.loader import Batches
 from vit.data.slots import Slots
 from vit.data.stages import DOING, Row, Stage
-from vit.host import num_oom_kills
+from vit.host import num_oom_kills, process_state
 from vit.worker import follow_parent, held_back
 
 END_WAIT_S = 1.0
@@ -51,7 +50,6 @@ _PART = struct.Struct("<qii")
 """position, slot, first row: few enough bytes that a pipe takes and gives them whole, with any number of readers."""
 _END = -1
 """A position that tells a worker to end."""
-_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting in the kernel", "R": "running", "S": "sleeping", "Z": "dead"}
 log = logging.getLogger(__name__)
 
 
@@ -224,7 +222,7 @@ class Crew:
 
     def _name(self, number: int) -> str:
         pid = self._workers[number][0].pid
-        return f"loader worker {number} (process {pid}{_state_of(pid)})"
+        return f"loader worker {number} (process {pid}{process_state(pid)})"
 
     def _mend(self) -> None:
         """Kill who hangs for too long; `results` sees when it is dead."""
@@ -250,7 +248,7 @@ class Crew:
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGSTOP)
         for _ in range(50):
-            if _state_letter(worker.pid) in "TtDZ":
+            if process_state(worker.pid) not in (", running", ", sleeping", ""):
                 break
             time.sleep(0.01)
         if row.turns != turns:
@@ -297,19 +295,6 @@ class Crew:
         else:
             reason = "so a library it uses crashed, perhaps on a damaged image: `python -m data_prep.verify` decodes them all"
         return f"a loader worker (process {worker.pid}) was killed by {name}, {reason}"
-
-
-def _state_letter(pid: int | None) -> str:
-    """Of a process, as the kernel says it; "?" where it does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "?"
-
-
-def _state_of(pid: int | None) -> str:
-    letter = _state_letter(pid)
-    return f", {_STATES[letter]}" if letter in _STATES else ""
 
 
 def _end_workers(

@@ -23,6 +23,8 @@ from vit.data.urls import bare
 
 PIECE_BYTES = 8 << 20
 """Of a whole file, which may be a large index, a request."""
+INDEX_WAIT_S = 3600.0
+"""For another process of this host to fetch an index, which may be of gigabytes."""
 log = logging.getLogger(__name__)
 
 
@@ -70,8 +72,7 @@ class RemoteFolder:
             raise self._not_indexed(f"an empty {name}")
         path = cache.folder / self.brief / f"{split}.index.{version.brief()}.npy"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with locked_part(path, ends_with_checksum) as part:
+            with locked_part(path, ends_with_checksum, INDEX_WAIT_S) as part:
                 if part is not None:
                     if path.exists():
                         log.warning("%s: damaged; it is fetched again", path)

@@ -51,7 +51,7 @@ from vit.data.index_file import (
 from vit.data.members import SampleLayout, recorded_layout
 from vit.data.patience import Patience
 from vit.data.remote import RemoteFolder, local_path
-from vit.data.storage import LocalTars, RemoteTars
+from vit.data.storage import LocalTars, MountedFolder, RemoteTars
 from vit.data.tar import DEFAULT_LAYOUT, size_said_by
 from vit.data.tar_walk import TAR_BLOCK, TarDamaged, walk
 
@@ -258,7 +258,8 @@ def _local_versions(root: Path, filenames: list[str]) -> list[Version | str]:
 
     def version(path: Path) -> Version | str:
         try:
-            return Version(os.stat(path).st_size, "")
+            status = os.stat(path)
+            return Version(status.st_size, str(status.st_mtime_ns))
         except OSError as error:
             return error.strerror or type(error).__name__
 
@@ -299,7 +300,7 @@ class Split:
         index: np.ndarray,
         num_classes: int,
         class_names: list[str],
-        tars: RemoteTars | None = None,
+        tars: LocalTars | RemoteTars | None = None,
         layout: SampleLayout = DEFAULT_LAYOUT,
     ):
         self.root, self.name, self.filenames, self.lengths, self.index = root, name, filenames, lengths, index
@@ -420,8 +421,8 @@ def open_split(
     """Open one split of the data set in `root`, a folder or a URL, after checks that read no image.
 
     An index that is absent or does not fit the tars of a folder is made of them (all are read, which is logged as a warning).
-    cache_dir, cache_gib: of shards at a URL, see `BlockCache`. patience: with what does not answer for a while. is_checked: another
-    process of this host has opened it just now, so the rows of the index are not looked at again.
+    cache_dir, cache_gib: see `BlockCache`; shards in a folder are read in place where cache_dir is None. patience: with what does not
+    answer for a while. is_checked: another process of this host has opened it just now, so the rows of the index are not looked at again.
     Raises ShardError listing all problems at once: missing folder, `_info.json`, split or shards, shards of another size
     than recorded, lengths that do not add up, labels outside [0, num_classes).
     """
@@ -449,7 +450,8 @@ def open_split(
     sizes = [version.size for version in versions]
 
     # 2. The index; in a folder it is made anew if it does not fit.
-    tars, index = None, None
+    tars: LocalTars | RemoteTars | None = None
+    index = None
     if folder is not None:
         tars = _open_remote(folder, home, split, described, versions, BlockCache(cache_dir, cache_gib), is_checked)
         index = tars.index
@@ -457,6 +459,10 @@ def open_split(
         index = _load_index(home, split, described, sizes, is_checked)
     if index is None:
         index = build_index(shown, split, filenames)
+
+    if tars is None and home is not None and cache_dir is not None:
+        mounted, cache = MountedFolder(home, filenames, patience), BlockCache(cache_dir, cache_gib)
+        tars = RemoteTars(mounted, filenames, versions, index, firsts_of(lengths), cache)
 
     # 3. The labels.
     class_names = list(info.get("class_names") or [])
@@ -470,4 +476,5 @@ def open_split(
                 f"{where}: {outside} labels lie outside [0, {num_classes}), {told}; correct the shard, or the classes in _info.json"
             )
     layout = replace(recorded_layout(info, home and home / filenames[0]), class_names=())  # a split travels to workers
+    tars = tars or LocalTars(Path(shown), filenames, patience)
     return Split(home or shown, split, filenames, lengths, index, num_classes, class_names, tars, layout)

@@ -1,13 +1,15 @@
-"""Where the bytes of a split's shards come from: files in a folder, or a URL through a cache on the local disk. Free of torch.
+"""Where the bytes of a split's shards come from: files in a folder, or a URL or mounted folder through a cache on the local disk. Free of
+torch.
 
-The data's story, for a URL: a block is some 8 MB of a shard, a whole number of consecutive samples, so that what the order keeps together
-comes with one range request. One process of a host fetches it, `vit.data.block_cache` keeps it, and samples are read from there. `prefetch`
-has threads fetch what will be needed soon. A block whose tar headers do not fit the index is not kept: its shard was replaced.
+The data's story, with a cache: a block is some 8 MB of a shard, a whole number of consecutive samples, so that what the order keeps
+together comes with one request. One process of a host fetches it, `vit.data.block_cache` keeps it, and samples are read from there.
+`prefetch` has threads fetch what will be needed soon. A block whose tar headers do not fit the index is not kept: its shard was replaced.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import math
 import mmap
 import os
@@ -15,8 +17,9 @@ import queue
 import resource
 import threading
 import time
+import weakref
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.data import stages
-from vit.data.block_cache import BlockCache, Fetched
+from vit.data.block_cache import BlockCache, Fetched, waits_for_lock
 from vit.data.files import ShardError
 from vit.data.http import Version
 from vit.data.index_file import has_checksums, open_index
@@ -48,7 +51,6 @@ BEAT_S = 1.0
 """While a block is awaited, how often it is looked whether the store was asked again."""
 NUM_OPENING = 16
 """Files opened at once."""
-DEFAULT_PATIENCE = Patience()
 PASSING_ERRORS = {
     *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.ENOLCK, errno.EBUSY),
     *(errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
@@ -70,12 +72,13 @@ class LocalTars:
     read_ahead_batches = 0
     """A part's own images are enough: the disk has them while the first is decoded."""
 
-    def __init__(self, root: Path, filenames: list[str], patience: Patience = DEFAULT_PATIENCE):
-        self.root, self.filenames, self.patience = root, filenames, patience
-        self._fds: dict[int, int] = {}
+    def __init__(self, root: Path, filenames: list[str], patience: Patience | None = None):
+        self.root, self.filenames, self.patience = root, filenames, patience or Patience()
+        self._fds = dict[int, int]()
+        weakref.finalize(self, _close, self._fds)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_fds": {}}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalTars, (self.root, self.filenames, self.patience)
 
     def where(self, shard: int) -> str:
         """The shard's path."""
@@ -123,8 +126,7 @@ class LocalTars:
 
     def close(self) -> None:
         """Close the file descriptors; the next read opens them again."""
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        _close(self._fds)
 
     def _open_and_read(self, shard: int, size: int, offset: int) -> bytes:
         try:
@@ -154,6 +156,35 @@ class LocalTars:
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
+def _close(fds: dict[int, int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
+
+
+class MountedFolder:
+    """A folder on a file system of other machines, of which blocks are kept here as those of a URL are."""
+
+    def __init__(self, root: Path, filenames: list[str], patience: Patience | None = None):
+        self._tars = LocalTars(root.absolute(), filenames, patience)
+
+    def __str__(self) -> str:
+        return str(self._tars.root)
+
+    @property
+    def brief(self) -> str:
+        """For folder names."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+
+    def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
+        """Bytes [start, stop) of a file. Raises OSError if it is gone or of another version."""
+        shard = self._tars.filenames.index(name)
+        data = self._tars.pread(0, shard, stop - start, start)
+        status = os.stat(self._tars.where(shard))
+        if Version(status.st_size, str(status.st_mtime_ns)) != version or len(data) != stop - start:
+            raise OSError(errno.ESTALE, "it was replaced while it was in use")
+        return data
+
+
 def _counted(data: bytes) -> bytes:
     stages.mine.count(read_bytes=len(data))
     return data
@@ -174,7 +205,7 @@ _OF_A_PROCESS = ("_lock", "_pid", "_num_threads", "_asked_at_s", "_under_way", "
 
 
 class RemoteTars:
-    """The shards of a split at a URL, for `vit.data.shards.Split`. Threads, forks and pickles as told there.
+    """The shards of a split at a URL or in a mounted folder, through a cache. Threads, forks and pickles as `vit.data.shards.Split` says.
 
     A sample's bytes begin where the image before it ends: headers and other members in between come along.
     """
@@ -182,7 +213,13 @@ class RemoteTars:
     read_ahead_batches = READ_AHEAD_BATCHES
 
     def __init__(
-        self, folder: RemoteFolder, filenames: list[str], versions: list[Version], index: np.ndarray, firsts: list[int], cache: BlockCache
+        self,
+        folder: RemoteFolder | MountedFolder,
+        filenames: list[str],
+        versions: list[Version],
+        index: np.ndarray,
+        firsts: list[int],
+        cache: BlockCache,
     ):
         """firsts: of each shard the first sample, and the number of all."""
         self.folder, self.filenames, self.versions, self.index, self.cache = folder, filenames, versions, index, cache
@@ -220,7 +257,7 @@ class RemoteTars:
                 block.name, block.stop - block.start, samples, sample - block.first, start - block.start, stop - block.start
             )
             stages.mine.count(cache_hits=data is not None, cache_misses=data is None)
-            if data is None and (fetched := self._await(self._request(block))) is not None:
+            if data is None and (fetched := self._await(block)) is not None:
                 data = fetched[start - block.start : stop - block.start]
             if data is not None:
                 return _counted(data)[offset - start : offset - start + size]
@@ -252,14 +289,17 @@ class RemoteTars:
     def close(self) -> None:
         """Nothing stays open between reads."""
 
-    def _await(self, block: Future[bytes | None]) -> bytes | None:
+    def _await(self, block: _Block) -> bytes | None:
+        """What `_request` will have given; meanwhile the row says what is waited for."""
+        path, asked, pause_s = self.cache.folder / block.name, self._request(block), 0.05
         with stages.mine.within(Stage.STORE):
-            while True:
-                with suppress(TimeoutError):
-                    return block.result(BEAT_S)
-                if block.done():
-                    return block.result()  # a TimeoutError of the store's client
+            while not asked.done():
+                wait([asked], pause_s)
+                pause_s = BEAT_S
                 stages.mine.count_retries()
+                if (stage := Stage.LOCK if waits_for_lock(path) else Stage.STORE) != stages.mine.stage:
+                    stages.mine.enter(stage)
+            return asked.result()
 
     def _start(self, sample: int, shard: int) -> int:
         return 0 if sample == self.firsts[shard] else self._stop(sample - 1)
