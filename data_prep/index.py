@@ -49,9 +49,11 @@ from data_prep.plan import Settings, allowed_unreadable
 from data_prep.writer import write_quarantine
 from vit.data import files, shards
 from vit.data.files import ShardError
+from vit.data.http import on_the_web
 from vit.data.index_file import firsts_of, has_checksums, open_index, save_index
 from vit.data.members import printable
 from vit.data.tar import told_passed_over
+from vit.data.urls import expand_braces, resolve, shown
 
 SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
@@ -84,34 +86,20 @@ def group_by_split(names: list[str], root: str, split: str | None = None) -> dic
     return splits
 
 
-def expand_braces(pattern: str) -> list[str]:
-    """`a-{0..2}.tar` -> a-0.tar, a-1.tar, a-2.tar, as shells and webdataset do; {000..002} keeps zeros, {a,b} is either."""
-    match = re.search(r"\{([^{}]*)\}", pattern)
-    if match is None:
-        return [pattern]
-    if bounds := re.fullmatch(r"(\d+)\.\.(\d+)", match[1]):
-        low, high = int(bounds[1]), int(bounds[2])
-        width = max(map(len, bounds.groups())) if any(len(text) > 1 and text[0] == "0" for text in bounds.groups()) else 0
-        choices = [f"{number:0{width}d}" for number in (range(low, high + 1) if low <= high else range(low, high - 1, -1))]
-    else:
-        choices = match[1].split(",")
-    whole = [pattern[: match.start()] + choice + pattern[match.end() :] for choice in choices]
-    return list(dict.fromkeys(name for part in whole for name in expand_braces(part)))
-
-
 def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
     """The place that `roots` names, and the names of its shards if they are given one by one. Raises PrepError."""
-    urls = [url for root in roots for url in (expand_braces(root) if "://" in root else [root])]
-    on_the_web = urls[0].startswith(("http://", "https://"))
-    if len(urls) == 1 and not ("://" in urls[0] and urls[0].endswith(".tar")):
-        return (WebShards(urls[0].rstrip("/")) if on_the_web else Output(urls[0])), None
-    if strange := [url for url in urls if "://" not in url or not url.endswith(".tar")]:
+    urls = [url for root in roots for url in (expand_braces(resolve(root)) if "://" in root else [root])]
+    make = WebShards if on_the_web(urls[0]) else Output
+    said = [re.fullmatch(r"([^?]*://[^?]*)/([^/?]+\.tar)(\?.*)?", url) for url in urls]
+    if len(urls) == 1 and not said[0]:
+        return make(urls[0]), None
+    if strange := [shown(url) for url, found in zip(urls, said, strict=True) if not found]:
         raise PrepError(f"{some(strange)}: expected one folder, or URLs of shards, which end in .tar")
-    folders = {url.rpartition("/")[0] for url in urls}
+    shards_of = [(f"{found[1]}{found[3] or ''}", found[2]) for found in said if found]
+    folders = {folder for folder, _ in shards_of}
     if len(folders) > 1:
-        raise PrepError(f"shards of several folders ({some(sorted(folders))}); a data set lies in one: index each for itself")
-    folder = folders.pop()
-    return (WebShards(folder) if on_the_web else Output(folder)), [url.rpartition("/")[2] for url in urls]
+        raise PrepError(f"shards of several folders ({some(sorted(map(shown, folders)))}); a data set lies in one: index each for itself")
+    return make(folders.pop()), [name for _, name in shards_of]
 
 
 # ---- all shards -----------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def open_train_split(config: Config, val_split: Split, is_checked: bool = False)
         names = val_split.class_names
         layout = SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names))
         num_classes = max(val_split.num_classes, config.model.num_classes or 0)
-        return open_stream(resolve(data.stream), data.num_samples, num_classes, names, layout)
+        return open_stream(resolve(data.stream), data.num_samples, num_classes, names, layout, Patience(data.patience_s))
     return open_indexed(data, data.train_split, is_checked)
 
 

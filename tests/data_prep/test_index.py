@@ -461,6 +461,23 @@ def test_errors_with_urls(arguments, message, foreign, web, tmp_path, capsys):
     assert str(tmp_path / "tmp") not in error
 
 
-@pytest.mark.parametrize("pattern", ["a-{0..3}.tar", BRACES, "{000..012}", "{8..11}-{a,b}", "{3..1}", "plain.tar", "{a,{b,c}-{0..1}}"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a-{0..3}.tar",
+        BRACES,
+        "{000..012}",
+        "{8..11}-{a,b}",
+        "{3..1}",
+        "plain.tar",
+        "{a,{b,c}-{0..1}}",
+        "{0..10..3}",
+        "{05..10..2}",
+        "{a..d}",
+        "{d..a..2}x",
+        "x{print}y",
+        "${SAS}/{-1..1}",
+    ],
+)
 def test_braces(pattern):
     assert sorted(expand_braces(pattern)) == sorted(set(braceexpand(pattern)))

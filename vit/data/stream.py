@@ -1,9 +1,9 @@
 """Batches from a stream of tars, for what cannot be read at random. Not exact.
 
-The data's story: the webdataset library opens URLs and `pipe:` commands one after the other and groups the files of their tars into
-samples; a tar that ends without its end mark, or whose command fails, is an error. Each worker of each rank has shards of its own or,
-where there are fewer shards than workers, its share of the samples of all; a buffer shuffles, and when the shards are at an end the next
-pass begins in another order. Crops and tables are drawn from a hash of the key.
+The data's story: URLs are opened by `vit.data.http`, `pipe:` commands by the webdataset library, one after the other, and it groups the
+files of their tars into samples; a tar that ends without its end mark, or whose command fails, is an error. Each worker of each rank has
+shards of its own or, where there are fewer shards than workers, its share of the samples of all; a buffer shuffles, and when the shards
+are at an end the next pass begins in another order. Crops and tables are drawn from a hash of the key.
 
 Exact it is not: workers pass through their shards at different speeds, so that in an epoch of `data.num_samples` some samples come
 twice and others not at all, and a resumed run begins a new pass. The record says so ("exact": false). Evaluation, which counts every
@@ -13,15 +13,13 @@ image once, reads an indexed split.
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
-import logging
 import multiprocessing
 import os
-import random
-import shlex
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,22 +28,19 @@ from vit.config import AugmentConfig
 from vit.data.decode import decode_views
 from vit.data.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
 from vit.data.files import ShardError
+from vit.data.http import PIECE_BYTES, WebFile, on_the_web
 from vit.data.images import image_size
 from vit.data.loader import Batch, Batches, ImageFormat, Layout, write_rows
 from vit.data.members import META, SETTINGS, SampleLayout, Unfit, describe
 from vit.data.order import Order, fold, hash64
+from vit.data.patience import Patience
 from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE
 from vit.data.tar_walk import FILE, TarDamaged, decompressed, in_order, walk
+from vit.data.urls import expand_braces, shown
 
 SHUFFLE_SAMPLES, SHUFFLE_BYTES = 1000, 64 << 20
 """Encoded samples that a worker shuffles among, at most."""
 NOT_EXACT = "not exact: samples may repeat or be missed, resume starts a new pass"
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-WEB = ("http://", "https://")
-CURL = "pipe:curl -fsSL --connect-timeout 30 --speed-limit 1 --speed-time 60"
-"""For the web: webdataset's own command waits for a silent server for ever. No --retry: into a pipe, curl would begin the tar again behind
-the bytes that it already gave."""
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,6 +55,8 @@ class Stream:
     class_names: list[str]
     layout: SampleLayout = DEFAULT_LAYOUT
     """Where image and label of a sample are."""
+    patience: Patience = field(default_factory=Patience)
+    """With servers."""
 
     @property
     def lengths(self) -> list[int]:
@@ -72,20 +69,22 @@ class Stream:
         return np.empty(0, INDEX_DTYPE)
 
 
-def open_stream(shards: str, num_samples: int, num_classes: int, class_names: list[str], layout: SampleLayout = DEFAULT_LAYOUT) -> Stream:
-    """The stream of `shards`: URLs, files and `pipe:` commands with webdataset's braces, several joined by `::`. Nothing is opened.
+def open_stream(
+    shards: str,
+    num_samples: int,
+    num_classes: int,
+    class_names: list[str],
+    layout: SampleLayout = DEFAULT_LAYOUT,
+    patience: Patience | None = None,
+) -> Stream:
+    """The stream of `shards`: URLs, files and `pipe:` commands with braces as `expand_braces` takes them, several joined by `::`.
 
-    Raises ShardError if webdataset is not installed, or the braces are wrong.
+    Nothing is opened. Raises ShardError if webdataset is not installed.
     """
-    try:
-        from braceexpand import braceexpand
-    except ImportError as error:
-        raise ShardError("data.reader: webdataset needs another package: pip install webdataset") from error
-    try:
-        urls = [url for part in shards.split("::") for url in braceexpand(part)]
-    except ValueError as error:  # its UnbalancedBracesError
-        raise ShardError(f"data.stream={shards}: {error}; expected braces as in train-{{0000..0099}}.tar") from error
-    return Stream(urls, num_samples, num_classes, class_names, layout)
+    if find_spec("webdataset") is None:
+        raise ShardError("data.reader: webdataset needs another package: pip install webdataset")
+    urls = [url for part in shards.split("::") for url in expand_braces(part)]
+    return Stream(urls, num_samples, num_classes, class_names, layout, patience or Patience())
 
 
 class _Sample(NamedTuple):
@@ -179,7 +178,8 @@ class StreamBatches(Batches):
             urls, seen, own = self.split.filenames, 0, 0
             shuffled = [urls[i] for i in np.argsort(fold(self.order.seed, epoch, number, np.arange(len(urls))), kind="stable")]
             by_shard = len(urls) >= self._num_readers
-            for sample in _read_tars(shuffled[reader :: self._num_readers] if by_shard else shuffled, self.split.layout):
+            own_urls = shuffled[reader :: self._num_readers] if by_shard else shuffled
+            for sample in _read_tars(own_urls, self.split.layout, self.split.patience):
                 if by_shard or seen % self._num_readers == reader:
                     own += 1
                     yield self._checked(sample)
@@ -190,7 +190,7 @@ class StreamBatches(Batches):
 
     def _checked(self, sample: dict[str, Any]) -> _Sample:
         """One of webdataset's samples, as we take them."""
-        key, where = sample["__key__"], f"{sample['__url__']}: sample {sample['__key__']!r}"
+        key, where = sample["__key__"], f"{shown(sample['__url__'])}: sample {sample['__key__']!r}"
         layout = self.split.layout
         suffixes = [suffix for suffix in sample if not suffix.startswith("__")]
         try:
@@ -206,40 +206,30 @@ class StreamBatches(Batches):
         return _Sample(key, number, label, data, *_size_of(data))
 
 
-def _read_tars(urls: list[str], layout: SampleLayout) -> Iterator[dict[str, Any]]:
-    """webdataset's samples of some tars, one after the other. Raises ShardError for one that cannot be read to its end.
-
-    What fails over the web is tried again, but only while none of the tar's samples was handed on.
-    """
+def _read_tars(urls: list[str], layout: SampleLayout, patience: Patience) -> Iterator[dict[str, Any]]:
+    """webdataset's samples of some tars, one after the other. Raises ShardError for one that cannot be read to its end."""
     from webdataset.tariterators import group_by_keys
 
     for url in urls:
-        handed_on = False
-        for pause_s in (*PAUSES_S, None) if url.startswith(WEB) else (None,):
-            try:
-                for sample in group_by_keys(_read_files(url), keys=lambda name: layout.cut(name) or (None, None)):
-                    handed_on = True
-                    yield sample
-                break
-            except Exception as error:  # tarfile's, the system's, webdataset's own
-                reason = next((str(part) for part in error.args if isinstance(part, str) and part), type(error).__name__)
-                if pause_s is None or handed_on or not isinstance(error, OSError):
-                    remedy = "run its command, or fetch its address, by hand to see why"
-                    raise ShardError(f"{url}: the stream broke ({reason}); {remedy}") from error
-                pause_s *= random.SystemRandom().uniform(0.5, 1.5)  # workers that failed together do not come back together
-                log.warning("%s: %s; again in %.1f s", url, reason, pause_s)
-                time.sleep(pause_s)
+        try:
+            yield from group_by_keys(_read_files(url, patience), keys=lambda name: layout.cut(name) or (None, None))
+        except ShardError:
+            raise
+        except Exception as error:  # a damaged tar's, the system's, webdataset's own
+            reason = next((str(part) for part in error.args if isinstance(part, str) and part), type(error).__name__)
+            remedy = "run its command, or fetch its address, by hand to see why"
+            raise ShardError(f"{shown(url)}: the stream broke ({reason}); {remedy}") from error
 
 
-def _read_files(url: str) -> Iterator[dict[str, Any]]:
+def _read_files(url: str, patience: Patience) -> Iterator[dict[str, Any]]:
     """The files of a tar, up to its end mark, as webdataset groups them. Raises OSError if its command fails, TarDamaged if cut.
 
     webdataset's own loop takes a damaged header, and an end between two files, for the end of the tar, and asks for a command's status
-    without waiting for it.
+    without waiting for it. Its way to the web waits for a silent server for ever, and cannot go on where a connection broke.
     """
     from webdataset.gopen import gopen, set_options
 
-    stream = gopen(f"{CURL} {shlex.quote(url)}" if url.startswith(WEB) else url)
+    stream: Any = io.BufferedReader(WebFile(url, "", patience), PIECE_BYTES) if on_the_web(url) else gopen(url)
     set_options(stream, ignore_errors=True)  # `_wait_for_end` tells them
     try:
         read = in_order(decompressed(stream))
@@ -250,7 +240,7 @@ def _read_files(url: str) -> Iterator[dict[str, Any]]:
                     raise TarDamaged(f"cut off: {member.name!r} of {member.size} bytes begins at byte {member.offset}")
                 yield {"fname": member.name, "data": data, "__url__": url}
     except Exception:
-        if not stream.read(1):
+        if not on_the_web(url) and not stream.read(1):
             _wait_for_end(stream)  # if its command failed, that tells more
         raise
     _wait_for_end(stream)
@@ -272,4 +262,4 @@ def _size_of(data: bytes) -> tuple[int, int]:
 
 
 def _brief(urls: list[str]) -> str:
-    return urls[0] if len(urls) == 1 else f"{urls[0]} and {len(urls) - 1} more"
+    return shown(urls[0]) if len(urls) == 1 else f"{shown(urls[0])} and {len(urls) - 1} more"

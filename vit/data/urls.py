@@ -243,6 +243,29 @@ def address(url: str, name: str = "") -> str:
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], path, parts.query, ""))
 
 
+def expand_braces(pattern: str) -> list[str]:
+    """`a-{0..2}.tar` -> a-0.tar, a-1.tar, a-2.tar, as shells and webdataset do, each once; {000..002} keeps zeros, {0..9..3} goes in steps,
+    {a..c} through letters, {a,b} is either. Other braces stay."""
+    for match in re.finditer(r"\{([^{}]*)\}", pattern):
+        if choices := _choices(match[1]):
+            whole = [pattern[: match.start()] + choice + pattern[match.end() :] for choice in choices]
+            return list(dict.fromkeys(name for part in whole for name in expand_braces(part)))
+    return [pattern]
+
+
+def _choices(inside: str) -> list[str]:
+    bounds = re.fullmatch(r"(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.(-?\d+))?", inside)
+    if bounds is None or bounds[1].isalpha() != bounds[2].isalpha():
+        return inside.split(",") if "," in inside else []
+    low, high = (ord(text) if text.isalpha() else int(text) for text in bounds.groups()[:2])
+    step = abs(int(bounds[3] or 1)) or 1
+    numbers = range(low, high + 1, step) if low <= high else range(low, high - 1, -step)
+    if bounds[1].isalpha():
+        return list(map(chr, numbers))
+    is_padded = any(len(digits) > 1 and digits[0] == "0" for digits in (bounds[1].lstrip("-"), bounds[2].lstrip("-")))
+    return [f"{number:0{max(map(len, bounds.groups()[:2])) if is_padded else 0}d}" for number in numbers]
+
+
 # ---- logging in -----------------------------------------------------------------------------------------------------
 
 
