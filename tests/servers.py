@@ -3,6 +3,7 @@ S3; and a cable between client and server that a test can cut."""
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import logging
@@ -35,6 +36,7 @@ class WebServer:
     tell sizes; `claimed_length`: told instead of the true one; `hang_after`: an answer pauses after so many bytes until this is None again;
     `whole_if_empty`: an empty file is answered with 200 and not with 416, as servers in Go do;
     `fails_each`: of so many GETs one is answered 503, and the next time one is cut in its middle; `delay_s`: in front of each answer.
+    `login` ("user:password"), `header` (name, value), `signature`: a query: without it the answer is 401, or 403 for the last.
     `requests` holds (method, path, Range or None) of each.
     """
 
@@ -46,6 +48,8 @@ class WebServer:
         self.whole_if_empty = False
         self.claimed_length: int | None = None
         self.hang_after: int | None = None
+        self.login = self.signature = ""
+        self.header: tuple[str, str] | None = None
         self.fails_each, self.delay_s = 0, 0.0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_FileHandler,), {"web": self}))
         self._server.daemon_threads = True
@@ -75,9 +79,14 @@ class _FileHandler(BaseHTTPRequestHandler):
 
     def _answer(self, body: bool) -> None:
         web, wanted = self.web, self.headers["Range"]
+        self.path, _, query = self.path.partition("?")
         web.requests.append((self.command, self.path, wanted))
         time.sleep(web.delay_s)
         content, cut = web.files.get(self.path), False
+        name, value = web.header or ("Authorization", f"Basic {base64.b64encode(web.login.encode()).decode()}" if web.login else "")
+        if (value and self.headers[name] != value) or query != (web.signature or query):
+            self.send_error(401 if query == (web.signature or query) else 403)
+            return
         if web.fails_each and len(web.requests) % web.fails_each == 0:
             cut = len(web.requests) % (2 * web.fails_each) == 0
             if not cut:

@@ -282,10 +282,11 @@ class LoadedConfig(NamedTuple):
     origins: dict[str, str]
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig:
+def load_config(path: str | Path, overrides: Iterable[str] = (), *, used_here: bool = True) -> LoadedConfig:
     """Read `path`, lay `overrides` (`"train.steps=100"`) over it and check the result.
 
     An override of `train.steps` removes the file's `train.epochs`, as of each pair of which only one may be given.
+    used_here: the variables in its addresses must be set; else it is only to be looked at.
     Without `run.dir` the run lives in `runs/<name of the file>`. Raises `ConfigError` with all problems found, one line each.
     """
     path = Path(path)
@@ -313,6 +314,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
         except yaml.YAMLError:
             problems.append(f"{where}: {value!r} is not a YAML value; quote it if it is text")
             continue
+        if isinstance(parsed, dict) and tuple(key.split(".")) in RESOLVED and not value.startswith("{"):
+            parsed = value  # a command with a header, which looks like `key: value`
         _set(tree, tuple(key.split(".")), parsed)
         origins[tuple(key.split("."))] = where
         other = _OTHER_FORM.get(key)
@@ -324,7 +327,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
         config = Config.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         problems += _explain(error, origins, str(path))
-    for setting in RESOLVED:
+    for setting in RESOLVED if used_here else ():
         if unset := [name for text in _texts(_get(tree, setting)) for name in unset_variables(text)]:
             problems.append(f"{origins.get(setting, path)}: {'.'.join(setting)}: {not_set(dict.fromkeys(unset))}")
     if problems:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vit.data.urls import shown_values
 from vit.record import read_lines, without_redone
 
 
@@ -56,6 +57,7 @@ class History:
 
 def read_history(path: Path, in_use: bool | None) -> History:
     found, num_unreadable = read_lines(path)
+    found = shown_values(found)  # a record may be older than the rule that it holds no logins
     attempts = list[Attempt]()
     for line in found:
         if line["kind"] == "start":

@@ -133,7 +133,7 @@ class RunFolder:
     def config(self) -> Config:
         """As the newest attempt resolved it; `config.yaml` is younger than the weights after a resume with a changed setting."""
         try:
-            return config_io.load_config(self.run_dir / "config.yaml").config
+            return config_io.load_config(self.run_dir / "config.yaml", used_here=False).config
         except ValueError as error:
             try:
                 trained = self.trained

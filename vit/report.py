@@ -33,6 +33,7 @@ from vit.config import Config
 from vit.curves import curve_panels
 from vit.data.files import replacing
 from vit.data.loader import image_format
+from vit.data.urls import shown
 from vit.history import History, read_history
 from vit.metrics import interval_in_words
 from vit.model import count_parameters, create_model, flops_per_image
@@ -131,7 +132,7 @@ def _page_values(source: RunFolder, story: History, pictures: Pictures) -> dict[
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return shown(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return ""
 
@@ -190,7 +191,7 @@ def _facts(source: RunFolder, config: Config | None, story: History, plan: dict[
         num_val = next((line["num_images"] for line in reversed(story.of_kind("eval")) if "num_images" in line), None)
         counts = [f"{images:,} to train on" if images else "", f"{num_val:,} to evaluate on" if num_val else ""]
         known = f": {', '.join(filter(None, counts))}" if any(counts) else ""
-        facts.append(("data", f"{config.data.root}{known}"))
+        facts.append(("data", f"{shown(config.data.root)}{known}"))
         length = f"{plan['total_steps']:,} steps" if "total_steps" in plan else f"{config.train.epochs or config.train.steps}"
         epochs = f", {plan['total_steps'] / plan['steps_per_epoch']:.4g} epochs" if plan.get("steps_per_epoch") else ""
         facts.append(("recipe", f"{length} of {batch:,} images{epochs}; {config.optim.name}, peak rate {config.optim.lr:g}"))

@@ -94,12 +94,12 @@ def shown_values(value: Any) -> Any:
 
 def _without_userinfo(found: re.Match[str]) -> str:
     user, has_password, password = found[0][:-1].partition(":")
-    is_no_secret = _NO_SECRET.fullmatch(password if has_password else user)
+    is_no_secret = MASK not in found[0] and _NO_SECRET.fullmatch(password if has_password else user)
     return found[0] if is_no_secret else f"{MASK}@"
 
 
 def _is_shown_query(query: str) -> bool:
-    return all(_NO_SECRET.fullmatch(part.partition("=")[2] or part) for part in query.split("&"))
+    return MASK not in query and all(_NO_SECRET.fullmatch(part.partition("=")[2] or part) for part in query.split("&"))
 
 
 def _masked(found: re.Match[str]) -> str:
@@ -194,10 +194,13 @@ def resolve(text: str) -> str:
                 f"{part}: its login is recorded nowhere; give the command once more, with $NAME of an environment variable for it"
             )
         used = part if part.startswith(PIPE) else _VARIABLE.sub(value, part)
+        without = bare(used)
+        if MASK in used and without != used:  # as it was recorded; this very process may have been given the login, too
+            used = _used.get(without, without)
+            _lost_login.add(urllib.parse.urlsplit(used).netloc)
+        elif without != used:
+            _used[without] = used
         _remember(used)
-        if MASK in used and (without := used.replace(f"://{MASK}@", "://").removesuffix(f"?{MASK}")) != used:
-            _lost_login.add(urllib.parse.urlsplit(without).netloc)
-            used = without
         parts.append(used)
     return "::".join(parts)
 
@@ -208,6 +211,8 @@ def not_set(names: Iterable[str]) -> str:
     return f"{listed} not set in the environment; export it, or write $${{NAME}} for the text ${{NAME}} itself"
 
 
+_used: dict[str, str] = {}
+"""Addresses with the logins that this process was given, by their bare forms."""
 _lost_login = set[str]()
 """Hosts of addresses that were recorded without the login they had."""
 _VARIABLE = re.compile(r"\$?\$\{([A-Za-z_]\w*)\}")

@@ -1,0 +1,182 @@
+"""Logins are used, and found nowhere afterwards: one of each kind is planted, and all that a command leaves and prints is searched."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import TINY, call, make_shards, run, write_config
+from servers import WebServer
+
+PASSWORD, SIGNATURE, HEADER, FOR_OTHERS, IN_NETRC = "pass/w0rd+x", "0badc0ffee0badc0ffee", "tok-5ecr3t", "0ther-t0ken", "netrc-pa55word"
+SECRETS = {
+    "password": PASSWORD, "signature": SIGNATURE, "header": HEADER, "header of the environment": FOR_OTHERS, ".netrc": IN_NETRC,
+    "HF_TOKEN": "hf_AbCdEfGhIjKl", "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG", "AWS_SESSION_TOKEN": "FwoGZXIvYXdzEJr",
+}  # fmt: skip
+LOGIN = f"me:{urllib.parse.quote(PASSWORD, safe='')}@"
+
+
+def forms(secret: str) -> set[bytes]:
+    """How a secret may be written."""
+    plain = {secret, urllib.parse.quote(secret), urllib.parse.quote(secret, safe=""), base64.b64encode(f"me:{secret}".encode()).decode()}
+    return {form.encode() for text in plain for form in (text, json.dumps(text)[1:-1], text.replace("/", "\\/"))}
+
+
+def found(place: Path, *printed: str) -> list[str]:
+    """Where a secret is: `name in file`."""
+    contents = {
+        str(path.relative_to(place)): path.read_bytes() for path in sorted(place.rglob("*")) if path.is_file() and not path.is_symlink()
+    }
+    contents |= {f"output {number}": text.encode() for number, text in enumerate(printed)}
+    return [
+        f"{name} in {file}"
+        for file, content in contents.items()
+        for name, secret in SECRETS.items()
+        if any(form in content for form in forms(secret))
+    ]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    return make_shards(tmp_path_factory.mktemp("shards"), num_train=24, num_val=12)
+
+
+@pytest.fixture
+def web(shards) -> Iterator[WebServer]:
+    with WebServer({f"/p/{path.name}": path.read_bytes() for path in shards.iterdir()}) as server:
+        yield server
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """An empty folder, and an environment that is full of secrets."""
+    (tmp_path / "netrc").write_text(f"machine elsewhere.example.org login me password {IN_NETRC}\n")
+    for name, value in {
+        "NETRC": str(tmp_path / "netrc"), "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "VIT_HTTP_HEADER": f"elsewhere.example.org X-Key: {FOR_OTHERS}",
+        **{name: value for name, value in SECRETS.items() if name.isupper()},
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "left").mkdir()
+    return tmp_path / "left"
+
+
+def trained(config: Path, run_dir: Path, *settings: str, ranks: int = 0, cold: bool = False):
+    wanted = [setting for setting in TINY if setting.partition("=")[0] not in ("log.wandb", "log.report")]
+    given = {"train.steps": 2, "log.wandb": "offline", "log.report": "true", "run.dir": run_dir}
+    return run(
+        "launch/train.py",
+        "--config",
+        config,
+        *wanted,
+        *(f"{key}={value}" for key, value in given.items()),
+        *settings,
+        ranks=ranks,
+        cold=cold,
+    )
+
+
+def with_login(web: WebServer, path: str = "/p") -> str:
+    return f"{web.url.replace('://', f'://{LOGIN}')}{path}"
+
+
+@pytest.mark.slow
+def test_a_run_from_an_address_with_a_login(web, place, shards):
+    web.login = f"me:{PASSWORD}"
+    config = write_config(place, shards, steps=2)
+    done = trained(config, place / "run", f"data.root={with_login(web)}", ranks=1)
+    assert done.returncode == 0, done.stderr
+    assert found(place, done.stdout, done.stderr) == []
+    assert f"root: {json.dumps(web.url.replace('://', '://***@') + '/p')}" in (place / "run" / "config.yaml").read_text()
+    assert (place / "run" / "report" / "confusion.png").exists(), "drawn with the login, which is no longer in config.yaml"
+
+    refused = run("launch/eval.py", place / "run")
+    assert refused.returncode == 2
+    assert "recorded nowhere: give data.root=" in refused.stderr
+    evaluated = run("launch/eval.py", place / "run", "--data", with_login(web))
+    assert evaluated.returncode == 0, evaluated.stderr
+    with Path(os.environ["NETRC"]).open("a") as netrc:
+        netrc.write(f"machine 127.0.0.1 login me password {PASSWORD}\n")
+    from_netrc = run("launch/eval.py", place / "run")
+    assert from_netrc.returncode == 0, from_netrc.stderr
+    assert found(place, *(text for one in (refused, evaluated, from_netrc) for text in (one.stdout, one.stderr))) == []
+
+
+@pytest.mark.slow
+def test_a_signed_address_in_the_environment_and_another_signature_for_the_same_run(web, place, shards, monkeypatch):
+    config = write_config(place, shards, steps=2)
+    for number, signature in enumerate((SIGNATURE, f"another-{SIGNATURE}")):
+        web.signature = f"X-Amz-Credential=AKIA%2F1&X-Amz-Signature={signature}"
+        monkeypatch.setenv("SIGNED_QUERY", web.signature)
+        done = trained(config, place / "run", f"data.root={web.url}/p?${{SIGNED_QUERY}}", f"checkpoint.keep_last={number + 1}")
+        assert done.returncode == 0, done.stderr
+        assert found(place, done.stdout, done.stderr) == []
+    assert f"root: {json.dumps(web.url + '/p?${SIGNED_QUERY}')}" in (place / "run" / "config.yaml").read_text()
+    done = run("launch/eval.py", place / "run")
+    assert done.returncode == 0, done.stderr
+    monkeypatch.delenv("SIGNED_QUERY")
+    unset = trained(config, place / "run", f"data.root={web.url}/p?${{SIGNED_QUERY}}", "model.dept=3")
+    assert unset.returncode == 2
+    assert "data.root: ${SIGNED_QUERY} not set in the environment; export it" in unset.stderr
+    assert "unknown key 'model.dept'" in unset.stderr, "all at once"
+
+
+def streaming(web: WebServer, name: str = "train-{00000..00002}.tar") -> list[str]:
+    command = f'pipe:curl -fsS -H "Authorization: Bearer {HEADER}" {web.url}/p/{name}'
+    return ["data.reader=webdataset", f"data.stream={command}", "data.num_samples=24", "data.num_workers=1"]
+
+
+@pytest.mark.slow
+def test_a_run_from_a_command_with_a_header(web, place, shards):
+    web.header = "Authorization", f"Bearer {HEADER}"
+    config = write_config(place, shards, steps=2)
+    done = trained(config, place / "run", *streaming(web))
+    assert done.returncode == 0, done.stderr
+    again = trained(config, place / "run", *(text.replace(HEADER, f"{HEADER}-2") for text in streaming(web)))
+    assert again.returncode == 0, again.stderr
+    printed = run("launch/train.py", "--config", config, "--print-config", *TINY, *streaming(web))
+    assert printed.returncode == 0, printed.stderr
+    failed = trained(config, place / "failed", *streaming(web, "lost.tar"), ranks=1)
+    assert failed.returncode == 1
+    assert "the stream broke" in failed.stderr
+    assert "Authorization: ***" in failed.stderr
+    assert found(place, *(text for one in (done, again, printed, failed) for text in (one.stdout, one.stderr))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["data.root", "eval", "index"])
+def test_an_address_that_is_refused(where, web, place, shards):
+    web.login, address = "somebody:else", f"{with_login(web)}?X-Amz-Signature={SIGNATURE}"
+    if where == "data.root":
+        done = trained(write_config(place, shards), place / "run", f"data.root={address}", ranks=1, cold=True)
+    elif where == "eval":
+        (place / "known.safetensors").write_bytes(b"")
+        done = run("launch/eval.py", place / "known.safetensors", "--data", address, "--datas", address)
+    else:
+        done = prepared("data_prep.index", address, "--out", place / "index")
+    assert done.returncode != 0
+    assert found(place, done.stdout, done.stderr) == []
+    assert "127.0.0.1" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_index_of_shards_at_an_address_with_a_login(web, place):
+    web.login = f"me:{PASSWORD}"
+    tars = [with_login(web, f"/p/{split}-{{00000..{last:05d}}}.tar") for split, last in (("train", 2), ("val", 1))]
+    done = prepared("data_prep.index", *tars, "--out", place / "index")
+    assert done.returncode == 0, done.stderr
+    assert found(place, done.stdout, done.stderr) == []
+    assert json.loads((place / "index" / "_info.json").read_text())["shards_at"] == f"{web.url}/p"
+    again = prepared("data_prep.index", *tars, "--out", place / "index")
+    assert again.returncode == 0, again.stderr
+
+
+def prepared(module: str, *words: object):
+    return call([sys.executable, "-m", module, *map(str, words)])
