@@ -95,7 +95,7 @@ def test_a_run_from_an_address_with_a_login(web, place, shards):
     assert done.returncode == 0, done.stderr
     assert found(place, done.stdout, done.stderr) == []
     assert f"root: {json.dumps(web.url.replace('://', '://***@') + '/p')}" in (place / "run" / "config.yaml").read_text()
-    assert (place / "run" / "report" / "confusion.png").exists(), "drawn with the login, which is no longer in config.yaml"
+    assert (place / "run" / "report" / "augmented.png").exists(), "drawn with the login, which is no longer in config.yaml"
 
     refused = run("launch/eval.py", place / "run")
     assert refused.returncode == 2
@@ -151,31 +151,28 @@ def test_a_run_from_a_command_with_a_header(web, place, shards):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["data.root", "eval", "index"])
-def test_an_address_that_is_refused(where, web, place, shards):
+def test_an_address_that_is_refused_under_torchrun(web, place, shards):
     web.login, address = "somebody:else", f"{with_login(web)}?X-Amz-Signature={SIGNATURE}"
-    if where == "data.root":
-        done = trained(write_config(place, shards), place / "run", f"data.root={address}", ranks=1, cold=True)
-    elif where == "eval":
-        (place / "known.safetensors").write_bytes(b"")
-        done = run("launch/eval.py", place / "known.safetensors", "--data", address, "--datas", address)
-    else:
-        done = prepared("data_prep.index", address, "--out", place / "index")
-    assert done.returncode != 0
+    done = trained(write_config(place, shards), place / "run", f"data.root={address}", ranks=2, cold=True)
+    assert done.returncode == 1
+    assert "the server answers 401 Unauthorized; the login that was sent is not accepted" in done.stderr
+    assert "traceback : error: http://127.0.0.1" in done.stderr, "what torchrun reports"
     assert found(place, done.stdout, done.stderr) == []
-    assert "127.0.0.1" in done.stderr
 
 
-@pytest.mark.slow
-def test_an_index_of_shards_at_an_address_with_a_login(web, place):
-    web.login = f"me:{PASSWORD}"
-    tars = [with_login(web, f"/p/{split}-{{00000..{last:05d}}}.tar") for split, last in (("train", 2), ("val", 1))]
-    done = prepared("data_prep.index", *tars, "--out", place / "index")
-    assert done.returncode == 0, done.stderr
-    assert found(place, done.stdout, done.stderr) == []
-    assert json.loads((place / "index" / "_info.json").read_text())["shards_at"] == f"{web.url}/p"
-    again = prepared("data_prep.index", *tars, "--out", place / "index")
-    assert again.returncode == 0, again.stderr
+def test_a_mistake_on_the_command_line(web, place):
+    address = f"{with_login(web)}?X-Amz-Signature={SIGNATURE}"
+    for done in (
+        run("launch/eval.py", address, address),
+        run("launch/train.py", "--config", address),
+        run("launch/train.py", "--config", "x.yaml", "--root", address),
+        prepared("data_prep.index", "--outt", address),
+        prepared("data_prep.imagefolder", address, "--out", address),
+        prepared("data_prep.verify", address),
+    ):
+        assert done.returncode == 2
+        assert "error: " in done.stderr
+        assert found(place, done.stdout, done.stderr) == []
 
 
 def prepared(module: str, *words: object):

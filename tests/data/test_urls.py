@@ -30,6 +30,8 @@ def test_what_is_shown_of_a_text():
         SIGNED: "https://bucket.s3.amazonaws.com/p/train-{0..9}.tar?***",
         "https://p@ss:w@rd@host/x": "https://***@host/x",
         "https://user:p/w@host/x": "https://***@host/x",
+        "http:/user:pw@host/x?Signature=abc: no such file": "http:/***@host/x?***: no such file",
+        "/x?Signature=abc: no such file": "/x?Signature=***: no such file",
         "s3://key:secret@bucket/x::https://token@host": "s3://***@bucket/x::https://***@host",
         '{"root": "https://u:p@h/x?y=z", "n": 1}': '{"root": "https://***@h/x?***", "n": 1}',
         "exceeded with url: /a.tar?X-Amz-Signature=abc (Caused by": "exceeded with url: /a.tar?X-Amz-Signature=*** (Caused by",

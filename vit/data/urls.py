@@ -40,11 +40,13 @@ _REFERENCE = r"\$\{[A-Za-z_]\w*\}|\$[A-Za-z_]\w*"
 _NO_SECRET = re.compile(rf"(?:{_REFERENCE}|\*\*\*)+")
 _WORD = r"""(?:\\[^"']|[^\s"'\\])+"""
 """Of a shell's command, which may stand in a JSON text."""
-_USERINFO = re.compile(r"(?<=://)(?:[^/\s\"<>]*|[^/\s:@\"<>]+:(?!\d+(?:[/\s]|$))[^\s@\"<>]*)@")
-_QUERY = re.compile(r"(://[^\s?#\"'<>\\]*)\?(?![).,;:|])([^\s#\"'<>\\]+?)(?=[).,;:|]*(?:[\s#\"'<>\\]|::|$))")
+_USERINFO = re.compile(r"(?<=:/)(/?)((?:[^/\s\"<>]*|[^/\s:@\"<>]+:(?!\d+(?:[/\s]|$))[^\s@\"<>]*)@)")
+"""Behind one slash, too: so a path shows a URL that somebody gave in its place."""
+_END = r"(?=[).,;:|]*(?:[\s#\"'<>\\]|::|$))"
+_QUERY = re.compile(r"(:/[^\s?#\"'<>\\]*)\?(?![).,;:|])([^\s#\"'<>\\]+?)" + _END)
 _PARAMETER = re.compile(
     r"([?&](?:X-Amz-|X-Goog-|AWSAccessKeyId|GoogleAccessId|Signature|sig|(?:\w+[_-])?token|(?:\w+[_-])?key|auth|password)[\w-]*=)"
-    r"([^&\s#\"'<>|;)]+)",
+    r"([^&\s#\"'<>\\]+?)(?=&|" + _END[3:],
     re.IGNORECASE,
 )
 _HEADER_NAME = r"(?:Proxy-)?Authorization|Cookie|[\w-]+-(?:Token|Key|Secret|Password|Signature|Auth)"
@@ -74,7 +76,7 @@ def shown(text: str) -> str:
     every secret that this process has used or has in its environment, wherever it stands. `${NAME}` stays. Shown twice is shown once."""
     for secret, instead in sorted((_of_environment() | _known).items(), key=lambda item: -len(item[0])):
         text = text.replace(secret, instead)
-    if "://" in text:
+    if ":/" in text:
         text = _USERINFO.sub(_without_userinfo, text)
         text = _QUERY.sub(lambda found: f"{found[1]}?{found[2] if _is_shown_query(found[2]) else MASK}", text)
     text = _PARAMETER.sub(lambda found: found[0] if _NO_SECRET.fullmatch(found[2]) else f"{found[1]}{MASK}", text)
@@ -93,9 +95,9 @@ def shown_values(value: Any) -> Any:
 
 
 def _without_userinfo(found: re.Match[str]) -> str:
-    user, has_password, password = found[0][:-1].partition(":")
-    is_no_secret = MASK not in found[0] and _NO_SECRET.fullmatch(password if has_password else user)
-    return found[0] if is_no_secret else f"{MASK}@"
+    user, has_password, password = found[2][:-1].partition(":")
+    is_no_secret = MASK not in found[2] and _NO_SECRET.fullmatch(password if has_password else user)
+    return found[0] if is_no_secret else f"{found[1]}{MASK}@"
 
 
 def _is_shown_query(query: str) -> bool:
@@ -236,7 +238,7 @@ def _remember(url: str) -> None:
 
 def bare(text: str) -> str:
     """`text` without the userinfo and query of its URLs: the same data set has the same name, whoever reads it and with whatever token."""
-    return _QUERY.sub(lambda found: found[1], _USERINFO.sub("", text))
+    return _QUERY.sub(lambda found: found[1], _USERINFO.sub(r"\1", text))
 
 
 def address(url: str, name: str = "") -> str:
