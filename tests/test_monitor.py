@@ -17,6 +17,7 @@ from processes import TINY, Background, children, environment_of, last_step, met
 from vit.checkpoint import Progress
 from vit.config_io import load_config
 from vit.data.loader import Batch, Batches, ImageFormat, Layout
+from vit.data.stages import TALLIED
 from vit.data.workers import Loader
 from vit.distributed import World
 from vit.host import num_cores
@@ -147,9 +148,17 @@ def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(confi
     output = background.end()
     lines = metrics(run_dir, "train")
     slowest = max(lines, key=lambda line: line["data_wait_s"])
+    for line in lines[1:]:
+        assert line["loader_slowest"]["rank"] == line["data_wait_rank"]
+        for name in TALLIED:
+            assert line[f"loader_{name}"] >= line["loader_slowest"][name] >= 0, "of all ranks, and of one of them"
+    assert sum(line["loader_decode_s"] for line in lines) > 1.3 * sum(line["loader_slowest"]["decode_s"] for line in lines) > 0
+    assert sum(line["loader_read_bytes"] for line in lines) > 0
+    assert max(line["loader_worker_mib"] for line in lines) > 1
+    assert [line["loader_replaced"] for line in lines] == [0] * len(lines)
     assert (slowest["data_wait_rank"], slowest["data_wait_host"]) == (2, socket.gethostname())
     assert slowest["data_wait_max_s"] > 0.9
     assert slowest["data_wait_s"] >= slowest["data_wait_max_s"] > 1.5 * slowest["data_wait_mean_s"]
-    said = r"data-bound: \d+% of the time was spent on waiting for images of rank 2 on "
+    said = r"data-bound: \d+% of the time was spent on waiting for images of rank 2 on .* s\); its time: .*; look at its disk"
     assert re.search(said, output), output
     assert re.search(r"data wait \d+% \(rank 2\) \| loss", output), output

@@ -220,9 +220,9 @@ def test_no_step_waits_for_the_gpu(precision, monkeypatch):
                 parameter.grad = torch.empty_like(parameter)
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
-        step._values(batch, 0, False, 0.0)  # the first step may take constants along
+        step._values(batch, 0, False, 0.0, (1.0, 2.0))  # the first step may take constants along
         mode.waits.clear()
-        values, norm = step._values(batch, 1, True, 0.5)
+        values, norm = step._values(batch, 1, True, 0.5, (1.0, 2.0))
     for cached in (ops._normal_quantiles, op_sets._mean_colour):
         cached.cache_clear()  # tensors without memory
     assert values.device == norm.device == gpu

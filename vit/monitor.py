@@ -12,10 +12,11 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vit.checkpoint import Progress
 from vit.config import Config
+from vit.data.stages import TALLIED, Stage, Tally, add_up, since
 from vit.data.workers import Effort, Loader
 from vit.distributed import World, local_world_size, peak_memory_gib
 from vit.host import num_cores
@@ -29,6 +30,10 @@ TELL_WAIT_SHARE = 0.1
 
 UNEVEN = 1.5
 """A rank that has waited so many times as long as ranks do on average is named."""
+
+
+TELL_STAGE_SHARE = 0.05
+"""Share of the loader's work from which on a stage is named."""
 
 
 class Waiting(NamedTuple):
@@ -85,6 +90,16 @@ def _collect() -> None:
         gc.freeze()
 
 
+def _work(tally: Tally) -> str:
+    """What loaders spent their time on, and what went wrong there: "; its time: decode 71%, read 20%, 3 retries"."""
+    seconds = {stage.name.lower(): tally[f"{stage.name.lower()}_s"] for stage in Stage if stage != Stage.IDLE}
+    busy_s = max(sum(seconds.values()), 1e-9)
+    shares = sorted(((spent_s / busy_s, name) for name, spent_s in seconds.items()), reverse=True)
+    parts = [f"{name} {share:.0%}" for share, name in shares if share >= TELL_STAGE_SHARE]
+    parts += [f"{tally['retries']:.0f} retries"] if tally["retries"] else []
+    return f"; its time: {', '.join(parts)}" if parts else ""
+
+
 class Monitor:
     """Reads what each step did, one step late, counts and logs it, and knows when to `stop`."""
 
@@ -95,6 +110,7 @@ class Monitor:
         self.loader, self.lr_at = loader, lr_at
         self.stop = False
         self._told_wait_share = 0.0
+        self._tally_before = loader.tally()
         self._pending: tuple[int, StepResult, float, Effort] | None = None
         self._last_step_at: float
         self._run_began = time.perf_counter() - progress.elapsed_s
@@ -103,6 +119,14 @@ class Monitor:
     def elapsed_s(self) -> float:
         """Time spent on this run, evaluation and saving included, over all restarts."""
         return time.perf_counter() - self._run_began
+
+    def tell(self, step: int) -> tuple[float, ...]:
+        """What this rank's loader has done since it was told last, where a line of metrics follows on `step`; else ()."""
+        if not self._logs_after(step + 1):
+            return ()
+        before, self._tally_before = self._tally_before, self.loader.tally()
+        done = since(self._tally_before, before)
+        return (*(done[name] for name in TALLIED), self.loader.worker_bytes() / 2**20, self.loader.num_replaced)
 
     def take(self, step: int, result: StepResult) -> None:
         """Read the step before this one, which the device has done by now, and keep this one for the next call."""
@@ -168,13 +192,14 @@ class Monitor:
             f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {images_per_s:.0f} images/s, "
             f"data wait {share:.0%}{whose} | loss {loss:.3f} | lr {lr:.2e} | ETA {duration(eta_s)}"
         )
-        if step % plan.log_every_steps and step != plan.total_steps:
+        if not self._logs_after(step):
             self.record.progress(step, text)
             return
         _collect()
         loader_images_per_s = self._loader_images_per_s(effort)
         self.record.train_line(step, text)
-        self._tell_of_waiting(share, waiting, loader_images_per_s)
+        loaders = [dict(zip((*TALLIED, "worker_mib", "replaced"), told, strict=True)) for told in values.told]
+        self._tell_of_waiting(share, waiting, loader_images_per_s, loaders)
         self.record.write(
             "train",
             step,
@@ -193,8 +218,23 @@ class Monitor:
             peak_memory_gib=peak_memory_gib(self.world.device),
             updates_skipped=self.progress.updates_skipped,
             bad_images=self.progress.bad_images,
+            **self._of_loaders(loaders, waiting.rank),
         )
         self._new_interval(self._last_step_at, effort)
+
+    def _logs_after(self, step: int) -> bool:
+        """Whether a line of metrics is written when `step` steps are done."""
+        return step % self.plan.log_every_steps == 0 or step == self.plan.total_steps
+
+    def _of_loaders(self, loaders: list[Tally], slowest: int) -> dict[str, Any]:
+        """For the record: what the loaders of all ranks did in the interval, and that of the rank that waited longest."""
+        if not loaders:
+            return {}
+        values: dict[str, Any] = {f"loader_{name}": round(number, 3) for name, number in add_up(loaders).items()}
+        values["loader_worker_mib"] = max(loader["worker_mib"] for loader in loaders)
+        values["loader_replaced"] = sum(loader["replaced"] for loader in loaders)
+        of_slowest = {name: round(number, 3) for name, number in loaders[slowest].items()}
+        return values | {"loader_slowest": {"rank": slowest, "host": self.world.host_of(slowest), **of_slowest}}
 
     def _loader_images_per_s(self, effort: Effort) -> float | None:
         """What the workers of all ranks can make in a second, from the time that this rank's spent on what they made in the interval; None
@@ -202,7 +242,7 @@ class Monitor:
         made, busy_s = effort.num_made - self._effort_before.num_made, effort.busy_s - self._effort_before.busy_s
         return made / busy_s * max(self.loader.num_workers, 1) * self.world.size if made else None
 
-    def _tell_of_waiting(self, share: float, waiting: Waiting, loader_images_per_s: float | None) -> None:
+    def _tell_of_waiting(self, share: float, waiting: Waiting, loader_images_per_s: float | None, loaders: list[Tally]) -> None:
         """Say that training waits for data, when it does and it was not said before."""
         if share < TELL_WAIT_SHARE or abs(share - self._told_wait_share) < TELL_WAIT_SHARE:
             return
@@ -212,11 +252,13 @@ class Monitor:
             host = self.world.host_of(waiting.rank)
             self.record.say(
                 f"{waited} of rank {waiting.rank} on {host} ({waiting.max_s:.1f} s, ranks on average "
-                f"{waiting.mean_s:.1f} s); look at its disk, its network and what else runs there"
+                f"{waiting.mean_s:.1f} s){_work(loaders[waiting.rank]) if loaders else ''}; look at its disk, its network and what else "
+                "runs there"
             )
             return
         workers, cores, ranks = self.loader.num_workers, num_cores(), local_world_size()
         rate = f"; the loader makes {loader_images_per_s:.0f} images/s" if loader_images_per_s is not None else ""
+        rate += _work(add_up(loaders)) if loaders else ""
         if max(workers, 1) * ranks < cores:
             remedy = f"raise data.num_workers ({workers} for each of {ranks} rank(s), {cores} cores)"
         else:

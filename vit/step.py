@@ -64,8 +64,8 @@ class Slot(IntEnum):
     """Ranks that want to stop."""
     BAD_IMAGES = 3
     WAITS_S = 4
-    """And following, one for each rank: how long it waited for this batch. The last slot; only its
-    own rank adds to it."""
+    """And following, one for each rank: how long it waited for this batch. Only its own rank adds to it. Behind them stands, where metrics
+    are logged, what each rank tells of its loader."""
 
 
 class StepValues(NamedTuple):
@@ -80,18 +80,21 @@ class StepValues(NamedTuple):
     bad_images: int
     waits_s: tuple[float, ...]
     """How long each rank waited for its rows."""
+    told: tuple[tuple[float, ...], ...] = ()
+    """What each rank told beside that."""
 
 
 class StepResult:
     """What a step did, on its way to the host.
 
-    `sums`: (4 + ranks,) float32 on the device, by `Slot`, summed over the ranks. `grad_norm`: ().
+    `sums`: (4 + ranks * (1 + num_told),) float32 on the device, by `Slot`, summed over the ranks. `grad_norm`: ().
     On a GPU the copy is queued behind the step, with an event, so that reading waits for this step
     and not for what was queued since.
     """
 
-    def __init__(self, sums: Tensor, grad_norm: Tensor):
+    def __init__(self, sums: Tensor, grad_norm: Tensor, num_told: int = 0):
         values = torch.cat([sums, grad_norm[None]])
+        self._num_told = num_told
         self._event: torch.cuda.Event | None = None
         self._values = values
         if values.device.type == "cuda":
@@ -105,8 +108,10 @@ class StepResult:
             self._event.synchronize()
         *sums, grad_norm = self._values.tolist()
         loss = sums[Slot.LOSS_SUM] / max(sums[Slot.ROW_WEIGHTS], 1.0)
-        waits_s = tuple(sums[Slot.WAITS_S :])
-        return StepValues(loss, grad_norm, sums[Slot.STOP], int(sums[Slot.BAD_IMAGES]), waits_s)
+        of_ranks, each = sums[Slot.WAITS_S :], self._num_told
+        size = len(of_ranks) // (1 + each)
+        told = tuple(tuple(of_ranks[size + rank * each : size + (rank + 1) * each]) for rank in range(size if each else 0))
+        return StepValues(loss, grad_norm, sums[Slot.STOP], int(sums[Slot.BAD_IMAGES]), tuple(of_ranks[:size]), told)
 
 
 class TrainStep:
@@ -155,17 +160,18 @@ class TrainStep:
         for buffer, value in zip(self.model.buffers(), before, strict=True):
             buffer.copy_(value)
 
-    def __call__(self, batch: Batch, step: int, stop: bool = False, waited_s: float = 0.0) -> StepResult:
+    def __call__(self, batch: Batch, step: int, stop: bool = False, waited_s: float = 0.0, told: tuple[float, ...] = ()) -> StepResult:
         """The update at `step` with this rank's rows of the global batch, for which it has waited
-        `waited_s`. `stop`: this rank has been asked to end."""
-        return StepResult(*self._values(batch, step, stop, waited_s))
+        `waited_s`. `stop`: this rank has been asked to end. `told`: numbers that all ranks get to know, as many on each."""
+        return StepResult(*self._values(batch, step, stop, waited_s, told), len(told))
 
-    def _values(self, batch: Batch, step: int, stop: bool, waited_s: float) -> tuple[Tensor, Tensor]:
+    def _values(self, batch: Batch, step: int, stop: bool, waited_s: float, told: tuple[float, ...]) -> tuple[Tensor, Tensor]:
         """All that is queued on the device, up to the numbers of the result. Nothing in it waits."""
         torch.manual_seed(int(fold(self.seed, self.world.rank, step, _SEED_DROPOUT) >> 1))
         rows, micro = len(batch.labels), self.micro_batch_size
         global_rows = rows * self.world.size
-        sums = torch.zeros(Slot.WAITS_S + self.world.size, device=self.world.device)
+        rank, size = self.world.rank, self.world.size
+        sums = torch.zeros(Slot.WAITS_S + size * (1 + len(told)), device=self.world.device)
         for start in range(0, rows, micro):
             part = batch.rows(start, start + micro).to(self.world.device)
             with nullcontext() if start + micro >= rows else no_sync(self.wrapped):
@@ -177,7 +183,9 @@ class TrainStep:
         # As `sums[...] = ...` torch 2.11 would copy them from the host and wait for the device.
         sums[Slot.STOP].fill_(float(stop))
         sums[Slot.BAD_IMAGES].fill_(float(len(batch.bad_keys)))
-        sums[Slot.WAITS_S + self.world.rank].fill_(waited_s)
+        sums[Slot.WAITS_S + rank].fill_(waited_s)
+        for at, number in enumerate(told, Slot.WAITS_S + size + rank * len(told)):
+            sums[at].fill_(number)
         grad_norm = self._update(step)
         self._clear_gradients(batch)
         return self.world.sum_(sums), grad_norm

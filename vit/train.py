@@ -325,10 +325,10 @@ def train(run: Run) -> str:
                 waited_s = 0.0  # that was the start of the process
                 run.train_step.settle(batch)
                 monitor.start_clock()
-            # Forward, backward, update: vit/step.py. That a signal came, and how long this rank
-            # waited, travel with the sums that all ranks exchange.
+            # Forward, backward, update: vit/step.py. That a signal came, how long this rank waited, and
+            # now and then what its loader did, travel with the sums that all ranks exchange.
             stop = bool(run.signals.received)
-            result = run.train_step(batch, progress.step, stop, waited_s)
+            result = run.train_step(batch, progress.step, stop, waited_s, monitor.tell(progress.step))
             for key in batch.bad_keys:
                 print(f"step {progress.step}: {key} could not be decoded and counts nowhere", file=sys.stderr)
             monitor.take(progress.step, result)  # reads the step before this one, and sets monitor.stop

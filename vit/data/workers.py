@@ -120,6 +120,11 @@ class Loader:
         """Memory that is a worker's alone, of the one that has most; 0 while it was not measured."""
         return max(row.own_bytes for row in self._rows())
 
+    @property
+    def num_replaced(self) -> int:
+        """Workers that hung, and in whose place others came."""
+        return self._crew.num_replaced if self._crew is not None else 0
+
     def _rows(self) -> list[Row]:
         return self._crew.rows if self._crew is not None else [self._own_row]
 
