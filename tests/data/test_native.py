@@ -3,11 +3,8 @@
 import io
 import os
 import random
-import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -206,16 +203,6 @@ def test_rows_that_lie_apart(portable):
             assert np.array_equal(view, expected[5:45, 9 : 9 + width])
         view[:] = 77
         assert (canvas == 77).all()
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc: apt-get install gcc")
-@pytest.mark.parametrize("name", ["window.c", "transcode.c"])
-def test_no_memory_is_used_as_two_types(name, tmp_path):
-    """C's aliasing rules: a compiler that relies on them may reorder what breaks them. gcc warns where it sees that."""
-    source = Path(native.__file__).parents[1] / "native" / name
-    command = ["gcc", "-O3", "-fstrict-aliasing", "-Werror=strict-aliasing", "-Wstrict-aliasing=1", "-c", source, "-o", tmp_path / "object"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_threads_do_not_meet():

@@ -5,6 +5,44 @@
  * chain; the block's end, a code too long for the table and damage share one test. Most symbols are short, so one look-up takes two where
  * it can. And two segments are two chains: decoded in turn, the processor works on both, in hardly more time than one takes.
  *
+ * What is read. A block is 64 coefficients in zig-zag order. Place 0, DC, has a code for the number of bits of its difference from the block
+ * before. The others follow as symbols RRRRSSSS: RRRR zeros, then a coefficient that is not zero, of SSSS bits, which stand behind the code.
+ * Two symbols are different: F0 is 16 zeros, 00 says that all others are zero (end of block). A value of SSSS bits that begins with a 1 is
+ * what it reads; one that begins with a 0 is negative, 2^SSSS - 1 less than it reads (table F.1).
+ *
+ * One symbol (`Codes.entry`, `take`). The next 11 bits are an index. A code of fewer bits owns all indices that begin with it: the lower
+ * half of these has a 0 behind the code, so the value is negative, the upper half a positive one. Hence the entry can hold one number, the
+ * base, that makes the value of code and value bits read as one number:
+ *
+ *     code 01 is symbol 02 (no zeros, 2 bits)        01 11 ...  reads 7, base 4         = 01 00      : value  3
+ *     code 1100 is symbol 11 (one zero, 1 bit)       1100 0 ... reads 24, base 24 + 1   = 1100 0 + 1 : value -1
+ *
+ * with the bits that it takes (total: 4, and 5) and the places it goes on (step: zeros + 1). A code of 11 bits or more, or one that takes
+ * more than 20 with its value, is not in the table: total 0, and `take_elsewhere` goes through the lengths one by one.
+ *
+ * Two symbols (`Codes.two`, `TAKE_AC`). If both, with their values, are within the 11 bits, one entry has what is needed of both. Of the
+ * second all bits are known when the table is made, so the entry holds its value; of the first, which may be longer, the base:
+ *
+ *      01  11   1100  0    10        ONE_TOTAL 4   ONE_STEP 1   ONE_BASE  4     place + 1 gets  3
+ *     code val  code val  next       TWO_TOTAL 9   TWO_STEP 2   TWO_VALUE -1    place + 3 gets -1, and place goes on by 3
+ *     `-first-' `second-'
+ *
+ * Where there is no room for a second one, TWO_STEP is 0 and TWO_TOTAL the first one's: its "value" goes to the first one's place, and is
+ * overwritten by the first one's.
+ *
+ * The block's end (`STEP_OUT`, `block_end`). `place` is that of the last coefficient, at most 62, as 63 ends a block. End of block, and what
+ * is not in the table, have a step of 64, which leads out of the block from anywhere. So one comparison, place + both steps >= 63, finds:
+ *
+ *     the first is the end of block         ONE_STEP 64, total > 0         over
+ *     the second is                         TWO_STEP 64, first inside      over
+ *     a coefficient at place 63             sum 63                         over, without an end of block (F.2.2.2)
+ *     the first one's is, or lies behind    first >= 63                    give back the second one's bits; over, or damage if it lies behind
+ *     the second one's lies behind          sum > 63, first inside         damage
+ *     the first is not in the table         ONE_STEP 64, total 0           `take_elsewhere`, and on
+ *
+ * Values are stored before the comparison: PLACES sends all that lies behind the block, up to 62 + 2 * 64, to a 65th coefficient that nobody
+ * reads. tests/native/test_tables.py holds this page against the code.
+ *
  * Sections, figures and tables are those of ITU-T T.81.
  */
 #ifndef VIT_NATIVE_BLOCKS_H
@@ -16,7 +54,7 @@
 
 enum {
     CODE_BITS = 11,             /* looked up at once */
-    VALUE_ROOM = 20,            /* bits of code and value together, if the symbol is in the table; 16 + 15 else. A refill brings 56. */
+    VALUE_ROOM = 20,            /* bits of code and value together, if the symbol is in the table; 16 + 15 else, see `take_ac` */
     BLOCK_ROOM = 80,            /* coefficients of a block: 64, one that is written to instead of what lies behind, and an even size */
 };
 
@@ -167,7 +205,7 @@ INLINE BlockState block_end(JpegBits *bits, uint64_t before, const Codes *codes,
     JpegBits slow = *bits; /* a copy, as in take_dc */
     int32_t value;
     int slow_step = take_elsewhere(&slow, codes, 0, &value);
-    jpeg_refill(&slow); /* two of 31 bits would be more than a refill brings */
+    jpeg_refill(&slow); /* the caller may go on with another entry: 31 + 31 would be more than the 56 it began with */
     put_back(bits, slow);
     if (slow_step <= 0) return slow_step ? BLOCK_BAD : BLOCK_OVER;
     *place += (uint32_t)slow_step;
@@ -200,7 +238,7 @@ INLINE int take_ac(JpegBits *stream, const Codes *codes, uint32_t place, int16_t
     JpegBits bits = in_hand(stream);
     BlockState state;
     for (;;) {
-        jpeg_refill(&bits); /* enough for two entries, or for one and a symbol from elsewhere */
+        jpeg_refill(&bits); /* 56 bits: two entries (20 + 20), or one and a symbol from elsewhere (20 + 31), which refills again */
         TAKE_AC(bits, place, coefficients, over)
         TAKE_AC(bits, place, coefficients, over)
     }

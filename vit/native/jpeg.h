@@ -30,9 +30,9 @@ typedef enum {
 enum {
     JPEG_MAX_SIDE = 65500,    /* pixels; libjpeg's JPEG_MAX_DIMENSION (jmorecfg.h) */
     JPEG_MAX_MCU_BLOCKS = 10, /* B.2.3 */
-    /* Zero bytes behind unstuffed data. A damaged block can run beyond the end by as much as its longest code allows (64 symbols of 16 + 15
-     * bits); only then `jpeg_bits_overrun` is asked. 8 more, as bits are read 8 bytes at a time. */
-    JPEG_PADDING = 64 * 4 + 8,
+    /* Zero bytes behind unstuffed data. Whether bits were used up is asked after each block only (`jpeg_bits_overrun`), so a damaged one can
+     * run beyond the end by its 64 symbols of at most 16 + 15 bits: 248 bytes. Less than 8 bytes more are at hand, and 8 are read at once. */
+    JPEG_PADDING = 64 * 31 / 8 + 8 + 8,
 };
 
 typedef struct {
