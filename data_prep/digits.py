@@ -38,6 +38,7 @@ from data_prep.catalogue import Builder, Sample, Source, read_range, stable_hash
 from data_prep.command import Parser, add_arguments, positive, prepare, run
 from data_prep.image_tree import images_below
 from data_prep.jobs import PrepError
+from vit.data.images import decode
 
 VAL_FRACTION = 0.2
 TEXTURES = ("gradient", "stripes", "checks", "noise", "dots")
@@ -184,9 +185,8 @@ def read(sample: Sample, image_size: int, seed: int, textures: str | None = None
 
 def _opened(path: str) -> Image.Image:
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except Exception as error:  # a decoder may raise anything for a damaged image
+        return Image.fromarray(decode(Path(path).read_bytes()))
+    except (OSError, ValueError) as error:
         raise ValueError(f"texture {path} cannot be read: {error}") from error
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import warnings
+import zlib
 
 import numpy as np
 import pytest
@@ -158,6 +159,14 @@ def said_to_have(data: bytes, width: int, height: int) -> bytes:
     return data[:at] + struct.pack(">HH", height, width) + data[at + 4 :]
 
 
+def huge_tiles() -> bytes:
+    """A TIFF of 64 x 48 pixels, in tiles for one of which libtiff would ask for 1.6 GB."""
+    content = zlib.compress(bytes(64 * 48))
+    tags = {256: 64, 257: 48, 258: 8, 259: 8, 262: 1, 277: 1, 322: 40_000, 323: 40_000, 324: 134, 325: len(content)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + content
+
+
 JPEG = encoded(picture(16, 16), "JPEG")
 STRAY = JPEG[:20] + b"stray" + JPEG[20:]
 FRAME = STRAY.index(b"\xff\xc0") + 5
@@ -169,6 +178,7 @@ BEYOND = {
     "a large PPM": (b"P6 20000 10000 255 ", f"more than {MAX_PIXELS}"),
     "a PPM of one pixel too many": (b"P5 %d 2 255 " % (MAX_PIXELS // 2 + 1), "more than"),
     "floats": (encoded(picture(8, 8, "F"), "TIFF"), "pixels of mode F have no known range"),
+    "huge tiles": (huge_tiles(), f"40000 x 40000 pixels are more than {MAX_PIXELS}"),
     "nothing": (b"", "0 bytes"),
 }
 

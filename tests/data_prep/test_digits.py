@@ -238,5 +238,5 @@ def test_errors_of_folders(originals, photographs, tmp_path, capsys):
     (photographs / "c.jpg").write_bytes(b"no image")
     found = source(textures=photographs, renderings=1, val_renderings=1)
     sample = next(sample for sample in listed(found, tmp_path)["val"] if sample.name.endswith("c.jpg"))
-    with pytest.raises(ValueError, match=r"texture .*/c.jpg cannot be read: cannot identify image file"):
+    with pytest.raises(ValueError, match=r"texture .*/c.jpg cannot be read: cannot decode 8 bytes: no image"):
         found.read(sample)

@@ -23,7 +23,7 @@ from functools import cache
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 from vit.data import native
 from vit.data.jpeg import MAX_PIXELS, JpegHeader, read_header
@@ -85,11 +85,13 @@ def open_image(data: bytes) -> Image.Image:
     try:
         with warnings.catch_warnings(action="ignore"):
             image = Image.open(io.BytesIO(data), formats=_formats())
+            tile = _tile_size(image)
     except Image.DecompressionBombError:
         raise ValueError(f"more than {MAX_PIXELS} pixels") from None
     except Exception as error:  # each of Pillow's plugins has its own: OSError, SyntaxError, RuntimeError, TypeError, ...
         raise ValueError(_why_not(data, error)) from None
     _check_size(*image.size, is_jpeg=_is_jpeg(image))
+    _check_size(*tile, is_jpeg=False)
     if image.mode in ("I", "F") and not _is_16_bit(image):
         raise ValueError(f"pixels of mode {image.mode} have no known range; scale them to 8 bits first")
     return image
@@ -100,6 +102,14 @@ def _formats() -> tuple[str, ...]:
     """FORMATS that this Pillow has."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def _tile_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height of a TIFF's tiles, for one of which libtiff asks for memory, however small the image is."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return 0, 0
+    width, height = (int(image.tag_v2.get(tag, 0)) for tag in (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH))
+    return width, height
 
 
 def _why_not(data: bytes, error: Exception) -> str:
