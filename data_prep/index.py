@@ -53,7 +53,7 @@ from vit.data.http import on_the_web
 from vit.data.index_file import firsts_of, has_checksums, open_index, save_index
 from vit.data.members import printable
 from vit.data.tar import told_passed_over
-from vit.data.urls import expand_braces, resolve, shown
+from vit.data.urls import bare, expand_braces, resolve, shown
 
 SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
@@ -151,7 +151,7 @@ def index(
             output.publish(folder / f"{name}.index.npy")
             print(f"{name}: {sum(len(found[filename][0]) for filename in filenames):,} samples in {len(filenames)} shards")
     write_quarantine(output, entries)
-    about = classes | ({} if output is source else {"shards_at": str(source)}) | ({"quarantined": len(entries)} if entries else {})
+    about = classes | ({} if output is source else {"shards_at": bare(str(source))}) | ({"quarantined": len(entries)} if entries else {})
     info = ours or shards.make_info(splits, sidecars, source="index", options=layout.options(), **about)
     if ours is None:
         output.write_json("_info.json", info)
@@ -250,7 +250,7 @@ def _read_infos(source: Output | WebShards, output: Output, listed: bool) -> tup
         raise PrepError(
             f"{source}: no _info.json there, and the web has no lists of files: name the shards, as in '{source}/train-{{0000..0099}}.tar'"
         )
-    if ours is not None and ours.get("shards_at") != str(source):
+    if ours is not None and bare(ours.get("shards_at", "")) != bare(str(source)):
         raise PrepError(f"{output}: holds the index of {ours.get('shards_at', 'other shards')}, not of {source}; choose another --out")
     return theirs, ours
 

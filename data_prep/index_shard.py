@@ -21,6 +21,7 @@ from vit.data.files import ShardError
 from vit.data.index_file import sha256_of
 from vit.data.members import SampleLayout
 from vit.data.tar import INDEX_DTYPE, Survey, index_rows, survey_tar, write_idx
+from vit.data.urls import bare
 
 
 class Shard(NamedTuple):
@@ -114,7 +115,7 @@ def _about(shard: Shard, found: Survey) -> dict[str, Any]:
 
 def _elsewhere(shard: Shard) -> str | None:
     """Where the tar is, if not beside its index."""
-    return None if str(shard.source) == str(shard.output) else str(shard.source)
+    return None if str(shard.source) == str(shard.output) else bare(str(shard.source))
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class WebServer:
     `whole_if_empty`: an empty file is answered with 200 and not with 416, as servers in Go do;
     `fails_each`: of so many GETs one is answered 503, and the next time one is cut in its middle; `delay_s`: in front of each answer.
     `login` ("user:password"), `header` (name, value), `signature`: a query: without it the answer is 401, or 403 for the last.
-    `requests` holds (method, path, Range or None) of each.
+    `redirects`: path -> address. `requests` holds (method, path, Range or None) of each, `headers` their headers.
     """
 
     def __init__(self, files: dict[str, bytes]):
@@ -50,6 +50,8 @@ class WebServer:
         self.hang_after: int | None = None
         self.login = self.signature = ""
         self.header: tuple[str, str] | None = None
+        self.redirects: dict[str, str] = {}
+        self.headers: list[dict[str, str]] = []
         self.fails_each, self.delay_s = 0, 0.0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_FileHandler,), {"web": self}))
         self._server.daemon_threads = True
@@ -81,6 +83,13 @@ class _FileHandler(BaseHTTPRequestHandler):
         web, wanted = self.web, self.headers["Range"]
         self.path, _, query = self.path.partition("?")
         web.requests.append((self.command, self.path, wanted))
+        web.headers.append(dict(self.headers))
+        if to := web.redirects.get(self.path):
+            self.send_response(302)
+            self.send_header("Location", to)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         time.sleep(web.delay_s)
         content, cut = web.files.get(self.path), False
         name, value = web.header or ("Authorization", f"Basic {base64.b64encode(web.login.encode()).decode()}" if web.login else "")

@@ -175,5 +175,24 @@ def test_a_mistake_on_the_command_line(web, place):
         assert found(place, done.stdout, done.stderr) == []
 
 
+@pytest.mark.slow
+def test_an_index_of_shards_at_an_address_with_a_login(web, place):
+    web.login, web.signature = f"me:{PASSWORD}", f"X-Amz-Credential=AKIA&X-Amz-Signature={SIGNATURE}"
+    tars = [f"{with_login(web, '/p')}/{name}.tar?{web.signature}" for name in ("train-{00000..00002}", "val-{00000..00001}")]
+    done = prepared("data_prep.index", *tars, "--out", place / "index")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((place / "index" / "_info.json").read_text())["shards_at"] == f"{web.url}/p"
+    again = prepared("data_prep.index", *(tar.replace(SIGNATURE, f"{SIGNATURE}2") for tar in tars), "--out", place / "index")
+    assert "the server answers 403 Forbidden; the login that was sent is not accepted" in again.stderr, "the address is the same data set's"
+    assert found(place, *(text for one in (done, again) for text in (one.stdout, one.stderr))) == []
+
+    web.signature = ""
+    with Path(os.environ["NETRC"]).open("a") as netrc:
+        netrc.write(f"machine 127.0.0.1 login me password {PASSWORD}\n")
+    trains = trained(write_config(place, place / "index", steps=2), place / "run")
+    assert trains.returncode == 0, trains.stderr
+    assert found(place, trains.stdout, trains.stderr) == []
+
+
 def prepared(module: str, *words: object):
     return call([sys.executable, "-m", module, *map(str, words)])

@@ -8,9 +8,12 @@ import subprocess
 import sys
 
 import pytest
+from servers import WebServer
 
 from vit.data import urls
 from vit.data.files import ShardError
+from vit.data.http import WebFile
+from vit.data.patience import Patience
 
 SIGNED = "https://bucket.s3.amazonaws.com/p/train-{0..9}.tar?X-Amz-Credential=AKIA%2F20260101&X-Amz-Signature=0a1b2c3d4e5f"
 
@@ -146,6 +149,27 @@ def test_what_to_do_where_a_server_wants_a_login():
     assert "recorded nowhere: give data.root=..." in urls.login_hint(urls.resolve("https://***@recorded/x"))
     assert "is not accepted" in urls.login_hint("https://me:pw@localhost/x")
     assert "VIT_HTTP_HEADER='host Authorization: Bearer ...' (docs/data.md)" in urls.login_hint("https://host/x")
+
+
+@pytest.mark.parametrize("kind", ["address", "header", ".netrc"])
+def test_a_login_stays_with_its_server_when_it_redirects(kind, monkeypatch, tmp_path):
+    with WebServer({"/q/a": b"here"}) as first, WebServer({"/b": b"there"}) as second:
+        first.redirects = {"/p/a": "/q/a", "/p/b": f"{second.url}/b"}
+        host, url = first.url.removeprefix("http://"), f"{first.url}/p"
+        if kind == "header":
+            first.header = "X-Key", "tok-5ecr3t"
+            monkeypatch.setenv("VIT_HTTP_HEADER", f"{host} X-Key: tok-5ecr3t")
+        else:
+            first.login = "me:pa55word"
+        if kind == ".netrc":
+            (tmp_path / "netrc").write_text(f"machine {host} login me password pa55word\n")
+        elif kind == "address":
+            url = url.replace("://", "://me:pa55word@")
+        for name, content in (("a", b"here"), ("b", b"there")):
+            with WebFile(url, name, Patience(0)) as file:
+                assert file.read1() == content
+        assert first.headers
+        assert not {"Authorization", "X-Key"} & second.headers[0].keys()
 
 
 def test_a_process_prints_no_secrets_whoever_prints():

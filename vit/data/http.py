@@ -297,10 +297,11 @@ def _get(url: str, name: str, headers: dict[str, str]) -> Any:
         if not location:
             return response
         response.close()
-        at = urllib.parse.urljoin(at, location)
+        before, at = urllib.parse.urlsplit(at), urllib.parse.urljoin(at, location)
         if not on_the_web(at):
             break
-        at, login = address(at), credentials(at)
+        is_same_server = urllib.parse.urlsplit(at)[:2] == before[:2]  # the login of an address is for all of its server
+        at, login = address(at), credentials(at) or (login if is_same_server else {})
     raise ShardError(f"{shown(address(url, name))}: redirected again and again, at last to {shown(at)}; correct the address")
 
 

@@ -54,6 +54,7 @@ from vit.data.remote import RemoteFolder, local_path
 from vit.data.storage import LocalTars, MountedFolder, RemoteTars
 from vit.data.tar import DEFAULT_LAYOUT, size_said_by
 from vit.data.tar_walk import TAR_BLOCK, TarDamaged, walk
+from vit.data.urls import bare
 
 FORMAT_VERSION = 1
 log = logging.getLogger(__name__)
@@ -427,15 +428,16 @@ def open_split(
     than recorded, lengths that do not add up, labels outside [0, num_classes).
     """
     home = local_path(root)
-    shown = str(root).rstrip("/") if home is None else str(home)
-    info = _checked_info(RemoteFolder(shown, patience).read_info(), shown) if home is None else read_info(home)
+    url = str(root).rstrip("/")
+    shown = bare(url) if home is None else str(home)
+    info = _checked_info(RemoteFolder(url, patience).read_info(), shown) if home is None else read_info(home)
     described = _describe(info, split, shown)
     where = f"{shown}/_info.json, split {split!r}"
 
     # 1. The shards themselves.
     filenames, lengths = described.filenames, described.lengths
     elsewhere = info.get("shards_at") if home is None or not any((home / name).exists() for name in filenames) else None
-    folder = RemoteFolder(elsewhere or shown, patience) if elsewhere or home is None else None
+    folder = RemoteFolder(elsewhere or url, patience) if elsewhere or home is None else None
     found = _local_versions(Path(shown), filenames) if folder is None else folder.stats(filenames)
     remedy = "copy it again or repeat the command that wrote it"
     problems = []
