@@ -1,8 +1,8 @@
 /* Baseline JPEG as a stream of bits: headers, restart segments, bits. What the bits mean is in blocks.h.
  *
  * The data's story: `jpeg_parse` reads the headers up to the image data, which are cut into segments by restart markers (one segment if there
- * are none). `jpeg_find_segments` tells where they begin and end, `jpeg_unstuff` copies one without its stuffed zero bytes and with padding
- * behind, and from the copy come bits.
+ * are none). `jpeg_unstuff` copies a segment without its stuffed zero bytes, `jpeg_pass_marker` looks at what ends it, and from the copy, with
+ * padding behind, come bits.
  *
  * Bytes come from anywhere and may lie. Nothing here reads or writes outside of what it is given; damage is a status, never a guess: what
  * libjpeg would decode with a warning is JPEG_DAMAGED, so the caller leaves such files to libjpeg.
@@ -217,10 +217,6 @@ static inline JpegStatus jpeg_parse(const uint8_t *data, size_t size, Jpeg *jpeg
 
 /* ---- segments --------------------------------------------------------------------------------------------------- */
 
-typedef struct {
-    size_t begin, end; /* of its bytes in the file, without markers */
-} JpegSegment;
-
 /* How many segments the image data have: one for each `restart_interval` MCUs begun. Headers lie: more than a half of `size` cannot be
  * there, so do not allocate for them. */
 static inline size_t jpeg_num_segments(const Jpeg *jpeg) {
@@ -228,43 +224,25 @@ static inline size_t jpeg_num_segments(const Jpeg *jpeg) {
     return interval ? (mcus + interval - 1) / interval : 1;
 }
 
-/* Where all `jpeg_num_segments` are. JPEG_DAMAGED if markers are missing or in the wrong order; any but RSTn must follow the last one. */
-static inline JpegStatus jpeg_find_segments(const Jpeg *jpeg, JpegSegment *segments) {
-    const uint8_t *data = jpeg->data, *end = data + jpeg->size, *begin = data + jpeg->scan_offset, *p = begin;
-    size_t total = jpeg_num_segments(jpeg);
-    for (size_t found = 0; found < total;) {
-        p = (const uint8_t *)memchr(p, 0xFF, (size_t)(end - p));
-        if (!p || end - p < 2) return JPEG_DAMAGED;
-        if (p[1] == 0) {
-            p += 2;
-            continue;
-        }
-        segments[found].begin = (size_t)(begin - data);
-        segments[found].end = (size_t)(p - data);
-        while (end - p > 1 && p[1] == 0xFF) p++; /* fill bytes */
-        if (end - p < 2) return JPEG_DAMAGED;
-        int is_restart = (p[1] & 0xF8) == 0xD0;
-        if (found + 1 < total ? p[1] != 0xD0 + (found & 7) : is_restart || p[1] == 0) return JPEG_DAMAGED;
-        begin = p += 2;
-        found++;
+/* Copy image data up to a marker, with a single FF for each FF 00; *from then is at the marker, or less than 2 bytes before `end`. Returns
+ * where the copy ends; it is not longer than what it was made of. */
+static inline uint8_t *jpeg_unstuff(const uint8_t **from, const uint8_t *end, uint8_t *to) {
+    const uint8_t *p = *from;
+    for (;;) {
+        const uint8_t *ff = (const uint8_t *)memchr(p, 0xFF, (size_t)(end - p)), *stop = ff ? ff : end;
+        memcpy(to, p, (size_t)(stop - p));
+        to += stop - p;
+        if (end - stop < 2 || stop[1] != 0) return *from = stop, to;
+        *to++ = 0xFF, p = stop + 2;
     }
-    return JPEG_OK;
 }
 
-/* Copy a segment to `to`, with a single FF for each FF 00; returns the number of bytes, and has put JPEG_PADDING zeros behind them.
- * `to` needs room for the segment and JPEG_PADDING. */
-static inline size_t jpeg_unstuff(const Jpeg *jpeg, JpegSegment segment, uint8_t *to) {
-    const uint8_t *p = jpeg->data + segment.begin, *end = jpeg->data + segment.end;
-    uint8_t *out = to;
-    while (p < end) {
-        const uint8_t *ff = (const uint8_t *)memchr(p, 0xFF, (size_t)(end - p));
-        const uint8_t *stop = ff ? ff + 1 : end;
-        memcpy(out, p, (size_t)(stop - p));
-        out += stop - p;
-        p = ff ? ff + 2 : end; /* a segment ends before a marker, so each FF in it has its 00 */
-    }
-    memset(out, 0, JPEG_PADDING);
-    return (size_t)(out - to);
+/* Whether the marker `expected` comes next, behind any number of fill bytes (B.1.1.2); then *from is behind it, else at the other one. */
+static inline int jpeg_pass_marker(const uint8_t **from, const uint8_t *end, int expected) {
+    while (end - *from > 1 && (*from)[1] == 0xFF) ++*from;
+    if (end - *from < 2 || (*from)[1] != expected) return 0;
+    *from += 2;
+    return 1;
 }
 
 /* ---- bits ------------------------------------------------------------------------------------------------------- */

@@ -14,9 +14,7 @@
 #ifndef VIT_NATIVE_PIXELS_H
 #define VIT_NATIVE_PIXELS_H
 
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
+#include "jpeg.h"
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #include <immintrin.h>
@@ -47,8 +45,7 @@ typedef struct {
     /* As wide, between two rows; bias 1 in the upper one of two rows, 2 in the lower one. */
     void (*blend)(const uint8_t *near, const uint8_t *far, uint8_t *out, int n, int bias);
     void (*ycc_to_rgb)(const uint8_t *y, const uint8_t *cb, const uint8_t *cr, uint8_t *rgb, int n);
-    /* Copy image data up to a marker, with one FF for each FF 00; *from then is at the marker, or less than 2 bytes before `end`.
-     * Returns where the copy ends. */
+    /* As `jpeg_unstuff`, but COPY_SLACK bytes behind the copy may be written, too. */
     uint8_t *(*copy_segment)(const uint8_t **from, const uint8_t *end, uint8_t *to);
 } Kernels;
 
@@ -169,22 +166,9 @@ static void interleave_c(const uint8_t *r, const uint8_t *g, const uint8_t *b, u
     for (int i = 0; i < n; i++) rgb[3 * i] = r[i], rgb[3 * i + 1] = g[i], rgb[3 * i + 2] = b[i];
 }
 
-/* ---- bytes ------------------------------------------------------------------------------------------------------------------------ */
-
-static uint8_t *copy_segment_c(const uint8_t **from, const uint8_t *end, uint8_t *to) {
-    const uint8_t *p = *from;
-    for (;;) {
-        const uint8_t *ff = (const uint8_t *)memchr(p, 0xFF, (size_t)(end - p)), *stop = ff ? ff : end;
-        memcpy(to, p, (size_t)(stop - p));
-        to += stop - p;
-        if (end - stop < 2 || stop[1] != 0) return *from = stop, to;
-        *to++ = 0xFF, p = stop + 2;
-    }
-}
-
 static const Kernels KERNELS_C = {
     .idct_pair = idct_pair_c, .stretch = stretch_c, .blend_stretch = blend_stretch_c, .blend = blend_c, .ycc_to_rgb = ycc_to_rgb_c,
-    .copy_segment = copy_segment_c,
+    .copy_segment = jpeg_unstuff,
 };
 
 /* ---- the same in AVX2 ------------------------------------------------------------------------------------------------------------- */
@@ -394,8 +378,8 @@ AVX2 static uint8_t *copy_segment_avx2(const uint8_t **from, const uint8_t *end,
         if (p[1] != 0) return *from = p, to;
         p += 2, to += 1;
     }
-  *from = p;
-    return copy_segment_c(from, end, to);
+    *from = p;
+    return jpeg_unstuff(from, end, to);
 }
 
 static const Kernels KERNELS_AVX2 = {

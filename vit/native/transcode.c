@@ -128,44 +128,49 @@ over:
 
 /* ---- reading ------------------------------------------------------------------------------------------------------ */
 
-/* The segments of a file, and its tables ready for use. */
+/* Where a file is read, and its tables ready for use. */
 typedef struct {
     const Jpeg *jpeg;
-    JpegSegment *segments;
-    size_t num_segments, longest; /* longest: bytes of one */
-    Codes dc[4], ac[4];           /* that are in use */
+    const uint8_t *from;         /* the next segment */
+    size_t number, num_segments; /* of the next one; in all */
+    Codes dc[4], ac[4];          /* that are in use */
 } Reader;
 
-/* Whether the image data end at `at` with the end mark and nothing else behind. Files with other bytes are not for us: they may be further
- * scans, or further images to which headers tell the way in bytes. */
-static int what_follows(const Jpeg *jpeg, size_t at) {
-    while (jpeg->data[at] == 0xFF) at++; /* `jpeg_find_segments` has seen a marker there */
-    if (jpeg->data[at] != 0xD9) return JPEG_SCANS;
-    return at + 1 == jpeg->size ? JPEG_OK : TRANSCODE_TRAILING;
-}
-
-/* reader->segments is to be freed whatever this returns. */
-static int open_reader(Reader *reader, const Jpeg *jpeg) {
+static void open_reader(Reader *reader, const Jpeg *jpeg) {
     reader->jpeg = jpeg;
+    reader->from = jpeg->data + jpeg->scan_offset;
+    reader->number = 0;
     reader->num_segments = jpeg_num_segments(jpeg);
-    reader->longest = 0;
-    reader->segments = NULL;
-    if (reader->num_segments > jpeg->size / 2) return JPEG_DAMAGED;
-    reader->segments = malloc(reader->num_segments * sizeof *reader->segments);
-    if (!reader->segments) return JPEG_MEMORY;
-    int status = jpeg_find_segments(jpeg, reader->segments);
-    if (status != JPEG_OK) return status;
-    for (size_t k = 0; k < reader->num_segments; k++) {
-        size_t length = reader->segments[k].end - reader->segments[k].begin;
-        if (length > reader->longest) reader->longest = length;
-    }
     int dc_in_use = 0, ac_in_use = 0;
     for (int c = 0; c < jpeg->num_components; c++) dc_in_use |= 1 << jpeg->components[c].dc, ac_in_use |= 1 << jpeg->components[c].ac;
     for (int k = 0; k < 4; k++) {
         if (dc_in_use >> k & 1) make_codes(jpeg->dc + k, 0, reader->dc + k);
         if (ac_in_use >> k & 1) make_codes(jpeg->ac + k, 1, reader->ac + k);
     }
-    return what_follows(jpeg, reader->segments[reader->num_segments - 1].end);
+}
+
+/* Bytes for `count` segments as `next_segment` copies them, whatever their lengths. */
+static size_t segment_room(const Jpeg *jpeg, size_t count) { return jpeg->size - jpeg->scan_offset + count * JPEG_PADDING; }
+
+/* Copy the next segment to `to`, padded, for `bits` to be read from. Returns where the next one can be copied to, NULL if the marker behind it
+ * is missing. What is behind the last one is for `what_follows`. */
+static uint8_t *next_segment(Reader *reader, uint8_t *to, JpegBits *bits) {
+    const uint8_t *end = reader->jpeg->data + reader->jpeg->size;
+    uint8_t *to_end = jpeg_unstuff(&reader->from, end, to);
+    size_t number = reader->number++;
+    memset(to_end, 0, JPEG_PADDING);
+    *bits = jpeg_bits(to, (size_t)(to_end - to));
+    if (number + 1 < reader->num_segments && !jpeg_pass_marker(&reader->from, end, 0xD0 + (number & 7))) return NULL;
+    return to_end + JPEG_PADDING;
+}
+
+/* Whether the image data, which were read, end with the end mark and nothing else behind. Files with other bytes are not for us: they may be
+ * further scans, or further images to which headers tell the way in bytes. */
+static int what_follows(Reader *reader) {
+    const uint8_t *end = reader->jpeg->data + reader->jpeg->size;
+    if (jpeg_pass_marker(&reader->from, end, 0xD9)) return reader->from == end ? JPEG_OK : TRANSCODE_TRAILING;
+    if (end - reader->from < 2 || reader->from[1] == 0 || (reader->from[1] & 0xF8) == 0xD0) return JPEG_DAMAGED; /* cut off; RSTn */
+    return JPEG_SCANS;
 }
 
 /* Append an MCU, and set *good to 0 for damage. read_dc, written_dc: the DC coefficients of the components' last blocks in the segment that is
@@ -200,18 +205,16 @@ static inline void read_mcu(const Reader *reader, uint32_t row, uint32_t column,
     }
 }
 
-/* Read all image data; scan->interval is set. `unstuffed` has room for the longest segment and JPEG_PADDING. */
-static int read_scan(const Reader *reader, uint8_t *unstuffed, Scan *scan) {
+/* Read all image data; scan->interval is set. `unstuffed` has room for a segment. */
+static int read_scan(Reader *reader, uint8_t *unstuffed, Scan *scan) {
     const Jpeg *jpeg = reader->jpeg;
     uint32_t left_to_read = 0, left_to_write = 0;
     int32_t read_dc[3], written_dc[3];
     JpegBits bits = {0};
-    size_t segment = 0;
     for (uint32_t row = 0; row < jpeg->mcus_high; row++) {
         for (uint32_t column = 0; column < jpeg->mcus_wide; column++) {
             if (!left_to_read--) {
-                if (!jpeg_bits_finished(&bits)) return JPEG_DAMAGED;
-                bits = jpeg_bits(unstuffed, jpeg_unstuff(jpeg, reader->segments[segment++], unstuffed));
+                if (!jpeg_bits_finished(&bits) || !next_segment(reader, unstuffed, &bits)) return JPEG_DAMAGED;
                 memset(read_dc, 0, sizeof read_dc);
                 left_to_read = (jpeg->restart_interval ? jpeg->restart_interval : UINT32_MAX) - 1;
             }
@@ -225,7 +228,7 @@ static int read_scan(const Reader *reader, uint8_t *unstuffed, Scan *scan) {
             if (!good) return JPEG_DAMAGED;
         }
     }
-    return jpeg_bits_finished(&bits) ? JPEG_OK : JPEG_DAMAGED;
+    return jpeg_bits_finished(&bits) ? what_follows(reader) : JPEG_DAMAGED;
 }
 
 /* ---- writing ------------------------------------------------------------------------------------------------------ */
@@ -316,9 +319,8 @@ static inline uint64_t difference(Block block, const Token *tokens, int32_t dc, 
     return differ;
 }
 
-/* Whether all blocks of the image data are those of `scan`. Two segments at once, see blocks.h; `unstuffed` has room for twice the longest and
- * JPEG_PADDING. */
-static int has_blocks(const Reader *reader, const Scan *scan, uint8_t *unstuffed) {
+/* Whether all blocks of the image data are those of `scan`. Two segments at once, see blocks.h; `unstuffed` has room for them. */
+static int has_blocks(Reader *reader, const Scan *scan, uint8_t *unstuffed) {
     const Jpeg *jpeg = reader->jpeg;
     size_t segment_blocks = (size_t)scan->interval * num_mcu_blocks(jpeg);
     if (jpeg->restart_interval != scan->interval || reader->num_segments * segment_blocks != scan->num_blocks) return 0;
@@ -327,14 +329,15 @@ static int has_blocks(const Reader *reader, const Scan *scan, uint8_t *unstuffed
     uint64_t differ = 0;
     for (size_t segment = 0; segment < reader->num_segments; segment += 2) {
         int is_pair = segment + 1 < reader->num_segments;
-        uint8_t *room[2] = {unstuffed, unstuffed + reader->longest + JPEG_PADDING};
+        uint8_t *to = unstuffed;
         const Block *block[2] = {scan->blocks + segment * segment_blocks, scan->blocks + (segment + 1) * segment_blocks};
         JpegBits bits[2];
         int32_t dc[2][3] = {{0}};
         token[0] = token[1];
         for (const Block *b = block[0]; b < block[1]; b++) token[1] += b->num_tokens;
         const Token *end = token[1];
-        for (int j = 0; j <= is_pair; j++) bits[j] = jpeg_bits(room[j], jpeg_unstuff(jpeg, reader->segments[segment + (size_t)j], room[j]));
+        for (int j = 0; j <= is_pair; j++)
+            if (!(to = next_segment(reader, to, bits + j))) return 0;
         for (uint32_t mcu = 0; mcu < scan->interval; mcu++) {
             int good = 1;
             for (int c = 0; c < jpeg->num_components && good; c++) {
@@ -355,7 +358,7 @@ static int has_blocks(const Reader *reader, const Scan *scan, uint8_t *unstuffed
             if (!jpeg_bits_finished(bits + j)) return 0;
         if (!is_pair) token[1] = end;
     }
-    return !differ;
+    return !differ && what_follows(reader) == JPEG_OK;
 }
 
 /* Whether what makes coefficients an image is the same in both headers. */
@@ -371,26 +374,20 @@ static int same_image(const Jpeg *a, const Jpeg *b) {
 static int prove(Reader *reader, const Jpeg *original, const Scan *scan, const uint8_t *data, size_t size) {
     Jpeg jpeg;
     if (jpeg_parse(data, size, &jpeg) != JPEG_OK || !same_image(original, &jpeg)) return TRANSCODE_UNPROVEN;
-    int status = open_reader(reader, &jpeg);
-    if (status == JPEG_OK) {
-        uint8_t *unstuffed = malloc(2 * (reader->longest + JPEG_PADDING));
-        status = !unstuffed ? JPEG_MEMORY : has_blocks(reader, scan, unstuffed) ? JPEG_OK : TRANSCODE_UNPROVEN;
-        free(unstuffed);
-    }
-    free(reader->segments);
-    return status == JPEG_OK || status == JPEG_MEMORY ? status : TRANSCODE_UNPROVEN;
+    open_reader(reader, &jpeg);
+    uint8_t *unstuffed = malloc(segment_room(&jpeg, 2));
+    int status = !unstuffed ? JPEG_MEMORY : has_blocks(reader, scan, unstuffed) ? JPEG_OK : TRANSCODE_UNPROVEN;
+    free(unstuffed);
+    return status;
 }
 
 /* ---- the whole ---------------------------------------------------------------------------------------------------- */
 
 static int read_all(Reader *reader, const Jpeg *jpeg, Scan *scan) {
-    int status = open_reader(reader, jpeg);
-    if (status == JPEG_OK) {
-        uint8_t *unstuffed = malloc(reader->longest + JPEG_PADDING);
-        status = unstuffed ? read_scan(reader, unstuffed, scan) : JPEG_MEMORY;
-        free(unstuffed);
-    }
-    free(reader->segments);
+    open_reader(reader, jpeg);
+    uint8_t *unstuffed = malloc(segment_room(jpeg, 1));
+    int status = unstuffed ? read_scan(reader, unstuffed, scan) : JPEG_MEMORY;
+    free(unstuffed);
     return status;
 }
 

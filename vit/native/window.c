@@ -148,10 +148,7 @@ INLINE int copy_segments(Window *w, const Kernels *kernels) {
     size_t num_segments = jpeg_num_segments(jpeg);
     for (size_t s = 0; s < num_segments; s++) {
         uint8_t *to_end = kernels->copy_segment(&from, end, to);
-        while (end - from > 1 && from[1] == 0xFF) from++; /* fill bytes, B.1.1.2 */
-        if (end - from < 2) return JPEG_DAMAGED;
-        if (from[1] != (s + 1 < num_segments ? 0xD0 + (s & 7) : 0xD9)) return JPEG_DAMAGED; /* RSTn in turn; at last EOI, B.2.1 */
-        from += 2;
+        if (!jpeg_pass_marker(&from, end, s + 1 < num_segments ? 0xD0 + (s & 7) : 0xD9)) return JPEG_DAMAGED; /* RSTn in turn, EOI, B.2.1 */
         if (s < w->first_segment || s >= w->end_segment) continue; /* the next one is copied over it */
         int needed = needed_until(w, segment_end(w, (uint32_t)s)) > s * w->interval;
         w->segments[s - w->first_segment] = (Segment){needed ? to : NULL, (size_t)(to_end - to)};
