@@ -40,7 +40,7 @@ from data_prep.command import Parser, run
 from data_prep.images import ASKS_TO_BE_TURNED, told_of_turned
 from data_prep.output import Output
 from vit.data.files import ShardError, replacing
-from vit.data.images import decode_reduced
+from vit.data.images import decode
 from vit.data.index_file import firsts_of, open_index
 from vit.data.shards import read_info
 
@@ -176,12 +176,10 @@ def draw_card(card: Card, folder: Path) -> list[Path]:
     return paths
 
 
-def _decoded(card: Card, split: str, row: int, smallest: int | None = None) -> Image.Image:
-    """One image in RGB, whole or reduced: then its longer side still has `smallest` pixels if it had them."""
-    stored = card.indexes[split][row]
-    times = 1 if smallest is None else max(stored["width"], stored["height"]) // smallest
+def _decoded(card: Card, split: str, row: int) -> Image.Image:
+    """One image in RGB."""
     try:
-        return Image.fromarray(decode_reduced(card.read(split, row), next((reduce for reduce in (8, 4, 2) if times >= reduce), 1))[0])
+        return Image.fromarray(decode(card.read(split, row)))
     except ValueError as error:
         raise ShardError(f"{card.name}: image {row} of {split}: {error}; `python -m data_prep.verify` tells more") from error
 
@@ -214,7 +212,7 @@ def contact_sheet(card: Card) -> Image.Image:
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
     with ThreadPoolExecutor(_threads()) as pool:
-        images = list(pool.map(lambda cell: None if cell[1] is None else _thumbnail(_decoded(card, split, cell[1], CELL)), cells))
+        images = list(pool.map(lambda cell: None if cell[1] is None else _thumbnail(_decoded(card, split, cell[1])), cells))
     for place, ((label, _), image) in enumerate(zip(cells, images, strict=True)):
         if image is None:
             continue

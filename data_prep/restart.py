@@ -19,15 +19,15 @@ from typing import NamedTuple
 from vit.data import native
 
 REASONS = {
-    "damaged": 1,
-    "progressive": 2,
-    "arithmetic or lossless": 3,
-    "not 8 bits": 4,
-    "CMYK": 5,
-    "several scans": 6,
-    "bytes behind the image": 16,
+    1: "damaged",
+    2: "progressive",
+    3: "arithmetic or lossless",
+    4: "not 8 bits",
+    5: "CMYK",
+    6: "several scans",
+    16: "bytes behind the image",
 }
-"""Why an image keeps its bytes, and the number that vit/native/transcode.c says it by."""
+"""By the number that vit/native/transcode.c says it by: why an image keeps its bytes."""
 OK, MEMORY = 0, 7
 MARKED, UNMARKED = "with restart markers", "without restart markers: "
 """How images are counted; a reason follows the second."""
@@ -55,14 +55,9 @@ def with_restart_markers(data: bytes) -> Marked:
         status = native.LIBRARY.vit_jpeg_transcode(data, len(data), buffer, len(buffer), ctypes.byref(size))
         if status == OK:
             return Marked(memoryview(buffer)[: size.value].tobytes(), None)
+        if status in REASONS:
+            return Marked(data, REASONS[status])
         if status != MEMORY:
-            return Marked(data, _reason(status))
+            raise OSError(f"vit/native/transcode.c: status {status}; please report this image")
         if size.value <= len(buffer):
             raise MemoryError
-
-
-def _reason(status: int) -> str:
-    for reason, number in REASONS.items():
-        if number == status:
-            return reason
-    raise OSError(f"vit/native/transcode.c: status {status}; please report this image")

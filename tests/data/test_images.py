@@ -18,7 +18,7 @@ from data_prep.images import ImagePolicy, Unreadable, prepare
 from vit.config import EvalConfig
 from vit.data import native
 from vit.data.decode import decode_center
-from vit.data.images import MAX_JPEG_SIDE, decode, decode_box, decode_reduced, image_size, open_image, pixels_of
+from vit.data.images import MAX_JPEG_SIDE, decode, decode_box, image_size, open_image, pixels_of
 from vit.data.jpeg import MAX_PIXELS, read_header
 from vit.data.stream import _size_of
 from vit.data.tar import scan_tar
@@ -136,7 +136,7 @@ def test_no_bytes_start_another_program(tmp_path, monkeypatch):
     assert log.exists(), "Pillow alone would: or this test shows nothing"
     log.unlink()
 
-    for way in (decode, image_size, open_image, lambda data: decode_box(data, (0, 0, 8, 8)), lambda data: decode_reduced(data, 8)):
+    for way in (decode, image_size, open_image, lambda data: decode_box(data, (0, 0, 8, 8))):
         with pytest.raises(ValueError, match=r"no image; expected one of JPEG, PNG, .* begins with b'%!PS-Adobe-3\.0 E'"):
             way(POSTSCRIPT)
     with pytest.raises(ValueError, match="no image"):

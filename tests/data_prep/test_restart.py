@@ -187,7 +187,7 @@ KEPT = {
 
 
 @NEEDS_NATIVE
-@pytest.mark.parametrize("reason", restart.REASONS)
+@pytest.mark.parametrize("reason", restart.REASONS.values())
 def test_what_is_not_ordinary_keeps_its_bytes(reason: str):
     data = KEPT[reason]()
     assert with_restart_markers(data) == (data, reason)

@@ -59,15 +59,14 @@ def image_size(data: bytes) -> tuple[int, int]:
     except ValueError:  # another format, or strange bytes between the headers
         return open_image(data).size
     check_jpeg(header)
-    return header.width, header.height
+    return header.size
 
 
 def check_jpeg(header: JpegHeader) -> None:
     """Raise ValueError for a JPEG that no decoder here takes, whatever its data are."""
-    width, height = header.width, header.height
     if header.precision != 8 or header.num_components not in (1, 3, 4):
         raise ValueError(f"a JPEG of {header.precision} bits and {header.num_components} components; expected 8 bits and 1, 3 or 4")
-    _check_size(width, height, is_jpeg=True)
+    _check_size(*header.size, is_jpeg=True)
 
 
 def _check_size(width: int, height: int, is_jpeg: bool) -> None:
@@ -166,21 +165,13 @@ def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) 
 
 def decode(data: bytes, channels: int = 3) -> Pixels:
     """The whole image as (H, W, channels) uint8; channels is 1 (grey) or 3 (RGB). Raises ValueError if it cannot be decoded."""
-    return decode_reduced(data, 1, channels)[0]
-
-
-def decode_reduced(data: bytes, reduce: int, channels: int = 3) -> tuple[Pixels, int]:
-    """The whole image with sides of 1/`reduce` (1, 2, 4 or 8; rounded up), or of 1 where it is no ordinary JPEG, and which of these it is.
-
-    Raises ValueError if it cannot be decoded.
-    """
     header, problem = _ordinary_jpeg(data), None
     if header is not None:
         try:
-            return decode_jpeg(data, header.size, channels, reduce), reduce
+            return decode_jpeg(data, header.size, channels)
         except ValueError as error:
             problem = error
-    return _by_pillow(data, channels, problem), 1
+    return _by_pillow(data, channels, problem)
 
 
 def decode_jpeg(
