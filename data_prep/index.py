@@ -53,7 +53,7 @@ from vit.data.http import on_the_web
 from vit.data.index_file import firsts_of, has_checksums, open_index, save_index
 from vit.data.members import printable
 from vit.data.tar import told_passed_over
-from vit.data.urls import bare, expand_braces, resolve, shown
+from vit.data.urls import bare, did_you_mean, expand_braces, resolve, shown
 
 SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
@@ -217,10 +217,11 @@ def _choose_output(source: Output | WebShards, out: str | None) -> Output:
     """Where the index goes, made and writable. Raises PrepError."""
     if isinstance(source, Output) and source.local is not None:
         if out is not None:
-            raise PrepError(f"--out {out} is for shards at a URL; the index of a folder is written beside its shards")
+            meant = did_you_mean(str(source))
+            raise PrepError(f"--out {out} is for shards at a URL; the index of a folder ({source}) is written beside its shards{meant}")
         if not source.local.is_dir():
             what = "not a folder" if source.local.exists() else "no such folder"
-            raise PrepError(f"{source}: {what}; expected a folder of tar shards, or URLs")
+            raise PrepError(f"{source}: {what}; expected a folder of tar shards, or URLs{did_you_mean(str(source))}")
         return source
     if out is not None:
         output = Output(out)

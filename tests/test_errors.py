@@ -32,6 +32,8 @@ import warm_python
 from checksums import indexed_as_it_is
 from error_rows import NEEDS_MOUNT, WITHOUT_PRIVILEGES, Row, leave_free, pattern_of, python, rows, small_disk, snapshot
 from processes import REPOSITORY, TINY, Background, call, command, environment, write_config
+from safetensors import safe_open
+from safetensors.torch import save_file
 from servers import WebServer
 
 from vit import exit
@@ -317,6 +319,53 @@ def _(place):
 def _(place):
     with WebServer({}) as server:
         place.train(f"data.root={server.url}/shards")
+
+
+@scenario("a URL of a misspelt kind")
+def _(place):
+    place.train("data.root=htps://example.org/shards")
+
+
+@scenario("`~`, which the shell leaves as it is behind `data.root=`")
+def _(place):
+    place.train("data.root=~/no-such-shards")
+
+
+@scenario("a URL that wants a login")
+def _(place):
+    with WebServer({}) as server:
+        server.login = "me:pa55word"
+        place.train(f"data.root={server.url}/shards")
+
+
+@scenario("a login that is not accepted")
+def _(place):
+    with WebServer({}) as server:
+        server.login = "me:pa55word"
+        place.train(f"data.root={server.url.replace('://', '://me:another@')}/shards")
+
+
+@scenario("`launch/eval.py` on a run whose data had a login in their address")
+def _(place):
+    run = shutil.copytree(place.finished, place.folder / "finished")
+    weights = run / "weights" / "last.safetensors"
+    with WebServer({}) as server, safe_open(weights, "pt") as file:
+        server.login = "me:pa55word"
+        config = json.loads(file.metadata()["config"])
+        config["data"]["root"] = f"{server.url.replace('://', '://***@')}/shards"
+        save_file({name: file.get_tensor(name) for name in file.keys()}, weights, {**file.metadata(), "config": json.dumps(config)})  # noqa: SIM118
+        place.evaluate(weights)
+
+
+@scenario("`VIT_HTTP_HEADER` of another form")
+def _(place):
+    with WebServer({}) as server:
+        place.train(f"data.root={server.url}/shards", VIT_HTTP_HEADER="Authorization: Bearer abc")
+
+
+@scenario("a variable of the environment that is not set")
+def _(place):
+    place.train("data.root=https://host/shards?${SAS}")
 
 
 @scenario("a server that does not give parts of files")

@@ -54,7 +54,7 @@ from vit.data.remote import RemoteFolder, local_path
 from vit.data.storage import LocalTars, MountedFolder, RemoteTars
 from vit.data.tar import DEFAULT_LAYOUT, size_said_by
 from vit.data.tar_walk import TAR_BLOCK, TarDamaged, walk
-from vit.data.urls import bare
+from vit.data.urls import bare, did_you_mean
 
 FORMAT_VERSION = 1
 log = logging.getLogger(__name__)
@@ -109,7 +109,8 @@ def read_info(root: Path | str) -> dict[str, Any]:
     try:
         names = os.listdir(root)
     except FileNotFoundError:
-        raise ShardError(f"{root}: no such directory; expected a folder of shards (`python -m data_prep` lists who makes them)") from None
+        who = "expected a folder of shards (`python -m data_prep` lists who makes them)"
+        raise ShardError(f"{root}: no such directory; {who}{did_you_mean(str(root))}") from None
     except NotADirectoryError:
         raise ShardError(f"{root}: not a directory; expected a folder of shards") from None
     except OSError as error:
@@ -430,6 +431,8 @@ def open_split(
     home = local_path(root)
     url = str(root).rstrip("/")
     shown = bare(url) if home is None else str(home)
+    if home is None and not url.partition("://")[2]:
+        raise ShardError(f"{root}: no host in this address; expected https://host/folder or s3://bucket/folder")
     info = _checked_info(RemoteFolder(url, patience).read_info(), shown) if home is None else read_info(home)
     described = _describe(info, split, shown)
     where = f"{shown}/_info.json, split {split!r}"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from vit.data.files import temporary_file
 from vit.data.http import ATTEMPT_S, Refused, Version, replaced
 from vit.data.patience import Passing, Patience
-from vit.data.urls import shown
+from vit.data.urls import did_you_mean, shown
 
 SMALLEST_PIECE = 64 << 10
 T = TypeVar("T")
@@ -178,7 +178,7 @@ class Store:
         if "Credential" in name or "Profile" in name:  # NoCredentialsError, DefaultCredentialsError ...
             return Refused(f"{where}: {text}{credentials}")
         if isinstance(error, (ValueError, TypeError, NotImplementedError)) or "Validation" in name:
-            return Refused(f"{where}: {text}; expected a folder or a URL such as s3://bucket/folder")
+            return Refused(f"{where}: {text}; expected a folder or a URL such as s3://bucket/folder{did_you_mean(self.url)}")
         return None
 
 

@@ -13,6 +13,7 @@ Each names the host that it is for, so that no other host, be it one that the fi
 from __future__ import annotations
 
 import base64
+import difflib
 import fnmatch
 import functools
 import logging
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _REFERENCE = r"\$\{[A-Za-z_]\w*\}|\$[A-Za-z_]\w*"
 """The name of an environment variable in the place of its value; in a command the shell's form, too."""
-_NO_SECRET = re.compile(rf"(?:{_REFERENCE}|\*\*\*)+")
+_NO_SECRET = re.compile(rf"(?:{_REFERENCE}|\*\*\*|\.\.\.)+")
 _WORD = r"""(?:\\[^"']|[^\s"'\\])+"""
 """Of a shell's command, which may stand in a JSON text."""
 _USERINFO = re.compile(r"(?<=:/)(/?)((?:[^/\s\"<>]*|[^/\s:@\"<>]+:(?!\d+(?:[/\s]|$))[^\s@\"<>]*)@)")
@@ -209,8 +210,25 @@ def resolve(text: str) -> str:
 
 def not_set(names: Iterable[str]) -> str:
     """In words, what to do about variables."""
-    listed = ", ".join(f"${{{name}}}" for name in names)
-    return f"{listed} not set in the environment; export it, or write $${{NAME}} for the text ${{NAME}} itself"
+    listed = [f"${{{name}}}" for name in names]
+    return f"{', '.join(listed)} not set in the environment; export it, or write ${listed[0]} for the text {listed[0]} itself"
+
+
+def did_you_mean(given: str) -> str:
+    """What was meant by an address or folder that is not there, in words to stand behind others; "" if nobody knows."""
+    scheme, _, rest = given.partition(":")
+    web = difflib.get_close_matches(scheme, ("https", "http"), n=1, cutoff=0.75)
+    if given.startswith("~"):
+        meant = os.path.expanduser(given)
+    elif re.match(r"/(?!/)", rest) and re.fullmatch(r"[a-z][a-z0-9+]+", scheme):
+        meant = f"{web[0] if web else scheme}:/{rest}"
+    elif rest.startswith("//") and web and scheme != web[0]:
+        meant = f"{web[0]}:{rest}"
+    elif re.match(r"[\w-]+(\.[\w-]+)*:\d+/|[\w-]+(\.[\w-]+){2,}/", given):
+        meant = f"https://{given}"
+    else:
+        meant = given
+    return "" if meant == given else f"; did you mean {shown(meant)}?"
 
 
 _used: dict[str, str] = {}
