@@ -29,12 +29,14 @@ LAYERS = [
         "vit.data.tar",
         "vit.data.index_file",
         "vit.data.shards",
+        "vit.data.warm",
         "vit.data.order",
         "vit.data.mixing",
         "vit.data.window",
         "vit.data.decode",
         "vit.schedule",
     }
+    | {"vit.data.warm"}
     | {"vit.data.draw", "vit.data.block_cache", "vit.data.http", "vit.data.store", "vit.data.remote", "vit.data.storage"},
     {"vit.data.loader", "vit.data.stream", "vit.data.slots", "vit.data.workers", "vit.data.augment", "vit.data.op_sets", "vit.data.ops"}
     | {"vit.data.crew", "vit.model", "vit.loss", "vit.optim", "vit.ema", "vit.metrics"},
@@ -91,6 +93,7 @@ def test_data_prep_knows_the_format_and_itself_only(path):
         "vit.data.tar",
         "vit.data.tar_walk",
         "vit.data.shards",
+        "vit.data.warm",
         "vit.data.urls",
         "vit.command_line",
         "vit.progress",
@@ -107,6 +110,7 @@ def test_data_prep_knows_the_format_and_itself_only(path):
         "vit.data.native",
         "vit.data.tar",
         "vit.data.shards",
+        "vit.data.warm",
         "vit.data.urls",
         "vit.data.window",
         "vit.data.order",

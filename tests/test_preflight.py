@@ -138,7 +138,7 @@ def tiny(path: Path, *overrides: str) -> Config:
 
 
 def test_a_cache_that_is_too_small(config, shards, tmp_path):
-    """On a disk there is none."""
+    """Shards that are read in place have none."""
     store = fsspec.filesystem("memory")
     for path in shards.iterdir():
         store.pipe_file(f"/preflight/{path.name}", path.read_bytes())
@@ -150,7 +150,9 @@ def test_a_cache_that_is_too_small(config, shards, tmp_path):
     there, small = "data.root=memory://preflight", "data.cache_gib=0.0001"
     assert "set data.block_samples=64" in notes(there, small)
     assert "lower data.num_lanes" in notes(there, small, "data.block_samples=8")
-    assert notes(there, "data.cache_gib=1") == notes(there, "data.cache_gib=1", "data.block_samples=8") == notes() == ""
+    assert notes(there, "data.cache_gib=1") == notes(there, "data.cache_gib=1", "data.block_samples=8") == ""
+    assert "set data.block_samples=64" in notes(small), "a mounted folder"
+    assert notes("data.cache_dir=null") == ""
 
 
 def test_memory_that_suffices_and_that_does_not(config, tmp_path):

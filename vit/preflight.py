@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from vit.config import Config
@@ -45,6 +46,8 @@ DISK_MARGIN_BYTES = 2**20
 """For the record, predictions and `checkpoint.json`; and what a save wants to be left."""
 SAVED = ("checkpoints/step_*/*", "checkpoints/.tmp_*/*", "weights/*.safetensors")
 """What a run has saved, and replaces or removes as it goes on."""
+TELL_MISSING_BYTES = 2**28
+"""Of blocks that the cache lacks for the first batches: people are told why these take a while."""
 MIB, GIB = 2**20, 2**30
 
 
@@ -234,6 +237,22 @@ def _file_bytes(tensors: list[int]) -> int:
 def _size(num_bytes: int) -> str:
     """In words."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
+
+
+def filling_note(batches: TrainBatches | StreamBatches, step: int, plan: Plan) -> str | None:
+    """What the first batches fetch, where it is much: after a resume on another host their windows are fetched whole."""
+    tars = getattr(batches.split, "tars", None)
+    if not isinstance(tars, RemoteTars) or not isinstance(batches, TrainBatches) or step == plan.total_steps:
+        return None
+    steps = range(step, min(step + tars.read_ahead_batches, plan.total_steps))
+    rows = batches.first_row, batches.first_row + batches.layout.num_rows
+    wanted, missing = tars.wanted_bytes(np.unique(np.concatenate([batches.order.rows(later, *rows) for later in steps])))
+    if missing < TELL_MISSING_BYTES:
+        return None
+    return (
+        f"filling the cache: the next {len(steps)} batches of a rank lie in {wanted / 1e9:.2f} GB of blocks, of which "
+        f"{missing / 1e9:.2f} GB are not in {tars.cache.folder} yet; `python -m vit.data.warm` fetches ahead of a job"
+    )
 
 
 def _notes_of_cache(train: TrainBatches | StreamBatches, ranks: int) -> list[str]:

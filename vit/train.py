@@ -52,7 +52,7 @@ from vit.optim import create_optimizer
 from vit.order_check import OrderCheck
 from vit.pictures import ClassAccuracy, ConfusedPair
 from vit.plan import Plan, choose_num_classes, make_plan, open_indexed, open_train_split
-from vit.preflight import Preflight, check_disk, preflight
+from vit.preflight import Preflight, check_disk, filling_note, preflight
 from vit.progress import Meter
 from vit.record import Record, lock_run, provenance
 from vit.report import make_report
@@ -277,6 +277,8 @@ def _open_record(
                 f"note: train.ema_decay={decay} over {plan.total_steps} steps leaves {share:.0%} of the"
                 " initial weights in the average: train.ema_warmup=true, or a smaller decay"
             )
+    if (filling := filling_note(batches, progress.step, plan)) is not None:
+        record.say(filling)
     if progress.restarts:
         record.say(f"resumed at step {progress.step} of {plan.total_steps} from {folder}/checkpoints (restart {progress.restarts})")
     if not _is_done(plan, progress):  # the same command again on a finished run shows nothing new

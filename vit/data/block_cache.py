@@ -124,8 +124,16 @@ class BlockCache:
         """Whether the block is here, as far as its name tells."""
         return os.path.exists(f"{self.folder}/{name}")
 
-    def fetch(self, name: str, get: Callable[[], Fetched]) -> bytes | None:
-        """Have a block here: None if it is, perhaps by now; else its bytes as `get` gives them, and they are kept if there is room."""
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a block of this size fits without another going."""
+        text = (self.folder / "used_bytes").read_text()
+        return (int(text) if text.strip().isdigit() else 0) + num_bytes <= self.limit_bytes
+
+    def fetch(self, name: str, get: Callable[[], Fetched], may_remove: bool = True) -> bytes | None:
+        """Have a block here: None if it is, perhaps by now; else its bytes as `get` gives them, and they are kept if there is room.
+
+        may_remove: others may go, so that there is room.
+        """
         path = self.folder / name
         with ExitStack() as stack:
             try:
@@ -141,19 +149,21 @@ class BlockCache:
             starts = [0, *part_ends[:-1]]
             checksums = b"".join(_checksum(data[start:end]) for start, end in zip(starts, part_ends, strict=True))
             try:
-                if self._make_room(len(data) + len(checksums)):
+                if self._make_room(len(data) + len(checksums), may_remove):
                     write_whole(part, (data, checksums))
                     os.replace(part.name, path)
             except OSError as error:
                 _warn_once(self.folder, error.strerror)
             return data
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Count `num_bytes` more, after removing what was not read for longest where needed. False if they never fit."""
+    def _make_room(self, num_bytes: int, may_remove: bool) -> bool:
+        """Count `num_bytes` more, after removing what was not read for longest where needed. False if they do not fit."""
         if num_bytes > self.limit_bytes:
             return False
         with self._count() as (fd, used):
             if used + num_bytes > self.limit_bytes and used + num_bytes > (limit := self._largest_limit()):
+                if not may_remove:
+                    return False
                 # A little more than needed: listing all blocks takes a while.
                 used = self._remove_oldest(limit - num_bytes - limit // 16)
             os.pwrite(fd, b"%*d\n" % (NUMBER_BYTES - 1, used + num_bytes), 0)  # of one width: what was there is overwritten, never cut off

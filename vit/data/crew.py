@@ -108,9 +108,11 @@ class Watch:
             busy = [n for n, row in enumerate(self._rows) if row.stage != Stage.IDLE]
             said = "; ".join(f"{names(n)} {self.at(n)}" for n in (stuck or busy)[:4])
             more = len(stuck or busy) - 4
+            fetched_gb = sum(row.tally()["fetched_bytes"] for row in self._rows) / 1e9
             log.warning(
-                "training has waited %.0f s for its next batch: %s%s", self._waited_s,
+                "training has waited %.0f s for its next batch: %s%s%s", self._waited_s,
                 said or "no worker has anything to do", f"; and {more} more" if more > 0 else "",
+                f"; {fetched_gb:.2f} GB have been fetched up to now" if fetched_gb else "",
             )  # fmt: skip
 
     def at(self, number: int) -> str:

@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 import zlib
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
@@ -190,7 +191,7 @@ def _counted(data: bytes) -> bytes:
     return data
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """Samples [first, last) of one shard, and the bytes [start, stop) that hold them."""
 
     name: str
@@ -199,6 +200,11 @@ class _Block(NamedTuple):
     last: int
     start: int
     stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """What is fetched of it."""
+        return self.stop - self.start
 
 
 _OF_A_PROCESS = ("_lock", "_pid", "_num_threads", "_asked_at_s", "_under_way", "_queue")
@@ -289,7 +295,7 @@ class RemoteTars:
     def close(self) -> None:
         """Nothing stays open between reads."""
 
-    def _await(self, block: _Block) -> bytes | None:
+    def _await(self, block: Block) -> bytes | None:
         """What `_request` will have given; meanwhile the row says what is waited for."""
         path, asked, pause_s = self.cache.folder / block.name, self._request(block), 0.05
         with stages.mine.within(Stage.STORE):
@@ -308,13 +314,29 @@ class RemoteTars:
         row = self.index[sample]
         return int(row["offset"]) + int(row["size"])
 
-    def _block(self, sample: int, shard: int) -> _Block:
+    def _block(self, sample: int, shard: int) -> Block:
         number = sample // self.block_samples
         first = max(number * self.block_samples, self.firsts[shard])
         last = min((number + 1) * self.block_samples, self.firsts[shard + 1])
-        return _Block(f"{self._names[shard]}.{first}-{last}.block", shard, first, last, self._start(first, shard), self._stop(last - 1))
+        return Block(f"{self._names[shard]}.{first}-{last}.block", shard, first, last, self._start(first, shard), self._stop(last - 1))
 
-    def _get(self, block: _Block) -> Fetched:
+    def blocks(self, shards: Iterable[int]) -> list[Block]:
+        """All blocks of these shards, in order."""
+        found = []
+        for shard in shards:
+            sample = self.firsts[shard]
+            while sample < self.firsts[shard + 1]:
+                found.append(self._block(sample, shard))
+                sample = found[-1].last
+        return found
+
+    def wanted_bytes(self, samples: NDArray[np.int64]) -> tuple[int, int]:
+        """Of all blocks that these samples lie in, and of those of them that are not in the cache."""
+        shards = np.searchsorted(self.firsts, samples, side="right") - 1
+        found = {self._block(sample, shard) for sample, shard in zip(samples.tolist(), shards.tolist(), strict=True)}
+        return sum(b.num_bytes for b in found), sum(b.num_bytes for b in found if not self.cache.holds(b.name))
+
+    def get(self, block: Block) -> Fetched:
         """Fetch a block; one whose tar headers do not say the index's sizes, or whose images have other checksums, is not to be kept."""
         data = self.folder.read(self.filenames[block.shard], block.start, block.stop, self.versions[block.shard])
         with self._lock:
@@ -336,9 +358,9 @@ class RemoteTars:
         self._lock, self._pid, self._num_threads = threading.Lock(), os.getpid(), 0
         self._asked_at_s: dict[int, float] = {}
         self._under_way: dict[str, Future[bytes | None]] = {}
-        self._queue: queue.SimpleQueue[tuple[Future[bytes | None], _Block]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Future[bytes | None], Block]] = queue.SimpleQueue()
 
-    def _request(self, block: _Block) -> Future[bytes | None]:
+    def _request(self, block: Block) -> Future[bytes | None]:
         """The block's bytes when it will have been fetched, None where another process was first. First asked, first served."""
         if self._pid != os.getpid():
             self._start_over()
@@ -356,7 +378,7 @@ class RemoteTars:
         while True:
             future, block = self._queue.get()
             try:
-                future.set_result(self.cache.fetch(block.name, partial(self._get, block)))
+                future.set_result(self.cache.fetch(block.name, partial(self.get, block)))
             except BaseException as error:
                 future.set_exception(error)
             with self._lock:

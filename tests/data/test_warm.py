@@ -1,0 +1,126 @@
+"""`python -m vit.data.warm`: blocks are there before the job is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from processes import REPOSITORY, environment
+from servers import WebServer
+
+from vit.config import AugmentConfig
+from vit.data import storage, warm
+from vit.data.block_cache import GIB
+from vit.data.loader import ImageFormat, TrainBatches
+from vit.data.order import make_order
+from vit.data.shards import open_split
+from vit.plan import Plan
+from vit.preflight import filling_note
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(storage, "BLOCK_BYTES", 16_000)
+
+
+@pytest.fixture
+def web(shards):
+    with WebServer({f"/set/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}) as server:
+        yield server
+
+
+def asked(web) -> list[tuple[str, str]]:
+    """(shard, range) of the requests for blocks."""
+    return [(path, wanted) for _, path, wanted in web.requests if path.endswith(".tar") and wanted != "bytes=0-0"]
+
+
+def test_a_job_after_it_asks_the_store_for_nothing(web, tmp_path, shards, capsys):
+    url, cache = f"{web.url}/set", tmp_path / "cache"
+    assert warm.main([url, "--cache-dir", str(cache)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in told] == ["train", "val"]
+    assert all(line.endswith("of them fetched now") for line in told)
+    requests = len(asked(web))
+    assert requests == len(set(asked(web))) == len(list(cache.rglob("*.block")))
+    for name in ("train", "val"):
+        here, there = open_split(shards, name), open_split(url, name, cache)
+        assert [there.read(i) for i in range(len(there))] == [here.read(i) for i in range(len(here))]
+    assert len(asked(web)) == requests
+    assert warm.main([url, "--cache-dir", str(cache), "--split", "val"]) == 0
+    assert capsys.readouterr().out.endswith(f"are in {cache}, 0.0 MB of them fetched now\n")
+    assert len(asked(web)) == requests
+
+
+def test_shards_and_a_fraction_of_a_mounted_folder_as_a_config_says(shards, tmp_path, config, capsys):
+    cache = tmp_path / "near"
+    settings = ["--config", str(config), f"data.root={shards}", f"data.cache_dir={cache}"]
+    assert warm.main([*settings, "--split", "train", "--shards", "1-2"]) == 0
+    assert sorted({path.name.split(".")[0] for path in cache.rglob("*.block")}) == ["train-00001", "train-00002"]
+    assert len(list(cache.rglob("*.block"))) == 10
+    assert warm.main([*settings, "--split", "train", "--fraction", "0.4"]) == 0
+    assert len(list(cache.rglob("train-00000*.block"))) == 5
+    assert len(list(cache.rglob("*.block"))) == 15, "six, one of which was there"
+
+
+def test_it_stops_where_the_cache_is_full_and_takes_nothing_away(web, tmp_path, capsys):
+    url, cache = f"{web.url}/set", tmp_path / "cache"
+    assert warm.main([url, "--cache-dir", str(cache), "--split", "train", "--cache-gib", str(60_000 / GIB), "--threads", "2"]) == 0
+    blocks = set(cache.rglob("*.block"))
+    assert 2 <= len(blocks) <= 6
+    assert "; the cache is full (0.1 MB): --cache-gib, or data.cache_gib, gives it more room" in capsys.readouterr().out
+    requests = len(asked(web))
+    assert warm.main([url, "--cache-dir", str(cache), "--split", "train", "--cache-gib", str(60_000 / GIB), "--threads", "1"]) == 0
+    assert blocks <= set(cache.rglob("*.block"))
+    assert len(asked(web)) <= requests + 1
+
+
+def test_several_at_once_share_the_work(web, tmp_path):
+    web.delay_s = 0.1
+    code = "import sys; from vit.data import storage, warm; storage.BLOCK_BYTES = 16_000; sys.exit(warm.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, f"{web.url}/set", "--cache-dir", str(tmp_path / "cache"), "--split", "train", "--threads", "2"]
+    env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
+    processes = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    told = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], told
+    assert set(Counter(asked(web)).values()) == {1}
+    assert len(asked(web)) == 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["ROOT"], "is a folder, which is read in place: --cache-dir says where copies of its blocks go"),
+        ([], "one data set is wanted: its folder or URL, or --config FILE"),
+        (["ROOT", "--cache-dir", "CACHE", "--shards", "5"], "--shards 5: expected a number or a range, as 0-2, of 3 shards"),
+        (["ROOT", "--cache-dir", "CACHE", "--fraction", "2"], "--fraction lies above 0 and is at most 1"),
+        (["ROOT", "--cache-dir", "CACHE", "--split", "trian"], "no split 'trian'; there are train, val (did you mean 'train'?)"),
+        (["ROOT", "--cache", "CACHE"], "unknown: --cache; did you mean --cache-gib?"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_line(arguments, told, shards, tmp_path, capsys):
+    places = {"ROOT": str(shards), "CACHE": str(tmp_path / "cache")}
+    assert warm.main([places.get(word, word) for word in arguments]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) == 1
+
+
+def test_a_run_with_an_empty_cache_says_what_it_will_fetch_first(web, tmp_path, monkeypatch):
+    monkeypatch.setattr("vit.preflight.TELL_MISSING_BYTES", 10_000)
+    split = open_split(f"{web.url}/set", "train", tmp_path / "cache")
+    batches = TrainBatches(split, make_order(60, 12), AugmentConfig(), ImageFormat((16, 16), 3, "bilinear"))
+    plan = Plan(**{**dict.fromkeys(Plan.__dataclass_fields__, 1), "total_steps": 50})
+    told = filling_note(batches, 3, plan)
+    all_bytes = sum(block.num_bytes for block in split.tars.blocks(range(3)))
+    gb = f"{all_bytes / 1e9:.2f} GB"
+    expected = f"filling the cache: the next 8 batches of a rank lie in {gb} of blocks, of which {gb} are not in {tmp_path}/cache yet"
+    assert told.startswith(expected)
+    assert filling_note(batches, 50, plan) is None
+    split.prefetch(np.arange(60))
+    for i in range(60):
+        split.read(i)
+    assert filling_note(batches, 3, plan) is None

@@ -1,0 +1,134 @@
+"""Fetches the blocks of a data set into the cache before a job needs them. Free of torch.
+
+    python -m vit.data.warm s3://bucket/imagenet --split train           what a URL holds, into the default cache
+    python -m vit.data.warm /lustre/imagenet --cache-dir /local/cache    a mounted folder, into a folder of the node's own disk
+    python -m vit.data.warm --config configs/vit_b16.yaml data.cache_dir=/local/cache    as the run of this config will look for them
+
+The data's story: root, split and cache say which blocks there are, as in training; threads fetch those that are not there, and stop where
+the cache is full. Several commands at once, on one host, share the work: each begins elsewhere, and a block has a lock.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from vit.command_line import Parser
+from vit.config_io import load_config
+from vit.data.files import ShardError
+from vit.data.order import hash64
+from vit.data.patience import Patience
+from vit.data.shards import open_split
+from vit.data.storage import Block, RemoteTars
+from vit.data.urls import resolve, shown
+from vit.progress import Meter
+
+NUM_THREADS = 16
+"""Blocks fetched at once; each is held in memory."""
+
+
+def warm(tars: RemoteTars, split: str, shards: range, fraction: float = 1.0, num_threads: int = NUM_THREADS) -> str:
+    """Fetch the blocks of these shards that the cache lacks, or the first `fraction` of them, until it is full; says what was done.
+
+    Raises ShardError for what cannot be fetched or kept.
+    """
+    blocks = tars.blocks(shards)
+    blocks = blocks[: max(round(len(blocks) * fraction), 1)]
+    start = int(hash64(os.getpid())) % len(blocks)  # another one of several commands begins elsewhere
+    missing = [block for block in (*blocks[start:], *blocks[:start]) if not tars.cache.holds(block.name)]
+    here_bytes = sum(block.num_bytes for block in blocks) - sum(block.num_bytes for block in missing)
+    fetched_bytes, is_full = 0, threading.Event()
+
+    def fetch(block: Block) -> int:
+        if not is_full.is_set() and tars.cache.has_room(block.num_bytes):
+            tars.cache.fetch(block.name, lambda: tars.get(block), may_remove=False)
+            if tars.cache.holds(block.name):
+                return block.num_bytes
+        is_full.set()
+        return 0
+
+    threads = ThreadPoolExecutor(num_threads)
+    try:
+        with Meter(f"warming {split}", len(missing), "blocks") as meter:
+            for done, future in enumerate(as_completed([threads.submit(fetch, block) for block in missing]), 1):
+                fetched_bytes += future.result()
+                meter.update(done, num_bytes=fetched_bytes)
+    finally:
+        is_full.set()  # an error or Ctrl-C: nothing more is begun
+        threads.shutdown(wait=False, cancel_futures=True)
+    all_bytes = sum(block.num_bytes for block in blocks)
+    here, fetched = _size(here_bytes + fetched_bytes), _size(fetched_bytes)
+    said = f"{split}: {here} of {_size(all_bytes)} are in {tars.cache.folder}, {fetched} of them fetched now"
+    if here_bytes + fetched_bytes == all_bytes:
+        return said
+    if tars.cache.has_room(2 * max(block.num_bytes for block in missing)):
+        raise ShardError(f"{said}; what else was fetched could not be kept, see above: give the folder room, or --cache-dir another")
+    return f"{said}; the cache is full ({_size(tars.cache.limit_bytes)}): --cache-gib, or data.cache_gib, gives it more room"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _shards_of(text: str | None, num_shards: int) -> range:
+    """The shards named by `3`, `0-9` or, for all, None."""
+    if text is None:
+        return range(num_shards)
+    told = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    found = range(int(told[1]), int(told[2] or told[1]) + 1) if told else range(0)
+    if not found or found.stop > num_shards:
+        raise ValueError(f"--shards {text}: expected a number or a range, as 0-{num_shards - 1}, of {num_shards} shards")
+    return found
+
+
+def _options(arguments: Sequence[str] | None) -> Namespace:
+    parser = Parser("python -m vit.data.warm", __doc__)
+    parser.add_argument("root", nargs="*", help="folder or URL of the data set; with --config settings, as data.cache_dir=/local/cache")
+    parser.add_argument("--config", help="YAML of the run whose data are wanted: its root, splits, cache and patience")
+    parser.add_argument("--split", action="append", help="train, val, ...; several times for several; by default train and val")
+    parser.add_argument("--cache-dir", help="as data.cache_dir")
+    parser.add_argument("--cache-gib", type=float, help="as data.cache_gib")
+    parser.add_argument("--shards", help="only these, as 0-99: for a job array, or several hosts")
+    parser.add_argument("--fraction", type=float, default=1.0, help="only the first so many of the blocks, as 0.5")
+    parser.add_argument("--threads", type=int, default=NUM_THREADS, help=f"blocks fetched at once; {NUM_THREADS} by default")
+    return parser.parse_intermixed_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    try:
+        given = _options(arguments)
+        if not 0 < given.fraction <= 1 or given.threads < 1:
+            raise ValueError("--fraction lies above 0 and is at most 1, --threads is at least 1")
+        if given.config is not None:
+            data = load_config(given.config, given.root).config.data
+            root, splits, patience = data.root, given.split or [data.train_split, data.val_split], Patience(data.patience_s)
+            cache_dir, cache_gib = given.cache_dir or data.cache_dir, given.cache_gib or data.cache_gib
+        elif len(given.root) == 1:
+            root, splits, patience = given.root[0], given.split or ["train", "val"], Patience()
+            cache_dir, cache_gib = given.cache_dir, given.cache_gib
+        else:
+            raise ValueError("one data set is wanted: its folder or URL, or --config FILE (python -m vit.data.warm --help)")
+        for split in dict.fromkeys(splits):
+            tars = open_split(resolve(root), split, cache_dir, cache_gib, patience).tars
+            if not isinstance(tars, RemoteTars):
+                raise ValueError(f"{shown(root)} is a folder, which is read in place: --cache-dir says where copies of its blocks go")
+            print(warm(tars, split, _shards_of(given.shards, len(tars.filenames)), given.fraction, given.threads), flush=True)
+    except KeyboardInterrupt:
+        print("stopped: what was fetched stays, and the same command goes on", file=sys.stderr)
+        return 130
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # threads may still wait for a slow store
