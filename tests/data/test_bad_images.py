@@ -144,7 +144,7 @@ def test_each_of_them_is_an_error_that_names_it_by_default_and_in_evaluation(key
 
 
 def test_a_member_of_no_bytes_is_named_when_the_shard_is_indexed(tmp_path):
-    with pytest.raises(ShardError, match=r"size cannot be read, 'empty\.jpg'"):
+    with pytest.raises(ShardError, match=r"has an image of 0 bytes, 'empty\.jpg'"):
         write_shard(tmp_path / "root", {"fine": encoded(), "empty": b""}, {})
 
 
