@@ -27,6 +27,7 @@ ABI = 1
 PACKAGE = Path(__file__).parents[1]
 SOURCES = PACKAGE / "native"
 """The C files, where the package is a checkout."""
+NOT_BUILT = "the C decoder was not built; install a C compiler (Debian, Ubuntu: apt-get install build-essential), then pip install -e ."
 
 
 class Status(IntEnum):
@@ -116,10 +117,7 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
         return None, None
     path = next(filter(Path.exists, (PACKAGE / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES)), None)
     if path is None:
-        return (
-            None,
-            "the C decoder was not built; install a C compiler (Debian, Ubuntu: apt-get install build-essential), then pip install -e .",
-        )
+        return None, NOT_BUILT
     try:
         return load(path), None
     except Misfit as misfit:

@@ -112,16 +112,20 @@ static uint32_t segment_end(const Window *w, uint32_t segment) {
     return (uint32_t)(end < all ? end : all);
 }
 
+/* Bytes of a component's samples. Two rows more than there are, of 40 bytes at least, hold ROW_PAD before the first and behind the last one. */
+INLINE size_t plane_room(const Plane *plane) { return (size_t)plane->stride * (plane->high * 8 + 2); }
+
 /* Memory for all that depends on the window's and the file's size, in one piece; NULL if there is none. */
 static uint8_t *allocate(Window *w) {
-    size_t segments = (w->end_segment - w->first_segment) * sizeof(Segment);
-    size_t bytes = w->jpeg.size - w->jpeg.scan_offset + (w->end_segment - w->first_segment) * (size_t)JPEG_PADDING + COPY_SLACK;
-    size_t line = w->width + 4 * ROW_PAD, total = segments + bytes + 2 * line + 2 * ROW_PAD;
-    for (int c = 0; c < 3; c++) total += (size_t)w->planes[c].stride * (w->planes[c].high * 8 + 2);
+    size_t count = w->end_segment - w->first_segment;
+    size_t bytes = w->jpeg.size - w->jpeg.scan_offset + count * JPEG_PADDING + COPY_SLACK; /* unstuffed data are not longer */
+    size_t line = w->width + 4 * ROW_PAD; /* kernels make and read up to 32 bytes more than were asked for */
+    size_t total = count * sizeof(Segment) + 2 * line + 2 * ROW_PAD + bytes;
+    for (int c = 0; c < 3; c++) total += plane_room(w->planes + c);
     uint8_t *memory = malloc(total), *next = memory;
     if (!memory) return NULL;
-    w->segments = (Segment *)next, next += segments;
-    for (int c = 0; c < 3; c++) w->planes[c].samples = next + ROW_PAD, next += (size_t)w->planes[c].stride * (w->planes[c].high * 8 + 2);
+    w->segments = (Segment *)next, next += count * sizeof(Segment);
+    for (int c = 0; c < 3; c++) w->planes[c].samples = next + ROW_PAD, next += plane_room(w->planes + c);
     for (int c = 0; c < 2; c++) w->lines[c] = next, next += line;
     w->bytes = next;
     return memory;
