@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import fnmatch
+import hashlib
 import itertools
 import json
 import os
@@ -41,7 +42,7 @@ from data_prep.images import ASKS_TO_BE_TURNED, told_of_turned
 from data_prep.output import Output
 from vit.data.files import ShardError, replacing
 from vit.data.images import decode
-from vit.data.index_file import firsts_of, open_index
+from vit.data.index_file import firsts_of, open_index, sha256_of
 from vit.data.shards import read_info
 
 COLOUR_IMAGES = 1000
@@ -56,6 +57,8 @@ SIDE_EDGES = (1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2
 BAR = 40
 """Letters of the longest bar."""
 MOST_REASONS = 20
+SEAL = b"\n<!-- sha256 of the above: %s; of contact_sheet.png: %s -->\n"
+"""The last line of a card, by which `verify` sees whether it was altered."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +174,24 @@ def draw_card(card: Card, folder: Path) -> list[Path]:
     paths = [folder / "contact_sheet.png", folder / "dataset.md"]
     with replacing(paths[0]) as file:
         sheet.save(file, "PNG")
+    content = text.encode("utf-8", "replace")
     with replacing(paths[1]) as file:
-        file.write(text.encode("utf-8", "replace"))
+        file.write(content + SEAL % (hashlib.sha256(content).hexdigest().encode(), sha256_of(paths[0]).encode()))
     return paths
+
+
+def altered_card(folder: Path) -> str:
+    """What is wrong with `dataset.md` in `folder`, or the picture beside it, by the line at its end; "" if nothing is."""
+    content = (folder / "dataset.md").read_bytes()
+    found = re.fullmatch(re.escape(SEAL).replace(b"%s", b"([0-9a-f]{64})"), content[-len(SEAL % (b"0" * 64, b"0" * 64)) :])
+    if found is None:
+        return "its last line, with the hashes of the card, is missing"
+    if hashlib.sha256(content[: -len(found[0])]).hexdigest().encode() != found[1]:
+        return "altered: its text is not the one whose hash is in its last line"
+    sheet = folder / "contact_sheet.png"
+    if not sheet.exists():
+        return "contact_sheet.png, which it shows, is missing"
+    return "" if sha256_of(sheet).encode() == found[2] else "contact_sheet.png is another one than it was drawn with"
 
 
 def _decoded(card: Card, split: str, row: int) -> Image.Image:

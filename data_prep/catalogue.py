@@ -109,7 +109,7 @@ def safe_key(text: str) -> str:
     return key
 
 
-def _hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
+def key_hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
     """(len(keys),) uint64: `stable_hash(*before, key)` of each key, as a big-endian number."""
     blake2b, start = hashlib.blake2b, "".join(f"{part}\0" for part in before)
     digests = [blake2b((start + key).encode("utf-8", "surrogateescape"), digest_size=8).digest() for key in keys]
@@ -188,7 +188,7 @@ class Builder:
         rows["file"], rows["label"], rows["offset"], rows["size"] = file, labels, offsets, sizes
         rows["text_size"] = [len(text) for text in texts]
         hashes = np.empty(len(texts), HASH)
-        hashes["hash"], hashes["label"] = _hashes(keys, self.seed), labels
+        hashes["hash"], hashes["label"] = key_hashes(keys, self.seed), labels
         if split not in self._written:
             paths = (self.folder / f"{split}.{kind}.bin" for kind in ("text", "rows", "hashes"))
             self._written[split] = tuple(open(path, "ab", buffering=1 << 20) for path in paths)  # noqa: SIM115  (see _close_files)
@@ -228,7 +228,7 @@ class Builder:
         for labels in _groups(self.count(split)):
             rows = np.flatnonzero((table.rows["label"] >= labels.start) & (table.rows["label"] < labels.stop))
             hashes = np.concatenate(
-                [_hashes([table.text(row)[0] for row in part.tolist()]) for part in np.array_split(rows, len(rows) // 65536 + 1)]
+                [key_hashes([table.text(row)[0] for row in part.tolist()]) for part in np.array_split(rows, len(rows) // 65536 + 1)]
             )
             members = table.rows["label"][rows]
             order = np.lexsort((hashes, members))
@@ -264,6 +264,14 @@ class Builder:
         splits = {split: int(count.sum()) for split, count in self._counts.items()}
         described = {"class_names": self.class_names, "files": self.files, "notes": self.notes, "splits": splits}
         write_json(self.folder / "catalogue.json", {**described, "sha256": digest.hexdigest()})
+
+
+def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray]) -> str:
+    """What `Builder.finish` gives, from the HASH of all samples of each split, by hash. splits: in their order."""
+    digest = hashlib.sha256(json.dumps(class_names).encode())
+    for split, hashes in splits.items():
+        digest.update(f"{split}\t{len(hashes)}\n".encode() + hashes.tobytes())
+    return digest.hexdigest()
 
 
 def _groups(per_class: np.ndarray) -> Iterator[range]:

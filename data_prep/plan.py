@@ -98,7 +98,7 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Of `recorded`; each shard's sidecar holds it."""
-        return hashlib.sha256(json.dumps(self.recorded, sort_keys=True).encode()).hexdigest()
+        return fingerprint(self.recorded)
 
     @property
     def filenames(self) -> dict[str, list[str]]:
@@ -119,6 +119,12 @@ class Plan:
                 options = (self.settings.policy, self.settings.with_json, self.output, fingerprint)
                 jobs.append(Work(shard, self.catalogue, self.source.read, *options))
         return jobs
+
+
+def fingerprint(recorded: Mapping[str, Any]) -> str:
+    """Of what is recorded of a plan: its source, options and catalogue. `recorded` may hold more."""
+    plan = {key: recorded.get(key) for key in ("source", "options", "catalogue")}
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
 def options_of(source: Source, settings: Settings) -> dict[str, Any]:

@@ -10,20 +10,28 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_prep.catalogue import some
+from data_prep.card import altered_card
+from data_prep.catalogue import HASH, catalogue_sha256, key_hashes, some
+from data_prep.index_shard import called
 from data_prep.jobs import PrepError
+from data_prep.output import temporary_folder
+from data_prep.plan import fingerprint
 from data_prep.shard_checks import MOST_LINES, WRITE_AGAIN, Found, counted
-from vit.data.files import ShardError
+from vit.data.files import ShardError, write_json
+from vit.data.http import Version
 from vit.data.index_file import has_checksums, open_index
 from vit.data.members import recorded_layout
-from vit.data.shards import Split, read_info, read_sidecar
+from vit.data.remote import RemoteFolder, local_path
+from vit.data.shards import Split, info_sha256, read_info, read_sidecar, sidecars_sha256
 
 IMAGENET_IMAGES = {"train": 1_281_167, "val": 50_000, "validation": 50_000}
 IMAGENET_PER_CLASS = {"train": (732, 1300), "val": (50, 50), "validation": (50, 50)}
@@ -57,6 +65,11 @@ class Part:
         lengths = self.described["shard_lengths"]
         return (np.cumsum(lengths) - lengths).tolist()
 
+    def sha256_of(self, name: str) -> str | None:
+        """What is recorded of a shard's bytes."""
+        recorded = self.described.get("shard_sha256")
+        return recorded[self.filenames.index(name)] if recorded else self.sidecars.get(name, {}).get("sha256")
+
     def quarantined(self) -> list[dict[str, Any]]:
         """The entries of all sidecars."""
         return [entry for sidecar in self.sidecars.values() for entry in sidecar.get("quarantined", [])]
@@ -77,16 +90,33 @@ class Part:
 
 @dataclass
 class DataSet:
-    """A folder of shards and its `_info.json`."""
+    """A folder of shards and its `_info.json`; of one at a URL a copy of all but the shards."""
 
     root: Path
+    shown: str
+    """What the user called it."""
+    tars_at: str | None
+    """URL of the shards; None: they are in `root`."""
     info: dict[str, Any]
     parts: list[Part]
+    num_hashed: int = 0
+    """Shards whose sha256 was compared."""
+    catalogue_compared: bool = False
 
     @property
     def ours(self) -> bool:
         """Written by our writer, not indexed afterwards."""
         return "catalogue" in self.info
+
+    @property
+    def seed(self) -> int:
+        """Of the hashes in the catalogue's."""
+        return int((self.info.get("options") or {}).get("seed", 0)) if self.ours else 0
+
+    @property
+    def index_it(self) -> str:
+        """The command that makes what lies beside the tars."""
+        return f"run `python -m data_prep.index {self.shown}`, which writes it"
 
     @property
     def class_names(self) -> list[str]:
@@ -103,33 +133,47 @@ class DataSet:
     def sample_name(self, part: Part, shard: int, row: int) -> str:
         """A sample for people: its shard and its key, if the index leads to it, else its position."""
         place = f"row {row}"
-        if part.index is not None:
+        if part.index is not None and self.tars_at is None:
             layout = recorded_layout(self.info, self.root / part.filenames[0])
-            split = Split(
-                self.root, part.name, part.filenames, part.described["shard_lengths"], part.index, self.num_classes or 0, [], layout=layout
-            )
-            try:
+            lengths, names = part.described["shard_lengths"], part.filenames
+            split = Split(self.root, part.name, names, lengths, part.index, self.num_classes or 0, [], layout=layout)
+            with suppress(ShardError, OSError), closing(split):
                 place = split.key(part.firsts[shard] + row)
-            except (ShardError, OSError):
-                pass
-            finally:
-                split.close()
         return f"{part.filenames[shard]} {place}"
 
 
 # ---- what is recorded -----------------------------------------------------------------------------------------------
 
 
-def open_data_set(place: str) -> DataSet:
-    """The data set at `place`. Raises PrepError or ShardError if there is none that could be checked."""
-    if "://" in place:
-        raise PrepError(f"{place}: only local folders are verified; copy the data set, or mount it, and give the folder")
-    root = Path(place)
+@contextmanager
+def opened_data_set(place: str) -> Iterator[DataSet]:
+    """The data set at `place`, a folder or a URL. Raises PrepError or ShardError if there is none that could be checked."""
+    root = local_path(place)
+    if root is not None:
+        yield _opened(root, place, None)
+        return
+    with temporary_folder() as folder, called(place, folder):
+        remote = RemoteFolder(place.rstrip("/"))
+        write_json(folder / "_info.json", remote.read_info())
+        info = read_info(folder)
+        tars = [name for described in info["splits"].values() for name in described.get("filenames", [])]
+        beside = [f"{name.removesuffix('.tar')}.{kind}" for name in tars for kind in ("idx", "json")]
+        names = [*beside, *(f"{split}.index.npy" for split in info["splits"]), "quarantine.jsonl", "dataset.md", "contact_sheet.png"]
+
+        def fetch(name: str, version: Version | str) -> None:
+            if isinstance(version, Version):  # what is missing is told as in a folder
+                remote.fetch(name, version, folder / name)
+
+        with ThreadPoolExecutor(16) as threads:
+            list(threads.map(fetch, names, remote.stats(names)))
+        yield _opened(folder, place, str(remote))
+
+
+def _opened(root: Path, shown: str, url: str | None) -> DataSet:
     if (root / "_writing.json").exists() and not (root / "_info.json").exists():
         raise PrepError(f"{root}: not finished yet; run the command that writes it again, it continues")
     info = read_info(root)
-    if elsewhere := info.get("shards_at"):
-        raise PrepError(f"{root}: an index only, its shards are at {elsewhere}; local shards are verified: copy them and index the copy")
+    tars_at = url if "shards_at" not in info or any((root / name).exists() for name in _tars_of(info)) else info["shards_at"]
     parts = [Part(name, described) for name, described in info["splits"].items()]
     for part in parts:
         where = f"{root}/_info.json, split {part.name!r}"
@@ -140,59 +184,97 @@ def open_data_set(place: str) -> DataSet:
         if len({len(value) for value in lists.values()}) > 1:
             counts = ", ".join(f"{len(value)} {key}" for key, value in lists.items())
             raise PrepError(f"{where}: {counts}, which should be equally many; restore it from its source")
-    return DataSet(root, info, parts)
+    return DataSet(root, shown, tars_at, info, parts)
+
+
+def _tars_of(info: Mapping[str, Any]) -> list[str]:
+    return [name for described in info["splits"].values() for name in described.get("filenames", [])]
 
 
 def check_folder(data: DataSet) -> Iterator[Found]:
     """Compare folder, `_info.json`, sidecars and index files, and fill each part's `sidecars`, `present` and `index`."""
-    listed = Counter(name for part in data.parts for name in part.filenames)
+    listed = Counter(_tars_of(data.info))
+    sealed = "info_sha256" in data.info or any("sidecars_sha256" in part.described for part in data.parts)  # not by earlier versions
+    if sealed and data.info.get("info_sha256") != info_sha256(data.info):
+        yield Found("files", "_info.json", "altered: its content is not the one whose hash it holds; restore it from its source")
+    if sealed and data.ours and not (data.root / "dataset.md").exists():
+        yield Found("files", "dataset.md", f"absent; run `python -m data_prep.card {data.shown}`, which writes it")
+    elif sealed and data.ours and (reason := altered_card(data.root)):
+        yield Found("files", "dataset.md", f"{reason}; run `python -m data_prep.card {data.shown}`, which writes both again")
     for name, count in listed.items():
         if count > 1:
             yield Found("files", "_info.json", f"lists {name} {count} times; restore it from its source")
-    for name in sorted(os.listdir(data.root)):
-        if name.endswith(".tar") and name not in listed and not name.startswith("."):
+    for path in sorted(data.root.rglob("*.tar")):
+        if (name := str(path.relative_to(data.root))) not in listed:
             text = "not in _info.json, and tools that take all tars of a folder would read it; move it away"
             yield Found("files", name, text)
-        elif name.endswith(".tmp") or name in ("_writing.json", "_spool") or name.startswith("_catalogue-"):
+    for name in sorted(os.listdir(data.root)):
+        if name.endswith(".tmp") or name in ("_writing.json", "_spool") or name.startswith("_catalogue-"):
             yield Found("files", name, "left over from a writer; delete it, unless one is at work here", fails=False)
+    names = list(listed)
+    versions: list[Any] = [_stat(data.root / name) for name in names] if data.tars_at is None else RemoteFolder(data.tars_at).stats(names)
+    sizes = {name: version.size if isinstance(version, Version) else version for name, version in zip(names, versions, strict=True)}
     for part in data.parts:
         lengths, total = part.described["shard_lengths"], part.described.get("num_samples")
         if sum(lengths) != total:
             yield Found("files", "_info.json", f"{part.name}: num_samples is {total}, shard_lengths add up to {sum(lengths)}")
         for number in range(len(part.filenames)):
-            yield from _check_recorded(data, part, number)
+            yield from _check_recorded(data, part, number, sizes[part.filenames[number]])
+        yield from _check_sidecars(data, part)
         yield from _open_index(data, part)
 
 
-def _check_recorded(data: DataSet, part: Part, number: int) -> Iterator[Found]:
+def _stat(path: Path) -> int | str:
+    """Bytes of a file, or why that cannot be told."""
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        return "missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
+
+
+def _check_sidecars(data: DataSet, part: Part) -> Iterator[Found]:
+    """All sidecars of a split together: their hash, the plan they were written by, and what was listed."""
+    sidecars = [part.sidecars[name] for name in part.filenames if name in part.sidecars]
+    if len(sidecars) < len(part.filenames):
+        return  # told already
+    if part.described.get("sidecars_sha256", sidecars_sha256(sidecars)) != sidecars_sha256(sidecars):
+        yield Found("files", part.name, "sidecars are altered: their content is not the one whose hash is in _info.json; restore them")
+    if data.ours and (others := [sidecar["filename"] for sidecar in sidecars if sidecar.get("plan") != fingerprint(data.info)]):
+        text = "source, options or catalogue in _info.json are not those that they were written by (plan); restore what is wrong"
+        yield Found("files", part.name, f"{counted(len(others), 'shard')}, the first is {others[0]}: {text}")
+    listed = (data.info.get("listed") or {}).get(part.name)
+    if listed not in (None, found := sum(part.described["shard_lengths"]) + len(part.quarantined())):
+        yield Found("files", "_info.json", f"listed is {listed} for {part.name}, shards and quarantine have {found}")
+    if data.ours and (missing := [name for name in part.filenames if part.sha256_of(name) is None]):
+        text = "no sha256 is recorded, so their bytes cannot be compared; restore _info.json and the sidecars"
+        yield Found("files", part.name, f"{counted(len(missing), 'shard')}, the first is {missing[0]}: {text}")
+
+
+def _check_recorded(data: DataSet, part: Part, number: int, size: int | str) -> Iterator[Found]:
     """One shard's size and sidecar against `_info.json`."""
     name, tar = part.filenames[number], data.root / part.filenames[number]
     recorded = {"filename": name, "num_samples": part.described["shard_lengths"][number]}
     for key in ("bytes", "sha256"):
         if part.described.get(f"shard_{key}"):
             recorded[key] = part.described[f"shard_{key}"][number]
-    try:
-        size = tar.stat().st_size
+    if isinstance(size, str):
+        yield Found("files", name, f"{size}; {WRITE_AGAIN}")
+    else:
         part.num_bytes += size
         if size == recorded.get("bytes", size):
             part.present.append(number)
         else:
             way = "shorter" if size < recorded["bytes"] else "longer"
             told = f"{size:,} bytes, _info.json says {recorded['bytes']:,}"
-            yield Found(
-                "files", name, f"{told}: {abs(size - recorded['bytes']):,} bytes {way}; its contents were not checked; {WRITE_AGAIN}"
-            )
-    except OSError as error:
-        yield Found("files", name, f"{'missing' if isinstance(error, FileNotFoundError) else error.strerror}; {WRITE_AGAIN}")
+            by = f"{abs(size - recorded['bytes']):,} bytes {way}"
+            yield Found("files", name, f"{told}: {by}; its contents were not checked; {WRITE_AGAIN}")
     try:
         sidecar = read_sidecar(tar)
     except ShardError as error:
         yield Found("files", tar.with_suffix(".json").name, str(error).removeprefix(f"{tar.with_suffix('.json')}: "))
         return
     if sidecar is None:
-        remedy = (
-            "repeat the command that wrote the data set" if data.ours else f"run `python -m data_prep.index {data.root}`, which writes it"
-        )
+        remedy = "repeat the command that wrote the data set" if data.ours else data.index_it
         yield Found("files", tar.with_suffix(".json").name, f"absent; {remedy}")
         return
     entries = sidecar.get("quarantined", [])
@@ -207,8 +289,7 @@ def _check_recorded(data: DataSet, part: Part, number: int) -> Iterator[Found]:
 
 
 def _open_index(data: DataSet, part: Part) -> Iterator[Found]:
-    path = data.root / f"{part.name}.index.npy"
-    remedy = f"run `python -m data_prep.index {data.root}`, which writes it"
+    path, remedy = data.root / f"{part.name}.index.npy", data.index_it
     try:
         index = open_index(path)
     except FileNotFoundError:
@@ -223,12 +304,15 @@ def _open_index(data: DataSet, part: Part) -> Iterator[Found]:
             yield Found("indexes", path.name, f"{told}; delete it and {remedy}")
         else:
             part.index = index
+            end = int(index.offset) + index.nbytes if isinstance(index, np.memmap) else 0
+            if (size := path.stat().st_size) != end:
+                yield Found("indexes", path.name, f"{counted(size - end, 'byte')} behind its last row; delete it and {remedy}")
 
 
 def check_quarantine(data: DataSet) -> Iterator[Found]:
     """`quarantine.jsonl` and the totals in `_info.json` against the sidecars."""
     path = data.root / "quarantine.jsonl"
-    recorded = Counter((part.name, entry["key"]) for part in data.parts for entry in part.quarantined())
+    recorded = Counter(json.dumps(entry) for part in data.parts for entry in part.quarantined())
     if path.exists():
         yield from _compare_quarantine(path, recorded)
     elif recorded:
@@ -247,18 +331,44 @@ def check_quarantine(data: DataSet) -> Iterator[Found]:
             )
 
 
-def _compare_quarantine(path: Path, recorded: Counter[tuple[str, str]]) -> Iterator[Found]:
-    listed: Counter[tuple[str, str]] = Counter()
+def _compare_quarantine(path: Path, recorded: Counter[str]) -> Iterator[Found]:
+    listed: Counter[str] = Counter()
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             entry = json.loads(line)
-            listed[entry["split"], entry["key"]] += 1
+            _named(line)
+            listed[json.dumps(entry)] += 1
         except (ValueError, KeyError, TypeError):
             yield Found("quarantine", path.name, f"line {number} is no JSON object with split and key: {line[:60]!r}")
-    for split, key in sorted(recorded - listed):
-        yield Found("quarantine", path.name, f"{split} {key} is not in it, but in its shard's sidecar")
-    for split, key in sorted(listed - recorded):
-        yield Found("quarantine", path.name, f"{split} {key} is in it, but in no sidecar")
+    for text in sorted(recorded - listed):
+        yield Found("quarantine", path.name, f"{_named(text)} is not in it, but in its shard's sidecar")
+    for text in sorted(listed - recorded):
+        yield Found("quarantine", path.name, f"{_named(text)} is in it, but in no sidecar")
+
+
+def _named(line: str | bytes) -> str:
+    """Split and key of an entry."""
+    entry = json.loads(line)
+    return f"{entry['split']} {entry['key']}"
+
+
+def check_catalogue(data: DataSet) -> Iterator[Found]:
+    """Class names, keys and labels against their hash, which was taken before the first shard was written."""
+    if not data.ours or any(_incomplete(data, part) for part in data.parts):
+        return
+    splits = {}
+    for part in data.parts:
+        left_out = part.quarantined()
+        rows = np.empty(len(part.labels()) + len(left_out), HASH)
+        keys = key_hashes([entry["key"] for entry in left_out], data.seed)
+        rows["hash"] = np.concatenate([*(seen["key"] for seen in part.seen.values()), keys])
+        rows["label"] = np.concatenate([part.labels(), np.array([entry["label"] for entry in left_out], np.int32)])
+        splits[part.name] = rows[np.argsort(rows["hash"], kind="stable")]
+    data.catalogue_compared = True
+    if (found := catalogue_sha256(data.class_names, splits)) != data.info["catalogue"]:
+        told = f"their hash is {found[:12]}..., recorded is {str(data.info['catalogue'])[:12]}..."
+        text = "class names, keys or labels are not those that the data set was made of"
+        yield Found("labels", "_info.json", f"{text}: {told}; restore what was altered, or write the data set again")
 
 
 # ---- labels and keys, over all shards ----------------------------------------------------------------------------------

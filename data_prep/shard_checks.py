@@ -1,10 +1,11 @@
 """What can be wrong with one shard of a finished data set: bytes, tar, `.idx`, index rows, images. Free of torch.
 
-The data's story: a worker process gets the name of a shard and what `_info.json` says of it. It reads the file once for its sha256, then,
-from the page cache, its headers and its images: each is decoded to the end. What differs comes back as lines for people; of each sample
-three numbers come back, so that the parent can look for keys, images and labels that do not go together over all shards.
+The data's story: a worker process gets the name of a shard and what `_info.json` says of it. It reads the file once for its sha256 (one at
+a URL is fetched meanwhile), then, from the page cache, its headers and its images: each is decoded to the end. `.idx` and index rows are
+made again of what was read and compared. What differs comes back as lines for people; of each sample three numbers come back, so that the
+parent can look for keys, images and labels that do not go together over all shards.
 
-A quick check reads no whole shard: `.idx` and index are compared, and some images are fetched through the index as the loader does.
+A quick check reads no whole shard: some samples are fetched through the index as the loader does, with the headers around them.
 """
 
 from __future__ import annotations
@@ -12,28 +13,30 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import re
-import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
 
 from data_prep.card import spread
+from data_prep.catalogue import key_hashes
 from data_prep.images import ImagePolicy, Prepared, Unreadable, prepare
 from data_prep.jobs import count_one
+from data_prep.output import temporary_folder
 from vit.data.files import ShardError
-from vit.data.index_file import has_checksums, left_out, open_index
-from vit.data.members import IMAGE_EXTENSIONS, SampleLayout, Unfit
-from vit.data.tar import DEFAULT_LAYOUT, ScannedSample, index_rows, scan_tar, size_said_by
-from vit.data.tar_walk import TAR_BLOCK
+from vit.data.index_file import has_checksums, left_out, open_index, sha256_of
+from vit.data.members import SampleLayout, Unfit
+from vit.data.remote import RemoteFolder
+from vit.data.tar import DEFAULT_LAYOUT, Member, ScannedSample, idx_lines, index_rows, scan_sample, scan_tar
+from vit.data.tar_walk import FILE, FOLDER, Read, TarDamaged, pread, walk
 
 SEEN_DTYPE = np.dtype(
     [  # 20 bytes a sample
-        ("key", "<u8"),  # first 8 bytes of a BLAKE2 hash; among 100 million different ones two are equal once in 3,000 data sets
-        ("image", "<u8"),  # the same of the encoded bytes
+        ("key", "<u8"),  # as the catalogue hashes it; among 100 million different ones two are equal once in 3,000 data sets
+        ("image", "<u8"),  # first 8 bytes of a BLAKE2 hash of the encoded bytes
         ("label", "<i4"),
     ]
 )
@@ -65,7 +68,12 @@ class Shard(NamedTuple):
     """What a worker needs to know of one shard."""
 
     root: Path
+    """Where index, `.idx` and sidecar are."""
     name: str
+    shown: str
+    """The data set, for people."""
+    tars_at: str | None
+    """URL of the tars' folder; None: they are in `root`."""
     index_path: Path | None
     """The split's index file; None if it is known to be wrong."""
     first: int
@@ -74,14 +82,16 @@ class Shard(NamedTuple):
     sha256: str | None
     ours: bool
     """Written by our writer, so that every image is an RGB or grey JPEG."""
+    seed: int
+    """That of the catalogue's hashes."""
     num_sampled: int
     """Images that a quick check decodes."""
     layout: SampleLayout = DEFAULT_LAYOUT
     """Where image and label of a sample are."""
 
     @property
-    def tar(self) -> Path:
-        """The shard itself."""
+    def beside(self) -> Path:
+        """Where the tar is, or would be, beside its `.idx`."""
         return self.root / self.name
 
     @property
@@ -89,9 +99,14 @@ class Shard(NamedTuple):
         """File name of the index."""
         return self.index_path.name if self.index_path else ""
 
+    @property
+    def rows(self) -> np.ndarray | None:
+        """This shard's rows of the split's index, copied."""
+        return None if self.index_path is None else np.array(open_index(self.index_path)[self.first : self.first + self.num_samples])
+
     def rebuild(self, *names: str) -> str:
         """How files that lie beside the tars are made again."""
-        return f"delete {' and '.join(names)} and run `python -m data_prep.index {self.root}`, which makes them of the tars"
+        return f"delete {' and '.join(names)} and run `python -m data_prep.index {self.shown}`, which makes them of the tars"
 
 
 class Checked(NamedTuple):
@@ -101,37 +116,16 @@ class Checked(NamedTuple):
     seen: np.ndarray
     """(num_samples,) SEEN_DTYPE in tar order; empty after a quick check and where the tar cannot be walked."""
     num_checked: int
+    hashed: bool = False
+    """Its sha256 was compared with a recorded one."""
 
 
-# ---- the whole shard ------------------------------------------------------------------------------------------------
-
-
-def check_shard(shard: Shard) -> Checked:
-    """Check everything about one shard."""
-    try:
-        with open(shard.tar, "rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        found = list(_check_sha256(shard, sha256))
-        try:
-            samples = scan_tar(shard.tar, shard.layout, left_out(shard.tar))
-        except ShardError as error:
-            text = str(error).removeprefix(f"{shard.tar}: ")
-            found += [*_capped(_check_members(shard, None)), Found("tars", shard.name, f"{text}; its images were not checked")]
-            return Checked(found, np.empty(0, SEEN_DTYPE), 0)
-        found += _capped(_check_members(shard, samples))
-        found += _capped(_check_length(shard, samples))
-        found += _capped(_check_idx(shard, samples))
-        found += _capped(_check_index(shard, samples))
-        seen = np.empty(len(samples), SEEN_DTYPE)
-        problems = list(_check_images(shard, samples, seen))
-        return Checked([*found, *_capped(problems)], seen, len(samples))
-    except OSError as error:
-        return _unreadable(shard, error)
+NOTHING_SEEN = np.empty(0, SEEN_DTYPE)
 
 
 def _unreadable(shard: Shard, error: OSError) -> Checked:
     text = f"cannot be read ({error.strerror or error}); check its permissions and its disk"
-    return Checked([Found("files", shard.name, text)], np.empty(0, SEEN_DTYPE), 0)
+    return Checked([Found("files", shard.name, text)], NOTHING_SEEN, 0)
 
 
 def _capped(found: Iterable[Found]) -> Iterator[Found]:
@@ -146,132 +140,115 @@ def _capped(found: Iterable[Found]) -> Iterator[Found]:
             yield last._replace(text=f"and {total - MOST_LINES:,} more like these in this shard", fails=fails)
 
 
-def _check_sha256(shard: Shard, sha256: str) -> Iterator[Found]:
-    if shard.sha256 not in (None, sha256):
-        told = f"its sha256 is {sha256[:12]}..., recorded is {str(shard.sha256)[:12]}..."
-        yield Found("files", shard.name, f"altered or replaced: {told}; {WRITE_AGAIN}")
+# ---- the whole shard ------------------------------------------------------------------------------------------------
 
 
-def _check_members(shard: Shard, samples: list[ScannedSample] | None) -> Iterator[Found]:
-    """The members as other tools see them, by Python's tarfile; it must see those of `samples`, which are None for a damaged tar."""
-    members: list[tarfile.TarInfo] = []
+def check_shard(shard: Shard) -> Checked:
+    """Check everything about one shard."""
     try:
-        with tarfile.open(shard.tar, "r:") as archive:
-            for member in archive:
-                members.append(member)
-                yield from _check_member(shard, member)
-    except (tarfile.TarError, ValueError) as error:
-        if samples is not None:
-            yield Found("tars", shard.name, f"Python's tarfile cannot read it ({error}); {WRITE_AGAIN}")
+        with _local(shard) as tar:
+            sha256, known = sha256_of(tar), left_out(shard.beside)
+            found = []
+            if shard.sha256 not in (None, sha256):
+                told = f"its sha256 is {sha256[:12]}..., recorded is {str(shard.sha256)[:12]}..."
+                found.append(Found("files", shard.name, f"altered or replaced: {told}; {WRITE_AGAIN}"))
+            found += _capped(_check_members(shard, tar))
+            try:
+                samples = scan_tar(tar, shard.layout, known)
+            except ShardError as error:
+                text = str(error).removeprefix(f"{tar}: ")
+                found.append(Found("tars", shard.name, f"{text}; its images were not checked"))
+                return Checked(found, NOTHING_SEEN, 0, shard.sha256 is not None)
+            found += _capped([*_check_idx(shard, samples), *_check_index(shard, samples)])
+            seen = np.empty(len(samples), SEEN_DTYPE)
+            found += _capped(list(_check_images(shard, tar, samples, seen)))
+            return Checked(found, seen, len(samples), shard.sha256 is not None)
+    except OSError as error:
+        return _unreadable(shard, error)
+
+
+@contextmanager
+def _local(shard: Shard) -> Iterator[Path]:
+    """The tar as a local file: one at a URL is fetched, and removed again."""
+    if shard.tars_at is None:
+        yield shard.beside
         return
-    of_samples = (member for member in members if member.isreg() and shard.layout.cut(member.name))
-    if left_out(shard.tar):
-        return
-    files = [(member.name, member.offset_data, member.size) for member in of_samples]
-    if samples is None:
-        yield from _check_dots(shard, [name for name, *_ in files])
-    elif files != (ours := [(member.name, member.offset, member.size) for sample in samples for member in sample.members]):
-        differ = next(both for both in itertools.zip_longest(files, ours) if both[0] != both[1])
-        yield Found("tars", shard.name, f"read in two ways: {differ[0]} by Python's tarfile, {differ[1]} by us (name, offset, size)")
+    with temporary_folder() as folder:
+        source = RemoteFolder(shard.tars_at)
+        source.fetch(shard.name, source.stat(shard.name), folder / shard.name)
+        yield folder / shard.name
 
 
-def _check_member(shard: Shard, member: tarfile.TarInfo) -> Iterator[Found]:
-    path = PurePosixPath(member.name)
-    if member.issym() or member.islnk():
-        yield Found("tars", shard.name, f"{member.name!r} is a link to {member.linkname!r}; write the shard without links")
-    elif not (member.isreg() or member.isdir()):
-        yield Found("tars", shard.name, f"{member.name!r} is no file (type {member.type!r}); write the shard without it")
-    if path.is_absolute() or ".." in path.parts:
-        yield Found("tars", shard.name, f"{member.name!r} leads out of the folder where somebody unpacks it; do not unpack it")
-
-
-def _check_dots(shard: Shard, names: list[str]) -> Iterator[Found]:
-    """Pairs such as a.b.jpg and a.b.cls, which explain why readers find no sample a."""
-    there = set(names)
-    for name in names:
-        stem, _, extension = name.rpartition(".")
-        key = name[: len(name) - len(name.rpartition("/")[2].partition(".")[2]) - 1]
-        if extension.lower() in IMAGE_EXTENSIONS and key != stem and f"{stem}.cls" in there:
-            yield Found("tars", shard.name, f"{name!r}: a key with a dot; readers end it at the first one and take {key!r}")
-
-
-def _check_length(shard: Shard, samples: list[ScannedSample]) -> Iterator[Found]:
-    if len(samples) != shard.num_samples:
-        yield Found(
-            "tars", shard.name, f"holds {len(samples):,} samples, _info.json says {shard.num_samples:,}; restore the one that is wrong"
-        )
-
-
-def _read_idx(shard: Shard) -> tuple[list[list[str]], list[Found]]:
-    """The fields of each line of `.idx` after the first, and what is wrong with it as a whole (then there are no lines)."""
-    path = shard.tar.with_suffix(".idx")
-    try:
-        first, *lines = path.read_bytes().decode("utf-8", "surrogateescape").removesuffix("\n").split("\n")
-    except FileNotFoundError:
-        absent = f"absent; run `python -m data_prep.index {shard.root}`, which writes it"
-        return [], [Found("indexes", path.name, absent)]
-    if first != f"v1.2 {len(lines)}":
-        text = f"begins with {first[:40]!r} and has {len(lines):,} lines more, expected 'v1.2 {len(lines)}'; {shard.rebuild(path.name)}"
-        return [], [Found("indexes", path.name, text)]
-    return [line.split(" ") for line in lines], []
+def _check_members(shard: Shard, tar: Path) -> Iterator[Found]:
+    """Members that others could stumble over."""
+    with open(tar, "rb") as file:
+        try:
+            for name, _, _, kind in walk(pread(file.fileno()), 0, os.fstat(file.fileno()).st_size, needs_end=False):
+                path = PurePosixPath(name)
+                if kind not in (FILE, FOLDER):
+                    yield Found("tars", shard.name, f"{name!r} is {kind}; write the shard without it")
+                if path.is_absolute() or ".." in path.parts:
+                    yield Found("tars", shard.name, f"{name!r} leads out of the folder where somebody unpacks it; do not unpack it")
+        except TarDamaged:  # scanning tells it
+            return
 
 
 def _check_idx(shard: Shard, samples: list[ScannedSample]) -> Iterator[Found]:
-    """The members in `.idx` are those of the tar: extension, offset, size and name, with blanks as `_`."""
-    lines, problems = _read_idx(shard)
-    yield from problems
-    if problems:
+    """`.idx` has the bytes that the tar gives."""
+    path, expected = shard.beside.with_suffix(".idx"), idx_lines(samples)
+    if not path.exists():
+        yield Found("indexes", path.name, f"absent; run `python -m data_prep.index {shard.shown}`, which writes it")
         return
-    name = f"{shard.tar.stem}.idx"
-    if len(lines) != len(samples):
-        yield Found("indexes", name, f"lists {counted(len(lines), 'sample')}, the tar has {len(samples):,}; {shard.rebuild(name)}")
-    for number, (fields, sample) in enumerate(zip(lines, samples, strict=False), 2):
-        expected = [text for m in sample.members for text in (m.ext, str(m.offset), str(m.size), re.sub(r"\s", "_", m.name))]
-        if fields != expected:
-            told = f"{' '.join(fields)[:80]!r}, the tar says {' '.join(expected)[:80]!r}"
-            yield Found("indexes", name, f"line {number}, sample {sample.key!r}: {told}; {shard.rebuild(name)}")
-
-
-def _index_slice(shard: Shard) -> np.ndarray:
-    """This shard's rows of the split's index, copied."""
-    assert shard.index_path is not None
-    return np.array(open_index(shard.index_path)[shard.first : shard.first + shard.num_samples])
+    for number, (given, line) in enumerate(itertools.zip_longest(path.read_bytes().splitlines(True), expected), 1):
+        if given != line:
+            first, second = ("no line" if text is None else repr(text.decode("utf-8", "replace")[:80]) for text in (given, line))
+            yield Found("indexes", path.name, f"line {number}: {first}, the tar says {second}; {shard.rebuild(path.name)}")
+            return
 
 
 def _check_index(shard: Shard, samples: list[ScannedSample]) -> Iterator[Found]:
     """The rows of `<split>.index.npy` are those that the tar gives."""
-    if shard.index_path is None or len(samples) != shard.num_samples:
-        return
-    given, expected = _index_slice(shard), index_rows(samples)
+    if len(samples) != shard.num_samples:
+        told = f"holds {len(samples):,} samples, _info.json says {shard.num_samples:,}; restore the one that is wrong"
+        yield Found("tars", shard.name, told)
+    elif (rows := shard.rows) is not None:
+        yield from _compare_rows(shard, rows, index_rows(samples), [sample.key for sample in samples])
+
+
+def _compare_rows(
+    shard: Shard, given: np.ndarray, expected: np.ndarray, keys: list[str], numbers: Iterable[int] | None = None
+) -> Iterator[Found]:
+    """Rows of the index against those of the tar; numbers: theirs in the shard, if not of all."""
     if has_checksums(given):  # else an earlier version wrote it
         others = np.flatnonzero((given["crc32"] != expected["crc32"]) & (given["crc32"] != 0))
-        others = others[(given[["offset", "size"]][others] == expected[["offset", "size"]][others])]
+        others = others[given[["offset", "size"]][others] == expected[["offset", "size"]][others]]
         if len(others):
-            named = ", ".join(samples[row].key for row in others[:MOST_LINES])
+            named = ", ".join(keys[row] for row in others[:MOST_LINES])
             told = f"{counted(len(others), 'image')} {'has' if len(others) == 1 else 'have'} not the bytes that were indexed"
             yield Found("tars", shard.name, f"{told}: {named}; {WRITE_AGAIN}")
+    places = np.arange(len(given)) if numbers is None else np.array(numbers, np.int64)
     for field in ("size", "offset", "label", "width", "height"):
         differ = np.flatnonzero(given[field] != expected[field])
         if len(differ):
             row = differ[0]
             told = f"{field} {given[field][row]}, the tar says {expected[field][row]}"
-            where = f"{counted(len(differ), 'row')} of {shard.name}, the first is row {shard.first + row} (key {samples[row].key}): {told}"
+            first = f"the first is row {shard.first + places[row]} (key {keys[row]})"
+            where = f"{counted(len(differ), 'row')} of {shard.name}, {first}: {told}"
             yield Found("indexes", shard.index_name, f"{where}; {shard.rebuild(shard.index_name)}")
 
 
-def _check_images(shard: Shard, samples: list[ScannedSample], seen: np.ndarray) -> Iterator[Found]:
+def _check_images(shard: Shard, tar: Path, samples: list[ScannedSample], seen: np.ndarray) -> Iterator[Found]:
     """Decode every image and fill `seen`."""
     changes: Counter[str] = Counter()
-    with open(shard.tar, "rb") as file:
+    seen["key"] = key_hashes([sample.key for sample in samples], shard.seed)
+    seen["label"] = [sample.label for sample in samples]
+    with open(tar, "rb") as file:
         for number, sample in enumerate(samples):
             data = os.pread(file.fileno(), sample.image.size, sample.image.offset)
-            seen[number] = (_hash(sample.key.encode("utf-8", "surrogateescape")), _hash(data), sample.label)
-            image = _decode(shard, sample.key, data)
+            seen["image"][number] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+            image = _decode(shard, sample, data)
             if isinstance(image, Found):
                 yield image
-            elif (image.width, image.height) != (sample.width, sample.height):
-                told = f"{image.width} x {image.height} pixels, Pillow reads {sample.width} x {sample.height} in its header"
-                yield Found("images", shard.name, f"{sample.key}: {told}")
             elif image.change is not None:
                 changes[image.change] += 1
             count_one(len(data))
@@ -279,88 +256,99 @@ def _check_images(shard: Shard, samples: list[ScannedSample], seen: np.ndarray) 
         yield Found("images", shard.name, f"{counted(count, 'image')}: {change}; the loader reads them", fails=False)
 
 
-def _decode(shard: Shard, key: str, data: bytes) -> Prepared | Found:
+def _decode(shard: Shard, sample: ScannedSample, data: bytes) -> Prepared | Found:
     """The decoded image, or what is wrong with it."""
     try:
         image = prepare(data, ImagePolicy(check="decode"))
     except Unreadable as error:
-        return Found("images", shard.name, f"{key}: cannot be decoded: {error}")
+        return Found("images", shard.name, f"{sample.key}: cannot be decoded: {error}")
     if shard.ours and image.data != data:
-        return Found("images", shard.name, f"{key}: not an image our writer writes ({image.change}); the shard was altered afterwards")
+        return Found(
+            "images", shard.name, f"{sample.key}: not an image our writer writes ({image.change}); the shard was altered afterwards"
+        )
+    if (image.width, image.height) != (sample.width, sample.height):
+        told = f"{image.width} x {image.height} pixels, its header says {sample.width} x {sample.height}"
+        return Found("images", shard.name, f"{sample.key}: {told}")
     return image
-
-
-def _hash(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 # ---- a part of it ---------------------------------------------------------------------------------------------------
 
 
 def check_shard_quickly(shard: Shard) -> Checked:
-    """Compare `.idx` with the index, and fetch and decode some images and their labels through both."""
-    if shard.index_path is None:
-        return Checked([], np.empty(0, SEEN_DTYPE), 0)
+    """Fetch and decode some samples through the index, and compare them with it, and `.idx` with its offsets and sizes."""
+    rows = shard.rows
+    if rows is None:
+        return Checked([], NOTHING_SEEN, 0)
     try:
-        rows = _index_slice(shard)
-        lines, found = _read_idx(shard)
-        if not found:
-            found += _capped(_compare_idx_with_index(shard, lines, rows))
+        found = list(_compare_idx(shard, rows))
         chosen = spread(len(rows), shard.num_sampled)
-        listed = lines if len(lines) == len(rows) else [[]] * len(rows)
-        with open(shard.tar, "rb") as file:
-            found += _capped([problem for row in chosen for problem in _check_row(shard, file.fileno(), rows[row], listed[row])])
-        return Checked(found, np.empty(0, SEEN_DTYPE), len(chosen))
+        if shard.tars_at is None:
+            with open(shard.beside, "rb") as file:
+                found += _capped(_check_rows(shard, pread(file.fileno()), os.fstat(file.fileno()).st_size, rows, chosen))
+        else:
+            source = RemoteFolder(shard.tars_at)
+            version = source.stat(shard.name)
+            read = lambda size, position: source.read(shard.name, position, min(position + size, version.size), version)  # noqa: E731
+            found += _capped(_check_rows(shard, read, version.size, rows, chosen))
+        return Checked(found, NOTHING_SEEN, len(chosen))
     except OSError as error:
         return _unreadable(shard, error)
 
 
-def _members_of_line(fields: list[str]) -> dict[str, tuple[int, int, str]]:
-    """{extension: (offset, size, name)} of a line of `.idx`; {} if it cannot be read."""
-    try:
-        groups = zip(fields[::4], fields[1::4], fields[2::4], fields[3::4], strict=True)
-        return {ext: (int(offset), int(size), name) for ext, offset, size, name in groups}
-    except ValueError:
-        return {}
+def _compare_idx(shard: Shard, rows: np.ndarray) -> Iterator[Found]:
+    """`.idx` has each image where the index has it."""
+    path = shard.beside.with_suffix(".idx")
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    if not lines:
+        yield Found("indexes", path.name, f"absent; run `python -m data_prep.index {shard.shown}`, which writes it")
+    elif lines[0] != b"v1.2 %d" % len(rows) or len(lines) != len(rows) + 1:
+        told = (
+            f"begins with {lines[0][:40].decode('utf-8', 'replace')!r} and has {len(lines) - 1:,} lines more, expected 'v1.2 {len(rows)}'"
+        )
+        yield Found("indexes", path.name, f"{told}; {shard.rebuild(path.name)}")
+    else:
+        for number, (line, offset, size) in enumerate(zip(lines[1:], rows["offset"].tolist(), rows["size"].tolist(), strict=True), 2):
+            if b" %d %d " % (offset, size) not in line:
+                told = f"{line[:80].decode('utf-8', 'replace')!r}, the index has the image at offset {offset} with {size} bytes"
+                yield Found("indexes", path.name, f"line {number}: {told}; {shard.rebuild(path.name, shard.index_name)}")
+                return
 
 
-def _compare_idx_with_index(shard: Shard, lines: list[list[str]], rows: np.ndarray) -> Iterator[Found]:
-    name = f"{shard.tar.stem}.idx"
-    if len(lines) != len(rows):
-        yield Found("indexes", name, f"lists {counted(len(lines), 'sample')}, _info.json says {len(rows):,}; {shard.rebuild(name)}")
-        return
-    offsets, sizes = rows["offset"].tolist(), rows["size"].tolist()
-    for number, (fields, offset, size) in enumerate(zip(lines, offsets, sizes, strict=True), 2):
-        if (str(offset), str(size)) not in zip(fields[1::4], fields[2::4], strict=False):
-            told = f"{' '.join(fields)[:80]!r}, the index has the image at offset {offset} with {size} bytes"
-            yield Found("indexes", name, f"line {number}: {told}; {shard.rebuild(name, shard.index_name)}")
-
-
-def _check_row(shard: Shard, fd: int, row: np.void, fields: list[str]) -> Iterator[Found]:
-    """One image as the loader reads it, and its label as the `.idx` line `fields` leads to it."""
-    offset, size = int(row["offset"]), int(row["size"])
-    block = os.pread(fd, TAR_BLOCK + size, max(0, offset - TAR_BLOCK))
-    count_one(len(block))
-    if len(block) < TAR_BLOCK + size or size_said_by(block[:TAR_BLOCK]) != size:
-        told = f"no image of {size} bytes at offset {offset}, where the index has one"
-        yield Found("tars", shard.name, f"{told}: one of the two is wrong; without --quick it is told which")
-        return
-    try:
-        key = tarfile.TarInfo.frombuf(block[:TAR_BLOCK], "utf-8", "surrogateescape").name
-    except tarfile.HeaderError as error:
-        yield Found("tars", shard.name, f"damaged header in front of offset {offset} ({error}); {WRITE_AGAIN}")
-        return
-    image = _decode(shard, key, block[TAR_BLOCK:])
-    if isinstance(image, Found):
-        yield image
-    elif (image.width, image.height) != (row["width"], row["height"]):
-        told = f"{key} has {row['width']} x {row['height']} pixels in the index, {image.width} x {image.height} in {shard.name}"
-        yield Found("indexes", shard.index_name, f"{told}; {shard.rebuild(shard.index_name)}")
-    if member := _members_of_line(fields).get(shard.layout.label_suffix):
+def _check_rows(shard: Shard, read: Read, end: int, rows: np.ndarray, chosen: list[int]) -> Iterator[Found]:
+    """Samples as the headers around their images give them, against their rows; and decoded."""
+    samples, good = [], []
+    for number in chosen:
+        offset, size = int(rows["offset"][number]), int(rows["size"][number])
         try:
-            label: object = shard.layout.label_of(os.pread(fd, member[1], member[0]))
-        except Unfit as error:
-            label = f"what {error}"
-        if label != row["label"]:
-            told = f"{key} has label {row['label']} in the index, {label} in {shard.name}"
-            yield Found("indexes", shard.index_name, f"{told}; {shard.rebuild(shard.index_name)}")
+            sample = _sample_around(shard, read, end, rows, number)
+        except (TarDamaged, Unfit) as error:
+            told = f"no sample with an image of {size} bytes at offset {offset}, where the index has one ({error})"
+            yield Found("tars", shard.name, f"{told}: one of the two is wrong; without --quick it is told which")
+            continue
+        data = read(size, offset)
+        image = _decode(shard, sample, data)
+        if isinstance(image, Found):
+            yield image
+        samples.append(sample)
+        good.append(number)
+        count_one(len(data))
+    if samples:
+        yield from _compare_rows(shard, rows[good], index_rows(samples), [sample.key for sample in samples], good)
+
+
+def _sample_around(shard: Shard, read: Read, end: int, rows: np.ndarray, number: int) -> ScannedSample:
+    """The sample of a row, of the members between the image before and the one behind. Raises TarDamaged, Unfit."""
+    offset = int(rows["offset"][number])
+    start = 0 if not number else int(rows["offset"][number - 1]) + (int(rows["size"][number - 1]) + 511 & -512)
+    stop = int(rows["offset"][number + 1]) if number + 1 < len(rows) else end
+    group: list[tuple[str, Member, str]] = []
+    for name, begins, size, kind in walk(read, start, end, needs_end=False):
+        if begins >= stop:
+            break
+        if named := shard.layout.cut(name):
+            group.append((named[0], Member(named[1], begins, size, name), kind))
+    key = next((key for key, member, _ in group if member.offset == offset), None)
+    if key is None:
+        raise TarDamaged("no header in front of it")
+    return scan_sample(read, key, [member for member in group if member[0] == key], shard.layout)

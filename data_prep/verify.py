@@ -1,18 +1,19 @@
 """Is a finished data set what it says it is? Re-reads everything and names what is wrong.
 
     python -m data_prep.verify ROOT [--workers N] [--strict]
-    python -m data_prep.verify ROOT --quick [--sample N]
+    python -m data_prep.verify ROOT --quick [--sample N]         ROOT: a folder, or its URL (https://, s3://, gs://)
 
 The data's story: `_info.json` says which shards there are; the folder is compared with it; worker processes read every shard to the last
 byte (data_prep/shard_checks.py) and decode every image; what they saw is put together (data_prep/set_checks.py) to find labels without
-images, keys that are there twice, and equal images. Nothing is written or repaired.
+images, keys that are there twice, and equal images; class names, keys and labels are compared with the hash that was taken of them before
+anything was written. Shards at a URL are fetched one after the other into the folder for temporary files. Nothing is written or repaired.
 
 Problems and notes. A problem is what differs from what was recorded, or cannot be trained on: exit status 1. A note is what may be so in
 the source: the same image under two labels or in both splits (published data sets have such), or counts that a part of ImageNet cannot
 have; or files that are in nobody's way. It is told and counted, and fails with --strict only. Status 2: it could not run at all.
 
---quick reads no whole shard: sizes, structure, all `.idx` and index rows, and a sample of the images, some of every shard. It ends by
-saying what it left out.
+--quick reads no whole shard: sizes, all `.idx` and index rows, and a sample of the images, some of every shard (at a URL by ranges). At its
+end it says what it left out.
 
 Memory: some 30 bytes an image in the main process (40 MB for ImageNet-1k), and one shard's headers in each worker.
 """
@@ -34,6 +35,7 @@ from data_prep.jobs import run_jobs
 from data_prep.set_checks import (
     DataSet,
     Part,
+    check_catalogue,
     check_duplicates,
     check_folder,
     check_imagenet,
@@ -41,7 +43,7 @@ from data_prep.set_checks import (
     check_labels,
     check_quarantine,
     images_per_class,
-    open_data_set,
+    opened_data_set,
 )
 from data_prep.shard_checks import Checked, Found, Shard, check_shard, check_shard_quickly, counted
 from vit.data.members import printable, recorded_layout
@@ -58,21 +60,6 @@ SUBJECTS = {
     "quarantine": "Quarantine",
     "ImageNet": "ImageNet",
 }
-CHECKED = """Checked:
-  every byte of every shard against its sha256
-  tar structure and member names, by our own walk and by tarfile
-  `.idx` and index, row by row, against the tars
-  every image, decoded to the end; its size in pixels
-  labels, images of each class, keys, quarantine
-  equal images, by 64 bits of a hash"""
-CHECKED_QUICKLY = """Checked:
-  sizes of the files, sidecars, quarantine
-  `.idx` against index, row by row; labels and images of each class in the index
-  {num_checked}, spread over all shards, found through the index and decoded to the end; their labels
-NOT checked, leave out --quick for these:
-  all other images, and their labels in the tars
-  sha256 of the shards
-  tar structure, member names, keys that are there twice, equal images"""
 
 
 @dataclass
@@ -95,12 +82,12 @@ def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Repo
     Raises PrepError or ShardError where there is nothing that could be checked.
     """
     start = time.monotonic()
-    data = open_data_set(place)
-    found = [*check_folder(data), *check_quarantine(data), *check_shards(data, workers, num_sampled)]
-    found += [*check_labels(data), *check_imagenet(data)]
-    if num_sampled is None:
-        found += [*check_keys(data), *check_duplicates(data)]
-    return Report(data, num_sampled is not None, found, time.monotonic() - start)
+    with opened_data_set(place) as data:
+        found = [*check_folder(data), *check_quarantine(data), *check_shards(data, workers, num_sampled)]
+        found += [*check_labels(data), *check_imagenet(data)]
+        if num_sampled is None:
+            found += [*check_catalogue(data), *check_keys(data), *check_duplicates(data)]
+        return Report(data, num_sampled is not None, found, time.monotonic() - start)
 
 
 def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterator[Found]:
@@ -109,23 +96,10 @@ def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterat
     jobs: list[tuple[Any, Any, Any]] = []
     num_images = 0
     for which, part in enumerate(data.parts):
-        index = data.root / f"{part.name}.index.npy" if part.index is not None else None
-        sha256 = part.described.get("shard_sha256") or [part.sidecars.get(name, {}).get("sha256") for name in part.filenames]
-        firsts = part.firsts
         for number in part.present:
             length = part.described["shard_lengths"][number]
             chosen = 0 if num_sampled is None else min(length, -(-num_sampled * length // max(1, total)))
-            shard = Shard(
-                root=data.root,
-                name=part.filenames[number],
-                index_path=index,
-                first=firsts[number],
-                num_samples=length,
-                sha256=sha256[number],
-                ours=data.ours,
-                num_sampled=chosen,
-                layout=recorded_layout(data.info, data.root / part.filenames[0]),
-            )
+            shard = shard_of(data, part, number, chosen)
             jobs.append((check_shard if num_sampled is None else check_shard_quickly, shard, (which, number)))
             num_images += length if num_sampled is None else chosen
     found: dict[tuple[int, int], list[Found]] = {}
@@ -133,12 +107,32 @@ def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterat
     def keep(place: tuple[int, int], checked: Checked) -> None:
         found[place] = checked.found
         data.parts[place[0]].num_checked += checked.num_checked
+        data.num_hashed += checked.hashed
         if len(checked.seen):
             data.parts[place[0]].seen[place[1]] = checked.seen
 
     run_jobs(jobs, workers, what="verifying", num_jobs=len(jobs), num_images=num_images, on_result=keep)
     for place in sorted(found):
         yield from found[place]
+
+
+def shard_of(data: DataSet, part: Part, number: int, num_sampled: int = 0) -> Shard:
+    """A shard for a worker. num_sampled: images of a quick check."""
+    name = part.filenames[number]
+    return Shard(
+        root=data.root,
+        name=name,
+        shown=data.shown,
+        tars_at=data.tars_at,
+        index_path=data.root / f"{part.name}.index.npy" if part.index is not None else None,
+        first=part.firsts[number],
+        num_samples=part.described["shard_lengths"][number],
+        sha256=part.sha256_of(name),
+        ours=data.ours,
+        seed=data.seed,
+        num_sampled=num_sampled,
+        layout=recorded_layout(data.info, data.root / part.filenames[0]),
+    )
 
 
 # ---- what is printed ------------------------------------------------------------------------------------------------
@@ -159,10 +153,35 @@ def print_report(report: Report) -> None:
     print()
     Console(highlight=False).print(table(report))
     num_checked = sum(part.num_checked for part in report.data.parts)
-    print(CHECKED_QUICKLY.format(num_checked=counted(num_checked, "image")) if report.quick else CHECKED)
+    print("\n  ".join(["Checked:", *_compared(report, counted(num_checked, "image"))]))
     problems, notes = report.count(fails=True), report.count(fails=False)
     verdict = counted(problems, "problem") if problems else "right, as far as checked" if report.quick else "right"
-    print(f"{report.data.root}: {verdict}{', ' + counted(notes, 'note') if notes else ''}, {report.elapsed_s:.1f} s")
+    print(f"{report.data.shown}: {verdict}{', ' + counted(notes, 'note') if notes else ''}, {report.elapsed_s:.1f} s")
+
+
+def _compared(report: Report, images: str) -> list[str]:
+    """What was really compared, and after a quick check what was not."""
+    data = report.data
+    beside = "sizes of the files, sidecars, quarantine, and the hashes that are recorded of them"
+    if report.quick:
+        return [
+            beside,
+            "`.idx` against index, row by row; labels and images of each class in the index",
+            f"{images}, spread over all shards, found through the index and decoded to the end; their keys, labels and checksums",
+            "NOT checked, leave out --quick for these: all other images, and their labels in the tars; sha256 of the shards; tar "
+            "structure, member names, class names, keys that are there twice, equal images",
+        ]
+    num_shards = sum(len(part.filenames) for part in data.parts)
+    hashed = f"every byte of {data.num_hashed:,} of {num_shards:,} shards against its sha256"
+    no_names = "class names, keys and labels against NOTHING: no hash of them is recorded, or not all samples were seen"
+    return [
+        beside,
+        hashed + ("" if data.num_hashed == num_shards else "; of the others none is recorded, or they were not read"),
+        "tar structure, member names; `.idx` and index, row by row, against what the tars give",
+        f"{images}, decoded to the end; sizes in pixels",
+        "class names, keys and labels against the hash of those the data set was made of" if data.catalogue_compared else no_names,
+        "images of each class, keys that are there twice, equal images (by 64 bits of a hash)",
+    ]
 
 
 def _images_per_class(data: DataSet, part: Part) -> str:
@@ -197,7 +216,7 @@ def table(report: Report) -> Table:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = Parser("python -m data_prep.verify", __doc__)
-    parser.add_argument("root", metavar="ROOT", help="folder of a finished data set")
+    parser.add_argument("root", metavar="ROOT", help="folder of a finished data set, or its URL")
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: structure, and a sample of the images")
     parser.add_argument(
         "--sample",

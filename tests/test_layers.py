@@ -94,6 +94,7 @@ def test_data_prep_knows_the_format_and_itself_only(path):
         "vit.data.tar_walk",
         "vit.data.shards",
         "vit.data.warm",
+        "vit.data.remote",
         "vit.data.urls",
         "vit.command_line",
         "vit.progress",

@@ -404,11 +404,12 @@ def test_a_few_samples_that_do_not_fit_are_named(tmp_path, capsys):
     root = tmp_path / "root"
     root.mkdir()
     write_tar(root / "train-0.tar", [(f"{n:03}", {"jpg": image(n)} | ({} if n in (3, 5) else {"cls": b"1"})) for n in range(9)])
-    assert index(root) == 2
-    assert (
-        "sample '003' has no .cls with the label (its members: jpg) (2 of 9 samples are so: also '005'). The other 7 samples fit: mend "
-        in (capsys.readouterr().err)
-    )
+    with pytest.raises(ShardError) as caught:
+        scan_tar(root / "train-0.tar")
+    of_two = "sample '003' has no .cls with the label (its members: jpg) (2 of 9 samples are so: also '005')"
+    assert f"{of_two}. The other 7 samples fit: mend " in str(caught.value)
+    assert index(root, "--max-unreadable 0") == 2
+    assert "2 of 9 samples do not fit, more than the 0 that --max-unreadable 0" in capsys.readouterr().err
 
 
 def test_labels_from_1_and_the_last_lines(tmp_path, capsys):

@@ -186,7 +186,8 @@ def rows_of_tars(tars: Sequence[Path], layout: SampleLayout, sha256: Sequence[st
 
 def left_out(tar: Path) -> set[int]:
     """Where samples of a shard begin that `data_prep.index` left out, as its sidecar says: without them lengths fit `_info.json`."""
-    return {entry["tar_offset"] for entry in (read_json(tar.with_suffix(".json")) or {}).get("quarantined", []) if "tar_offset" in entry}
+    entries = (read_json(tar.with_suffix(".json")) or {}).get("quarantined")
+    return {entry["tar_offset"] for entry in entries or () if isinstance(entry, dict) and "tar_offset" in entry}
 
 
 def altered(tar: Path) -> str:

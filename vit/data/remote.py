@@ -106,6 +106,11 @@ class RemoteFolder:
         """Bytes [start, stop) of a file. Raises OSError if it is gone or of another version, ShardError."""
         return self._server.read(name, start, stop, version)
 
+    def fetch(self, name: str, version: Version, path: Path) -> None:
+        """Copy a file to `path`. Raises ShardError."""
+        with open(path, "wb") as file:
+            file.writelines(self._whole(name, version))
+
     def _whole(self, name: str, version: Version) -> Iterator[bytes]:
         """A file in pieces. Raises ShardError if it is of another version by now."""
         for start in range(0, version.size, PIECE_BYTES):

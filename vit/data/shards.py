@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import bisect
 import difflib
+import hashlib
+import json
 import logging
 import os
 import shlex
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,8 +100,23 @@ def make_info(
     for split, names in splits.items():
         lengths, sizes, sha256 = ([sidecars[name][key] for name in names] for key in ("num_samples", "bytes", "sha256"))
         described = {"name": split, "num_samples": sum(lengths), "filenames": names, "shard_lengths": lengths}
-        info["splits"][split] = described | {"shard_bytes": sizes, "shard_sha256": sha256}
-    return info
+        described |= {"shard_bytes": sizes, "shard_sha256": sha256, "sidecars_sha256": sidecars_sha256(sidecars[name] for name in names)}
+        info["splits"][split] = described
+    return info | {"info_sha256": info_sha256(info)}
+
+
+def info_sha256(info: Mapping[str, Any]) -> str:
+    """sha256 of the content of `_info.json`, but for itself: of what nothing else could be compared with."""
+    return _content_sha256({key: value for key, value in info.items() if key != "info_sha256"})
+
+
+def sidecars_sha256(sidecars: Iterable[Mapping[str, Any]]) -> str:
+    """sha256 of the content of a split's sidecars, but for where and when their tars were found."""
+    return _content_sha256([{key: value for key, value in sidecar.items() if key not in ("mtime_ns", "shards_at")} for sidecar in sidecars])
+
+
+def _content_sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_info(root: Path | str) -> dict[str, Any]:
@@ -131,6 +148,11 @@ def read_info(root: Path | str) -> dict[str, Any]:
 def _checked_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
     if not isinstance(info.get("splits"), dict) or not info["splits"]:
         raise ShardError(f"{root}/_info.json: no `splits`; move it away and run `python -m data_prep.index {root}`")
+    for key, wanted in (("format_version", "a number"), ("num_classes", "a number"), ("class_names", "a list of texts")):
+        value = info.get(key)
+        fits = type(value) is list and all(type(name) is str for name in value) if key == "class_names" else type(value) is int
+        if value is not None and not fits:
+            raise ShardError(f"{root}/_info.json: {key} is {str(value)[:60]!r}, expected {wanted}; restore it from its source")
     version = info.get("format_version", FORMAT_VERSION)
     if version > FORMAT_VERSION:
         raise ShardError(f"{root}/_info.json: format_version {version}, this code reads up to {FORMAT_VERSION}; update the code")

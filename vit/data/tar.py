@@ -92,11 +92,11 @@ def _members(read: Read, end: int, layout: SampleLayout, passed_over: Counter[st
             passed_over["a file without key and suffix" if kind == FILE else kind] += 1
 
 
-def _image_size(fd: int, image: Member) -> tuple[int, int]:
+def _image_size(read: Read, image: Member) -> tuple[int, int]:
     """(width, height) in pixels, from the first 16 KiB if they suffice: most headers are short, most images are not."""
     for num_bytes in (min(16384, image.size), image.size):
         try:
-            width, height = image_size(os.pread(fd, num_bytes, image.offset))
+            width, height = image_size(read(num_bytes, image.offset))
             break
         except ValueError as error:
             if num_bytes == image.size:
@@ -106,8 +106,10 @@ def _image_size(fd: int, image: Member) -> tuple[int, int]:
     return width, height
 
 
-def _scan_sample(fd: int, key: str, group: list[tuple[str, Member, str]], layout: SampleLayout, with_checksum: bool) -> ScannedSample:
-    """Check and read one sample's members. Raises Unfit."""
+def scan_sample(
+    read: Read, key: str, group: list[tuple[str, Member, str]], layout: SampleLayout, with_checksum: bool = True
+) -> ScannedSample:
+    """Check and read one sample. group: of each member the key, itself, and what it is. Raises Unfit."""
     members = tuple(member for _, member, kind in group if kind == FILE)
     try:
         found = layout.find([member.ext for member in members])
@@ -118,11 +120,11 @@ def _scan_sample(fd: int, key: str, group: list[tuple[str, Member, str]], layout
         raise
     by_ext = {member.ext: member for member in members}
     image, told = by_ext[found], by_ext[layout.label_suffix]
-    label = layout.label_of(os.pread(fd, told.size, told.offset))
+    label = layout.label_of(read(told.size, told.offset))
     if not image.size:
         raise Unfit("image", f"has an image of 0 bytes, {image.name!r}")
-    width, height = _image_size(fd, image)
-    crc32 = zlib.crc32(os.pread(fd, image.size, image.offset)) if with_checksum else 0
+    width, height = _image_size(read, image)
+    crc32 = zlib.crc32(read(image.size, image.offset)) if with_checksum else 0
     return ScannedSample(key, label, width, height, image, members, crc32)
 
 
@@ -151,7 +153,7 @@ def survey_tar(
             if first.offset in left_out:
                 continue
             try:
-                found.samples.append(_scan_sample(fd, key, group, layout, with_checksums))
+                found.samples.append(scan_sample(pread(fd), key, group, layout, with_checksums))
                 last_fits = True
             except Unfit as error:
                 found.unfit.append(LeftOut(key, first.name, first.offset, error.kind, str(error)))
@@ -229,13 +231,18 @@ def index_rows(samples: list[ScannedSample]) -> np.ndarray:
 
 
 def write_idx(tar: Path, samples: list[ScannedSample]) -> None:
-    """Write `<tar without .tar>.idx`, DALI's index v1.2: a line a sample, `ext offset size name` for each member."""
+    """Write `<tar without .tar>.idx`."""
+    with replacing(tar.with_suffix(".idx")) as file:
+        file.writelines(idx_lines(samples))
+
+
+def idx_lines(samples: list[ScannedSample]) -> list[bytes]:
+    """DALI's index v1.2: a line a sample, `ext offset size name` for each member."""
     lines = [f"v1.2 {len(samples)}"]
     for sample in samples:  # DALI splits the line at blanks; a blank in a foreign name must not shift the fields
         names = (re.sub(r"\s", "_", member.name) for member in sample.members)
         lines.append(" ".join(f"{m.ext} {m.offset} {m.size} {name}" for m, name in zip(sample.members, names, strict=True)))
-    with replacing(tar.with_suffix(".idx")) as file:
-        file.write("\n".join(lines).encode("utf-8", "surrogateescape") + b"\n")
+    return [line.encode("utf-8", "surrogateescape") + b"\n" for line in lines]
 
 
 def size_said_by(header: bytes) -> int:
