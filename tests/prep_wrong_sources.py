@@ -167,6 +167,12 @@ def _(place):
     place.prepare("imagefolder", place.folder / "images")
 
 
+@scenario("classes whose names are numbers, which sort otherwise as text")
+def _(place):
+    images(place, ("9", "10"))
+    place.prepare("imagefolder", place.folder / "images")
+
+
 @scenario("classes in val that train has not")
 def _(place):
     images(place, ("train/cat", "train/dog", "val/cat", "val/ant"))

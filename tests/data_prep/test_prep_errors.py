@@ -31,6 +31,7 @@ from processes import REPOSITORY, environment, jpeg
 from servers import S3Server, WebServer
 
 from vit.data.patience import Patience
+from vit.data.index_file import left_out
 from vit.data.tar import scan_tar
 
 # ---- the output folder ------------------------------------------------------------------------------------------------
@@ -233,7 +234,10 @@ def _(place):
     os.kill(next(int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()), signal.SIGKILL)
     background.end()
     for sidecar in place.out.glob("train-*.json"):  # it is written last; what the killed worker left behind goes with the next command
-        assert len(scan_tar(sidecar.with_suffix(".tar"))) == json.loads(sidecar.read_text())["num_samples"]
+        assert (
+            len(scan_tar(sidecar.with_suffix(".tar"), left_out=left_out(sidecar.with_suffix(".tar"))))
+            == json.loads(sidecar.read_text())["num_samples"]
+        )
     background.again()
     whole_shards_only(place.out, complete=True)
 
@@ -275,6 +279,19 @@ def _(place):
 @scenario("labels that are names")
 def _(place):
     place.run("index", shards_in(place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.cls": b"cat"}), "--workers", 1)
+
+
+@scenario("a label that would make more classes than there are samples", begun=True)
+def _(place):
+    place.out = shards_in(place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.cls": b"999999999"})
+    place.run("index", place.out, "--workers", 1)
+
+
+@scenario("samples that do not fit, more than may be left out", begun=True)
+def _(place):
+    fits = {"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.cls": b"0"}
+    place.out = shards_in(place, members={**fits, "b.jpg": b"", "b.cls": b"0"})
+    place.run("index", place.out, "--max-unreadable", 0, "--workers", 1)
 
 
 @scenario("labels beyond the class names", begun=True)
@@ -387,9 +404,16 @@ def _(place):
     place.run("verify", place.out, "--workers", 1)
 
 
-@scenario("a data set at a URL")
+@scenario("a data set at a URL that needs a login")
 def _(place):
     place.run("verify", "s3://bucket/shards")
+
+
+@scenario("class names that were altered by hand")
+def _(place):
+    path = finished(place) / "_info.json"
+    path.write_text(path.read_text().replace('"cat"', '"cad"'))
+    place.run("verify", place.out, "--workers", 1)
 
 
 # ---- the table and what happened ------------------------------------------------------------------------------------
