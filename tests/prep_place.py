@@ -17,8 +17,8 @@ from error_rows import snapshot
 from fake_imagenet import Fake, as_official, make_fake
 from processes import REPOSITORY, environment, jpeg
 
-from vit.data.shards import read_sidecar
 from vit.data.index_file import left_out
+from vit.data.shards import read_sidecar
 from vit.data.tar import scan_tar
 
 TRAIN_TAR, VAL_TAR, KIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"

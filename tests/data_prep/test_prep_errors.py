@@ -30,8 +30,8 @@ from prep_place import BEGUN, SCENARIOS, TRAIN_TAR, Place, command, images, offi
 from processes import REPOSITORY, environment, jpeg
 from servers import S3Server, WebServer
 
-from vit.data.patience import Patience
 from vit.data.index_file import left_out
+from vit.data.patience import Patience
 from vit.data.tar import scan_tar
 
 # ---- the output folder ------------------------------------------------------------------------------------------------
