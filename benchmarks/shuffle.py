@@ -55,7 +55,8 @@ def webdataset_batches(paths: list[str], buffer: int, shuffle_shards: bool, batc
 def mixing_of_webdataset(paths: list[str], labels: NDArray[np.int64], buffer: int, shuffle_shards: bool, batch_size: int) -> Mixing:
     """The two figures over all batches of an epoch."""
     batches = list(webdataset_batches(paths, buffer, shuffle_shards, batch_size))
-    return mixing_of(batches, np.arange(len(batches)) / len(batches), 1 / len(batches), labels)
+    of_labels = [(labels[ids], ids) for ids in batches]
+    return mixing_of(of_labels, np.arange(len(batches)) / len(batches), 1 / len(batches), len(labels), np.bincount(labels))
 
 
 def main() -> None:

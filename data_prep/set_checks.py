@@ -31,7 +31,8 @@ from vit.data.http import Version
 from vit.data.index_file import has_checksums, open_index
 from vit.data.members import recorded_layout
 from vit.data.remote import RemoteFolder, local_path
-from vit.data.shards import Split, info_sha256, read_info, read_sidecar, sidecars_sha256
+from vit.data.shards import info_sha256, read_info, read_sidecar, sidecars_sha256
+from vit.data.split import Split
 
 IMAGENET_IMAGES = {"train": 1_281_167, "val": 50_000, "validation": 50_000}
 IMAGENET_PER_CLASS = {"train": (732, 1300), "val": (50, 50), "validation": (50, 50)}

@@ -35,7 +35,7 @@ from vit.command_line import Parser
 from vit.config import Config
 from vit.data.augment import create_augment
 from vit.data.loader import image_format
-from vit.data.shards import Split
+from vit.data.split import Split
 from vit.distributed import World
 from vit.evaluate import Evaluation, evaluate
 from vit.exit import run_command

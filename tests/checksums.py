@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vit.data.shards import Split
+from vit.data.split import Split
 
 
 def indexed_as_it_is(split: Split, *samples: int) -> None:

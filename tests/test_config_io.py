@@ -25,6 +25,7 @@ from vit.config_io import (
     setting_for,
     to_dict,
 )
+from vit.sections import Choice, SourceConfig
 
 BASE = """\
 data:
@@ -67,7 +68,8 @@ def sections() -> list[type[Section]]:
 
 @pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
 def test_every_setting_is_a_field_with_a_sentence(section):
-    assert set(section.__annotations__) == set(section.model_fields)
+    own = set(section.__annotations__) | (set(Choice.model_fields) if issubclass(section, Choice) else set())
+    assert own == set(section.model_fields)
     others = {name for name, value in vars(section).items() if not name.startswith("_") and not callable(value)} - set(section.model_fields)
     assert others <= {"model_config"}, "an attribute without a type is no field and cannot be set"
     if section is not Config:
@@ -77,7 +79,7 @@ def test_every_setting_is_a_field_with_a_sentence(section):
 
 def test_every_section_can_be_reached_from_a_file():
     config = from_dict(yaml.safe_load(BASE), "test")
-    assert {type(getattr(config, name)) for name in Config.model_fields} == set(sections()) - {Config, SgdConfig}
+    assert {type(getattr(config, name)) for name in Config.model_fields} == set(sections()) - {Config, SgdConfig, Choice, SourceConfig}
     assert {key.partition(".")[0] for key in all_keys()} == set(Config.model_fields)
     assert {f"optim.{key}" for cls in (AdamWConfig, SgdConfig) for key in cls.model_fields} <= set(all_keys())
 
@@ -467,3 +469,39 @@ def test_differences_are_told_by_dotted_key():
     assert changed["optim.betas"] == ([0.9, 0.999], None), "sgd has no betas"
     assert changed["optim.momentum"] == (None, 0.9)
     assert "optim.lr" not in changed
+
+
+# --- what chooses samples ---------------------------------------------------------------------------------------------------------------
+
+
+def test_sources_are_a_list_in_the_file_and_on_the_command_line(load):
+    text = BASE.replace("root: shards", "root: shards\n  sources:\n  - {root: a, weight: 3}\n  - root: b\n    weight: 1\n    fraction: 0.5")
+    config, _ = load(text)
+    given, _ = load(BASE, "data.sources=[{root: a, weight: 3}, {root: b, weight: 1, fraction: 0.5}]")
+    assert config.data.sources == given.data.sources
+    assert [(source.root, source.weight, source.fraction) for source in given.data.sources] == [("a", 3.0, None), ("b", 1.0, 0.5)]
+    assert from_dict(to_dict(config), "test") == config
+
+
+def test_what_cannot_be_chosen_is_told(problems):
+    told = "; ".join(
+        problems(
+            BASE,
+            "data.filter=widht > 3",
+            "data.fraction=0.5",
+            "data.samples_per_class=3",
+            "data.sources=[{root: a, weight: 1}, {root: b, fraction_of: class}]",
+        )
+    )
+    for expected in (
+        "data.filter has no effect with data.sources: give it in each source that it is for",
+        "data.filter: 'widht' at character 1 of 'widht > 3': no column, did you mean width?",
+        "data.fraction and data.samples_per_class are both given: keep one of them",
+        "data.sources[1].fraction_of has no effect without data.sources[1].fraction: give one, or remove it",
+        "data.sources: some have a weight and some have none: give all of them one, or none",
+    ):
+        assert expected in told
+    [told] = problems(BASE, "data.sources=[{rooot: a}]")
+    assert "data.sources[0]: unknown key 'rooot'; there are: exclude, filter" in told
+    [told] = problems(BASE, "data.subset_seed=3")
+    assert "data.subset_seed has no effect without data.fraction or data.samples_per_class: remove it" in told

@@ -22,12 +22,25 @@ LAYERS = [
         "vit.worker",
         "vit.host",
     }
-    | {"vit.data.files", "vit.data.urls", "vit.data.patience", "vit.data.jpeg", "vit.data.members", "vit.data.native", "vit.data.tar_walk"}
+    | {
+        "vit.data.files",
+        "vit.data.urls",
+        "vit.data.row_filter",
+        "vit.sections",
+        "vit.data.patience",
+        "vit.data.jpeg",
+        "vit.data.members",
+        "vit.data.native",
+        "vit.data.tar_walk",
+    }
     | {"vit.data.stages"},
     {"vit.data.images"}
     | {
         "vit.data.tar",
         "vit.data.index_file",
+        "vit.data.split",
+        "vit.data.select",
+        "vit.data.sources",
         "vit.data.shards",
         "vit.data.warm",
         "vit.data.order",
@@ -95,6 +108,7 @@ def test_data_prep_knows_the_format_and_itself_only(path):
         "vit.data.shards",
         "vit.data.warm",
         "vit.data.remote",
+        "vit.data.split",
         "vit.data.urls",
         "vit.command_line",
         "vit.progress",
@@ -112,6 +126,7 @@ def test_data_prep_knows_the_format_and_itself_only(path):
         "vit.data.tar",
         "vit.data.shards",
         "vit.data.warm",
+        "vit.data.split",
         "vit.data.urls",
         "vit.data.window",
         "vit.data.order",

@@ -11,20 +11,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from vit.data.members import SETTINGS, SampleLayout
+from vit.sections import Choice, Section, SourceConfig
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(gt=0)]
 Size = Annotated[int, Field(gt=0)] | tuple[Positive, Positive]
-
-
-class Section(BaseModel):
-    """A frozen group of settings that refuses keys it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -75,7 +70,7 @@ class ModelConfig(Section):
         return {key: value for key, value in own.items() if value is not None}
 
 
-class DataConfig(Section):
+class DataConfig(Choice):
     """Where samples come from and how they are dealt into batches."""
 
     root: str
@@ -84,6 +79,9 @@ class DataConfig(Section):
     """Split to train on."""
     val_split: str = "val"
     """Split to evaluate on."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several data sets to train on instead of `train_split` of `root`, which is evaluated on and whose class names count: a list of
+    `root`, `split`, `weight` and what chooses samples, as `[{root: a, weight: 3}, {root: b, weight: 1, fraction: 0.5}]`."""
     cache_dir: str | None = None
     """Folder on a disk of each machine for blocks of shards. `None`: for shards at a URL a folder in `SLURM_TMPDIR` or `TMPDIR`, else `vit`
     in `XDG_CACHE_HOME` or `~/.cache`, whichever is on a disk of the machine; shards in a folder are read in place, without a cache."""
@@ -156,9 +154,17 @@ def _reader_problems(data: DataConfig) -> list[str]:
     of_stream = ("stream", "stream_image", "stream_label", "stream_keys_with_dots", "num_samples")
     if streams:
         problems += SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots).problems(SETTINGS)
-    for key in order if streams else of_stream:
+    for key in (*order, "sources", *Choice.model_fields) if streams else of_stream:
         if getattr(data, key) != DataConfig.model_fields[key].default:
             problems.append(f"data.{key} has no effect with data.reader={data.reader}: remove it")
+    if data.sources:
+        problems += [f"data.{key} has no effect with data.sources: give it in each source that it is for" for key in data.chosen()]
+    problems += data.problems("data.")
+    for number, source in enumerate(data.sources):
+        problems += source.problems(f"data.sources[{number}].")
+    weights = [source.weight for source in data.sources]
+    if None in weights and any(weights):
+        problems.append("data.sources: some have a weight and some have none: give all of them one, or none")
     return problems
 
 

@@ -19,11 +19,12 @@ from pydantic import BaseModel, ValidationError
 
 from vit.config import AdamWConfig, Config, RunConfig, SgdConfig
 from vit.data.urls import not_set, shown, shown_values, unset_variables
+from vit.sections import SourceConfig
 
 Key = tuple[str, ...]
 
 
-RESOLVED: tuple[Key, ...] = (("data", "root"), ("data", "stream"))
+RESOLVED: tuple[Key, ...] = (("data", "root"), ("data", "stream"), ("data", "sources"))
 """Settings in which `${NAME}` stands for a variable of the environment, whose value is used and not recorded."""
 
 
@@ -245,7 +246,9 @@ def _explain(error: ValidationError, origins: Mapping[Key, str], source: str) ->
                 lines.append(f"{next(filter(None, named), where)}: {line}")
             continue
         if kind == "extra_forbidden":
-            if dotted in keys:  # a key of the other optimizer
+            if path != location and len(item["loc"]) > len(path):  # of an item of a list
+                text = f"{dotted}[{location[len(path)]}]: unknown key {location[-1]!r}; there are: {', '.join(SourceConfig.model_fields)}"
+            elif dotted in keys:  # a key of the other optimizer
                 text = f"{dotted} has no effect with this optim.name: remove it, or change optim.name"
             else:
                 hint = nearest(dotted, keys if len(path) > 1 else [*_sections(), *keys])

@@ -7,6 +7,7 @@ done to each; `Augment` does it, without mixing, and once more with it for the l
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from textwrap import wrap
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from vit.data.draw import describe, mixes
 from vit.data.loader import Batch, TrainBatches, image_format
 from vit.data.order import make_order
 from vit.data.workers import Loader
-from vit.plan import choose_num_classes, open_indexed
+from vit.plan import choose_num_classes, open_indexed, open_train_set
 from vit.visualize import SMALL_PT, TEXT_PT, WIDTH_IN, drawing, new_sheet, place, share_lines, to_pixels
 
 CAPTION_PT, LINE_IN, GAP_IN = 7.5, 0.125, 0.08
@@ -43,13 +44,16 @@ def make_contact_sheet(config: Config, num_images: int, num_draws: int, picture:
     Raises ShardError where the data cannot be read, ValueError where there are too few.
     """
     data = config.data
-    split = open_indexed(data, data.train_split)
+    train = open_train_set(config, open_indexed(data, data.val_split)) if data.reader == "index" else None
+    split, drawn = (open_indexed(data, data.train_split), ()) if train is None else (train.split, train.shares[:1])
+    num_images_there = drawn[0].num_samples if drawn else split.num_samples
     group = config.augment.mix_group_size if mixes(config.augment) else 1
     num_rows = -(-num_images // group) * group
-    if num_rows > split.num_samples:
-        raise ValueError(f"{num_rows} images are asked for, {config.data.root} has {split.num_samples} to train on: ask for fewer")
+    if num_rows > num_images_there:
+        raise ValueError(f"{num_rows} images are asked for, {config.data.root} has {num_images_there} to train on: ask for fewer")
+    drawn = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in drawn)
     num_classes, side = choose_num_classes(config, split), _side(num_draws + 1 + (group > 1))
-    image, order = image_format(config), make_order(num_rows, num_rows, config.train.seed)
+    image, order = image_format(config), make_order(num_rows, num_rows, config.train.seed, shares=drawn)
     height, width = image.size
     middle = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(width / height, width / height), hflip_prob=0.0)
     with Loader(TrainBatches(split, order, middle, image), 0, 1) as loader:

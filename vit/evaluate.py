@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vit.config import EvalConfig
 from vit.data.augment import Augment
 from vit.data.loader import EvalBatches, ImageFormat
-from vit.data.shards import Split
+from vit.data.split import Split
 from vit.data.workers import STALL_TIMEOUT_S, Loader
 from vit.distributed import World
 from vit.metrics import Accuracy, AccuracyCounter, predicted_classes

@@ -32,12 +32,13 @@ from vit.data.decode import decode_center
 from vit.data.draw import mixes
 from vit.data.loader import TrainBatches, image_format
 from vit.data.order import divisors
-from vit.data.shards import Split
+from vit.data.sources import TrainSet
+from vit.data.split import Split
 from vit.data.workers import Loader
 from vit.evaluate import PREDICTIONS_FILE
 from vit.metrics import predicted_classes
 from vit.model import create_model
-from vit.plan import create_order, open_indexed
+from vit.plan import create_order, open_indexed, open_train_set
 from vit.record import METRICS_FILE
 from vit.weights import Trained, WeightsError, find_trained, load_weights, read_trained
 
@@ -152,11 +153,10 @@ class RunFolder:
         return read_trained(self.run_dir)
 
     @cached_property
-    def train_split(self) -> Split:
-        data = self.config.data
-        if data.reader == "webdataset":
+    def train_set(self) -> TrainSet:
+        if self.config.data.reader == "webdataset":
             raise ValueError("Training images were streamed, and a stream does not begin twice with the same ones")
-        return open_indexed(data, data.train_split)
+        return open_train_set(self.config, self.val_split)
 
     @cached_property
     def val_split(self) -> Split:
@@ -231,13 +231,13 @@ def _paint_curves(source: RunFolder, picture: Path) -> str:
 
 def _paint_augmented(source: RunFolder, picture: Path) -> str:
     """The first rows of the run's first batch. The order is asked as by one of many ranks, which decodes their rows and no others."""
-    config, split = source.config, source.train_split
+    config, train = source.config, source.train_set
     batch_size = config.data.global_batch_size
-    order = create_order(config, split.num_samples)
+    order = create_order(config, train.num_draws, train.shares)
     shares = [n for n in divisors(batch_size) if n % (config.augment.mix_group_size if mixes(config.augment) else 1) == 0] or [batch_size]
     share = next((n for n in shares if n >= NUM_AUGMENTED), shares[-1])
     batches = TrainBatches(
-        split, order, config.augment, image_format(config), world_size=batch_size // share, on_bad_image=config.data.on_bad_image
+        train.split, order, config.augment, image_format(config), world_size=batch_size // share, on_bad_image=config.data.on_bad_image
     )
     with Loader(batches, 0, 1) as loader:
         batch = next(loader)

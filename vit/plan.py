@@ -18,13 +18,17 @@ from vit.data.draw import mixes, partners
 from vit.data.files import ShardError
 from vit.data.members import SampleLayout
 from vit.data.mixing import measure_mixing
-from vit.data.order import Order, divisors, make_order, possible_lanes
+from vit.data.order import Order, Share, divisors, make_order, possible_lanes
 from vit.data.patience import Patience
-from vit.data.shards import Split, open_split
+from vit.data.select import Wanted
+from vit.data.shards import open_split
+from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sources
+from vit.data.split import Split
 from vit.data.stream import NOT_EXACT, Stream, open_stream
 from vit.data.urls import resolve
 from vit.model import count_parameters, create_model, flops_per_image
 from vit.optim import state_bytes
+from vit.sections import Choice
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,9 @@ def divide_batch(config: Config, world_size: int) -> tuple[int, int]:
     return micro, share // micro
 
 
-def create_order(config: Config, num_samples: int) -> Order:
-    """The order of `num_samples` training images. Raises ValueError for sizes that do not divide, and if copies of an image would be mixed
-    with each other, with those that work.
+def create_order(config: Config, num_samples: int, shares: tuple[Share, ...] = ()) -> Order:
+    """The order of `num_samples` training images; shares: as `Order`. Raises ValueError for sizes that do not divide, and if copies of an
+    image would be mixed with each other, with those that work.
     """
     data, augment = config.data, config.augment
     make = partial(
@@ -82,6 +86,7 @@ def create_order(config: Config, num_samples: int) -> Order:
         window_blocks=data.window_blocks,
         aug_repeats=data.aug_repeats,
         aug_repeats_form=data.aug_repeats_form,
+        shares=shares,
     )
     order = make(num_lanes=data.num_lanes)
     if not mixes(augment) or not _copies_mix(order, augment):
@@ -101,13 +106,13 @@ def _copies_mix(order: Order, augment: AugmentConfig) -> bool:
     return any(bool((ids == ids[partners(augment, len(ids))]).any()) for ids in batches)
 
 
-def make_plan(config: Config, num_samples: int, world_size: int) -> tuple[Plan, Order]:
-    """Derive all numbers of a run over `num_samples` training images on `world_size` ranks, and the order of the samples.
+def make_plan(config: Config, num_samples: int, world_size: int, shares: tuple[Share, ...] = ()) -> tuple[Plan, Order]:
+    """Derive all numbers of a run over `num_samples` training images on `world_size` ranks, and their order; shares: as `Order`.
 
     Raises ValueError for what does not divide, with the sizes that work.
     """
     micro_batch_size, accumulation_steps = divide_batch(config, world_size)
-    order = create_order(config, num_samples)
+    order = create_order(config, num_samples, shares)
 
     def steps(count: int | None, epochs: float | None, default: int) -> int:
         if count is not None:
@@ -130,7 +135,7 @@ def make_plan(config: Config, num_samples: int, world_size: int) -> tuple[Plan, 
     return plan, order
 
 
-def open_train_split(config: Config, val_split: Split, is_checked: bool = False) -> Split | Stream:
+def open_train_set(config: Config, val_split: Split, is_checked: bool = False) -> TrainSet:
     """What to train on; is_checked: as `open_indexed`. A stream has the classes of the evaluation's images, and `model.num_classes`."""
     data = config.data
     if data.reader == "webdataset":
@@ -139,16 +144,26 @@ def open_train_split(config: Config, val_split: Split, is_checked: bool = False)
         names = val_split.class_names
         layout = SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names))
         num_classes = max(val_split.num_classes, config.model.num_classes or 0)
-        return open_stream(resolve(data.stream), data.num_samples, num_classes, names, layout, Patience(data.patience_s))
-    return open_indexed(data, data.train_split, is_checked)
+        stream = open_stream(resolve(data.stream), data.num_samples, num_classes, names, layout, Patience(data.patience_s))
+        return TrainSet(stream, data.num_samples)
+    if not data.sources:
+        return train_set_of(open_indexed(data, data.train_split, is_checked), _wanted(data, "data."))
+    splits = [open_indexed(data, source.split or data.train_split, is_checked, source.root) for source in data.sources]
+    wanted = [_wanted(source, f"data.sources[{number}].") for number, source in enumerate(data.sources)]
+    return train_set_of_sources(splits, wanted, [source.weight for source in data.sources], val_split, data.block_samples)
 
 
-def open_indexed(data: DataConfig, split: str, is_checked: bool = False) -> Split:
-    """A split of shards, opened as the config says; is_checked: another rank of this host has looked at all rows of the index."""
-    return open_split(resolve(data.root), split, data.cache_dir, data.cache_gib, Patience(data.patience_s), is_checked)
+def _wanted(choice: Choice, name: str) -> Wanted:
+    return Wanted(name, **{key: getattr(choice, key) for key in Choice.model_fields})
 
 
-def choose_num_classes(config: Config, *splits: Split | Stream) -> int:
+def open_indexed(data: DataConfig, split: str, is_checked: bool = False, root: str | None = None) -> Split:
+    """A split of shards, opened as the config says, of `data.root` where no other is named; is_checked: another rank of this host has
+    looked at all rows of the index."""
+    return open_split(resolve(root or data.root), split, data.cache_dir, data.cache_gib, Patience(data.patience_s), is_checked)
+
+
+def choose_num_classes(config: Config, *splits: Split | Sources | Stream) -> int:
     """The size of the head: `model.num_classes`, or what the data need. Raises ValueError if the former is too small for the latter."""
     in_data = max(split.num_classes for split in splits)
     if config.model.num_classes is not None and config.model.num_classes < in_data:
@@ -173,17 +188,18 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     mixing: object = NOT_EXACT if config.data.reader == "webdataset" else None
     try:
         val_split = open_indexed(config.data, config.data.val_split)
-        train_split = open_train_split(config, val_split)
+        train = open_train_set(config, val_split)
     except ShardError as error:
         num_images, images_assumed = config.data.num_samples or IMAGENET_IMAGES, ""
         if config.data.num_samples is None:
             images_assumed = f" (assumed, ImageNet-1k's; so are all steps, for the data cannot be opened: {error})"
         plan, order = make_plan(config, num_images, world_size)
     else:
-        num_classes, assumed, images_assumed = choose_num_classes(config, train_split, val_split), "", ""
-        plan, order = make_plan(config, train_split.num_samples, world_size)
-        if isinstance(train_split, Split):
-            mixing = measure_mixing(order, train_split.index["label"])
+        num_classes, assumed, images_assumed = choose_num_classes(config, train.split, val_split), "", ""
+        plan, order = make_plan(config, train.num_draws, world_size, train.shares)
+        if config.data.reader == "index":
+            mixing = measure_mixing(order, train.split.index["label"])
+        derived |= {"chosen": "; ".join(train.told)} if train.told else {}
     derived["training_images"] = f"{order.num_samples:,}{images_assumed}"
     derived |= {**asdict(plan), "num_lanes": order.num_lanes, "block_samples": order.block_samples}
     if mixing is not None:

@@ -83,7 +83,7 @@ def preflight(
         )
 
     # 2. Notes: what works, but not as fast as it could.
-    local = [split for split in (train.split, val.split) if isinstance(getattr(split, "tars", None), LocalTars)]
+    local = [split for split in (*train.split.splits, val.split) if isinstance(split.tars, LocalTars)]
     notes, num_shards = [], sum(len(split.filenames) for split in local)
     wanted_files = 2 * num_shards + OTHER_FILES  # a reader keeps half of the limit free for others
     open_files = raise_open_files(wanted_files)
@@ -241,13 +241,17 @@ def _size(num_bytes: int) -> str:
 
 def filling_note(batches: TrainBatches | StreamBatches, step: int, plan: Plan) -> str | None:
     """What the first batches fetch, where it is much: after a resume on another host their windows are fetched whole."""
-    tars = getattr(batches.split, "tars", None)
-    if not isinstance(tars, RemoteTars) or not isinstance(batches, TrainBatches) or step == plan.total_steps:
+    if not isinstance(batches, TrainBatches) or not batches.split.read_ahead_batches or step == plan.total_steps:
         return None
-    steps = range(step, min(step + tars.read_ahead_batches, plan.total_steps))
+    steps = range(step, min(step + batches.split.read_ahead_batches, plan.total_steps))
     rows = batches.first_row, batches.first_row + batches.layout.num_rows
-    wanted, missing = tars.wanted_bytes(np.unique(np.concatenate([batches.order.rows(later, *rows) for later in steps])))
-    if missing < TELL_MISSING_BYTES:
+    samples = np.unique(np.concatenate([batches.order.rows(later, *rows) for later in steps]))
+    tars, wanted, missing = None, 0, 0
+    for split, own in batches.split.divided(samples):
+        if isinstance(split.tars, RemoteTars):
+            tars, of_split = split.tars, split.tars.wanted_bytes(own)
+            wanted, missing = wanted + of_split[0], missing + of_split[1]
+    if tars is None or missing < TELL_MISSING_BYTES:
         return None
     return (
         f"filling the cache: the next {len(steps)} batches of a rank lie in {wanted / 1e9:.2f} GB of blocks, of which "
@@ -257,12 +261,14 @@ def filling_note(batches: TrainBatches | StreamBatches, step: int, plan: Plan) -
 
 def _notes_of_cache(train: TrainBatches | StreamBatches, ranks: int) -> list[str]:
     """That blocks of remote shards will be fetched again and again, if the cache does not hold what the order reads from at a time."""
-    tars, order = getattr(train.split, "tars", None), train.order
-    if not isinstance(tars, RemoteTars):
+    order, remote = train.order, [(split, split.tars) for split in train.split.splits if isinstance(split.tars, RemoteTars)]
+    if not remote:
         return []
-    blocks = order.blocks_at_a_time(ranks * train.layout.num_rows, tars.read_ahead_batches)
-    block_bytes = max(order.block_samples, tars.block_samples) * tars.stored_bytes // order.num_samples
-    wanted_bytes = min(blocks * block_bytes, tars.stored_bytes)
+    wanted_bytes = 0
+    for split, tars in remote:
+        blocks = order.blocks_at_a_time(ranks * train.layout.num_rows, tars.read_ahead_batches)
+        block_bytes = max(order.block_samples, tars.block_samples) * tars.stored_bytes // split.num_samples
+        wanted_bytes += min(blocks * block_bytes, tars.stored_bytes)
     remedy = "set data.block_samples=64" if order.block_samples == 1 else "lower data.num_lanes or data.window_blocks"
     if tars.cache.limit_bytes >= wanted_bytes:
         return []

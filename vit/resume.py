@@ -19,11 +19,12 @@ from vit.distributed import World
 
 MAY_CHANGE = (
     "run.", "log.", "checkpoint.", "eval.", "data.num_workers", "data.prefetch_gib", "data.micro_batch_size", "data.root",
-    "data.val_split", "data.cache_dir", "data.cache_gib", "data.patience_s", "data.stall_timeout_s",
+    "data.val_split", "data.sources", "data.exclude", "data.filter", "data.fraction", "data.samples_per_class", "data.subset_seed",
+    "data.cache_dir", "data.cache_gib", "data.patience_s", "data.stall_timeout_s",
     "data.on_bad_image", "train.device", "train.compile", "train.max_skipped_steps",
 )  # fmt: skip
 """Prefixes of keys that a resumed run may have different from its checkpoint: same batches, same recipe. (Another micro-batch draws other
-dropout masks; `on_bad_image` decides only about images that cannot be read.)"""
+dropout masks; `on_bad_image` decides only about images that cannot be read. What chooses samples is compared by what it chose.)"""
 
 AS_BEFORE = {("train", "ema_warmup"): True}
 """What was done before a setting came, where its default is something else: a checkpoint that lacks
@@ -64,7 +65,8 @@ def _newest_of_this_run(folder: Path, config: Config, facts: dict[str, Any], all
     refused = {key: values for key, values in changed.items() if not key.startswith(MAY_CHANGE) and key not in allowed}
     refused = {key: (old, new) for key, (old, new) in refused.items() if bare(str(old)) != bare(str(new))}  # another login, same data
     lines = [f"  {key}: {old} there, {new} here" for key, (old, new) in refused.items()]
-    lines += [f"  data: {key} {info['facts'][key]} there, {value} here" for key, value in facts.items() if info["facts"][key] != value]
+    there, here = ({"chosen": "all samples", **known} for known in (info["facts"], facts))
+    lines += [f"  data: {key} {there[key]} there, {value} here" for key, value in here.items() if there[key] != value]
     if lines:
         hint = f", or accept a change with --allow-change {next(iter(refused))}" if refused else ""
         settings = "\n".join(lines)

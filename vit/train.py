@@ -35,11 +35,11 @@ from vit.checkpoint import Progress
 from vit.config import Config
 from vit.data.augment import create_augment
 from vit.data.files import replacing
-from vit.data.index_file import index_sha256
 from vit.data.loader import EvalBatches, ImageFormat, TrainBatches, image_format
 from vit.data.mixing import measure_mixing
 from vit.data.order import Order
-from vit.data.shards import Split
+from vit.data.sources import TrainSet
+from vit.data.split import Split
 from vit.data.stream import NOT_EXACT, StreamBatches
 from vit.data.workers import Loader
 from vit.distributed import World, wrap
@@ -51,7 +51,7 @@ from vit.monitor import Monitor, collecting_at_log_lines
 from vit.optim import create_optimizer
 from vit.order_check import OrderCheck
 from vit.pictures import ClassAccuracy, ConfusedPair
-from vit.plan import Plan, choose_num_classes, make_plan, open_indexed, open_train_split
+from vit.plan import Plan, choose_num_classes, make_plan, open_indexed, open_train_set
 from vit.preflight import Preflight, check_disk, filling_note, preflight
 from vit.progress import Meter
 from vit.record import Record, lock_run, provenance
@@ -145,22 +145,25 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
     # 1. The cheap checks come first: a mistake should show in a second.
     relies = not world.is_first_of_host
     val_split = world.main_first(lambda: open_indexed(config.data, config.data.val_split, relies))
-    train_split = world.main_first(lambda: open_train_split(config, val_split, relies))
+    train_set = world.main_first(lambda: open_train_set(config, val_split, relies))
+    train_split = train_set.split
     with world.main_reports():
-        plan, order = make_plan(config, train_split.num_samples, world.size)
+        plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)
         num_classes = choose_num_classes(config, train_split, val_split)
         image, placed = image_format(config), {"rank": world.rank, "world_size": world.size}
         rows: dict[str, Any] = {**placed, "on_bad_image": config.data.on_bad_image}
         batches: TrainBatches | StreamBatches
-        if isinstance(train_split, Split):
+        if config.data.reader == "index":
             batches = TrainBatches(train_split, order, config.augment, image, num_batches=plan.total_steps, **rows)
         else:
             batches = StreamBatches(train_split, order, config.augment, image, num_workers=config.data.num_workers, **rows)
         val_batches = EvalBatches(val_split, image, config.eval, config.eval.batch_size, **placed)
         checked = preflight(config, world, plan, batches, val_batches)
-    identity = world.check_same(lambda: index_sha256(train_split.index, train_split.lengths), "training data")
+    identity = world.check_same(train_split.identity, "training data")
+    world.check_same(lambda: train_set.identity, "chosen samples")
     # What must be the same after a resume.
     facts = {"num_samples": train_split.num_samples, "index_sha256": identity, "num_classes": num_classes}
+    facts |= {"chosen": train_set.identity} if train_set.identity else {}
     found = find_checkpoint(folder, config, facts, allow_change, world)
     with world.main_reports():
         if world.is_main and (found is None or found[1]["step"] < plan.total_steps):
@@ -216,7 +219,7 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
                     f"{folder} has come to step {progress.step}, the run is to end at {plan.total_steps}: nothing is left to train"
                 )
         progress.restarts += 1
-    record = world.main_first(lambda: _open_record(config, world, folder, plan, checked, progress, model, lock, batches))
+    record = world.main_first(lambda: _open_record(config, world, folder, plan, checked, progress, model, lock, batches, train_set))
     return Run(config, world, folder, plan, order, batches, val_split, image, train_step, record, progress, signals)
 
 
@@ -238,6 +241,7 @@ def _open_record(
     model: nn.Module,
     lock: IO[str] | None,
     batches: TrainBatches | StreamBatches,
+    train_set: TrainSet,
 ) -> Record:
     if not world.is_main:
         return Record(folder, config.log, False, total_steps=plan.total_steps)
@@ -254,7 +258,11 @@ def _open_record(
     start["exact"] = isinstance(batches, TrainBatches)
     mixing = measure_mixing(batches.order, batches.split.index["label"]) if isinstance(batches, TrainBatches) else None
     shuffle = mixing and asdict(mixing)
-    record.write("start", progress.step, **start, plan=asdict(plan), preflight=checked.numbers, shuffle=shuffle)
+    record.write(
+        "start", progress.step, **start, plan=asdict(plan), preflight=checked.numbers, shuffle=shuffle, chosen=train_set.identity or None
+    )
+    for line in train_set.told:
+        record.say(f"chosen: {line}")
     for line in checked.lines:
         record.say(line)
     accumulation = f" in {plan.accumulation_steps} micro-steps" if plan.accumulation_steps > 1 else ""

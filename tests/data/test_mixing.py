@@ -19,7 +19,7 @@ BY_CLASS = np.repeat(np.arange(1000, dtype=np.int32), 300)  # large enough for b
 def test_figures_are_those_of_counting():
     labels = np.array([0, 0, 0, 1, 1, 2])
     batches = [np.array([0, 1]), np.array([5, 2]), np.array([3, 4])]
-    mixing = mixing_of(batches, np.arange(3) / 3, 1 / 3, labels)
+    mixing = mixing_of([(labels[ids], ids) for ids in batches], np.arange(3) / 3, 1 / 3, len(labels), np.bincount(labels))
     assert mixing.classes_per_batch == pytest.approx((1 + 2 + 1) / 3)
     assert mixing.distance == pytest.approx((0 + 0 + 3 + 1 + 1 + 1) / 6 / 6)  # places in time: 0 1 5 2 3 4
     hits = [1 - scipy.stats.hypergeom(6, size, 2).pmf(0) for size in (3, 2, 1)]
@@ -29,7 +29,7 @@ def test_figures_are_those_of_counting():
 def test_a_perfect_shuffle_has_the_figures_of_one():
     labels = np.random.default_rng(0).choice(50, 20_000, p=np.arange(1, 51) / 1275).astype(np.int32)  # classes of many sizes, two unused
     shuffled = np.random.default_rng(1).permutation(len(labels)).reshape(-1, 40)
-    mixing = mixing_of(list(shuffled), np.arange(500) / 500, 1 / 500, labels)
+    mixing = mixing_of([(labels[ids], ids) for ids in shuffled], np.arange(500) / 500, 1 / 500, len(labels), np.bincount(labels))
     assert mixing.classes_per_batch == pytest.approx(mixing.perfect_classes_per_batch, rel=0.01)
     assert mixing.distance == pytest.approx(PERFECT_DISTANCE, rel=0.02)
 

@@ -20,7 +20,8 @@ from PIL import Image
 
 from vit.data.files import ShardError, write_json
 from vit.data.index_file import UNCHECKED_DTYPE, index_sha256, open_index
-from vit.data.shards import Split, build_index, make_info, open_split, read_sidecar, write_sidecar
+from vit.data.shards import build_index, make_info, open_split, read_sidecar, write_sidecar
+from vit.data.split import Split
 from vit.data.tar import INDEX_DTYPE, scan_tar, survey_tar, write_idx
 
 NUM_SHARDS, PER_SHARD = 3, 5

@@ -27,8 +27,9 @@ from vit.data.crew import WorkerError
 from vit.data.index_file import open_index
 from vit.data.loader import Batch, ImageFormat, Layout, TrainBatches
 from vit.data.order import make_order
-from vit.data.shards import Split, open_split
+from vit.data.shards import open_split
 from vit.data.slots import PART_ROWS, Slots, plan_ring
+from vit.data.split import Split
 from vit.data.workers import Loader, page_lock
 
 # ---- what comes out ---------------------------------------------------------------------------------------------------

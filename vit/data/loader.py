@@ -24,7 +24,8 @@ from vit.data.decode import decode_center, decode_views
 from vit.data.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
 from vit.data.files import ShardError
 from vit.data.order import Order
-from vit.data.shards import Split
+from vit.data.sources import Sources
+from vit.data.split import Split
 from vit.data.stages import Stage
 
 
@@ -145,7 +146,7 @@ class TrainBatches(Batches):
 
     def __init__(
         self,
-        split: Split,
+        split: Split | Sources,
         order: Order,
         augment: AugmentConfig,
         image: ImageFormat,
@@ -281,6 +282,6 @@ def write_rows(rows: Batch, labels: ArrayLike, weights: ArrayLike, table: ArrayL
         tensor.numpy()[:] = values
 
 
-def _describe(split: Split, sample: int, error: Exception) -> str:
+def _describe(split: Split | Sources, sample: int, error: Exception) -> str:
     row = split.index[sample]
     return f"{split.where(sample)}: image {split.key(sample)!r} at byte {row['offset']}: {error}"

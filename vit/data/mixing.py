@@ -10,13 +10,14 @@ little where shards come in the order of storage.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vit.data.order import Order
+from vit.data.order import Order, Share
 
 NUM_BATCHES = 32
 """Batches that are looked at: 0.1 s at 4,096 of ImageNet's samples."""
@@ -47,30 +48,55 @@ class Mixing:
 
 
 def measure_mixing(order: Order, labels: NDArray[np.integer]) -> Mixing:
-    """Figures of `order` over samples with these labels (N,), from batches of its first shuffle."""
+    """Figures of `order` over samples with these labels (N,), from batches of its first shuffle. Where draws are not samples, places in
+    storage are those of the draws: all of a source, and then all of the next."""
     num_steps = order.steps_per_shuffle
     num_batches = min(NUM_BATCHES, num_steps)
-    steps = (2 * np.arange(num_batches) + 1) * num_steps // (2 * num_batches)
-    mixing = mixing_of([order.batch(int(step)) for step in steps], steps / num_steps, 1 / num_steps, labels)
+    steps = [int(step) for step in (2 * np.arange(num_batches) + 1) * num_steps // (2 * num_batches)]
+    shares = order.shares or (Share(len(labels), len(labels)),)
+    class_sizes = sum_classes(np.round(count_classes(labels, share) * (share.num_draws / share.num_samples)) for share in shares)
+    draws = replace(order, shares=())
+    batches = [(labels[order.batch(step)], draws.batch(step)) for step in steps]
+    mixing = mixing_of(batches, np.array(steps) / num_steps, 1 / num_steps, order.num_samples, class_sizes.astype(np.int64))
     if order.block_samples == 1 or mixing.classes_per_batch >= POOR * mixing.perfect_classes_per_batch:
         return mixing
     neighbours = f"neighbours in the shards are of one class and stay together in blocks of {order.block_samples}"
     return replace(mixing, remedy=f"{neighbours}: data.block_samples=1 parts them")
 
 
-def mixing_of(batches: Sequence[NDArray[np.int64]], starts: ArrayLike, duration: float, labels: NDArray[np.integer]) -> Mixing:
-    """Figures of batches of sample ids. A batch begins at its `starts` and takes `duration`, both as shares of the time of one shuffle."""
-    class_sizes = np.zeros(0, dtype=np.int64)
-    for first in range(0, len(labels), 2**22):  # in parts: `bincount` copies
-        counts = np.bincount(labels[first : first + 2**22], minlength=len(class_sizes))
-        counts[: len(class_sizes)] += class_sizes
-        class_sizes = counts
+def count_classes(labels: NDArray[np.integer], share: Share) -> NDArray[np.int64]:
+    """How many of a share's samples each class has."""
+    parts = []
+    for start in range(0, share.num_samples, 2**22):  # in parts: `bincount` copies
+        own = np.arange(start, min(start + 2**22, share.num_samples)) if share.chosen is None else share.chosen[start : start + 2**22]
+        parts.append(np.bincount(labels[share.first + own]))
+    return sum_classes(parts)
+
+
+def sum_classes(counts: Iterable[NDArray[Any]]) -> NDArray[Any]:
+    """The sum of counts of classes, some of which know fewer of them."""
+    total = np.zeros(0)
+    for more in counts:
+        total = np.pad(total, (0, max(len(more) - len(total), 0)))
+        total[: len(more)] += more
+    return total
+
+
+def mixing_of(
+    batches: Sequence[tuple[NDArray[np.integer], NDArray[np.int64]]],
+    starts: ArrayLike,
+    duration: float,
+    num_places: int,
+    class_sizes: NDArray[np.int64],
+) -> Mixing:
+    """Figures of batches of (labels, places in storage). A batch begins at its `starts` and takes `duration`, both as shares of the time of
+    one shuffle."""
     found, expected, moved = [], [], []
-    for ids, start in zip(batches, np.asarray(starts), strict=True):
-        found.append(len(np.unique(labels[ids])))
-        expected.append(_expected_classes(class_sizes, len(np.unique(ids))))
-        times = start + duration * (np.arange(len(ids)) + 0.5) / len(ids)
-        moved.append(np.abs(times - (ids + 0.5) / len(labels)).mean())
+    for (labels, places), start in zip(batches, np.asarray(starts), strict=True):
+        found.append(len(np.unique(labels)))
+        expected.append(_expected_classes(class_sizes, len(np.unique(places))))
+        times = start + duration * (np.arange(len(places)) + 0.5) / len(places)
+        moved.append(np.abs(times - (places + 0.5) / num_places).mean())
     return Mixing(float(np.mean(found)), float(np.mean(expected)), float(np.mean(moved)))
 
 

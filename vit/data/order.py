@@ -15,12 +15,19 @@ the form `batch` (affjljoo3581/deit3-jax:src/dataset.py) a batch holds G / r ima
 after which every image but the tail was shown exactly r times. A lane's rows of a batch are sorted by copy: copies of an image are apart,
 so that they do not mix with each other, and yet on one rank where the ranks divide the lanes, so that one reading can serve them all.
 
+Chosen samples, and several sources. With `shares` the numbers that are ordered are not samples but draws: those of the first source, then
+those of the second. A source with as many draws as samples gives each of them once in an epoch. Else draw j of shuffle e is number
+d = e * num_draws + j of an endless sequence: pass d // n over the source's n samples, each pass permuted anew in whole blocks, whose
+borders stay those of the draws' own blocks, so that what lies together is read together. After any number of draws a sample has come as
+often as any other, give or take one, and a batch is found as before, without looking at another.
+
 The hash is our own because generators of libraries promise no stable streams; `tests/data/golden_order.json` holds its output.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
@@ -102,6 +109,46 @@ class _EpochBlocks:
 
 
 @dataclass(frozen=True)
+class Share:
+    """What one source gives to each shuffle: draws from samples that stand at the numbers `first` and following of all sources' samples."""
+
+    num_draws: int
+    num_samples: int
+    """Chosen ones."""
+    first: int = 0
+    chosen: NDArray[np.integer] | None = field(default=None, repr=False, compare=False)
+    """(num_samples,) their numbers in the source, ascending; None: all of the source."""
+
+    def __call__(
+        self, draws: NDArray[np.int64], shuffle: int, block: int, key: NDArray[np.uint64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of draws in [0, num_draws) of one shuffle the samples, and how often each has come in this shuffle before: (n,), (n,)."""
+        if self.num_draws == self.num_samples:
+            places, times = draws, np.zeros_like(draws)
+        else:
+            passes, inside = np.divmod(draws + shuffle * self.num_draws, self.num_samples)
+            places, times = np.empty_like(draws), passes - shuffle * self.num_draws // self.num_samples
+            for number in np.unique(passes).tolist():
+                of_pass = passes == number
+                places[of_pass] = self._place(inside[of_pass], number, block, key)
+        return self.first + (places if self.chosen is None else self.chosen[places].astype(np.int64)), times
+
+    def _place(self, inside: NDArray[np.int64], number: int, block: int, key: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Pass `number` over range(num_samples), at positions `inside`: whole blocks between the next borders of the endless sequence's
+        blocks; before the first border and behind the last stand the short block and, where more is needed, one whole block."""
+        num_whole, short = divmod(self.num_samples, block)
+        lead = min(-number * self.num_samples % block, self.num_samples)
+        between = (self.num_samples - lead) // block
+        permutation = Permutation(max(num_whole, 1), fold(key, number))
+        slot, offset = np.divmod(inside - lead, block)
+        rest = np.where(inside < lead, inside, inside - between * block)
+        is_whole = (inside >= lead) & (slot < between)
+        whole = permutation(np.where(is_whole, slot, 0)) * block + offset
+        torn = permutation(num_whole - 1) * block + rest - short if num_whole else rest
+        return np.where(is_whole, whole, np.where(rest < short, num_whole * block + rest, torn))
+
+
+@dataclass(frozen=True)
 class Order:
     """The order of `num_samples` samples in batches of `global_batch_size`, for all epochs. `make_order` fills in defaults and checks.
 
@@ -117,6 +164,8 @@ class Order:
     window_blocks: int
     aug_repeats: int = 1
     aug_repeats_form: Literal["batch", "sampler"] = "batch"
+    shares: tuple[Share, ...] = ()
+    """Where draws are not samples: what each source gives, `num_samples` draws in all."""
     _windows: OrderedDict[tuple[int, int, int], NDArray[np.int64]] = field(default_factory=OrderedDict, repr=False, compare=False)
 
     @property
@@ -153,7 +202,8 @@ class Order:
         return self.rows_and_copies(position, start, stop)[0]
 
     def rows_and_copies(self, position: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Sample ids and copy numbers (0 to `aug_repeats` - 1) of rows [start, stop) of the batch at `position`.
+        """Sample ids and copy numbers (0 to `aug_repeats` - 1; more where a sample is drawn again in one epoch) of rows [start, stop) of
+        the batch at `position`.
 
         No (sample, copy) comes twice in an epoch: with the epoch they name an augmentation.
         """
@@ -167,7 +217,19 @@ class Order:
         places = np.stack([self._lane(shuffle, lane, low, high) for lane in range(first, last)])
         samples = _epoch_blocks(self.num_samples, self.block_samples, self.seed, shuffle)(places)
         asked = slice(start - first * share, stop - first * share)
-        return samples[:, images - low].ravel()[asked], np.tile(copies, last - first)[asked]
+        drawn, copies = samples[:, images - low].ravel()[asked], np.tile(copies, last - first)[asked]
+        return self._drawn(drawn, copies, shuffle) if self.shares else (drawn, copies)
+
+    def _drawn(self, draws: NDArray[np.int64], copies: NDArray[np.int64], shuffle: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The samples of draws, and numbers of copies that are others where a sample comes again."""
+        samples, copies, start = np.empty_like(draws), copies.copy(), 0
+        for number, share in enumerate(self.shares):
+            own = (draws >= start) & (draws < start + share.num_draws)
+            if own.any():
+                samples[own], times = share(draws[own] - start, shuffle, self.block_samples, fold(self.seed, 4, number))
+                copies[own] += self.aug_repeats * times
+            start += share.num_draws
+        return samples, copies
 
     def blocks_at_a_time(self, num_rows: int, batches_ahead: int) -> int:
         """How many blocks a cache that forgets what was used longest ago must hold, so that next to none is fetched twice: for `num_rows`
@@ -215,6 +277,7 @@ def make_order(
     window_blocks: int = 16,
     aug_repeats: int = 1,
     aug_repeats_form: Literal["batch", "sampler"] = "batch",
+    shares: tuple[Share, ...] = (),
 ) -> Order:
     """An `Order`, with `None` replaced by the defaults: as many lanes as the largest divisor of the batch up to 64 (fewer with repeats, see
     MIN_DEFAULT_LANE_IMAGES); blocks of one sample below 262,144 samples, else of 64.
@@ -237,8 +300,33 @@ def make_order(
         divided = f"data.global_batch_size={g}" if lanes[-1] == g else images
         raise ValueError(f"data.num_lanes={num_lanes} does not divide {divided}: choose one of {lanes}")
     if block_samples is None:
-        block_samples = 1 if n < PERMUTATION_BELOW else DEFAULT_BLOCK_SAMPLES
-    return Order(n, g, seed, num_lanes, block_samples, window_blocks, aug_repeats, aug_repeats_form)
+        block_samples = default_block_samples(n)
+    return Order(n, g, seed, num_lanes, block_samples, window_blocks, aug_repeats, aug_repeats_form, shares)
+
+
+def default_block_samples(num_samples: int) -> int:
+    """Samples of a block where nothing else is asked for."""
+    return 1 if num_samples < PERMUTATION_BELOW else DEFAULT_BLOCK_SAMPLES
+
+
+def shares_of(sizes: Sequence[int], weights: Sequence[float | None], block_samples: int | None = None) -> list[int]:
+    """How many draws each of several sources gives to an epoch, from how many samples each has.
+
+    Without weights as many as samples. With them an epoch has as many draws as there are samples, up to rounding: shares are whole blocks,
+    so that no block holds two sources. Raises ValueError where a weight gives less than one block.
+    """
+    if all(weight is None for weight in weights):
+        return list(sizes)
+    known = [weight for weight in weights if weight is not None]
+    total = sum(sizes)
+    block = block_samples or default_block_samples(total)
+    draws = [round(weight / sum(known) * total / block) * block for weight in known]
+    if not all(draws):
+        least = block * sum(known) / total
+        raise ValueError(
+            f"data.sources: weight {min(known):g} of {sum(known):.6g} is less than {block} of {total:,} draws: give {least:.2g} or more"
+        )
+    return draws
 
 
 def possible_lanes(global_batch_size: int, aug_repeats: int, aug_repeats_form: Literal["batch", "sampler"]) -> list[int]:

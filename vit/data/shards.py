@@ -24,20 +24,16 @@ import json
 import logging
 import os
 import shlex
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
 
 from vit.data.block_cache import BlockCache
 from vit.data.files import ShardError, read_json, unreadable, write_json
 from vit.data.http import Version
-from vit.data.images import decode
 from vit.data.index_file import (
     altered,
     firsts_of,
@@ -50,12 +46,11 @@ from vit.data.index_file import (
     sha256_of,
     why_unfit,
 )
-from vit.data.members import SampleLayout, recorded_layout
+from vit.data.members import recorded_layout
 from vit.data.patience import Patience
 from vit.data.remote import RemoteFolder, local_path
+from vit.data.split import Split
 from vit.data.storage import LocalTars, MountedFolder, RemoteTars
-from vit.data.tar import DEFAULT_LAYOUT, size_said_by
-from vit.data.tar_walk import TAR_BLOCK, TarDamaged, walk
 from vit.data.urls import bare, did_you_mean
 
 FORMAT_VERSION = 1
@@ -290,148 +285,7 @@ def _local_versions(root: Path, filenames: list[str]) -> list[Version | str]:
     return [version(root / name) for name in filenames]
 
 
-# ---- reading ------------------------------------------------------------------------------------------------------
-
-
-class Split:
-    """One split of a data set, opened by `open_split`: the encoded bytes of any sample, by its number.
-
-    May be read from any number of threads, after a fork and after pickling (to worker processes): reads carry their own
-    position, file descriptors and connections stay behind when pickling, and a mapped index travels as its path.
-    """
-
-    root: Path | str
-    """Folder or URL."""
-    name: str
-    filenames: list[str]
-    lengths: list[int]
-    """How many samples each shard has."""
-    tars: LocalTars | RemoteTars
-    """Where the bytes come from."""
-    index: np.ndarray
-    """(num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version; normally memory-mapped."""
-    num_samples: int
-    num_classes: int
-    class_names: list[str]
-    """Name of each label; [] if unknown."""
-
-    def __init__(
-        self,
-        root: Path | str,
-        name: str,
-        filenames: list[str],
-        lengths: list[int],
-        index: np.ndarray,
-        num_classes: int,
-        class_names: list[str],
-        tars: LocalTars | RemoteTars | None = None,
-        layout: SampleLayout = DEFAULT_LAYOUT,
-    ):
-        self.root, self.name, self.filenames, self.lengths, self.index = root, name, filenames, lengths, index
-        self._layout, self._firsts, self._has_checksums = layout, firsts_of(lengths), has_checksums(index)
-        self.num_samples, self.num_classes, self.class_names = len(index), num_classes, class_names
-        self.tars = tars or LocalTars(Path(root), filenames)
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, i: int) -> tuple[Image.Image, int]:
-        """Sample `i` to look at, from the end if negative, as torchvision's data sets give it: the whole image in RGB, and its label.
-
-        Training reads windows of images instead (`vit.data.loader`). Raises IndexError, and ShardError as `read`.
-        """
-        i = range(self.num_samples)[i]
-        return Image.fromarray(decode(self.read(i))), int(self.index[i]["label"])
-
-    def read(self, i: int) -> bytes:
-        """Encoded image bytes of sample `i` (0 <= i < num_samples), as stored.
-
-        Raises ShardError with shard, key and offset if the shard is gone, truncated, replaced or cannot be read, or the bytes have not the
-        index's checksum, nor when they are read again. The tar header in front of the image is read with it and must say the index's
-        size: in a shard that was replaced other images lie elsewhere.
-        """
-        row, shard = self.index[i], self._shard_of(i)
-        offset, size = int(row["offset"]), int(row["size"])
-        expected = int(row["crc32"]) if self._has_checksums else 0
-        for is_last in (False, True):
-            try:
-                block = self.tars.pread(i, shard, TAR_BLOCK + size, offset - TAR_BLOCK)
-                data, said = block[TAR_BLOCK:], size_said_by(block[:TAR_BLOCK])
-                problem = f"gave {len(data)}" if len(data) < size else "found no image of this size there, the shard is not the indexed one"
-            except OSError as error:
-                data, said, problem = b"", size, f"failed: {error.strerror}"
-            if not len(data) == said == size:
-                break
-            if expected in (0, zlib.crc32(data)):
-                if is_last:
-                    log.warning("%s: the bytes at offset %d were read wrongly once, and rightly the second time", self.where(i), offset)
-                return data
-            problem = "gave others than were indexed, twice: a bit flipped on the disk or on the way"
-            self.tars.forget(i, shard, size, offset)  # what the system, or the cache, keeps of them
-        try:
-            key = self.key(i)
-        except (ShardError, OSError):
-            key = "unknown"
-        remedy = "restore the shard and start again"
-        if said == size and len(data) == size:
-            remedy = f"copy the shard again (`python -m data_prep.verify {self.root}` tells which are damaged) and start again"
-        raise ShardError(f"{self.where(i)}: sample {i} (key {key}): reading {size} bytes at offset {offset} {problem}; {remedy}")
-
-    def where(self, i: int) -> str:
-        """Path or URL of the shard that sample `i` is in."""
-        return self.tars.where(self._shard_of(i))
-
-    def _shard_of(self, i: int) -> int:
-        return bisect.bisect_right(self._firsts, i) - 1
-
-    def prepare(self, num_processes: int) -> None:
-        """Before workers start, of whom and of others so many processes of this host will read: what they inherit is opened once."""
-        self.tars.prepare(num_processes)
-
-    @property
-    def read_ahead_batches(self) -> int:
-        """How many batches before it is needed a sample should be given to `prefetch`; 0: never."""
-        return self.tars.read_ahead_batches
-
-    def prefetch(self, samples: NDArray[np.int64]) -> None:
-        """Say which samples will be read soon, (n,) numbers: they are read, or from a URL fetched, in the background."""
-        if isinstance(self.tars, RemoteTars):
-            self.tars.prefetch(samples)
-        else:
-            rows, shards = self.index[samples], np.searchsorted(self._firsts, samples, side="right") - 1
-            self.tars.prefetch(shards.tolist(), rows["offset"].tolist(), rows["size"].tolist())
-
-    def key(self, i: int) -> str:
-        """Key of sample `i`, from the tar headers between the image before and its own: a name may have one of its own (GNU, pax)."""
-        row, shard = self.index[i], self._shard_of(i)
-        offset, before = int(row["offset"]), self.index[i - 1] if i > self._firsts[shard] else None
-        start = 0 if before is None else -(-(int(before["offset"]) + int(before["size"])) // TAR_BLOCK) * TAR_BLOCK
-        try:
-            members = walk(
-                lambda size, position: self.tars.pread(i, shard, size, position), start, offset + int(row["size"]), needs_end=False
-            )
-            name = next((member.name for member in members if member.offset == offset), None)
-            reason = "no tar header"
-        except TarDamaged as error:
-            name, reason = None, str(error)
-        if name is None:
-            where = f"{self.where(i)}: no tar header in front of offset {offset}"
-            raise ShardError(f"{where} ({reason}); restore the shard, or delete {self.name}.index.npy if it was replaced")
-        cut = self._layout.cut(name)
-        return cut[0] if cut else name
-
-    def close(self) -> None:
-        """Close the shards' file descriptors; the next read opens them again."""
-        self.tars.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        index = Path(str(self.index.filename)) if isinstance(self.index, np.memmap) else self.index
-        return {**self.__dict__, "index": index}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if isinstance(self.index, Path):
-            self.index = open_index(self.index)
+# ---- all of it ----------------------------------------------------------------------------------------------------
 
 
 def open_split(

@@ -58,9 +58,13 @@ class Stream:
     patience: Patience = field(default_factory=Patience)
     """With servers."""
 
+    def identity(self) -> str:
+        """A hash of no rows."""
+        return hashlib.sha256().hexdigest()
+
     @property
-    def lengths(self) -> list[int]:
-        """Empty: nothing is known of the shards."""
+    def splits(self) -> list[Any]:
+        """None: nothing is read at random."""
         return []
 
     @property

@@ -107,14 +107,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("--fraction lies above 0 and is at most 1, --threads is at least 1")
         if given.config is not None:
             data = load_config(given.config, given.root).config.data
-            root, splits, patience = data.root, given.split or [data.train_split, data.val_split], Patience(data.patience_s)
+            sources = [(source.root or data.root, source.split or data.train_split) for source in data.sources]
+            wanted = [*(sources or [(data.root, data.train_split)]), (data.root, data.val_split)]
+            wanted = [(data.root, split) for split in given.split] if given.split else wanted
+            patience = Patience(data.patience_s)
             cache_dir, cache_gib = given.cache_dir or data.cache_dir, given.cache_gib or data.cache_gib
         elif len(given.root) == 1:
-            root, splits, patience = given.root[0], given.split or ["train", "val"], Patience()
+            wanted, patience = [(given.root[0], split) for split in given.split or ["train", "val"]], Patience()
             cache_dir, cache_gib = given.cache_dir, given.cache_gib
         else:
             raise ValueError("one data set is wanted: its folder or URL, or --config FILE (python -m vit.data.warm --help)")
-        for split in dict.fromkeys(splits):
+        for root, split in dict.fromkeys(wanted):
             tars = open_split(resolve(root), split, cache_dir, cache_gib, patience).tars
             if not isinstance(tars, RemoteTars):
                 raise ValueError(f"{shown(root)} is a folder, which is read in place: --cache-dir says where copies of its blocks go")

@@ -1,0 +1,162 @@
+"""Which samples are trained on: the filter's language, files that exclude, subsets; each compared with Python on the same rows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vit.data.files import ShardError
+from vit.data.row_filter import COLUMNS, RowFilter
+from vit.data.select import Wanted, choose
+from vit.data.shards import open_split
+from vit.data.tar import INDEX_DTYPE
+
+ROWS = np.zeros(400, INDEX_DTYPE)
+ROWS["width"], ROWS["height"] = np.arange(400) * 7 % 300 + 1, np.arange(400) * 13 % 200 + 1
+ROWS["size"], ROWS["label"] = np.arange(400) * 997 % 5000, np.arange(400) % 7
+NAMES = [*"abcdefg"]
+
+numbers = st.one_of(st.sampled_from([*COLUMNS]), st.integers(0, 300).map(str), st.floats(0.5, 9).map("{:.2f}".format))
+arithmetic = st.recursive(
+    numbers,
+    lambda part: st.one_of(
+        st.tuples(part, st.sampled_from("+-*"), part).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        st.tuples(st.sampled_from(["min", "max"]), part, part).map(lambda t: f"{t[0]}({t[1]}, {t[2]})"),
+        part.map(lambda inner: f"-{inner}"),
+    ),
+    max_leaves=4,
+)
+compared = st.tuples(arithmetic, st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), arithmetic).map(" ".join)
+truth = st.recursive(
+    st.one_of(compared, st.just("label in (1, 3)"), st.just("10 < width <= 200")),
+    lambda part: st.one_of(
+        st.tuples(part, st.sampled_from(["and", "or"]), part).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        part.map(lambda inner: f"not {inner}"),
+    ),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(truth)
+def test_a_filter_is_what_python_says_of_each_row(text):
+    code = compile(text, "filter", "eval")
+    by_row = [bool(eval(code, {"min": min, "max": max}, {name: int(row[name]) for name in COLUMNS})) for row in ROWS]
+    assert RowFilter(text)(ROWS, NAMES).tolist() == by_row
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("heigth > 3", r"'heigth' at character 1 of 'heigth > 3': no column, did you mean height\?; there are width, height, size, label"),
+        ("width > 3 and", "'width > 3 and' cannot be read: expected a comparison such as"),
+        ("width", "'width' gives numbers: expected a comparison"),
+        ("width and height > 2", "'width' at character 1 .*: expected a comparison"),
+        ("(width > 2) + 1 > 1", r"'width > 2' at character 2 .*: expected a number or a column"),
+        ("__import__('os').system('true') == 0", "at character 1 .*: not allowed; columns, numbers"),
+        ("width.real > 2", "'width.real' at character 1 .*: not allowed"),
+        ("width ** 99999999 > 1", "not allowed"),
+        ("[x for x in (1,)] == 1", "not allowed"),
+        ("min(width) > 1", "not allowed"),
+        ("label is 1", "not allowed; < <= > >= == != and in are"),
+        ("label in width", "expected values in brackets behind `in`"),
+        ("width == 'a'", "a text can only be a class that label is compared with"),
+        ("(" * 500 + "width" + ")" * 500 + " > 1", "cannot be read"),
+        ("1 <" * 3000 + "2", "9,001 characters, at most 2,000 are read"),
+    ],
+)
+def test_what_is_no_filter_is_told_with_its_place(text, told):
+    with pytest.raises(ValueError, match=told):
+        RowFilter(text)
+
+
+def test_classes_are_told_by_name():
+    assert RowFilter("label == 'c'")(ROWS, NAMES).tolist() == (ROWS["label"] == 2).tolist()
+    assert RowFilter("label not in ('a', 'g', 3)")(ROWS, NAMES).tolist() == (~np.isin(ROWS["label"], (0, 6, 3))).tolist()
+    with pytest.raises(ValueError, match=r"'\"apple\"' at character 10 .*: no class, did you mean 'apples'\?"):
+        RowFilter('label == "apple"')(ROWS, ["pears", "apples"])
+
+
+@pytest.fixture(scope="module")
+def split(shards):
+    return open_split(shards, "train")
+
+
+def test_nothing_asked_for_is_all_of_it(split):
+    assert choose(split, Wanted()).numbers is None
+
+
+@pytest.mark.parametrize("with_idx", [True, False])
+def test_keys_and_classes_are_excluded(shards, tmp_path, with_idx, split):
+    import shutil
+
+    root = shutil.copytree(shards, tmp_path / "root")
+    if not with_idx:
+        for path in root.glob("*.idx"):
+            path.unlink()
+    keys = [split.key(number) for number in (3, 40, 59)]
+    (tmp_path / "bad.txt").write_text("# broken\n" + "\n".join(keys) + f"\nlabel=0\nclass={split.class_names[2]}\nnobody\n")
+    chosen = choose(open_split(root, "train"), Wanted(exclude=str(tmp_path / "bad.txt")))
+    expected = [n for n in range(60) if split.index["label"][n] == 1 and n not in (3, 40, 59)]
+    assert chosen.numbers.tolist() == expected
+    gone = 60 - len(expected)
+    assert (
+        f"{len(expected)} of 60 samples of {root} 'train': left out are {gone} by data.exclude (1 of its keys are not there: nobody)"
+        in (chosen.told)
+    )
+
+
+def test_a_quarantine_list_excludes_its_splits_keys(split, tmp_path):
+    entries = [
+        {"split": "train", "key": split.key(5)},
+        {"split": "val", "key": split.key(6)},
+        {"split": "train", "key": "left out already"},
+    ]
+    (tmp_path / "quarantine.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    chosen = choose(split, Wanted(exclude=str(tmp_path / "quarantine.jsonl")))
+    assert chosen.numbers.tolist() == [n for n in range(60) if n != 5]
+
+
+def test_what_cannot_be_excluded_is_told(split, tmp_path):
+    path = tmp_path / "bad.txt"
+    with pytest.raises(ShardError, match=r"data\.exclude=.*bad\.txt: cannot be read \(No such file"):
+        choose(split, Wanted(exclude=str(path)))
+    path.write_text("label=x\nclass=nobody\n")
+    with pytest.raises(ShardError, match="line 1 is 'label=x', line 2 is 'class=nobody'"):
+        choose(split, Wanted(exclude=str(path)))
+    path.write_text("these\nare other keys\n")
+    with pytest.raises(ShardError, match=r"none of its 2 keys is in .* 'train', these, are other keys"):
+        choose(split, Wanted(exclude=str(path)))
+    path.write_text("label=0\nlabel=1\nlabel=2\n")
+    with pytest.raises(ShardError, match=r"0 of 60 samples .*; nothing is left to train on"):
+        choose(split, Wanted(exclude=str(path)))
+
+
+def test_subsets_are_parts_of_larger_ones_and_of_the_size_asked_for(split):
+    labels, sizes = split.index["label"], Counter(split.index["label"].tolist())
+    before: set[int] = set()
+    for fraction in (0.05, 0.1, 0.5, 0.9, 1.0):
+        chosen = set(choose(split, Wanted(fraction=fraction)).numbers.tolist())
+        assert before <= chosen
+        assert len(chosen) == round(60 * fraction)
+        by_class = Counter(labels[choose(split, Wanted(fraction=fraction, fraction_of="class")).numbers].tolist())
+        assert by_class == {label: max(round(size * fraction), 1) for label, size in sizes.items()}
+        before = chosen
+    before = set()
+    for count in (1, 2, 7, 1000):
+        chosen = choose(split, Wanted(samples_per_class=count)).numbers
+        assert Counter(labels[chosen].tolist()) == {label: min(size, count) for label, size in sizes.items()}
+        assert before <= set(chosen.tolist())
+        before = set(chosen.tolist())
+    drawn = {tuple(choose(split, Wanted(samples_per_class=2, subset_seed=seed)).numbers.tolist()) for seed in range(5)}
+    assert len(drawn) == 5
+
+
+def test_a_subset_is_the_same_for_ever(split):
+    """Papers name subsets by their seed."""
+    assert choose(split, Wanted(fraction=0.1)).numbers.tolist() == [2, 21, 31, 43, 50, 57]

@@ -1,0 +1,189 @@
+"""Chosen samples and several sources in one order: against an oracle in Python's integers, and by what an order promises."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from order_oracle import SEEDS, brute_force, feistel, key_of
+
+from vit.config import AugmentConfig
+from vit.data.draw import sample_keys
+from vit.data.files import ShardError
+from vit.data.loader import ImageFormat, TrainBatches
+from vit.data.mixing import measure_mixing
+from vit.data.order import Share, make_order, shares_of
+from vit.data.select import Wanted
+from vit.data.shards import open_split
+from vit.data.sources import train_set_of, train_set_of_sources
+from vit.data.workers import Loader
+
+
+def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int]:
+    """Pass `number` over a source, sample by sample: its shuffled blocks, cut where the endless sequence's blocks are cut."""
+    whole = num_samples // block
+    blocks = [range(b * block, (b + 1) * block) for b in (feistel(max(whole, 1), key_of(key, number), i) for i in range(whole))]
+    rest = [*range(whole * block, num_samples)]
+    lead = min(-number * num_samples % block, num_samples)
+    if (num_samples - lead) // block < whole:  # its borders leave no room for all whole blocks
+        rest += blocks.pop()
+    return [*rest[:lead], *(sample for b in blocks for sample in b), *rest[lead:]]
+
+
+def oracle(share: Share, shuffle: int, block: int, key: int) -> list[tuple[int, int]]:
+    """(sample, how often before in this shuffle) of each draw of one shuffle."""
+    chosen = range(share.num_samples) if share.chosen is None else share.chosen.tolist()
+    if share.num_draws == share.num_samples:
+        return [(share.first + sample, 0) for sample in chosen]
+    drawn, first_pass = [], shuffle * share.num_draws // share.num_samples
+    for draw in range(shuffle * share.num_draws, (shuffle + 1) * share.num_draws):
+        number, inside = divmod(draw, share.num_samples)
+        sample = oracle_pass(share.num_samples, number, block, key)[inside]
+        drawn.append((share.first + int(chosen[sample]), number - first_pass))
+    return drawn
+
+
+@st.composite
+def mixtures(draw):
+    """Shares of up to three sources, some of chosen samples, and an order over them."""
+    shares, first = [], 0
+    for _ in range(draw(st.integers(1, 3))):
+        num_samples, skipped = draw(st.integers(1, 40)), draw(st.integers(0, 5))
+        chosen = np.sort(np.random.default_rng(num_samples).permutation(num_samples + skipped)[:num_samples]) if skipped else None
+        num_draws = draw(st.one_of(st.just(num_samples), st.integers(1, 90)))
+        shares.append(Share(num_draws, num_samples, first, chosen))
+        first += num_samples + skipped
+    total = sum(share.num_draws for share in shares)
+    lanes, repeats = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 1, 2]))
+    batch = lanes * repeats * draw(st.integers(1, 3))
+    if batch > total:
+        lanes, repeats, batch = 1, 1, 1
+    sizes = {"num_lanes": lanes, "block_samples": draw(st.integers(1, 9)), "window_blocks": 2, "aug_repeats": repeats}
+    return make_order(total, batch, draw(SEEDS), shares=tuple(shares), **sizes)
+
+
+@settings(deadline=None, max_examples=60)
+@given(mixtures())
+def test_an_order_of_several_sources_is_the_oracles(order):
+    plain = replace(order, shares=())
+    for shuffle in range(3):
+        drawn = [
+            pair
+            for number, share in enumerate(order.shares)
+            for pair in oracle(share, shuffle, order.block_samples, key_of(order.seed, 4, number))
+        ]
+        for step, rows in enumerate(brute_force(plain, shuffle)):
+            expected = [(drawn[draw][0], copy + order.aug_repeats * drawn[draw][1]) for draw, copy in rows]
+            position = shuffle * order.steps_per_shuffle + step
+            ids, copies = order.rows_and_copies(position, 0, order.global_batch_size)
+            assert list(zip(ids.tolist(), copies.tolist(), strict=True)) == expected
+            part = order.rows(position, order.global_batch_size // 2, order.global_batch_size)
+            assert part.tolist() == [sample for sample, _ in expected[order.global_batch_size // 2 :]], "some rows of a batch"
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 300), st.integers(1, 500), st.integers(1, 20), SEEDS)
+def test_each_sample_of_a_source_comes_equally_often(num_samples, num_draws, block, seed):
+    share, counts = Share(num_draws, num_samples), Counter[int]()
+    for shuffle in range(5):
+        samples, times = share(np.arange(num_draws), shuffle, block, np.uint64(seed))
+        assert len(set(zip(samples.tolist(), times.tolist(), strict=True))) == num_draws, "each with another augmentation"
+        counts.update(samples.tolist())
+        often = [counts[sample] for sample in range(num_samples)]
+        assert max(often) - min(often) <= 1
+
+
+def test_blocks_stay_whole_in_every_pass():
+    """What lies together in a shard is read together: of 64 draws of one block at most one border is inside."""
+    share = Share(640, 1000)
+    for shuffle in range(20):
+        samples, _ = share(np.arange(640), shuffle, 64, np.uint64(7))
+        borders = (np.diff(samples.reshape(10, 64), axis=1) != 1).sum(axis=1)
+        assert sorted(borders.tolist())[:-2] == [0] * 8, borders
+
+
+def test_shares_of_a_batch_are_those_of_the_weights_and_the_figures_of_mixing_know_them():
+    order = make_order(3000, 60, 1, shares=(Share(2000, 500), Share(1000, 4000, 500)))
+    from_first = [int((order.batch(step) < 500).sum()) for step in range(order.steps_per_epoch)]
+    assert sum(from_first) == pytest.approx(2000, abs=60)
+    assert max(abs(count - 40) for count in from_first) < 16  # five standard deviations
+    mixing = measure_mixing(order, np.arange(4500) % 90)
+    assert mixing.classes_per_batch == pytest.approx(mixing.perfect_classes_per_batch, rel=0.05)
+    assert mixing.distance == pytest.approx(1 / 3, rel=0.05)
+
+
+def test_without_weights_each_sample_comes_once_and_with_them_blocks_hold_one_source():
+    assert shares_of([10, 20], [None, None]) == [10, 20]
+    assert shares_of([100, 300], [3, 1]) == [300, 100]
+    assert shares_of([300_000, 100_001], [1.0, 2.0]) == [133_312, 266_688]
+    assert all(draws % 64 == 0 for draws in shares_of([300_000, 100_001], [1.0, 2.0]))
+    with pytest.raises(ValueError, match=r"weight 1e-05 of 1.00001 is less than 64 of 400,000 draws: give 0\.00016 or more"):
+        shares_of([200_000, 200_000], [0.00001, 1.0])
+
+
+# ---- with real shards -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other(shards, tmp_path_factory):
+    """The same shards under other class names: the order is another, and one name is new."""
+    root = shutil.copytree(shards, tmp_path_factory.mktemp("other") / "set")
+    info = json.loads((root / "_info.json").read_text())
+    names = info["class_names"]
+    info["class_names"] = [names[2], "new", names[0]]
+    (root / "_info.json").write_text(json.dumps(info))
+    return root
+
+
+def test_classes_are_mapped_by_name(shards, other):
+    splits, val = [open_split(shards, "train"), open_split(other, "train")], open_split(shards, "val")
+    with pytest.raises(ShardError, match=r"data\.sources\[1\] \(.*set 'train'\): 1 classes that .* 'val' lacks: 'new'; leave them out"):
+        train_set_of_sources(splits, [Wanted(), Wanted()], [None, None], val, None)
+    of = train_set_of_sources(splits, [Wanted(), Wanted(filter="label != 'new'")], [None, None], val, None)
+    labels, own = of.split.index["label"], splits[1].index["label"]
+    assert labels[:60].tolist() == splits[0].index["label"].tolist()
+    kept = of.shares[1].chosen
+    assert labels[60 + kept].tolist() == [{0: 2, 2: 0}[int(label)] for label in own[kept]]
+    assert of.split.index[np.array([0, 60 + kept[0]])]["label"].tolist() == labels[[0, 60 + kept[0]]].tolist()
+    assert (of.split.num_samples, of.num_draws, of.split.num_classes) == (120, 60 + len(kept), 3)
+    assert of.split.read(60 + int(kept[0])) == splits[1].read(int(kept[0]))
+    assert "by data.filter" in of.told[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_weighted_sources_are_the_same_on_any_ranks_from_anywhere_and_a_sample_drawn_twice_is_augmented_twice(shards, workers):
+    split, val = open_split(shards, "train"), open_split(shards, "val")
+    of = train_set_of_sources([split, open_split(shards, "val")], [Wanted(samples_per_class=2), Wanted()], [3.0, 1.0], val, None)
+    assert [share.num_draws for share in of.shares] == [22, 7]
+    order = make_order(of.num_draws, 12, 5, shares=of.shares)
+    image = ImageFormat((16, 16), 3, "bilinear")
+
+    def batches(first: int, rank: int, world_size: int) -> list:
+        made = TrainBatches(of.split, order, AugmentConfig(), image, rank=rank, world_size=world_size)
+        with Loader(made, first, 6, num_workers=workers) as loader:
+            return [batch.clone() for batch in loader]
+
+    whole = batches(0, 0, 1)
+    halves = [batches(3, rank, 2) for rank in (0, 1)]
+    for number in range(3):
+        for name in ("images", "labels", "ids", "table"):
+            both = torch.cat([getattr(half[number], name) for half in halves])
+            assert torch.equal(both, getattr(whole[3 + number], name)), name
+    ids, copies = order.rows_and_copies(0, 0, 12)
+    assert len(set(ids.tolist())) < 12, "six samples in nine draws"
+    assert len(set(sample_keys(5, 0, ids, copies).tolist())) == 12
+
+
+def test_one_split_with_a_choice_is_numbered_as_without(shards):
+    split = open_split(shards, "train")
+    of = train_set_of(split, Wanted(fraction=0.5))
+    order = make_order(of.num_draws, 10, 3, shares=of.shares)
+    seen = np.concatenate([order.batch(step) for step in range(order.steps_per_epoch)])
+    assert sorted(seen.tolist()) == of.shares[0].chosen.tolist()

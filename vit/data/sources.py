@@ -1,0 +1,201 @@
+"""Several splits as one to train on, and what an epoch draws from each. Free of torch.
+
+The data's story: samples are numbered source after source; a number leads to its source and its place there, which reads it. Labels are
+told by the class names of the split that the run is evaluated on: a source with other names, or in another order, is mapped by name.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit.data.files import ShardError
+from vit.data.index_file import firsts_of
+from vit.data.order import Share, shares_of
+from vit.data.select import PIECE, Chosen, Wanted, choose
+from vit.data.split import Split
+from vit.data.tar import INDEX_DTYPE
+
+MOST_NAMED = 10
+
+
+class TrainSet(NamedTuple):
+    """What is trained on."""
+
+    split: Any
+    """`Split`, `Sources` or `vit.data.stream.Stream`."""
+    num_draws: int
+    """Images in an epoch, before those that fill no batch go."""
+    shares: tuple[Share, ...] = ()
+    """For `Order.shares`."""
+    told: tuple[str, ...] = ()
+    """What was chosen, in lines; none where it is all of one split."""
+    identity: str = ""
+    """What a run that goes on must find the same, in words."""
+
+
+def train_set_of(split: Split, wanted: Wanted) -> TrainSet:
+    """The samples of one split that are `wanted`. Raises ShardError."""
+    chosen = choose(split, wanted)
+    if chosen.numbers is None:
+        return TrainSet(split, split.num_samples)
+    share = Share(chosen.num_samples, chosen.num_samples, 0, chosen.numbers)
+    return TrainSet(split, chosen.num_samples, (share,), (chosen.told,), chosen.identity)
+
+
+def train_set_of_sources(
+    splits: Sequence[Split], wanted: Sequence[Wanted], weights: Sequence[float | None], classes_of: Split, block_samples: int | None
+) -> TrainSet:
+    """The wanted samples of several splits, each with as many draws as its weight gives. Raises ShardError and ValueError.
+
+    classes_of: the split that is evaluated on. block_samples: as `data.block_samples`.
+    """
+    chosen = [choose(*pair) for pair in zip(splits, wanted, strict=True)]
+    draws = shares_of([each.num_samples for each in chosen], weights, block_samples)
+    sources = Sources(splits, chosen, classes_of)
+    shares, told, known = [], [], []
+    for first, split, each, num_draws in zip(sources.firsts, splits, chosen, draws, strict=False):
+        shares.append(Share(num_draws, each.num_samples, first, each.numbers))
+        times = f", {num_draws / each.num_samples:.3g} times each" if num_draws != each.num_samples else ""
+        told.append(f"{num_draws:,} images an epoch ({num_draws / sum(draws):.1%}{times}) of {each.told or _all_of(split)}")
+        known.append(f"{num_draws:,} draws of {each.identity or f'all {each.num_samples:,} samples'}")
+    return TrainSet(sources, sum(draws), tuple(shares), tuple(told), "; ".join(known))
+
+
+def _all_of(split: Split) -> str:
+    return f"all {split.num_samples:,} samples of {split.root} {split.name!r}"
+
+
+class Sources:
+    """Splits that are read as one; see `Split` for what is not told here. May be forked and pickled as they are."""
+
+    name = "sources"
+
+    def __init__(self, splits: Sequence[Split], chosen: Sequence[Chosen], classes_of: Split):
+        """Raises ShardError where a chosen sample's class is none of those of `classes_of`."""
+        self.splits, self.root = list(splits), " + ".join(str(split.root) for split in splits)
+        self.firsts = firsts_of(split.num_samples for split in splits)
+        self.num_samples = self.firsts[-1]
+        self.filenames = [name for split in splits for name in split.filenames]
+        self.class_names = classes_of.class_names
+        maps = [_map_labels(number, *pair, classes_of) for number, pair in enumerate(zip(splits, chosen, strict=True))]
+        self.num_classes = classes_of.num_classes if self.class_names else max(split.num_classes for split in (*splits, classes_of))
+        self.index = _Rows(self.splits, maps, self.firsts)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def read_ahead_batches(self) -> int:
+        """How many batches before it is needed a sample should be given to `prefetch`; 0: never."""
+        return max(split.read_ahead_batches for split in self.splits)
+
+    def identity(self) -> str:
+        """A hash of which samples lie where in all sources."""
+        return hashlib.sha256(" ".join(split.identity() for split in self.splits).encode()).hexdigest()
+
+    def prepare(self, num_processes: int) -> None:
+        """As `Split.prepare`."""
+        for split in self.splits:
+            split.prepare(num_processes)
+
+    def prefetch(self, samples: NDArray[np.int64]) -> None:
+        """As `Split.prefetch`."""
+        for split, own in self.divided(samples):
+            split.prefetch(own)
+
+    def divided(self, samples: NDArray[np.int64]) -> list[tuple[Split, NDArray[np.int64]]]:
+        """As `Split.divided`."""
+        return [(split, own) for split, own, _ in _divided(self.splits, self.firsts, samples)]
+
+    def read(self, i: int) -> bytes:
+        """As `Split.read`."""
+        split, own = self._at(i)
+        return split.read(own)
+
+    def key(self, i: int) -> str:
+        """As `Split.key`."""
+        split, own = self._at(i)
+        return split.key(own)
+
+    def where(self, i: int) -> str:
+        """As `Split.where`."""
+        split, own = self._at(i)
+        return split.where(own)
+
+    def close(self) -> None:
+        """As `Split.close`."""
+        for split in self.splits:
+            split.close()
+
+    def _at(self, i: int) -> tuple[Split, int]:
+        number = bisect.bisect_right(self.firsts, i) - 1
+        return self.splits[number], i - self.firsts[number]
+
+
+class _Rows:
+    """The rows of several indexes by the sources' numbers, and whole columns; labels are mapped."""
+
+    def __init__(self, splits: list[Split], maps: list[NDArray[np.int32] | None], firsts: list[int]):
+        self._splits, self._maps, self._firsts = splits, maps, firsts
+        self.nbytes = sum(split.index.nbytes for split in splits)
+
+    def __getitem__(self, which: Any) -> Any:
+        if isinstance(which, str):
+            columns = [split.index[which] for split in self._splits]
+            if which == "label":
+                columns = [column if of is None else of[column] for column, of in zip(columns, self._maps, strict=True)]
+            return np.concatenate(columns)
+        asked = np.atleast_1d(which)
+        rows = np.zeros(asked.shape, INDEX_DTYPE)
+        for number, (split, own, places) in enumerate(_divided(self._splits, self._firsts, asked)):
+            for name in ("size", "offset", "label", "width", "height"):
+                rows[name][places] = split.index[own][name]
+            if (of := self._maps[number]) is not None:
+                rows["label"][places] = of[rows["label"][places]]
+        return rows if np.ndim(which) else rows[0]
+
+
+def _divided(
+    splits: list[Split], firsts: list[int], samples: NDArray[np.int64]
+) -> Iterator[tuple[Split, NDArray[np.int64], NDArray[np.int64]]]:
+    """Of each split its samples among `samples`, by its own numbers, and their places."""
+    of = np.searchsorted(firsts, samples, side="right") - 1
+    for number, split in enumerate(splits):
+        places = np.flatnonzero(of == number)
+        yield split, samples[places] - firsts[number], places
+
+
+def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) -> NDArray[np.int32] | None:
+    """The label by `classes_of` of each label of `split`; None where they are the same."""
+    names, called = classes_of.class_names, f"data.sources[{number}] ({split.root} {split.name!r})"
+    if not names or split.class_names == names:
+        return None
+    if not split.class_names:
+        if split.num_classes > classes_of.num_classes:
+            told = f"{split.num_classes:,} classes without names, {classes_of.root} has {classes_of.num_classes:,}"
+            raise ShardError(f"{called}: {told}: name them in its _info.json (`python -m data_prep.index ROOT --classes names.txt`)")
+        return None
+    of = {name: label for label, name in enumerate(names)}
+    mapped = np.array([of.get(name, -1) for name in split.class_names], np.int32)
+    missing = sorted(label for label in _labels_of(split, chosen) if mapped[label] < 0)
+    if missing:
+        named = ", ".join(f"{split.class_names[label]!r}" for label in missing[:MOST_NAMED])
+        more = f" and {len(missing) - MOST_NAMED:,} more" if len(missing) > MOST_NAMED else ""
+        remedy = f"leave them out with its filter (label not in ({named}{', ...' if more else ''})), or evaluate on data that have them"
+        raise ShardError(f"{called}: {len(missing):,} classes that {classes_of.root} {classes_of.name!r} lacks: {named}{more}; {remedy}")
+    return mapped
+
+
+def _labels_of(split: Split, chosen: Chosen) -> set[int]:
+    found: set[int] = set()
+    for start in range(0, chosen.num_samples, PIECE):
+        stop = min(start + PIECE, chosen.num_samples)
+        own = slice(start, stop) if chosen.numbers is None else chosen.numbers[start:stop]
+        found |= set(np.unique(split.index["label"][own]).tolist())
+    return found
