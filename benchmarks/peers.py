@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 from loader_data import NUM_WINDOWS, Data
 
+from vit.data import native
+
 SIZE, RESIZE = 224, 256
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Batches = Iterator[tuple[Any, Any]]
@@ -382,6 +384,8 @@ CONTESTANTS = {
 def version(name: str) -> str | None:
     """Of the contestant's package; None if it is not installed."""
     contestant = CONTESTANTS[name]
+    if contestant.module == "vit._native" and not native.AVAILABLE:
+        return None
     try:
         if importlib.util.find_spec(contestant.module) is None:
             return None

@@ -167,8 +167,8 @@ def test_memory_that_suffices_and_that_does_not(config, tmp_path):
     assert found.numbers["decoder"] == ("native" if native.AVAILABLE else "simplejpeg")
     assert "3.0 GiB of memory free" in found.lines[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "WHY_NOT", "_native.so is of an older version of this package; build it again: pip install -e .")
-        told = "JPEGs are decoded by simplejpeg, at 0.6 of the speed: _native.so is of an older version"
+        patch.setattr(native, "WHY_NOT", "_native.so is of another version of this package; build it again: pip install -e .")
+        told = "JPEGs are decoded by simplejpeg, at 0.6 of the speed: _native.so is of another version"
         assert any(note.startswith(told) for note in check(tiny(config), enough).numbers["notes"])
     told = r"1 rank\(s\) with 2 loader workers each need 0.50 GiB .* 0.25 GiB are free: lower data.num_workers"
     with pytest.raises(ValueError, match=told):

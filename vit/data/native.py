@@ -69,15 +69,12 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
     again = "build it again: pip install -e ."
     try:
         library = ctypes.CDLL(str(path))
-        abi, built_from = library.vit_native_abi, library.vit_native_sources
     except OSError as error:
         raise Misfit(f"{path} cannot be loaded ({error}); {again}") from None
-    except AttributeError:
-        raise Misfit(f"{path} is of an older version of this package; {again}") from None
-    built_from.restype = ctypes.c_char_p
-    if abi() != ABI:
-        raise Misfit(f"{path} is of another version of this package (interface {abi()}, here {ABI}); {again}")
-    if sources.is_dir() and built_from().decode() != stamp_of(sources):
+    if not hasattr(library, "vit_native_abi") or library.vit_native_abi() != ABI:
+        raise Misfit(f"{path} is of another version of this package; {again}")
+    library.vit_native_sources.restype = ctypes.c_char_p
+    if sources.is_dir() and library.vit_native_sources().decode() != stamp_of(sources):
         raise Misfit(f"{path} was built from other sources than {sources} holds now; {again}")
     size, pointer = ctypes.c_size_t, ctypes.c_void_p
     decode, transcode = library.vit_decode_window, library.vit_jpeg_transcode
