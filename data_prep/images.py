@@ -19,7 +19,7 @@ from PIL import Image
 from data_prep import restart
 from data_prep.jobs import PrepError
 from vit.data import native
-from vit.data.images import MAX_JPEG_SIDE, Pixels, check_jpeg, decode_jpeg, open_image, pixels_of
+from vit.data.images import MAX_JPEG_SIDE, check_jpeg, decode_jpeg, open_image, to_mode
 from vit.data.jpeg import JpegHeader, read_header
 
 CHECKS = ("decode", "headers")
@@ -149,11 +149,9 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
         return _by_pillow(data, policy, jpeg_problem=error)
     if untouched:
         return Prepared(data, *header.size, None, asks)
-    return _encode(_image(pixels), header.size, header.orientation, policy, [])
-
-
-def _image(pixels: Pixels) -> Image.Image:
-    return Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
+    return _encode(
+        Image.fromarray(pixels.squeeze(2) if header.num_components == 1 else pixels), header.size, header.orientation, policy, []
+    )
 
 
 def _looks_whole(data: bytes, header: JpegHeader) -> bool:
@@ -173,13 +171,13 @@ def _by_pillow(data: bytes, policy: ImagePolicy, jpeg_problem: ValueError | None
         is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG with further ones behind it
         kept = is_jpeg and image.mode in ("L", "RGB")
         change = REFUSED_BY_STRICT if kept else f"{image.mode} JPEG" if is_jpeg else f"{image.format} ({image.mode})"
-        pixels = pixels_of(image, 1 if kept and image.mode == "L" else 3)
+        converted = to_mode(image, image.mode if kept else "RGB")
     except ValueError as error:
         raise Unreadable(str(jpeg_problem or error)) from error
-    orientation = _orientation(image)
-    if kept and policy.target_size(*image.size) == image.size and not policy.is_turned(orientation):
-        return Prepared(data, *image.size, change, orientation in UPRIGHT and not policy.apply_exif)
-    return _encode(_image(pixels), image.size, orientation, policy, [change])
+    size, orientation = image.size, _orientation(image)
+    if kept and policy.target_size(*size) == size and not policy.is_turned(orientation):
+        return Prepared(data, *size, change, orientation in UPRIGHT and not policy.apply_exif)
+    return _encode(converted, size, orientation, policy, [change])
 
 
 def _orientation(image: Image.Image) -> int:

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -132,32 +134,52 @@ def _is_16_bit(image: Image.Image) -> bool:
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PPM", "PNG"))
 
 
-def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) -> Pixels:
-    """The pixels of `open_image`'s image, or of its part `box`: (H, W, channels) uint8, 1 (grey) or 3 (RGB).
+def to_mode(image: Image.Image, mode: str) -> Image.Image:
+    """`open_image`'s image, decoded, as RGB or L (grey). Raises ValueError with the reason if it cannot be decoded."""
+    with _reasons():
+        _load(image, mode)
+        return _converted(image, mode, _is_16_bit(image))
 
-    Raises ValueError with the reason if they cannot be decoded.
-    """
-    mode, size = ("RGB" if channels == 3 else "L"), image.size
-    left, top, width, height = box or (0, 0, *size)
+
+def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) -> Pixels:
+    """The pixels of `open_image`'s image, or of its part `box`: (H, W, channels) uint8, 1 (grey) or 3 (RGB). Raises as `to_mode`."""
+    mode = "RGB" if channels == 3 else "L"
+    left, top, width, height = box or (0, 0, *image.size)
+    with _reasons():
+        _load(image, mode)
+        pixels = np.empty((height, width, channels), np.uint8)
+        num_lines = max(STRIP_PIXELS // width, 1)
+        for line in range(0, height, num_lines):
+            strip = image.crop((left, top + line, left + width, top + min(line + num_lines, height)))
+            pixels[line : line + num_lines] = np.asarray(_converted(strip, mode, _is_16_bit(image))).reshape(-1, width, channels)
+    return pixels
+
+
+@contextmanager
+def _reasons() -> Iterator[None]:
+    """Whatever Pillow raises becomes ValueError with the reason; its warnings are passed over."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            if channels == 1 and _is_jpeg(image):
-                image.draft("L", None)  # the luma as it is stored, as the other decoders give it
-            image.load()
-            if image.size != size:
-                raise ValueError(f"it has {image.size[0]} x {image.size[1]} pixels, where its headers say {size[0]} x {size[1]}")
-            image.info.pop("transparency", None)  # is dropped; Pillow would look for a colour that stands for it
-            pixels = np.empty((height, width, channels), np.uint8)
-            num_lines = max(STRIP_PIXELS // width, 1)
-            for line in range(0, height, num_lines):
-                strip = image.crop((left, top + line, left + width, top + min(line + num_lines, height)))
-                if _is_16_bit(image):
-                    strip = Image.fromarray(((np.asarray(strip).astype(np.uint32) + 128) // 257).astype(np.uint8))  # 65535 = 257 x 255
-                part = np.asarray(strip if strip.mode == mode else strip.convert(mode))
-                pixels[line : line + num_lines] = part.reshape(*part.shape[:2], channels)
-    except Exception as error:  # as many kinds as plugins
+            yield
+    except Exception as error:  # each of Pillow's plugins has its own: OSError, SyntaxError, RuntimeError, TypeError, ...
         raise ValueError(str(error) or type(error).__name__) from None
-    return pixels
+
+
+def _load(image: Image.Image, mode: str) -> None:
+    size = image.size
+    if mode == "L" and _is_jpeg(image):
+        image.draft("L", None)  # the luma as it is stored, as the other decoders give it
+    image.load()
+    if image.size != size:
+        raise ValueError(f"it has {image.size[0]} x {image.size[1]} pixels, where its headers say {size[0]} x {size[1]}")
+    image.info.pop("transparency", None)  # is dropped; Pillow would look for a colour that stands for it
+
+
+def _converted(image: Image.Image, mode: str, is_16_bit: bool) -> Image.Image:
+    if is_16_bit:
+        levels, rest = np.divmod(np.asarray(image), 257)  # 65535 = 257 x 255
+        image = Image.fromarray((levels + (rest > 128)).astype(np.uint8))
+    return image if image.mode == mode else image.convert(mode)
 
 
 # --- bytes to pixels ----------------------------------------------------------------------------------------------------------------------
