@@ -67,7 +67,11 @@ _OPTION = re.compile(
 _ASSIGNMENT = re.compile(
     rf"""(?P<before>\b\w*(?:SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_KEY)\w*=)(?P<secret>"[^"]*"|'[^']*'|{_WORD})"""
 )
-_SECRET_VARIABLE = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_KEY|SAS$|^VIT_HTTP_HEADER$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(
+    r"(?:SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|SAS|CONNECTION_STRING|(?:API|ACCESS|SECRET|STORAGE|ACCOUNT|PRIVATE)_?KEY)(?:_ID)?$"
+    rf"|^{HEADER_VARIABLE}$",
+    re.IGNORECASE,
+)
 _known: dict[str, str] = {}
 """Secrets that this process has used, in all the forms in which they travel, and what is shown for them."""
 
