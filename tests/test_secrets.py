@@ -160,8 +160,8 @@ def test_an_address_that_is_refused_under_torchrun(web, place, shards):
     assert found(place, done.stdout, done.stderr) == []
 
 
-def test_a_mistake_on_the_command_line(web, place):
-    address = f"{with_login(web)}?X-Amz-Signature={SIGNATURE}"
+def test_what_commands_say_of_mistakes(web, place):
+    web.login, address = "somebody:else", f"{with_login(web)}?X-Amz-Signature={SIGNATURE}"
     for done in (
         run("launch/eval.py", address, address),
         run("launch/train.py", "--config", address),
@@ -169,6 +169,7 @@ def test_a_mistake_on_the_command_line(web, place):
         prepared("data_prep.index", "--outt", address),
         prepared("data_prep.imagefolder", address, "--out", address),
         prepared("data_prep.verify", address),
+        prepared("vit.data.warm", address.replace("http", "htp")),
     ):
         assert done.returncode == 2
         assert "error: " in done.stderr

@@ -25,7 +25,7 @@ from vit.data.order import hash64
 from vit.data.patience import Patience
 from vit.data.shards import open_split
 from vit.data.storage import Block, RemoteTars
-from vit.data.urls import resolve, shown
+from vit.data.urls import guard_console, resolve, shown
 from vit.progress import Meter
 
 NUM_THREADS = 16
@@ -101,6 +101,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
+    guard_console()
     try:
         given = _options(arguments)
         if not 0 < given.fraction <= 1 or given.threads < 1:
