@@ -39,7 +39,7 @@ def test_a_minute_of_changed_files(program, seeds):
     status, printed = fuzz.run(program, seeds, seed=1, seconds=60)
     assert status == 0, printed
     counts = {what: dict(re.findall(r"(\d+):(\d+)", line)) for what, line in re.findall(r"(windows|transcoded) by status(.*)", printed)}
-    for what, least in (("windows", 10_000), ("transcoded", 1_000)):  # on a machine that is busy
+    for what, least in (("windows", 1_000), ("transcoded", 100)):  # on a machine that is busy
         assert int(counts[what]["0"]) > least, printed
         assert int(counts[what]["1"]) > least, printed
 
