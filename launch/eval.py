@@ -35,7 +35,6 @@ from vit.command_line import Parser
 from vit.config import Config
 from vit.data.augment import create_augment
 from vit.data.loader import image_format
-from vit.data.split import Split
 from vit.distributed import World
 from vit.evaluate import Evaluation, evaluate
 from vit.exit import run_command
@@ -82,7 +81,7 @@ def main() -> World:
     config = with_settings(config, settings)
     _, as_json = evaluate_trained(trained, config, world, said)
     if world.is_main and known is not None:
-        num_classes = _open_val_split(config).num_classes
+        num_classes = open_indexed(config.data, config.data.val_split).num_classes
         size, head_classes = image_format(config).size, trained.num_classes or num_classes
         line = published(known, as_json["num_images"], size, num_classes, head_classes)
         print(f"  {line}", file=said)
@@ -172,16 +171,12 @@ def newest_run() -> Path:
     return run
 
 
-def _open_val_split(config: Config) -> Split:
-    return open_indexed(config.data, config.data.val_split)
-
-
 def evaluate_trained(trained: Trained, config: Config, world: World, said: TextIO) -> tuple[Evaluation, dict[str, Any]]:
     """Evaluate weights under `config`, which may name another image size than they were trained at, and tell the result to `said`.
 
     Returns it, and as the object that `--json` prints.
     """
-    split = world.main_first(lambda: _open_val_split(config))
+    split = open_indexed(config.data, config.data.val_split, world)
     assert trained.num_classes is not None, "it came with its config"
     image = image_format(config)
     with world.main_reports():
@@ -236,7 +231,7 @@ def finetune(trained: Trained, base: Config | None, problem: str, tuned: Config,
             raise ValueError(
                 f"{tuned.run.dir} was fine-tuned from other weights than {trained.path} holds now: use another run.dir, or remove it"
             )
-    split = world.main_first(lambda: _open_val_split(tuned))
+    split = open_indexed(tuned.data, tuned.data.val_split, world)
     new_size = size_of(tuned)
     before: dict[str, tuple[Evaluation, dict[str, Any]]] = {}
     if base is not None and split.num_classes != trained.num_classes:

@@ -35,7 +35,10 @@ class WebServer:
     `statuses`: answered instead, one for each GET; `ranges`: False for a server that ignores Range; `lengths`: False for one that does not
     tell sizes; `claimed_length`: told instead of the true one; `hang_after`: an answer pauses after so many bytes until this is None again;
     `whole_if_empty`: an empty file is answered with 200 and not with 416, as servers in Go do;
-    `fails_each`: of so many GETs one is answered 503, and the next time one is cut in its middle; `delay_s`: in front of each answer.
+    `fails_each`: of so many GETs one is answered 503, and the next time one is cut in its middle; `delay_s`: in front of each answer;
+    `retry_after`: told with each status; `away_until_s` (of time.monotonic): 503 until then; `wrong_ranges`: so many answers give
+    another part than the one asked for; `endless`: answers go on for ever; `drip`: (bytes, seconds), so many come, then a pause;
+    `tags`: given to answers in turn, as mirrors do.
     `login` ("user:password"), `header` (name, value), `signature`: a query: without it the answer is 401, or 403 for the last.
     `redirects`: path -> address. `requests` holds (method, path, Range or None) of each, `headers` their headers.
     """
@@ -53,6 +56,10 @@ class WebServer:
         self.redirects: dict[str, str] = {}
         self.headers: list[dict[str, str]] = []
         self.fails_each, self.delay_s = 0, 0.0
+        self.retry_after: str | None = None
+        self.away_until_s, self.wrong_ranges, self.endless = 0.0, 0, False
+        self.drip: tuple[int, float] | None = None
+        self.tags: list[str] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_FileHandler,), {"web": self}))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -92,6 +99,9 @@ class _FileHandler(BaseHTTPRequestHandler):
             return
         time.sleep(web.delay_s)
         content, cut = web.files.get(self.path), False
+        if time.monotonic() < web.away_until_s:
+            self._refuse(503)
+            return
         name, value = web.header or ("Authorization", f"Basic {base64.b64encode(web.login.encode()).decode()}" if web.login else "")
         if (value and self.headers[name] != value) or query != (web.signature or query):
             self.send_error(401 if query == (web.signature or query) else 403)
@@ -99,12 +109,14 @@ class _FileHandler(BaseHTTPRequestHandler):
         if web.fails_each and len(web.requests) % web.fails_each == 0:
             cut = len(web.requests) % (2 * web.fails_each) == 0
             if not cut:
-                self.send_error(503)
+                self._refuse(503)
                 return
         if (body and web.statuses) or content is None:
-            self.send_error(web.statuses.pop(0) if body and web.statuses else 404)
+            self._refuse(web.statuses.pop(0) if body and web.statuses else 404)
             return
         tag, start, stop = f'"{hash(content):x}"', 0, len(content)
+        if web.tags:
+            tag = web.tags[len(web.requests) % len(web.tags)]
         if wanted and web.ranges and not (web.whole_if_empty and not content) and self.headers["If-Range"] in (None, tag):
             first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted).groups()
             start, stop = int(first), min(int(last) + 1, len(content)) if last else len(content)
@@ -114,13 +126,16 @@ class _FileHandler(BaseHTTPRequestHandler):
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
+            if web.wrong_ranges:
+                web.wrong_ranges -= 1
+                start, stop = start // 2, (start + stop) // 2 + 1
             self.send_response(206)
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
         else:
             self.send_response(200)
         self.send_header("ETag", tag)
         if web.lengths:
-            self.send_header("Content-Length", str(web.claimed_length or stop - start))
+            self.send_header("Content-Length", str(1 << 40 if web.endless else web.claimed_length or stop - start))
         self.send_header("Connection", "close")
         self.close_connection = True
         self.end_headers()
@@ -128,10 +143,25 @@ class _FileHandler(BaseHTTPRequestHandler):
             end = start + web.cuts.pop(0) if web.cuts else (start + stop) // 2 if cut else stop
             pause = end if web.hang_after is None else start + web.hang_after
             with suppress(ConnectionError):  # the client was killed
+                while web.drip is not None and start < pause:
+                    self.wfile.write(content[start : min(start + web.drip[0], pause)])
+                    start += web.drip[0]
+                    time.sleep(web.drip[1])
                 self.wfile.write(content[start:pause])
+                while web.endless:
+                    self.wfile.write(bytes(1 << 16))
                 while web.hang_after is not None:
                     time.sleep(0.01)
                 self.wfile.write(content[pause:end])
+
+    def _refuse(self, status: int) -> None:
+        self.send_response(status)
+        if self.web.retry_after is not None:
+            self.send_header("Retry-After", self.web.retry_after)
+        self.send_header("Content-Length", "0")
+        self.send_header("Connection", "close")
+        self.close_connection = True
+        self.end_headers()
 
 
 class FtpServer:

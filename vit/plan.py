@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sourc
 from vit.data.split import Split
 from vit.data.stream import NOT_EXACT, Stream, open_stream
 from vit.data.urls import resolve
+from vit.distributed import World
 from vit.model import count_parameters, create_model, flops_per_image
 from vit.optim import state_bytes
 from vit.sections import Choice
@@ -135,32 +137,54 @@ def make_plan(config: Config, num_samples: int, world_size: int, shares: tuple[S
     return plan, order
 
 
-def open_train_set(config: Config, val_split: Split, is_checked: bool = False) -> TrainSet:
-    """What to train on; is_checked: as `open_indexed`. A stream has the classes of the evaluation's images, and `model.num_classes`."""
+def open_train_set(config: Config, val_split: Split, world: World | None = None) -> TrainSet:
+    """What to train on, on all ranks. A stream has the classes of the evaluation's images, and `model.num_classes`."""
     data = config.data
-    if data.reader == "webdataset":
-        assert data.stream is not None, "the config is checked"
-        assert data.num_samples is not None, "the config is checked"
-        names = val_split.class_names
-        layout = SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names))
-        num_classes = max(val_split.num_classes, config.model.num_classes or 0)
-        stream = open_stream(resolve(data.stream), data.num_samples, num_classes, names, layout, Patience(data.patience_s))
-        return TrainSet(stream, data.num_samples)
-    if not data.sources:
-        return train_set_of(open_indexed(data, data.train_split, is_checked), _wanted(data, "data."))
-    splits = [open_indexed(data, source.split or data.train_split, is_checked, source.root) for source in data.sources]
-    wanted = [_wanted(source, f"data.sources[{number}].") for number, source in enumerate(data.sources)]
-    return train_set_of_sources(splits, wanted, [source.weight for source in data.sources], val_split, data.block_samples)
+    named = data.sources or [None]
+    splits = []
+    if data.reader == "index":
+        splits = [
+            open_indexed(data, (source and source.split) or data.train_split, world, source.root if source else None) for source in named
+        ]
+
+    def choose() -> TrainSet:
+        if data.reader == "webdataset":
+            assert data.stream is not None, "the config is checked"
+            assert data.num_samples is not None, "the config is checked"
+            names = val_split.class_names
+            layout = SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names))
+            num_classes = max(val_split.num_classes, config.model.num_classes or 0)
+            stream = open_stream(resolve(data.stream), data.num_samples, num_classes, names, layout, Patience(data.patience_s))
+            return TrainSet(stream, data.num_samples)
+        if not data.sources:
+            return train_set_of(splits[0], _wanted(data, "data."))
+        wanted = [_wanted(source, f"data.sources[{number}].") for number, source in enumerate(data.sources)]
+        return train_set_of_sources(splits, wanted, [source.weight for source in data.sources], val_split, data.block_samples)
+
+    return choose() if world is None else world.main_first(choose)
 
 
 def _wanted(choice: Choice, name: str) -> Wanted:
     return Wanted(name, **{key: getattr(choice, key) for key in Choice.model_fields})
 
 
-def open_indexed(data: DataConfig, split: str, is_checked: bool = False, root: str | None = None) -> Split:
-    """A split of shards, opened as the config says, of `data.root` where no other is named; is_checked: another rank of this host has
-    looked at all rows of the index."""
-    return open_split(resolve(root or data.root), split, data.cache_dir, data.cache_gib, Patience(data.patience_s), is_checked)
+def open_indexed(data: DataConfig, split: str, world: World | None = None, root: str | None = None) -> Split:
+    """A split of shards, opened as the config says, of `data.root` where no other is named. Of several ranks the first asks a server about
+    the shards and tells the others, and one of each host looks at all rows of the index."""
+    opened: list[Split] = []
+
+    def open_it(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
+        patience = Patience(data.patience_s)
+        return open_split(resolve(root or data.root), split, data.cache_dir, data.cache_gib, patience, is_checked, versions)
+
+    def first() -> list[Any] | None:
+        opened.append(open_it())
+        return opened[0].versions
+
+    if world is None:
+        return open_it()
+    versions = world.main_tells(first)
+    return opened[0] if opened else open_it(not world.is_first_of_host, versions)
 
 
 def choose_num_classes(config: Config, *splits: Split | Sources | Stream) -> int:

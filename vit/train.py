@@ -143,9 +143,8 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
     `world.main_first`: rank 0 does it, then the others. `world.main_reports`: all do it, and a mistake on any rank ends all, told once.
     """
     # 1. The cheap checks come first: a mistake should show in a second.
-    relies = not world.is_first_of_host
-    val_split = world.main_first(lambda: open_indexed(config.data, config.data.val_split, relies))
-    train_set = world.main_first(lambda: open_train_set(config, val_split, relies))
+    val_split = open_indexed(config.data, config.data.val_split, world)
+    train_set = open_train_set(config, val_split, world)
     train_split = train_set.split
     with world.main_reports():
         plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)

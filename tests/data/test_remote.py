@@ -24,10 +24,11 @@ import torch
 from error_rows import leave_free, small_disk
 from fsspec.implementations.ftp import FTPFileSystem
 from fsspec.registry import _registry
+from ranks import together
 from servers import FtpServer, S3Server, WebServer
 
-from data_prep import index
-from vit.config import AugmentConfig, EvalConfig
+from data_prep import imagefolder, index
+from vit.config import AugmentConfig, DataConfig, EvalConfig
 from vit.data import http, remote, storage
 from vit.data.block_cache import GIB, BlockCache, Fetched
 from vit.data.files import ShardError
@@ -36,6 +37,8 @@ from vit.data.order import make_order
 from vit.data.patience import Patience
 from vit.data.shards import open_split
 from vit.data.workers import Loader
+from vit.distributed import AlreadyReported
+from vit.plan import open_indexed
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 
@@ -568,3 +571,26 @@ def test_shards_at_holds_for_an_index_at_a_url_too(web, url, cache, shards):
     info = json.loads(web.files["/elsewhere/_info.json"])
     web.files["/elsewhere/_info.json"] = json.dumps({**info, "shards_at": url}).encode()
     assert samples(open_split(f"{web.url}/elsewhere", "train", cache)) == samples(open_split(shards, "train"))
+
+
+# ---- several ranks --------------------------------------------------------------------------------------------------
+
+
+def test_a_server_is_asked_once_for_each_shard_however_many_ranks_open_them(shards, tmp_path, monkeypatch):
+    """And the others, who are told, read the same."""
+    monkeypatch.setattr("vit.distributed.POLL_S", 0.01)
+    arguments = [str(shards.parent / "images"), "--out", str(tmp_path / "many"), "--num-shards", "30", "--workers", "1"]
+    assert imagefolder.main(arguments) == 0
+    with WebServer(files_of(tmp_path / "many")) as server:
+        data = DataConfig(root=f"{server.url}/set", cache_dir=str(tmp_path / "cache"))
+        opened = together(4, lambda world: open_indexed(data, "train", world))
+        asked = Counter(path for _, path, wanted in server.requests if wanted == "bytes=0-0" and path.endswith(".tar"))
+        assert set(asked.values()) == {1}, "one rank asks"
+        assert len(asked) == 30
+        assert len(server.requests) < 30 + 4 * 6
+        assert opened[1].versions == opened[0].versions
+        assert samples(opened[3]) == samples(opened[0])
+        del server.files["/set/train-00003.tar"]
+        found = together(3, lambda world: open_indexed(data, "train", world))
+    assert ["no such file" in str(error) for error in found] == [True] * 3
+    assert [isinstance(error, AlreadyReported) for error in found] == [False, True, True]

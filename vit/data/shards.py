@@ -24,7 +24,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -295,12 +295,14 @@ def open_split(
     cache_gib: float | None = None,
     patience: Patience | None = None,
     is_checked: bool = False,
+    versions: Sequence[Sequence[Any]] | None = None,
 ) -> Split:
     """Open one split of the data set in `root`, a folder or a URL, after checks that read no image.
 
     An index that is absent or does not fit the tars of a folder is made of them (all are read, which is logged as a warning).
     cache_dir, cache_gib: see `BlockCache`; shards in a folder are read in place where cache_dir is None. patience: with what does not
     answer for a while. is_checked: another process of this host has opened it just now, so the rows of the index are not looked at again.
+    versions: `Split.versions` as another process has found them just now: 64 ranks would ask for each of 5,000 shards.
     Raises ShardError listing all problems at once: missing folder, `_info.json`, split or shards, shards of another size
     than recorded, lengths that do not add up, labels outside [0, num_classes).
     """
@@ -317,7 +319,10 @@ def open_split(
     filenames, lengths = described.filenames, described.lengths
     elsewhere = info.get("shards_at") if home is None or not any((home / name).exists() for name in filenames) else None
     folder = RemoteFolder(elsewhere or url, patience) if elsewhere or home is None else None
-    found = _local_versions(Path(shown), filenames) if folder is None else folder.stats(filenames)
+    if versions is not None and len(versions) == len(filenames):
+        found: list[Version | str] = [Version(*version) for version in versions]
+    else:
+        found = _local_versions(Path(shown), filenames) if folder is None else folder.stats(filenames)
     remedy = "copy it again or repeat the command that wrote it"
     problems = []
     for name, version, expected in zip(filenames, found, described.sizes, strict=True):
@@ -327,14 +332,14 @@ def open_split(
             problems.append(f"{folder or shown}/{name}: {version.size} bytes, expected {expected} (truncated or replaced); {remedy}")
     if problems:
         raise ShardError("\n".join(problems))
-    versions = [version for version in found if isinstance(version, Version)]
-    sizes = [version.size for version in versions]
+    known = [version for version in found if isinstance(version, Version)]
+    sizes = [version.size for version in known]
 
     # 2. The index; in a folder it is made anew if it does not fit.
     tars: LocalTars | RemoteTars | None = None
     index = None
     if folder is not None:
-        tars = _open_remote(folder, home, split, described, versions, BlockCache(cache_dir, cache_gib), is_checked)
+        tars = _open_remote(folder, home, split, described, known, BlockCache(cache_dir, cache_gib), is_checked)
         index = tars.index
     elif home is not None:
         index = _load_index(home, split, described, sizes, is_checked)
@@ -343,7 +348,7 @@ def open_split(
 
     if tars is None and home is not None and cache_dir is not None:
         mounted, cache = MountedFolder(home, filenames, patience), BlockCache(cache_dir, cache_gib)
-        tars = RemoteTars(mounted, filenames, versions, index, firsts_of(lengths), cache)
+        tars = RemoteTars(mounted, filenames, known, index, firsts_of(lengths), cache)
 
     # 3. The labels.
     class_names = list(info.get("class_names") or [])

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vit.data.files import ShardError
+from vit.data.http import Version
 from vit.data.images import decode
 from vit.data.index_file import firsts_of, has_checksums, index_sha256, open_index
 from vit.data.members import SampleLayout
+from vit.data.remote import RemoteFolder
 from vit.data.storage import LocalTars, RemoteTars
 from vit.data.tar import DEFAULT_LAYOUT, size_said_by
 from vit.data.tar_walk import TAR_BLOCK, TarDamaged, walk
@@ -121,6 +123,11 @@ class Split:
     def prepare(self, num_processes: int) -> None:
         """Before workers start, of whom and of others so many processes of this host will read: what they inherit is opened once."""
         self.tars.prepare(num_processes)
+
+    @property
+    def versions(self) -> list[Version] | None:
+        """Of shards at a URL, what the server has told of each; None for a folder, which each host sees for itself."""
+        return self.tars.versions if isinstance(self.tars, RemoteTars) and isinstance(self.tars.folder, RemoteFolder) else None
 
     @property
     def read_ahead_batches(self) -> int:
