@@ -31,10 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from data_prep.command import Parser, add_workers_argument, positive, run
+from data_prep.data_set import DataSet, Part, opened_data_set
 from data_prep.jobs import run_jobs
 from data_prep.set_checks import (
-    DataSet,
-    Part,
     check_catalogue,
     check_duplicates,
     check_folder,
@@ -43,7 +42,6 @@ from data_prep.set_checks import (
     check_labels,
     check_quarantine,
     images_per_class,
-    opened_data_set,
 )
 from data_prep.shard_checks import Checked, Found, Shard, check_shard, check_shard_quickly, counted
 from vit.data.members import printable, recorded_layout

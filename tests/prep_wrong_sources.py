@@ -335,12 +335,6 @@ def _(place):
     place.prepare("animals10", write_zip(animals(), place.folder / "archive.zip"), "--fractions", 0.8, 0.1)
 
 
-@scenario("a folder of textures without photographs")
-def _(place):
-    (place.folder / "dtd").mkdir()
-    place.prepare("digits", "--textures", place.folder / "dtd")
-
-
 @scenario("parquet files where pyarrow is not installed")
 def _(place):
     folder = write_parquets(imagenet(), place.folder / "imagenet-1k")

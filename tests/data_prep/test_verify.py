@@ -21,9 +21,10 @@ from PIL import Image
 from servers import S3Server, WebServer
 
 from data_prep import imagefolder, index
+from data_prep.data_set import Part, opened_data_set
 from data_prep.jobs import PrepError
 from data_prep.output import Output
-from data_prep.set_checks import Part, _repeated, check_folder, check_quarantine, opened_data_set
+from data_prep.set_checks import _repeated, check_folder, check_quarantine
 from data_prep.shard_checks import SEEN_DTYPE, _check_idx, _check_index
 from data_prep.verify import main, shard_of
 from vit.data.files import ShardError
