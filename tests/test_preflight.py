@@ -177,6 +177,9 @@ def test_memory_that_suffices_and_that_does_not(config, tmp_path):
         patch.setenv("LOCAL_WORLD_SIZE", "8")
         with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 4.0\d GiB"):
             check(tiny(config, "data.num_workers=2"), enough)
+        cached = tiny(config, "data.num_workers=2", f"data.cache_dir={tmp_path / 'cache'}")
+        with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 5.7\d GiB .* 184 MiB a worker"):  # each has four requests under way
+            check(cached, enough)
     assert check(tiny(config, "data.num_workers=2"), tmp_path / "nothing is known").numbers["free_memory_gib"] is None
 
 

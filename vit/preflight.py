@@ -10,6 +10,7 @@ costs speed is a note. Both stand in the record.
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from vit.data import native
 from vit.data.images import decoder_name
 from vit.data.loader import EvalBatches, TrainBatches
 from vit.data.slots import plan_ring
-from vit.data.storage import LocalTars, RemoteTars
+from vit.data.storage import FETCH_BYTES, LocalTars, RemoteTars, threads_of_each
 from vit.data.stream import StreamBatches
 from vit.distributed import World, local_world_size
 from vit.host import free_memory_bytes, num_cores, raise_open_files
@@ -32,8 +33,9 @@ from vit.optim import state_bytes
 from vit.plan import Plan
 from vit.step import AUTOCAST_DTYPE
 
-WORKER_BYTES = 128 * 2**20
-"""Memory that a worker process has for itself, measured at 110 MiB (docs/experiments.md): Python's objects, libraries' data, images."""
+WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20
+"""Memory that a worker process has for itself, measured at 110 MiB (docs/experiments.md): Python's objects, libraries' data, images; also
+libraries where it is no fork of training. What workers really have stands in the record (`loader_worker_mib`)."""
 OTHER_FILES = 256
 """Open files of a process besides shards: pipes, libraries, sockets of other ranks."""
 NCCL_SHM_BYTES = 2**30
@@ -73,12 +75,13 @@ def preflight(
     # 1. Memory: what one host's ranks share among their processes, and what each worker has for itself.
     free, cores = free_memory_bytes(root), num_cores(root)
     batch_bytes, index_bytes = ring.num_bytes + eval_ring.num_bytes, train.split.index.nbytes + val.split.index.nbytes
-    needed = ranks * (batch_bytes + 2 * workers * WORKER_BYTES)
+    own_bytes = [_worker_bytes(batches, ranks * workers) for batches in (train, val)]
+    needed = ranks * (batch_bytes + workers * sum(own_bytes))
     if free is not None and needed > free:
         raise ValueError(
             f"{ranks} rank(s) with {workers} loader workers each need {needed / GIB:.2f} GiB of memory for batches on this host "
             f"({ring.num_slots} of {ring.slot_bytes / MIB:.1f} MiB a rank, {eval_ring.num_slots} of {eval_ring.slot_bytes / MIB:.1f} MiB "
-            f"to evaluate, {WORKER_BYTES / MIB:.0f} MiB a worker, of whom evaluation has its own), {free / GIB:.2f} GiB are free: lower "
+            f"to evaluate, {max(own_bytes) / MIB:.0f} MiB a worker, of whom evaluation has its own), {free / GIB:.2f} GiB are free: lower "
             "data.num_workers, data.prefetch_gib or eval.batch_size, or give the job more memory"
         )
 
@@ -138,6 +141,12 @@ def preflight(
         *(f"note: {note}" for note in notes),
     )
     return Preflight(lines, numbers)
+
+
+def _worker_bytes(batches: TrainBatches | StreamBatches | EvalBatches, num_processes: int) -> int:
+    """Memory of one of so many loader processes of this host."""
+    is_remote = isinstance(getattr(batches.split, "tars", None), RemoteTars)
+    return WORKER_BYTES + (threads_of_each(num_processes) * FETCH_BYTES if is_remote else 0)
 
 
 def precision_note(precision: str, device: torch.device, remedy: str = "train.precision=fp32") -> str | None:

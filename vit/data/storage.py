@@ -59,7 +59,9 @@ PASSING_ERRORS = {
 }
 """What NFS, Lustre and FUSE say while their server is away, or of a file handle from before."""
 NUM_THREADS = 8
-"""Requests under way at once in one process; each holds a block in memory, and takes 13 MB with it."""
+"""Requests under way at once in one process."""
+FETCH_BYTES = 14 << 20
+"""Memory that a request takes with its block and connection, measured."""
 NUM_THREADS_OF_HOST = 64
 """In all loader processes of a host."""
 
@@ -207,6 +209,11 @@ class Block(NamedTuple):
         return self.stop - self.start
 
 
+def threads_of_each(num_processes: int) -> int:
+    """That fetch blocks, in each of so many processes of a host."""
+    return max(min(NUM_THREADS, NUM_THREADS_OF_HOST // max(num_processes, 1)), 1)
+
+
 _OF_A_PROCESS = ("_lock", "_pid", "_num_threads", "_asked_at_s", "_under_way", "_queue")
 
 
@@ -271,7 +278,7 @@ class RemoteTars:
 
     def prepare(self, num_processes: int) -> None:
         """Of so many processes on this host each fetches by itself: together by few enough threads, each of which holds a block."""
-        self.most_threads = max(min(NUM_THREADS, NUM_THREADS_OF_HOST // max(num_processes, 1)), 1)
+        self.most_threads = threads_of_each(num_processes)
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
         """Have the blocks of these samples fetched in the background. What fails shows when it is read."""
