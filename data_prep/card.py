@@ -47,6 +47,8 @@ from vit.data.shards import read_info
 
 COLOUR_IMAGES = 1000
 """Images decoded for mean and standard deviation: some seconds, and the error of the mean is below 0.01."""
+THREADS = 8
+"""Images decoded at a time."""
 SHEET_CELLS = 60
 COLUMNS = 10
 CELL, GAP, TEXT_HEIGHT, MARGIN = 128, 10, 22, 16  # pixels
@@ -229,7 +231,7 @@ def contact_sheet(card: Card) -> Image.Image:
     height = 2 * MARGIN + -(-len(cells) // columns) * (CELL + TEXT_HEIGHT + GAP) - GAP
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
-    with ThreadPoolExecutor(_threads()) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         images = list(pool.map(lambda cell: None if cell[1] is None else _thumbnail(_decoded(card, split, cell[1])), cells))
     for place, ((label, _), image) in enumerate(zip(cells, images, strict=True)):
         if image is None:
@@ -270,10 +272,6 @@ def shortened(text: str, fits: Callable[[str], bool]) -> str:
         if fits(short):
             return short
     return "…"
-
-
-def _threads() -> int:
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 # ---- the text -------------------------------------------------------------------------------------------------------
@@ -379,7 +377,7 @@ def colour_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.n
         counts = np.array(_decoded(card, split, row).histogram(), np.float64).reshape(3, 256)
         return np.stack([counts @ levels, counts @ levels**2]) / counts[0].sum()
 
-    with ThreadPoolExecutor(_threads()) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         mean, square = np.mean(list(pool.map(moments, rows)), axis=0)
     return mean, np.sqrt(np.maximum(0, square - mean**2))
 
