@@ -505,3 +505,28 @@ def test_what_cannot_be_chosen_is_told(problems):
     assert "data.sources[0]: unknown key 'rooot'; there are: exclude, filter" in told
     [told] = problems(BASE, "data.subset_seed=3")
     assert "data.subset_seed has no effect without data.fraction or data.samples_per_class: remove it" in told
+
+
+def test_all_variables_that_are_not_set_are_named_with_what_else_is_wrong(load, problems, monkeypatch):
+    monkeypatch.setenv("THERE", "x")
+    for name in ("GONE", "LOST", "FAR"):
+        monkeypatch.delenv(name, raising=False)
+    sources = "data.sources=[{root: 'https://host/${THERE}${LOST}'}, {root: 's3://${FAR}/b', fraction: 0.5}]"
+    lines = problems(BASE, "data.root=https://${GONE}@host/${GONE}", sources, "model.depth=none")
+    assert [line.partition("): ")[2].partition(";")[0] for line in lines] == [
+        'model.depth is "none", expected integer',
+        "data.root: ${GONE} not set in the environment",
+        "data.sources: ${LOST}, ${FAR} not set in the environment",
+    ]
+    assert load(BASE, "data.root=$${GONE}").config.data.root == "$${GONE}", "as it was written: what it stands for is used and not kept"
+
+
+def test_a_command_with_a_header_is_a_text_whose_login_is_not_recorded(load):
+    command = 'pipe:curl -H "Authorization: Bearer $TOKEN" https://host/train-{0..9}.tar'
+    streams = ("data.reader=webdataset", "data.num_samples=10")
+    config, _ = load(BASE, f"data.stream={command}", *streams)
+    assert config.data.stream == command
+    assert to_dict(config)["data"]["stream"] == command, "the shell's name of a variable is no secret"
+    config, origins = load(BASE, f"data.stream={command.replace('$TOKEN', 'a5ecret')}", *streams)
+    assert "a5ecret" in str(config.data.stream)
+    assert "a5ecret" not in f"{to_dict(config)} {origins}"

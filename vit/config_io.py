@@ -331,7 +331,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), *, used_here: b
     except ValidationError as error:
         problems += _explain(error, origins, str(path))
     for setting in RESOLVED if used_here else ():
-        if unset := [name for text in _texts(_get(tree, setting)) for name in unset_variables(text)]:
+        if unset := [name for text in _addresses(_get(tree, setting)) for name in unset_variables(text)]:
             problems.append(f"{origins.get(setting, path)}: {'.'.join(setting)}: {not_set(dict.fromkeys(unset))}")
     if problems:
         raise ConfigError("\n".join(problems))
@@ -341,13 +341,15 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), *, used_here: b
     return LoadedConfig(config, {".".join(key): where for key, where in origins.items() if not isinstance(_get(tree, key), dict)})
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in `value`."""
+def _addresses(value: Any) -> Iterator[str]:
+    """The addresses in `value`: itself, or the `root` of each source."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
+    elif isinstance(value, dict):
+        yield from _addresses(value.get("root"))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _addresses(inner)
 
 
 def _get(tree: Any, path: Key) -> Any:
