@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -19,6 +20,7 @@ from vit.data import stages
 from vit.data.crew import WorkerError
 from vit.data.loader import Batch, ImageFormat, TrainBatches
 from vit.data.order import make_order
+from vit.data.patience import Passing, Patience, num_retries
 from vit.data.shards import open_split
 from vit.data.stages import ROW_BYTES, TALLIED, Row, Stage, add_up, since
 from vit.data.workers import Loader
@@ -209,3 +211,23 @@ def test_a_row_counts_in_any_memory():
     assert tally["store_s"] >= 0.02
     assert (tally["read_bytes"], tally["cache_hits"], tally["cache_misses"]) == (300, 1, 1)
     assert not any([*memory[:ROW_BYTES], *memory[2 * ROW_BYTES :]])
+
+
+def test_who_pauses_because_a_store_asked_for_it_does_not_hang():
+    """A pause may be longer than `stall_timeout_s`: it is progress, and counted once it is over."""
+
+    def attempt() -> None:
+        if num_retries() == before:
+            raise Passing("the server answers 429", retry_after_s=1.0)
+
+    before, row = num_retries(), Row(memoryview(bytearray(ROW_BYTES)))
+    waiting = threading.Thread(target=Patience(30.0, 0.1).keep_trying, args=("memory://bucket", attempt))
+    waiting.start()
+    turns = []
+    while waiting.is_alive():
+        time.sleep(0.3)
+        row.count_retries()
+        turns.append(row.turns)
+    assert len(turns) >= 3
+    assert turns == sorted(set(turns)), "each look finds a change"
+    assert row.tally()["retries"] == 1

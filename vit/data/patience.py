@@ -86,12 +86,17 @@ _JITTER = random.Random()
 """Its own generator: nobody's draws depend on the network."""
 _away: dict[str, float] = {}
 """Places that are known not to answer, and since when: who puts one in, or takes it out, tells it. Single operations need no lock."""
-_retries = 0
+_retries, _naps = 0, 0
 
 
 def num_retries() -> int:
     """Attempts that this process has repeated so far; a forked one begins at 0."""
     return _retries
+
+
+def num_naps() -> int:
+    """Goes on for as long as any of this process's threads pauses between attempts: none of them hangs."""
+    return _naps
 
 
 def _count_retry() -> None:
@@ -115,10 +120,10 @@ def _place(where: str) -> str:
 
 
 def _wait(pause_s: float, while_waiting: Callable[[], None] | None) -> None:
-    if while_waiting is None:
-        time.sleep(pause_s)
-        return
+    global _naps
     resume_s = time.monotonic() + pause_s
     while (left_s := resume_s - time.monotonic()) > 0:
-        while_waiting()
+        if while_waiting is not None:
+            while_waiting()
         time.sleep(min(left_s, 0.2))
+        _naps += 1
