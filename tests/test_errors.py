@@ -279,6 +279,27 @@ def _(place):
     place.train("train.steps=5", "data.on_bad_image=skip")
 
 
+@scenario("a file of samples to leave out that names none of them")
+def _(place):
+    path = place.folder / "exclude.txt"
+    path.write_text("nobody\n")
+    place.train(f"data.exclude={path}")
+
+
+@scenario("a filter with a column that is not there")
+def _(place):
+    place.train("data.filter=widht >= 64")
+
+
+@scenario("a source with classes that are not evaluated on")
+def _(place):
+    root = shutil.copytree(place.shards, place.folder / "other")
+    info = json.loads((root / "_info.json").read_text())
+    info["class_names"][1] = "walrus"
+    (root / "_info.json").write_text(json.dumps(info))
+    place.train(f"data.sources=[{{root: {root}}}]")
+
+
 @scenario("a corrupt image in training", begun=True)
 def _(place):
     key = spoil_an_image(place.own_shards())

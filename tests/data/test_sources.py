@@ -128,6 +128,19 @@ def test_without_weights_each_sample_comes_once_and_with_them_blocks_hold_one_so
         shares_of([200_000, 200_000], [0.00001, 1.0])
 
 
+def test_golden_rows_of_a_mixture():
+    """Runs on several sources go on only while these stay."""
+    shares = (Share(300_032, 100_003), Share(99_968, 500_000, 100_003, np.arange(0, 1_000_000, 2, dtype=np.uint32)))
+    order = make_order(400_000, 8, 11, shares=shares)
+    found = [[part.tolist() for part in order.rows_and_copies(position, 0, 8)] for position in (0, 50_000)]
+    assert found == [
+        [[87923, 35721, 20974, 1066959, 583055, 38185, 35599, 779657], [1, 0, 2, 0, 0, 0, 0, 0]],
+        [[458941, 34535, 83143, 43518, 697397, 11775, 525637, 1039471], [0, 2, 1, 1, 0, 2, 0, 0]],
+    ]
+    small = make_order(40, 8, 11, shares=(Share(30, 10), Share(10, 10, 10)))
+    assert small.rows(1000, 0, 8).tolist() == [8, 9, 16, 1, 8, 0, 7, 5]
+
+
 # ---- with real shards -----------------------------------------------------------------------------------------------
 
 
