@@ -132,7 +132,7 @@ def index_sha256(index: np.ndarray, lengths: Sequence[int]) -> str:
     for shard, rows in enumerate(_by_shard(index, lengths)):
         plain = np.array(rows).view(UNCHECKED_DTYPE)
         plain["shard"] = shard
-        digest.update(plain.view(np.uint8))
+        digest.update(plain.view(np.uint8).data)
     return digest.hexdigest()
 
 
