@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +25,6 @@ from vit.data.http import Version
 from vit.data.index_file import has_checksums, open_index
 from vit.data.remote import RemoteFolder
 from vit.data.shards import info_sha256, read_sidecar, sidecars_sha256
-
-IMAGENET_IMAGES = {"train": 1_281_167, "val": 50_000, "validation": 50_000}
-IMAGENET_PER_CLASS = {"train": (732, 1300), "val": (50, 50), "validation": (50, 50)}
-"""Fewest and most images of a class (readme of the ILSVRC2012 devkit)."""
-
 
 # ---- what is recorded -----------------------------------------------------------------------------------------------
 
@@ -249,12 +243,6 @@ def images_per_class(data: DataSet, part: Part) -> np.ndarray:
     return np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
 
 
-def _listed_per_class(data: DataSet, part: Part) -> np.ndarray:
-    """(num_classes,) samples of each class, quarantined ones counted."""
-    left_out = Counter(entry["label"] for entry in part.quarantined())
-    return images_per_class(data, part) + [left_out[label] for label in range(data.num_classes or 0)]
-
-
 def _incomplete(data: DataSet, part: Part) -> bool:
     """Some samples were not seen, as their shard is missing or damaged: then counts say nothing, and that is reported already."""
     return len(part.labels()) != sum(part.described["shard_lengths"])
@@ -262,31 +250,6 @@ def _incomplete(data: DataSet, part: Part) -> bool:
 
 def _partial(data: DataSet) -> bool:
     return bool((data.info.get("options") or {}).get("partial"))
-
-
-def check_imagenet(data: DataSet) -> Iterator[Found]:
-    """If the classes are 1,000 WordNet ids: are these the images of ILSVRC2012? Quarantined ones count, they were there."""
-    names = data.class_names
-    if len(names) != 1000 or not all(re.fullmatch(r"n\d{8}", name) for name in names):
-        return
-    if names != sorted(names):
-        text = "class_names are not sorted: labels are not those of published weights; write the shards again"
-        yield Found("ImageNet", "_info.json", text)
-    fails = data.info.get("source") == "imagenet" and not _partial(data)
-    for part in data.parts:
-        if part.name not in IMAGENET_IMAGES or _incomplete(data, part):
-            continue
-        # What was held out of train belongs to it.
-        together = [other for other in data.parts if other is part or (part.name, other.name) == ("train", "minival")]
-        counts = np.sum([_listed_per_class(data, other) for other in together], axis=0)
-        if counts.sum() != IMAGENET_IMAGES[part.name]:
-            told = f"{counts.sum():,} images, quarantined ones counted; ILSVRC2012 has {IMAGENET_IMAGES[part.name]:,}"
-            yield Found("ImageNet", part.name, told, fails)
-        low, high = IMAGENET_PER_CLASS[part.name]
-        if len(odd := np.flatnonzero((counts < low) | (counts > high))):
-            expected = f"{low} to {high:,}" if low < high else f"{low}"
-            listed = some([f"{names[label]} has {counts[label]:,}" for label in odd])
-            yield Found("ImageNet", part.name, f"{len(odd)} classes have not {expected} images: {listed}", fails)
 
 
 # ---- equal ones -----------------------------------------------------------------------------------------------------

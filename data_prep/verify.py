@@ -9,8 +9,8 @@ images, keys that are there twice, and equal images; class names, keys and label
 anything was written. Shards at a URL are fetched one after the other into the folder for temporary files. Nothing is written or repaired.
 
 Problems and notes. A problem is what differs from what was recorded, or cannot be trained on: exit status 1. A note is what may be so in
-the source: the same image under two labels or in both splits (published data sets have such), or counts that a part of ImageNet cannot
-have; or files that are in nobody's way. It is told and counted, and fails with --strict only. Status 2: it could not run at all.
+the source: the same image under two labels or in both splits (published data sets have such); or files that are in nobody's way. It is told
+and counted, and fails with --strict only. Status 2: it could not run at all.
 
 --quick reads no whole shard: sizes, all `.idx` and index rows, and a sample of the images, some of every shard (at a URL by ranges). At its
 end it says what it left out.
@@ -37,7 +37,6 @@ from data_prep.set_checks import (
     check_catalogue,
     check_duplicates,
     check_folder,
-    check_imagenet,
     check_keys,
     check_labels,
     check_quarantine,
@@ -56,7 +55,6 @@ SUBJECTS = {
     "labels": "Labels",
     "duplicates": "Equal images",
     "quarantine": "Quarantine",
-    "ImageNet": "ImageNet",
 }
 
 
@@ -82,7 +80,7 @@ def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Repo
     start = time.monotonic()
     with opened_data_set(place) as data:
         found = [*check_folder(data), *check_quarantine(data), *check_shards(data, workers, num_sampled)]
-        found += [*check_labels(data), *check_imagenet(data)]
+        found += check_labels(data)
         if num_sampled is None:
             found += [*check_catalogue(data), *check_keys(data), *check_duplicates(data)]
         return Report(data, num_sampled is not None, found, time.monotonic() - start)
