@@ -303,6 +303,62 @@ def forget_clients() -> None:
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
+class Gate:
+    """A port that leads to `port` of this machine; while it is `closed`, connections end, and new ones are told 503 and no more."""
+
+    def __init__(self, port: int):
+        self._behind, self._open_ends, self.closed = port, set(), False  # type: int, set[socket.socket], bool
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
+        self.port, self.num_refused = self._listener.getsockname()[1], 0
+
+    def __enter__(self) -> Gate:
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        self.close()
+
+    def close(self) -> None:
+        """End all connections; those that come are refused."""
+        self.closed = True
+        for end in list(self._open_ends):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def open(self) -> None:
+        """Let connections through again."""
+        self.closed = False
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # the listener was closed
+            while True:
+                client = self._listener.accept()[0]
+                threading.Thread(target=self._refuse if self.closed else self._connect, args=(client,), daemon=True).start()
+
+    def _refuse(self, client: socket.socket) -> None:
+        self.num_refused += 1
+        with client, suppress(OSError):
+            client.settimeout(5)
+            client.recv(1 << 16)
+            client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+    def _connect(self, client: socket.socket) -> None:
+        server = socket.create_connection(("127.0.0.1", self._behind))
+        self._open_ends |= {client, server}
+        for ends in ((client, server), (server, client)):
+            threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        while data := _received(source):
+            with suppress(OSError):
+                target.sendall(data)
+        for end in (source, target):
+            self._open_ends.discard(end)
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
 @contextmanager
 def cable(port: int, *, carries: int, then: str, times: int = 1) -> Iterator[tuple[int, threading.Event]]:
     """A port that leads to `port` of this machine. Each of the first `times` connections stops after `carries` bytes to the server, which

@@ -1,0 +1,49 @@
+"""Whole trainings, on two ranks, from servers with faults: they end with the same weights, or with an error that names the fault."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from faults import STEPS, settings, trained_through
+from processes import Background, final_state, train
+from servers import WebServer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["http", pytest.param("s3", marks=pytest.mark.full)])
+def test_an_outage_in_the_middle_changes_nothing(kind, shards, tmp_path):
+    said, equal = trained_through(kind, tmp_path, shards, away_s=4.0)
+    assert equal
+    assert re.search("has not answered since .*; trying for another", said)
+    assert "answers again after" in said
+
+
+@pytest.fixture
+def web(shards) -> WebServer:
+    with WebServer({f"/set/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}) as server:
+        yield server
+
+
+@pytest.mark.slow
+def test_faults_together_change_nothing(web, shards, config, tmp_path):
+    """Refusals, cuts and wrong ranges, all the time."""
+    train(config, tmp_path / "whole", f"data.root={shards}", ranks=2)
+    rng = random.Random(0)
+    web.statuses = [rng.choice([503, 429, 500]) for _ in range(4)]
+    web.wrong_ranges, web.fails_each = 3, 7
+    train(config, tmp_path / "faults", *settings(f"{web.url}/set", shards, tmp_path / "cache", 60), ranks=2)
+    assert final_state(tmp_path / "faults", STEPS) == final_state(tmp_path / "whole", STEPS)
+
+
+@pytest.mark.slow
+def test_a_shard_that_is_replaced_for_good_is_named(web, shards, config, tmp_path):
+    run_dir = tmp_path / "run"
+    background = Background(config, run_dir, *settings(f"{web.url}/set", shards, tmp_path / "cache", 3), ranks=2)
+    background.wait_for_step(3)
+    for name in [name for name in web.files if name.endswith(".tar") and "train" in name]:
+        web.files[name] += bytes(512)
+    said = background.end()
+    assert background.process.returncode
+    assert re.search(r"error: http.*/set/train-0000\d.tar: .*it was replaced at its URL while it was in use \(it had \d+ bytes", said)
