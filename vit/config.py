@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from vit.data.members import SETTINGS, SampleLayout
-from vit.sections import Choice, Section, SourceConfig
+from vit.sections import Choice, Section, SourceConfig, source_problems
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -157,14 +157,7 @@ def _reader_problems(data: DataConfig) -> list[str]:
     for key in (*order, "sources", *Choice.model_fields) if streams else of_stream:
         if getattr(data, key) != DataConfig.model_fields[key].default:
             problems.append(f"data.{key} has no effect with data.reader={data.reader}: remove it")
-    if data.sources:
-        problems += [f"data.{key} has no effect with data.sources: give it in each source that it is for" for key in data.chosen()]
-    problems += data.problems("data.")
-    for number, source in enumerate(data.sources):
-        problems += source.problems(f"data.sources[{number}].")
-    weights = [source.weight for source in data.sources]
-    if None in weights and any(weights):
-        problems.append("data.sources: some have a weight and some have none: give all of them one, or none")
+    problems += data.problems("data.") + source_problems(data, data.sources)
     return problems
 
 

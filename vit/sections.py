@@ -62,3 +62,16 @@ class SourceConfig(Choice):
     """`None`: `data.train_split`."""
     weight: Annotated[float, Field(gt=0)] | None = None
     """Its share of an epoch, over the sum of all weights. Without weights each sample of each source comes once in an epoch."""
+
+
+def source_problems(data: Choice, sources: tuple[SourceConfig, ...]) -> list[str]:
+    """What cannot be together in `data.sources`, and beside them in `data`."""
+    if not sources:
+        return []
+    problems = [f"data.{key} has no effect with data.sources: give it in each source that it is for" for key in data.chosen()]
+    for number, source in enumerate(sources):
+        problems += source.problems(f"data.sources[{number}].")
+    weights = [source.weight for source in sources]
+    if None in weights and any(weights):
+        problems.append("data.sources: some have a weight and some have none: give all of them one, or none")
+    return problems

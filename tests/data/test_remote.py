@@ -415,6 +415,27 @@ def test_a_shard_replaced_where_no_version_is_told_is_seen_in_its_headers(shards
         assert split.read(8) == open_split(shards, "train").read(8)
 
 
+def test_a_bit_flipped_on_the_way_is_fetched_again_and_never_kept(shards, cache, caplog):
+    with FtpServer(files_of(shards)) as server:
+        split, name = open_split(f"ftp://{server.address}/set", "train", cache), "/set/train-00000.tar"
+        whole, at = server.files[name], int(split.index["offset"][8]) + 200
+        flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+        server.files[name] = flipped
+        with pytest.raises(ShardError, match=r"sample 8 \(key .*\): reading .* gave others than were indexed, twice: a bit flipped"):
+            split.read(8)
+        assert not list(cache.rglob("*.block"))
+        forget = split.tars.forget
+
+        def mend(*place):
+            server.files[name] = whole
+            forget(*place)
+
+        split.tars.forget = mend
+        assert split.read(8) == open_split(shards, "train").read(8)
+        assert "were read wrongly once, and rightly the second time" in caplog.text
+        assert list(cache.rglob("*.block"))
+
+
 class Growing(dict):
     """Files of a server; those with this ending are replaced after each request."""
 

@@ -185,8 +185,10 @@ class Order:
 
     @property
     def distinct_per_epoch(self) -> int:
-        """Distinct samples in an epoch: all rows without repeats, else an r-th of the rows of each lane, rounded up."""
-        return self.num_lanes * -(-self.steps_per_epoch * self._lane_share // self.aug_repeats)
+        """Distinct samples in an epoch: all rows without repeats, else an r-th of the rows of each lane, rounded up; at most so many where
+        sources are drawn more often than they have samples."""
+        drawn = self.num_lanes * -(-self.steps_per_epoch * self._lane_share // self.aug_repeats)
+        return min(drawn, sum(min(share.num_draws, share.num_samples) for share in self.shares)) if self.shares else drawn
 
     @property
     def _lane_share(self) -> int:
