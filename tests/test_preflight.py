@@ -21,7 +21,7 @@ from vit.data import native
 from vit.data.loader import EvalBatches, TrainBatches, image_format
 from vit.data.shards import open_split
 from vit.distributed import World
-from vit.host import free_memory_bytes, num_cores
+from vit.host import free_memory_bytes, num_cores, num_oom_kills
 from vit.plan import make_plan
 from vit.preflight import Preflight, check_disk, disk_needs, precision_note, preflight
 from vit.train import build
@@ -123,6 +123,19 @@ def test_cores_are_the_affinity_or_the_quota(files, expected, tmp_path):
 def test_this_machine_has_memory_and_cores():
     assert 0 < free_memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 1 <= num_cores() <= os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/vmstat": "pgfault 7\noom_kill 3\n"}, 3),
+        ({"proc/self/cgroup": "0::/job", "sys/fs/cgroup/job/memory.events": "low 0\noom 2\noom_kill 5\n", "proc/vmstat": "oom_kill 4"}, 5),
+        ({"proc/self/cgroup": "4:memory:/job", "sys/fs/cgroup/memory/job/memory.oom_control": "under_oom 0\noom_kill 2"}, 2),
+    ],
+)
+def test_the_kernel_counts_whom_it_has_killed_for_memory(files, expected, tmp_path):
+    assert num_oom_kills(machine(tmp_path, files)) == expected
 
 
 def check(config: Config, root: Path) -> Preflight:

@@ -615,3 +615,13 @@ def test_a_server_is_asked_once_for_each_shard_however_many_ranks_open_them(shar
         found = together(3, lambda world: open_indexed(data, "train", world))
     assert ["no such file" in str(error) for error in found] == [True] * 3
     assert [isinstance(error, AlreadyReported) for error in found] == [False, True, True]
+
+
+def test_what_was_asked_for_long_ago_is_forgotten(url, cache, monkeypatch):
+    """A thousand million samples have 16 million blocks."""
+    monkeypatch.setattr(storage, "MAX_ASKED", 3)
+    monkeypatch.setattr(storage, "ASK_AGAIN_S", 0.0)
+    split = open_split(url, "train", cache)
+    for block in range(15):
+        split.prefetch(np.arange(4 * block, 4 * block + 4))
+    assert len(split.tars._asked_at_s) <= 4
