@@ -160,6 +160,7 @@ def test_an_address_that_is_refused_under_torchrun(web, place, shards):
     assert found(place, done.stdout, done.stderr) == []
 
 
+@pytest.mark.slow
 def test_what_commands_say_of_mistakes(web, place):
     web.login, address = "somebody:else", f"{with_login(web)}?X-Amz-Signature={SIGNATURE}"
     for done in (
