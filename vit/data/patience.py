@@ -30,7 +30,7 @@ class Passing(Exception):
     """What a later attempt may not meet; the text is the reason."""
 
     def __init__(self, reason: str, retry_after_s: float | None = None, final: Exception | None = None):
-        """retry_after_s: how long the server wants to be left alone. final: to raise after NUM_REFUSALS attempts that met this."""
+        """retry_after_s: how long the server wants to be left alone. final: to raise after NUM_REFUSALS attempts in a row."""
         super().__init__(reason)
         self.retry_after_s, self.final = retry_after_s, final
 
@@ -60,7 +60,7 @@ class Patience:
                 now_s = time.monotonic()
                 failed_s = failed_s or now_s
                 place = _place(where)
-                left_s, refusals = failed_s + self.limit_s - now_s, refusals + (error.final is not None)
+                left_s, refusals = failed_s + self.limit_s - now_s, 0 if error.final is None else refusals + 1
                 if left_s <= 0 or refusals >= NUM_REFUSALS:
                     _away.pop(place, None)
                     if error.final is not None:
