@@ -15,7 +15,6 @@ import os
 import queue
 import struct
 import threading
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,7 +30,7 @@ from data_prep.jobs import PrepError, count_one
 from data_prep.output import Output
 from vit.data import shards
 from vit.data.files import replacing
-from vit.data.tar import Member, ScannedSample, index_rows, scan_tar, write_idx
+from vit.data.tar import Member, ScannedSample, crc32c, index_rows, scan_tar, write_idx
 from vit.data.tar_walk import TAR_BLOCK
 
 BUFFER_BYTES = 2 << 20
@@ -252,7 +251,7 @@ def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> S
     if work.with_json:
         described = {"name": sample.name, "label": sample.label, "class": work.catalogue.class_names[sample.label]}
         members.append(stream.add(f"{sample.key}.json", json.dumps(described, ensure_ascii=False).encode("utf-8", "backslashreplace")))
-    return ScannedSample(sample.key, sample.label, prepared.width, prepared.height, image, tuple(members), zlib.crc32(prepared.data))
+    return ScannedSample(sample.key, sample.label, prepared.width, prepared.height, image, tuple(members), crc32c(prepared.data))
 
 
 def still_holds(work: Work, sidecar: dict[str, Any]) -> bool:

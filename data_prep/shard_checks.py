@@ -220,7 +220,7 @@ def _compare_rows(
 ) -> Iterator[Found]:
     """Rows of the index against those of the tar; numbers: theirs in the shard, if not of all."""
     if has_checksums(given):  # else an earlier version wrote it
-        others = np.flatnonzero((given["crc32"] != expected["crc32"]) & (given["crc32"] != 0))
+        others = np.flatnonzero((given["crc32c"] != expected["crc32c"]) & (given["crc32c"] != 0))
         others = others[given[["offset", "size"]][others] == expected[["offset", "size"]][others]]
         if len(others):
             named = ", ".join(keys[row] for row in others[:MOST_LINES])

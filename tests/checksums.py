@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 import numpy as np
 
 from vit.data.split import Split
+from vit.data.tar import crc32c
 
 
 def indexed_as_it_is(split: Split, *samples: int) -> None:
@@ -17,7 +17,7 @@ def indexed_as_it_is(split: Split, *samples: int) -> None:
     for sample in samples:
         with open(split.where(sample), "rb") as tar:
             tar.seek(int(rows["offset"][sample]))
-            rows["crc32"][sample] = zlib.crc32(tar.read(int(rows["size"][sample])))
+            rows["crc32c"][sample] = crc32c(tar.read(int(rows["size"][sample])))
     with open(path, "r+b") as file:  # in place: a split that is open sees it
         file.seek(-rows.nbytes, 2)
         file.write(rows.tobytes())

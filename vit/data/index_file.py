@@ -5,7 +5,7 @@ each shard tells which shard a sample is in. Opening maps the file and compares 
 character: numpy would parse a damaged one as Python. What is looked at in all rows is looked at shard by shard, so that an index of a
 thousand million samples costs no memory of its own.
 
-Each row holds the CRC-32 of the encoded image, which reading compares. 0 means that it is not known: that the rows were made without
+Each row holds the CRC-32C of the encoded image, which reading compares. 0 means that it is not known: that the rows were made without
 reading the images. Indexes of earlier versions have the shard's number in its place (`UNCHECKED_DTYPE`) and are read as they are.
 """
 

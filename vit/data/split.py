@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from vit.data.index_file import firsts_of, has_checksums, index_sha256, open_ind
 from vit.data.members import SampleLayout
 from vit.data.remote import RemoteFolder
 from vit.data.storage import LocalTars, RemoteTars
-from vit.data.tar import DEFAULT_LAYOUT, size_said_by
+from vit.data.tar import DEFAULT_LAYOUT, crc32c, size_said_by
 from vit.data.tar_walk import TAR_BLOCK, TarDamaged, walk
 
 log = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class Split:
         """
         row, shard = self.index[i], self._shard_of(i)
         offset, size = int(row["offset"]), int(row["size"])
-        expected = int(row["crc32"]) if self._has_checksums else 0
+        expected = int(row["crc32c"]) if self._has_checksums else 0
         for is_last in (False, True):
             try:
                 block = self.tars.pread(i, shard, TAR_BLOCK + size, offset - TAR_BLOCK)
@@ -98,7 +97,7 @@ class Split:
                 data, said, problem = b"", size, f"failed: {error.strerror}"
             if not len(data) == said == size:
                 break
-            if expected in (0, zlib.crc32(data)):
+            if expected in (0, crc32c(data)):
                 if is_last:
                     log.warning("%s: the bytes at offset %d were read wrongly once, and rightly the second time", self.where(i), offset)
                 return data

@@ -18,7 +18,6 @@ import resource
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -38,7 +37,7 @@ from vit.data.order import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
 from vit.data.patience import Passing, Patience
 from vit.data.remote import RemoteFolder
 from vit.data.stages import Stage
-from vit.data.tar import TAR_BLOCK, size_said_by
+from vit.data.tar import TAR_BLOCK, crc32c, size_said_by
 
 BLOCK_BYTES = 8 << 20
 """Aimed at. A smaller block pays the network's latency more often; a larger one keeps the first batch waiting."""
@@ -352,9 +351,9 @@ class RemoteTars:
         offsets, sizes = (rows["offset"].astype(np.int64) - block.start).tolist(), rows["size"].tolist()
         sound = all(size_said_by(data[at - TAR_BLOCK : at]) == size for at, size in zip(offsets, sizes, strict=True))
         if has_checksums(rows):
-            images, known = memoryview(data), rows["crc32"].tolist()
+            known = rows["crc32c"].tolist()
             sound = sound and all(
-                crc32 in (0, zlib.crc32(images[at : at + size])) for at, size, crc32 in zip(offsets, sizes, known, strict=True)
+                expected in (0, crc32c(data[at : at + size])) for at, size, expected in zip(offsets, sizes, known, strict=True)
             )
         return Fetched(data, [at + size for at, size in zip(offsets, sizes, strict=True)] if sound else None)
 

@@ -11,12 +11,12 @@ import itertools
 import os
 import re
 import tarfile
-import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import google_crc32c
 import numpy as np
 
 from vit.data.files import ShardError, replacing, unreadable
@@ -26,7 +26,7 @@ from vit.data.tar_walk import FILE, FOLDER, TAR_BLOCK, Read, TarDamaged, pread, 
 
 INDEX_DTYPE = np.dtype(
     [  # 24 bytes a sample: 31 MB for ImageNet-1k
-        ("crc32", "<u4"),  # of the encoded image; 0: not known
+        ("crc32c", "<u4"),  # of the encoded image; 0: not known
         ("size", "<u4"),
         ("offset", "<u8"),  # bytes of the encoded image, and where they start in the tar
         ("label", "<i4"),
@@ -34,6 +34,8 @@ INDEX_DTYPE = np.dtype(
         ("height", "<u2"),  # pixels, as in the image's own header
     ]
 )
+crc32c: Callable[[bytes], int] = google_crc32c.value
+"""CRC-32C (Castagnoli) of bytes: 4 to 7 microseconds a photograph; zlib's CRC-32 takes 16."""
 DEFAULT_LAYOUT = SampleLayout()
 COPY_AGAIN = "copy or write the shard again"
 
@@ -52,7 +54,7 @@ class Member(NamedTuple):
 
 
 class ScannedSample(NamedTuple):
-    """One sample of a tar: key, label, its image's member, size in pixels and CRC-32 (0: not known), and all its members in tar order."""
+    """One sample of a tar: key, label, its image's member, size in pixels and CRC-32C (0: not known), and all its members in tar order."""
 
     key: str
     label: int
@@ -60,7 +62,7 @@ class ScannedSample(NamedTuple):
     height: int
     image: Member
     members: tuple[Member, ...]
-    crc32: int = 0
+    crc32c: int = 0
 
 
 class LeftOut(NamedTuple):
@@ -124,8 +126,8 @@ def scan_sample(
     if not image.size:
         raise Unfit("image", f"has an image of 0 bytes, {image.name!r}")
     width, height = _image_size(read, image)
-    crc32 = zlib.crc32(read(image.size, image.offset)) if with_checksum else 0
-    return ScannedSample(key, label, width, height, image, members, crc32)
+    checksum = crc32c(read(image.size, image.offset)) if with_checksum else 0
+    return ScannedSample(key, label, width, height, image, members, checksum)
 
 
 def survey_tar(
@@ -227,7 +229,7 @@ def _proposal(fd: int, path: Path, end: int, layout: SampleLayout) -> str:
 
 def index_rows(samples: list[ScannedSample]) -> np.ndarray:
     """(num_samples,) INDEX_DTYPE rows of one tar's samples."""
-    return np.array([(s.crc32, s.image.size, s.image.offset, s.label, s.width, s.height) for s in samples], INDEX_DTYPE)
+    return np.array([(s.crc32c, s.image.size, s.image.offset, s.label, s.width, s.height) for s in samples], INDEX_DTYPE)
 
 
 def write_idx(tar: Path, samples: list[ScannedSample]) -> None:
