@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -54,6 +55,21 @@ def running(program: str) -> Iterator[subprocess.Popen]:
 
 def ranges(web: WebServer) -> list[str]:
     return [wanted.removeprefix("bytes=") for _, _, wanted in web.requests if wanted and wanted != "bytes=0-0"]
+
+
+def test_a_host_that_is_misspelt_is_told_soon_and_one_whose_name_is_lost_in_mid_run_is_waited_for(web, monkeypatch):
+    def unknown(*arguments, **options):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    patience = Patience(60.0, 0.001, 0.001)
+    was_there = WebFolder(web.url.replace("127.0.0.1", "localhost"), Patience(0.5, 0.01, 0.05))
+    version = was_there.stat("set/a.tar")
+    http._pool.cache_clear()  # no connection is left open
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ShardError, match=r"^http://data\.exmaple\.org/set/a\.tar: no host of this name is known; correct the address"):
+        WebFolder("http://data.exmaple.org/set", patience).stat("a.tar")
+    with pytest.raises(ShardError, match=r"cannot be reached .*, \d+ times in "):
+        was_there.read("set/a.tar", 0, 10, version)
 
 
 # ---- what passes ----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import hashlib
 import io
 import os
 import re
+import socket
 import ssl
 import time
 import urllib.parse
@@ -178,7 +179,8 @@ class WebFile(io.RawIOBase):
                 raise ShardError(f"{self._where}: only {came} bytes came in {elapsed_s:.0f} s; check the network, then start again")
             self._mark_s, self._mark_at = self._waited_s, self.at
         wanted = f"bytes={self.at}-{'' if self.stop is None else self.stop - 1}"
-        response = _get(self.url, self.name, {"Range": wanted} if self.at or self.stop is not None else {})
+        headers = {"Range": wanted} if self.at or self.stop is not None else {}
+        response = _get(self.url, self.name, headers, was_there=self.version is not None)
         try:
             self._understand(response, wanted)
         except BaseException:
@@ -276,8 +278,11 @@ class WebFolder:
             return b"".join(iter(file.read1, b""))
 
 
-def _get(url: str, name: str, headers: dict[str, str]) -> Any:
-    """The answer to a GET, after redirections, none of it read. Each server is given its own credentials and nobody else's."""
+def _get(url: str, name: str, headers: dict[str, str], was_there: bool) -> Any:
+    """The answer to a GET, after redirections, none of it read. Each server is given its own credentials and nobody else's.
+
+    was_there: the server has answered before, so a name that nobody knows now is an outage and no misspelling.
+    """
     import urllib3  # here, as shards on a disk need none of it
 
     timeout = urllib3.Timeout(connect=CONNECT_S, read=SILENCE_S)
@@ -292,7 +297,10 @@ def _get(url: str, name: str, headers: dict[str, str]) -> Any:
         except urllib3.exceptions.HTTPError as error:
             if isinstance(error.args[0] if error.args else None, ssl.SSLCertVerificationError):
                 raise ShardError(f"{shown(at)}: {error}; is the clock right, are the CA certificates installed?") from error
-            raise Passing(f"cannot be reached ({_reason(error)})") from error
+            final = None
+            if not was_there and isinstance(error.__cause__, socket.gaierror) and error.__cause__.errno == socket.EAI_NONAME:
+                final = ShardError(f"{shown(at)}: no host of this name is known; correct the address, or look at this machine's network")
+            raise Passing(f"cannot be reached ({_reason(error)})", final=final) from error
         location = response.get_redirect_location()
         if not location:
             return response
