@@ -11,8 +11,8 @@ from processes import Background, final_state, train
 from servers import WebServer
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["http", pytest.param("s3", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["http", "s3"])
 def test_an_outage_in_the_middle_changes_nothing(kind, shards, tmp_path):
     said, equal = trained_through(kind, tmp_path, shards, away_s=4.0)
     assert equal
@@ -37,7 +37,7 @@ def test_faults_together_change_nothing(web, shards, config, tmp_path):
     assert final_state(tmp_path / "faults", STEPS) == final_state(tmp_path / "whole", STEPS)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_shard_that_is_replaced_for_good_is_named(web, shards, config, tmp_path):
     run_dir = tmp_path / "run"
     background = Background(config, run_dir, *settings(f"{web.url}/set", shards, tmp_path / "cache", 3), ranks=2)
