@@ -67,6 +67,10 @@ def test_a_filter_is_what_python_says_of_each_row(text):
         ("label in width", "expected values in brackets behind `in`"),
         ("width == 'a'", "a text can only be a class that label is compared with"),
         ("(" * 500 + "width" + ")" * 500 + " > 1", "cannot be read"),
+        ("width" + " + 1" * 450 + " > 1", "has parts in parts more than 100 deep"),
+        ("-" * 1900 + "width < 1", "more than 100 deep|cannot be read"),
+        ("width + 99999999999999999999999 > 1", r"'9{23}' at character 9 of .*: numbers up to 2\*\*53 \(9,007,199,254,740,992\) are"),
+        ("label in ()", "expected values in brackets behind `in`"),
         ("1 <" * 3000 + "2", "9,001 characters, at most 2,000 are read"),
     ],
 )
@@ -75,7 +79,15 @@ def test_what_is_no_filter_is_told_with_its_place(text, told):
         RowFilter(text)
 
 
+def test_divisions_by_zero_and_large_numbers_compare_as_numbers_do():
+    assert RowFilter("1 / 0 > width and size / 0 != 1")(ROWS, NAMES).all()
+    assert RowFilter("size * size * size * size * size * size >= 0")(ROWS, NAMES).all(), "no integer that wraps"
+    assert RowFilter("label * 9007199254740992 * 9007199254740992 >= 0")(ROWS, NAMES).all()
+
+
 def test_classes_are_told_by_name():
+    for one in ("label in ('c')", "label in (2)", "label in ['c']", "label in ('c',)"):
+        assert RowFilter(one)(ROWS, NAMES).tolist() == (ROWS["label"] == 2).tolist()
     assert RowFilter("label == 'c'")(ROWS, NAMES).tolist() == (ROWS["label"] == 2).tolist()
     assert RowFilter("label not in ('a', 'g', 3)")(ROWS, NAMES).tolist() == (~np.isin(ROWS["label"], (0, 6, 3))).tolist()
     with pytest.raises(ValueError, match=r"'\"apple\"' at character 10 .*: no class, did you mean 'apples'\?"):

@@ -19,6 +19,10 @@ from numpy.typing import NDArray
 COLUMNS = {"width": "pixels", "height": "pixels", "size": "bytes of the encoded image", "label": "number of the class"}
 MOST_CHARACTERS = 2000
 """Of an expression, so that no parser runs out of stack."""
+MOST_NESTED = 100
+"""Parts in parts, for the same reason: `width + 1 + 1` are three."""
+MOST = 2**53
+"""Up to here float64, in which all is computed, holds every integer."""
 ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -50,12 +54,14 @@ class RowFilter:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             place = f" at character {error.offset}" if isinstance(error, SyntaxError) and error.offset else ""
             raise ValueError(f"{text!r} cannot be read{place}: expected a comparison such as 'width >= 64 and size < 5_000_000'") from None
+        if _depth(self._tree) > MOST_NESTED:
+            raise ValueError(f"{text[:60]!r}... has parts in parts more than {MOST_NESTED} deep: write it shorter")
         if not self._check(self._tree):
             raise ValueError(f"{text!r} gives numbers: expected a comparison such as 'width >= 64 and size < 5_000_000'")
 
     def __call__(self, rows: np.ndarray, class_names: Sequence[str]) -> NDArray[np.bool_]:
         """Whether each row is chosen, (n,). Raises ValueError for a name that is no class."""
-        with np.errstate(divide="ignore", invalid="ignore"):  # of a division by 0 comes infinity, which compares as such
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # of a division by 0 comes infinity, which compares as such
             return np.broadcast_to(np.asarray(self._value(self._tree, rows, class_names), np.bool_), rows.shape)
 
     def _refuse(self, node: ast.AST, what: str) -> ValueError:
@@ -91,6 +97,8 @@ class RowFilter:
                     raise self._refuse(node, f"no column{f', did you mean {near[0]}?' if near else ''}; there are {KNOWN}")
                 return False
             case ast.Constant(value=int() | float() as value):
+                if isinstance(value, int) and value > MOST:
+                    raise self._refuse(node, f"numbers up to 2**53 ({MOST:,}) are computed with")
                 return isinstance(value, bool)
         raise self._refuse(node, "not allowed; columns, numbers, comparisons, and, or, not, + - * /, min(a, b) and max(a, b) are")
 
@@ -101,9 +109,9 @@ class RowFilter:
 
     def _check_comparison(self, node: ast.Compare, value: ast.expr, op: ast.cmpop, other: ast.expr) -> None:
         if isinstance(op, (ast.In, ast.NotIn)):
-            if not isinstance(other, (ast.Tuple, ast.List)) or not other.elts:
+            others = _listed(other)
+            if not others:
                 raise self._refuse(other, "expected values in brackets behind `in`, as label in (1, 2)")
-            others = other.elts
         elif type(op) in COMPARISONS:
             others = [other]
         else:
@@ -134,21 +142,36 @@ class RowFilter:
             case ast.Call(func=ast.Name(id=name), args=arguments):
                 return reduce(FUNCTIONS[name], map(of, arguments))
             case ast.Name(id=name):
-                return rows[name].astype(np.int64)
+                return rows[name].astype(np.float64)
             case ast.Constant(value=str() as name):
                 if name not in names:
                     near = difflib.get_close_matches(name, names, n=1)
                     hint = f", did you mean {near[0]!r}?" if near else f"; there are {len(names):,}" if names else "; the data name none"
                     raise self._refuse(node, f"no class{hint}")
                 return list(names).index(name)
-            case ast.Constant(value=value):
-                return np.float64(value) if isinstance(value, float) else value
+            case ast.Constant(value=int() | float() as value):
+                return np.float64(value)
         raise AssertionError("checked before")
 
     def _compared(self, value: ast.expr, op: ast.cmpop, other: ast.expr, rows: np.ndarray, names: Sequence[str]) -> Any:
         left = self._value(value, rows, names)
         if isinstance(op, (ast.In, ast.NotIn)):
-            assert isinstance(other, (ast.Tuple, ast.List)), "checked before"
-            found = reduce(np.logical_or, (left == self._value(part, rows, names) for part in other.elts))
+            found = reduce(np.logical_or, (left == self._value(part, rows, names) for part in _listed(other)))
             return found if isinstance(op, ast.In) else np.logical_not(found)
         return COMPARISONS[type(op)](left, self._value(other, rows, names))
+
+
+def _listed(node: ast.expr) -> list[ast.expr]:
+    """The values behind `in`: brackets around a single one make no tuple in Python."""
+    if isinstance(node, (ast.Tuple, ast.List)):
+        return node.elts
+    return [node] if isinstance(node, ast.Constant) else []
+
+
+def _depth(tree: ast.expr) -> int:
+    """How many parts lie in each other, found without a stack."""
+    level: list[ast.AST] = [tree]
+    depth = 0
+    while level:
+        level, depth = [child for node in level for child in ast.iter_child_nodes(node)], depth + 1
+    return depth
