@@ -41,6 +41,7 @@ SEEN_DTYPE = np.dtype(
     ]
 )
 WRITE_AGAIN = "copy it again, or delete it and repeat the command that wrote it"
+TOLD_WITHOUT_QUICK = "shard or index is wrong; without --quick it is told which"
 MOST_LINES = 10
 """Lines on one subject and shard; the rest is counted."""
 
@@ -159,7 +160,7 @@ def check_shard(shard: Shard) -> Checked:
                 text = str(error).removeprefix(f"{tar}: ")
                 found.append(Found("tars", shard.name, f"{text}; its images were not checked"))
                 return Checked(found, NOTHING_SEEN, 0, shard.sha256 is not None)
-            found += _capped([*_check_idx(shard, samples), *_check_index(shard, samples)])
+            found += _capped([*_check_idx(shard, samples), *_check_index(shard, samples, is_intact=shard.sha256 == sha256)])
             seen = np.empty(len(samples), SEEN_DTYPE)
             found += _capped(list(_check_images(shard, tar, samples, seen)))
             return Checked(found, seen, len(samples), shard.sha256 is not None)
@@ -206,29 +207,35 @@ def _check_idx(shard: Shard, samples: list[ScannedSample]) -> Iterator[Found]:
             return
 
 
-def _check_index(shard: Shard, samples: list[ScannedSample]) -> Iterator[Found]:
-    """The rows of `<split>.index.npy` are those that the tar gives."""
+def _check_index(shard: Shard, samples: list[ScannedSample], is_intact: bool) -> Iterator[Found]:
+    """The rows of `<split>.index.npy` are those that the tar gives. is_intact: the tar has its recorded sha256."""
     if len(samples) != shard.num_samples:
         told = f"holds {len(samples):,} samples, _info.json says {shard.num_samples:,}; restore the one that is wrong"
         yield Found("tars", shard.name, told)
     elif (rows := shard.rows) is not None:
-        yield from _compare_rows(shard, rows, index_rows(samples), [sample.key for sample in samples])
+        yield from _compare_rows(shard, rows, index_rows(samples), [sample.key for sample in samples], is_intact)
 
 
 def _compare_rows(
-    shard: Shard, given: np.ndarray, expected: np.ndarray, keys: list[str], numbers: Iterable[int] | None = None
+    shard: Shard, given: np.ndarray, expected: np.ndarray, keys: list[str], is_intact: bool, numbers: Iterable[int] | None = None
 ) -> Iterator[Found]:
-    """Rows of the index against those of the tar; numbers: theirs in the shard, if not of all."""
+    """Rows of the index against those of the tar; numbers: theirs in the shard, if not of all.
+
+    is_intact: the tar has its recorded sha256, so whatever differs is wrong in the index.
+    """
+    wrong = {field: given[field] != expected[field] for field in ("size", "offset", "label", "width", "height")}
     if has_checksums(given):  # else an earlier version wrote it
-        others = np.flatnonzero((given["crc32c"] != expected["crc32c"]) & (given["crc32c"] != 0))
+        other = given["crc32c"] != expected["crc32c"]
+        wrong["crc32c"] = other & (is_intact | (given["crc32c"] == 0))
+        others = np.flatnonzero(other & ~wrong["crc32c"])
         others = others[given[["offset", "size"]][others] == expected[["offset", "size"]][others]]
         if len(others):
             named = ", ".join(keys[row] for row in others[:MOST_LINES])
             told = f"{counted(len(others), 'image')} {'has' if len(others) == 1 else 'have'} not the bytes that were indexed"
-            yield Found("tars", shard.name, f"{told}: {named}; {WRITE_AGAIN}")
+            yield Found("tars", shard.name, f"{told}: {named}; {WRITE_AGAIN if numbers is None else TOLD_WITHOUT_QUICK}")
     places = np.arange(len(given)) if numbers is None else np.array(numbers, np.int64)
-    for field in ("size", "offset", "label", "width", "height"):
-        differ = np.flatnonzero(given[field] != expected[field])
+    for field, differs in wrong.items():
+        differ = np.flatnonzero(differs)
         if len(differ):
             row = differ[0]
             told = f"{field} {given[field][row]}, the tar says {expected[field][row]}"
@@ -324,7 +331,7 @@ def _check_rows(shard: Shard, read: Read, end: int, rows: np.ndarray, chosen: li
             sample = _sample_around(shard, read, end, rows, number)
         except (TarDamaged, Unfit) as error:
             told = f"no sample with an image of {size} bytes at offset {offset}, where the index has one ({error})"
-            yield Found("tars", shard.name, f"{told}: one of the two is wrong; without --quick it is told which")
+            yield Found("tars", shard.name, f"{told}; {TOLD_WITHOUT_QUICK}")
             continue
         data = read(size, offset)
         image = _decode(shard, sample, data)
@@ -334,7 +341,7 @@ def _check_rows(shard: Shard, read: Read, end: int, rows: np.ndarray, chosen: li
         good.append(number)
         count_one(len(data))
     if samples:
-        yield from _compare_rows(shard, rows[good], index_rows(samples), [sample.key for sample in samples], good)
+        yield from _compare_rows(shard, rows[good], index_rows(samples), [sample.key for sample in samples], False, good)
 
 
 def _sample_around(shard: Shard, read: Read, end: int, rows: np.ndarray, number: int) -> ScannedSample:

@@ -419,6 +419,34 @@ def test_a_flipped_bit_is_an_error_that_names_the_sample(root):
     assert split.read(8) == jpeg(8)
 
 
+@pytest.mark.parametrize(
+    ("field", "told"), [("crc32c", "gave others than were indexed"), ("size", "found no image of this size there")], ids=["crc32c", "size"]
+)
+def test_a_damaged_index_is_no_fault_of_a_shard_with_its_sha256(root, field, told):
+    path = root / "train.index.npy"
+    rows = np.load(path)
+    rows[field][7] ^= 4
+    np.save(path, rows)
+    with pytest.raises(ShardError) as caught:
+        open_split(root, "train").read(7)
+    remedy = (
+        f"{told}; the shard has its recorded sha256, so the index is damaged; delete {path} and start again, which makes it of the shards"
+    )
+    assert str(caught.value).endswith(remedy)
+    path.unlink()
+    assert open_split(root, "train").read(7) == jpeg(7)
+
+
+def test_a_label_out_of_range_in_the_index_alone_is_mended(root, caplog):
+    path = root / "train.index.npy"
+    whole, rows = path.read_bytes(), np.load(path)
+    rows["label"][7] ^= 1 << 20
+    np.save(path, rows)
+    assert open_split(root, "train").index["label"].tolist() == [n % 4 for n in range(15)]
+    assert path.read_bytes() == whole
+    assert f"{path} has labels that are not in the shards: rebuilding it" in caplog.text
+
+
 def test_what_is_right_the_second_time_is_read_and_told(root, monkeypatch, caplog):
     """The first answer of a network file system, say, is wrong; the disk is right."""
     split = open_split(root, "train")

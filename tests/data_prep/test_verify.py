@@ -530,11 +530,26 @@ def test_every_flipped_bit_beside_the_tars_is_noticed(root):
                 found = [*check_folder(data), *check_quarantine(data)]
                 for part in data.parts if not found else []:
                     for shard in (shard_of(data, part, number) for number in part.present):
-                        found += [*_check_idx(shard, samples[shard.name]), *_check_index(shard, samples[shard.name])]
+                        found += [*_check_idx(shard, samples[shard.name]), *_check_index(shard, samples[shard.name], is_intact=True)]
             if not found:
                 unnoticed.append((path.name, place, bit))
         path.write_bytes(whole)
     assert unnoticed == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda rows: rows["crc32c"].__setitem__(1, rows["crc32c"][1] ^ 4), r"1 row of val-00000.tar, the first is row 1 .*: crc32c "),
+        (lambda rows: rows["crc32c"].__setitem__(slice(None), 0), r"3 rows of val-00000.tar, .*: crc32c 0, the tar says "),
+    ],
+    ids=["one flipped bit", "all unknown"],
+)
+def test_a_wrong_checksum_in_the_index_is_no_fault_of_a_shard_with_its_sha256(change, told, root, capsys):
+    edit_rows(root / "val.index.npy", change)
+    assert verify(root) == 1
+    [line] = problems_in(capsys.readouterr().out)
+    assert re.match(rf"val.index.npy: {told}.*; delete val.index.npy and run `python -m data_prep.index ", line), line
 
 
 # ---- at a URL --------------------------------------------------------------------------------------------------------

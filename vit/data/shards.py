@@ -250,6 +250,14 @@ def _load_index(root: Path, split: str, described: _Described, sizes: list[int],
     return None
 
 
+def _labels_are_its_shards(root: Path, info: dict[str, Any], described: _Described, index: np.ndarray, sample: int) -> bool:
+    """Whether the index has the labels that are in the shard of `sample`; of this one shard headers and labels are read."""
+    firsts = firsts_of(described.lengths)
+    shard = bisect.bisect_right(firsts, sample) - 1
+    [rows] = rows_of_tars([root / described.filenames[shard]], recorded_layout(info, root / described.filenames[0]), [None], False)
+    return np.array_equal(rows["label"], index["label"][firsts[shard] : firsts[shard + 1]])
+
+
 def _open_remote(
     folder: RemoteFolder, home: Path | None, split: str, described: _Described, versions: list[Version], cache: BlockCache, is_checked: bool
 ) -> RemoteTars:
@@ -346,21 +354,26 @@ def open_split(
     if index is None:
         index = build_index(shown, split, filenames)
 
-    if tars is None and home is not None and cache_dir is not None:
-        mounted, cache = MountedFolder(home, filenames, patience), BlockCache(cache_dir, cache_gib)
-        tars = RemoteTars(mounted, filenames, known, index, firsts_of(lengths), cache)
-
     # 3. The labels.
     class_names = list(info.get("class_names") or [])
     num_classes = len(class_names) or info.get("num_classes")
     if not (is_checked and num_classes):
         outside, first, largest = labels_outside(index, num_classes, lengths)
+        if outside and home is not None and folder is None and not _labels_are_its_shards(home, info, described, index, first):
+            log.warning("%s/%s.index.npy has labels that are not in the shards: rebuilding it", home, split)
+            index = build_index(home, split, filenames)
+            outside, first, largest = labels_outside(index, num_classes, lengths)
         num_classes = num_classes or largest + 1
         if outside:
             told = f"the first is {index['label'][first]} (sample {first}, {filenames[bisect.bisect_right(firsts_of(lengths), first) - 1]})"
             raise ShardError(
                 f"{where}: {outside} labels lie outside [0, {num_classes}), {told}; correct the shard, or the classes in _info.json"
             )
+
+    # 4. How the shards are read.
+    if tars is None and home is not None and cache_dir is not None:
+        mounted, cache = MountedFolder(home, filenames, patience), BlockCache(cache_dir, cache_gib)
+        tars = RemoteTars(mounted, filenames, known, index, firsts_of(lengths), cache)
     layout = replace(recorded_layout(info, home and home / filenames[0]), class_names=())  # a split travels to workers
     tars = tars or LocalTars(Path(shown), filenames, patience)
-    return Split(home or shown, split, filenames, lengths, index, num_classes, class_names, tars, layout)
+    return Split(home or shown, split, filenames, lengths, index, num_classes, class_names, tars, layout, described.sha256)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from PIL import Image
 from vit.data.files import ShardError
 from vit.data.http import Version
 from vit.data.images import decode
-from vit.data.index_file import firsts_of, has_checksums, index_sha256, open_index
+from vit.data.index_file import firsts_of, has_checksums, index_sha256, open_index, sha256_of
 from vit.data.members import SampleLayout
 from vit.data.remote import RemoteFolder
 from vit.data.storage import LocalTars, RemoteTars
@@ -61,11 +62,14 @@ class Split:
         class_names: list[str],
         tars: LocalTars | RemoteTars | None = None,
         layout: SampleLayout = DEFAULT_LAYOUT,
+        sha256: Sequence[str | None] = (),
     ):
+        """sha256: what is recorded of each shard, to tell a damaged shard from a damaged index."""
         self.root, self.name, self.filenames, self.lengths, self.index = root, name, filenames, lengths, index
         self._layout, self._firsts, self._has_checksums = layout, firsts_of(lengths), has_checksums(index)
         self.num_samples, self.num_classes, self.class_names = len(index), num_classes, class_names
         self.tars = tars or LocalTars(Path(root), filenames)
+        self._sha256 = sha256
 
     def __len__(self) -> int:
         return self.num_samples
@@ -110,11 +114,22 @@ class Split:
         remedy = "restore the shard and start again"
         if said == size and len(data) == size:
             remedy = f"copy the shard again (`python -m data_prep.verify {self.root}` tells which are damaged) and start again"
+        if not problem.startswith("failed") and self._is_intact(shard):
+            problem = f"{problem.partition(',')[0]}; the shard has its recorded sha256, so the index is damaged"
+            remedy = f"delete {self.root}/{self.name}.index.npy and start again, which makes it of the shards"
         raise ShardError(f"{self.where(i)}: sample {i} (key {key}): reading {size} bytes at offset {offset} {problem}; {remedy}")
 
     def where(self, i: int) -> str:
         """Path or URL of the shard that sample `i` is in."""
         return self.tars.where(self._shard_of(i))
+
+    def _is_intact(self, shard: int) -> bool:
+        """Whether a shard of a folder has its recorded sha256: the whole of it is read."""
+        expected = self._sha256[shard] if shard < len(self._sha256) else None
+        try:
+            return expected is not None and isinstance(self.root, Path) and expected == sha256_of(self.root / self.filenames[shard])
+        except OSError:  # told already: it cannot be read, or its index alone lies here
+            return False
 
     def _shard_of(self, i: int) -> int:
         return bisect.bisect_right(self._firsts, i) - 1
