@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -615,6 +616,16 @@ def test_a_server_is_asked_once_for_each_shard_however_many_ranks_open_them(shar
         found = together(3, lambda world: open_indexed(data, "train", world))
     assert ["no such file" in str(error) for error in found] == [True] * 3
     assert [isinstance(error, AlreadyReported) for error in found] == [False, True, True]
+
+
+def test_a_signal_is_heard_while_a_server_is_asked_about_shards(web, url):
+    folder = remote.RemoteFolder(url, Patience(60, 0.01, 0.2))
+    web.away_until_s = time.monotonic() + 60
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        folder.stats([f"train-{number:05d}.tar" for number in range(40)])
+    assert time.monotonic() - began_s < 30, "its threads were waited for, who repeat for as long as patience lasts"
 
 
 def test_what_was_asked_for_long_ago_is_forgotten(url, cache, monkeypatch):

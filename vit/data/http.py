@@ -265,9 +265,9 @@ class WebFolder:
         """The web has no lists."""
         return {}
 
-    def stat(self, name: str, parts_only: bool = True) -> Version:
+    def stat(self, name: str, while_waiting: Callable[[], None] | None = None, parts_only: bool = True) -> Version:
         """Size and tag, by asking for the first byte: servers that know no ranges are found out at once. Raises FileNotFoundError."""
-        with WebFile(self.url, name, self.patience, stop=1, parts_only=parts_only) as file:
+        with WebFile(self.url, name, self.patience, stop=1, parts_only=parts_only, while_waiting=while_waiting) as file:
             if parts_only:
                 file.read1()  # and the connection can be used again
             return file.open()

@@ -167,7 +167,8 @@ def rows_of_tars(tars: Sequence[Path], layout: SampleLayout, sha256: Sequence[st
     began_s = told_s = time.monotonic()
     found, problems, done_bytes = [], [], 0
     all_bytes = sum(tar.stat().st_size for tar in tars if tar.exists())
-    with ThreadPoolExecutor(NUM_READERS) as threads:
+    threads = ThreadPoolExecutor(NUM_READERS)
+    try:
         for tar, (rows, problem) in zip(tars, threads.map(rows_of, tars, sha256), strict=True):
             found.append(rows)
             problems += [problem] if problem else []
@@ -179,6 +180,8 @@ def rows_of_tars(tars: Sequence[Path], layout: SampleLayout, sha256: Sequence[st
                 left_s = (all_bytes - done_bytes) / rate
                 read = f"{done_bytes / 1e9:,.1f} of {all_bytes / 1e9:,.1f} GB"
                 log.warning("%s: %d of %d shards (%s), %.0f s more", tar.parent, len(found), len(tars), read, left_s)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)  # an error or a signal does not wait for shards that are being read
     if problems:
         raise ShardError("\n".join(problems))
     return found

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +90,28 @@ class RemoteFolder:
         except (FileNotFoundError, Refused):  # one may read and not list
             known = {}
 
+        stopped = threading.Event()
+
+        def go_on() -> None:
+            if stopped.is_set():
+                raise CancelledError
+
         def version(name: str) -> Version | str:
             try:
-                return known.get(name) or self.stat(name)
+                return known.get(name) or self.stat(name, go_on)
             except FileNotFoundError:
                 return "no such file"
 
-        with ThreadPoolExecutor(NUM_CONNECTIONS) as threads:
+        threads = ThreadPoolExecutor(NUM_CONNECTIONS)
+        try:
             return list(threads.map(version, names))
+        finally:
+            stopped.set()  # an error or a signal: who waits for the server to come back ends, and nobody waits for them
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    def stat(self, name: str) -> Version:
-        """The version of a file. Raises FileNotFoundError, ShardError."""
-        return self._server.stat(name)
+    def stat(self, name: str, while_waiting: Callable[[], None] | None = None) -> Version:
+        """The version of a file. Raises FileNotFoundError, ShardError. while_waiting: see `Patience.keep_trying`."""
+        return self._server.stat(name, while_waiting)
 
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
         """Bytes [start, stop) of a file. Raises OSError if it is gone or of another version, ShardError."""

@@ -64,9 +64,9 @@ class Store:
 
         return self._ask("", _listed)
 
-    def stat(self, name: str) -> Version:
+    def stat(self, name: str, while_waiting: Callable[[], None] | None = None) -> Version:
         """Size, and ETag or time of change."""
-        return self._ask(name, lambda fs, path: _version_now(fs, path, name))
+        return self._ask(name, lambda fs, path: _version_now(fs, path, name), while_waiting=while_waiting)
 
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
         """Bytes [start, stop) of a file that is in use. Raises OSError if it is of another version.
@@ -138,7 +138,7 @@ class Store:
         """Remove a file."""
         self._ask(name, lambda fs, path: fs.rm_file(f"{path}/{name}"))
 
-    def _ask(self, name: str, action: Callable[[Any, str], T], in_use: bool = False) -> T:
+    def _ask(self, name: str, action: Callable[[Any, str], T], in_use: bool = False, while_waiting: Callable[[], None] | None = None) -> T:
         """What `action` says, given a client and the folder's path.
 
         fsspec keeps the clients: one for a process, or for each of its threads where they are not safe in several.
@@ -165,7 +165,7 @@ class Store:
                     fs.clear_instance_cache()  # the next attempt gets one with new credentials, and a new connection
                 raise Passing(_words(error) if _is_stale(error) else f"cannot be reached ({_words(error)})", final=final) from error
 
-        return self.patience.keep_trying(where, attempt)
+        return self.patience.keep_trying(where, attempt, while_waiting)
 
     def _refusal(self, error: Exception, where: str) -> Refused | None:
         """What to tell about an error that waiting does not mend, None for one that may pass."""
