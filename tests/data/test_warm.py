@@ -77,6 +77,38 @@ def test_it_stops_where_the_cache_is_full_and_takes_nothing_away(web, tmp_path, 
     assert len(asked(web)) <= requests + 1
 
 
+def test_damaged_blocks_are_counted_and_the_others_are_fetched(web, tmp_path, shards, capsys):
+    name = "train-00001.tar"
+    row = open_split(shards, "train").index[25]
+    data = bytearray(web.files[f"/set/{name}"])
+    data[int(row["offset"]) + 50] ^= 1
+    web.files[f"/set/{name}"] = bytes(data)
+    cache = tmp_path / "cache"
+    assert warm.main([f"{web.url}/set", "--cache-dir", str(cache), "--threads", "1"]) == 2
+    out, error = capsys.readouterr()
+    assert out.startswith("val: "), "what comes after it is fetched"
+    assert error.count("error: ") == 1
+    assert f"; 1 block of {web.url}/set/{name}: other bytes than indexed; copy what is damaged again (`python -m data_prep.verify" in error
+    assert len(list(cache.rglob("train*.block"))) == 14
+
+
+def test_a_shard_that_is_replaced_meanwhile_is_told_and_waited_for_by_nobody(web, tmp_path):
+    """Its other threads still wait for a server that is away."""
+    code = (
+        "import runpy, sys; from vit.data import http, patience, storage; storage.BLOCK_BYTES = 16_000; patience.NUM_REFUSALS = 1\n"
+        "real = storage.RemoteTars.blocks\n"
+        "def blocks(self, shards):\n"
+        "    self.versions[0] = http.Version(5, 'another')\n"
+        "    return real(self, shards)\n"
+        "storage.RemoteTars.blocks = blocks\n"
+        "runpy.run_module('vit.data.warm', run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", code, f"{web.url}/set", "--cache-dir", str(tmp_path / "cache"), "--split", "train"]
+    done = subprocess.run(command, env={**environment(), "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"error: {web.url}/set/train-00000.tar: it was replaced at its URL while it was in use")
+
+
 def test_several_at_once_share_the_work(web, tmp_path):
     web.delay_s = 0.1
     code = "import sys; from vit.data import storage, warm; storage.BLOCK_BYTES = 16_000; sys.exit(warm.main(sys.argv[1:]))"

@@ -14,12 +14,15 @@ import os
 import re
 import sys
 import threading
+import traceback
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from vit.command_line import Parser
 from vit.config_io import load_config
+from vit.data.block_cache import Fetched
 from vit.data.files import ShardError
 from vit.data.order import hash64
 from vit.data.patience import Patience
@@ -32,24 +35,38 @@ NUM_THREADS = 16
 """Blocks fetched at once; each is held in memory."""
 
 
+class Damaged(ShardError):
+    """Blocks whose bytes are not what the index says; all others were fetched."""
+
+
 def warm(tars: RemoteTars, split: str, shards: range, fraction: float = 1.0, num_threads: int = NUM_THREADS) -> str:
     """Fetch the blocks of these shards that the cache lacks, or the first `fraction` of them, until it is full; says what was done.
 
-    Raises ShardError for what cannot be fetched or kept.
+    Raises ShardError for what cannot be fetched or kept, Damaged at the end.
     """
     blocks = tars.blocks(shards)
     blocks = blocks[: max(round(len(blocks) * fraction), 1)]
     start = int(hash64(os.getpid())) % len(blocks)  # another one of several commands begins elsewhere
     missing = [block for block in (*blocks[start:], *blocks[:start]) if not tars.cache.holds(block.name)]
     here_bytes = sum(block.num_bytes for block in blocks) - sum(block.num_bytes for block in missing)
-    fetched_bytes, is_full = 0, threading.Event()
+    fetched_bytes, is_full, damaged = 0, threading.Event(), set[Block]()
+
+    def get(block: Block) -> Fetched:
+        try:
+            fetched = tars.get(block)
+        except OSError as error:
+            raise ShardError(f"{tars.where(block.shard)}: {error.strerror}; start again when the data set is as it shall be") from error
+        if fetched.part_ends is None:
+            damaged.add(block)
+        return fetched
 
     def fetch(block: Block) -> int:
         if not is_full.is_set() and tars.cache.has_room(block.num_bytes):
-            tars.cache.fetch(block.name, lambda: tars.get(block), may_remove=False)
+            tars.cache.fetch(block.name, lambda: get(block), may_remove=False)
             if tars.cache.holds(block.name):
                 return block.num_bytes
-        is_full.set()
+        if block not in damaged:
+            is_full.set()
         return 0
 
     threads = ThreadPoolExecutor(num_threads)
@@ -64,6 +81,11 @@ def warm(tars: RemoteTars, split: str, shards: range, fraction: float = 1.0, num
     all_bytes = sum(block.num_bytes for block in blocks)
     here, fetched = _size(here_bytes + fetched_bytes), _size(fetched_bytes)
     said = f"{split}: {here} of {_size(all_bytes)} are in {tars.cache.folder}, {fetched} of them fetched now"
+    if damaged:
+        counts = Counter(tars.where(block.shard) for block in damaged)
+        told = ", ".join(f"{number} block{'s' * (number > 1)} of {where}" for where, number in sorted(counts.items()))
+        remedy = f"copy what is damaged again (`python -m data_prep.verify {tars.folder}` says which images are)"
+        raise Damaged(f"{said}; {told}: other bytes than indexed; {remedy}")
     if here_bytes + fetched_bytes == all_bytes:
         return said
     if tars.cache.has_room(2 * max(block.num_bytes for block in missing)):
@@ -102,6 +124,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     guard_console()
+    status = 0
     try:
         given = _options(arguments)
         if not 0 < given.fraction <= 1 or given.threads < 1:
@@ -122,17 +145,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tars = open_split(resolve(root), split, cache_dir, cache_gib, patience).tars
             if not isinstance(tars, RemoteTars):
                 raise ValueError(f"{shown(root)} is a folder, which is read in place: --cache-dir says where copies of its blocks go")
-            print(warm(tars, split, _shards_of(given.shards, len(tars.filenames)), given.fraction, given.threads), flush=True)
+            try:
+                print(warm(tars, split, _shards_of(given.shards, len(tars.filenames)), given.fraction, given.threads), flush=True)
+            except Damaged as error:
+                print(f"error: {error}", file=sys.stderr)
+                status = 2
     except KeyboardInterrupt:
         print("stopped: what was fetched stays, and the same command goes on", file=sys.stderr)
         return 130
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return status
 
 
 if __name__ == "__main__":
-    status = main()
+    status = 1
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
     sys.stdout.flush()
     os._exit(status)  # threads may still wait for a slow store
