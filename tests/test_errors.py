@@ -300,6 +300,19 @@ def _(place):
     place.train(f"data.sources=[{{root: {root}}}]")
 
 
+@scenario("sources that name their classes differently, where the evaluated images have no names")
+def _(place):
+    def named(root: Path, names: list[str]) -> None:
+        info = json.loads((root / "_info.json").read_text())
+        (root / "_info.json").write_text(json.dumps({**info, "class_names": names}))
+
+    named(place.own_shards(), [])
+    others = [shutil.copytree(place.shards, place.folder / name) for name in ("one", "two")]
+    named(others[0], ["cat", "dog", "eel"])
+    named(others[1], ["eel", "dog", "cat"])
+    place.train(f"data.sources=[{{root: {others[0]}}}, {{root: {others[1]}}}]")
+
+
 @scenario("a corrupt image in training", begun=True)
 def _(place):
     key = spoil_an_image(place.own_shards())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -157,7 +158,9 @@ def other(shards, tmp_path_factory):
 
 def test_classes_are_mapped_by_name(shards, other):
     splits, val = [open_split(shards, "train"), open_split(other, "train")], open_split(shards, "val")
-    with pytest.raises(ShardError, match=r"data\.sources\[1\] \(.*set 'train'\): 1 classes that .* 'val' lacks: 'new'; leave them out"):
+    with pytest.raises(
+        ShardError, match=r"data\.sources\[1\] \(.*set 'train'\): 1 class that .* 'val' lacks: 'new'; leave them out with its filter"
+    ):
         train_set_of_sources(splits, [Wanted(), Wanted()], [None, None], val, None)
     of = train_set_of_sources(splits, [Wanted(), Wanted(filter="label != 'new'")], [None, None], val, None)
     labels, own = of.split.index["label"], splits[1].index["label"]
@@ -168,6 +171,35 @@ def test_classes_are_mapped_by_name(shards, other):
     assert (of.split.num_samples, of.num_draws, of.split.num_classes) == (120, 60 + len(kept), 3)
     assert of.split.read(60 + int(kept[0])) == splits[1].read(int(kept[0]))
     assert "by data.filter" in of.told[1]
+
+
+def renamed(shards, root, names):
+    shutil.copytree(shards, root)
+    info = json.loads((root / "_info.json").read_text())
+    (root / "_info.json").write_text(json.dumps({**info, "class_names": names}))
+    return open_split(root, "train")
+
+
+def test_the_printed_filter_leaves_lacking_classes_out(shards, other):
+    split, val = open_split(other, "train"), open_split(shards, "val")
+    with pytest.raises(ShardError) as caught:
+        train_set_of_sources([split], [Wanted()], [None], val, None)
+    [printed] = re.findall(r"its filter \((.*)\), or", str(caught.value))
+    left = train_set_of_sources([split], [Wanted(filter=printed)], [None], val, None).num_draws
+    assert left == int((split.index["label"] != 1).sum())
+
+
+def test_names_that_contradict_each_other_are_refused_where_no_others_decide(shards, tmp_path):
+    cats, eels = (renamed(shards, tmp_path / names[0], names) for names in (["cat", "dog", "eel"], ["eel", "dog", "cat"]))
+    val = renamed(shards, tmp_path / "nameless", [])
+    told = r"sources\[2\] .*: label 0 is 'eel', of data\.sources\[1\] .* it is 'cat', and .*nameless 'train' has no names that say which"
+    with pytest.raises(ShardError, match=told):
+        train_set_of_sources([val, cats, eels], [Wanted()] * 3, [None] * 3, val, None)
+    by_number = train_set_of_sources([val, cats], [Wanted()] * 2, [None] * 2, val, None)
+    assert "by number" not in by_number.told[0]
+    assert by_number.told[1].endswith(f"its labels are taken by number, for {val.root} 'train' names no classes")
+    by_number = train_set_of_sources([val, eels], [Wanted()] * 2, [None] * 2, eels, None)
+    assert by_number.told[0].endswith(f"its labels are taken by number, for {val.root} 'train' names no classes")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

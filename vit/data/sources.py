@@ -1,7 +1,8 @@
 """Several splits as one to train on, and what an epoch draws from each. Free of torch.
 
 The data's story: samples are numbered source after source; a number leads to its source and its place there, which reads it. Labels are
-told by the class names of the split that the run is evaluated on: a source with other names, or in another order, is mapped by name.
+told by the class names of the split that the run is evaluated on: a source with other names, or in another order, is mapped by name. Where
+one of the two has no names labels are taken by number, which is told, and all sources with names must have the same then.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,7 +64,8 @@ def train_set_of_sources(
     for first, split, each, num_draws in zip(sources.firsts, splits, chosen, draws, strict=False):
         shares.append(Share(num_draws, each.num_samples, first, each.numbers))
         times = f", {num_draws / each.num_samples:.3g} times each" if num_draws != each.num_samples else ""
-        told.append(f"{num_draws:,} images an epoch ({num_draws / sum(draws):.1%}{times}) of {each.told or _all_of(split)}")
+        part = f"{num_draws:,} images an epoch ({num_draws / sum(draws):.1%}{times})"
+        told.append(f"{part} of {each.told or _all_of(split)}{_by_number(split, classes_of)}")
         known.append(f"{num_draws:,} draws of {each.identity or f'all {each.num_samples:,} samples'}")
     return TrainSet(sources, sum(draws), tuple(shares), tuple(told), "; ".join(known))
 
@@ -71,18 +74,28 @@ def _all_of(split: Split) -> str:
     return f"all {split.num_samples:,} samples of {split.root} {split.name!r}"
 
 
+def _by_number(split: Split, classes_of: Split) -> str:
+    if bool(split.class_names) == bool(classes_of.class_names):
+        return ""
+    nameless = split if classes_of.class_names else classes_of
+    return f"; its labels are taken by number, for {nameless.root} {nameless.name!r} names no classes"
+
+
 class Sources:
     """Splits that are read as one; see `Split` for what is not told here. May be forked and pickled as they are."""
 
     name = "sources"
 
     def __init__(self, splits: Sequence[Split], chosen: Sequence[Chosen], classes_of: Split):
-        """Raises ShardError where a chosen sample's class is none of those of `classes_of`."""
+        """Raises ShardError where a chosen sample's class is none of those of `classes_of`, or where that has no names and the sources'
+        differ."""
         self.splits, self.root = list(splits), " + ".join(str(split.root) for split in splits)
         self.firsts = firsts_of(split.num_samples for split in splits)
         self.num_samples = self.firsts[-1]
         self.filenames = [name for split in splits for name in split.filenames]
         self.class_names = classes_of.class_names
+        if not self.class_names:
+            _check_same_names(splits, classes_of)
         maps = [_map_labels(number, *pair, classes_of) for number, pair in enumerate(zip(splits, chosen, strict=True))]
         self.num_classes = classes_of.num_classes if self.class_names else max(split.num_classes for split in (*splits, classes_of))
         self.index = _Rows(self.splits, maps, self.firsts)
@@ -171,24 +184,49 @@ def _divided(
         yield split, samples[places] - firsts[number], places
 
 
+def _called(number: int, split: Split) -> str:
+    return f"data.sources[{number}] ({split.root} {split.name!r})"
+
+
+def _name_them(root: Any) -> str:
+    return f"move _info.json out of {root} and run `python -m data_prep.index {root} --classes names.txt`, a name in each line"
+
+
+def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
+    """Raises ShardError where a number means one class here and another there."""
+    named = [(number, split) for number, split in enumerate(splits) if split.class_names]
+    for number, split in named[1:]:
+        first, names = named[0][1], named[0][1].class_names
+        if split.class_names != names:
+            pairs = enumerate(zip_longest(names, split.class_names))
+            label, (one, other) = next((label, pair) for label, pair in pairs if pair[0] != pair[1])
+            raise ShardError(
+                f"{_called(number, split)}: label {label} is {other!r}, of {_called(named[0][0], first)} it is {one!r}, and "
+                f"{classes_of.root} {classes_of.name!r} has no names that say which is meant; name its classes: "
+                f"{_name_them(classes_of.root)}"
+            )
+
+
 def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) -> NDArray[np.int32] | None:
     """The label by `classes_of` of each label of `split`; None where they are the same."""
-    names, called = classes_of.class_names, f"data.sources[{number}] ({split.root} {split.name!r})"
+    names, called = classes_of.class_names, _called(number, split)
     if not names or split.class_names == names:
         return None
     if not split.class_names:
         if split.num_classes > classes_of.num_classes:
             told = f"{split.num_classes:,} classes without names, {classes_of.root} has {classes_of.num_classes:,}"
-            raise ShardError(f"{called}: {told}: name them in its _info.json (`python -m data_prep.index ROOT --classes names.txt`)")
+            raise ShardError(f"{called}: {told}; name its classes: {_name_them(split.root)}")
         return None
     of = {name: label for label, name in enumerate(names)}
     mapped = np.array([of.get(name, -1) for name in split.class_names], np.int32)
     missing = sorted(label for label in _labels_of(split, chosen) if mapped[label] < 0)
     if missing:
         named = ", ".join(f"{split.class_names[label]!r}" for label in missing[:MOST_NAMED])
-        more = f" and {len(missing) - MOST_NAMED:,} more" if len(missing) > MOST_NAMED else ""
-        remedy = f"leave them out with its filter (label not in ({named}{', ...' if more else ''})), or evaluate on data that have them"
-        raise ShardError(f"{called}: {len(missing):,} classes that {classes_of.root} {classes_of.name!r} lacks: {named}{more}; {remedy}")
+        more, how = "", f"its filter (label not in ({named}))"
+        if len(missing) > MOST_NAMED:
+            more, how = f" and {len(missing) - MOST_NAMED:,} more", "its exclude, a file with a line class=NAME for each"
+        classes = f"{len(missing):,} {'class' if len(missing) == 1 else 'classes'} that {classes_of.root} {classes_of.name!r} lacks"
+        raise ShardError(f"{called}: {classes}: {named}{more}; leave them out with {how}, or evaluate on data that have them")
     return mapped
 
 
