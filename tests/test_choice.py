@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from processes import TINY, Background, final_state, run, train
 
+from vit.config_io import load_config
+from vit.data.files import ShardError
 from vit.data.shards import open_split
+from vit.plan import describe
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +71,22 @@ def test_a_choice_is_told_by_print_config_and_may_not_change(tmp_path, config, s
         done = run("launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *short, *other_choice)
         assert done.returncode == 2
         assert re.search(rf"data: chosen 20 of 60 samples \([0-9a-f]{{16}}\) there, {told}", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.exclude={shards}/nofile", r"data\.exclude=.*nofile: cannot be read \(No such file"),
+        ("data.filter=label == 'walrus'", r"data\.filter: .*walrus.* at character 10 .*: no class"),
+        ("data.filter=width < 0", "nothing is left to train on"),
+    ],
+)
+def test_print_config_tells_mistakes_in_the_choice(config, shards, override, told):
+    loaded = load_config(config, [*TINY, "run.dir=unused", override.format(shards=shards)])
+    with pytest.raises(ShardError, match=told):
+        describe(*loaded, world_size=1)
+
+
+def test_print_config_assumes_imagenet_where_there_are_no_data(config, tmp_path):
+    loaded = load_config(config, [*TINY, "run.dir=unused", f"data.root={tmp_path}/none", "data.filter=width < 0"])
+    assert "1,281,167 (assumed" in describe(*loaded, world_size=1)

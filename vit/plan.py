@@ -137,15 +137,26 @@ def make_plan(config: Config, num_samples: int, world_size: int, shares: tuple[S
     return plan, order
 
 
+def open_train_splits(data: DataConfig, world: World | None = None) -> list[Split]:
+    """The split to train on, or those of all sources, on all ranks; none for a stream."""
+    if data.reader == "webdataset":
+        return []
+    if not data.sources:
+        return [open_indexed(data, data.train_split, world)]
+    return [open_indexed(data, source.split or data.train_split, world, source.root) for source in data.sources]
+
+
 def open_train_set(config: Config, val_split: Split, world: World | None = None) -> TrainSet:
-    """What to train on, on all ranks. A stream has the classes of the evaluation's images, and `model.num_classes`."""
+    """What to train on, on all ranks."""
+    return choose_train_set(config, open_train_splits(config.data, world), val_split, world)
+
+
+def choose_train_set(config: Config, splits: list[Split], val_split: Split, world: World | None = None) -> TrainSet:
+    """What to train on of `open_train_splits`. A stream has the classes of the evaluation's images, and `model.num_classes`.
+
+    Raises ShardError and ValueError for what the settings choose and is not there.
+    """
     data = config.data
-    named = data.sources or [None]
-    splits = []
-    if data.reader == "index":
-        splits = [
-            open_indexed(data, (source and source.split) or data.train_split, world, source.root if source else None) for source in named
-        ]
 
     def choose() -> TrainSet:
         if data.reader == "webdataset":
@@ -202,7 +213,8 @@ IMAGENET_IMAGES = 1_281_167
 def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     """What `--print-config` shows: every value with its origin as YAML, and the derived numbers as comments.
 
-    Where the data cannot be opened, as many images and classes as ImageNet's are assumed, and it says so. Raises ValueError as `make_plan`.
+    Where the data cannot be opened, as many images and classes as ImageNet's are assumed, and it says so. Raises ValueError as
+    `make_plan`, and what `choose_train_set` raises.
     """
     values = config_io.to_dict(config)
     comments = {key: origins.get(key, "default") for section in values for key in (f"{section}.{name}" for name in values[section])}
@@ -212,13 +224,14 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     mixing: object = NOT_EXACT if config.data.reader == "webdataset" else None
     try:
         val_split = open_indexed(config.data, config.data.val_split)
-        train = open_train_set(config, val_split)
+        splits = open_train_splits(config.data)
     except ShardError as error:
         num_images, images_assumed = config.data.num_samples or IMAGENET_IMAGES, ""
         if config.data.num_samples is None:
             images_assumed = f" (assumed, ImageNet-1k's; so are all steps, for the data cannot be opened: {error})"
         plan, order = make_plan(config, num_images, world_size)
     else:
+        train = choose_train_set(config, splits, val_split)
         num_classes, assumed, images_assumed = choose_num_classes(config, train.split, val_split), "", ""
         plan, order = make_plan(config, train.num_draws, world_size, train.shares)
         if config.data.reader == "index":
