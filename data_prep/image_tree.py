@@ -89,7 +89,8 @@ class PassedOver:
         """A line about each of these, for the console and the card; none if there is nothing."""
         lines = [self.told_of_images()] if self.images else []
         if self.beside:
-            lines.append(f"{len(self.beside):,} images beside the class folders, of no class: {some(self.beside)}; not used")
+            images = "1 image" if len(self.beside) == 1 else f"{len(self.beside):,} images"
+            lines.append(f"{images} beside the class folders, of no class: {some(self.beside)}; not used")
         if self.others:
             lines.append(f"{self.others.total():,} other files, no images: {_by_number(self.others)}")
         if self.outward:

@@ -159,9 +159,10 @@ def index(
         output.remove(name)
     write_readme(output, info)
     was_there = ", _info.json was there and fits" if ours is not None else ""
-    print(f"{output}: indexed, {classes['num_classes']:,} classes{was_there}")
+    print(f"{output}: indexed, {classes['num_classes']:,} {'class' if classes['num_classes'] == 1 else 'classes'}{was_there}")
     if unfit := [entry for entry in entries if "tar_offset" in entry]:
-        print(f"left out: {len(unfit):,} samples that do not fit, listed in {output}/quarantine.jsonl; the first: {_told(unfit[0])}")
+        count = "1 sample that does" if len(unfit) == 1 else f"{len(unfit):,} samples that do"
+        print(f"left out: {count} not fit, listed in {output}/quarantine.jsonl; the first: {_told(unfit[0])}")
     passed_over = sum((Counter(sidecar.get("passed_over", {})) for sidecar in sidecars.values()), Counter[str]())
     if passed_over:
         print(f"note: {told_passed_over(passed_over)}")

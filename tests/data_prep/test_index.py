@@ -147,6 +147,7 @@ BAD: dict[str, list[tuple[str, bytes | None]]] = {
     "no image": [("bad.cls", b"1")],
     "broken header": [("bad.jpg", jpeg(1)[:30]), ("bad.cls", b"1")],
     "label no number": [("bad.jpg", jpeg(1)), ("bad.cls", b"cat")],
+    "negative label": [("bad.jpg", jpeg(1)), ("bad.cls", b"-1")],
     "hard links": [("bad.jpg", None), ("bad.cls", None)],
 }
 
@@ -164,7 +165,9 @@ def test_a_sample_that_does_not_fit_is_left_out_and_listed(kind, tmp_path, capsy
     tar = shard_with(tmp_path / "root", BAD[kind])
     assert main([str(tar.parent), "--workers", "1"]) == 0
     told = capsys.readouterr().out
-    assert f"left out: 1 samples that do not fit, listed in {tar.parent}/quarantine.jsonl; the first: train-0000.tar: sample 'bad' " in told
+    assert (
+        f"left out: 1 sample that does not fit, listed in {tar.parent}/quarantine.jsonl; the first: train-0000.tar: sample 'bad' " in told
+    )
     assert [json.loads(line)["key"] for line in (tar.parent / "quarantine.jsonl").read_text().splitlines()] == ["bad"]
     info = json.loads((tar.parent / "_info.json").read_text())
     assert (info["quarantined"], info["splits"]["train"]["shard_lengths"]) == (1, [3])

@@ -167,12 +167,18 @@ class SampleLayout:
                 there = ", ".join(name for name, _ in _leaves(content)) or repr(content)[:40]
                 raise Unfit("field", f"has no field {field!r} in its .{suffix} (there: {printable(there[:200])})")
         number = _integer(value)
-        if number is not None:
+        if number is not None and number >= 0:
             return number
         text = value.strip() if isinstance(value, str) else repr(value)
         if isinstance(value, str) and text in self._numbers:
             return self._numbers[text]
-        wanted = f"one of the {len(self.class_names):,} class names" if self.class_names else "an integer"
+        wanted = (
+            f"one of the {len(self.class_names):,} class names"
+            if self.class_names
+            else "an integer"
+            if number is None
+            else "an integer from 0"
+        )
         raise Unfit("label", f"has the label {text[:40]!r}; expected {wanted}")
 
 
