@@ -30,7 +30,7 @@ from servers import FtpServer, S3Server, WebServer
 
 from data_prep import imagefolder, index
 from vit.config import AugmentConfig, DataConfig, EvalConfig
-from vit.data import http, remote, storage
+from vit.data import http, remote, stages, storage
 from vit.data.block_cache import GIB, BlockCache, Fetched
 from vit.data.files import ShardError
 from vit.data.loader import EvalBatches, ImageFormat, TrainBatches
@@ -492,6 +492,19 @@ def test_a_server_that_only_drips_ends_with_an_error(web, url, cache, monkeypatc
     with pytest.raises(ShardError, match=r"train-00000.tar: only \d+ bytes came in \d s; check the network"):
         split.read(0)
     web.hang_after = None
+
+
+def test_who_waits_for_a_block_that_comes_slowly_makes_progress(web, url, cache, monkeypatch):
+    monkeypatch.setattr(storage, "BEAT_S", 0.1)
+    split, turns = open_split(url, "train", cache), []
+    web.drip = (1000, 0.1)
+    waiting = threading.Thread(target=split.read, args=(0,))
+    waiting.start()
+    while waiting.is_alive():
+        turns.append(stages.mine.turns)
+        time.sleep(0.25)
+    assert len(turns) >= 3
+    assert turns == sorted(set(turns)), "each look finds a change"
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 507, 520, 524])

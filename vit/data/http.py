@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vit.data.files import ShardError
-from vit.data.patience import Passing, Patience
+from vit.data.patience import Passing, Patience, moved
 from vit.data.urls import address, credentials, login_hint, shown
 
 PIECE_BYTES = 1 << 20
@@ -128,6 +128,7 @@ class WebFile(io.RawIOBase):
             self._waited_s += time.monotonic() - began_s
             if not piece:
                 break
+            moved()
             first, self._given = self._given, self._given + len(piece)
             if self._given == self._until:
                 self._end_answer()

@@ -86,7 +86,7 @@ _JITTER = random.Random()
 """Its own generator: nobody's draws depend on the network."""
 _away: dict[str, float] = {}
 """Places that are known not to answer, and since when: who puts one in, or takes it out, tells it. Single operations need no lock."""
-_retries, _naps = 0, 0
+_retries, _moves = 0, 0
 
 
 def num_retries() -> int:
@@ -94,9 +94,15 @@ def num_retries() -> int:
     return _retries
 
 
-def num_naps() -> int:
-    """Goes on for as long as any of this process's threads pauses between attempts: none of them hangs."""
-    return _naps
+def num_moves() -> int:
+    """Goes on for as long as bytes come to any of this process's threads, or one pauses between attempts: none of them hangs."""
+    return _moves
+
+
+def moved() -> None:
+    """Some bytes have come."""
+    global _moves
+    _moves += 1  # threads may lose one of each other's: another number is enough
 
 
 def _count_retry() -> None:
@@ -120,10 +126,9 @@ def _place(where: str) -> str:
 
 
 def _wait(pause_s: float, while_waiting: Callable[[], None] | None) -> None:
-    global _naps
     resume_s = time.monotonic() + pause_s
     while (left_s := resume_s - time.monotonic()) > 0:
         if while_waiting is not None:
             while_waiting()
         time.sleep(min(left_s, 0.2))
-        _naps += 1
+        moved()

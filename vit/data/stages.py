@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 
-from vit.data.patience import num_naps, num_retries
+from vit.data.patience import num_moves, num_retries
 
 ROW_BYTES = 256
 """Of one process: 32 numbers of 8 bytes."""
@@ -81,7 +81,7 @@ class Row:
 
     def __init__(self, memory: memoryview):
         self._numbers = memory.cast("d")
-        self._retries, self._naps = num_retries(), num_naps()
+        self._retries, self._moves = num_retries(), num_moves()
 
     # ---- by the process itself ----
 
@@ -118,11 +118,12 @@ class Row:
             self._numbers[_PLACES[name]] += number
 
     def count_retries(self) -> None:
-        """What this process has tried again by now. That, and a pause before it, is progress: who comes to it does not hang."""
-        retries, naps = num_retries(), num_naps()
+        """What this process has tried again by now. That, a pause before it, and bytes that come are progress: who waits for it does not
+        hang."""
+        retries, moves = num_retries(), num_moves()
         self._numbers[_PLACES["retries"]] += retries - self._retries
-        if (retries, naps) != (self._retries, self._naps):
-            self._retries, self._naps = retries, naps
+        if (retries, moves) != (self._retries, self._moves):
+            self._retries, self._moves = retries, moves
             self._numbers[_TURNS] += 1
 
     def beat(self) -> None:

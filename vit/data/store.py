@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from vit.data.files import temporary_file
 from vit.data.http import ATTEMPT_S, Refused, Version, replaced
-from vit.data.patience import Passing, Patience
+from vit.data.patience import Passing, Patience, moved
 from vit.data.urls import did_you_mean, shown
 
 SMALLEST_PIECE = 64 << 10
@@ -85,6 +85,7 @@ class Store:
                     raise
                 if not piece:
                     raise Passing(f"nothing came after {at - start} of {stop - start} bytes")
+                moved()
                 pieces.append(piece)
                 at += len(piece)
             now = _version_now(fs, path, name)
