@@ -92,6 +92,11 @@ class Watch:
         self.idle_s = 0.0
         """How long nobody has had anything to do."""
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to look again."""
+        return time.monotonic() - self._looked_s >= self.look_each_s
+
     def look(self, names: Callable[[int], str]) -> None:
         """Look at the rows, and tell if it is time to. `names`: who process number n is."""
         now_s = time.monotonic()
@@ -132,10 +137,13 @@ class Lookout:
         self._over = threading.Event()
 
         def look() -> None:
+            part = row.part
             while not self._over.wait(watch.look_each_s):
-                watch.look(lambda _: "this process")
-                if watch.stuck_s[0] == 0.0:
+                if row.stage == Stage.IDLE or row.part != part:  # another batch, or none
+                    part = row.part
                     watch.begin()
+                else:
+                    watch.look(lambda _: "this process")
 
         threading.Thread(target=look, daemon=True).start()
         self.end = Finalize(self, self._over.set)
@@ -176,13 +184,16 @@ class Crew:
         self._given[position, first] = slot
         os.write(self._put.fileno(), _PART.pack(position, slot, first))
 
+    def begin_wait(self) -> None:
+        """Training begins to wait for a batch; `results` tells how long it has, however many parts come meanwhile."""
+        self._watch.begin()
+
     def results(self, wait: bool) -> list[tuple[int, Result]]:
         """(position, result) of parts that were done meanwhile; with `wait`, at least one, and who hangs is told and replaced.
 
         Raises WorkerError if a worker has died, or hangs for good.
         """
         found = list[tuple[int, Result]]()
-        self._watch.begin()
         while True:
             for number in {key.data for key, _ in self._selector.select(self._watch.look_each_s if wait else 0)}:
                 is_over = self._hear(number, found)
@@ -190,10 +201,11 @@ class Crew:
                     self._replace(number)
                 elif is_over:
                     raise WorkerError(self._death_of(self._workers[number][0]))
+            if wait and self._watch.is_due:
+                self._watch.look(self._name)
+                self._mend()
             if found or not wait:
                 return found
-            self._watch.look(self._name)
-            self._mend()
 
     def _start(self, number: int) -> None:
         self.rows[number].begin_again()
@@ -213,6 +225,7 @@ class Crew:
         try:
             while results.poll():
                 position, result = results.recv()
+                self._watch.idle_s = 0.0
                 self._given.pop((position, result.first))
                 self._again.discard((position, result.first))
                 found.append((position, result))

@@ -165,6 +165,7 @@ class Loader:
     def _receive(self, position: int, crew: Crew) -> Batch:
         """The batch at `position`, made by the workers."""
         self._note(crew.results(wait=False))
+        crew.begin_wait()
         while position not in self._growing or self._growing[position].missing_rows:
             self._start_batches()
             self._note(crew.results(wait=True))
