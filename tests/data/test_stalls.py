@@ -16,7 +16,7 @@ from numbered import Numbered, is_alive
 from processes import REPOSITORY, environment
 
 from vit.config import AugmentConfig
-from vit.data import stages
+from vit.data import crew, stages
 from vit.data.crew import WorkerError
 from vit.data.loader import Batch, ImageFormat, TrainBatches
 from vit.data.order import make_order
@@ -85,6 +85,31 @@ def test_a_stopped_worker_is_named_and_replaced_and_no_batch_differs(caplog):
     assert re.search(rf"training has waited \d s for its next batch: {what}", caplog.text), caplog.text
     killed = rf"{what}, without progress for \d s \(data.stall_timeout_s\): it is killed, and another makes its part of the batch again"
     assert len(re.findall(killed, caplog.text)) == 1, caplog.text
+
+
+def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
+    batches = Reading()
+    with Loader(batches, 0, 40, num_workers=1, stall_timeout_s=0.6) as loader:
+        while loader._crew.num_queued:
+            loader._note(loader._crew.results(wait=True))
+        stopped = loader._crew._workers[0][0].pid
+        os.kill(stopped, signal.SIGSTOP)
+        for position, batch in enumerate(loader):
+            batches.check(position, batch)
+        assert loader._crew.num_replaced == 1
+    assert not is_alive(stopped)
+    assert f"next batch: loader worker 0 (process {stopped}, stopped) takes no work\n" in caplog.text
+    assert f"loader worker 0 (process {stopped}, stopped) takes no work, for 1 s (data.stall_timeout_s), and " in caplog.text
+
+
+def test_a_part_that_a_worker_took_and_did_not_begin_is_made_by_another(caplog):
+    batches = Reading(pause_s=0.01)
+    with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=0.6) as loader:
+        os.read(loader._crew._parts.fileno(), crew._PART.size)  # as a worker does that is stopped right after it
+        for position, batch in enumerate(loader):
+            batches.check(position, batch)
+        assert loader._crew.num_replaced == 2
+    assert caplog.text.count("all workers are replaced, and others make these") == 1
 
 
 def test_a_worker_that_goes_on_in_time_is_left_alone(caplog):

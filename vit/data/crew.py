@@ -3,7 +3,8 @@
 The data's story: parts go into one pipe, and whoever is free takes the next; results come back through a pipe for each worker. What a
 worker does in between it writes into its row of shared memory (`vit.data.stages`). While training waits for a batch, the rows are looked
 at: who makes no progress is named after a minute, with what it hangs at. After `stall_timeout_s` it is killed, and once it is dead, so that
-it can write nowhere any more, another worker takes its place and its part is made again, from nothing but its position. A part at which two
+it can write nowhere any more, another worker takes its place and its part is made again, from nothing but its position. Where all
+say that they wait for work and parts do not come back (one was stopped as it waited), all are replaced. A part at which two
 workers hang, and a worker that the kernel cannot end either, end the run.
 """
 
@@ -112,11 +113,12 @@ class Watch:
             stuck = [n for n, stuck_s in enumerate(self.stuck_s) if stuck_s >= 0.9 * self.tell_after_s]
             busy = [n for n, row in enumerate(self._rows) if row.stage != Stage.IDLE]
             said = "; ".join(f"{names(n)} {self.at(n)}" for n in (stuck or busy)[:4])
+            idle = ", ".join(names(n) for n in range(min(len(self._rows), 4)))
             more = len(stuck or busy) - 4
             fetched_gb = sum(row.tally()["fetched_bytes"] for row in self._rows) / 1e9
             log.warning(
                 "training has waited %.0f s for its next batch: %s%s%s", self._waited_s,
-                said or "no worker has anything to do", f"; and {more} more" if more > 0 else "",
+                said or f"{idle} takes no work", f"; and {more} more" if more > 0 else "",
                 f"; {fetched_gb:.2f} GB have been fetched up to now" if fetched_gb else "",
             )  # fmt: skip
 
@@ -203,7 +205,7 @@ class Crew:
                     raise WorkerError(self._death_of(self._workers[number][0]))
             if wait and self._watch.is_due:
                 self._watch.look(self._name)
-                self._mend()
+                self._mend(found)
             if found or not wait:
                 return found
 
@@ -239,10 +241,10 @@ class Crew:
         pid = self._workers[number][0].pid
         return f"loader worker {number} (process {pid}{process_state(pid)})"
 
-    def _mend(self) -> None:
+    def _mend(self, found: list[tuple[int, Result]]) -> None:
         """Kill who hangs for too long; `results` sees when it is dead."""
-        if self._timeout_s is not None and self._watch.idle_s >= self._timeout_s:
-            raise WorkerError(f"{self.num_queued} parts of batches are with no worker: start again, and report it if it returns")
+        if self._timeout_s is not None and self._watch.idle_s >= self._timeout_s and self._given:
+            self._deal_again(found)
         for number, stuck_s in enumerate(self._watch.stuck_s):
             if self._timeout_s is None or stuck_s < self._timeout_s:
                 continue
@@ -256,6 +258,33 @@ class Crew:
                 raise WorkerError(f"{said}, where another worker hung before; {remedy}")
             if self._kill(number):
                 log.warning("%s: it is killed, and another makes its part of the batch again", said)
+
+    def _deal_again(self, found: list[tuple[int, Result]]) -> None:
+        """Other workers for all, who say that they have nothing to do while parts wait: one was stopped before it took a part, or with a
+        part that it had not begun. All, as nobody knows who has which part. Theirs are put in again once all are dead."""
+        names = [self._name(number) for number in self._workers]
+        idle = ", ".join([name for name in names if ", stopped" in name] or names)
+        said = f"{idle} takes no work, for {self._watch.idle_s:.0f} s (data.stall_timeout_s), and {self.num_queued} parts of batches wait"
+        if not self._batches.repeatable or self._again:
+            raise WorkerError(f"{said}; look for who stops processes: a debugger, a suspended job")
+        for number, (worker, _) in self._workers.items():
+            worker.kill()
+            self._killed.add(number)
+        for number, (worker, _) in self._workers.items():
+            worker.join(END_WAIT_S)
+            if worker.exitcode is None:
+                raise WorkerError(f"{said}, and one cannot be killed: the kernel waits for something, as it does for a mount")
+            self._hear(number, found)
+        log.warning("%s: all workers are replaced, and others make these", said)
+        self._watch.idle_s = 0.0
+        _empty(self._parts)
+        os.set_blocking(self._parts.fileno(), True)
+        left, self._given = self._given, {}
+        for number in list(self._workers):
+            self._replace(number)
+        self._again.update(left)
+        for (position, first), slot in left.items():
+            self.put(position, slot, first)
 
     def _kill(self, number: int) -> bool:
         """Kill a worker, unless it goes on just now. It is stopped first, or waits in the kernel: then its row tells its part."""
@@ -312,14 +341,19 @@ class Crew:
         return f"a loader worker (process {worker.pid}) was killed by {name}, {reason}"
 
 
-def _end_workers(
-    workers: dict[int, tuple[BaseProcess, Connection]], parts: Connection, put: Connection, selector: selectors.BaseSelector
-) -> None:
-    """Take back what is not begun, tell all to end, and kill those that are not quick about it."""
+def _empty(parts: Connection) -> None:
+    """Take back what no worker has taken; the pipe does not block from now on."""
     os.set_blocking(parts.fileno(), False)
     with suppress(BlockingIOError):
         while os.read(parts.fileno(), 2**16):
             pass
+
+
+def _end_workers(
+    workers: dict[int, tuple[BaseProcess, Connection]], parts: Connection, put: Connection, selector: selectors.BaseSelector
+) -> None:
+    """Take back what is not begun, tell all to end, and kill those that are not quick about it."""
+    _empty(parts)
     for _ in workers:
         os.write(put.fileno(), _PART.pack(_END, 0, 0))
     selector.close()
