@@ -8,7 +8,7 @@ were taken, if not as usual, and when the tar that was hashed had been changed l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ from data_prep.download import WebShards
 from data_prep.output import Output, temporary_folder
 from vit.data import shards
 from vit.data.files import ShardError
-from vit.data.index_file import sha256_of
+from vit.data.index_file import open_index, sha256_of
 from vit.data.members import SampleLayout
+from vit.data.records import SIDECAR, check_types, is_sidecar
 from vit.data.tar import INDEX_DTYPE, Survey, index_rows, survey_tar, write_idx
 from vit.data.urls import bare
 
@@ -64,14 +65,15 @@ def _indexed_before(shard: Shard) -> tuple[np.ndarray, dict[str, Any]] | None:
     sidecar = shard.output.read_json(f"{name}.json")
     if sidecar is None:
         return None
-    if sidecar.get("filename") != shard.name or not {"num_samples", "bytes", "sha256"} <= sidecar.keys():
+    if sidecar.get("filename") != shard.name or not is_sidecar(sidecar):
         raise ShardError(
             f"{shard.output}/{name}.json: not a sidecar of ours, and its place is needed: move it away, or choose another --out"
         )
+    check_types(sidecar, SIDECAR, f"{shard.output}/{name}.json")
     rows = shard.rows
     if rows is None and shard.output.size(f"{name}.rows.npy") > 0:
-        with temporary_folder() as folder:
-            rows = np.load(shard.output.fetch(f"{name}.rows.npy", folder))
+        with temporary_folder() as folder, suppress(ValueError):  # what is damaged is made again
+            rows = np.array(open_index(shard.output.fetch(f"{name}.rows.npy", folder)))
     if (
         rows is None
         or rows.dtype != INDEX_DTYPE

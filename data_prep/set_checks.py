@@ -115,10 +115,6 @@ def _check_recorded(data: DataSet, part: Part, number: int, size: int | str) -> 
         remedy = "repeat the command that wrote the data set" if data.ours else data.index_it
         yield Found("files", tar.with_suffix(".json").name, f"absent; {remedy}")
         return
-    entries = sidecar.get("quarantined", [])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) and {"key", "label"} <= entry.keys() for entry in entries):
-        yield Found("files", tar.with_suffix(".json").name, "quarantined should be a list of objects with key and label; restore it")
-        return
     part.sidecars[name] = sidecar
     for key, value in recorded.items():
         if sidecar[key] != value:
@@ -200,7 +196,9 @@ def check_catalogue(data: DataSet) -> Iterator[Found]:
         rows = np.empty(len(part.labels()) + len(left_out), HASH)
         keys = key_hashes([entry["key"] for entry in left_out], data.seed)
         rows["hash"] = np.concatenate([*(seen["key"] for seen in part.seen.values()), keys])
-        rows["label"] = np.concatenate([part.labels(), np.array([entry["label"] for entry in left_out], np.int32)])
+        rows["label"] = np.concatenate(
+            [part.labels(), np.array([-1 if entry["label"] is None else entry["label"] for entry in left_out], np.int32)]
+        )
         splits[part.name] = rows[np.argsort(rows["hash"], kind="stable")]
     data.catalogue_compared = True
     if (found := catalogue_sha256(data.class_names, splits)) != data.info["catalogue"]:

@@ -15,7 +15,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -148,8 +148,9 @@ def check_shard(shard: Shard) -> Checked:
     """Check everything about one shard."""
     try:
         with _local(shard) as tar:
-            sha256, known = sha256_of(tar), left_out(shard.beside)
-            found = []
+            sha256, known, found = sha256_of(tar), set[int](), []
+            with suppress(ShardError):  # a damaged sidecar is told by itself
+                known = left_out(shard.beside)
             if shard.sha256 not in (None, sha256):
                 told = f"its sha256 is {sha256[:12]}..., recorded is {str(shard.sha256)[:12]}..."
                 found.append(Found("files", shard.name, f"altered or replaced: {told}; {WRITE_AGAIN}"))

@@ -30,6 +30,7 @@ LAYERS = [
         "vit.data.patience",
         "vit.data.jpeg",
         "vit.data.members",
+        "vit.data.records",
         "vit.data.native",
         "vit.data.tar_walk",
     }
@@ -100,6 +101,7 @@ def test_data_prep_knows_the_format_and_itself_only(path):
         "vit.data.http",
         "vit.data.jpeg",
         "vit.data.members",
+        "vit.data.records",
         "vit.data.native",
         "vit.data.patience",
         "vit.data.store",
@@ -122,6 +124,7 @@ def test_data_prep_knows_the_format_and_itself_only(path):
         "vit.data.images",
         "vit.data.jpeg",
         "vit.data.members",
+        "vit.data.records",
         "vit.data.native",
         "vit.data.tar",
         "vit.data.shards",

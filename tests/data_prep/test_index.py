@@ -388,6 +388,18 @@ def test_killed_and_continued(foreign, web, tmp_path):
     assert_indexed_as_if_local(out, foreign, url)
 
 
+def test_rows_that_are_damaged_are_made_again(foreign, web, tmp_path):
+    out = tmp_path / "out"
+    arguments = [f"{web.url}/shards/{BRACES}", "--out", str(out), "--workers", "1"]
+    assert main(arguments) == 0
+    first = contents(out)
+    for index in out.glob("*.index.npy"):
+        index.unlink()
+    (out / "imagenet1k-train-0001.rows.npy").write_bytes(b"no rows")
+    assert main(arguments) == 0
+    assert contents(out) == first
+
+
 def test_a_shard_that_was_replaced_on_the_web(foreign, web, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = [f"{web.url}/shards/{BRACES}", "--out", str(out), "--workers", "1"]

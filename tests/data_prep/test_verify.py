@@ -28,7 +28,7 @@ from data_prep.set_checks import _repeated, check_folder, check_quarantine
 from data_prep.shard_checks import SEEN_DTYPE, _check_idx, _check_index
 from data_prep.verify import main, shard_of
 from vit.data.files import ShardError
-from vit.data.shards import info_sha256, sidecars_sha256
+from vit.data.shards import info_sha256, open_split, sidecars_sha256
 from vit.data.tar import scan_tar
 
 PER_CLASS = {"apple": 10, "pear": 11, "plum": 9}
@@ -238,7 +238,7 @@ BESIDE: list[tuple[Callable[[Path], object], list[str]]] = [
     (lambda root: (root / "train-00002.json").write_text("{}"), ["train-00002.json: not a sidecar of ours"]),
     (
         lambda root: edit_json(root / "train-00003.json", lambda sidecar: sidecar.update(quarantined=[1])),
-        ["train-00003.json: quarantined should be a list"],
+        [r"train-00003.json: quarantined\[0\] is '1', expected a valid dictionary"],
     ),
     (lambda root: (root / "train-00004.idx").unlink(), ["train-00004.idx: absent"]),
     (lambda root: line_of_idx(root / "train-00005.idx", "jpg 512 ", "jpg 513 "), ["train-00005.idx: line 2"]),
@@ -507,12 +507,58 @@ def test_what_is_printed_was_compared(root, capsys):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("format_version", "1"), ("format_version", [1]), ("class_names", "abc"), ("class_names", [1, 2]), ("num_classes", "3")],
+    [
+        ("format_version", "1"),
+        ("format_version", [1]),
+        ("format_version", None),
+        ("class_names", "abc"),
+        ("class_names[0]", [1, 2]),
+        ("num_classes", "3"),
+        ("options", True),
+        ("splits.val", None),
+        ("splits.val", [1]),
+        ("splits.val.filenames", 5),
+        ("splits.val.shard_lengths", "x"),
+        ("splits.val.shard_bytes[0]", [-1]),
+    ],
 )
 def test_values_of_another_json_type_are_told(key, value, root, capsys):
-    edit_json(root / "_info.json", lambda info: info.update({key: value}))
+    def change(info: dict) -> None:
+        *parents, last = key.partition("[")[0].split(".")
+        for parent in parents:
+            info = info[parent]
+        info[last] = value
+
+    edit_json(root / "_info.json", change)
     assert verify(root) == 2
-    assert f"_info.json: {key} is " in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert re.search(rf"_info.json: {re.escape(key)} is .*, expected .*; restore it from its source\n$", error), error
+    with pytest.raises(ShardError, match=rf"_info.json: {re.escape(key)} is "):
+        open_split(root, "val")
+    assert index.main([str(root), "--workers", "1"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        (5, "quarantined is '5', expected a valid list"),
+        (
+            [{"split": "val", "key": "a", "label": None, "tar_offset": [1]}],
+            r"quarantined\[0\].tar_offset is '\[1\]', expected a valid integer",
+        ),
+        ([{"key": "a", "label": None}], r"quarantined\[0\].split is missing"),
+        ([{"split": "val", "key": 1, "label": None}], r"quarantined\[0\].key is '1', expected a valid string"),
+    ],
+    ids=["no list", "offset", "no split", "key"],
+)
+def test_values_of_another_type_in_a_sidecar_are_told(entries, told, root, capsys):
+    edit_json(root / "val-00000.json", lambda sidecar: sidecar.update(quarantined=entries))
+    (root / "val.index.npy").unlink()
+    with pytest.raises(ShardError, match=f"val-00000.json: {told}.*; restore it from its source"):
+        open_split(root, "val")
+    assert verify(root, "--quick") == 1
+    assert re.search(rf"val-00000.json: {told}", capsys.readouterr().out)
+    assert index.main([str(root), "--workers", "1"]) == 2
 
 
 def test_every_flipped_bit_beside_the_tars_is_noticed(root):

@@ -26,6 +26,7 @@ import numpy as np
 
 from vit.data.files import ShardError, read_json, replacing, unreadable
 from vit.data.members import SampleLayout
+from vit.data.records import SIDECAR, check_types, is_sidecar
 from vit.data.tar import INDEX_DTYPE, index_rows, scan_tar, size_said_by
 from vit.data.tar_walk import TAR_BLOCK
 
@@ -189,8 +190,12 @@ def rows_of_tars(tars: Sequence[Path], layout: SampleLayout, sha256: Sequence[st
 
 def left_out(tar: Path) -> set[int]:
     """Where samples of a shard begin that `data_prep.index` left out, as its sidecar says: without them lengths fit `_info.json`."""
-    entries = (read_json(tar.with_suffix(".json")) or {}).get("quarantined")
-    return {entry["tar_offset"] for entry in entries or () if isinstance(entry, dict) and "tar_offset" in entry}
+    path = tar.with_suffix(".json")
+    sidecar = read_json(path) or {}
+    if not is_sidecar(sidecar):  # whatever lies there is none of ours
+        return set()
+    check_types(sidecar, SIDECAR, path)
+    return {entry["tar_offset"] for entry in sidecar.get("quarantined", []) if "tar_offset" in entry}
 
 
 def altered(tar: Path) -> str:

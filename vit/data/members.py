@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit.data.files import ShardError, read_json
+from vit.data.records import SIDECAR, check_types
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 """Suffixes that are taken for an image where none is named."""
@@ -225,7 +226,9 @@ def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> S
     options = info.get("options") if info.get("source") == "index" else None
     if options is None and first_tar is not None and "source" not in info:
         try:
-            options = (read_json(first_tar.with_suffix(".json")) or {}).get("members")
+            sidecar = read_json(first_tar.with_suffix(".json")) or {}
+            check_types(sidecar, SIDECAR, first_tar.with_suffix(".json"))
+            options = sidecar.get("members")
         except ShardError:  # whatever lies there is none of ours
             options = None
     return SampleLayout.recorded(options or {}, info.get("class_names") or [])

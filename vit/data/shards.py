@@ -48,6 +48,7 @@ from vit.data.index_file import (
 )
 from vit.data.members import recorded_layout
 from vit.data.patience import Patience
+from vit.data.records import INFO, SIDECAR, check_types, is_sidecar
 from vit.data.remote import RemoteFolder, local_path
 from vit.data.split import Split
 from vit.data.storage import LocalTars, MountedFolder, RemoteTars
@@ -69,9 +70,11 @@ def write_sidecar(tar: Path, num_samples: int, sha256: str | None = None, **extr
 
 def read_sidecar(tar: Path) -> dict[str, Any] | None:
     """The sidecar of `tar`, or None. Raises ShardError if that file exists and is something else."""
-    sidecar = read_json(tar.with_suffix(".json"))
-    if sidecar is not None and not {"filename", "num_samples", "bytes", "sha256"} <= sidecar.keys():
-        raise ShardError(f"{tar.with_suffix('.json')}: not a sidecar of ours, and its place is needed: move it away")
+    path = tar.with_suffix(".json")
+    sidecar = read_json(path)
+    if sidecar is not None and not is_sidecar(sidecar):
+        raise ShardError(f"{path}: not a sidecar of ours, and its place is needed: move it away")
+    check_types(sidecar or {}, SIDECAR, path)
     return sidecar
 
 
@@ -143,11 +146,7 @@ def read_info(root: Path | str) -> dict[str, Any]:
 def _checked_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
     if not isinstance(info.get("splits"), dict) or not info["splits"]:
         raise ShardError(f"{root}/_info.json: no `splits`; move it away and run `python -m data_prep.index {root}`")
-    for key, wanted in (("format_version", "a number"), ("num_classes", "a number"), ("class_names", "a list of texts")):
-        value = info.get(key)
-        fits = type(value) is list and all(type(name) is str for name in value) if key == "class_names" else type(value) is int
-        if value is not None and not fits:
-            raise ShardError(f"{root}/_info.json: {key} is {str(value)[:60]!r}, expected {wanted}; restore it from its source")
+    check_types(info, INFO, f"{root}/_info.json")
     version = info.get("format_version", FORMAT_VERSION)
     if version > FORMAT_VERSION:
         raise ShardError(f"{root}/_info.json: format_version {version}, this code reads up to {FORMAT_VERSION}; update the code")
