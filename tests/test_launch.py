@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import time
 
 import pytest
 import torch
 from processes import REPOSITORY, TINY, command, environment, metrics, run, run_here, write_config
+from servers import WebServer
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from vit.config_io import load_config
@@ -82,6 +84,15 @@ def test_without_the_data_print_config_assumes_imagenets_size_and_says_so(capsys
     assert shown["parameters_gib"].startswith("1.61 on each rank")
     run_here("launch/train.py", "--config", "configs/demo.yaml", "--print-config", "data.root=nowhere")
     assert "(weights, optimizer), 2 are kept" in capsys.readouterr().out, "the demo has no average"
+
+
+def test_print_config_does_not_wait_for_a_server_that_is_away(capsys, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    with WebServer({}) as web:
+        web.away_until_s = time.monotonic() + 3600
+        run_here("launch/train.py", "--config", "configs/demo.yaml", "--print-config", f"data.root={web.url}/set")
+        assert len(web.requests) == 1
+    assert f"for the data cannot be opened: {web.url}/set/_info.json: the server answers 503" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("overrides", [["train.ema_decay=null"], ["train.ema_decay=0.9"], ["optim={name: sgd}"]])

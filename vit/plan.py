@@ -222,9 +222,10 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     num_classes = config.model.num_classes or 1000
     assumed = "" if config.model.num_classes else " (assumed)"
     mixing: object = NOT_EXACT if config.data.reader == "webdataset" else None
+    at_once = config.data.model_copy(update={"patience_s": 0.0})  # nobody waits to see a config
     try:
-        val_split = open_indexed(config.data, config.data.val_split)
-        splits = open_train_splits(config.data)
+        val_split = open_indexed(at_once, config.data.val_split)
+        splits = open_train_splits(at_once)
     except ShardError as error:
         num_images, images_assumed = config.data.num_samples or IMAGENET_IMAGES, ""
         if config.data.num_samples is None:

@@ -72,6 +72,22 @@ def test_a_host_that_is_misspelt_is_told_soon_and_one_whose_name_is_lost_in_mid_
         was_there.read("set/a.tar", 0, 10, version)
 
 
+def test_a_closed_port_ends_a_start_and_no_run():
+    with WebServer({"/a.tar": DATA}) as server:
+        url = server.url
+    patience = Patience(60.0, 0.001, 0.001)
+    with pytest.raises(ShardError, match=r"/a\.tar: nothing answers at this port \(connection refused\); correct the address, or start"):
+        WebFolder(url, patience).stat("a.tar")
+    with pytest.raises(ShardError, match=r"cannot be reached .*, \d+ times in "):
+        WebFolder(url, Patience(0.3, 0.01, 0.02)).read("a.tar", 0, 10, Version(len(DATA), ""))
+
+
+def test_https_at_a_port_of_http_is_told_at_once(web):
+    url = web.url.replace("http://", "https://")
+    with pytest.raises(ShardError, match=r"/a\.tar: the server speaks no TLS there; is http:// meant\?$"):
+        WebFolder(f"{url}/set", Patience(60.0)).stat("a.tar")
+
+
 # ---- what passes ----------------------------------------------------------------------------------------------------
 
 

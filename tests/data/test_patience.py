@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from vit.data import patience
 from vit.data.files import ShardError
 from vit.data.patience import NUM_REFUSALS, TELL_AFTER_S, Passing, Patience, num_retries
 
@@ -90,9 +91,9 @@ def test_a_later_moment_than_the_limit_is_not_waited_for():
 
 def test_many_threads_that_wait_for_one_server_tell_it_once(caplog):
     with caplog.at_level(logging.WARNING):
-        patience = Patience(limit_s=30, first_pause_s=0.01)
+        several = Patience(limit_s=30, first_pause_s=0.01)
         waits = [failing(1, retry_after_s=TELL_AFTER_S) for _ in range(8)]
-        threads = [threading.Thread(target=patience.keep_trying, args=(f"{URL}{n}", wait)) for n, wait in enumerate(waits)]
+        threads = [threading.Thread(target=several.keep_trying, args=(f"{URL}{n}", wait)) for n, wait in enumerate(waits)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -101,6 +102,15 @@ def test_many_threads_that_wait_for_one_server_tell_it_once(caplog):
     assert "has not answered since " in away
     assert "(the server answers 503); trying for another 30 s" in away
     assert "answers again after " in back
+
+
+def test_what_goes_on_is_told_again(caplog, monkeypatch):
+    monkeypatch.setattr(patience, "TELL_AFTER_S", 0.05)
+    monkeypatch.setattr(patience, "TELL_AGAIN_S", 0.1)
+    with caplog.at_level(logging.WARNING), pytest.raises(ShardError):
+        Patience(0.5, 0.01, 0.02).keep_trying(URL, failing(1000))
+    assert 3 <= len(caplog.messages) <= 6
+    assert len({line.split("; trying")[0] for line in caplog.messages}) == 1, "since when, and why"
 
 
 def test_a_command_can_be_stopped_in_a_pause():

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vit.data.files import ShardError
-from vit.data.patience import Passing, Patience, moved
+from vit.data.patience import NUM_REFUSALS, Passing, Patience, moved
 from vit.data.urls import address, credentials, login_hint, shown
 
 PIECE_BYTES = 1 << 20
@@ -35,6 +35,8 @@ CONNECT_S, SILENCE_S, ATTEMPT_S = 10.0, 30.0, 120.0
 SLOWEST_BYTES_PER_S = 1000
 """What is slower for as long as patience lasts is told as not answering."""
 MOST_REDIRECTS = 5
+NUM_CLOSED = 9
+"""Attempts (some 70 s) at a port where nothing has answered yet: the server may be starting."""
 PASSING = {408, 425, 429, *range(500, 600)} - {501, 505}
 """Answers that a later attempt may not get. Of 5xx all, as proxies have numbers of their own, but not "I cannot do that"."""
 HEADERS = {"User-Agent": "vit", "Accept-Encoding": "identity"}
@@ -298,20 +300,41 @@ def _get(url: str, name: str, headers: dict[str, str], was_there: bool) -> Any:
         except urllib3.exceptions.HTTPError as error:
             if isinstance(error.args[0] if error.args else None, ssl.SSLCertVerificationError):
                 raise ShardError(f"{shown(at)}: {error}; is the clock right, are the CA certificates installed?") from error
-            final = None
-            if not was_there and isinstance(error.__cause__, socket.gaierror) and error.__cause__.errno == socket.EAI_NONAME:
-                final = ShardError(f"{shown(at)}: no host of this name is known; correct the address, or look at this machine's network")
-            raise Passing(f"cannot be reached ({_reason(error)})", final=final) from error
+            raise _unreached(at, error, was_there or _server(at) in _answered) from error
+        _answered.add(_server(at))
         location = response.get_redirect_location()
         if not location:
             return response
         response.close()
-        before, at = urllib.parse.urlsplit(at), urllib.parse.urljoin(at, location)
+        before, at = _server(at), urllib.parse.urljoin(at, location)
         if not on_the_web(at):
             break
-        is_same_server = urllib.parse.urlsplit(at)[:2] == before[:2]  # the login of an address is for all of its server
+        is_same_server = _server(at) == before  # the login of an address is for all of its server
         at, login = address(at), credentials(at) or (login if is_same_server else {})
     raise ShardError(f"{shown(address(url, name))}: redirected again and again, at last to {shown(at)}; correct the address")
+
+
+_answered = set[tuple[str, str]]()
+"""Servers, as `_server` gives them, from which this process has heard."""
+
+
+def _server(url: str) -> tuple[str, str]:
+    parts = urllib.parse.urlsplit(url)
+    return parts.scheme, parts.netloc
+
+
+def _unreached(url: str, error: Exception, was_there: bool) -> Exception:
+    """What to raise where there is no answer; what is probably a wrong address ends a start soon, and is an outage later."""
+    inner = error.args[0] if error.args else None
+    if not was_there and isinstance(inner, ssl.SSLError) and inner.reason == "WRONG_VERSION_NUMBER":
+        return ShardError(f"{shown(url)}: the server speaks no TLS there; is http:// meant?")
+    final, num_refusals = None, NUM_REFUSALS
+    if not was_there and isinstance(error.__cause__, socket.gaierror) and error.__cause__.errno == socket.EAI_NONAME:
+        final = ShardError(f"{shown(url)}: no host of this name is known; correct the address, or look at this machine's network")
+    if not was_there and isinstance(error.__cause__, ConnectionRefusedError):
+        told = "nothing answers at this port (connection refused); correct the address, or start the server"
+        final, num_refusals = ShardError(f"{shown(url)}: {told}"), NUM_CLOSED
+    return Passing(f"cannot be reached ({_reason(error)})", final=final, num_refusals=num_refusals)
 
 
 def _proxy(url: str) -> str | None:

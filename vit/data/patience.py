@@ -20,6 +20,7 @@ from vit.data.files import ShardError
 
 TELL_AFTER_S = 3.0
 """Shorter interruptions are nobody's business."""
+TELL_AGAIN_S = 60.0
 NUM_REFUSALS = 6
 """Attempts (some 15 s) at what is probably final: a login refused in the middle of a run, say, as its token may just be renewed."""
 T = TypeVar("T")
@@ -29,10 +30,10 @@ log = logging.getLogger(__name__)
 class Passing(Exception):
     """What a later attempt may not meet; the text is the reason."""
 
-    def __init__(self, reason: str, retry_after_s: float | None = None, final: Exception | None = None):
-        """retry_after_s: how long the server wants to be left alone. final: to raise after NUM_REFUSALS attempts in a row."""
+    def __init__(self, reason: str, retry_after_s: float | None = None, final: Exception | None = None, num_refusals: int = NUM_REFUSALS):
+        """retry_after_s: how long the server wants to be left alone. final: to raise after `num_refusals` attempts in a row."""
         super().__init__(reason)
-        self.retry_after_s, self.final = retry_after_s, final
+        self.retry_after_s, self.final, self.num_refusals = retry_after_s, final, num_refusals
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Patience:
         where: URL or path, for people, without secrets. while_waiting: called a few times a second in pauses; may raise to stop.
         Raises ShardError that says how often and how long it was tried, and the last reason; else what `attempt` raises.
         """
-        began_s, failed_s, number, refusals, told = time.time(), 0.0, 0, 0, False
+        began_s, failed_s, number, refusals, tell_s = time.time(), 0.0, 0, 0, TELL_AFTER_S
         while True:
             number += 1
             try:
@@ -61,7 +62,7 @@ class Patience:
                 failed_s = failed_s or now_s
                 place = _place(where)
                 left_s, refusals = failed_s + self.limit_s - now_s, 0 if error.final is None else refusals + 1
-                if left_s <= 0 or refusals >= NUM_REFUSALS:
+                if left_s <= 0 or refusals >= error.num_refusals:
                     _away.pop(place, None)
                     if error.final is not None:
                         raise error.final from error
@@ -69,8 +70,8 @@ class Patience:
                     raise ShardError(f"{where}: {error}{times}; check the address and the network, then start again") from error
                 pause_s = min(self.first_pause_s * 2 ** min(number - 1, 32), self.longest_pause_s) * _JITTER.uniform(0.5, 1.5)
                 pause_s = min(max(pause_s, (error.retry_after_s or 0.0) * _JITTER.uniform(1.0, 1.25)), left_s)
-                if not told and now_s + pause_s - failed_s > TELL_AFTER_S:
-                    told = True
+                if now_s + pause_s - failed_s > tell_s:
+                    tell_s = now_s - failed_s + TELL_AGAIN_S
                     if _away.setdefault(place, began_s) is began_s:
                         since = time.strftime("%H:%M:%S", time.localtime(began_s))
                         log.warning("%s: has not answered since %s (%s); trying for another %.0f s", where, since, error, left_s)
