@@ -129,3 +129,23 @@ def test_a_checkpoint_that_one_host_never_sees_is_an_error_that_names_host_and_p
         wait_for_checkpoint(folder, info, limit_s=0.1)
     (folder / "state.safetensors").write_bytes(bytes(10))
     wait_for_checkpoint(folder, info, limit_s=0.1)
+
+
+def test_a_run_does_not_go_on_with_other_class_names(config, tmp_path):
+    run = finished_run(config, tmp_path / "run")
+    [(_, info)] = [newest_checkpoint(run.folder)]
+    facts = {key: info["facts"][key] for key in ("num_samples", "index_sha256", "num_classes")}
+    names = info["facts"]["class_names"]
+    for same in (names, []):  # none were known
+        assert resume.find_checkpoint(run.folder, run.config, {**facts, "class_names": same}, set(), ALONE) is not None
+    with pytest.raises(ValueError, match=rf"data: class 0 is '{names[0]}' there, '{names[2]}' here \(2 of 3 names differ\)"):
+        resume.find_checkpoint(run.folder, run.config, {**facts, "class_names": names[::-1]}, set(), ALONE)
+    with pytest.raises(ValueError, match="belongs to a run with other settings:\n  data: class 0 is"):
+        train.build(_with_names(run.config, tmp_path, names[::-1]), ALONE)
+
+
+def _with_names(config, tmp_path, names):
+    root = shutil.copytree(config.data.root, tmp_path / "other")
+    info = json.loads((root / "_info.json").read_text())
+    (root / "_info.json").write_text(json.dumps({**info, "class_names": names}))
+    return config.model_copy(update={"data": config.data.model_copy(update={"root": str(root)})})

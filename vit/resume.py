@@ -66,7 +66,12 @@ def _newest_of_this_run(folder: Path, config: Config, facts: dict[str, Any], all
     refused = {key: (old, new) for key, (old, new) in refused.items() if bare(str(old)) != bare(str(new))}  # another login, same data
     lines = [f"  {key}: {old} there, {new} here" for key, (old, new) in refused.items()]
     there, here = ({"chosen": "all samples", **known} for known in (info["facts"], facts))
+    names = there.pop("class_names", []), here.pop("class_names", [])
     lines += [f"  data: {key} {there[key]} there, {value} here" for key, value in here.items() if there[key] != value]
+    renamed = [label for label, pair in enumerate(zip(*names, strict=False)) if pair[0] != pair[1]]  # none where one has no names
+    if renamed:
+        old, new = (each[renamed[0]] for each in names)
+        lines.append(f"  data: class {renamed[0]} is {old!r} there, {new!r} here ({len(renamed):,} of {len(names[1]):,} names differ)")
     if lines:
         hint = f", or accept a change with --allow-change {next(iter(refused))}" if refused else ""
         settings = "\n".join(lines)

@@ -162,6 +162,7 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
     world.check_same(lambda: train_set.identity, "chosen samples")
     # What must be the same after a resume.
     facts = {"num_samples": train_split.num_samples, "index_sha256": identity, "num_classes": num_classes}
+    facts["class_names"] = train_split.class_names
     facts |= {"chosen": train_set.identity} if train_set.identity else {}
     found = find_checkpoint(folder, config, facts, allow_change, world)
     with world.main_reports():
@@ -209,7 +210,7 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
     )
 
     # 4. In place: DDP and the average keep their tensors.
-    progress = Progress(facts={**facts, "grid_size": grid_size(model), "class_names": train_split.class_names})
+    progress = Progress(facts={**facts, "grid_size": grid_size(model)})
     if found is not None:
         with world.main_reports():
             progress = checkpoints.load_checkpoint(*found, train_step)
