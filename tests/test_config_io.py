@@ -2,6 +2,7 @@
 
 import copy
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -530,3 +531,12 @@ def test_a_command_with_a_header_is_a_text_whose_login_is_not_recorded(load):
     config, origins = load(BASE, f"data.stream={command.replace('$TOKEN', 'a5ecret')}", *streams)
     assert "a5ecret" in str(config.data.stream)
     assert "a5ecret" not in f"{to_dict(config)} {origins}"
+
+
+def test_the_examples_of_the_page_on_data_can_be_loaded(load):
+    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    found = re.findall(r"(?m)^    [a-z]+:\n(?:      .*\n)+", page)
+    assert found
+    for example in found:
+        config = load(textwrap.dedent(example) + "train: {epochs: 3}\n").config
+        assert config.data.sources[1].filter == "min(width, height) >= 64"

@@ -19,7 +19,8 @@ Chosen samples, and several sources. With `shares` the numbers that are ordered 
 those of the second. A source with as many draws as samples gives each of them once in an epoch. Else draw j of shuffle e is number
 d = e * num_draws + j of an endless sequence: pass d // n over the source's n samples, each pass permuted anew in whole blocks, whose
 borders stay those of the draws' own blocks, so that what lies together is read together. After any number of draws a sample has come as
-often as any other, give or take one, and a batch is found as before, without looking at another.
+often as any other, give or take one; the draws of an epoch that fill no batch count as come, and are not shown. A batch is found as before,
+without looking at another.
 
 The hash is our own because generators of libraries promise no stable streams; `tests/data/golden_order.json` holds its output.
 """
