@@ -279,19 +279,29 @@ def test_the_kernel_names_the_file_systems_of_this_machine(tmp_path):
     assert not is_shared(kind)
 
 
-def test_a_lock_may_be_waited_for_for_as_long_as_its_work_takes(folder, monkeypatch):
-    monkeypatch.setattr(block_cache, "LOCK_WAIT_S", 0.0)
+def test_a_lock_is_waited_for_for_as_long_as_its_part_grows(folder, monkeypatch):
+    monkeypatch.setattr(block_cache, "LOCK_WAIT_S", 0.6)
     folder.mkdir()
     with locked_part(folder / "index") as part:
-        part.write(b"")
         pid = os.fork()
         if pid == 0:
             try:
-                with locked_part(folder / "index", wait_s=20.0) as other:
+                with locked_part(folder / "index") as other:
                     os._exit(0 if other is not None else 2)
             except BaseException:
                 os._exit(1)
-        time.sleep(0.3)
+        for _ in range(10):
+            part.write(b"more")
+            time.sleep(0.12)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_who_waits_for_a_lock_says_so_again(folder, monkeypatch, caplog):
+    monkeypatch.setattr(block_cache, "LOCK_WAIT_S", 0.5)
+    monkeypatch.setattr(block_cache, "TELL_LOCK_AFTER_S", 0.05)
+    monkeypatch.setattr(block_cache, "TELL_LOCK_AGAIN_S", 0.1)
+    folder.mkdir()
+    with locked_part(folder / "index"):
         with pytest.raises(TimeoutError, match=r"index\.part is locked by process"), locked_part(folder / "index"):
             pass
-    assert os.waitpid(pid, 0)[1] == 0
+    assert caplog.text.count("index.part: locked by process") >= 2

@@ -31,7 +31,7 @@ from servers import FtpServer, S3Server, WebServer
 from data_prep import imagefolder, index
 from vit.config import AugmentConfig, DataConfig, EvalConfig
 from vit.data import http, remote, stages, storage
-from vit.data.block_cache import GIB, BlockCache, Fetched
+from vit.data.block_cache import GIB, BlockCache, Fetched, locked_part
 from vit.data.files import ShardError
 from vit.data.loader import EvalBatches, ImageFormat, TrainBatches
 from vit.data.order import make_order
@@ -357,6 +357,20 @@ def test_a_damaged_index_in_the_cache_is_fetched_again(damage, web, url, shards,
     path.write_bytes(spoilt[damage])
     assert samples(open_split(url, "train", cache)) == samples(open_split(shards, "train"))
     assert path.read_bytes() == data
+
+
+def test_an_index_whose_fetcher_is_stopped_is_fetched_once_more(url, cache, caplog, monkeypatch):
+    open_split(url, "train", cache)
+    (path,) = cache.rglob("train.index.*.npy")
+    expected = path.read_bytes()
+    path.unlink()
+    monkeypatch.setattr("vit.data.block_cache.LOCK_WAIT_S", 0.3)
+    with locked_part(path):
+        open_split(url, "train", cache)
+        assert path.read_bytes() == expected
+    assert f"{path.name}.part is locked by process {os.getpid()}" in caplog.text
+    assert ", and it does not grow; the index is fetched once more" in caplog.text
+    assert [other.name for other in path.parent.iterdir() if "index" in other.name] == [path.name]
 
 
 def test_travels_to_workers_as_a_few_bytes(url, cache, shards):

@@ -48,7 +48,7 @@ DEFAULT_GIB = 50.0
 """Most that a cache takes where nobody says how much, and where its disk has twice that."""
 LOCK_WAIT_S = 120.0
 """For another process to fetch a block, or to count one: as long as an attempt at a store may take."""
-TELL_LOCK_AFTER_S = 10.0
+TELL_LOCK_AFTER_S, TELL_LOCK_AGAIN_S = 10.0, 60.0
 TOUCH_AFTER_S = 60.0
 """A block that is read says so by its time of change, at most so often."""
 log = logging.getLogger(__name__)
@@ -275,19 +275,16 @@ def _open(path: Path, flags: int) -> int:
 
 
 @contextmanager
-def locked_part(path: Path, is_there: Callable[[Path], bool] = Path.exists, wait_s: float | None = None) -> Iterator[FileIO | None]:
+def locked_part(path: Path, is_there: Callable[[Path], bool] = Path.exists) -> Iterator[FileIO | None]:
     """`<path>.part`, opened and locked against other threads and processes, for the one that makes `path`; None if it `is_there` by now.
 
     Renamed or not, nothing of the part is left at the end. Raises OSError before it yields, not after: TimeoutError if another process has
-    the lock for more than `wait_s`, by default `LOCK_WAIT_S`.
+    the lock for more than `LOCK_WAIT_S` in which the part does not grow.
     """
     name = path.with_name(f"{path.name}.part")
     _make_folder(path.parent)
     while not is_there(path):
-        with (
-            open(name, "r+b", buffering=0, opener=lambda path, flags: _open(Path(path), flags)) as file,
-            _lock(file.fileno(), name, wait_s),
-        ):
+        with open(name, "r+b", buffering=0, opener=lambda path, flags: _open(Path(path), flags)) as file, _lock(file.fileno(), name):
             if not _is_at(file.fileno(), name):  # who had the lock before has renamed or removed it
                 continue
             try:
@@ -301,12 +298,13 @@ def locked_part(path: Path, is_there: Callable[[Path], bool] = Path.exists, wait
 
 
 @contextmanager
-def _lock(fd: int, path: Path, wait_s: float | None = None) -> Iterator[None]:
+def _lock(fd: int, path: Path) -> Iterator[None]:
     """Locked against all who open it, unlocked by name at the end: a process forked meanwhile has the same lock and keeps the file open.
 
     Raises TimeoutError as `locked_part`; after that the same lock is not waited for again.
     """
-    began_s, wait_s, told, pause_s = time.monotonic(), LOCK_WAIT_S if wait_s is None else wait_s, False, 0.002
+    began_s, tell_s, pause_s, size = time.monotonic(), TELL_LOCK_AFTER_S, 0.002, -1
+    moved_s = began_s
     try:
         while True:
             with suppress(BlockingIOError):
@@ -314,13 +312,14 @@ def _lock(fd: int, path: Path, wait_s: float | None = None) -> Iterator[None]:
                 _given_up.discard(path)
                 break
             _waited_for[path] = True
-            waited_s = time.monotonic() - began_s
-            if waited_s > wait_s or path in _given_up:
+            now_s, size_before, size = time.monotonic(), size, os.fstat(fd).st_size
+            moved_s = now_s if size != size_before else moved_s
+            if now_s - moved_s > LOCK_WAIT_S or path in _given_up:
                 _given_up.add(path)
                 raise TimeoutError(errno.ETIMEDOUT, f"{path.name} is locked by {_holder(fd)}")
-            if waited_s > TELL_LOCK_AFTER_S and not told:
-                told = True
-                log.warning("%s: locked by %s; waiting for up to %.0f s", path, _holder(fd), wait_s)
+            if now_s - began_s > tell_s:
+                tell_s = now_s - began_s + TELL_LOCK_AGAIN_S
+                log.warning("%s: locked by %s; waiting for up to %.0f s", path, _holder(fd), moved_s + LOCK_WAIT_S - now_s)
             stages.mine.beat()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)

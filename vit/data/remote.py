@@ -12,11 +12,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from vit.data.block_cache import BlockCache, ends_with_checksum, locked_part, with_checksum, write_whole
-from vit.data.files import ShardError, parse_json
+from vit.data.files import ShardError, parse_json, temporary_file
 from vit.data.http import NUM_CONNECTIONS, Refused, Version, WebFolder, on_the_web
 from vit.data.patience import Patience
 from vit.data.store import Store
@@ -24,8 +26,6 @@ from vit.data.urls import bare
 
 PIECE_BYTES = 8 << 20
 """Of a whole file, which may be a large index, a request."""
-INDEX_WAIT_S = 3600.0
-"""For another process of this host to fetch an index, which may be of gigabytes."""
 log = logging.getLogger(__name__)
 
 
@@ -73,7 +73,12 @@ class RemoteFolder:
             raise self._not_indexed(f"an empty {name}")
         path = cache.folder / self.brief / f"{split}.index.{version.brief()}.npy"
         try:
-            with locked_part(path, ends_with_checksum, INDEX_WAIT_S) as part:
+            with ExitStack() as stack:
+                try:
+                    part = stack.enter_context(locked_part(path, ends_with_checksum))
+                except TimeoutError as error:  # its bytes are the same, whoever is the first
+                    log.warning("%s: %s, and it does not grow; the index is fetched once more", path.parent, error.strerror)
+                    part = stack.enter_context(FileIO(stack.enter_context(temporary_file(path)).name, "r+"))
                 if part is not None:
                     if path.exists():
                         log.warning("%s: damaged; it is fetched again", path)
