@@ -9,20 +9,21 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_prep.card import altered_card
+from data_prep.card import altered_card, readme
 from data_prep.catalogue import HASH, catalogue_sha256, key_hashes, some
 from data_prep.data_set import DataSet, Part, tars_of
 from data_prep.plan import fingerprint
 from data_prep.shard_checks import MOST_LINES, WRITE_AGAIN, Found, counted
-from vit.data.files import ShardError
+from vit.data.files import ShardError, read_json
 from vit.data.http import Version
 from vit.data.index_file import has_checksums, open_index
+from vit.data.records import is_sidecar
 from vit.data.remote import RemoteFolder
 from vit.data.shards import info_sha256, read_sidecar, sidecars_sha256
 
@@ -49,6 +50,12 @@ def check_folder(data: DataSet) -> Iterator[Found]:
     for name in sorted(os.listdir(data.root)):
         if name.endswith(".tmp") or name in ("_writing.json", "_spool") or name.startswith("_catalogue-"):
             yield Found("files", name, "left over from a writer; delete it, unless one is at work here", fails=False)
+        elif _is_stray(data.root / name, data.info["splits"], listed):
+            yield Found("files", name, "describes no split or shard that is in _info.json; delete it", fails=False)
+    card = data.root / "README.md"
+    if sealed and data.ours and card.exists() and card.read_bytes() != readme(data.info).encode():
+        told = f"not as `python -m data_prep.card {data.shown}` writes it where there is none, and Hugging Face finds the shards by it"
+        yield Found("files", "README.md", f"{told}; delete it and run that, unless it was altered on purpose", fails=False)
     names = list(listed)
     versions: list[Any] = [_stat(data.root / name) for name in names] if data.tars_at is None else RemoteFolder(data.tars_at).stats(names)
     sizes = {name: version.size if isinstance(version, Version) else version for name, version in zip(names, versions, strict=True)}
@@ -60,6 +67,18 @@ def check_folder(data: DataSet) -> Iterator[Found]:
             yield from _check_recorded(data, part, number, sizes[part.filenames[number]])
         yield from _check_sidecars(data, part)
         yield from _open_index(data, part)
+
+
+def _is_stray(path: Path, splits: Container[str], tars: Container[str]) -> bool:
+    """Whether a file is an index, `.idx` or sidecar of something that `_info.json` does not have."""
+    if path.name.endswith(".index.npy"):
+        return path.name.removesuffix(".index.npy") not in splits
+    if path.suffix not in (".idx", ".json") or path.with_suffix(".tar").name in tars:
+        return False
+    try:
+        return path.suffix == ".idx" or is_sidecar(read_json(path) or {})
+    except ShardError:  # whatever it is, none of ours
+        return False
 
 
 def _stat(path: Path) -> int | str:

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -189,6 +190,23 @@ def test_more_than_may_be_left_out_is_an_error(tmp_path, capsys):
     assert "1 of 4 samples do not fit, more than the 0 that --max-unreadable 0" in error
     assert "have them left out (--max-unreadable 0.25):\n  train-0000.tar: sample 'bad' has an image of 0 bytes, 'bad.jpg'" in error
     assert not (tar.parent / "_info.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("members", "told"),
+    [
+        (BAD["empty image"], "Mend these, or move the shard away"),
+        ([("README", b"x")], "holds no samples; expected pairs of <key>.jpg and <key>.cls .*; copy it again, or move it away"),
+    ],
+    ids=["all unfit", "none"],
+)
+def test_a_shard_without_samples_that_fit_can_be_moved_away(members, told, tmp_path, capsys):
+    root = shard_with(tmp_path / "root", []).parent
+    write_members(root / "train-0001.tar", members)
+    assert main([str(root), "--workers", "1", "--max-unreadable", "0.9"]) == 2
+    assert re.search(f"train-0001.tar: .*{told}$", capsys.readouterr().err)
+    (root / "train-0001.tar").rename(tmp_path / "away.tar")
+    assert main([str(root), "--workers", "1"]) == 0
 
 
 def test_what_belongs_to_no_sample_is_told(tmp_path, capsys):

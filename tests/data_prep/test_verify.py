@@ -380,6 +380,20 @@ def test_leftovers_are_notes(root, capsys):
     assert verify(root, "--strict") == 1
 
 
+def test_stray_files_and_another_readme_are_notes(root, capsys):
+    shutil.copy(root / "val.index.npy", root / "test.index.npy")
+    shutil.copy(root / "val-00000.json", root / "other-000.json")
+    shutil.copy(root / "val-00000.idx", root / "other-000.idx")
+    (root / "notes.json").write_text('{"of": "somebody"}')
+    edit(root / "README.md", lambda data: data.extend(b"x"))
+    assert verify(root, "--quick") == 0
+    told = capsys.readouterr().out
+    for name in ("test.index.npy", "other-000.json", "other-000.idx"):
+        assert f"    {name}: describes no split or shard that is in _info.json; delete it" in told
+    assert f"    README.md: not as `python -m data_prep.card {root}` writes it" in told
+    assert "right, as far as checked, 4 notes" in told
+
+
 # ---- what somebody altered by hand, hashes and all ---------------------------------------------------------------------
 
 

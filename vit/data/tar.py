@@ -165,7 +165,7 @@ def survey_tar(
             raise ShardError(f"{path}: {ends}. Truncated: copy or write it again")
         if found.unfit and not found.samples:
             of_images = all(sample.kind == "image" for sample in found.unfit)
-            remedy = "Mend these, or write the shard again without them" if of_images else _proposal(fd, path, end, layout)
+            remedy = "Mend these, or move the shard away" if of_images else _proposal(fd, path, end, layout)
             raise ShardError(f"{path}: {told_unfit(found.unfit, len(found.unfit))}. {remedy}")
     except TarDamaged as error:
         raise ShardError(f"{path}: {error}; {COPY_AGAIN}") from error
@@ -173,7 +173,9 @@ def survey_tar(
         os.close(fd)
     if not found.samples:
         passed_over = f" ({told_passed_over(found.passed_over)})" if found.passed_over else ""
-        raise ShardError(f"{path}: holds no samples; expected pairs of <key>.jpg and <key>.cls{passed_over}")
+        raise ShardError(
+            f"{path}: holds no samples; expected pairs of <key>.jpg and <key>.cls{passed_over}; copy it again, or move it away"
+        )
     return found
 
 
