@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
+import tarfile
 from collections import Counter
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep import index
 from vit.data.files import ShardError
 from vit.data.row_filter import COLUMNS, RowFilter
 from vit.data.select import Wanted, choose
@@ -105,8 +109,6 @@ def test_nothing_asked_for_is_all_of_it(split):
 
 @pytest.mark.parametrize("with_idx", [True, False])
 def test_keys_and_classes_are_excluded(shards, tmp_path, with_idx, split):
-    import shutil
-
     root = shutil.copytree(shards, tmp_path / "root")
     if not with_idx:
         for path in root.glob("*.idx"):
@@ -118,8 +120,8 @@ def test_keys_and_classes_are_excluded(shards, tmp_path, with_idx, split):
     assert chosen.numbers.tolist() == expected
     gone = 60 - len(expected)
     assert (
-        f"{len(expected)} of 60 samples of {root} 'train': left out are {gone} by data.exclude (1 of its keys are not there: nobody)"
-        in (chosen.told)
+        f"{len(expected)} of 60 samples of {root} 'train': left out are {gone} by data.exclude (1 of its keys is not there: nobody); "
+        "2 classes have no image left" in (chosen.told)
     )
 
 
@@ -138,33 +140,76 @@ def test_what_cannot_be_excluded_is_told(split, tmp_path):
     path = tmp_path / "bad.txt"
     with pytest.raises(ShardError, match=r"data\.exclude=.*bad\.txt: cannot be read \(No such file"):
         choose(split, Wanted(exclude=str(path)))
-    path.write_text("label=x\nclass=nobody\n")
-    with pytest.raises(ShardError, match="line 1 is 'label=x', line 2 is 'class=nobody'"):
+    path.write_text("label=x\nclass=nobody\nlabel=3\n")
+    told = r"expected a key, label=NUMBER \(0 to 2\) or .*; line 1 is 'label=x', line 2 is 'class=nobody', line 3 is 'label=3'"
+    with pytest.raises(ShardError, match=told):
+        choose(split, Wanted(exclude=str(path)))
+    path.write_text("label=-1\n")
+    with pytest.raises(ShardError, match="line 1 is 'label=-1'"):
         choose(split, Wanted(exclude=str(path)))
     path.write_text("these\nare other keys\n")
-    with pytest.raises(ShardError, match=r"none of its 2 keys is in .* 'train', these, are other keys"):
+    with pytest.raises(ShardError, match=rf"'train', these, are other keys; expected keys as '{split.key(0)}' is one: no"):
         choose(split, Wanted(exclude=str(path)))
     path.write_text("label=0\nlabel=1\nlabel=2\n")
     with pytest.raises(ShardError, match=r"0 of 60 samples .*; nothing is left to train on"):
         choose(split, Wanted(exclude=str(path)))
 
 
+def test_a_choice_of_everything_is_none(split):
+    chosen = choose(split, Wanted(filter="width > 0"))
+    assert (chosen.numbers, chosen.identity, choose(split, Wanted()).identity) == (None, "", "")
+    assert chosen.told.endswith("left out are 0 by data.filter")
+
+
+def test_a_line_of_idx_that_is_not_the_samples_is_not_believed(shards, tmp_path, split):
+    root = shutil.copytree(shards, tmp_path / "root")
+    [idx] = root.glob("train-00000.idx")
+    lines = idx.read_text().splitlines()
+    lines[4], lines[5] = lines[5], lines[4]
+    idx.write_text("\n".join(lines) + "\n")
+    (tmp_path / "bad.txt").write_bytes(b"\xef\xbb\xbf" + split.key(3).encode())
+    chosen = choose(open_split(root, "train"), Wanted(exclude=str(tmp_path / "bad.txt")))
+    assert sorted({*range(60)} - {*chosen.numbers.tolist()}) == [3]
+
+
+def test_keys_that_idx_writes_alike_are_told_apart(tmp_path, shards):
+    root = tmp_path / "root"
+    root.mkdir()
+    split = open_split(shards, "train")
+    with tarfile.open(root / "train-00000.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+        for number, key in enumerate(("a b3", "a_b3", "a b4")):
+            for extension, content in (("jpg", split.read(number)), ("cls", b"0")):
+                member = tarfile.TarInfo(f"{key}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    index.main([str(root)])
+    own = open_split(root, "train")
+    for keys, gone in ((["a b3"], [0]), (["a_b3"], [1]), (["a b3", "a_b3"], [0, 1]), (["a b4"], [2]), (["a_b4"], [2])):
+        (tmp_path / "bad.txt").write_text("\n".join(keys))
+        chosen = choose(own, Wanted(exclude=str(tmp_path / "bad.txt")))
+        assert sorted({*range(3)} - {*chosen.numbers.tolist()}) == gone, keys
+
+
 def test_subsets_are_parts_of_larger_ones_and_of_the_size_asked_for(split):
+    def numbers_of(wanted: Wanted) -> list[int]:
+        numbers = choose(split, wanted).numbers
+        return [*range(60)] if numbers is None else numbers.tolist()
+
     labels, sizes = split.index["label"], Counter(split.index["label"].tolist())
     before: set[int] = set()
     for fraction in (0.05, 0.1, 0.5, 0.9, 1.0):
-        chosen = set(choose(split, Wanted(fraction=fraction)).numbers.tolist())
+        chosen = set(numbers_of(Wanted(fraction=fraction)))
         assert before <= chosen
         assert len(chosen) == round(60 * fraction)
-        by_class = Counter(labels[choose(split, Wanted(fraction=fraction, fraction_of="class")).numbers].tolist())
+        by_class = Counter(labels[numbers_of(Wanted(fraction=fraction, fraction_of="class"))].tolist())
         assert by_class == {label: max(round(size * fraction), 1) for label, size in sizes.items()}
         before = chosen
     before = set()
     for count in (1, 2, 7, 1000):
-        chosen = choose(split, Wanted(samples_per_class=count)).numbers
+        chosen = numbers_of(Wanted(samples_per_class=count))
         assert Counter(labels[chosen].tolist()) == {label: min(size, count) for label, size in sizes.items()}
-        assert before <= set(chosen.tolist())
-        before = set(chosen.tolist())
+        assert before <= set(chosen)
+        before = set(chosen)
     drawn = {tuple(choose(split, Wanted(samples_per_class=2, subset_seed=seed)).numbers.tolist()) for seed in range(5)}
     assert len(drawn) == 5
 

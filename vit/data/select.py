@@ -51,7 +51,7 @@ class Chosen:
     numbers: NDArray[np.integer] | None = field(repr=False, compare=False)
     """(num_samples,) ascending; None: all of the split."""
     told: str
-    """In words: how many of how many, and what the others were left out by; "" where all are taken."""
+    """In words: how many of how many, and what the others were left out by; "" where nothing was asked for."""
     identity: str
     """Number and hash of `numbers`; "" where all are taken."""
 
@@ -81,10 +81,11 @@ def choose(split: Split, wanted: Wanted) -> Chosen:
         missing = [key for key in excluded.keys if key not in keys]
         if missing and len(missing) == len(excluded.keys) and not excluded.labels and not excluded.is_quarantine:
             raise ShardError(
-                f"{wanted.name}exclude={wanted.exclude}: none of its {len(missing):,} keys is in {_name(split)}, {_some(missing)}"
+                f"{wanted.name}exclude={wanted.exclude}: none of its {len(missing):,} keys is in {_name(split)}, {_some(missing)}; "
+                f"expected keys as {split.key(0)!r} is one: no shard's name, no extension"
             )
-        lost = f" ({len(missing):,} of its keys are not there: {_some(missing)})" if missing else ""
-        parts.append(f"{before - int(is_left.sum()):,} by {wanted.name}exclude{lost}")
+        absent = f" ({len(missing):,} of its keys {'is' if len(missing) == 1 else 'are'} not there: {_some(missing)})" if missing else ""
+        parts.append(f"{before - int(is_left.sum()):,} by {wanted.name}exclude{absent}")
     if wanted.filter is not None:
         row_filter, gone = RowFilter(wanted.filter), 0
         for start in range(0, total, PIECE):
@@ -102,10 +103,24 @@ def choose(split: Split, wanted: Wanted) -> Chosen:
     told = f"{len(numbers):,} of {total:,} samples of {_name(split)}: left out are {', '.join(parts)}"
     if not len(numbers):
         raise ShardError(f"{told}; nothing is left to train on")
+    if len(numbers) == total:
+        return Chosen(total, None, told, "")
+    if lost := len(labels_of(split, range(total))) - len(labels_of(split, numbers)):
+        told += f"; {lost:,} {'class has' if lost == 1 else 'classes have'} no image left"
     if total <= np.iinfo(np.uint32).max:
         numbers = numbers.astype(np.uint32)
     digest = hashlib.sha256(np.ascontiguousarray(numbers, "<i8").tobytes()).hexdigest()[:16]
     return Chosen(len(numbers), numbers, told, f"{len(numbers):,} of {total:,} samples ({digest})")
+
+
+def labels_of(split: Split, numbers: Sequence[int] | NDArray[np.integer]) -> set[int]:
+    """The labels of the samples `numbers`."""
+    found: set[int] = set()
+    for start in range(0, len(numbers), PIECE):
+        piece = numbers[start : start + PIECE]
+        rows = slice(piece.start, piece.stop) if isinstance(piece, range) else piece
+        found |= set(np.unique(split.index["label"][rows]).tolist())
+    return found
 
 
 def _subset(numbers: NDArray[np.int64], labels: NDArray[np.integer], wanted: Wanted) -> NDArray[np.int64]:
@@ -139,7 +154,7 @@ class Excluded(NamedTuple):
 def read_exclude(path: Path, split: Split, name: str = "data.") -> Excluded:
     """What the file `path` excludes of `split`. Raises ShardError listing the lines that cannot be read."""
     try:
-        lines = path.read_text("utf-8", "surrogateescape").splitlines()
+        lines = path.read_text("utf-8-sig", "surrogateescape").splitlines()
     except OSError as error:
         raise ShardError(f"{name}exclude={path}: cannot be read ({error.strerror})") from None
     is_quarantine = path.suffix == ".jsonl"
@@ -154,7 +169,7 @@ def read_exclude(path: Path, split: Split, name: str = "data.") -> Excluded:
                 if entry.get("split", split.name) == split.name:
                     keys[str(entry["key"])] = None
             elif text.startswith("label="):
-                labels.add(int(text.removeprefix("label=")))
+                labels.add(range(split.num_classes).index(int(text.removeprefix("label="))))
             elif text.startswith("class="):
                 labels.add(split.class_names.index(text.removeprefix("class=")))
             else:
@@ -162,21 +177,35 @@ def read_exclude(path: Path, split: Split, name: str = "data.") -> Excluded:
         except (ValueError, KeyError, AttributeError):
             problems.append(f"line {number} is {text[:60]!r}")
     if problems:
-        expected = "an object with `key`" if is_quarantine else "a key, label=NUMBER or class=NAME of a class that is there"
+        expected = (
+            "an object with `key`"
+            if is_quarantine
+            else f"a key, label=NUMBER (0 to {split.num_classes - 1}) or class=NAME of a class that is there"
+        )
         raise ShardError(f"{name}exclude={path}: expected {expected} in each line; {_some(problems)}")
     return Excluded(list(keys), labels, is_quarantine)
 
 
 def _numbers_of_keys(split: Split, keys: set[str]) -> dict[str, list[int]]:
     """The samples of each key; keys that are not there are not in it. Names come from `.idx` beside a tar, else from its headers."""
-    written = {re.sub(r"\s", "_", key): key for key in keys}  # as `.idx` has them
-    found: dict[str, list[int]] = {}
+    written: dict[str, list[str]] = {}  # as `.idx` has them
+    for key in keys:
+        written.setdefault(re.sub(r"\s", "_", key), []).append(key)
+    places: dict[str, list[int]] = {}
     first = 0
     for shard, length in enumerate(split.lengths):
         for number, key in enumerate(_keys_of_shard(split, shard, first, length), first):
             if key in written:
-                found.setdefault(written[key], []).append(number)
+                places.setdefault(key, []).append(number)
         first += length
+    found: dict[str, list[int]] = {}
+    for key, numbers in places.items():
+        if len(numbers) == len(written[key]) == 1:
+            found[written[key][0]] = numbers
+            continue
+        for number in numbers:  # `a b` and `a_b` look alike
+            if (exact := split.key(number)) in keys:
+                found.setdefault(exact, []).append(number)
     return found
 
 
@@ -192,11 +221,14 @@ def _keys_of_shard(split: Split, shard: int, first: int, length: int) -> Iterato
         lines = content.decode("utf-8", "surrogateescape").splitlines()[1:]
     except OSError:
         lines = []
-    for place in range(length):
-        fields = lines[place].split(" ", 4) if len(lines) == length else []
-        if len(fields) > 3:
-            yield split.key_in(fields[3])
-        else:  # somebody's without one
+    rows = split.index[first : first + length]
+    for place, row in enumerate(zip(rows["offset"].tolist(), rows["size"].tolist(), strict=True)):
+        fields = lines[place].split(" ") if len(lines) == length else []
+        members = zip(fields[1::4], fields[2::4], fields[3::4], strict=False)
+        named = next((name for offset, size, name in members if (offset, size) == tuple(map(str, row))), None)
+        if named is not None:
+            yield split.key_in(named)
+        else:  # somebody's without one, or of another tar
             yield re.sub(r"\s", "_", split.key(first + place))
 
 

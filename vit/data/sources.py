@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from vit.data.files import ShardError
 from vit.data.index_file import firsts_of
 from vit.data.order import Share, shares_of
-from vit.data.select import PIECE, Chosen, Wanted, choose
+from vit.data.select import Chosen, Wanted, choose, labels_of
 from vit.data.split import Split
 from vit.data.tar import INDEX_DTYPE
 
@@ -45,7 +45,7 @@ def train_set_of(split: Split, wanted: Wanted) -> TrainSet:
     """The samples of one split that are `wanted`. Raises ShardError."""
     chosen = choose(split, wanted)
     if chosen.numbers is None:
-        return TrainSet(split, split.num_samples)
+        return TrainSet(split, split.num_samples, told=(chosen.told,) if chosen.told else ())
     share = Share(chosen.num_samples, chosen.num_samples, 0, chosen.numbers)
     return TrainSet(split, chosen.num_samples, (share,), (chosen.told,), chosen.identity)
 
@@ -219,7 +219,9 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
         return None
     of = {name: label for label, name in enumerate(names)}
     mapped = np.array([of.get(name, -1) for name in split.class_names], np.int32)
-    missing = sorted(label for label in _labels_of(split, chosen) if mapped[label] < 0)
+    missing = sorted(
+        label for label in labels_of(split, range(split.num_samples) if chosen.numbers is None else chosen.numbers) if mapped[label] < 0
+    )
     if missing:
         named = ", ".join(f"{split.class_names[label]!r}" for label in missing[:MOST_NAMED])
         more, how = "", f"its filter (label not in ({named}))"
@@ -228,12 +230,3 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
         classes = f"{len(missing):,} {'class' if len(missing) == 1 else 'classes'} that {classes_of.root} {classes_of.name!r} lacks"
         raise ShardError(f"{called}: {classes}: {named}{more}; leave them out with {how}, or evaluate on data that have them")
     return mapped
-
-
-def _labels_of(split: Split, chosen: Chosen) -> set[int]:
-    found: set[int] = set()
-    for start in range(0, chosen.num_samples, PIECE):
-        stop = min(start + PIECE, chosen.num_samples)
-        own = slice(start, stop) if chosen.numbers is None else chosen.numbers[start:stop]
-        found |= set(np.unique(split.index["label"][own]).tolist())
-    return found
