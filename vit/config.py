@@ -88,9 +88,9 @@ class DataConfig(Choice):
     cache_gib: Annotated[float, Field(gt=0)] | None = None
     """Most that blocks may take there, in GiB; of several jobs the largest counts. `None`: half of what is free on that disk, at most 50.
     Without effect where there is no cache."""
-    patience_s: Annotated[float, Field(ge=0)] = 600.0
+    patience_s: Annotated[float, Field(ge=0)] = 480.0
     """How long, in seconds, reading is tried again while a server, an object store or a mounted folder does not answer or gives nothing. 0:
-    one attempt."""
+    one attempt. Two minutes, which the last attempt may take, less than the ten for which ranks wait for each other."""
     reader: Literal["index", "webdataset"] = "index"
     """Of training images: `index` reads shards at random and is exact; `webdataset` streams `stream` and is not."""
     stream: str | None = None

@@ -17,6 +17,12 @@ QUICK = Patience(limit_s=0.3, first_pause_s=0.01, longest_pause_s=0.05)
 URL = "http://host.example/set/a.tar"
 
 
+@pytest.fixture(autouse=True)
+def no_outage():
+    """All of these tests ask one server."""
+    patience._start_over()
+
+
 def failing(times: int, **told):
     """An attempt that fails so often, and then gives its number."""
     made = []
@@ -111,6 +117,28 @@ def test_what_goes_on_is_told_again(caplog, monkeypatch):
         Patience(0.5, 0.01, 0.02).keep_trying(URL, failing(1000))
     assert 3 <= len(caplog.messages) <= 6
     assert len({line.split("; trying")[0] for line in caplog.messages}) == 1, "since when, and why"
+
+
+def test_who_comes_later_has_no_patience_of_his_own(caplog):
+    """Nine blocks, one after the other, would be nine times as long."""
+    began_s = time.monotonic()
+    for number in range(9):
+        attempt = failing(1000)
+        with pytest.raises(ShardError, match=r"the server answers 503, .*; check the address"):
+            Patience(1.0, 0.01, 0.05).keep_trying(f"{URL}{number}", attempt)
+    assert time.monotonic() - began_s < 2
+    assert len(attempt.made) == 1
+    assert QUICK.keep_trying("http://other.example/a.tar", failing(2)) == 3, "another server is another matter"
+    assert Patience(1.0).keep_trying(URL, failing(0)) == 1
+    assert Patience(1.0, 0.01).keep_trying(URL, failing(2)) == 3, "it had answered"
+
+
+def test_an_outage_that_nobody_asked_about_for_long_is_over(monkeypatch):
+    with pytest.raises(ShardError):
+        QUICK.keep_trying(URL, failing(1000))
+    monkeypatch.setattr(patience, "FORGOTTEN_AFTER_S", 0.0)
+    time.sleep(0.01)
+    assert QUICK.keep_trying(URL, failing(2)) == 3
 
 
 def test_a_command_can_be_stopped_in_a_pause():

@@ -508,6 +508,18 @@ def test_a_server_that_only_drips_ends_with_an_error(web, url, cache, monkeypatc
     web.hang_after = None
 
 
+def test_who_waits_for_a_block_comes_before_what_is_read_ahead(web, url, cache, monkeypatch):
+    split = open_split(url, "train", cache)
+    monkeypatch.setattr(split.tars, "most_threads", 1)
+    web.delay_s = 0.05
+    blocks = [block.name for block in split.tars.blocks([0])]
+    web.requests.clear()
+    split.prefetch(np.arange(split.tars.firsts[1]))
+    split.read(int(split.tars.firsts[1]) - 1)
+    assert len(blocks) > 3
+    assert len(web.requests) <= 3
+
+
 def test_who_waits_for_a_block_that_comes_slowly_makes_progress(web, url, cache, monkeypatch):
     monkeypatch.setattr(storage, "BEAT_S", 0.1)
     split, turns = open_split(url, "train", cache), []

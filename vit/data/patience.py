@@ -23,6 +23,8 @@ TELL_AFTER_S = 3.0
 TELL_AGAIN_S = 60.0
 NUM_REFUSALS = 6
 """Attempts (some 15 s) at what is probably final: a login refused in the middle of a run, say, as its token may just be renewed."""
+FORGOTTEN_AFTER_S = 180.0
+"""An outage is over for who fails so long after the last attempt should have been made: longer than one takes."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -40,8 +42,8 @@ class Passing(Exception):
 class Patience:
     """Repeats attempts; picklable, and without state of its own."""
 
-    limit_s: float = 600.0
-    """So long an attempt is repeated, counted from the first failure; 0: never."""
+    limit_s: float = 480.0
+    """So long an attempt is repeated, counted from the first failure, or since when nothing came from its place; 0: never."""
     first_pause_s: float = 0.5
     """Doubles from pause to pause, and is drawn between half and three halves of that: who failed together does not come back together."""
     longest_pause_s: float = 20.0
@@ -61,32 +63,60 @@ class Patience:
                 now_s = time.monotonic()
                 failed_s = failed_s or now_s
                 place = _place(where)
-                left_s, refusals = failed_s + self.limit_s - now_s, 0 if error.final is None else refusals + 1
+                outage = _outage_of(place, began_s, failed_s)
+                away_s = now_s - min(failed_s, outage.failed_s)
+                left_s, refusals = self.limit_s - away_s, 0 if error.final is None else refusals + 1
                 if left_s <= 0 or refusals >= error.num_refusals:
-                    _away.pop(place, None)
                     if error.final is not None:
+                        _away.pop(place, None)
+                        _told.pop(place, None)
                         raise error.final from error
-                    times = f", {number} times in {now_s - failed_s:.0f} s" if number > 1 else ""
+                    times = f", after {away_s:.0f} s in which nothing came from there" if away_s >= 1 else ""
+                    times = f", {number} times in {now_s - failed_s:.0f} s" if number > 1 else times
                     raise ShardError(f"{where}: {error}{times}; check the address and the network, then start again") from error
                 pause_s = min(self.first_pause_s * 2 ** min(number - 1, 32), self.longest_pause_s) * _JITTER.uniform(0.5, 1.5)
                 pause_s = min(max(pause_s, (error.retry_after_s or 0.0) * _JITTER.uniform(1.0, 1.25)), left_s)
+                outage.awaited_until_s = max(outage.awaited_until_s, now_s + pause_s)
                 if now_s + pause_s - failed_s > tell_s:
                     tell_s = now_s - failed_s + TELL_AGAIN_S
-                    if _away.setdefault(place, began_s) is began_s:
-                        since = time.strftime("%H:%M:%S", time.localtime(began_s))
+                    if _told.setdefault(place, began_s) is began_s:
+                        since = time.strftime("%H:%M:%S", time.localtime(outage.began_s))
                         log.warning("%s: has not answered since %s (%s); trying for another %.0f s", where, since, error, left_s)
                 _count_retry()
                 _wait(pause_s, while_waiting)
             else:
-                if number > 1 and (away_s := _away.pop(_place(where), None)) is not None:
-                    log.warning("%s: answers again after %.0f s", where, time.time() - away_s)
+                if _away and (ended := _away.pop(_place(where), None)) is not None and _told.pop(_place(where), None) is not None:
+                    log.warning("%s: answers again after %.0f s", where, time.time() - ended.began_s)
                 return result
+
+
+@dataclass
+class _Outage:
+    """Of one place, as this process has seen it."""
+
+    began_s: float
+    """Of `time.time`, before the first attempt that failed."""
+    failed_s: float
+    """Of `time.monotonic`, as all that follow."""
+    awaited_until_s: float
+    """When the last pause will be over."""
+
+
+def _outage_of(place: str, began_s: float, failed_s: float) -> _Outage:
+    """The outage that a failure belongs to: the last one unless something came since, or nobody has asked for long."""
+    known = _away.get(place)
+    if known is not None and time.monotonic() > known.awaited_until_s + FORGOTTEN_AFTER_S:
+        _away.pop(place, None)
+        _told.pop(place, None)
+    return _away.setdefault(place, _Outage(began_s, failed_s, failed_s))
 
 
 _JITTER = random.Random()
 """Its own generator: nobody's draws depend on the network."""
-_away: dict[str, float] = {}
-"""Places that are known not to answer, and since when: who puts one in, or takes it out, tells it. Single operations need no lock."""
+_away: dict[str, _Outage] = {}
+"""Places from which nothing has come since. Nobody who fails there has patience of his own: many would use it up one after another."""
+_told: dict[str, float] = {}
+"""Those that were told: who puts one in, or takes it out, tells it. Single operations need no lock."""
 _retries, _moves = 0, 0
 
 
@@ -115,6 +145,7 @@ def _start_over() -> None:
     global _retries
     _retries = 0
     _away.clear()
+    _told.clear()
 
 
 os.register_at_fork(after_in_child=_start_over)

@@ -13,11 +13,11 @@ import hashlib
 import math
 import mmap
 import os
-import queue
 import resource
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -213,7 +213,7 @@ def threads_of_each(num_processes: int) -> int:
     return max(min(NUM_THREADS, NUM_THREADS_OF_HOST // max(num_processes, 1)), 1)
 
 
-_OF_A_PROCESS = ("_lock", "_pid", "_num_threads", "_asked_at_s", "_under_way", "_queue")
+_OF_A_PROCESS = ("_lock", "_pid", "_num_threads", "_asked_at_s", "_under_way", "_waiting", "_num_waiting")
 
 
 class RemoteTars:
@@ -303,7 +303,7 @@ class RemoteTars:
 
     def _await(self, block: Block) -> bytes | None:
         """What `_request` will have given; meanwhile the row says what is waited for."""
-        path, asked, pause_s = self.cache.folder / block.name, self._request(block), 0.05
+        path, asked, pause_s = self.cache.folder / block.name, self._request(block, is_urgent=True), 0.05
         with stages.mine.within(Stage.STORE):
             while not asked.done():
                 wait([asked], pause_s)
@@ -364,25 +364,32 @@ class RemoteTars:
         self._lock, self._pid, self._num_threads = threading.Lock(), os.getpid(), 0
         self._asked_at_s: dict[int, float] = {}
         self._under_way: dict[str, Future[bytes | None]] = {}
-        self._queue: queue.SimpleQueue[tuple[Future[bytes | None], Block]] = queue.SimpleQueue()
+        self._waiting: OrderedDict[str, tuple[Future[bytes | None], Block]] = OrderedDict()
+        self._num_waiting = threading.Semaphore(0)
 
-    def _request(self, block: Block) -> Future[bytes | None]:
-        """The block's bytes when it will have been fetched, None where another process was first. First asked, first served."""
+    def _request(self, block: Block, is_urgent: bool = False) -> Future[bytes | None]:
+        """The block's bytes when it will have been fetched, None where another process was first. First asked, first served; before them
+        who `is_urgent`, as a sample of it is read now."""
         if self._pid != os.getpid():
             self._start_over()
         with self._lock:
             future = self._under_way.get(block.name)
             if future is None:
                 future = self._under_way[block.name] = Future()
-                self._queue.put((future, block))
+                self._waiting[block.name] = future, block
+                self._num_waiting.release()
                 if self._num_threads < min(self.most_threads, len(self._under_way)):
                     self._num_threads += 1
                     threading.Thread(target=self._serve, daemon=True).start()  # a daemon: no exit waits for a slow server
+            if is_urgent and block.name in self._waiting:
+                self._waiting.move_to_end(block.name, last=False)
             return future
 
     def _serve(self) -> None:
         while True:
-            future, block = self._queue.get()
+            self._num_waiting.acquire()
+            with self._lock:
+                _, (future, block) = self._waiting.popitem(last=False)
             try:
                 future.set_result(self.cache.fetch(block.name, partial(self.get, block)))
             except BaseException as error:
