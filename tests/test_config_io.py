@@ -502,6 +502,12 @@ def test_what_cannot_be_chosen_is_told(problems):
         "data.sources: some have a weight and some have none: give all of them one, or none",
     ):
         assert expected in told
+    told = problems(BASE, "data.sources=[{root: a, weight: 0}, {root: b, weight: x, samples_per_class: 0}]")
+    assert [line.rpartition("): ")[2] for line in told] == [
+        "data.sources[0].weight is 0, expected greater than 0",
+        "data.sources[1].samples_per_class is 0, expected greater than 0",
+        'data.sources[1].weight is "x", expected number',
+    ]
     [told] = problems(BASE, "data.sources=[{rooot: a}]")
     assert "data.sources[0]: unknown key 'rooot'; there are: exclude, filter" in told
     [told] = problems(BASE, "data.subset_seed=3")

@@ -269,6 +269,8 @@ def _explain(error: ValidationError, origins: Mapping[Key, str], source: str) ->
             else:
                 message = item["msg"].removeprefix("Input should be ").removeprefix("a ").removeprefix("valid ")
             place = f"{dotted}[{location[-1]}]" if isinstance(item["loc"][-1], int) and kind != "missing" else dotted
+            if dotted == "data.sources" and kind != "missing":
+                place = dotted + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"][len(path) :])
             if place in seen:  # the other member of a union
                 lines[-1] += f" or {message}"
                 continue
