@@ -291,12 +291,24 @@ def test_a_killed_process_leaves_nothing_that_others_wait_for(web, url, cache, s
     assert open_split(url, "train", cache).read(0) == open_split(shards, "train").read(0)
 
 
-def test_what_finds_no_room_on_the_disk_is_used_and_not_kept(url, shards, tmp_path):
+def test_what_finds_no_room_on_the_disk_is_used_and_not_kept(web, url, shards, tmp_path, monkeypatch):
     with small_disk(tmp_path / "disk") as disk:
         split = open_split(url, "train", disk / "cache", 0.003)
         leave_free(disk, 4)
         assert samples(split) == samples(open_split(shards, "train"))
         assert not list(disk.rglob("*.part"))
+        web.requests.clear()
+        assert all(split.read(i) for i in range(len(split)))
+        ranges = [wanted.removeprefix("bytes=").split("-") for _, wanted in parts_asked(web)]
+        fetched = sum(int(last) + 1 - int(first) for first, last in ranges)
+        assert fetched < 1.5 * split.tars.stored_bytes, "a block that cannot be kept is not fetched for each of its samples"
+        for path in disk.iterdir():
+            if path.is_file():
+                path.unlink()
+        monkeypatch.setattr("vit.data.block_cache.TRY_AGAIN_S", 0.0)
+        web.requests.clear()
+        assert all(split.read(i) for i in [*range(len(split))] * 2)
+        assert len(parts_asked(web)) <= 16, "kept again"
 
 
 def test_a_cache_without_place_for_names_is_told_once(url, shards, tmp_path, caplog):

@@ -49,6 +49,8 @@ DEFAULT_GIB = 50.0
 LOCK_WAIT_S = 120.0
 """For another process to fetch a block, or to count one: as long as an attempt at a store may take."""
 TELL_LOCK_AFTER_S, TELL_LOCK_AGAIN_S = 10.0, 60.0
+TRY_AGAIN_S = 60.0
+"""After a block could not be written, how often another one is tried."""
 TOUCH_AFTER_S = 60.0
 """A block that is read says so by its time of change, at most so often."""
 log = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ class BlockCache:
                 f"data.cache_gib={limit_gib:g}: the disk of {self.folder} has room for {available / GIB:.1f}; "
                 "give less, or another disk with data.cache_dir"
             )
+        self._refused_bytes, self._tried_s = 0, 0.0
         self.limit_bytes = int(min(available // 2, DEFAULT_GIB * GIB) if limit_gib is None else limit_gib * GIB)
         with suppress(OSError):  # without it others do not know the limit
             weakref.finalize(self, os.close, self._announce())
@@ -140,7 +143,10 @@ class BlockCache:
                 part = stack.enter_context(locked_part(path))
             except OSError as error:
                 _warn_once(self.folder, error.strerror)
-                return get().data
+                data = get().data
+                if not isinstance(error, TimeoutError):  # which is of this block alone
+                    self._refuse(len(data))
+                return data
             if part is None:
                 return None
             data, part_ends = get()
@@ -152,9 +158,23 @@ class BlockCache:
                 if self._make_room(len(data) + len(checksums), may_remove):
                     write_whole(part, (data, checksums))
                     os.replace(part.name, path)
+                    if 2 * len(data) >= self._refused_bytes:
+                        self._refused_bytes = 0
             except OSError as error:
                 _warn_once(self.folder, error.strerror)
+                self._refuse(len(data))
             return data
+
+    def refuses(self) -> bool:
+        """Whether blocks could not be written lately, so that fetching one for a part of it would be in vain; one is tried now and then."""
+        now_s = time.monotonic()
+        if self._refused_bytes and now_s - self._tried_s <= TRY_AGAIN_S:
+            return True
+        self._tried_s = now_s
+        return False
+
+    def _refuse(self, num_bytes: int) -> None:
+        self._refused_bytes, self._tried_s = max(self._refused_bytes, num_bytes), time.monotonic()
 
     def _make_room(self, num_bytes: int, may_remove: bool) -> bool:
         """Count `num_bytes` more, after removing what was not read for longest where needed. False if they do not fit."""

@@ -262,12 +262,15 @@ class RemoteTars:
 
     def pread(self, sample: int, shard: int, size: int, offset: int) -> bytes:
         """`size` bytes at `offset` of a shard, which lie in front of `sample`'s image or in it. Raises ShardError or OSError."""
-        block, start, stop = self._block(sample, shard), self._start(sample, shard), self._stop(sample)
-        samples = block.last - block.first
+        whole, alone = self._block(sample, shard), self._alone(sample, shard)
+        start, stop = alone.start, alone.stop
         for _ in range(3):  # more than once only where others need all of the cache
-            data = self.cache.read(
-                block.name, block.stop - block.start, samples, sample - block.first, start - block.start, stop - block.start
-            )
+            for block in (whole, alone) if self.cache.refuses() else (whole,):
+                data = self.cache.read(
+                    *(block.name, block.num_bytes, block.last - block.first, sample - block.first, start - block.start, stop - block.start)
+                )
+                if data is not None:
+                    break
             stages.mine.count(cache_hits=data is not None, cache_misses=data is None)
             if data is None and (fetched := self._await(block)) is not None:
                 data = fetched[start - block.start : stop - block.start]
@@ -280,7 +283,9 @@ class RemoteTars:
         self.most_threads = threads_of_each(num_processes)
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
-        """Have the blocks of these samples fetched in the background. What fails shows when it is read."""
+        """Have the blocks of these samples fetched in the background, if they can be kept. What fails shows when it is read."""
+        if self.cache.refuses():
+            return
         now_s = time.monotonic()
         shards = np.searchsorted(self.firsts, samples, side="right") - 1
         blocks, rows = np.unique(shards * (1 << 40) + samples // self.block_samples, return_index=True)
@@ -296,7 +301,8 @@ class RemoteTars:
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
         """Have the next `pread` of this sample fetch its block again."""
-        (self.cache.folder / self._block(sample, shard).name).unlink(missing_ok=True)
+        for block in (self._block(sample, shard), self._alone(sample, shard)):
+            (self.cache.folder / block.name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Nothing stays open between reads."""
@@ -325,6 +331,11 @@ class RemoteTars:
         first = max(number * self.block_samples, self.firsts[shard])
         last = min((number + 1) * self.block_samples, self.firsts[shard + 1])
         return Block(f"{self._names[shard]}.{first}-{last}.block", shard, first, last, self._start(first, shard), self._stop(last - 1))
+
+    def _alone(self, sample: int, shard: int) -> Block:
+        """A block of one sample, for a cache in which whole ones find no room."""
+        name = f"{self._names[shard]}.{sample}-{sample + 1}.block"
+        return Block(name, shard, sample, sample + 1, self._start(sample, shard), self._stop(sample))
 
     def blocks(self, shards: Iterable[int]) -> list[Block]:
         """All blocks of these shards, in order."""
