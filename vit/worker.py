@@ -13,6 +13,9 @@ from vit.data.urls import guard_console
 
 LEFT_TO_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
+LOOK_EACH_S = 1.0
+"""For another parent, where the pipe does not tell that it ended."""
+
 
 @contextmanager
 def held_back() -> Iterator[None]:
@@ -36,8 +39,12 @@ def follow_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, "for worker processes only"
 
+    begun_by = os.getppid()  # the parent, or the server that forks for it
+
     def follow() -> None:
-        parent.join()
+        # Workers that were forked later have the parent's end of the pipe, too: a stopped one would keep it open for ever.
+        while parent.is_alive() and os.getppid() == begun_by:
+            parent.join(LOOK_EACH_S)
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()

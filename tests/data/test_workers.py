@@ -314,9 +314,16 @@ def test_a_killed_parent_leaves_no_workers():
     process = script("time.sleep(600)")
     workers = [int(pid) for pid in process.stdout.readline().split()]
     assert len(workers) == 2
+    os.kill(max(workers), signal.SIGSTOP)  # the later one has the pipe by which the other would hear of it
     process.kill()
-    process.communicate()
+    process.wait()
+    try:
+        wait_until_gone([min(workers)])
+    finally:
+        for pid in filter(is_alive, workers):
+            os.kill(pid, signal.SIGCONT)
     wait_until_gone(workers)
+    process.communicate()
 
 
 def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
