@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +63,22 @@ else:
     with cache._count():
         get()
 """
+
+
+def test_threads_that_find_a_full_disk_at_once_tell_it_once(folder, caplog, monkeypatch):
+    """Writing a line takes a moment, in which the others come."""
+    slow = logging.Filter()
+    monkeypatch.setattr(slow, "filter", lambda _: time.sleep(0.1) or True)
+    block_cache.log.addFilter(slow)
+    try:
+        threads = [threading.Thread(target=block_cache._warn_once, args=(folder, "No space left on device")) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        block_cache.log.removeFilter(slow)
+    assert caplog.messages == [f"{folder}: cannot be written (No space left on device); blocks are used and not kept"]
 
 
 @pytest.mark.parametrize("what", ["block", "count"])

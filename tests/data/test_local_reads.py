@@ -182,10 +182,13 @@ def test_blocks_of_a_mounted_folder_are_kept_on_a_nearer_disk(shards, tmp_path, 
     batches = [
         TrainBatches(open_split(root, "train", cache), make_order(60, 12), AugmentConfig(), FORMAT) for cache in (None, tmp_path / "near")
     ]
+    read_bytes = []
     for workers in (0, 2):
         with Loader(batches[0], 0, 5, num_workers=workers) as here, Loader(batches[1], 0, 5, num_workers=workers) as there:
             for a, b in zip(here, there, strict=True):
                 assert torch.equal(a.images, b.images)
+            read_bytes.append(there.tally()["read_bytes"])
+    assert read_bytes[0] == read_bytes[1], "of samples; what is fetched, as at first, counts for itself"
     blocks = list((tmp_path / "near").rglob("*.block"))
     assert len(blocks) == 15
     split = open_split(root, "train", tmp_path / "near")

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import functools
 import logging
 import os
 import shutil
@@ -240,10 +239,14 @@ class BlockCache:
         return largest
 
 
-@functools.cache
 def _warn_once(folder: Path, reason: str | None) -> None:
-    """A full disk refuses every block, and is told once."""
-    log.warning("%s: cannot be written (%s); blocks are used and not kept", folder, reason)
+    """A full disk refuses every block to every thread, and is told once."""
+    if _warned.setdefault((folder, reason), me := object()) is me:
+        log.warning("%s: cannot be written (%s); blocks are used and not kept", folder, reason)
+
+
+_warned: dict[tuple[Path, str | None], object] = {}
+"""By whom. One operation, which needs no lock."""
 
 
 # ---- folders and files ----------------------------------------------------------------------------------------------
