@@ -136,6 +136,16 @@ def test_what_is_slower_than_a_byte_now_and_then_ends(web, version, monkeypatch)
         WebFolder(f"{web.url}/set", Patience(0.5, 0.01, 0.05)).read("a.tar", 0, 300_000, version)
 
 
+def test_a_process_that_was_suspended_goes_on(web, version, monkeypatch):
+    """For longer than patience lasts, in a pause of a transfer."""
+    monkeypatch.setattr(http, "CONNECT_S", 0.2)
+    monkeypatch.setattr(http, "SILENCE_S", 0.2)
+    naps = [1.3]
+    web.cuts = [500, 300]
+    with WebFile(f"{web.url}/set", "a.tar", QUICK, version=version, while_waiting=lambda: time.sleep(naps.pop() if naps else 0)) as file:
+        assert b"".join(iter(file.read1, b"")) == DATA
+
+
 def test_a_wrong_range_is_asked_for_again_and_never_taken(web, folder, version):
     web.wrong_ranges = 3
     assert folder.read("a.tar", 1000, 2000, version) == DATA[1000:2000]

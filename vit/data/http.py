@@ -127,7 +127,7 @@ class WebFile(io.RawIOBase):
         while self.at != self.stop:
             began_s = time.monotonic()
             piece = self.patience.keep_trying(self._where, lambda: self._next(most), self._while_waiting)
-            self._waited_s += time.monotonic() - began_s
+            self._waited_s += min(time.monotonic() - began_s, CONNECT_S + SILENCE_S)  # more is what this process was suspended for
             if not piece:
                 break
             moved()
