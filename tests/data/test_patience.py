@@ -141,6 +141,11 @@ def test_an_outage_that_nobody_asked_about_for_long_is_over(monkeypatch):
     assert QUICK.keep_trying(URL, failing(2)) == 3
 
 
+def test_what_a_process_was_suspended_for_is_not_counted():
+    naps = [0.6]
+    assert QUICK.keep_trying(URL, failing(3), lambda: time.sleep(naps.pop() if naps else 0)) == 4
+
+
 def test_a_command_can_be_stopped_in_a_pause():
     def stop() -> None:
         raise KeyboardInterrupt

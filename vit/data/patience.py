@@ -83,7 +83,10 @@ class Patience:
                         since = time.strftime("%H:%M:%S", time.localtime(outage.began_s))
                         log.warning("%s: has not answered since %s (%s); trying for another %.0f s", where, since, error, left_s)
                 _count_retry()
+                outage_s = outage.failed_s
                 _wait(pause_s, while_waiting)
+                slept_s = max(time.monotonic() - now_s - pause_s, 0.0)  # hours, where the process was suspended, and nobody's patience
+                failed_s, outage.failed_s = failed_s + slept_s, max(outage.failed_s, outage_s + slept_s)
             else:
                 if _away and (ended := _away.pop(_place(where), None)) is not None and _told.pop(_place(where), None) is not None:
                     log.warning("%s: answers again after %.0f s", where, time.time() - ended.began_s)
