@@ -59,7 +59,7 @@ def test_the_batch_that_is_needed_is_fetched_first_and_none_behind_the_end(shard
     monkeypatch.setattr(storage, "NUM_THREADS", 1)
 
     def fetched(num_batches: int, cache: str) -> list[str]:
-        """Ranges of shards, in the order in which the run's first batch has them asked for."""
+        """Ranges of shards, in the order in which they were asked for."""
         with WebServer({f"/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}) as server:
             split = open_split(server.url, "train", tmp_path / cache)
             num_before = len(server.requests)
@@ -72,7 +72,8 @@ def test_the_batch_that_is_needed_is_fetched_first_and_none_behind_the_end(shard
 
     of_the_first_alone, with_a_later_one = fetched(1, "a"), fetched(100, "b")
     assert 1 <= len(of_the_first_alone) <= 4
-    assert with_a_later_one[: len(of_the_first_alone)] == of_the_first_alone
+    # Which of the first batch's comes first is left to who waits: what is awaited goes before what is only asked for.
+    assert set(with_a_later_one[: len(of_the_first_alone)]) == set(of_the_first_alone)
     assert len(with_a_later_one) > len(of_the_first_alone)
 
 

@@ -92,6 +92,8 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
     with Loader(batches, 0, 40, num_workers=1, stall_timeout_s=0.6) as loader:
         while loader._crew.num_queued:
             loader._note(loader._crew.results(wait=True))
+        while loader._crew.rows[0].stage != Stage.IDLE:  # what it made is there a moment before it waits again
+            time.sleep(0.001)
         stopped = loader._crew._workers[0][0].pid
         os.kill(stopped, signal.SIGSTOP)
         for position, batch in enumerate(loader):

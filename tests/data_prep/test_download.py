@@ -206,9 +206,9 @@ def test_a_file_that_is_there_with_another_md5_stays(web, path):
     ("url", "message"),
     [
         ("{web}/gone.bin", "no such file on the server; correct the address"),
-        ("http://127.0.0.1:9/a.bin", "cannot be reached ([Errno 111] Connection refused), "),
+        ("http://127.0.0.1:9/a.bin", "nothing answers at this port (connection refused); correct the address, or start the server"),
         ("http://no-such-host.invalid/a.bin", ""),
-        ("https://127.0.0.1:{port}/a.bin", "cannot be reached ("),
+        ("https://127.0.0.1:{port}/a.bin", "the server speaks no TLS there; is http:// meant?"),
         ("ftp://host/a.bin", "expected an address that begins with http:// or https://"),
         ("a.bin", "expected an address that begins with http:// or https://"),
     ],
