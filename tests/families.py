@@ -98,10 +98,11 @@ class Family:
         not waited for until the time is up."""
         deadline = time.monotonic() + timeout_s
         while True:
+            had_ended = self.process.poll() is not None
             try:
                 return self.process.communicate(timeout=max(min(ENDS_WITHIN_S, deadline - time.monotonic()), 0))
             except subprocess.TimeoutExpired:
-                if self.process.poll() is not None:
+                if had_ended:  # before the wait: one that ended in its last moment has its streams closed by the next
                     raise AssertionError(f"{self.process.args} has ended and left {bearing(self.mark)}") from None
                 if time.monotonic() > deadline:
                     raise

@@ -201,6 +201,16 @@ def test_who_makes_its_batches_itself_is_told_too(caplog):
     assert re.search(r"waited 0 s for its next batch: this process has been reading \(sample 7 of shard-1.tar\) since", caplog.text)
 
 
+def test_what_is_decoded_between_batches_is_no_wait_of_training(caplog):
+    """As the pictures of a report are, while training in the same process has its loader open."""
+    with Loader(Reading(), 0, 3, stall_timeout_s=0.4) as loader:
+        next(loader)
+        stages.mine.enter(Stage.RESIZE)
+        time.sleep(0.5)
+        list(loader)
+    assert "training has waited" not in caplog.text
+
+
 class Trickling(Reading):
     """Nobody hangs: what is read for a part comes in time, and for all parts of a batch too late."""
 

@@ -182,7 +182,8 @@ mine = Row(memoryview(bytearray(ROW_BYTES)))
 """This process's. Written by whoever reads or decodes, wherever it lies."""
 
 
-def use(row: Row) -> None:
-    """From now on this process writes into `row`."""
+def use(row: Row) -> Row:
+    """From now on this process writes into `row`; returns the one before."""
     global mine
-    mine = row
+    before, mine = mine, row
+    return before

@@ -149,7 +149,7 @@ class Loader:
     def _make(self, position: int) -> Batch:
         """The batch at `position`, made here."""
         slot, began = self._slots.free.popleft(), time.perf_counter()
-        stages.use(self._own_row)
+        row_before = stages.use(self._own_row)
         self._own_row.take(position, 0)
         try:
             bad_keys = self._batches.fill(position, 0, self._slots.batch(slot))
@@ -159,6 +159,7 @@ class Loader:
         finally:
             self._own_row.count_retries()
             self._own_row.enter(Stage.IDLE)
+            stages.use(row_before)  # a picture that is decoded for a report is no batch that training waits for
         self._add_work(time.perf_counter() - began, self._batches.layout.num_rows)
         return replace(self._slots.lend(slot), bad_keys=bad_keys)
 
