@@ -1,7 +1,7 @@
 """One split of a data set, opened: the encoded bytes of any sample, by its number. Free of torch.
 
-The data's story: the index says in which row a sample's bytes stand; `tars` reads them, with the tar header in front; header and checksum
-must be the index's. Who opens a split, and what it is checked for before: `vit.data.shards.open_split`.
+The data's story: the index says in which row a sample's bytes stand; `tars` reads them; their checksum must be the index's, or where it has
+none the size in the tar header in front. Who opens a split, and what it is checked for before: `vit.data.shards.open_split`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from vit.data.storage import LocalTars, RemoteTars
 from vit.data.tar import DEFAULT_LAYOUT, crc32c, size_said_by
 from vit.data.tar_walk import TAR_BLOCK, TarDamaged, walk
 
+FLIPPED = "gave others than were indexed, twice: a bit flipped on the disk or on the way"
 log = logging.getLogger(__name__)
 
 
@@ -86,38 +87,51 @@ class Split:
         """Encoded image bytes of sample `i` (0 <= i < num_samples), as stored.
 
         Raises ShardError with shard, key and offset if the shard is gone, truncated, replaced or cannot be read, or the bytes have not the
-        index's checksum, nor when they are read again. The tar header in front of the image is read with it and must say the index's
-        size: in a shard that was replaced other images lie elsewhere.
+        index's checksum, nor when they are read again. Where the index has none, the tar header in front of the image is read with it and
+        must say the index's size: in a shard that was replaced other images lie elsewhere.
         """
         row, shard = self.index[i], self._shard_of(i)
         offset, size = int(row["offset"]), int(row["size"])
         expected = int(row["crc32c"]) if self._has_checksums else 0
         for is_last in (False, True):
             try:
-                block = self.tars.pread(i, shard, TAR_BLOCK + size, offset - TAR_BLOCK)
-                data, said = block[TAR_BLOCK:], size_said_by(block[:TAR_BLOCK])
-                problem = f"gave {len(data)}" if len(data) < size else "found no image of this size there, the shard is not the indexed one"
+                data, problem = self._read_once(i, shard, offset, size, expected)
             except OSError as error:
-                data, said, problem = b"", size, f"failed: {error.strerror}"
-            if not len(data) == said == size:
-                break
-            if expected in (0, crc32c(data)):
+                problem = f"failed: {error.strerror}"
+            if not problem:
                 if is_last:
                     log.warning("%s: the bytes at offset %d were read wrongly once, and rightly the second time", self.where(i), offset)
                 return data
-            problem = "gave others than were indexed, twice: a bit flipped on the disk or on the way"
+            if problem != FLIPPED:
+                break
             self.tars.forget(i, shard, size, offset)  # what the system, or the cache, keeps of them
         try:
             key = self.key(i)
         except (ShardError, OSError):
             key = "unknown"
         remedy = "restore the shard and start again"
-        if said == size and len(data) == size:
+        if problem == FLIPPED:
             remedy = f"copy the shard again (`python -m data_prep.verify {self.root}` tells which are damaged) and start again"
         if not problem.startswith("failed") and self._is_intact(shard):
             problem = f"{problem.partition(',')[0]}; the shard has its recorded sha256, so the index is damaged"
             remedy = f"delete {self.root}/{self.name}.index.npy and start again, which makes it of the shards"
         raise ShardError(f"{self.where(i)}: sample {i} (key {key}): reading {size} bytes at offset {offset} {problem}; {remedy}")
+
+    def _read_once(self, i: int, shard: int, offset: int, size: int, expected: int) -> tuple[bytes, str]:
+        """The bytes of a sample, and what is wrong with them: "" for nothing. expected: their checksum, 0 for none."""
+        if expected:  # without the header, which would have to be cut off: a copy of the whole image
+            data = self.tars.pread(i, shard, size, offset)
+            if len(data) == size and crc32c(data) == expected:
+                return data, ""
+            header = self.tars.pread(i, shard, TAR_BLOCK, offset - TAR_BLOCK)
+        else:
+            block = self.tars.pread(i, shard, TAR_BLOCK + size, offset - TAR_BLOCK)
+            header, data = block[:TAR_BLOCK], block[TAR_BLOCK:]
+        if len(data) < size:
+            return data, f"gave {len(data)}"
+        if size_said_by(header) != size:
+            return data, "found no image of this size there, the shard is not the indexed one"
+        return data, FLIPPED if expected else ""
 
     def where(self, i: int) -> str:
         """Path or URL of the shard that sample `i` is in."""
