@@ -245,9 +245,7 @@ def test_the_time_of_the_workers_is_that_of_their_stages(workers, shards):
         tally = since(loader.tally(), dict.fromkeys(TALLIED, 0.0))
         busy_s = sum(tally[f"{stage.name.lower()}_s"] for stage in Stage if stage != Stage.IDLE)
         assert busy_s >= 0.9 * loader.effort.busy_s, "no time of theirs is without a stage"
-        assert tally["read_bytes"] == sum(
-            int(batches.split.index["size"][i]) + 512 for n in range(20) for i in batches.order.rows(n, 0, 12)
-        )
+        assert tally["read_bytes"] == sum(int(batches.split.index["size"][i]) for n in range(20) for i in batches.order.rows(n, 0, 12))
         assert all(tally[name] > 0 for name in ("order_s", "read_s", "decode_s", "resize_s", "draw_s"))
         assert tally["store_s"] == tally["lock_s"] == tally["retries"] == 0
         assert add_up([before, since(tally, before)]) == pytest.approx(tally)
