@@ -52,7 +52,7 @@ def for_ever(epoch: Callable[[], Any]) -> Batches:
 def ours(task: Task, root: Path, copies: int = 1) -> Batches:
     """What `vit.train` and `vit.evaluate` iterate over. copies: of each image in a training batch, each augmented anew."""
     from vit.config import AugmentConfig, EvalConfig
-    from vit.data.loader import EvalBatches, ImageFormat, TrainBatches
+    from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
     from vit.data.order import make_order
     from vit.data.shards import open_split
     from vit.data.workers import Loader

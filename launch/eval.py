@@ -34,7 +34,7 @@ from vit.checkpoint import newest_checkpoint
 from vit.command_line import Parser
 from vit.config import Config
 from vit.data.augment import create_augment
-from vit.data.loader import image_format
+from vit.data.batches import image_format
 from vit.distributed import World
 from vit.evaluate import Evaluation, evaluate
 from vit.exit import run_command

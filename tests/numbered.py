@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from vit.data.loader import Batch, Batches, ImageFormat, Layout
+from vit.data.batches import Batch, Batches, ImageFormat, Layout
 
 
 class Numbered(Batches):

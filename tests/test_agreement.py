@@ -16,7 +16,7 @@ from ranks import together
 
 from vit import config_io, resume, train
 from vit.checkpoint import CheckpointError, newest_checkpoint, wait_for_checkpoint
-from vit.data.loader import Batch, TrainBatches
+from vit.data.batches import Batch, TrainBatches
 from vit.data.order import make_order, sample_checksum
 from vit.data.workers import Loader
 from vit.distributed import World

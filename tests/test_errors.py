@@ -38,7 +38,7 @@ from servers import WebServer
 
 from vit import exit
 from vit.checkpoint import complete_checkpoints, newest_checkpoint, read_info
-from vit.data.loader import Batch, Batches, ImageFormat, Layout
+from vit.data.batches import Batch, Batches, ImageFormat, Layout
 from vit.data.shards import open_split
 from vit.data.workers import Loader
 

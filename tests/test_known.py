@@ -21,8 +21,8 @@ from timm.models import save_for_hf
 from data_prep import imagefolder
 from vit.config_io import from_dict
 from vit.data.augment import create_augment
+from vit.data.batches import image_format
 from vit.data.decode import decode_center
-from vit.data.loader import image_format
 from vit.data.shards import open_split
 from vit.distributed import World
 from vit.evaluate import evaluate

@@ -52,7 +52,7 @@ LAYERS = [
     }
     | {"vit.data.warm"}
     | {"vit.data.draw", "vit.data.block_cache", "vit.data.http", "vit.data.store", "vit.data.remote", "vit.data.storage"},
-    {"vit.data.loader", "vit.data.stream", "vit.data.slots", "vit.data.workers", "vit.data.augment", "vit.data.op_sets", "vit.data.ops"}
+    {"vit.data.batches", "vit.data.stream", "vit.data.slots", "vit.data.workers", "vit.data.augment", "vit.data.op_sets", "vit.data.ops"}
     | {"vit.data.crew", "vit.model", "vit.loss", "vit.optim", "vit.ema", "vit.metrics"},
     {"vit.step", "vit.evaluate", "vit.checkpoint", "vit.weights", "vit.known", "vit.plan", "vit.record", "vit.tracking", "vit.monitor"}
     | {"vit.order_check"}

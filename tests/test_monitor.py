@@ -16,7 +16,7 @@ from processes import TINY, Background, children, environment_of, last_step, met
 
 from vit.checkpoint import Progress
 from vit.config_io import load_config
-from vit.data.loader import Batch, Batches, ImageFormat, Layout
+from vit.data.batches import Batch, Batches, ImageFormat, Layout
 from vit.data.stages import TALLIED
 from vit.data.workers import Loader
 from vit.distributed import World

@@ -18,7 +18,7 @@ from processes import REPOSITORY, TINY, environment, metrics, train
 from vit.config import Config
 from vit.config_io import load_config
 from vit.data import native
-from vit.data.loader import EvalBatches, TrainBatches, image_format
+from vit.data.batches import EvalBatches, TrainBatches, image_format
 from vit.data.shards import open_split
 from vit.distributed import World
 from vit.host import free_memory_bytes, num_cores, num_oom_kills

@@ -20,7 +20,7 @@ from processes import TINY, Background, environment, metrics, run, train, write_
 from vit import report, visualize
 from vit.config_io import all_keys, load_config
 from vit.data.augment import Augment
-from vit.data.loader import ImageFormat, TrainBatches
+from vit.data.batches import ImageFormat, TrainBatches
 from vit.data.order import make_order
 from vit.data.shards import open_split
 from vit.data.workers import Loader

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from vit.config import AdamWConfig, AugmentConfig
 from vit.data import op_sets, ops
 from vit.data.augment import Augment
+from vit.data.batches import Batch
 from vit.data.draw import draw_table, sample_keys
-from vit.data.loader import Batch
 from vit.distributed import World
 from vit.ema import Ema
 from vit.model import create_model

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vit.config import AugmentConfig, Config
 from vit.data.augment import create_augment
+from vit.data.batches import Batch, TrainBatches, image_format
 from vit.data.draw import describe, mixes
-from vit.data.loader import Batch, TrainBatches, image_format
 from vit.data.order import make_order
 from vit.data.workers import Loader
 from vit.plan import choose_num_classes, open_indexed, open_train_set

@@ -1,6 +1,6 @@
 """Exact evaluation: every image of a split once, on any number of ranks.
 
-The data's story: all ranks walk through the same number of batches of one shape (`vit.data.loader.EvalBatches`); counters add up
+The data's story: all ranks walk through the same number of batches of one shape (`vit.data.batches.EvalBatches`); counters add up
 integers; the total must equal what `_info.json` promises, or nothing is reported. The class predicted for each image comes along, for
 confusion matrices and for comparing two models image by image.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vit.config import EvalConfig
 from vit.data.augment import Augment
-from vit.data.loader import EvalBatches, ImageFormat
+from vit.data.batches import EvalBatches, ImageFormat
 from vit.data.split import Split
 from vit.data.workers import STALL_TIMEOUT_S, Loader
 from vit.distributed import World

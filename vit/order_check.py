@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from vit.data.loader import Batch
+from vit.data.batches import Batch
 from vit.data.order import Order, sample_checksum
 from vit.distributed import World
 from vit.plan import Plan

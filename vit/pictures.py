@@ -28,9 +28,9 @@ from vit import config_io, visualize
 from vit.config import Config
 from vit.curves import plot_curves
 from vit.data.augment import create_augment
+from vit.data.batches import TrainBatches, image_format
 from vit.data.decode import decode_center
 from vit.data.draw import mixes
-from vit.data.loader import TrainBatches, image_format
 from vit.data.order import divisors
 from vit.data.sources import TrainSet
 from vit.data.split import Split

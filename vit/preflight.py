@@ -21,8 +21,8 @@ import torch
 
 from vit.config import Config
 from vit.data import native
+from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.images import decoder_name
-from vit.data.loader import EvalBatches, TrainBatches
 from vit.data.slots import plan_ring
 from vit.data.storage import FETCH_BYTES, LocalTars, RemoteTars, threads_of_each
 from vit.data.stream import StreamBatches

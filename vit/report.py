@@ -31,8 +31,8 @@ from markupsafe import Markup, escape
 from vit import config_io
 from vit.config import Config
 from vit.curves import curve_panels
+from vit.data.batches import image_format
 from vit.data.files import replacing
-from vit.data.loader import image_format
 from vit.data.urls import shown
 from vit.history import History, read_history
 from vit.metrics import interval_in_words

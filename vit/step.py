@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.data.augment import Augment
-from vit.data.loader import Batch
+from vit.data.batches import Batch
 from vit.data.order import fold
 from vit.distributed import World, no_sync
 from vit.ema import Ema

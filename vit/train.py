@@ -34,8 +34,8 @@ from vit import config_io
 from vit.checkpoint import Progress
 from vit.config import Config
 from vit.data.augment import create_augment
+from vit.data.batches import EvalBatches, ImageFormat, TrainBatches, image_format
 from vit.data.files import replacing
-from vit.data.loader import EvalBatches, ImageFormat, TrainBatches, image_format
 from vit.data.mixing import measure_mixing
 from vit.data.order import Order
 from vit.data.sources import TrainSet

@@ -13,10 +13,10 @@ from PIL import Image
 
 from vit.config import AugmentConfig, EvalConfig
 from vit.data import native
+from vit.data.batches import Batch, EvalBatches, ImageFormat, TrainBatches
 from vit.data.files import ShardError
 from vit.data.images import decode_box
 from vit.data.jpeg import read_header
-from vit.data.loader import Batch, EvalBatches, ImageFormat, TrainBatches
 from vit.data.order import make_order
 from vit.data.shards import build_index, make_info, open_split, write_json, write_sidecar
 from vit.data.workers import Loader

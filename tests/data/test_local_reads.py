@@ -21,8 +21,8 @@ from processes import REPOSITORY, environment
 
 from vit.config import AugmentConfig, EvalConfig
 from vit.data import storage
+from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.files import ShardError
-from vit.data.loader import EvalBatches, ImageFormat, TrainBatches
 from vit.data.order import make_order
 from vit.data.patience import Patience
 from vit.data.shards import open_split

@@ -22,8 +22,8 @@ from webdataset import TarWriter
 from data_prep import index
 from vit.config import AugmentConfig
 from vit.config_io import ConfigError, load_config
+from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.draw import partners
-from vit.data.loader import Batch, ImageFormat, TrainBatches
 from vit.data.order import Order, make_order
 from vit.data.shards import open_split
 from vit.plan import create_order, make_plan

@@ -31,9 +31,9 @@ from servers import FtpServer, S3Server, WebServer
 from data_prep import imagefolder, index
 from vit.config import AugmentConfig, DataConfig, EvalConfig
 from vit.data import http, remote, stages, storage
+from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.block_cache import GIB, BlockCache, Fetched, locked_part
 from vit.data.files import ShardError
-from vit.data.loader import EvalBatches, ImageFormat, TrainBatches
 from vit.data.order import make_order
 from vit.data.patience import Patience
 from vit.data.shards import open_split

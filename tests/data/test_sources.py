@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from order_oracle import SEEDS, brute_force, feistel, key_of
 
 from vit.config import AugmentConfig
+from vit.data.batches import ImageFormat, TrainBatches
 from vit.data.draw import sample_keys
 from vit.data.files import ShardError
-from vit.data.loader import ImageFormat, TrainBatches
 from vit.data.mixing import measure_mixing
 from vit.data.order import Share, make_order, shares_of
 from vit.data.select import Wanted

@@ -17,8 +17,8 @@ from processes import REPOSITORY, environment
 
 from vit.config import AugmentConfig
 from vit.data import crew, stages
+from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.crew import WorkerError
-from vit.data.loader import Batch, ImageFormat, TrainBatches
 from vit.data.order import make_order
 from vit.data.patience import Passing, Patience, num_retries
 from vit.data.shards import open_split

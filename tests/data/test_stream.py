@@ -21,9 +21,9 @@ from servers import WebServer
 
 from vit.config import AugmentConfig
 from vit.data import http
+from vit.data.batches import ImageFormat
 from vit.data.decode import decode_views
 from vit.data.files import ShardError
-from vit.data.loader import ImageFormat
 from vit.data.order import make_order
 from vit.data.patience import Patience
 from vit.data.shards import open_split

@@ -13,8 +13,8 @@ from servers import WebServer
 
 from vit.config import AugmentConfig
 from vit.data import storage, warm
+from vit.data.batches import ImageFormat, TrainBatches
 from vit.data.block_cache import GIB
-from vit.data.loader import ImageFormat, TrainBatches
 from vit.data.order import make_order
 from vit.data.shards import open_split
 from vit.plan import Plan

@@ -23,9 +23,9 @@ from processes import REPOSITORY, environment
 
 from vit.config import AugmentConfig
 from vit.data import slots
+from vit.data.batches import Batch, ImageFormat, Layout, TrainBatches
 from vit.data.crew import WorkerError
 from vit.data.index_file import open_index
-from vit.data.loader import Batch, ImageFormat, Layout, TrainBatches
 from vit.data.order import make_order
 from vit.data.shards import open_split
 from vit.data.slots import PART_ROWS, Slots, plan_ring

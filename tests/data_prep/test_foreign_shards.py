@@ -24,8 +24,8 @@ from data_prep.class_names import read_class_names
 from data_prep.index import main
 from data_prep.jobs import PrepError
 from vit.config import AugmentConfig
+from vit.data.batches import ImageFormat, Layout, TrainBatches
 from vit.data.files import ShardError
-from vit.data.loader import ImageFormat, Layout, TrainBatches
 from vit.data.members import SampleLayout
 from vit.data.order import make_order
 from vit.data.shards import open_split

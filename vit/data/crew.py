@@ -30,8 +30,8 @@ from typing import NamedTuple
 import torch
 
 from vit.data import stages
+from vit.data.batches import Batches
 from vit.data.files import ShardError
-from vit.data.loader import Batches
 from vit.data.slots import Slots
 from vit.data.stages import DOING, Row, Stage
 from vit.host import num_oom_kills, process_state

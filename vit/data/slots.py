@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.data.loader import Batch, Layout
+from vit.data.batches import Batch, Layout
 from vit.data.stages import ROW_BYTES, Row
 
 PART_ROWS = 128

@@ -78,7 +78,7 @@ class Split:
     def __getitem__(self, i: int) -> tuple[Image.Image, int]:
         """Sample `i` to look at, from the end if negative, as torchvision's data sets give it: the whole image in RGB, and its label.
 
-        Training reads windows of images instead (`vit.data.loader`). Raises IndexError, and ShardError as `read`.
+        Training reads windows of images instead (`vit.data.batches`). Raises IndexError, and ShardError as `read`.
         """
         i = range(self.num_samples)[i]
         return Image.fromarray(decode(self.read(i))), int(self.index[i]["label"])

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vit.config import AugmentConfig
+from vit.data.batches import Batch, Batches, ImageFormat, Layout, write_rows
 from vit.data.decode import decode_views
 from vit.data.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
 from vit.data.files import ShardError
 from vit.data.http import PIECE_BYTES, WebFile, on_the_web
 from vit.data.images import image_size
-from vit.data.loader import Batch, Batches, ImageFormat, Layout, write_rows
 from vit.data.members import META, SETTINGS, SampleLayout, Unfit, describe
 from vit.data.order import Order, fold, hash64
 from vit.data.patience import Patience

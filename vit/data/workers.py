@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 
 from vit.data import stages
+from vit.data.batches import Batch, Batches
 from vit.data.crew import MAX_QUEUED_PARTS, Crew, Lookout, Result
 from vit.data.files import ShardError
-from vit.data.loader import Batch, Batches
 from vit.data.slots import Slots, plan_ring
 from vit.data.stages import Row, Stage, Tally, add_up
 from vit.distributed import local_world_size

@@ -13,8 +13,8 @@ from servers import WebServer
 
 from vit.config import AugmentConfig, EvalConfig
 from vit.data import slots, storage
+from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.files import ShardError
-from vit.data.loader import EvalBatches, ImageFormat, TrainBatches
 from vit.data.order import make_order
 from vit.data.shards import open_split
 from vit.data.workers import Loader
