@@ -31,7 +31,7 @@ check: $(INSTALLED)
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py $(if $(COUNT),--count $(COUNT))
 
-$(INSTALLED): requirements.txt pyproject.toml setup.py $(wildcard vit/native/*)
+$(INSTALLED): requirements.txt pyproject.toml setup.py $(wildcard vit/data/decode/c/*)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found: install it, or name it with make PYTHON=/path/to/python3"; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) lacks venv: install it (Debian, Ubuntu: apt-get install python3-venv), then run make again"; exit 2; }
 	$(PYTHON) -m venv .venv

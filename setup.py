@@ -1,12 +1,12 @@
-"""The part in C, a plain shared library for vit/data/native.py: optional, all works without it. The rest is in pyproject.toml."""
+"""The part in C, a plain shared library for vit/data/decode/native.py: optional, all works without it. The rest is in pyproject.toml."""
 
 import hashlib
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-FILES = sorted(Path("vit/native").glob("*.[ch]"))
-STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in FILES)).hexdigest()[:16]  # vit/data/native.py: stamp_of
+FILES = sorted(Path("vit/data/decode/c").glob("*.[ch]"))
+STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in FILES)).hexdigest()[:16]  # vit/data/decode/native.py: stamp_of
 NATIVE = Extension(
     "vit._native",
     sources=[str(path) for path in FILES if path.suffix == ".c"],

@@ -26,7 +26,7 @@ import numpy as np
 from measure import CORES
 from PIL import Image
 
-from data_prep.jobs import run_jobs
+from data_prep.write.jobs import run_jobs
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_CLASSES = 20

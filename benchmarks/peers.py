@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from loader_data import NUM_WINDOWS, Data
 
-from vit.data import native
+from vit.data.decode import native
 
 SIZE, RESIZE = 224, 256
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -53,9 +53,9 @@ def ours(task: Task, root: Path, copies: int = 1) -> Batches:
     """What `vit.train` and `vit.evaluate` iterate over. copies: of each image in a training batch, each augmented anew."""
     from vit.config import AugmentConfig, EvalConfig
     from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
+    from vit.data.loader import Loader
     from vit.data.order import make_order
-    from vit.data.shards import open_split
-    from vit.data.workers import Loader
+    from vit.data.shards.data_set import open_split
 
     split, image = open_split(root, "train"), ImageFormat((SIZE, SIZE), 3, "bilinear")
     if task.train:
@@ -329,7 +329,7 @@ def cut_windows(data: Data, out: Path) -> None:
     from PIL import Image
 
     from vit.config import AugmentConfig
-    from vit.data.draw import draw_crops, sample_keys
+    from vit.data.augment.draw import draw_crops, sample_keys
 
     files = data.files[:NUM_WINDOWS]
     sizes = np.array([Image.open(file).size for file in files])

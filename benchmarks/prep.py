@@ -38,11 +38,11 @@ from prep_data import Data, make_data
 
 from data_prep import imagenet
 from data_prep.card import write_card
-from data_prep.catalogue import Builder, Source, open_catalogue, read_range
-from data_prep.images import ImagePolicy
-from data_prep.jobs import run_jobs
-from data_prep.plan import Plan, Settings, make_plan
-from data_prep.shard import Work, write_shard
+from data_prep.write.catalogue import Builder, Source, open_catalogue, read_range
+from data_prep.write.images import ImagePolicy
+from data_prep.write.jobs import run_jobs
+from data_prep.write.plan import Plan, Settings, make_plan
+from data_prep.write.shard import Work, write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_SHARDS = max(2, CORES)

@@ -20,8 +20,8 @@ import numpy as np
 import webdataset
 from numpy.typing import NDArray
 
-from vit.data.mixing import PERFECT_DISTANCE, Mixing, measure_mixing, mixing_of
 from vit.data.order import DEFAULT_BLOCK_SAMPLES, make_order
+from vit.data.shuffle_quality import PERFECT_DISTANCE, Mixing, measure_mixing, mixing_of
 
 BUFFERS = (1000, 5000)
 

@@ -35,15 +35,15 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from data_prep import restart
-from data_prep.catalogue import stable_hash
 from data_prep.command import Parser, run
-from data_prep.images import ASKS_TO_BE_TURNED, told_of_turned
-from data_prep.output import Output
-from vit.data.files import ShardError, replacing
-from vit.data.images import decode
-from vit.data.index_file import firsts_of, open_index, sha256_of
-from vit.data.shards import read_info
+from data_prep.write import restart_markers
+from data_prep.write.catalogue import stable_hash
+from data_prep.write.images import ASKS_TO_BE_TURNED, told_of_turned
+from data_prep.write.output import Output
+from vit.data.decode.images import decode
+from vit.data.shards.data_set import read_info
+from vit.data.shards.index_file import firsts_of, open_index, sha256_of
+from vit.system.files import ShardError, replacing
 
 COLOUR_IMAGES = 1000
 """Images decoded for mean and standard deviation: some seconds, and the error of the mean is below 0.01."""
@@ -406,11 +406,11 @@ def _conversions(card: Card) -> list[str]:
 
 
 def _restart_markers(changed: Mapping[str, int]) -> list[str]:
-    marked = sum(count for reason, count in changed.items() if reason.endswith(restart.MARKED))
+    marked = sum(count for reason, count in changed.items() if reason.endswith(restart_markers.MARKED))
     kept: Counter[str] = Counter()
     for reason, count in changed.items():
-        if restart.UNMARKED in reason:
-            kept[reason.partition(restart.UNMARKED)[2]] += count
+        if restart_markers.UNMARKED in reason:
+            kept[reason.partition(restart_markers.UNMARKED)[2]] += count
     if not marked and not kept:
         return []
     told = f"{marked:,} images got restart markers and better Huffman tables: other bytes, the same pixels in every decoder."

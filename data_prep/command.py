@@ -13,15 +13,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from data_prep.catalogue import Source
-from data_prep.images import RESTART_MARKERS, ImagePolicy
-from data_prep.jobs import PrepError
-from data_prep.plan import MIN_SHARDS, SHARD_BYTES, Plan, Settings, choose_part, make_plan, size
-from data_prep.writer import write
-from vit import command_line
-from vit.data import urls
-from vit.data.files import ShardError
-from vit.progress import duration
+from data_prep.write.catalogue import Source
+from data_prep.write.images import RESTART_MARKERS, ImagePolicy
+from data_prep.write.jobs import PrepError
+from data_prep.write.plan import MIN_SHARDS, SHARD_BYTES, Plan, Settings, choose_part, make_plan, size
+from data_prep.write.writer import write
+from vit.system import command_line, urls
+from vit.system.files import ShardError
+from vit.system.meter import duration
 
 
 class Parser(command_line.Parser):

@@ -23,8 +23,8 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
-from data_prep.catalogue import Builder, Sample, Source, read_range, stable_hash
 from data_prep.command import Parser, add_arguments, positive, prepare, run
+from data_prep.write.catalogue import Builder, Sample, Source, read_range, stable_hash
 
 VAL_FRACTION = 0.2
 TEXTURES = ("gradient", "stripes", "checks", "noise", "dots")

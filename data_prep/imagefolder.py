@@ -5,7 +5,7 @@
 The data's story: SOURCE is `train/<class>/...` with `val/<class>/...` (or `validation`, or `test`), or `<class>/...` alone,
 of which each class gives a tenth to `val`. Images may lie in subfolders of their class. A label is the position of the class
 among the sorted names of train's classes; a key is the path below the split, without extension, in safe characters. What is not taken is
-counted and told (data_prep/image_tree.py); images of kinds that are not read are an error if they are many, by --max-unreadable.
+counted and told (data_prep/read/image_tree.py); images of kinds that are not read are an error if they are many, by --max-unreadable.
 
 Folders are listed one class at a time, so the memory needed is that of the largest class. Links are followed, and told where they lead out
 of SOURCE; one that leads back to a folder above it is an error.
@@ -28,11 +28,11 @@ import numpy as np
 import PIL
 from PIL import features
 
-from data_prep.catalogue import Builder, Source, safe_key, some, stable_hash
 from data_prep.command import Parser, add_arguments, fraction, prepare, run
-from data_prep.image_tree import EXTENSIONS, PassedOver, folders_in, images_below, read, unique_keys
-from data_prep.jobs import PrepError
-from data_prep.plan import Settings, allowed_unreadable
+from data_prep.read.image_tree import EXTENSIONS, PassedOver, folders_in, images_below, read, unique_keys
+from data_prep.write.catalogue import Builder, Source, safe_key, some, stable_hash
+from data_prep.write.jobs import PrepError
+from data_prep.write.plan import Settings, allowed_unreadable
 
 VAL_FOLDERS = ("val", "validation", "test")
 VAL_FRACTION = 0.1

@@ -8,7 +8,7 @@
     python -m data_prep.imagenet imagenet/train imagenet/val --out data/imagenet                        torchvision's class folders
     python -m data_prep.imagenet imagenet-1k --out data/imagenet        Hugging Face's data/*.parquet: copied once, 155 GB beside ROOT
 
-The data's story: the layouts of train and val are recognised and said (data_prep/imagenet_layouts.py). A label is the position of the
+The data's story: the layouts of train and val are recognised and said (data_prep/read/imagenet_layouts.py). A label is the position of the
 image's WordNet id (WNID) among the sorted ones, as in all published weights. Where val lies flat, a file tells the WNIDs: the development
 kit, LOC_val_solution.csv or imagenet_2012_validation_synset_labels.txt. Keys are the images' names, so all layouts give the same shards.
 Counts must be ImageNet's: 1,281,167 and 50,000 images of 1,000 classes.
@@ -29,14 +29,14 @@ from pathlib import Path
 import numpy as np
 
 from data_prep import command
-from data_prep.archives import read_zip_member
-from data_prep.catalogue import Builder, Sample, Source, read_range, some
-from data_prep.image_tree import MAX_IMAGE_BYTES
-from data_prep.imagenet_labels import WHAT_SERVES, read_all
-from data_prep.imagenet_layouts import IMAGE, IMAGE_EXTENSIONS, TRAIN_TAR, VAL_TAR, Found, Images, Layout, look
-from data_prep.jobs import PrepError
-from vit.data.files import unreadable
-from vit.progress import Meter
+from data_prep.read.archives import read_zip_member
+from data_prep.read.image_tree import MAX_IMAGE_BYTES
+from data_prep.read.imagenet_labels import WHAT_SERVES, read_all
+from data_prep.read.imagenet_layouts import IMAGE, IMAGE_EXTENSIONS, TRAIN_TAR, VAL_TAR, Found, Images, Layout, look
+from data_prep.write.catalogue import Builder, Sample, Source, read_range, some
+from data_prep.write.jobs import PrepError
+from vit.system.files import unreadable
+from vit.system.meter import Meter
 
 NUM_CLASSES = 1000
 NUM_IMAGES = {"train": 1_281_167, "val": 50_000}

@@ -38,22 +38,23 @@ from typing import Any
 import numpy as np
 
 from data_prep.card import write_readme
-from data_prep.catalogue import some
-from data_prep.class_names import NOTHING_ASKED, Asked, choose_layout
 from data_prep.command import Parser, add_max_unreadable_argument, add_workers_argument, run
-from data_prep.download import WebShards
-from data_prep.index_shard import Shard, called, index_shard, stem
-from data_prep.jobs import PrepError, run_jobs
-from data_prep.output import Output, temporary_folder
-from data_prep.plan import Settings, allowed_unreadable
-from data_prep.writer import write_quarantine
-from vit.data import files, shards
-from vit.data.files import ShardError
-from vit.data.http import on_the_web
-from vit.data.index_file import firsts_of, has_checksums, open_index, save_index
-from vit.data.members import printable
-from vit.data.tar import told_passed_over
-from vit.data.urls import bare, did_you_mean, expand_braces, resolve, shown
+from data_prep.read.class_names import NOTHING_ASKED, Asked, choose_layout
+from data_prep.read.download import WebShards
+from data_prep.write.catalogue import some
+from data_prep.write.index_shard import Shard, called, index_shard, stem
+from data_prep.write.jobs import PrepError, run_jobs
+from data_prep.write.output import Output, temporary_folder
+from data_prep.write.plan import Settings, allowed_unreadable
+from data_prep.write.writer import write_quarantine
+from vit.data.shards import data_set
+from vit.data.shards.index_file import firsts_of, has_checksums, open_index, save_index
+from vit.data.shards.members import printable
+from vit.data.shards.tar import told_passed_over
+from vit.data.storage.http import on_the_web
+from vit.system import files
+from vit.system.files import ShardError
+from vit.system.urls import bare, did_you_mean, expand_braces, resolve, shown
 
 SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
@@ -152,7 +153,7 @@ def index(
             print(f"{name}: {sum(len(found[filename][0]) for filename in filenames):,} samples in {len(filenames)} shards")
     write_quarantine(output, entries)
     about = classes | ({} if output is source else {"shards_at": bare(str(source))}) | ({"quarantined": len(entries)} if entries else {})
-    info = ours or shards.make_info(splits, sidecars, source="index", options=layout.options(), **about)
+    info = ours or data_set.make_info(splits, sidecars, source="index", options=layout.options(), **about)
     if ours is None:
         output.write_json("_info.json", info)
     for name in output.sizes().keys() & {f"{stem(tar)}.rows.npy" for tar in tars}:
@@ -258,13 +259,13 @@ def _read_infos(source: Output | WebShards, output: Output, listed: bool) -> tup
 
 
 def _info(place: Output | WebShards) -> dict[str, Any] | None:
-    """The `_info.json` of a place, as checked by `shards.read_info`."""
+    """The `_info.json` of a place, as checked by `data_set.read_info`."""
     content = place.read_json("_info.json")
     if content is None:
         return None
     with temporary_folder() as folder, called(str(place), folder):
         files.write_json(folder / "_info.json", content)
-        info = shards.read_info(folder)
+        info = data_set.read_info(folder)
     for split, described in info["splits"].items():
         if not 0 < len(described.get("filenames", [])) == len(described.get("shard_lengths", [])):
             raise PrepError(f"{place}/_info.json: filenames and shard_lengths of split {split!r} do not fit together; move it away")

@@ -27,11 +27,11 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from data_prep.catalogue import Builder, Sample, Source, read_range
 from data_prep.command import Parser, add_arguments, prepare, run
-from data_prep.download import download
-from data_prep.jobs import PrepError
-from vit.data.files import unreadable
+from data_prep.read.download import download
+from data_prep.write.catalogue import Builder, Sample, Source, read_range
+from data_prep.write.jobs import PrepError
+from vit.system.files import unreadable
 
 SIDE = 28
 NUM_CLASSES = 10

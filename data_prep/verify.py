@@ -4,7 +4,7 @@
     python -m data_prep.verify ROOT --quick [--sample N]         ROOT: a folder, or its URL (https://, s3://, gs://)
 
 The data's story: `_info.json` says which shards there are; the folder is compared with it; worker processes read every shard to the last
-byte (data_prep/shard_checks.py) and decode every image; what they saw is put together (data_prep/set_checks.py) to find labels without
+byte (data_prep/check/shard_checks.py) and decode every image; what they saw is put together (data_prep/check/set_checks.py) to find labels without
 images, keys that are there twice, and equal images; class names, keys and labels are compared with the hash that was taken of them before
 anything was written. Shards at a URL are fetched one after the other into the folder for temporary files. Nothing is written or repaired.
 
@@ -30,10 +30,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.command import Parser, add_workers_argument, positive, run
-from data_prep.data_set import DataSet, Part, opened_data_set
-from data_prep.jobs import run_jobs
-from data_prep.set_checks import (
+from data_prep.check.data_set import DataSet, Part, opened_data_set
+from data_prep.check.set_checks import (
     check_catalogue,
     check_duplicates,
     check_folder,
@@ -42,8 +40,10 @@ from data_prep.set_checks import (
     check_quarantine,
     images_per_class,
 )
-from data_prep.shard_checks import Checked, Found, Shard, check_shard, check_shard_quickly, counted
-from vit.data.members import printable, recorded_layout
+from data_prep.check.shard_checks import Checked, Found, Shard, check_shard, check_shard_quickly, counted
+from data_prep.command import Parser, add_workers_argument, positive, run
+from data_prep.write.jobs import run_jobs
+from vit.data.shards.members import printable, recorded_layout
 
 SAMPLE = 500
 """Images that a quick check decodes, of all splits together."""

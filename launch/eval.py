@@ -30,20 +30,20 @@ import check_versions  # noqa: F401
 import torch
 
 from vit import config_io, distributed
-from vit.checkpoint import newest_checkpoint
-from vit.command_line import Parser
 from vit.config import Config
-from vit.data.augment import create_augment
+from vit.data.augment.apply import create_augment
 from vit.data.batches import image_format
 from vit.distributed import World
 from vit.evaluate import Evaluation, evaluate
 from vit.exit import run_command
-from vit.known import adopt, published
 from vit.metrics import interval95, paired_difference
 from vit.model import create_model
 from vit.plan import open_indexed
-from vit.preflight import precision_note
-from vit.progress import Meter
+from vit.published import adopt, published
+from vit.run.checkpoint import newest_checkpoint
+from vit.run.preflight import precision_note
+from vit.system.command_line import Parser
+from vit.system.meter import Meter
 from vit.train import build, train
 from vit.weights import Trained, find_trained, fingerprint, load_weights, other_classes, read_trained
 

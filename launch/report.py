@@ -17,13 +17,13 @@ from pathlib import Path
 import check_versions  # noqa: F401
 
 from vit import distributed
-from vit.command_line import Parser
 from vit.distributed import World
 from vit.exit import run_command
-from vit.pictures import PAINTERS
-from vit.progress import Meter
-from vit.record import METRICS_FILE, is_in_use
-from vit.report import make_report
+from vit.report.page import make_report
+from vit.report.pictures import PAINTERS
+from vit.run.record import METRICS_FILE, is_in_use
+from vit.system.command_line import Parser
+from vit.system.meter import Meter
 
 
 def main() -> World:

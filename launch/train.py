@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import check_versions  # noqa: F401
 
 from vit import distributed
-from vit.command_line import Parser
 from vit.config_io import all_keys, load_config, nearest, setting_for
 from vit.distributed import World
 from vit.exit import run_command
 from vit.plan import describe
+from vit.system.command_line import Parser
 from vit.train import build, train
 
 

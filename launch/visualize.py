@@ -16,11 +16,11 @@ from pathlib import Path
 import check_versions  # noqa: F401
 
 from vit import distributed
-from vit.command_line import Parser
 from vit.config_io import load_config, setting_for
-from vit.contact_sheet import make_contact_sheet
 from vit.distributed import World
 from vit.exit import run_command
+from vit.report.contact_sheet import make_contact_sheet
+from vit.system.command_line import Parser
 
 
 def main() -> World:

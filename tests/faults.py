@@ -19,6 +19,9 @@ from pathlib import Path
 
 import boto3
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+
 from processes import Background, final_state, make_shards, train, write_config
 from servers import Gate, S3Server, WebServer, forget_clients
 

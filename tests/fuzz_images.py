@@ -7,7 +7,7 @@ what preparation makes of the bytes; the size that an index would record. Sound 
 JPEG a window may show nothing of damage elsewhere, but then on all ways, and never of one that is cut off. Damage is what disks, networks
 and people do: flipped, lost, inserted and repeated bytes, cut files, bytes behind the end and between headers, headers that lie.
 
-Prints counts; the exit status is 1 after a difference, whose file is kept. tests/data/test_images.py asks the same of each kind once.
+Prints counts; the exit status is 1 after a difference, whose file is kept. tests/data/decode/test_images.py asks the same of each kind once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from PIL import Image, ImageCms, features
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from data_prep.images import ImagePolicy, Unreadable, prepare
+from data_prep.write.images import ImagePolicy, Unreadable, prepare
 from vit.config import EvalConfig
-from vit.data import native
-from vit.data.decode import decode_center, decode_views, resize, resized_size
-from vit.data.images import Pixels, decode, decode_box, image_size
-from vit.data.jpeg import read_header
-from vit.data.window import Window
+from vit.data.decode import native
+from vit.data.decode.images import Pixels, decode, decode_box, image_size
+from vit.data.decode.jpeg_cut import Window
+from vit.data.decode.jpeg_header import read_header
+from vit.data.decode.views import decode_center, decode_views, resize, resized_size
 
 POLICY = ImagePolicy(jpeg_quality=100)
 VIEW, SIDE = EvalConfig(crop_pct=0.875), 16

@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+
 from processes import Background, final_state, last_step, make_shards, metrics, train, write_config
 
 STEPS = 150

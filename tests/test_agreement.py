@@ -14,13 +14,14 @@ import torch
 from processes import TINY
 from ranks import together
 
-from vit import config_io, resume, train
-from vit.checkpoint import CheckpointError, newest_checkpoint, wait_for_checkpoint
+from vit import config_io, train
 from vit.data.batches import Batch, TrainBatches
+from vit.data.loader import Loader
 from vit.data.order import make_order, sample_checksum
-from vit.data.workers import Loader
 from vit.distributed import World
-from vit.order_check import OrderCheck
+from vit.run import resume
+from vit.run.checkpoint import CheckpointError, newest_checkpoint, wait_for_checkpoint
+from vit.run.order_check import OrderCheck
 
 ALONE = World(0, 1, torch.device("cpu"))
 

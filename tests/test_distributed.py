@@ -22,9 +22,9 @@ from ranks import together
 from torch import nn
 
 from vit import distributed
-from vit.devices import Found, choose_device
 from vit.distributed import AlreadyReported, RankLost, World
-from vit.host import num_nvidia_gpus
+from vit.system.devices import Found, choose_device
+from vit.system.host import num_nvidia_gpus
 
 SLOW_MAIN = """
 import datetime, time
@@ -315,7 +315,7 @@ def test_gpus_are_counted_on_the_bus_whatever_their_driver_does(tmp_path):
 DIFFERENT = """
 import os
 from vit import distributed
-from vit.devices import Found
+from vit.system.devices import Found
 from vit.exit import run_command
 
 def main():

@@ -16,11 +16,13 @@ ONEDNN = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
 OURS = torch.backends.cpu.get_cpu_capability().lower()
 PLAINER = [*ONEDNN][: [*ONEDNN].index(OURS)] if OURS in ONEDNN else []
 NUMERIC = [
-    *(f"tests/test_{name}.py" for name in ("ema", "evaluate", "known", "loss", "metrics", "model", "optim", "step", "visualize")),
-    *(f"tests/data/test_{name}.py" for name in ("augment", "augment_draws", "augment_ops", "decode", "native", "window")),
+    *(f"tests/test_{name}.py" for name in ("ema", "evaluate", "published", "loss", "metrics", "model", "optim", "step")),
+    *(f"tests/data/augment/test_{name}.py" for name in ("apply", "draw", "pixel_ops")),
+    *(f"tests/data/decode/test_{name}.py" for name in ("views", "native", "jpeg_cut")),
+    "tests/report/test_plots.py",
 ]
 CORE = [
-    "tests/test_known.py::test_a_file_of_timms_computes_and_predicts_what_timm_does[resnet10t.c3_in1k-as_hub_folder-fields10]",
+    "tests/test_published.py::test_a_file_of_timms_computes_and_predicts_what_timm_does[resnet10t.c3_in1k-as_hub_folder-fields10]",
     "tests/test_model.py::test_state_dict_logits_and_gradients_equal_timm",
     "tests/test_step.py::test_three_updates_equal_a_plain_loop_of_torch",
 ]

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from vit.config import AdamWConfig, AugmentConfig
-from vit.data import op_sets, ops
-from vit.data.augment import Augment
+from vit.data.augment import dialects, pixel_ops
+from vit.data.augment.apply import Augment
+from vit.data.augment.draw import draw_table, sample_keys
 from vit.data.batches import Batch
-from vit.data.draw import draw_table, sample_keys
 from vit.distributed import World
 from vit.ema import Ema
 from vit.model import create_model
@@ -223,7 +223,7 @@ def test_no_step_waits_for_the_gpu(precision, monkeypatch):
         step._values(batch, 0, False, 0.0, (1.0, 2.0))  # the first step may take constants along
         mode.waits.clear()
         values, norm = step._values(batch, 1, True, 0.5, (1.0, 2.0))
-    for cached in (ops._normal_quantiles, op_sets._mean_colour):
+    for cached in (pixel_ops._normal_quantiles, dialects._mean_colour):
         cached.cache_clear()  # tensors without memory
     assert values.device == norm.device == gpu
     assert mode.waits == []

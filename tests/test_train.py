@@ -15,7 +15,7 @@ from servers import WebServer
 
 from vit import config_io
 from vit.plan import make_plan
-from vit.record import read_metrics
+from vit.run.record import read_metrics
 
 STEPS = 24
 

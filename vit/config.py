@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from vit.data.members import SETTINGS, SampleLayout
+from vit.data.shards.members import SETTINGS, SampleLayout
 from vit.sections import Choice, Section, SourceConfig, source_problems
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]

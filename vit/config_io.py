@@ -18,8 +18,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from vit.config import AdamWConfig, Config, RunConfig, SgdConfig
-from vit.data.urls import not_set, shown, shown_values, unset_variables
 from vit.sections import SourceConfig
+from vit.system.urls import not_set, shown, shown_values, unset_variables
 
 Key = tuple[str, ...]
 

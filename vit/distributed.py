@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from vit.devices import Found, choose_device, find_devices
+from vit.system.devices import Found, choose_device, find_devices
 
 T = TypeVar("T")
 

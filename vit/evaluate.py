@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from vit.config import EvalConfig
-from vit.data.augment import Augment
+from vit.data.augment.apply import Augment
 from vit.data.batches import EvalBatches, ImageFormat
-from vit.data.split import Split
-from vit.data.workers import STALL_TIMEOUT_S, Loader
+from vit.data.loader import STALL_TIMEOUT_S, Loader
+from vit.data.shards.split import Split
 from vit.distributed import World
 from vit.metrics import Accuracy, AccuracyCounter, predicted_classes
 from vit.step import autocast

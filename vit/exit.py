@@ -27,8 +27,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from vit.data.urls import guard_console, shown
 from vit.distributed import AlreadyReported, RankLost, World, local_world_size, tell_other_ranks, world_size
+from vit.system.urls import guard_console, shown
 
 SILENT_S = 3.0
 """A rank that has nothing to say waits so long for one that has: torchrun ends all at the first
@@ -250,7 +250,7 @@ def out_of_memory(error: Exception) -> str:
     else:
         return ""
     files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
-    if Path(__file__).with_name("data") / "workers.py" in files:
+    if Path(__file__).with_name("data") / "loader.py" in files:
         return f"{reason} while loading a batch. Lower data.num_workers, data.prefetch_gib or data.global_batch_size (eval.batch_size)"
     return f"{reason}. Lower data.micro_batch_size in training, eval.batch_size in evaluation, or take a smaller model"
 

@@ -1,6 +1,6 @@
 """Soft-target cross-entropy.
 
-The data's story: logits come from the model, soft targets from `vit.data.augment` (one-hot rows, mixed by MixUp and CutMix); label
+The data's story: logits come from the model, soft targets from `vit.data.augment.apply` (one-hot rows, mixed by MixUp and CutMix); label
 smoothing is laid over them here; one loss for each row goes to the step, which weights and sums them.
 """
 

@@ -15,22 +15,22 @@ from torch import nn
 
 from vit import config_io
 from vit.config import AugmentConfig, Config, DataConfig
-from vit.data.draw import mixes, partners
-from vit.data.files import ShardError
-from vit.data.members import SampleLayout
-from vit.data.mixing import measure_mixing
+from vit.data.augment.draw import mixes, partners
 from vit.data.order import Order, Share, divisors, make_order, possible_lanes
-from vit.data.patience import Patience
 from vit.data.select import Wanted
-from vit.data.shards import open_split
+from vit.data.shards.data_set import open_split
+from vit.data.shards.members import SampleLayout
+from vit.data.shards.split import Split
+from vit.data.shuffle_quality import measure_mixing
 from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sources
-from vit.data.split import Split
+from vit.data.storage.patience import Patience
 from vit.data.stream import NOT_EXACT, Stream, open_stream
-from vit.data.urls import resolve
 from vit.distributed import World
 from vit.model import count_parameters, create_model, flops_per_image
 from vit.optim import state_bytes
 from vit.sections import Choice
+from vit.system.files import ShardError
+from vit.system.urls import resolve
 
 
 @dataclass(frozen=True)

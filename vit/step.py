@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vit.data.augment import Augment
+from vit.data.augment.apply import Augment
 from vit.data.batches import Batch
 from vit.data.order import fold
 from vit.distributed import World, no_sync

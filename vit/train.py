@@ -8,7 +8,7 @@ seeds are functions of it. What a step did is read while the next one is already
       config.yaml            the resolved config; command, commit and versions in its header
       metrics.jsonl          the record
       predictions.npz        the newest evaluation, image by image
-      checkpoints/           full state, see vit.checkpoint
+      checkpoints/           full state, see vit.run.checkpoint
       weights/               last, best (and last_ema, best_ema): for evaluation and for other tools
       report/index.html      curves, pictures, settings and record in one page
       stopped_early          only while the run was asked to stop and is not finished
@@ -29,36 +29,36 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from vit import checkpoint as checkpoints
 from vit import config_io
-from vit.checkpoint import Progress
 from vit.config import Config
-from vit.data.augment import create_augment
+from vit.data.augment.apply import create_augment
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches, image_format
-from vit.data.files import replacing
-from vit.data.mixing import measure_mixing
+from vit.data.loader import Loader
 from vit.data.order import Order
+from vit.data.shards.split import Split
+from vit.data.shuffle_quality import measure_mixing
 from vit.data.sources import TrainSet
-from vit.data.split import Split
 from vit.data.stream import NOT_EXACT, StreamBatches
-from vit.data.workers import Loader
 from vit.distributed import World, wrap
 from vit.ema import Ema
 from vit.evaluate import evaluate, save_predictions
 from vit.exit import Interrupted, StopSignals
 from vit.model import count_parameters, create_model, flops_per_image
-from vit.monitor import Monitor, collecting_at_log_lines
 from vit.optim import create_optimizer
-from vit.order_check import OrderCheck
-from vit.pictures import ClassAccuracy, ConfusedPair
 from vit.plan import Plan, choose_num_classes, make_plan, open_indexed, open_train_set
-from vit.preflight import Preflight, check_disk, filling_note, preflight
-from vit.progress import Meter
-from vit.record import Record, lock_run, provenance
-from vit.report import make_report
-from vit.resume import find_checkpoint
+from vit.report.page import make_report
+from vit.report.pictures import ClassAccuracy, ConfusedPair
+from vit.run import checkpoint as checkpoints
+from vit.run.checkpoint import Progress
+from vit.run.monitor import Monitor, collecting_at_log_lines
+from vit.run.order_check import OrderCheck
+from vit.run.preflight import Preflight, check_disk, filling_note, preflight
+from vit.run.record import Record, lock_run, provenance
+from vit.run.resume import find_checkpoint
 from vit.schedule import lr_at
 from vit.step import TrainStep, compile_blocks
+from vit.system.files import replacing
+from vit.system.meter import Meter
 from vit.weights import Trained, WeightsError, fingerprint, grid_size, load_weights, other_classes, read_trained, save_weights
 
 

@@ -12,12 +12,13 @@ from checksums import indexed_as_it_is
 from servers import WebServer
 
 from vit.config import AugmentConfig, EvalConfig
-from vit.data import slots, storage
+from vit.data import slots
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
-from vit.data.files import ShardError
+from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.data.shards import open_split
-from vit.data.workers import Loader
+from vit.data.shards.data_set import open_split
+from vit.data.storage import tars
+from vit.system.files import ShardError
 
 BATCH, FORMAT = 24, ImageFormat((16, 16), 3, "bilinear")
 AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, randaugment_layers=2)
@@ -55,8 +56,8 @@ def test_a_loader_that_starts_at_any_step_goes_on_with_the_same_batches(start, s
 
 
 def test_the_batch_that_is_needed_is_fetched_first_and_none_behind_the_end(shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "BLOCK_BYTES", 4000)
-    monkeypatch.setattr(storage, "NUM_THREADS", 1)
+    monkeypatch.setattr(tars, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(tars, "NUM_THREADS", 1)
 
     def fetched(num_batches: int, cache: str) -> list[str]:
         """Ranges of shards, in the order in which they were asked for."""

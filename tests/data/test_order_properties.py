@@ -22,10 +22,10 @@ from webdataset import TarWriter
 from data_prep import index
 from vit.config import AugmentConfig
 from vit.config_io import ConfigError, load_config
+from vit.data.augment.draw import partners
 from vit.data.batches import Batch, ImageFormat, TrainBatches
-from vit.data.draw import partners
 from vit.data.order import Order, make_order
-from vit.data.shards import open_split
+from vit.data.shards.data_set import open_split
 from vit.plan import create_order, make_plan
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep import index
-from vit.data.files import ShardError
 from vit.data.row_filter import COLUMNS, RowFilter
 from vit.data.select import Wanted, choose
-from vit.data.shards import open_split
-from vit.data.tar import INDEX_DTYPE
+from vit.data.shards.data_set import open_split
+from vit.data.shards.tar import INDEX_DTYPE
+from vit.system.files import ShardError
 
 ROWS = np.zeros(400, INDEX_DTYPE)
 ROWS["width"], ROWS["height"] = np.arange(400) * 7 % 300 + 1, np.arange(400) * 13 % 200 + 1

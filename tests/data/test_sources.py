@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from order_oracle import SEEDS, brute_force, feistel, key_of
 
 from vit.config import AugmentConfig
+from vit.data.augment.draw import sample_keys
 from vit.data.batches import ImageFormat, TrainBatches
-from vit.data.draw import sample_keys
-from vit.data.files import ShardError
-from vit.data.mixing import measure_mixing
+from vit.data.loader import Loader
 from vit.data.order import Share, make_order, shares_of
 from vit.data.select import Wanted
-from vit.data.shards import open_split
+from vit.data.shards.data_set import open_split
+from vit.data.shuffle_quality import measure_mixing
 from vit.data.sources import train_set_of, train_set_of_sources
-from vit.data.workers import Loader
+from vit.system.files import ShardError
 
 
 def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int]:

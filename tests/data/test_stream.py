@@ -20,15 +20,15 @@ from processes import TINY, run
 from servers import WebServer
 
 from vit.config import AugmentConfig
-from vit.data import http
 from vit.data.batches import ImageFormat
-from vit.data.decode import decode_views
-from vit.data.files import ShardError
+from vit.data.decode.views import decode_views
+from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.data.patience import Patience
-from vit.data.shards import open_split
+from vit.data.shards.data_set import open_split
+from vit.data.storage import http
+from vit.data.storage.patience import Patience
 from vit.data.stream import StreamBatches, open_stream
-from vit.data.workers import Loader
+from vit.system.files import ShardError
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 PATIENCE = Patience(0.5, 0.01, 0.05)

@@ -12,18 +12,19 @@ from processes import REPOSITORY, environment
 from servers import WebServer
 
 from vit.config import AugmentConfig
-from vit.data import storage, warm
+from vit.data import warm
 from vit.data.batches import ImageFormat, TrainBatches
-from vit.data.block_cache import GIB
 from vit.data.order import make_order
-from vit.data.shards import open_split
+from vit.data.shards.data_set import open_split
+from vit.data.storage import tars
+from vit.data.storage.block_cache import GIB
 from vit.plan import Plan
-from vit.preflight import filling_note
+from vit.run.preflight import filling_note
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(storage, "BLOCK_BYTES", 16_000)
+    monkeypatch.setattr(tars, "BLOCK_BYTES", 16_000)
 
 
 @pytest.fixture
@@ -95,8 +96,8 @@ def test_damaged_blocks_are_counted_and_the_others_are_fetched(web, tmp_path, sh
 def test_a_shard_that_is_replaced_meanwhile_is_told_and_waited_for_by_nobody(web, tmp_path):
     """Its other threads still wait for a server that is away."""
     code = (
-        "import runpy, sys; from vit.data import http, patience, storage; storage.BLOCK_BYTES = 16_000; patience.NUM_REFUSALS = 1\n"
-        "real = storage.RemoteTars.blocks\n"
+        "import runpy, sys; from vit.data.storage import http, patience, tars; tars.BLOCK_BYTES = 16_000; patience.NUM_REFUSALS = 1\n"
+        "real = tars.RemoteTars.blocks\n"
         "def blocks(self, shards):\n"
         "    self.versions[0] = http.Version(5, 'another')\n"
         "    return real(self, shards)\n"
@@ -111,7 +112,7 @@ def test_a_shard_that_is_replaced_meanwhile_is_told_and_waited_for_by_nobody(web
 
 def test_several_at_once_share_the_work(web, tmp_path):
     web.delay_s = 0.1
-    code = "import sys; from vit.data import storage, warm; storage.BLOCK_BYTES = 16_000; sys.exit(warm.main(sys.argv[1:]))"
+    code = "import sys; from vit.data import warm; from vit.data.storage import tars; tars.BLOCK_BYTES = 16_000; sys.exit(warm.main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, f"{web.url}/set", "--cache-dir", str(tmp_path / "cache"), "--split", "train", "--threads", "2"]
     env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
     processes = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -142,7 +143,7 @@ def test_what_is_wrong_is_told_in_a_line(arguments, told, shards, tmp_path, caps
 
 
 def test_a_run_with_an_empty_cache_says_what_it_will_fetch_first(web, tmp_path, monkeypatch):
-    monkeypatch.setattr("vit.preflight.TELL_MISSING_BYTES", 10_000)
+    monkeypatch.setattr("vit.run.preflight.TELL_MISSING_BYTES", 10_000)
     split = open_split(f"{web.url}/set", "train", tmp_path / "cache")
     batches = TrainBatches(split, make_order(60, 12), AugmentConfig(), ImageFormat((16, 16), 3, "bilinear"))
     plan = Plan(**{**dict.fromkeys(Plan.__dataclass_fields__, 1), "total_steps": 50})

@@ -13,8 +13,8 @@ from PIL import Image
 from processes import metrics, run
 
 from data_prep import animals10
-from data_prep.catalogue import open_catalogue
-from vit.data.shards import open_split
+from data_prep.write.catalogue import open_catalogue
+from vit.data.shards.data_set import open_split
 
 # Typed from the data set's page on Kaggle, in its order.
 CLASSES = [("dog", "cane"), ("cat", "gatto"), ("horse", "cavallo"), ("spider", "ragno"), ("butterfly", "farfalla"), ("chicken", "gallina"),

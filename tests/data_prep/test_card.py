@@ -17,7 +17,7 @@ from servers import S3Server
 
 from data_prep import imagefolder, index
 from data_prep.card import CELL, GAP, MARGIN, TEXT_HEIGHT, escaped, histogram, main, markdown_table, shortened, spread, write_card
-from vit.data.shards import open_split
+from vit.data.shards.data_set import open_split
 
 COLOURS = {"blue": (20, 40, 220), "green": (30, 200, 60), "red | rouge": (230, 30, 20), "Übergröße_die_viel_zu_lang_ist": (120, 120, 120)}
 

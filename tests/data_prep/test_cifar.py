@@ -14,9 +14,9 @@ from PIL import Image
 from servers import WebServer
 
 from data_prep import cifar
-from data_prep.catalogue import Source, open_catalogue
-from data_prep.jobs import PrepError
-from vit.data.shards import open_split
+from data_prep.write.catalogue import Source, open_catalogue
+from data_prep.write.jobs import PrepError
+from vit.data.shards.data_set import open_split
 
 CLASSES = {
     10: ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"],

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep.catalogue import Sample, Source, open_catalogue
 from data_prep.digits import TEXTURES, Uniform, digit_mask, main, read, source, texture
-from vit.data.shards import open_split
+from data_prep.write.catalogue import Sample, Source, open_catalogue
+from vit.data.shards.data_set import open_split
 
 FIRST_VERSION = [84.5, 77.4, 92.6]
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep.catalogue import Sample, open_catalogue, safe_key
 from data_prep.imagefolder import Asked, main, source
-from data_prep.jobs import PrepError
-from vit.data.shards import open_split
+from data_prep.write.catalogue import Sample, open_catalogue, safe_key
+from data_prep.write.jobs import PrepError
+from vit.data.shards.data_set import open_split
 
 
 def add(path: Path, number: int = 0) -> Path:
@@ -363,7 +363,7 @@ def test_runs_without_torch(flat, tmp_path):
         ["digits", "--out", f"{out}-digits", "--image-size", "16", "--renderings", "1", "--val-renderings", "1"],
     ):
         subprocess.run([sys.executable, "-m", f"data_prep.{command[0]}", *command[1:], "--workers", "1"], env=env, check=True)
-    code = "import sys; from vit.data.shards import open_split; open_split(sys.argv[1], 'val').read(0)"
+    code = "import sys; from vit.data.shards.data_set import open_split; open_split(sys.argv[1], 'val').read(0)"
     subprocess.run([sys.executable, "-c", code, out], env=env, check=True)
 
 

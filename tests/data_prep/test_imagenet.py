@@ -30,10 +30,10 @@ from fake_imagenet import (
 )
 
 from data_prep import imagenet
-from data_prep.catalogue import Catalogue, open_catalogue
 from data_prep.imagenet import differences, main, source
-from data_prep.jobs import PrepError
-from vit.data.shards import open_split
+from data_prep.write.catalogue import Catalogue, open_catalogue
+from data_prep.write.jobs import PrepError
+from vit.data.shards.data_set import open_split
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from fake_imagenet import Fake, make_fake, write_archives, write_parquets
 from PIL import Image
 
 from data_prep import verify
-from vit.data.shards import open_split
+from vit.data.shards.data_set import open_split
 
 KILLS = int(os.environ.get("VIT_KILLS", "3"))
 ODD = 7

@@ -21,9 +21,9 @@ from servers import S3Server, WebServer
 
 from data_prep import imagefolder
 from data_prep.index import expand_braces, main, split_of
-from data_prep.output import Output
 from data_prep.verify import main as verify
-from vit.data.shards import open_split
+from data_prep.write.output import Output
+from vit.data.shards.data_set import open_split
 
 
 def jpeg(number: int) -> bytes:

@@ -30,9 +30,9 @@ from prep_place import BEGUN, SCENARIOS, TRAIN_TAR, Place, command, images, offi
 from processes import REPOSITORY, environment, jpeg
 from servers import S3Server, WebServer
 
-from vit.data.index_file import left_out
-from vit.data.patience import Patience
-from vit.data.tar import scan_tar
+from vit.data.shards.index_file import left_out
+from vit.data.shards.tar import scan_tar
+from vit.data.storage.patience import Patience
 
 # ---- the output folder ------------------------------------------------------------------------------------------------
 

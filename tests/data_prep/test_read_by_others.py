@@ -13,8 +13,8 @@ from PIL import Image
 from processes import REPOSITORY, jpeg
 
 from data_prep import imagefolder, index
-from data_prep.output import Output
-from vit.data.shards import open_split
+from data_prep.write.output import Output
+from vit.data.shards.data_set import open_split
 
 PAGE = (REPOSITORY / "docs" / "data.md").read_text()
 LINES = dict(re.findall(r"^\| ([\w ]+) \| `([^`]*ROOT[^`]*)` \|", PAGE, re.MULTILINE))

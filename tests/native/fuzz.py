@@ -21,7 +21,7 @@ import simplejpeg
 from PIL import Image
 
 HERE = Path(__file__).parent
-SOURCES = HERE.parents[1] / "vit" / "native"
+SOURCES = HERE.parents[1] / "vit" / "data" / "decode" / "c"
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 SIZES = ((1, 1), (2, 7), (8, 8), (17, 33), (64, 48), (97, 61), (130, 40), (40, 130), (300, 9))
 MARKERS = ({}, *({"restart_marker_blocks": n} for n in (1, 2, 3, 5)), {"restart_marker_rows": 1})

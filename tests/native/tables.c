@@ -1,8 +1,8 @@
-/* The page at the top of vit/native/blocks.h, asked of the code; and blocks read with two symbols a look-up against one bit after the other. */
+/* The page at the top of vit/data/decode/c/blocks.h, asked of the code; and blocks read with two symbols a look-up against one bit after the other. */
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "../../vit/native/blocks.h"
+#include "../../vit/data/decode/c/blocks.h"
 
 #define MUST(condition)                                                                                                                  \
     do {                                                                                                                                 \

@@ -1,4 +1,4 @@
-"""What the page at the top of vit/native/blocks.h tells about its tables is so, and the C compiles without a warning."""
+"""What the page at the top of vit/data/decode/c/blocks.h tells about its tables is so, and the C compiles without a warning."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vit.data.native import SOURCES
+from vit.data.decode.native import SOURCES
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 pytestmark = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""What a batch is: any rows of any batch of one rank, made in place. Who makes them, and where: `vit.data.workers`.
+"""What a batch is: any rows of any batch of one rank, made in place. Who makes them, and where: `vit.data.loader`.
 
 The data's story: the order says which samples stand in this rank's rows of the batch at a position; the index says where their bytes and
 how big their images are; crops are drawn before decoding; images are decoded into the rows of memory that is there already. Some rows
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from vit.config import AugmentConfig, Config, EvalConfig
 from vit.data import stages
-from vit.data.decode import decode_center, decode_views
-from vit.data.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
-from vit.data.files import ShardError
+from vit.data.augment.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
+from vit.data.decode.views import decode_center, decode_views
 from vit.data.order import Order
+from vit.data.shards.split import Split
 from vit.data.sources import Sources
-from vit.data.split import Split
 from vit.data.stages import Stage
+from vit.system.files import ShardError
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Layout:
 
 
 class Batches:
-    """What `vit.data.workers.Loader` iterates over, and passes to its workers."""
+    """What `vit.data.loader.Loader` iterates over, and passes to its workers."""
 
     layout: Layout
     row_unit = 1

@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.data.files import ShardError
 from vit.data.order import fold
-from vit.data.remote import RemoteFolder
 from vit.data.row_filter import RowFilter
-from vit.data.split import Split
-from vit.data.storage import RemoteTars
+from vit.data.shards.split import Split
+from vit.data.storage.remote import RemoteFolder
+from vit.data.storage.tars import RemoteTars
+from vit.system.files import ShardError
 
 PIECE = 1 << 20
 """Rows that are looked at at once."""

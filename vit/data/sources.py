@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.data.files import ShardError
-from vit.data.index_file import firsts_of
 from vit.data.order import Share, shares_of
 from vit.data.select import Chosen, Wanted, choose, labels_of
-from vit.data.split import Split
-from vit.data.tar import INDEX_DTYPE
+from vit.data.shards.index_file import firsts_of
+from vit.data.shards.split import Split
+from vit.data.shards.tar import INDEX_DTYPE
+from vit.system.files import ShardError
 
 MOST_NAMED = 10
 

@@ -2,8 +2,8 @@
 
 The data's story: a process that makes batches has a row of numbers, which lies in the memory that workers and training share. At each turn
 (from reading to decoding) it writes there what it does now and since when, and adds the time that is over to that of its stage; some 0.3
-microseconds a turn. Nobody is asked and nobody answers, so a process that hangs is seen as well as one that works. `vit.data.workers`
-tells people what a worker hangs at; `vit.monitor` puts the sums into the record.
+microseconds a turn. Nobody is asked and nobody answers, so a process that hangs is seen as well as one that works. `vit.data.loader`
+tells people what a worker hangs at; `vit.run.monitor` puts the sums into the record.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 
-from vit.data.patience import num_moves, num_retries
+from vit.data.storage.patience import num_moves, num_retries
 
 ROW_BYTES = 256
 """Of one process: 32 numbers of 8 bytes."""

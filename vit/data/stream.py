@@ -1,6 +1,6 @@
 """Batches from a stream of tars, for what cannot be read at random. Not exact.
 
-The data's story: URLs are opened by `vit.data.http`, `pipe:` commands by the webdataset library, one after the other, and it groups the
+The data's story: URLs are opened by `vit.data.storage.http`, `pipe:` commands by the webdataset library, one after the other, and it groups the
 files of their tars into samples; a tar that ends without its end mark, or whose command fails, is an error. Each worker of each rank has
 shards of its own or, where there are fewer shards than workers, its share of the samples of all; a buffer shuffles, and when the shards
 are at an end the next pass begins in another order. Crops and tables are drawn from a hash of the key.
@@ -25,18 +25,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vit.config import AugmentConfig
+from vit.data.augment.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
 from vit.data.batches import Batch, Batches, ImageFormat, Layout, write_rows
-from vit.data.decode import decode_views
-from vit.data.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
-from vit.data.files import ShardError
-from vit.data.http import PIECE_BYTES, WebFile, on_the_web
-from vit.data.images import image_size
-from vit.data.members import META, SETTINGS, SampleLayout, Unfit, describe
+from vit.data.decode.images import image_size
+from vit.data.decode.views import decode_views
 from vit.data.order import Order, fold, hash64
-from vit.data.patience import Patience
-from vit.data.tar import DEFAULT_LAYOUT, INDEX_DTYPE
-from vit.data.tar_walk import FILE, TarDamaged, decompressed, in_order, walk
-from vit.data.urls import expand_braces, shown
+from vit.data.shards.members import META, SETTINGS, SampleLayout, Unfit, describe
+from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE
+from vit.data.shards.tar_walk import FILE, TarDamaged, decompressed, in_order, walk
+from vit.data.storage.http import PIECE_BYTES, WebFile, on_the_web
+from vit.data.storage.patience import Patience
+from vit.system.files import ShardError
+from vit.system.urls import expand_braces, shown
 
 SHUFFLE_SAMPLES, SHUFFLE_BYTES = 1000, 64 << 20
 """Encoded samples that a worker shuffles among, at most."""

@@ -20,16 +20,16 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from vit.command_line import Parser
 from vit.config_io import load_config
-from vit.data.block_cache import Fetched
-from vit.data.files import ShardError
 from vit.data.order import hash64
-from vit.data.patience import Patience
-from vit.data.shards import open_split
-from vit.data.storage import Block, RemoteTars
-from vit.data.urls import guard_console, resolve, shown
-from vit.progress import Meter
+from vit.data.shards.data_set import open_split
+from vit.data.storage.block_cache import Fetched
+from vit.data.storage.patience import Patience
+from vit.data.storage.tars import Block, RemoteTars
+from vit.system.command_line import Parser
+from vit.system.files import ShardError
+from vit.system.meter import Meter
+from vit.system.urls import guard_console, resolve, shown
 
 NUM_THREADS = 16
 """Blocks fetched at once; each is held in memory."""

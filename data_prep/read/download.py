@@ -1,0 +1,187 @@
+"""Files from a web address: whole, checked, and continued after a cut. Free of torch.
+
+The data's story: bytes go to `<name>.part`; `vit.data.storage.http` asks for the rest when a connection is lost. What has come is compared with the
+size that the server told and with the md5 that is known; only then the file gets its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from data_prep.write.jobs import PrepError, count_one
+from vit.data.storage.http import Refused, WebFile, WebFolder, on_the_web
+from vit.data.storage.patience import Patience
+from vit.system.files import parse_json
+from vit.system.meter import Meter
+from vit.system.urls import address, shown
+
+MOST_VERSIONS = 5
+"""So many times a file may be replaced while it is fetched."""
+
+
+def download(url: str, path: Path, md5: str | None = None, *, name: str = "", on_bytes: Callable[[int], None] | None = None) -> None:
+    """Bring `url` (http or https) to `path`, with its progress on stderr and a line when it is there.
+
+    name: of the file, where `url` is its folder, whose login is for it, too.
+    md5: in hex. A file that is there already is kept if its md5 is this one, or none is known. What an earlier call left in `<path>.part`
+    is continued if the md5 is known: without it nobody would notice that the file at `url` is another one by now.
+    on_bytes: is told the number of each piece's bytes, and 0 in pauses, instead of a progress line; may raise to stop.
+
+    Raises PrepError: no such file, no such host, another md5, disk too small, a server that stays away. Ctrl-C leaves the part.
+    """
+    where = shown(address(url, name))
+    if not on_the_web(url):
+        raise PrepError(f"{where}: expected an address that begins with http:// or https://")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    with _locked(part, path) as file:
+        if path.exists():
+            _check_existing(path, md5, where)
+            part.unlink(missing_ok=True)
+            if on_bytes is None:
+                _say(f"{path}: there already{', md5 verified' if md5 else ''}")
+            return
+        start_s = time.monotonic()
+        earlier = file.seek(0, os.SEEK_END) if md5 else 0
+        if earlier:
+            _say(f"{part.name}: continuing at {_mb(earlier)}")
+        _fetch(url, name, file, earlier, on_bytes)
+        found = _md5(part) if md5 else None
+        if found != md5 and earlier:
+            _say(f"{part.name}: what an earlier call left does not fit; starting again")
+            _fetch(url, name, file, 0, on_bytes)
+            found = _md5(part)
+        if found != md5:
+            size = part.stat().st_size
+            part.unlink()
+            raise PrepError(
+                f"{where}: md5 {found} ({size:,} bytes), expected {md5}: the file there is another one, or was changed on its way "
+                f"(a proxy's page?); nothing was kept. Try again, or fetch it from elsewhere and put it at {path}"
+            )
+        os.fsync(file.fileno())
+        os.replace(part, path)
+        elapsed_s = time.monotonic() - start_s
+        if on_bytes is None:
+            _say(f"{path}: {_mb(path.stat().st_size)} in {elapsed_s:.1f} s{', md5 verified' if md5 else ''}")
+
+
+@contextmanager
+def _locked(part: Path, path: Path) -> Iterator[BinaryIO]:
+    """The part, opened, while no other process has it: of several that want the same file one fetches it, and the others wait."""
+    while True:
+        file = open(part, "a+b")  # noqa: SIM115 (closed below, or here when another process renamed or removed the part)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"{path}: another process is downloading it; waiting")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks
+        if part.exists() and os.path.samestat(os.fstat(file.fileno()), part.stat()):
+            break
+        file.close()
+    try:
+        yield file
+    except OSError as error:
+        error.filename = error.filename or str(part)  # a full disk does not say of which file
+        raise
+    finally:
+        with suppress(OSError):  # a full disk has been told
+            file.flush()
+        if part.exists() and not part.stat().st_size:
+            part.unlink()  # before the lock goes
+        file.close()
+
+
+def _check_existing(path: Path, md5: str | None, where: str) -> None:
+    if md5 and (found := _md5(path)) != md5:
+        raise PrepError(f"{path}: md5 {found}, expected {md5}; truncated, or another file: remove it, and it is downloaded from {where}")
+
+
+def _fetch(url: str, name: str, file: BinaryIO, have: int, on_bytes: Callable[[int], None] | None) -> None:
+    """Make `file`, of which `have` bytes are there, the whole of what is at `url`. Raises PrepError or ShardError if it cannot be had."""
+    shown_name, where = Path(file.name).name.removesuffix(".part"), shown(address(url, name))
+    for _ in range(MOST_VERSIONS):
+        file.truncate(have)
+        try:
+            with WebFile(url, name, Patience(), start=have, while_waiting=on_bytes and partial(on_bytes, 0)) as source:
+                size = source.open().size
+                if 0 <= size < have:
+                    have = 0
+                    continue
+                _check_disk(file, size - have)
+                with Meter(f"downloading {shown_name}", max(size - have, 0) // 1_000_000, "MB", shown=on_bytes is None) as meter:
+                    first = source.at
+                    while piece := source.read1():
+                        file.write(piece)
+                        if on_bytes:
+                            on_bytes(len(piece))
+                        meter.update((source.at - first) // 1_000_000)
+            file.flush()
+            return
+        except FileNotFoundError as error:
+            raise PrepError(f"{where}: {error.strerror}; correct the address") from error
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            _say(f"{where}: {error.strerror}; starting again")
+            have = 0
+    raise PrepError(f"{where}: replaced again and again while it is fetched; try again when it stays as it is")
+
+
+def _check_disk(file: BinaryIO, missing: int) -> None:
+    free = shutil.disk_usage(Path(file.name).parent).free
+    if missing > free:
+        raise PrepError(f"{file.name}: {_mb(missing)} are still to come and {_mb(free)} are free on this disk; make room")
+
+
+def _md5(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class WebShards(WebFolder):
+    """What is at `<url>/<name>`, for functions that `run_jobs` runs. There is no list of names: nothing like a folder is known to HTTP."""
+
+    def size(self, name: str) -> int:
+        """Bytes of a file, -1 if the server does not tell. Raises PrepError if it is not there."""
+        try:
+            return self.stat(name, parts_only=False).size
+        except FileNotFoundError as error:
+            raise PrepError(f"{self}/{name}: {error.strerror}") from error
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """The object in a JSON file, None if there is no such file. Raises ShardError if it is something else."""
+        try:
+            with WebFile(self.url, name, self.patience) as file:
+                return parse_json(b"".join(iter(file.read1, b"")), f"{self}/{name}")
+        except FileNotFoundError:
+            return None
+        except Refused as error:
+            if error.status == 403:  # what object stores say of a missing file to those who may not list
+                return None
+            raise
+
+    def fetch(self, name: str, folder: Path) -> Path:
+        """A file, brought to `folder`."""
+        download(self.url, folder / name, name=name, on_bytes=count_one)
+        return folder / name

@@ -1,0 +1,183 @@
+"""Which class each image of ImageNet's flat validation set belongs to. Free of torch.
+
+The data's story: one of several files tells it: the development kit, Kaggle's table, or a list of WordNet ids (WNIDs). All become one
+mapping, image name without extension -> WNID. The kit's own numbers (ILSVRC2012_ID, from 1) go through its WNIDs and no further: they
+are not the labels that published weights use, which are positions among the sorted WNIDs.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import tarfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.read.archives import read_zip_member
+from data_prep.write.catalogue import Sample
+from data_prep.write.jobs import PrepError
+from vit.data.shards.tar_walk import what_it_is
+from vit.system.files import unreadable
+
+WNID = re.compile(r"n\d{8}", re.ASCII)
+DEVKIT = re.compile(r".*devkit.*\.(tar\.gz|tgz)", re.IGNORECASE)
+META, TRUTH = "meta.mat", "ILSVRC2012_validation_ground_truth.txt"
+KAGGLE_TABLE = "LOC_val_solution.csv"
+SYNSET_LIST = "imagenet_2012_validation_synset_labels.txt"
+WHAT_SERVES = f"ILSVRC2012_devkit_t12.tar.gz (or its unpacked folder), {KAGGLE_TABLE}, {SYNSET_LIST}"
+MAX_BYTES = 1 << 26
+"""The kit's largest file is some MB; a file of more than 64 MiB is none of these."""
+
+
+@dataclass(frozen=True)
+class ValLabels:
+    """A file that tells the classes: `read()` returns {image name without extension: WNID} and raises PrepError."""
+
+    path: Path
+    what: str
+    read: Callable[[], dict[str, str]]
+    inputs: tuple[Path, ...]
+
+
+def val_name(number: int) -> str:
+    """Name of validation image `number`, from 1, without extension."""
+    return f"ILSVRC2012_val_{number:08d}"
+
+
+def _content(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise PrepError(f"{path}: {path.stat().st_size:,} bytes; too large for a file of labels")
+        return path.read_bytes()
+    except OSError as error:
+        raise PrepError(str(unreadable(path, error))) from error
+
+
+def _text(content: bytes, where: str) -> str:
+    if what_it_is(content):
+        raise PrepError(f"{where}: is {what_it_is(content)}; download it again")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PrepError(f"{where}: not a text file ({error}); download it again") from error
+
+
+def _wnids_by_id(meta: bytes, where: str) -> dict[int, str]:
+    """{ILSVRC2012_ID: WNID} of the kit's `meta.mat`, classes only: it lists 860 groups of classes as well."""
+    from scipy.io import loadmat  # slow to import, and only needed here
+
+    try:
+        synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"].reshape(-1)
+        leaves = synsets[synsets["num_children"].astype(int) == 0]
+        found = {int(number): str(wnid) for number, wnid in zip(leaves["ILSVRC2012_ID"], leaves["WNID"], strict=True)}
+    except Exception as error:  # scipy raises many kinds for a file that is not MATLAB's, or another one
+        raise PrepError(f"{where}: not the kit's table of classes ({type(error).__name__}: {error}); download the kit again") from error
+    if bad := [wnid for wnid in found.values() if not WNID.fullmatch(wnid)]:
+        raise PrepError(f"{where}: {bad[0]!r} is no WordNet id; download the kit again")
+    return found
+
+
+def _by_kit(meta: bytes, truth: bytes, where: str) -> dict[str, str]:
+    wnids = _wnids_by_id(meta, f"{where}: {META}")
+    lines = _text(truth, f"{where}: {TRUTH}").split()
+    if bad := [n for n, line in enumerate(lines) if not line.isdecimal() or int(line) not in wnids]:
+        raise PrepError(
+            f"{where}: {TRUTH}: line {bad[0] + 1} is {lines[bad[0]]!r}; "
+            f"expected an ILSVRC2012_ID of one of the {len(wnids)} classes in {META}"
+        )
+    return {val_name(number): wnids[int(line)] for number, line in enumerate(lines, 1)}
+
+
+def read_devkit_folder(path: Path) -> dict[str, str]:
+    """Labels by the kit's folder `data`, unpacked."""
+    return _by_kit(_content(path / META), _content(path / TRUTH), str(path))
+
+
+def read_devkit_archive(path: Path) -> dict[str, str]:
+    """Labels by the kit as it was downloaded (`.tar.gz`), two members of which are read."""
+    found: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path, "r:gz") as kit:
+            for member in kit:
+                if member.size > MAX_BYTES:
+                    raise PrepError(f"{path}: its member {member.name!r} has {member.size:,} bytes; not ImageNet's development kit")
+                if (name := Path(member.name).name) in (META, TRUTH) and member.isreg():
+                    content = kit.extractfile(member)
+                    assert content is not None
+                    found[name] = content.read()
+                if len(found) == 2:
+                    return _by_kit(found[META], found[TRUTH], str(path))
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        with open(path, "rb") as file:
+            kind = what_it_is(file.read(256))
+        reason = f"it is {kind}" if kind and "gzip" not in kind else error
+        raise PrepError(f"{path}: not a readable .tar.gz ({reason}); download it again, its md5 is checked with --md5") from error
+    except OSError as error:
+        raise PrepError(str(unreadable(path, error)) if error.strerror else f"{path}: {error}; download it again") from error
+    missing = [name for name in (META, TRUTH) if name not in found]
+    raise PrepError(f"{path}: has no {' and no '.join(missing)}; expected ImageNet's development kit of tasks 1 and 2")
+
+
+def _by_table(text: str, where: str) -> dict[str, str]:
+    try:
+        return _rows_by_image(csv.DictReader(io.StringIO(text)), where)
+    except csv.Error as error:
+        raise PrepError(f"{where}: not a table of ImageId,PredictionString ({error})") from error
+
+
+def _rows_by_image(rows: csv.DictReader[str], where: str) -> dict[str, str]:
+    if not {"ImageId", "PredictionString"} <= set(rows.fieldnames or ()):
+        raise PrepError(f"{where}: its columns are {', '.join(rows.fieldnames or ()) or 'none'}; expected ImageId,PredictionString")
+    labels: dict[str, str] = {}
+    for row in rows:
+        name, wnid = row["ImageId"] or "", ((row["PredictionString"] or "").split() or [""])[0]
+        if not WNID.fullmatch(wnid):
+            raise PrepError(
+                f"{where}: line {rows.line_num}: expected a WordNet id and a box for {name!r}, found {row['PredictionString']!r}"
+            )
+        if labels.setdefault(name, wnid) != wnid:
+            raise PrepError(f"{where}: line {rows.line_num}: {name!r} is {wnid} here and {labels[name]} above")
+    return labels
+
+
+def read_kaggle_table(path: Path) -> dict[str, str]:
+    """Labels by Kaggle's table: by its column ImageId, whatever the order of its rows."""
+    return _by_table(_text(_content(path), str(path)), str(path))
+
+
+def read_kaggle_table_in_zip(member: Sample) -> dict[str, str]:
+    """Labels by the table inside Kaggle's zip."""
+    where = f"{member.file}: {member.name}"
+    if member.size > MAX_BYTES:
+        raise PrepError(f"{where}: {member.size:,} bytes; too large for a file of labels")
+    try:
+        content = read_zip_member(member)
+    except (OSError, ValueError) as error:
+        raise PrepError(f"{where}: {error}; download the zip again") from error
+    return _by_table(_text(content, where), where)
+
+
+def read_synset_list(path: Path) -> dict[str, str]:
+    """Labels by a list of WNIDs, one a line, in the order of the images' names."""
+    lines = _text(_content(path), str(path)).split()
+    if bad := [n for n, line in enumerate(lines) if not WNID.fullmatch(line)]:
+        raise PrepError(f"{path}: line {bad[0] + 1} is {lines[bad[0]]!r}; expected a WordNet id a line, as n01440764")
+    return {val_name(number): wnid for number, wnid in enumerate(lines, 1)}
+
+
+def read_all(files: list[ValLabels]) -> dict[str, str]:
+    """What these files tell together. Raises PrepError where two of them differ."""
+    labels: dict[str, str] = {}
+    for file in files:
+        found = file.read()
+        differ = [name for name, wnid in found.items() if labels.get(name, wnid) != wnid]
+        if differ:
+            raise PrepError(
+                f"{file.path}: says {found[differ[0]]} of {differ[0]}, and {files[0].path} says {labels[differ[0]]}: "
+                f"they differ on {len(differ):,} images; leave out the file that is wrong"
+            )
+        labels |= found
+    return labels

@@ -1,0 +1,107 @@
+"""Work for several processes: run it, show how far it is, stop it. Free of torch.
+
+The data's story: a list of jobs, each a module-level function with one argument, goes to a pool of processes; results come back by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from vit.system.child_process import follow_parent, held_back
+from vit.system.meter import Meter
+
+JOBS_WAITING = 4
+"""Jobs handed to the pool for each worker: enough to keep it busy, so few that a million jobs need no memory."""
+
+
+class PrepError(ValueError):
+    """The source or the output folder is not as it should be; says what is wrong and what to do."""
+
+
+def run_jobs(
+    jobs: Iterable[tuple[Callable[[Any], Any], Any, Any]],
+    workers: int,
+    what: str,
+    *,
+    num_jobs: int,
+    num_images: int = 0,
+    unit: str = "shards",
+    on_result: Callable[[Any, Any], None] | None = None,
+) -> dict[Any, Any]:
+    """Run (function, argument, name) jobs in worker processes and return {name: result}.
+
+    Shows the progress of `what`: of `num_images`, which the jobs count with `count_one`, or without it of the jobs, each one of `unit`.
+    `on_result(name, result)` is called as each one is ready, and the results are not kept. The first error stops all jobs, within an image
+    for those that count, and is raised.
+    """
+    # Spawned, not forked: the caller may have threads (torch's, rich's), and those do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    images_done, bytes_done, stopping = context.Value("Q", 0), context.Value("Q", 0), context.Value("b", 0)
+    results: dict[Any, Any] = {}
+    names: dict[Future, Any] = {}
+    waiting, finished_jobs = iter(jobs), 0
+    workers = max(1, min(workers, num_jobs))
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(workers, context, _start_worker, (images_done, bytes_done, stopping)) as pool:
+        try:
+            with Meter(what, num_images or num_jobs, "images" if num_images else unit) as meter:
+                while True:
+                    with held_back():  # the first submission starts the workers
+                        for function, argument, name in itertools.islice(waiting, JOBS_WAITING * workers - len(names)):
+                            names[pool.submit(function, argument)] = name
+                    if not names:
+                        break
+                    for future in wait(names, timeout=0.2, return_when=FIRST_COMPLETED).done:
+                        name, result = names.pop(future), future.result()
+                        finished_jobs += 1
+                        if on_result is not None:
+                            on_result(name, result)
+                        else:
+                            results[name] = result
+                    if num_images:
+                        meter.update(images_done.value, f"{finished_jobs} of {num_jobs} {unit}", bytes_done.value)
+                    else:
+                        meter.update(finished_jobs)
+        except BrokenProcessPool as error:
+            for worker in set(multiprocessing.active_children()) - others:  # one may have died with a lock that they wait for
+                worker.kill()
+            raise PrepError(
+                "a worker process was killed (out of memory?); run the same command again, it continues, perhaps with fewer --workers"
+            ) from error
+        except BaseException:
+            stopping.value = 1  # and the pool waits for its workers, who clean up
+            for future in names:
+                future.cancel()
+            raise
+    return results
+
+
+# ---- in a worker process ------------------------------------------------------------------------------------------------
+
+_counters: Any = None  # three multiprocessing.Value, in worker processes
+
+
+class _Stopped(Exception):
+    """Another job failed, or the command was interrupted: what is half written goes."""
+
+
+def count_one(num_bytes: int = 0) -> None:
+    """Tell the parent that one more image, of so many bytes, is done; in functions that `run_jobs` runs. Ends the job if all shall stop."""
+    images_done, bytes_done, stopping = _counters
+    if stopping.value:
+        raise _Stopped
+    with images_done.get_lock():
+        images_done.value += 1
+        bytes_done.value += num_bytes
+
+
+def _start_worker(*counters: Any) -> None:
+    """Share the counters."""
+    global _counters
+    _counters = counters
+    follow_parent()

@@ -1,0 +1,290 @@
+"""One shard, from its samples to a whole tar with index and sidecar. Runs in a worker process; free of torch.
+
+The data's story: the samples of the shard are looked up in the catalogue; each one's bytes are read from the source, checked and, where
+needed, converted; tar headers are put between them, and all goes to the disk some MiB at a time, while a thread hashes it.
+What cannot be read is listed in the sidecar instead. Then `.idx`, then the sidecar, which says that the shard is whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import os
+import queue
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_prep.write.catalogue import Catalogue, Sample, descriptor
+from data_prep.write.images import ASKS_TO_BE_TURNED, ImagePolicy, Prepared, Unreadable, prepare
+from data_prep.write.jobs import PrepError, count_one
+from data_prep.write.output import Output
+from vit.data.shards import data_set
+from vit.data.shards.tar import Member, ScannedSample, crc32c, index_rows, scan_tar, write_idx
+from vit.data.shards.tar_walk import TAR_BLOCK
+from vit.system.files import replacing
+
+BUFFER_BYTES = 2 << 20
+"""Bytes handed to the system at once; they stay in a core's cache until then."""
+NUM_BUFFERS = 3
+"""One that is filled, one that is hashed, and one to spare."""
+EARLY_BYTES = 8 << 20
+"""So many bytes at a time are sent on to the disk while the shard is still being written: at its end little is left to wait for."""
+READ_AHEAD = 16
+"""Images of an archive that the system is told of before they are read: it then reads several at once, far faster than one by one."""
+HAS_ADVICE = hasattr(os, "posix_fadvise")
+"""macOS lacks it."""
+OWN_FAULTS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+"""Errors that concern one file of a tree, such as a link that leads nowhere."""
+
+
+class Shard(NamedTuple):
+    """Which samples a shard has: every `step`-th of its split's dealt order."""
+
+    name: str
+    """Without .tar."""
+    split: str
+    places: range
+
+
+class Work(NamedTuple):
+    """What a worker needs to write one shard."""
+
+    shard: Shard
+    catalogue: Catalogue
+    read: Callable[[Sample], bytes]
+    policy: ImagePolicy
+    with_json: bool
+    output: Output
+    plan: str
+    """Fingerprint of all that decides the bytes."""
+
+    def samples(self) -> list[Sample]:
+        """The shard's samples, in order."""
+        return self.catalogue.table(self.shard.split).samples(self.shard.places)
+
+
+HEADER = struct.Struct("100s8s8s8s12s12s8s1s100s6s2s247x")
+"""ustar: name, mode, user, group, size, time, checksum, kind, link, magic, version, and all else."""
+ZEROS = bytes(TAR_BLOCK)
+
+
+def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
+    """A member's header. By hand, as `tarfile` fills unused fields differently from one Python to the next."""
+    return HEADER.pack(name, b"0000644", b"0000000", b"0000000", size, b"0" * 11, checksum, b"0", b"", b"ustar", b"00")
+
+
+CHECKSUM_OF_REST = sum(_header(b"", b"", b" " * 8))
+"""Of all but name and size; the checksum itself counts as blanks."""
+
+
+class TarStream:
+    """Appends members to a file descriptor, some MiB at a time, and hashes what it wrote.
+
+    Bytes are copied into a few buffers that are used again and again: cheaper than to keep each image until it is written, as new memory
+    has to be mapped for it then.
+    """
+
+    def __init__(self, descriptor: int):
+        self.size = 0
+        """Bytes so far."""
+        self._descriptor, self._filled, self._written = descriptor, 0, 0
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for _ in range(NUM_BUFFERS):
+            self._free.put(memoryview(bytearray(BUFFER_BYTES)))
+        self._buffer = self._free.get()
+        self._sha256 = hashlib.sha256()
+        self._to_hash: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
+        self._failed: BaseException | None = None
+        self._hasher = threading.Thread(target=self._hash, daemon=True)
+        self._hasher.start()
+
+    def add(self, name: str, data: bytes) -> Member:
+        """Append a ustar member of at most 100 bytes of name."""
+        encoded, size = name.encode(), b"%011o" % len(data)
+        self._append(_header(encoded, size, b"%06o\0 " % (CHECKSUM_OF_REST + sum(encoded) + sum(size))))
+        offset = self.size
+        self._append(data)
+        self._append(ZEROS[: -len(data) % TAR_BLOCK])
+        return Member(name.partition(".")[2], offset, len(data), name)
+
+    def close(self) -> str:
+        """Append the end-of-archive mark; returns the sha256 of everything, in hex."""
+        self._append(bytes(2 * TAR_BLOCK))
+        self._flush()
+        self.abandon()
+        self._raise_failed()
+        return self._sha256.hexdigest()
+
+    def abandon(self) -> None:
+        """End the hashing thread."""
+        self._to_hash.put(None)
+        self._hasher.join()
+
+    def _append(self, data: bytes) -> None:
+        self.size += len(data)
+        while len(data) >= (room := BUFFER_BYTES - self._filled):
+            self._buffer[self._filled :] = data[:room]
+            self._filled, data = BUFFER_BYTES, data[room:]
+            self._flush()
+        end = self._filled + len(data)
+        self._buffer[self._filled : end] = data
+        self._filled = end
+
+    def _flush(self) -> None:
+        self._to_hash.put((self._buffer, self._filled))
+        rest = self._buffer[: self._filled]
+        while rest:  # written in parts if a signal comes, or the disk is about to be full
+            rest = rest[os.write(self._descriptor, rest) :]
+        self._written += self._filled
+        self._buffer, self._filled = self._free.get(), 0
+        self._raise_failed()
+
+    def _raise_failed(self) -> None:
+        """Raise here what went wrong in the hashing thread."""
+        if self._failed is not None:
+            raise self._failed
+
+    def _hash(self) -> None:
+        sent_on = 0
+        while (job := self._to_hash.get()) is not None:
+            buffer, filled = job
+            try:
+                self._sha256.update(buffer[:filled])
+                written = self._written
+                if HAS_ADVICE and written - sent_on >= EARLY_BYTES:  # "not needed": Linux begins to write what it may then forget
+                    with suppress(OSError):  # mere advice, and not every file system takes it
+                        os.posix_fadvise(self._descriptor, sent_on, written - sent_on, os.POSIX_FADV_DONTNEED)
+                    sent_on = written
+            except BaseException as error:
+                self._failed = error
+            self._free.put(buffer)  # in any case: the writer waits for it
+
+
+def write_shard(work: Work) -> dict[str, Any]:
+    """Write and publish one shard; returns its sidecar. Its index rows go to `rows_path`."""
+    shard = work.shard
+    scanned: list[ScannedSample] = []
+    quarantined: list[dict[str, Any]] = []
+    changed: Counter[str] = Counter()
+    num_turned = 0
+    with work.output.staging() as folder:
+        tar = folder / f"{shard.name}.tar"
+        with replacing(tar) as file:
+            stream = TarStream(file.fileno())
+            try:
+                samples = work.samples()
+                for sample, later in itertools.zip_longest(samples, samples[READ_AHEAD:]):
+                    if later is not None:
+                        _expect(later)
+                    prepared = _prepared(work, sample)
+                    if isinstance(prepared, dict):
+                        quarantined.append(prepared)
+                        count_one()
+                    else:
+                        scanned.append(_add(stream, work, sample, prepared))
+                        if prepared.change:
+                            changed[prepared.change] += 1
+                        num_turned += prepared.asks_to_be_turned
+                        count_one(len(prepared.data))
+                if not scanned:
+                    first = f"the first: {quarantined[0]['name']} ({quarantined[0]['reason']})"
+                    raise PrepError(
+                        f"{shard.name}: none of its {len(quarantined)} images can be read, {first}; mend them, or take fewer shards"
+                    )
+                sha256 = stream.close()
+            except BaseException:
+                stream.abandon()
+                raise
+        write_idx(tar, scanned)
+        _save_rows(work, index_rows(scanned))  # before the sidecar: rows of an earlier attempt may lie there
+        extra: dict[str, Any] = {"plan": work.plan, "changed": dict(sorted(changed.items())), "quarantined": quarantined}
+        extra |= {ASKS_TO_BE_TURNED: num_turned} if num_turned else {}
+        sidecar = data_set.write_sidecar(tar, len(scanned), sha256=sha256, **extra)
+        for extension in (".tar", ".idx", ".json"):  # the sidecar says that all is there
+            work.output.publish(tar.with_suffix(extension))
+    return sidecar
+
+
+@lru_cache(maxsize=4096)
+def _is_file(path: str) -> bool:
+    """Whether it is an archive, not a folder of a tree."""
+    return os.path.isfile(path)
+
+
+def _expect(sample: Sample) -> None:
+    """Tell the system that a sample of an archive is read soon. What may be wrong with it is found then."""
+    if HAS_ADVICE and _is_file(sample.file):
+        with suppress(OSError):
+            os.posix_fadvise(descriptor(sample.file), sample.offset, sample.size, os.POSIX_FADV_WILLNEED)
+
+
+def _prepared(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
+    """The image as it goes into the shard, or its line of `quarantine.jsonl`.
+
+    Raises OSError if the system cannot read an archive or a disk: that is not the image's fault, and may pass.
+    """
+    data = None
+    try:
+        data = work.read(sample)
+        return prepare(data, work.policy)
+    except (Unreadable, ValueError, OSError) as error:
+        if isinstance(error, OSError) and not (error.errno in OWN_FAULTS and Path(sample.file).is_dir()):
+            raise
+        entry = {"split": work.shard.split, "key": sample.key, "label": sample.label, "name": sample.name, "reason": str(error)}
+        place = {"file": Path(sample.file).name, "offset": sample.offset, "size": sample.size}
+        return entry | place | {"sha256": None if data is None else hashlib.sha256(data).hexdigest()}
+
+
+def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> ScannedSample:
+    image = stream.add(f"{sample.key}.jpg", prepared.data)
+    members = [image, stream.add(f"{sample.key}.cls", b"%d" % sample.label)]
+    if work.with_json:
+        described = {"name": sample.name, "label": sample.label, "class": work.catalogue.class_names[sample.label]}
+        members.append(stream.add(f"{sample.key}.json", json.dumps(described, ensure_ascii=False).encode("utf-8", "backslashreplace")))
+    return ScannedSample(sample.key, sample.label, prepared.width, prepared.height, image, tuple(members), crc32c(prepared.data))
+
+
+def still_holds(work: Work, sidecar: dict[str, Any]) -> bool:
+    """Whether what a whole shard had to leave out is still as unreadable: images may have been mended since."""
+    if not sidecar.get("quarantined"):
+        return True
+    samples = {sample.key: sample for sample in work.samples()}
+    for entry in sidecar["quarantined"]:
+        try:
+            now = hashlib.sha256(work.read(samples[entry["key"]])).hexdigest()
+        except (OSError, ValueError):
+            now = None
+        if now != entry["sha256"]:
+            return False
+    return True
+
+
+# ---- index rows, kept beside the catalogue until the index is written ---------------------------------------------------
+
+
+def rows_path(catalogue: Catalogue, name: str) -> Path:
+    """Where the index rows of shard `name` wait."""
+    return catalogue.folder / "rows" / f"{name}.index.npy"  # `{name}.npy`: of an earlier version, without checksums
+
+
+def _save_rows(work: Work, rows: np.ndarray) -> None:
+    path = rows_path(work.catalogue, work.shard.name)
+    path.parent.mkdir(exist_ok=True)
+    with replacing(path) as file:
+        np.save(file, rows)
+
+
+def scan_shard(work: Work) -> None:
+    """Save the index rows of a whole shard that an earlier command wrote."""
+    with work.output.staging() as folder:
+        _save_rows(work, index_rows(scan_tar(work.output.fetch(f"{work.shard.name}.tar", folder))))

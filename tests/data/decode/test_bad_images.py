@@ -1,0 +1,201 @@
+"""What stands in shards beside photographs: odd images are trained on; those that cannot be are named, or skipped and counted."""
+
+import io
+import os
+import struct
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from checksums import indexed_as_it_is
+from PIL import Image
+
+from vit.config import AugmentConfig, EvalConfig
+from vit.data.batches import Batch, EvalBatches, ImageFormat, TrainBatches
+from vit.data.decode import native
+from vit.data.decode.images import decode_box
+from vit.data.decode.jpeg_header import read_header
+from vit.data.loader import Loader
+from vit.data.order import make_order
+from vit.data.shards.data_set import build_index, make_info, open_split, write_json, write_sidecar
+from vit.system.files import ShardError
+
+FORMAT = ImageFormat((16, 16), 3, "bilinear")
+
+
+def encoded(width: int = 60, height: int = 40, mode: str = "RGB", form: str = "JPEG", **options) -> bytes:
+    pixels = np.random.default_rng(width * height).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), np.uint8)
+    image = Image.fromarray(pixels).resize((width, height)).convert("L" if mode == "I;16" else mode)
+    data = io.BytesIO()
+    (image.convert("I").convert("I;16") if mode == "I;16" else image).save(data, form, **options)
+    return data.getvalue()
+
+
+def with_interval(data: bytes, blocks: int) -> bytes:
+    """The JPEG, saying that a restart marker follows each so many blocks."""
+    at = data.index(b"\xff\xda")
+    return data[:at] + b"\xff\xdd\0\4" + struct.pack(">H", blocks) + data[at:]
+
+
+GOOD = {
+    "grey": encoded(mode="L"),
+    "cmyk": encoded(mode="CMYK"),
+    "progressive": encoded(progressive=True),
+    "png": encoded(form="PNG"),
+    "alpha": encoded(mode="RGBA", form="PNG"),
+    "palette": encoded(mode="P", form="PNG"),
+    "16bit": encoded(mode="I;16", form="PNG"),
+    "webp": encoded(form="WEBP"),
+    "gif": encoded(mode="P", form="GIF"),
+    "pixel": encoded(1, 1),
+    "wide": encoded(30_000, 10),
+    "tall_png": encoded(10, 30_000, form="PNG"),
+    "markers": encoded(restart_marker_blocks=2),
+    "behind": encoded() + b"something behind the image",
+    "turned": encoded(exif=b"Exif\0\0II*\0\x08\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0"),
+}
+BAD = {
+    "truncated": encoded(200, 150)[:-2000],
+    "truncated_markers": encoded(200, 150, restart_marker_blocks=1)[:-2000],
+    "nearly_whole_markers": encoded(200, 150, restart_marker_blocks=1)[:-40],  # behind most crops
+    "truncated_png": encoded(200, 150, form="PNG")[:-200],
+    "header_only": encoded(200, 150)[: read_header(encoded(200, 150)).scan_offset],
+    "empty": b"",
+    "zeros": bytes(500),
+    "text": b"<html>404</html>",
+    "16bit_jpeg": encoded(200, 150).replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x10"),
+}
+"""What cannot be decoded, though headers were whole once: an index has a size for it."""
+
+
+def write_shard(root, images: dict[str, bytes], stored: dict[str, bytes]):
+    """A data set of one shard, indexed as it holds `images`, of which it then holds `stored`, cut or filled up with zeros behind."""
+    root.mkdir()
+    path = root / "train-00000.tar"
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for key, data in images.items():
+            for name, content in ((f"{key}.jpg", data), (f"{key}.cls", b"1")):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    build_index(root, "train", [path.name])
+    sidecar = write_sidecar(path, len(images))
+    about = {"source": "test", "options": {}, "class_names": ["a", "b"], "num_classes": 2}
+    write_json(root / "_info.json", make_info({"train": [path.name]}, {path.name: sidecar}, **about))
+    split = open_split(root, "train")
+    with open(path, "r+b") as tar:
+        for number, key in enumerate(images):
+            if key in stored:
+                row = split.index[number]
+                tar.seek(int(row["offset"]))
+                tar.write(stored[key][: row["size"]].ljust(int(row["size"]), b"\0"))
+    indexed_as_it_is(split, *range(len(images)))
+    return split
+
+
+def train_batches(split, **options) -> TrainBatches:
+    return TrainBatches(split, make_order(split.num_samples, split.num_samples), AugmentConfig(), FORMAT, **options)
+
+
+def rows_of(batches: TrainBatches | EvalBatches) -> Batch:
+    """Memory for a batch."""
+    return batches.layout.batch_in(memoryview(bytearray(batches.layout.num_bytes)))
+
+
+@pytest.fixture(params=["simplejpeg", "native"])
+def decoder(request, monkeypatch):
+    if request.param == "simplejpeg":
+        monkeypatch.setattr(native, "AVAILABLE", False)
+    elif not native.AVAILABLE and os.environ.get("VIT_REQUIRE_NATIVE") != "1":
+        pytest.skip("the C decoder was not built: apt-get install build-essential, then pip install -e .")
+
+
+def test_odd_images_are_trained_on_and_evaluated(tmp_path, decoder):
+    split = write_shard(tmp_path / "root", GOOD, {})
+    with Loader(train_batches(split, on_bad_image="error"), 0, 2) as loader:
+        for batch in loader:
+            assert sorted(batch.ids.tolist()) == list(range(len(GOOD)))
+            assert (batch.weights == 1).all()
+    views = EvalBatches(split, FORMAT, EvalConfig(), len(GOOD))
+    with Loader(views, 0, 1) as loader:
+        assert (next(loader).weights == 1).all()
+
+
+def test_what_cannot_be_decoded_is_skipped_and_named(tmp_path, decoder):
+    whole = {key: encoded(200, 150, restart_marker_blocks=0) for key in BAD} | {"fine": encoded()}
+    split = write_shard(tmp_path / "root", whole, BAD)
+    with Loader(train_batches(split, on_bad_image="skip"), 0, 1) as loader:
+        batch = next(loader)
+        assert sorted(batch.bad_keys) == sorted(BAD)
+        fine = batch.ids.tolist().index(len(BAD))
+        assert np.flatnonzero(batch.weights).tolist() == [fine]
+        assert not batch.images[batch.weights == 0].any()
+
+
+@pytest.mark.parametrize("key", BAD)
+def test_each_of_them_is_an_error_that_names_it_by_default_and_in_evaluation(key, tmp_path, decoder):
+    split = write_shard(tmp_path / "root", {"fine": encoded(), key: encoded(200, 150)}, BAD)
+    for batches, remedy in (
+        (train_batches(split), "; data.on_bad_image=skip trains without it"),
+        (EvalBatches(split, FORMAT, EvalConfig(), 2), "; evaluation counts every image: restore the shard"),
+    ):
+        with pytest.raises(ShardError, match=rf"train-00000\.tar: image '{key}' at byte \d+: cannot decode \d+ bytes: .*{remedy}"):
+            batches.fill(0, 0, rows_of(batches))
+
+
+def test_a_member_of_no_bytes_is_named_when_the_shard_is_indexed(tmp_path):
+    with pytest.raises(ShardError, match=r"has an image of 0 bytes, 'empty\.jpg'"):
+        write_shard(tmp_path / "root", {"fine": encoded(), "empty": b""}, {})
+
+
+LYING = {
+    "fewer markers than said": with_interval(encoded(200, 150, subsampling=0), 5),
+    "an interval that fits no row": with_interval(encoded(200, 150), 7),
+}
+
+
+@pytest.mark.parametrize("data", LYING.values(), ids=LYING)
+def test_markers_that_lie_are_no_worse_than_in_any_other_program(data, tmp_path, decoder):
+    """Pillow, in which all published numbers were made, shows such images; so do we, the same, whatever the window."""
+    with Image.open(io.BytesIO(data)) as image:
+        expected = np.array(image)
+    split = write_shard(tmp_path / "root", {"lying": data, "fine": encoded()}, {})
+    for box in ((0, 0, 200, 150), (64, 30, 40, 40), (0, 0, 8, 8)):
+        left, top, width, height = box
+        np.testing.assert_array_equal(decode_box(split.read(0), box)[0], expected[top : top + height, left : left + width])
+
+
+@pytest.mark.parametrize("key", ["jpeg", "png"])
+def test_an_index_with_other_sizes_is_told_before_a_wrong_window_is_shown(key, tmp_path, decoder):
+    data = encoded(form=key.upper())
+    split = write_shard(tmp_path / "root", {key: data, "fine": encoded()}, {})
+    split.index = split.index.copy()
+    split.index["width"][0], split.index["height"][0] = 50, 40
+    batches = train_batches(split)
+    rows = rows_of(batches)
+    with pytest.raises(ShardError, match=rf"image '{key}' at byte \d+: it has 60 x 40 pixels, the index says 50 x 40: .* delete"):
+        batches.fill(0, 0, rows)
+    assert train_batches(split, on_bad_image="skip").fill(0, 0, rows) == (key,)
+
+
+def test_copies_of_an_image_are_its_views_alone_and_a_bad_one_counts_with_each(tmp_path, decoder):
+    images = {f"k{n}": encoded(100 + n, 80) for n in range(12)}
+    split = write_shard(tmp_path / "root", images, {"k3": b""})
+    order = make_order(12, 12, aug_repeats=3)
+    batches = TrainBatches(split, order, AugmentConfig(), FORMAT, on_bad_image="skip")
+    seen = []
+    for position in range(3):
+        rows, one = rows_of(batches), rows_of(batches)
+        bad = batches.fill(position, 0, rows)
+        assert bad == ("k3",) * 3 * (3 in rows.ids), "each row of it counts"
+        assert torch.equal(rows.weights == 0, rows.ids == 3)
+        for row in range(12):  # made one by one there is nothing to share
+            batches.fill(position, row, one.rows(row, row + 1))
+        assert torch.equal(rows.images, one.images)
+        seen += rows.ids.tolist()
+        for sample in set(rows.ids.tolist()) - {3}:
+            views = rows.images[rows.ids == sample]
+            assert len(views) == 3
+            assert not torch.equal(views[0], views[1])
+    assert len(set(seen)) == 12

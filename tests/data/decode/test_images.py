@@ -1,0 +1,228 @@
+"""The one door: all kinds of images on all ways, what may not come in, and what it costs."""
+
+import io
+import random
+import struct
+import subprocess
+import sys
+import tarfile
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+from fuzz_images import Comparison, encoded, fuzz, kinds, picture, png, without_native
+from PIL import EpsImagePlugin, Image
+
+from data_prep.write.images import ImagePolicy, Unreadable, prepare
+from vit.config import EvalConfig
+from vit.data.decode import native
+from vit.data.decode.images import MAX_JPEG_SIDE, decode, decode_box, image_size, open_image, pixels_of
+from vit.data.decode.jpeg_header import MAX_PIXELS, read_header
+from vit.data.decode.views import decode_center
+from vit.data.shards.tar import scan_tar
+from vit.data.stream import _size_of
+
+REFUSED = {"JPEG 12 bits", "TIFF I", "TIFF F", "PPM F"}
+"""Of `kinds`: no decoder takes the first; nobody knows the range of the others."""
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 9), (97, 64)], ids=str)
+def test_every_kind_of_image_has_the_same_pixels_on_every_way(size):
+    """The C decoder, pip packages, whole, training, evaluation, preparation, and the size in the index."""
+    found, refused = {}, set()
+    for name, data in kinds(*size).items():
+        compared = Comparison(data, random.Random(name))
+        found[name] = compared.differences + ["damage is overlooked, where there is none"] * compared.overlooked
+        if compared.size is None:
+            refused.add(name)
+    assert {name: differences for name, differences in found.items() if differences} == {}
+    assert refused == REFUSED
+
+
+def test_damaged_images_have_the_same_pixels_or_the_same_refusal_on_every_way(tmp_path):
+    counts, found = fuzz(4, 0, tmp_path)
+    assert found == []
+    assert counts["decoded"] > 50
+    assert counts["refused"] > 50
+
+
+@pytest.mark.full
+def test_many_damaged_images_have_the_same_pixels_or_the_same_refusal(tmp_path):
+    counts, found = fuzz(30, int.from_bytes(random.randbytes(4), "little"), tmp_path)
+    assert found == []
+    assert counts["decoded"] > 1000
+
+
+@pytest.mark.parametrize("transform", [0, 2], ids=["CMYK", "YCCK"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_window_of_printing_colours_without_restart_markers_is_pillows(transform, channels):
+    """It once was memory that nobody had written: simplejpeg complained of the codes behind it before it had made any pixels."""
+    data = encoded(picture(500, 375, "CMYK"), "JPEG")
+    at = data.index(b"Adobe") + 11
+    data = data[:at] + bytes([transform]) + data[at + 1 :]
+    theirs = np.asarray(Image.open(io.BytesIO(data)).convert("RGB" if channels == 3 else "L")).reshape(375, 500, channels)
+    for left, top, width, height in [(0, 0, 100, 80), (200, 100, 50, 100), (499, 300, 1, 1)]:
+        with without_native():
+            pixels, _ = decode_box(data, (left, top, width, height), channels)
+        np.testing.assert_array_equal(pixels, theirs[top : top + height, left : left + width])
+
+
+def test_pixels_that_were_never_written_are_not_shown():
+    """A warning, and then an error before the first line: simplejpeg, when it is to pass over warnings, returns as if all were well."""
+    data = bytearray(encoded(picture(128, 128), "JPEG"))
+    scan = read_header(bytes(data)).scan_offset
+    data[scan - 3] = 1  # the first coefficient of a progressive scan, in a file that is none: a warning
+    data[scan - 8] = 0x33  # Huffman tables that there are none of: an error
+    with without_native(), pytest.raises(ValueError, match="cannot decode"):
+        decode_box(bytes(data), (10, 10, 20, 20))
+
+
+# ---- colours --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM", "JPEG2000"])
+def test_sixteen_bits_of_grey_are_scaled_in_training_as_in_preparation(form):
+    ramp = np.linspace(0, 65535, 64 * 96).reshape(64, 96).astype(np.uint16)
+    data = encoded(Image.fromarray(ramp), form)
+    for channels in (1, 3):
+        pixels = decode(data, channels)
+        assert abs(pixels.mean() - 127.5) < 0.5, "clipping makes it white, with a mean of 254"
+        assert np.abs(pixels.astype(float) - ramp[..., None] / 257).max() <= 0.5
+    prepared = decode(prepare(data, ImagePolicy(jpeg_quality=100)).data)
+    assert np.abs(prepared.astype(int) - pixels).max() <= 2
+
+
+@pytest.mark.parametrize(("color_type", "channels"), [(2, [0, 1, 2]), (4, [0, 0, 0]), (6, [0, 1, 2])], ids=["RGB", "LA", "RGBA"])
+def test_sixteen_bits_of_colour_are_their_upper_eight(color_type, channels):
+    data = png(color_type, 5, 4)
+    samples = {2: 3, 4: 2, 6: 4}[color_type]
+    rng = random.Random(color_type)
+    rows = np.stack([np.frombuffer(rng.randbytes(2 * samples * 5), ">u2").reshape(5, samples) for _ in range(4)])
+    np.testing.assert_array_equal(decode(data), (rows >> 8)[..., channels])
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_what_is_transparent_keeps_the_colour_it_hides_as_for_timm_and_torchvision(mode):
+    image = picture(40, 30, mode)
+    np.testing.assert_array_equal(decode(encoded(image, "PNG")), np.asarray(image.convert("RGB")))
+    image.putalpha(0)
+    np.testing.assert_array_equal(decode(encoded(image, "PNG")), np.asarray(image.convert("RGB")))
+
+
+def test_palettes_with_transparencies_are_read_without_a_word(capfd):
+    data = encoded(picture(40, 30, "P"), "PNG", transparency=bytes(range(256)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decode(data).shape == (30, 40, 3)
+        assert decode_center(data, (16, 16), EvalConfig(), "bilinear").shape == (3, 16, 16)
+    assert capfd.readouterr() == ("", "")
+
+
+# ---- what may not come in -------------------------------------------------------------------------------------------
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\nshowpage\n"
+
+
+def test_no_bytes_start_another_program(tmp_path, monkeypatch):
+    """Pillow has Ghostscript draw what begins like PostScript, whatever its file is called."""
+    log, program = tmp_path / "log", tmp_path / "gs"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {log}\necho 10.0\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    with pytest.raises(OSError), Image.open(io.BytesIO(POSTSCRIPT)) as image:  # noqa: PT011  this one's words are Pillow's
+        image.load()
+    assert log.exists(), "Pillow alone would: or this test shows nothing"
+    log.unlink()
+
+    for way in (decode, image_size, open_image, lambda data: decode_box(data, (0, 0, 8, 8))):
+        with pytest.raises(ValueError, match=r"no image; expected one of JPEG, PNG, .* begins with b'%!PS-Adobe-3\.0 E'"):
+            way(POSTSCRIPT)
+    with pytest.raises(ValueError, match="no image"):
+        decode_center(POSTSCRIPT, (16, 16), EvalConfig(), "bilinear")
+    with pytest.raises(Unreadable, match="no image"):
+        prepare(POSTSCRIPT, ImagePolicy())
+    assert _size_of(POSTSCRIPT) == (0, 0)
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, content in (("s0.jpg", POSTSCRIPT), ("s0.cls", b"1")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    with pytest.raises(ValueError, match="no image"):
+        scan_tar(tmp_path / "a.tar")
+    assert not log.exists()
+
+
+def said_to_have(data: bytes, width: int, height: int) -> bytes:
+    at = read_header(data).frame_offset + 5
+    return data[:at] + struct.pack(">HH", height, width) + data[at + 4 :]
+
+
+def huge_tiles() -> bytes:
+    """A TIFF of 64 x 48 pixels, in tiles for one of which libtiff would ask for 1.6 GB."""
+    content = zlib.compress(bytes(64 * 48))
+    tags = {256: 64, 257: 48, 258: 8, 259: 8, 262: 1, 277: 1, 322: 40_000, 323: 40_000, 324: 134, 325: len(content)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + content
+
+
+JPEG = encoded(picture(16, 16), "JPEG")
+STRAY = JPEG[:20] + b"stray" + JPEG[20:]
+FRAME = STRAY.index(b"\xff\xc0") + 5
+BEYOND = {
+    "a wide JPEG": (said_to_have(JPEG, MAX_JPEG_SIDE + 1, 1), "sides of JPEGs"),
+    "a large JPEG": (said_to_have(JPEG, 20_000, 10_000), f"20000 x 10000 pixels are more than {MAX_PIXELS}"),
+    "a wide JPEG, odd": (STRAY[:FRAME] + struct.pack(">HH", 8, 65_535) + STRAY[FRAME + 4 :], "sides of JPEGs"),
+    "a large JPEG, odd": (STRAY[:FRAME] + struct.pack(">HH", 10_000, 20_000) + STRAY[FRAME + 4 :], "more than"),
+    "a large PPM": (b"P6 20000 10000 255 ", f"more than {MAX_PIXELS}"),
+    "a PPM of one pixel too many": (b"P5 %d 2 255 " % (MAX_PIXELS // 2 + 1), "more than"),
+    "floats": (encoded(picture(8, 8, "F"), "TIFF"), "pixels of mode F have no known range"),
+    "huge tiles": (huge_tiles(), f"40000 x 40000 pixels are more than {MAX_PIXELS}"),
+    "nothing": (b"", "0 bytes"),
+}
+
+
+@pytest.mark.parametrize("limit", [Image.MAX_IMAGE_PIXELS, None], ids=["Pillow's limit", "no limit of Pillow's"])
+@pytest.mark.parametrize(("data", "reason"), BEYOND.values(), ids=BEYOND)
+def test_an_index_accepts_nothing_that_the_loader_refuses_by_its_headers(data, reason, limit, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)  # of the process: any program may have set it
+    for way in (image_size, decode, lambda data: decode_box(data, (0, 0, 1, 1)), lambda data: prepare(data, ImagePolicy())):
+        with pytest.raises(ValueError, match=reason):
+            way(data)
+
+
+def test_the_limits_of_pillow_the_c_decoder_and_the_door_are_one():
+    assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
+    if native.AVAILABLE:
+        wide, high = 59_652, 3_000  # 43,030 too few, and a line more is too many
+        assert wide * high <= MAX_PIXELS < wide * (high + 1)
+        pixels = np.empty((1, 1, 3), np.uint8)
+        said = (
+            native.decode_into(said_to_have(JPEG, wide, high), 0, 0, pixels),
+            native.decode_into(said_to_have(JPEG, wide, high + 1), 0, 0, pixels),
+        )
+        assert (said[0] is native.Status.IMAGE, said[1] is native.Status.IMAGE) == (False, True)
+
+
+def test_a_window_of_a_large_png_takes_its_decoders_memory_and_no_copies(tmp_path):
+    """4 bytes a pixel in Pillow; whole copies in other modes and types once made it 16."""
+    encoded_png = tmp_path / "large.png"
+    Image.new("RGB", (6000, 5000), (1, 2, 3)).save(encoded_png, compress_level=1)
+    code = (
+        "import resource, sys\nfrom vit.data.decode.images import decode_box\n"
+        "data = open(sys.argv[1], 'rb').read()\nbefore = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "assert decode_box(data, (100, 100, 500, 500))[0][7, 7].tolist() == [1, 2, 3]\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, encoded_png], capture_output=True, text=True, check=True)
+    scale = 1 if sys.platform == "darwin" else 1024
+    assert int(done.stdout) * scale < 6 * 6000 * 5000
+
+
+def test_pixels_of_a_part_are_the_part_of_the_pixels():
+    for name, data in kinds(97, 64).items():
+        if name in REFUSED:
+            continue
+        whole = pixels_of(open_image(data))
+        np.testing.assert_array_equal(pixels_of(open_image(data), box=(11, 7, 50, 40)), whole[7:47, 11:61], err_msg=name)

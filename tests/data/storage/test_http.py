@@ -1,0 +1,295 @@
+"""One reader for the web, against a server with each of the faults that servers have. (Limits of time are real, and small.)"""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from email.utils import formatdate
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from servers import WebServer
+
+from vit.data.storage import http
+from vit.data.storage.http import Refused, Version, WebFile, WebFolder
+from vit.data.storage.patience import NUM_REFUSALS, Patience
+from vit.system.files import ShardError
+
+DATA = random.Random(0).randbytes(300_000)
+QUICK = Patience(1.0, 0.01, 0.05)
+
+
+@pytest.fixture
+def web():
+    with WebServer({"/set/a.tar": DATA}) as server:
+        yield server
+
+
+@pytest.fixture
+def folder(web) -> WebFolder:
+    return WebFolder(f"{web.url}/set", QUICK)
+
+
+@pytest.fixture
+def version(folder) -> Version:
+    return folder.stat("a.tar")
+
+
+@contextmanager
+def running(program: str) -> Iterator[subprocess.Popen]:
+    """A process of its own, killed at the end."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2] / "helpers", **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ranges(web: WebServer) -> list[str]:
+    return [wanted.removeprefix("bytes=") for _, _, wanted in web.requests if wanted and wanted != "bytes=0-0"]
+
+
+def test_a_host_that_is_misspelt_is_told_soon_and_one_whose_name_is_lost_in_mid_run_is_waited_for(web, monkeypatch):
+    def unknown(*arguments, **options):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    patience = Patience(60.0, 0.001, 0.001)
+    was_there = WebFolder(web.url.replace("127.0.0.1", "localhost"), Patience(0.5, 0.01, 0.05))
+    version = was_there.stat("set/a.tar")
+    http._pool.cache_clear()  # no connection is left open
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ShardError, match=r"^http://data\.exmaple\.org/set/a\.tar: no host of this name is known; correct the address"):
+        WebFolder("http://data.exmaple.org/set", patience).stat("a.tar")
+    with pytest.raises(ShardError, match=r"cannot be reached .*, \d+ times in "):
+        was_there.read("set/a.tar", 0, 10, version)
+
+
+def test_a_closed_port_ends_a_start_and_no_run():
+    with WebServer({"/a.tar": DATA}) as server:
+        url = server.url
+    patience = Patience(60.0, 0.001, 0.001)
+    with pytest.raises(ShardError, match=r"/a\.tar: nothing answers at this port \(connection refused\); correct the address, or start"):
+        WebFolder(url, patience).stat("a.tar")
+    with pytest.raises(ShardError, match=r"cannot be reached .*, \d+ times in "):
+        WebFolder(url, Patience(0.3, 0.01, 0.02)).read("a.tar", 0, 10, Version(len(DATA), ""))
+
+
+def test_https_at_a_port_of_http_is_told_at_once(web):
+    url = web.url.replace("http://", "https://")
+    with pytest.raises(ShardError, match=r"/a\.tar: the server speaks no TLS there; is http:// meant\?$"):
+        WebFolder(f"{url}/set", Patience(60.0)).stat("a.tar")
+
+
+# ---- what passes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("date", [False, True])
+def test_a_server_is_left_alone_for_as_long_as_it_asks(date, web, version):
+    web.statuses, web.retry_after = [429], formatdate(time.time() + 2, usegmt=True) if date else "1"
+    start_s = time.monotonic()
+    assert WebFolder(f"{web.url}/set", Patience(10, 0.01, 0.05)).read("a.tar", 0, 100, version) == DATA[:100]
+    assert time.monotonic() - start_s >= 0.9
+    assert len(ranges(web)) == 2
+
+
+def test_a_server_that_is_away_for_many_pauses(web, folder, version):
+    web.away_until_s = time.monotonic() + 0.6
+    assert folder.read("a.tar", 5, 10, version) == DATA[5:10]
+
+
+def test_what_came_before_a_cut_does_not_come_again(web, folder, version):
+    web.cuts = [100_000, 0, 50_000, 1]
+    assert folder.read("a.tar", 1000, 300_000, version) == DATA[1000:]
+    assert ranges(web) == [f"{start}-299999" for start in (1000, 101_000, 101_000, 151_000, 151_001)]
+
+
+def test_a_silent_server_is_left_for_another_connection(web, folder, version, monkeypatch):
+    monkeypatch.setattr(http, "SILENCE_S", 0.1)
+    web.hang_after = 100_000
+    assert folder.read("a.tar", 0, 300_000, version) == DATA
+    web.hang_after = None
+    assert ranges(web)[:3] == ["0-299999", "100000-299999", "200000-299999"]
+
+
+def test_a_slow_transfer_goes_on_over_several_attempts(web, folder, version, monkeypatch):
+    """As 8 MB below 70 kB/s in attempts of 120 s, scaled down: each attempt brings a part, and none is thrown away."""
+    monkeypatch.setattr(http, "ATTEMPT_S", 0.2)
+    web.drip = (10_000, 0.02)
+    assert folder.read("a.tar", 0, 300_000, version) == DATA
+    starts = [int(wanted.partition("-")[0]) for wanted in ranges(web)]
+    assert len(starts) > 2
+    assert all(after - before >= 10_000 for before, after in pairwise(starts))
+
+
+def test_what_is_slower_than_a_byte_now_and_then_ends(web, version, monkeypatch):
+    monkeypatch.setattr(http, "ATTEMPT_S", 0.1)
+    web.drip = (1, 0.05)
+    with pytest.raises(ShardError, match=r"a.tar: only \d+ bytes came in 1 s; check the network"):
+        WebFolder(f"{web.url}/set", Patience(0.5, 0.01, 0.05)).read("a.tar", 0, 300_000, version)
+
+
+def test_a_process_that_was_suspended_goes_on(web, version, monkeypatch):
+    """For longer than patience lasts, in a pause of a transfer."""
+    monkeypatch.setattr(http, "CONNECT_S", 0.2)
+    monkeypatch.setattr(http, "SILENCE_S", 0.2)
+    naps = [1.3]
+    web.cuts = [500, 300]
+    with WebFile(f"{web.url}/set", "a.tar", QUICK, version=version, while_waiting=lambda: time.sleep(naps.pop() if naps else 0)) as file:
+        assert b"".join(iter(file.read1, b"")) == DATA
+
+
+def test_a_wrong_range_is_asked_for_again_and_never_taken(web, folder, version):
+    web.wrong_ranges = 3
+    assert folder.read("a.tar", 1000, 2000, version) == DATA[1000:2000]
+    assert len(ranges(web)) == 4
+    web.wrong_ranges = 1000
+    with pytest.raises(ShardError, match=r"it gives bytes 500 to 1500 where bytes=1000-1999 was asked for, \d+ times in 1 s"):
+        folder.read("a.tar", 1000, 2000, version)
+
+
+@pytest.mark.parametrize("wanted", [1, 1000])
+def test_an_endless_answer_is_read_to_the_byte_that_was_asked_for(wanted, web, folder, version):
+    web.endless = True
+    start_s = time.monotonic()
+    assert folder.read("a.tar", 0, wanted, version) == DATA[:wanted]
+    assert folder.stat("a.tar") == version
+    web.endless = False
+    assert time.monotonic() - start_s < 5
+
+
+def test_a_server_that_is_stopped_and_goes_on(tmp_path, monkeypatch):
+    """SIGSTOP: its kernel takes a few connections, and nobody answers."""
+    monkeypatch.setattr(http, "SILENCE_S", 0.1)
+    monkeypatch.setattr(http, "CONNECT_S", 0.1)
+    program = "import sys, servers; s = servers.WebServer({'/a': b'x' * 1000}); print(s.url, flush=True); s.__enter__(); sys.stdin.read()"
+    with running(program) as server:
+        folder = WebFolder(server.stdout.readline().strip(), QUICK)
+        version = folder.stat("a")
+        server.send_signal(signal.SIGSTOP)
+        with pytest.raises(ShardError, match=r"a: cannot be reached \(.*tim.*\), \d+ times in \d s"):
+            folder.read("a", 0, 10, version)
+        server.send_signal(signal.SIGCONT)
+        more_patient = WebFolder(folder.url, Patience(20.0, 0.01, 0.05))  # the other's is used up, with this server
+        assert more_patient.read("a", 0, 10, version) == b"x" * 10
+
+
+def test_faults_together(web, folder, version, monkeypatch):
+    """Refusals, wrong ranges, cuts and silence in one transfer, again and again."""
+    monkeypatch.setattr(http, "SILENCE_S", 0.2)
+    rng = random.Random(1)
+    for _ in range(5):
+        web.statuses = rng.choices([503, 429, 500, 502], k=3)
+        web.cuts = [rng.randrange(100_000) for _ in range(8)]
+        web.wrong_ranges, web.fails_each = 2, 5
+        assert folder.read("a.tar", 7, 300_000, version) == DATA[7:]
+
+
+# ---- what does not --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 400])
+def test_a_refusal_ends_the_start_at_once_and_passes_in_mid_run(status, web, folder, version):
+    """A token that has just run out, a store that has not seen the file yet."""
+    web.statuses = [status] * (NUM_REFUSALS - 1)
+    assert folder.read("a.tar", 0, 10, version) == DATA[:10]
+    web.statuses, web.requests[:] = [status] * 100, []
+    with pytest.raises((Refused, FileNotFoundError), match=f"{status}|no such file"):
+        folder.stat("a.tar")
+    assert len(web.requests) == 1
+    with pytest.raises((Refused, FileNotFoundError), match=f"{status}|no such file"):
+        folder.read("a.tar", 0, 10, version)
+    assert len(web.requests) == 1 + NUM_REFUSALS
+
+
+def test_a_login_that_changes_in_mid_run_is_read_again(web, version, monkeypatch):
+    monkeypatch.setenv("VIT_HTTP_HEADER", "127.0.0.1 Authorization: Bearer old-token")
+    web.header = "Authorization", "Bearer new-token"
+    refusals = len(web.requests)
+
+    def renew() -> None:
+        if len(web.requests) > refusals + 1:
+            monkeypatch.setenv("VIT_HTTP_HEADER", "127.0.0.1 Authorization: Bearer new-token")
+
+    file = WebFile(f"{web.url}/set", "a.tar", QUICK, stop=10, version=version, while_waiting=renew)
+    assert file.read1() == DATA[:10]
+
+
+def test_the_query_of_a_folder_goes_behind_the_names(web):
+    web.signature = "sig=abc%3D"
+    folder = WebFolder(f"{web.url}/set?sig=abc%3D", QUICK)
+    assert folder.read("a.tar", 0, 6, folder.stat("a.tar")) == DATA[:6]
+    assert "abc" not in str(folder)
+    with pytest.raises(Refused, match="403"):
+        WebFolder(f"{web.url}/set?sig=other", QUICK).stat("a.tar")
+
+
+def test_another_host_is_not_told_the_login(web, folder):
+    web.files["/set/b.tar"] = b"elsewhere"
+    with WebServer({}) as first:
+        first.redirects = {"/x/b.tar": f"{web.url.replace('127.0.0.1', 'localhost')}/set/b.tar"}
+        logged_in = WebFolder(first.url.replace("//", "//me:secret-word@") + "/x", QUICK)
+        assert logged_in.read("b.tar", 0, 9, logged_in.stat("b.tar")) == b"elsewhere"
+        assert all("Authorization" in headers for headers in first.headers)
+    assert not any("Authorization" in headers for headers in web.headers)
+
+
+def test_redirected_in_a_circle(web, folder):
+    web.redirects = {"/set/a.tar": f"{web.url}/set/a.tar"}
+    with pytest.raises(ShardError, match=r"a.tar: redirected again and again, at last to .*/set/a.tar; correct the address"):
+        folder.stat("a.tar")
+
+
+def test_mirrors_with_tags_of_their_own_are_named(web, folder):
+    web.tags = ['"inode-1"', '"inode-2"']
+    while folder.stat("a.tar").tag != '"inode-1"':
+        pass
+    known = Version(len(DATA), '"inode-1"')
+    assert folder.read("a.tar", 0, 10, known) == DATA[:10], "the next attempt may meet the same mirror"
+    web.tags = ['"inode-2"']
+    with pytest.raises(OSError, match=r"replaced at its URL .* or several servers share the address and give one file different tags"):
+        folder.read("a.tar", 0, 10, known)
+
+
+def test_a_changed_file_is_named_and_never_mixed(web, folder, version):
+    web.files["/set/a.tar"] = DATA[::-1]
+    with pytest.raises(OSError, match=r"it was replaced at its URL while it was in use \(it had 300000 bytes with the tag"):
+        folder.read("a.tar", 0, 10, version)
+
+
+# ---- connections ----------------------------------------------------------------------------------------------------
+
+
+def test_a_connection_serves_many_reads():
+    """Of a server that keeps connections: 50 reads through one."""
+    program = """
+import http.server, re, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def setup(self):
+        super().setup(); print("connection", flush=True)
+    def log_message(self, *_): pass
+    def do_GET(self):
+        first, last = map(int, re.fullmatch(r"bytes=(\\d+)-(\\d+)", self.headers["Range"]).groups())
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{last}/1000")
+        self.send_header("Content-Length", str(last - first + 1))
+        self.end_headers()
+        self.wfile.write(bytes(last - first + 1))
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+    with running(program) as server:
+        folder = WebFolder(f"http://127.0.0.1:{server.stdout.readline().strip()}", QUICK)
+        version = folder.stat("a")
+        assert all(folder.read("a", n, n + 10, version) == bytes(10) for n in range(50))
+        server.kill()
+        assert server.stdout.read().count("connection") == 1

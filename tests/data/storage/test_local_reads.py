@@ -1,0 +1,213 @@
+"""Shards in a folder: reads that fail for a while, descriptors that workers share, images asked for ahead, and copies on a nearer disk."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from processes import REPOSITORY, environment
+
+from vit.config import AugmentConfig, EvalConfig
+from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
+from vit.data.loader import Loader
+from vit.data.order import make_order
+from vit.data.shards.data_set import open_split
+from vit.data.storage import tars
+from vit.data.storage.patience import Patience
+from vit.system.files import ShardError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, preloads a library")
+FORMAT = ImageFormat((16, 16), 3, "bilinear")
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+/* pread of *.tar as a file server gives it that is away for FAIL_S seconds from the first read on, or whose handles have gone stale. */
+static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + t.tv_nsec * 1e-9; }
+
+static int is_shard(int fd) {
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t n = readlink(link, path, sizeof path - 1);
+    return n > 4 && !memcmp(path + n - 4, ".tar", 4);
+}
+
+static ssize_t read_at(const char *name, int fd, void *to, size_t size, off_t at) {
+    static double began;
+    static atomic_int stale[4096];
+    ssize_t (*real)(int, void *, size_t, off_t) = dlsym(RTLD_NEXT, name);
+    if (is_shard(fd)) {
+        if (!began) began = now();
+        if (getenv("FAIL_S") && now() - began < atof(getenv("FAIL_S"))) { errno = atoi(getenv("FAIL_ERRNO")); return -1; }
+        const char *after = getenv("STALE_AFTER");
+        if (after && fd < 4096 && atomic_fetch_add(&stale[fd], 1) == atoi(after)) { errno = ESTALE; return -1; }
+    }
+    return real(fd, to, size, at);
+}
+ssize_t pread(int fd, void *to, size_t size, off_t at) { return read_at("pread", fd, to, size, at); }
+ssize_t pread64(int fd, void *to, size_t size, off_t at) { return read_at("pread64", fd, to, size, at); }
+"""
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory) -> Path:
+    """A library to preload that makes reads of shards fail."""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    folder = tmp_path_factory.mktemp("shim")
+    (folder / "shim.c").write_text(SHIM)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", folder / "shim.so", folder / "shim.c", "-ldl"], check=True)
+    return folder / "shim.so"
+
+
+def run(code: str, shim: Path, *arguments: object, **settings: object) -> subprocess.CompletedProcess:
+    """Python with the library preloaded."""
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])
+    env = {**environment(), "PYTHONPATH": paths, "LD_PRELOAD": str(shim), **{name: str(value) for name, value in settings.items()}}
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+READ_ALL = """
+    import hashlib, sys
+    from vit.data.storage.patience import Patience, num_retries
+    from vit.data.shards.data_set import open_split
+    split = open_split(sys.argv[1], "train", patience=Patience(float(sys.argv[2]), 0.1))
+    print(hashlib.sha256(b"".join(split.read(i) for i in range(60))).hexdigest(), num_retries())
+"""
+
+
+@pytest.mark.parametrize("name", ["EIO", "ESTALE", "ETIMEDOUT"])
+def test_a_file_server_that_is_away_for_a_while_costs_time_only(name, shim, shards):
+    import errno
+
+    good = run(READ_ALL, shim, shards, 10).stdout.split()
+    done = run(READ_ALL, shim, shards, 10, FAIL_S=1.0, FAIL_ERRNO=getattr(errno, name))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] == good[0]
+    assert int(good[1]) == 0 < int(done.stdout.split()[1])
+
+
+def test_a_file_server_that_stays_away_is_an_error_with_path_reason_and_time(shim, shards):
+    done = run(READ_ALL, shim, shards, 1.0, FAIL_S=1000, FAIL_ERRNO=5)
+    expected = rf"{shards}/train-00000.tar: reading failed: Input/output error, \d+ times in \d s; .* start again"
+    assert re.search(rf"ShardError: {expected}$", done.stderr.strip()), done.stderr
+
+
+def test_a_handle_that_went_stale_is_opened_anew(shim, shards):
+    """At once, without a pause, and the descriptors stay as many."""
+    code = textwrap.dedent(READ_ALL) + textwrap.dedent("""
+        import os, pathlib
+        print(sum(os.path.realpath(link).endswith(".tar") for link in pathlib.Path("/proc/self/fd").iterdir()))
+    """)
+    good, done = run(code, shim, shards, 10).stdout.split(), run(code, shim, shards, 10, STALE_AFTER=7)
+    assert done.stdout.split() == good, done.stderr
+    assert good[1:] == ["0", "3"], "no attempt had to wait; three shards are open"
+
+
+def shards_open(pid: int, root: Path) -> dict[str, str]:
+    """Descriptors of shards of a process -> their names."""
+    found = {}
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # of the listing itself
+            path = Path(os.readlink(link))
+            if path.parent == root and path.suffix == ".tar":
+                found[link.name] = path.name
+    return found
+
+
+def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
+    """So a server sees a file opened once for all of them."""
+    root = shutil.copytree(shards, tmp_path / "set")
+    split, val = open_split(root, "train"), open_split(root, "val")
+    batches = TrainBatches(split, make_order(60, 12), AugmentConfig(), FORMAT)
+    with Loader(batches, 0, 40, num_workers=2) as loader:
+        list(loader)
+        ours = shards_open(os.getpid(), root)
+        assert sorted(ours.values()) == ["train-00000.tar", "train-00001.tar", "train-00002.tar"]
+        assert [shards_open(worker.pid, root) for worker, _ in loader._crew._workers.values()] == [ours, ours]
+        with Loader(EvalBatches(val, FORMAT, EvalConfig(), 8), 0, 3, num_workers=1) as evaluation:
+            list(evaluation)
+            ours = shards_open(os.getpid(), root)
+            assert len(ours) == 4
+            assert [shards_open(worker.pid, root) for worker, _ in evaluation._crew._workers.values()] == [ours]
+    del split, val, batches, loader, evaluation
+    gc.collect()
+    assert shards_open(os.getpid(), root) == {}, "who drops a split closes its files"
+
+
+def test_with_few_descriptors_shards_are_opened_for_each_image(shards):
+    """Half of the limit stays free for others."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    expected = [open_split(shards, "train").read(i) for i in range(60)]
+    split = open_split(shards, "train")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4, before[1]))
+    try:
+        assert split.tars._num_kept() == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    split.tars._num_kept = lambda: 2
+    split.prepare(4)
+    assert len(split.tars._fds) == 2
+    assert [split.read(i) for i in range(60)] == expected
+    split.prefetch(np.arange(60))
+
+
+# ---- through a cache -------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_mounted_folder_are_kept_on_a_nearer_disk(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(tars, "BLOCK_BYTES", 16_000)
+    root = shutil.copytree(shards, tmp_path / "mount")
+    batches = [
+        TrainBatches(open_split(root, "train", cache), make_order(60, 12), AugmentConfig(), FORMAT) for cache in (None, tmp_path / "near")
+    ]
+    read_bytes = []
+    for workers in (0, 2):
+        with Loader(batches[0], 0, 5, num_workers=workers) as here, Loader(batches[1], 0, 5, num_workers=workers) as there:
+            for a, b in zip(here, there, strict=True):
+                assert torch.equal(a.images, b.images)
+            read_bytes.append(there.tally()["read_bytes"])
+    assert read_bytes[0] == read_bytes[1], "of samples; what is fetched, as at first, counts for itself"
+    blocks = list((tmp_path / "near").rglob("*.block"))
+    assert len(blocks) == 15
+    split = open_split(root, "train", tmp_path / "near")
+    expected = [batches[0].split.read(i) for i in range(60)]
+    for tar in root.glob("*.tar"):  # what is not asked for any more need not be there
+        tar.rename(tar.with_suffix(".away"))
+    assert [split.read(i) for i in range(60)] == expected
+    assert list((tmp_path / "near").rglob("*.block")) == blocks
+
+
+def test_a_shard_of_a_mounted_folder_that_is_replaced_is_told_and_its_blocks_are_not_mixed(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(tars, "BLOCK_BYTES", 16_000)
+    root = shutil.copytree(shards, tmp_path / "mount")
+    split = open_split(root, "train", tmp_path / "near")
+    kept = split.read(0)
+    time.sleep(0.01)
+    (root / "train-00000.tar").write_bytes((root / "train-00000.tar").read_bytes())
+    with pytest.raises(ShardError, match=r"train-00000.tar: sample 12 .* failed: it was replaced while it was in use; restore the shard"):
+        split.read(12)
+    again = open_split(root, "train", tmp_path / "near", patience=Patience(1.0))
+    assert again.read(0) == kept
+    assert len(list((tmp_path / "near").rglob("train-00000.*.0-*.block"))) == 2, "of the old one and of the new one"

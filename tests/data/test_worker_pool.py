@@ -1,0 +1,290 @@
+"""A worker that hangs is named with what it hangs at, and replaced; what training waits for is never a secret."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from numbered import Numbered, is_alive
+from processes import REPOSITORY, environment
+
+from vit.config import AugmentConfig
+from vit.data import stages, worker_pool
+from vit.data.batches import Batch, ImageFormat, TrainBatches
+from vit.data.loader import Loader
+from vit.data.order import make_order
+from vit.data.shards.data_set import open_split
+from vit.data.stages import ROW_BYTES, TALLIED, Row, Stage, add_up, since
+from vit.data.storage.patience import Passing, Patience, num_retries
+from vit.data.worker_pool import WorkerError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+FORMAT = ImageFormat((16, 16), 3, "bilinear")
+
+
+class Reading(Numbered):
+    """As `Numbered`; each part takes a moment, and it says that it reads sample 7."""
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        stages.mine.read(7)
+        return super().fill(position, first, rows)
+
+    def where(self, sample: int) -> str:
+        return f"shard-{sample // 5}.tar"
+
+
+class Hanging(Reading):
+    """Each process that comes to rows 0 of position 3 hangs there, `times` processes in all."""
+
+    def __init__(self, times: int):
+        super().__init__()
+        self.left = multiprocessing.Value("i", times)
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        if position == 3 and first == 0:
+            stages.mine.read(7)
+            with self.left.get_lock():
+                self.left.value -= 1
+                hangs = self.left.value >= 0
+            while hangs:
+                time.sleep(0.05)
+        return super().fill(position, first, rows)
+
+
+def stop_one(loader: Loader) -> int:
+    """SIGSTOP to a worker in the middle of a part; returns its process id."""
+    crew, deadline = loader._crew, time.monotonic() + 20
+    while time.monotonic() < deadline:
+        for number, row in enumerate(crew.rows):
+            if row.stage == Stage.READ:
+                pid = crew._workers[number][0].pid
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(0.05)
+                if row.stage == Stage.READ:
+                    return pid
+                os.kill(pid, signal.SIGCONT)
+    raise AssertionError("no worker works")
+
+
+def test_a_stopped_worker_is_named_and_replaced_and_no_batch_differs(caplog):
+    batches = Reading(pause_s=0.01)
+    with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=1.0) as loader:
+        stopped = stop_one(loader)
+        for position, batch in enumerate(loader):
+            batches.check(position, batch)
+        assert loader._crew.num_replaced == 1
+    assert not is_alive(stopped)
+    what = rf"loader worker \d \(process {stopped}, stopped\) has been reading \(sample 7 of shard-1.tar\) since \d\d:\d\d:\d\d"
+    assert re.search(rf"training has waited \d s for its next batch: {what}", caplog.text), caplog.text
+    killed = rf"{what}, without progress for \d s \(data.stall_timeout_s\): it is killed, and another makes its part of the batch again"
+    assert len(re.findall(killed, caplog.text)) == 1, caplog.text
+
+
+def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
+    batches = Reading()
+    with Loader(batches, 0, 40, num_workers=1, stall_timeout_s=0.6) as loader:
+        while loader._crew.num_queued:
+            loader._note(loader._crew.results(wait=True))
+        while loader._crew.rows[0].stage != Stage.IDLE:  # what it made is there a moment before it waits again
+            time.sleep(0.001)
+        stopped = loader._crew._workers[0][0].pid
+        os.kill(stopped, signal.SIGSTOP)
+        for position, batch in enumerate(loader):
+            batches.check(position, batch)
+        assert loader._crew.num_replaced == 1
+    assert not is_alive(stopped)
+    assert f"next batch: loader worker 0 (process {stopped}, stopped) takes no work\n" in caplog.text
+    assert f"loader worker 0 (process {stopped}, stopped) takes no work, for 1 s (data.stall_timeout_s), and " in caplog.text
+
+
+def test_a_part_that_a_worker_took_and_did_not_begin_is_made_by_another(caplog):
+    batches = Reading(pause_s=0.01)
+    with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=0.6) as loader:
+        os.read(loader._crew._parts.fileno(), worker_pool._PART.size)  # as a worker does that is stopped right after it
+        for position, batch in enumerate(loader):
+            batches.check(position, batch)
+        assert loader._crew.num_replaced == 2
+    assert caplog.text.count("all workers are replaced, and others make these") == 1
+
+
+def test_a_worker_that_goes_on_in_time_is_left_alone(caplog):
+    batches = Reading(pause_s=0.02)
+    with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=60.0) as loader:
+        stopped = stop_one(loader)
+        with multiprocessing.get_context("fork").Pool(1) as other:
+            other.apply_async(_wake_later, (stopped,))
+            for position, batch in enumerate(loader):
+                batches.check(position, batch)
+        assert loader._crew.num_replaced == 0
+        assert is_alive(stopped)
+
+
+def _wake_later(pid: int) -> None:
+    time.sleep(1.0)
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_without_a_timeout_it_is_told_and_nobody_is_killed(caplog, monkeypatch):
+    monkeypatch.setattr("vit.data.worker_pool.TELL_AFTER_S", 0.3)
+    batches = Reading(pause_s=0.005)
+    with Loader(batches, 0, 20, num_workers=2, stall_timeout_s=None) as loader:
+        stopped = stop_one(loader)
+        with multiprocessing.get_context("fork").Pool(1) as other:
+            other.apply_async(_wake_later, (stopped,))
+            list(loader)
+    assert caplog.text.count(f"(process {stopped}, stopped) has been reading") >= 1
+    assert "killed" not in caplog.text
+
+
+def test_a_part_at_which_two_workers_hang_ends_the_run(caplog):
+    with Loader(Hanging(2), 0, 40, num_workers=2, stall_timeout_s=0.6) as loader:
+        with pytest.raises(WorkerError, match=r"sample 7 of shard-1.tar\) since .*, where another worker hung before; look at what it"):
+            list(loader)
+    assert not multiprocessing.active_children()
+    batches = Hanging(1)
+    with Loader(batches, 0, 10, num_workers=2, stall_timeout_s=0.6) as loader:
+        for position, batch in enumerate(loader):
+            batches.check(position, batch)
+
+
+def test_what_cannot_be_made_again_ends_the_run():
+    class Stream(Hanging):
+        repeatable = False
+
+    with Loader(Stream(1), 0, 40, num_workers=2, stall_timeout_s=0.6) as loader, pytest.raises(WorkerError, match=r"without progress"):
+        list(loader)
+
+
+def test_training_that_was_stopped_itself_finds_nobody_hanging():
+    """Ctrl-Z of the whole job for longer than the timeout."""
+    code = """
+import sys, time
+sys.path[:0] = ["tests/helpers", "tests/data"]
+from test_worker_pool import Reading
+from vit.data.loader import Loader
+batches = Reading(pause_s=0.2)
+with Loader(batches, 0, 16, num_workers=2, stall_timeout_s=1.0) as loader:
+    for position, batch in enumerate(loader):
+        batches.check(position, batch)
+        print(position, flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=REPOSITORY, env={**environment(), "PYTHONPATH": str(REPOSITORY)}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "0\n"
+    os.killpg(process.pid, signal.SIGSTOP)
+    time.sleep(2.5)
+    os.killpg(process.pid, signal.SIGCONT)
+    out, err = process.communicate()
+    assert out.split() == [str(n) for n in range(1, 16)], err
+    assert "without progress" not in err
+
+
+def test_who_makes_its_batches_itself_is_told_too(caplog):
+    class Slow(Reading):
+        def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+            if position == 1:
+                stages.mine.read(7)
+                time.sleep(0.8)
+            return super().fill(position, first, rows)
+
+    with Loader(Slow(), 0, 3, stall_timeout_s=1.0) as loader:
+        list(loader)
+    assert re.search(r"waited 0 s for its next batch: this process has been reading \(sample 7 of shard-1.tar\) since", caplog.text)
+
+
+def test_what_is_decoded_between_batches_is_no_wait_of_training(caplog):
+    """As the pictures of a report are, while training in the same process has its loader open."""
+    with Loader(Reading(), 0, 3, stall_timeout_s=0.4) as loader:
+        next(loader)
+        stages.mine.enter(Stage.RESIZE)
+        time.sleep(0.5)
+        list(loader)
+    assert "training has waited" not in caplog.text
+
+
+class Trickling(Reading):
+    """Nobody hangs: what is read for a part comes in time, and for all parts of a batch too late."""
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        stages.mine.read(7)
+        for _ in range(len(rows.labels) // 40):
+            time.sleep(0.1)
+            stages.mine.beat()
+        return super().fill(position, first, rows)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_wait_is_told_though_parts_of_the_batch_trickle_in(workers, caplog, monkeypatch):
+    monkeypatch.setattr("vit.data.worker_pool.TELL_AFTER_S", 0.4)
+    with Loader(Trickling(), 0, 1, num_workers=workers) as loader:
+        list(loader)
+    assert re.search(r"training has waited 0 s for its next batch: .* has been reading \(sample 7 of shard-1.tar\)", caplog.text)
+
+
+# ---- what they have done ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_time_of_the_workers_is_that_of_their_stages(workers, shards):
+    batches = TrainBatches(open_split(shards, "train"), make_order(60, 12), AugmentConfig(), FORMAT)
+    with Loader(batches, 0, 20, num_workers=workers) as loader:
+        for _ in loader:
+            before = loader.tally()
+        deadline = time.monotonic() + 20
+        while any(row.stage != Stage.IDLE for row in loader._rows()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        tally = since(loader.tally(), dict.fromkeys(TALLIED, 0.0))
+        busy_s = sum(tally[f"{stage.name.lower()}_s"] for stage in Stage if stage != Stage.IDLE)
+        assert busy_s >= 0.9 * loader.effort.busy_s, "no time of theirs is without a stage"
+        assert tally["read_bytes"] == sum(int(batches.split.index["size"][i]) for n in range(20) for i in batches.order.rows(n, 0, 12))
+        assert all(tally[name] > 0 for name in ("order_s", "read_s", "decode_s", "resize_s", "draw_s"))
+        assert tally["store_s"] == tally["lock_s"] == tally["retries"] == 0
+        assert add_up([before, since(tally, before)]) == pytest.approx(tally)
+
+
+def test_a_row_counts_in_any_memory():
+    memory = memoryview(bytearray(3 * ROW_BYTES))
+    row, seen = Row(memory[ROW_BYTES : 2 * ROW_BYTES]), Row(memory[ROW_BYTES : 2 * ROW_BYTES])
+    row.take(5, 128)
+    row.read(2**40)
+    assert (seen.stage, seen.part, seen.sample) == (Stage.READ, (5, 128), 2**40)
+    with row.within(Stage.STORE):
+        assert seen.stage == Stage.STORE
+        time.sleep(0.02)
+    assert seen.stage == Stage.READ
+    row.count(read_bytes=100, cache_hits=1)
+    row.count(read_bytes=200, cache_misses=1)
+    row.enter(Stage.IDLE)
+    tally = seen.tally()
+    assert tally["store_s"] >= 0.02
+    assert (tally["read_bytes"], tally["cache_hits"], tally["cache_misses"]) == (300, 1, 1)
+    assert not any([*memory[:ROW_BYTES], *memory[2 * ROW_BYTES :]])
+
+
+def test_who_pauses_because_a_store_asked_for_it_does_not_hang():
+    """A pause may be longer than `stall_timeout_s`: it is progress, and counted once it is over."""
+
+    def attempt() -> None:
+        if num_retries() == before:
+            raise Passing("the server answers 429", retry_after_s=1.0)
+
+    before, row = num_retries(), Row(memoryview(bytearray(ROW_BYTES)))
+    waiting = threading.Thread(target=Patience(30.0, 0.1).keep_trying, args=("memory://bucket", attempt))
+    waiting.start()
+    turns = []
+    while waiting.is_alive():
+        time.sleep(0.3)
+        row.count_retries()
+        turns.append(row.turns)
+    assert len(turns) >= 3
+    assert turns == sorted(set(turns)), "each look finds a change"
+    assert row.tally()["retries"] == 1

@@ -1,0 +1,257 @@
+"""Downloads from a real HTTP server: continued after cuts, verified, and with clear errors."""
+
+import hashlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from servers import WebServer
+
+from data_prep.read.download import WebShards, download
+from data_prep.write.jobs import PrepError
+from vit.data.storage.patience import Patience
+from vit.system.files import ShardError
+
+DATA = random.Random(0).randbytes(3_000_000)
+MD5 = hashlib.md5(DATA).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(Patience.__init__, "__defaults__", (0.3, 0.01, 0.05))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@pytest.fixture
+def web():
+    with WebServer({"/data/a.bin": DATA}) as server:
+        yield server
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "below" / "a.bin"
+
+
+def ranges(web: WebServer) -> list[str | None]:
+    return [wanted for _, _, wanted in web.requests]
+
+
+def part_of(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    part = path.with_name("a.bin.part")
+    part.write_bytes(content)
+    return part
+
+
+@pytest.mark.parametrize("md5", [MD5, None])
+def test_whole_at_once_and_then_no_more(web, path, md5, capsys):
+    download(f"{web.url}/data/a.bin", path, md5)
+    assert path.read_bytes() == DATA
+    verified = ", md5 verified" if md5 else ""
+    assert re.fullmatch(rf"{path}: 3\.0 MB in [\d.]+ s{verified}\n", capsys.readouterr().err)
+    download(f"{web.url}/data/a.bin", path, md5)
+    assert capsys.readouterr().err == f"{path}: there already{verified}\n"
+    assert ranges(web) == [None]
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("md5", [MD5, None])
+def test_three_cuts(web, path, md5, capsys):
+    web.cuts = [1_000_000, 0, 500_000]
+    download(f"{web.url}/data/a.bin", path, md5)
+    assert path.read_bytes() == DATA
+    assert ranges(web) == [None, *(f"bytes={start}-2999999" for start in (1_000_000, 1_000_000, 1_500_000))]
+    assert capsys.readouterr().err.count("\n") == 1, "what mends itself at once is not told"
+
+
+def test_a_server_without_ranges(web, path, capsys):
+    web.ranges, web.cuts = False, [1_000_000]
+    download(f"{web.url}/data/a.bin", path, MD5)
+    assert path.read_bytes() == DATA
+    assert len(web.requests) == 2, "what is there already is passed over"
+
+
+def test_a_server_that_tells_no_size(web, path):
+    web.lengths, web.cuts = False, [1_000_000]
+    with pytest.raises(PrepError, match=f"md5 .* \\(1,000,000 bytes\\), expected {MD5}"):
+        download(f"{web.url}/data/a.bin", path, MD5)
+    download(f"{web.url}/data/a.bin", path, MD5)
+    assert path.read_bytes() == DATA
+
+
+def test_a_busy_server(web, path, capsys):
+    web.statuses = [503, 429]
+    download(f"{web.url}/data/a.bin", path, MD5)
+    assert path.read_bytes() == DATA
+
+
+def test_a_server_that_only_cuts(web, path):
+    web.cuts = [1_000_000, *[0] * 1000]
+    with pytest.raises(ShardError, match=r"the connection broke \(.*\) after 1,000,000 of 3,000,000 bytes, \d+ times in 0 s"):
+        download(f"{web.url}/data/a.bin", path, MD5)
+    assert not path.exists()
+    assert path.with_name("a.bin.part").read_bytes() == DATA[:1_000_000]
+
+
+def test_a_file_that_changes_between_two_attempts_is_fetched_anew(web, path, capsys):
+    changed = random.Random(1).randbytes(2_500_000)
+    web.cuts = [1_000_000]
+
+    def change(num_bytes: int) -> None:
+        web.files["/data/a.bin"] = changed
+
+    download(f"{web.url}/data/a.bin", path, on_bytes=change)
+    assert path.read_bytes() == changed
+    assert re.search("replaced at its URL while it was in use .*; starting again", capsys.readouterr().err)
+
+
+# ---- what an earlier call left --------------------------------------------------------------------------------------
+
+
+def test_a_part_is_continued(web, path, capsys):
+    part_of(path, DATA[:1_200_000])
+    download(f"{web.url}/data/a.bin", path, MD5)
+    assert path.read_bytes() == DATA
+    assert ranges(web) == ["bytes=1200000-"]
+    assert "a.bin.part: continuing at 1.2 MB" in capsys.readouterr().err
+
+
+def test_a_part_that_is_whole_gets_its_name(web, path):
+    part_of(path, DATA)
+    download(f"{web.url}/data/a.bin", path, MD5)
+    assert path.read_bytes() == DATA
+    assert not path.with_name("a.bin.part").exists()
+
+
+@pytest.mark.parametrize("size", [1_200_000, 3_000_000, 4_000_000])
+def test_a_part_of_another_file_is_replaced(web, path, size):
+    part_of(path, bytes(size))
+    download(f"{web.url}/data/a.bin", path, MD5)
+    assert path.read_bytes() == DATA
+
+
+def test_a_part_that_nothing_can_verify_is_not_continued(web, path):
+    part_of(path, bytes(1_200_000))
+    download(f"{web.url}/data/a.bin", path)
+    assert path.read_bytes() == DATA
+    assert ranges(web) == [None]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_killed_and_continued(web, path, number):
+    program = (
+        "import sys, pathlib; from data_prep.read.download import download; download(sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3])"
+    )
+    arguments = [sys.executable, "-c", program, f"{web.url}/data/a.bin", str(path), MD5]
+    web.hang_after = 2_000_000
+    with subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as process:
+        part, deadline = path.with_name("a.bin.part"), time.monotonic() + 60
+        while (not part.exists() or part.stat().st_size < 1_000_000) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(number)
+    web.hang_after = None
+    have = part.stat().st_size
+    assert part.read_bytes() == DATA[:have]
+    download(f"{web.url}/data/a.bin", path, MD5)
+    assert path.read_bytes() == DATA
+    assert ranges(web) == [None, f"bytes={have}-"]
+
+
+def test_of_two_that_want_the_same_one_fetches_it(web, path, capsys):
+    web.hang_after = 1_000_000
+    both = [threading.Thread(target=download, args=(f"{web.url}/data/a.bin", path, MD5)) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    deadline = time.monotonic() + 60
+    while "another process is downloading it; waiting" not in (said := capsys.readouterr().err) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "waiting" in said
+    web.hang_after = None
+    for thread in both:
+        thread.join()
+    assert path.read_bytes() == DATA
+    assert ranges(web) == [None]
+    assert capsys.readouterr().err.count("there already, md5 verified") == 1
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_another_md5(web, path):
+    web.files["/data/a.bin"] = b"<html>please log in</html>"
+    with pytest.raises(PrepError) as caught:
+        download(f"{web.url}/data/a.bin", path, MD5)
+    found = hashlib.md5(b"<html>please log in</html>").hexdigest()
+    assert str(caught.value).startswith(f"{web.url}/data/a.bin: md5 {found} (26 bytes), expected {MD5}: ")
+    assert f"put it at {path}" in str(caught.value)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_file_that_is_there_with_another_md5_stays(web, path):
+    path.parent.mkdir()
+    path.write_bytes(b"mine")
+    with pytest.raises(PrepError, match=f"a.bin: md5 .*, expected {MD5}; .* remove it, and it is downloaded from {web.url}"):
+        download(f"{web.url}/data/a.bin", path, MD5)
+    assert path.read_bytes() == b"mine"
+    assert web.requests == []
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("{web}/gone.bin", "no such file on the server; correct the address"),
+        ("http://127.0.0.1:9/a.bin", "nothing answers at this port (connection refused); correct the address, or start the server"),
+        ("http://no-such-host.invalid/a.bin", ""),
+        ("https://127.0.0.1:{port}/a.bin", "the server speaks no TLS there; is http:// meant?"),
+        ("ftp://host/a.bin", "expected an address that begins with http:// or https://"),
+        ("a.bin", "expected an address that begins with http:// or https://"),
+    ],
+)
+def test_errors_name_the_address(url, message, web, path):
+    url = url.format(web=web.url, port=web.url.rpartition(":")[2])
+    with pytest.raises((PrepError, ShardError)) as caught:
+        download(url, path, MD5)
+    assert str(caught.value).startswith(f"{url}: {message}")
+    assert not path.parent.exists() or list(path.parent.iterdir()) == []
+
+
+def test_a_disk_too_small(web, path):
+    web.claimed_length = 1 << 60
+    with pytest.raises(PrepError, match=r"a.bin.part: 1,152,921,504,606\.8 MB are still to come and .* MB are free on this disk"):
+        download(f"{web.url}/data/a.bin", path, MD5)
+
+
+def test_who_is_told_of_the_bytes_may_stop(web, path):
+    told = []
+
+    def tell(num_bytes: int) -> None:
+        told.append(num_bytes)
+        if sum(told) > 1_000_000:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        download(f"{web.url}/data/a.bin", path, MD5, on_bytes=tell)
+    assert path.with_name("a.bin.part").read_bytes() == DATA[: sum(told)]
+
+
+# ---- a folder of the web --------------------------------------------------------------------------------------------
+
+
+def test_web_folder(web):
+    web.files["/data/x.json"] = b'{"a": 1}'
+    folder = WebShards(f"{web.url}/data")
+    assert folder.size("a.bin") == len(DATA)
+    assert folder.read_json("x.json") == {"a": 1}
+    assert folder.read_json("y.json") is None
+    with pytest.raises(PrepError, match=r"data/y.json: no such file on the server"):
+        folder.size("y.json")
+    web.lengths = web.ranges = False
+    assert folder.size("a.bin") == -1

@@ -1,0 +1,236 @@
+"""The catalogue: every sample once in an order that nothing but (seed, key) decides, classes held out by hash, and its own errors."""
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.write import catalogue
+from data_prep.write.catalogue import (
+    Builder,
+    Catalogue,
+    Sample,
+    Source,
+    is_of_catalogue,
+    open_catalogue,
+    read_range,
+    remove_catalogues,
+    safe_key,
+    stable_hash,
+)
+from data_prep.write.jobs import PrepError
+
+CLASSES = ["a", "b", "c"]
+
+
+def listed(names: list[str], labels: list[int], batch: int = 7, splits=("train",)) -> Source:
+    """A source of one file in which sample n has the bytes [10 n, 10 n + 10)."""
+
+    def fill(builder: Builder) -> None:
+        builder.classes(CLASSES)
+        file = builder.file("images.bin")
+        for split in splits:
+            for start in range(0, len(names), batch):
+                part = range(start, min(start + batch, len(names)))
+                places = ([names[n] for n in part], [labels[n] for n in part], [10 * n for n in part], [10] * len(part))
+                builder.add(split, file, *places)
+
+    return Source("test", {}, fill, read_range)
+
+
+def samples_of(found: Catalogue, split: str = "train") -> list[Sample]:
+    return found.table(split).samples(range(found.splits[split]))
+
+
+def dealt(keys: list[str], seed: int) -> list[str]:
+    """The oracle: sorted by the hash of (seed, key)."""
+    return sorted(keys, key=lambda key: (stable_hash(seed, key), key))
+
+
+@pytest.mark.parametrize("rows_in_memory", [1 << 21, 16])
+def test_every_sample_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_in_memory):
+    monkeypatch.setattr(catalogue, "ROWS_IN_MEMORY", rows_in_memory)  # several parts
+    names = [f"k{n}.JPEG" for n in range(101)]
+    samples = samples_of(open_catalogue(listed(names, [n % 3 for n in range(101)]), tmp_path / "c", seed=1))
+    assert [sample.key for sample in samples] == dealt([f"k{n}" for n in range(101)], 1)
+    for sample in samples:
+        n = int(sample.key[1:])
+        assert sample == Sample(f"k{n}", n % 3, f"k{n}.JPEG", os.path.abspath("images.bin"), 10 * n, 10)
+    assert [s.key for s in samples[:32:8]] == ["k14", "k49", "k4", "k18"], "the order is part of the format: do not change it"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.permutations(range(40)), st.integers(1, 50), st.integers(0, 3))
+def test_the_order_of_listing_leaves_no_trace(tmp_path_factory, order, batch, seed):
+    names = [f"class{n % 3}/image {n}.png" for n in range(40)]
+    folder = tmp_path_factory.mktemp("order")
+    one = open_catalogue(listed(names, [n % 3 for n in range(40)]), folder / "a", seed)
+    shuffled = [names[n] for n in order]
+    other = open_catalogue(listed(shuffled, [n % 3 for n in order], batch), folder / "b", seed)
+    assert [(s.key, s.label) for s in samples_of(one)] == [(s.key, s.label) for s in samples_of(other)]
+    assert one.sha256 == other.sha256
+
+
+def test_labels_keys_and_classes_are_in_the_fingerprint(tmp_path):
+    names = ["x.jpg", "y.jpg"]
+    prints = {
+        open_catalogue(listed(names, [0, 1]), tmp_path / "a", 0).sha256,
+        open_catalogue(listed(names, [1, 0]), tmp_path / "b", 0).sha256,
+        open_catalogue(listed(["x.jpg", "z.jpg"], [0, 1]), tmp_path / "c", 0).sha256,
+        open_catalogue(listed(names, [0, 1], splits=("val",)), tmp_path / "d", 0).sha256,
+    }
+    assert len(prints) == 4
+
+
+@pytest.mark.parametrize("rows_in_memory", [1 << 21, 16])
+@pytest.mark.parametrize("fraction", [0.1, 0.34, 0.99])
+def test_held_out_by_class_and_by_hash_of_the_key(tmp_path, monkeypatch, rows_in_memory, fraction):
+    monkeypatch.setattr(catalogue, "ROWS_IN_MEMORY", rows_in_memory)
+    labels = [0] * 50 + [1] * 7 + [2]
+    names = [f"n{n}.jpg" for n in range(58)]
+    found = open_catalogue(listed(names, labels), tmp_path / "c", 5, finish=lambda b: b.hold_out("train", "val", fraction), also=1)
+    expected = {}
+    for label in range(3):
+        members = sorted((f"n{n}" for n in range(58) if labels[n] == label), key=lambda key: (stable_hash(key), key))
+        count = min(round(fraction * len(members)), len(members) - 1)
+        expected |= dict.fromkeys(members[:count], "val") | dict.fromkeys(members[count:], "train")
+    assert {s.key: split for split in found.splits for s in samples_of(found, split)} == expected
+    assert found.splits == Counter(expected.values())
+    assert [s.key for s in samples_of(found, "val")] == dealt([key for key, split in expected.items() if split == "val"], 5)
+
+
+def test_nothing_to_hold_out(tmp_path):
+    found = open_catalogue(listed(["a.jpg", "b.jpg"], [0, 1]), tmp_path / "c", 0, finish=lambda b: b.hold_out("train", "val", 0.3))
+    assert found.splits == {"train": 2}
+
+
+def test_archives_that_did_not_change_are_not_listed_again(tmp_path):
+    archive = tmp_path / "archive.tar"
+    archive.write_bytes(b"one")
+    calls = []
+
+    def fill(builder: Builder) -> None:
+        calls.append(archive.read_bytes())
+        builder.classes(CLASSES)
+        builder.add("train", builder.file(archive), ["a.jpg"], 0, [0], [3])
+
+    source = Source("test", {}, fill, read_range, [archive])
+    for _ in range(2):
+        found = open_catalogue(source, tmp_path / "root", 0)
+        assert read_range(samples_of(found)[0]) == b"one"
+    assert calls == [b"one"]
+    open_catalogue(source, tmp_path / "root", seed=1)
+    assert len(calls) == 2
+    archive.write_bytes(b"three")
+    open_catalogue(source, tmp_path / "root", seed=1)
+    assert calls[2:] == [b"three"]
+    assert read_range(samples_of(found)[0]) == b"thr", "nobody replaces another's catalogue"
+    assert [path.name[:11] for path in (tmp_path / "root").iterdir()] == ["_catalogue-"] * 3
+    remove_catalogues(tmp_path / "root")
+    assert list((tmp_path / "root").iterdir()) == []
+    with pytest.raises(FileNotFoundError) as gone:
+        found.table("train")
+    assert is_of_catalogue(gone.value)
+    with pytest.raises(FileNotFoundError) as gone:
+        (tmp_path / "root" / "_info.json").read_bytes()
+    assert not is_of_catalogue(gone.value)
+
+
+def test_of_processes_that_list_at_once_all_get_the_same_catalogue(tmp_path):
+    archive = tmp_path / "archive.tar"
+    archive.write_bytes(b"one")
+    code = f"""
+import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})
+from pathlib import Path
+from data_prep.write.catalogue import *
+def fill(builder):
+    builder.classes(["a"])
+    builder.add("train", builder.file({str(archive)!r}), [f"{{n}}.jpg" for n in range(50)], 0, range(50), [1] * 50)
+source = Source("test", {{}}, fill, read_range, [Path({str(archive)!r})])
+for round in range(30):
+    found = open_catalogue(source, Path({str(tmp_path)!r}) / f"root{{round}}", 0)
+    assert len(found.table("train").samples(range(50))) == 50
+"""
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
+    assert [process.wait() for process in processes] == [0, 0, 0, 0]
+    assert all(len(list((tmp_path / f"root{round}").iterdir())) == 1 for round in range(30))
+
+
+def test_what_a_killed_process_left_goes(tmp_path):
+    left, live, old = (tmp_path / f"._catalogue-1.{end}.tmp" for end in (f"{os.uname().nodename}.999999", "elsewhere.1", "elsewhere.2"))
+    for folder in (left, live, old):
+        (folder / "rows").mkdir(parents=True)
+        (folder / "rows" / "train-00000.npy").write_bytes(b"x")
+        for path in (folder / "rows" / "train-00000.npy", folder / "rows", folder):
+            os.utime(path, (1, 1))
+    an_hour_ago = time.time() - 3600
+    os.utime(live / "rows" / "train-00000.npy", (an_hour_ago, an_hour_ago))  # a slow shard on another host
+    open_catalogue(listed(["a.jpg"], [0]), tmp_path, 0)
+    assert [folder.exists() for folder in (left, live, old)] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "message"),
+    [
+        (["a.jpg", "b.jpg", "a.png", "b.jpg"], [0, 1, 2, 0], "split 'train': 2 keys are used more than once: a, b; keys must differ"),
+        (["x y.jpg", "x_y.jpg"], [0, 1], "1 keys are used more than once: x_y"),
+        (["a.jpg", "b.jpg"], [0, 3], r"1 labels lie outside \[0, 3\), the first is 3"),
+        (["a.jpg"], [-1], r"1 labels lie outside \[0, 3\), the first is -1"),
+        ([], [], "holds no samples"),
+    ],
+)
+def test_errors(tmp_path, names, labels, message):
+    with pytest.raises(PrepError, match=message):
+        open_catalogue(listed(names, labels), tmp_path, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a.b/c d.jpg", "x" * 300 + ".png", "größe\n.jpg", "日本.jpg", "a\\b.jpg", "\udcff.jpg"])
+def test_any_name_becomes_a_key(tmp_path, name):
+    (sample,) = samples_of(open_catalogue(listed([name], [1]), tmp_path / "c", 0))
+    assert sample.key == safe_key(os.path.splitext(name)[0])
+    assert sample.name == name
+    assert not set(sample.key) & set("./\\ \n")
+    assert len(f"{sample.key}.json".encode()) <= 100
+
+
+def test_a_file_that_ends_too_early(tmp_path):
+    path = tmp_path / "short"
+    path.write_bytes(b"12345")
+    with pytest.raises(OSError, match=r"ends at byte 5, inside k.jpg.*/short"):
+        read_range(Sample("k", 0, "k.jpg", str(path), 2, 10))
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path):
+    """A hundred times the rows, a few MB more: the rest is on the disk."""
+    code = """
+import resource, sys; from pathlib import Path
+from data_prep.write.catalogue import *
+def fill(builder):
+    builder.classes(["a"])
+    for start in range(0, int(sys.argv[1]), 5000):
+        names = [f"{start + n}.jpg" for n in range(5000)]
+        builder.add("train", builder.file("x"), names, 0, range(5000), [1] * 5000)
+import data_prep.write.catalogue; data_prep.write.catalogue.ROWS_IN_MEMORY = 20_000
+open_catalogue(Source("test", {}, fill, read_range), Path(sys.argv[2]), 0)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    peak_kib = [int(subprocess.check_output([sys.executable, "-c", code, str(n), str(tmp_path / str(n))])) for n in (5_000, 500_000)]
+    assert peak_kib[1] - peak_kib[0] < 20_000, "500,000 rows as Python objects are 200 MB, as arrays 45 MB"
+
+
+def test_few_files_are_open_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(catalogue, "MAX_OPEN_FILES", 3)
+    monkeypatch.setattr(catalogue, "_descriptors", type(catalogue._descriptors)())
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        for n in range(10):
+            path = tmp_path / str(n)
+            path.write_bytes(b"%d" % n)
+            assert read_range(Sample("k", 0, "k.jpg", str(path), 0, 1)) == b"%d" % n
+    assert len(os.listdir("/proc/self/fd")) == before + 3

@@ -1,0 +1,82 @@
+"""What the tests of augmentation share: pictures, keys, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from vit.config import AugmentConfig
+from vit.data.augment.apply import Augment
+from vit.data.augment.draw import FIRST_OP, FLIP, draw_mix, draw_table, sample_keys
+
+CPU = torch.device("cpu")
+
+
+def keys_of(num: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
+    return sample_keys(seed, epoch, np.arange(num))
+
+
+def table_of(config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), first: int = 0) -> np.ndarray:
+    """Rows `first` and following of originals of 300 x 200 pixels, mixing at rest."""
+    keys = sample_keys(0, 0, np.arange(first, first + num))
+    return draw_table(config, keys, np.full(num, 300), np.full(num, 200), size)
+
+
+def mixed_table(config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), seed: int = 0) -> np.ndarray:
+    table = table_of(config, num, size)
+    draw_mix(config, table, np.ones(num, np.float32), seed, 0, 0, size)
+    return table
+
+
+def on_pixels(config: AugmentConfig, channels: int = 3) -> Augment:
+    """An `Augment` of ten classes that returns grey levels: its normalisation does nothing."""
+    return Augment(config, 10, (0.0,) * channels, (1 / 255,) * channels, CPU)
+
+
+def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Whole levels of (B, C, H, W) uint8 images after `table`."""
+    labels = torch.zeros(len(images), dtype=torch.int64)
+    inputs, _ = on_pixels(config, images.shape[1])(torch.from_numpy(images), labels, torch.from_numpy(table))
+    return inputs.numpy().round().astype(int)
+
+
+def one_op(config: AugmentConfig, images: np.ndarray, op: int, *values: float | np.ndarray) -> np.ndarray:
+    """Whole levels of images after operation number `op` of a config with one layer, at a strength (and place) for all or for each."""
+    table = table_of(config, len(images), images.shape[2:])
+    table[:, FLIP], table[:, FIRST_OP] = 0, op
+    for column, value in enumerate(values, FIRST_OP + 1):
+        table[:, column] = value
+    return changed(config, images, table)
+
+
+def at_strengths(config: AugmentConfig, images: np.ndarray, op: int, strengths: Sequence[float]) -> Iterator[np.ndarray]:
+    """`one_op` for each strength, in one batch."""
+    levels = one_op(config, np.concatenate([images] * len(strengths)), op, np.repeat(strengths, len(images)))
+    yield from levels.reshape(len(strengths), *images.shape)
+
+
+def random_images(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def photographs() -> np.ndarray:
+    """(7, 3, 40, 120): waves and edges, low contrast, dark, bright, noise, one flat channel, one flat image."""
+    generator = np.random.default_rng(0)
+    y, x = np.mgrid[:40, :120]
+    waves = np.stack([np.sin(x / 9 + k) + np.cos(y / 7 - k) for k in range(3)]) * 50 + 128
+    edges = waves.copy()
+    edges[:, 10:25, 12:30] += 70
+    flat_channel = edges.copy()
+    flat_channel[1] = 77
+    images = [
+        edges,
+        waves / 5 + 90,
+        waves / 3,
+        waves / 3 + 170,
+        generator.integers(0, 256, waves.shape),
+        flat_channel,
+        np.full(waves.shape, 60.0),
+    ]
+    return np.clip(np.stack(images), 0, 255).astype(np.uint8)

@@ -1,0 +1,114 @@
+"""Where a scenario of tests/data_prep/test_prep_errors.py takes place: a folder, commands of data_prep in it, and what they left behind."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from error_rows import snapshot
+from fake_imagenet import Fake, as_official, make_fake
+from processes import REPOSITORY, environment, jpeg
+
+from vit.data.shards.data_set import read_sidecar
+from vit.data.shards.index_file import left_out
+from vit.data.shards.tar import scan_tar
+
+TRAIN_TAR, VAL_TAR, KIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
+
+
+class Place:
+    """A folder for one scenario; runs commands of data_prep there, and remembers the last one and what it changed."""
+
+    def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):
+        self.folder, self.out, self.captured = folder, folder / "out", captured
+
+    def run(self, module: str, *arguments: object, prefix: tuple[object, ...] = (), alone: bool = False) -> None:
+        """`python -m data_prep.<module>`; `alone` or with a prefix in a process of its own."""
+        self.before, self.again = snapshot(self.folder), lambda: self.run(module, *arguments, prefix=prefix, alone=True)
+        self.captured.readouterr()
+        line = [str(argument) for argument in arguments]
+        if prefix or alone:
+            self.status = subprocess.run([*prefix, *command(module), *line], cwd=REPOSITORY, env=environment(), timeout=120).returncode
+        else:
+            try:
+                self.status = importlib.import_module(f"data_prep.{module}").main(line)
+            except SystemExit as stopped:  # argparse's
+                self.status = stopped.code
+        self.stdout, self.stderr = self.captured.readouterr()
+        self.after = snapshot(self.folder)
+
+    def prepare(self, module: str, *arguments: object, **how) -> None:
+        """A source's command, which writes to `out`."""
+        self.run(module, *arguments, "--out", self.out, "--workers", 1, **how)
+
+    def continues(self) -> None:
+        """The same command, once more, completes the data set; what the first one did and printed is what counts afterwards."""
+        told = dict(self.__dict__)
+        self.again()
+        assert self.status == 0, self.stderr
+        whole_shards_only(self.out, complete=True)
+        self.__dict__.update(told)
+
+
+def command(module: str) -> list[str]:
+    return [sys.executable, "-m", f"data_prep.{module}"]
+
+
+def whole_shards_only(out: Path, complete: bool = False) -> None:
+    """Nothing half-written: each tar can be read to its end and is the one its sidecar tells of. With `complete`, none is missing."""
+    assert not [path.name for path in out.rglob("*") if path.name.endswith((".tmp", ".part"))], "half-written files were left"
+    for tar in out.glob("*.tar"):
+        sidecar = read_sidecar(tar)
+        assert sidecar is not None, f"{tar.name} without a sidecar"
+        assert len(scan_tar(tar, left_out=left_out(tar))) == sidecar["num_samples"]
+        assert tar.stat().st_size == sidecar["bytes"]
+    if complete:
+        info = json.loads((out / "_info.json").read_text())
+        assert {name for split in info["splits"].values() for name in split["filenames"]} == {tar.name for tar in out.glob("*.tar")}
+        assert not [path.name for path in out.iterdir() if path.name.startswith(("_catalogue", "_spool", "_writing"))]
+
+
+SCENARIOS: dict[str, Callable[[Place], None]] = {}
+BEGUN: set[str] = set()
+
+
+def scenario(what: str, *, begun: bool = False):
+    """Register the scenario of the row `what`. `begun`: shards were being written."""
+
+    def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
+        SCENARIOS[what] = function
+        BEGUN.update([what] if begun else [])
+        return function
+
+    return register
+
+
+# ---- what is prepared -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def imagenet() -> Fake:
+    return make_fake(num_classes=10, train_per_class=5, val_per_class=2)
+
+
+def official(place: Place, fake: Fake | None = None) -> Path:
+    """The three official files in a folder."""
+    return as_official(fake or imagenet(), place.folder)[0]
+
+
+def images(place: Place, classes: tuple[str, ...] = ("cat", "dog"), each: int = 12, side: int = 24) -> Path:
+    """Class folders of noise."""
+    rng = np.random.default_rng(0)
+    for name, number in itertools.product(classes, range(each)):
+        path = place.folder / "images" / name / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg(rng.integers(0, 256, (side, side, 3), np.uint8)))
+    return place.folder / "images"

@@ -1,0 +1,130 @@
+"""Curves of a run: what is drawn follows from the record, and panels can stand in one page."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from test_visualize import pixels, places
+
+from vit.report import curves, plots
+
+PLAN = {"world_size": 2, "micro_batch_size": 3, "accumulation_steps": 2}
+
+
+def record(folder: Path, *lines: dict) -> Path:
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"time": 0.0, **line}) + "\n" for line in lines))
+    return path
+
+
+def train_line(step: int, **values) -> dict:
+    return {"kind": "train", "step": step, "epoch": step / 20, "loss": 2.0, "lr": 0.1, "images_per_s": 60.0, "data_wait_s": 0.5, **values}
+
+
+def troubled_run(folder: Path) -> Path:
+    evals = {"kind": "eval", "num_images": 1234, "top1": 50.0, "loss": 1.5, "top1_ema": 51.0, "loss_ema": None}
+    return record(
+        folder,
+        {"kind": "start", "step": 0, "restarts": 0, "plan": PLAN},
+        *(train_line(step) for step in range(10, 1000, 10)),
+        {"kind": "fault", "step": 15, "reason": "gradient not finite, update skipped", "loss": None},
+        {"kind": "start", "step": 500, "restarts": 1, "plan": PLAN},
+        *(train_line(step, loss=None if step == 510 else 2.0) for step in range(510, 800, 10)),
+        evals | {"step": 400},
+        evals | {"step": 800, "top1": 77.7},
+    )
+
+
+def test_the_share_of_waiting_follows_from_the_record(tmp_path):
+    path = record(
+        tmp_path,
+        {"kind": "start", "step": 0, "restarts": 0, "plan": PLAN},
+        train_line(10),  # 10 steps of 12 images at 60 a second are 2 s, of which half a second was spent waiting
+        train_line(30, data_wait_s=4.0),
+        train_line(50, data_wait_s=1.0),  # replaced by the restart
+        {"kind": "start", "step": 40, "restarts": 1, "plan": {**PLAN, "world_size": 1, "accumulation_steps": 4}},
+        train_line(50, data_wait_s=0.4),  # 10 steps, not 20
+        train_line(60, data_wait_s=99.0),
+        train_line(70, images_per_s=None),
+    )
+    found = curves._read_curves(path)
+    assert [line.get("data_wait_percent") for line in found.train] == pytest.approx([25.0, 100.0, 20.0, 100.0, None])
+    assert (found.resumed, found.last_step) == ([40], 70)
+    without_plan = curves._read_curves(record(tmp_path, {"kind": "start", "step": 0, "restarts": 0}, train_line(10)))
+    assert "data_wait_percent" not in without_plan.train[0]
+
+
+def test_many_points_are_averaged_and_gaps_stay():
+    lines = [{"step": i, "loss": None if i == 1234 else 3.0 + i % 2} for i in range(2000)]
+    steps, values = curves._points(lines, "loss")
+    assert len(steps) == 500
+    assert steps[:2].tolist() == [1.5, 5.5]
+    assert np.isnan(values).nonzero()[0].tolist() == [1234 // 4]
+    assert np.nanmin(values) == np.nanmax(values) == 3.5
+    assert curves._points(lines[:3], "loss").tolist() == [[0, 1, 2], [3, 4, 3]]
+    assert curves._points(lines, "unheard of").shape == (2, 0)
+
+
+def test_curves(tmp_path):
+    troubled = pixels(curves.plot_curves(troubled_run(tmp_path), tmp_path / "report" / "curves.png"))
+    for color in (plots.BLUE, plots.ORANGE, plots.GREEN):
+        assert places(troubled, color).sum() > 100
+    start = {"kind": "start", "step": 0, "restarts": 0, "plan": PLAN}
+    shown = [troubled]
+    for lines in (
+        [start],
+        [start, train_line(10)],
+        [train_line(10), {"kind": "eval", "step": 10, "num_images": 5, "top1": 0.0, "loss": 2.0}],
+    ):
+        shown.append(pixels(curves.plot_curves(record(tmp_path, *lines), tmp_path / "short.png")))
+    assert len({picture.tobytes() for picture in shown}) == 4
+
+
+def test_the_axis_of_accuracy_ends_at_100(tmp_path):
+    evals = {"kind": "eval", "num_images": 20, "loss": 1.5}
+    path = record(tmp_path, train_line(10), evals | {"step": 5, "top1": 40.0}, evals | {"step": 10, "top1": 100.0})
+    axes = Figure().subplots()
+    curves._draw_panel(axes, curves._read_curves(path), "accuracy")
+    assert axes.get_ylim()[1] == 100
+    assert 0 < axes.get_ylim()[0] < 40
+    assert not any(line.get_clip_on() for line in axes.get_lines()), "half of the marker at 100 would be cut off"
+
+
+def test_panels_can_stand_in_one_page(tmp_path):
+    panels = curves.curve_panels(troubled_run(tmp_path))
+    assert list(panels) == ["loss", "accuracy", "learning_rate", "throughput"]
+    ids = Counter()
+    for panel in panels.values():
+        root = ET.fromstring(panel)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert "viewBox" in root.attrib
+        assert not {"width", "height"} & set(root.attrib), "CSS says how large"
+        tags = {element.tag.split("}")[1] for element in root.iter()}
+        assert "path" in tags
+        assert not {"style", "text", "metadata"} & tags, "fonts and rules of the page would change them"
+        own = {element.get("id") for element in root.iter()} - {None}
+        references = set(re.findall(r"(?:href=\"|url\()#([^\")]+)", panel))
+        assert references
+        assert references <= own
+        ids.update(element.get("id") for element in root.iter() if element.get("id"))
+    assert set(ids.values()) == {1}
+    assert "best 77.70 %" in panels["accuracy"].split(">")[0]
+    assert panels == curves.curve_panels(tmp_path / "metrics.jsonl"), "the same record gives the same bytes"
+
+
+def test_a_users_settings_change_nothing(tmp_path):
+    path = troubled_run(tmp_path)
+    expected = pixels(curves.plot_curves(path, tmp_path / "curves.png"))
+    with matplotlib.rc_context({"font.size": 20, "lines.linewidth": 9, "axes.facecolor": "pink"}):
+        before = dict(matplotlib.rcParams)
+        found = pixels(curves.plot_curves(path, tmp_path / "curves.png"))
+        assert dict(matplotlib.rcParams) == before, "and ours do not stay behind"
+    np.testing.assert_array_equal(found, expected)

@@ -1,0 +1,164 @@
+"""What training says about waiting for data, from a loader whose speed is known."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import socket
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from processes import TINY, Background, children, environment_of, last_step, metrics
+
+from vit.config_io import load_config
+from vit.data.batches import Batch, Batches, ImageFormat, Layout
+from vit.data.loader import Loader
+from vit.data.stages import TALLIED
+from vit.distributed import World
+from vit.plan import make_plan
+from vit.run.checkpoint import Progress
+from vit.run.monitor import Monitor, Waiting, _collect, collecting_at_log_lines, sum_up
+from vit.run.record import Record
+from vit.step import StepResult
+from vit.system.host import num_cores
+
+ROWS, PAUSE_S = 12, 0.05
+
+
+class Slow(Batches):
+    """Batches of nothing that take their time."""
+
+    layout = Layout(ROWS, ImageFormat((4, 4)), 0)
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        time.sleep(PAUSE_S)
+        return ()
+
+
+@pytest.mark.parametrize(("computing_s", "is_told"), [(0.0, True), (0.6, False)])
+def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do(computing_s, is_told, config, tmp_path, capsys):
+    settings = load_config(config, TINY)[0]
+    plan, _ = make_plan(settings, 60, 1)
+    record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
+    with Loader(Slow(), 0, 5) as loader:
+        world, progress = World(0, 1, torch.device("cpu")), Progress(facts={})
+        monitor = Monitor(settings, plan, world, progress, record, loader, lambda step: 0.1)
+        monitor.start_clock()
+        for step in range(5):
+            waited_before_s = loader.effort.wait_s
+            next(loader)
+            waited_s = loader.effort.wait_s - waited_before_s
+            if not is_told:  # a busy machine may have been longer about it
+                waited_s = PAUSE_S
+            sums = torch.tensor([1.0, ROWS, 0, 0, waited_s])
+            time.sleep(computing_s)
+            monitor.take(step, StepResult(sums, torch.tensor(1.0)))
+        monitor.read()
+    record.close()
+    line = r"^data-bound: (\d+)% of the time was spent on waiting for images; the loader makes (\d+) images/s; (.*)"
+    told = re.findall(line, capsys.readouterr().err, re.MULTILINE)
+    lines = metrics(tmp_path, "train")
+    assert len(lines) == 5
+    for line in lines[1:]:
+        assert line["data_wait_s"] >= PAUSE_S
+        assert line["data_wait_max_s"] == line["data_wait_mean_s"] == line["data_wait_s"]
+        assert (line["data_wait_rank"], line["data_wait_host"]) == (0, socket.gethostname())
+        assert 0 < line["loader_images_per_s"] <= ROWS / PAUSE_S
+    if is_told:
+        shares = [int(share) for share, *_ in told]
+        assert shares[0] > 50
+        assert all(abs(a - b) >= 9 for a, b in pairwise(shares)), "the same was said again"
+        for _, rate, remedy in told:
+            assert 0 < int(rate) <= ROWS / PAUSE_S
+            assert remedy == f"raise data.num_workers (0 for each of 1 rank(s), {num_cores()} cores)"
+    else:
+        assert not told
+
+
+def test_garbage_is_collected_at_log_lines_only():
+    assert gc.isenabled()
+    _collect()
+    assert gc.get_freeze_count() == 0, "who does not ask for it has Python's own ways"
+    with collecting_at_log_lines():
+        assert not gc.isenabled()
+        _collect()
+        set_aside = gc.get_freeze_count()
+        assert set_aside > 0
+        _collect()
+        assert gc.get_freeze_count() == set_aside, "once"
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_waits_of_all_ranks_are_summed_up():
+    """Steps wait for whoever is slowest; the rank that is slow most of the time is named."""
+    found = sum_up([(0.0, 0.5, 0.25), (0.25, 0.0, 0.5), (0.0, 0.75, 0.0)])
+    assert found == Waiting(waited_s=1.75, max_s=1.25, mean_s=0.75, rank=1)
+    assert found.is_uneven
+    assert not sum_up([(0.5, 0.75), (0.75, 0.5)]).is_uneven
+    assert not sum_up([(0.5,)]).is_uneven
+
+
+@pytest.mark.parametrize(("others_s", "words"), [(0.0, "of rank 2 on far"), (0.3, "; the loader")])
+def test_a_rank_that_others_wait_for_is_named_with_its_host(others_s, words, config, tmp_path, capsys):
+    settings = load_config(config, TINY)[0]
+    plan, _ = make_plan(settings, 60, 3)
+    record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
+    world = World(0, 3, torch.device("cpu"), hosts=("near", "near", "far"))
+    with Loader(Slow(), 0, 3) as loader:
+        progress = Progress(facts={})
+        monitor = Monitor(settings, plan, world, progress, record, loader, lambda step: 0.1)
+        monitor.start_clock()
+        for step in range(3):
+            next(loader)
+            time.sleep(0.4)
+            sums = torch.tensor([1.0, ROWS, 0, 0, others_s, others_s, 0.3])
+            monitor.take(step, StepResult(sums, torch.tensor(1.0)))
+        monitor.read()
+    record.close()
+    for line in metrics(tmp_path, "train"):
+        assert line["data_wait_s"] == line["data_wait_max_s"] == pytest.approx(0.3)
+        assert line["data_wait_mean_s"] == pytest.approx(0.1 + others_s * 2 / 3)
+        if not others_s:
+            assert (line["data_wait_rank"], line["data_wait_host"]) == (2, "far")
+    told = capsys.readouterr().err
+    assert f"spent on waiting for images{'' if words[0] == ';' else ' '}{words}" in told
+    assert ("(rank 2) |" in told) == (not others_s)
+
+
+def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(config, tmp_path):
+    """The other ranks wait for it in the sum of the gradients, and for no data of their own."""
+    run_dir = tmp_path / "run"
+    endless = ["train.steps=1000000", "eval.every_steps=1000000", "checkpoint.every_steps=1000000"]
+    background = Background(config, run_dir, *endless, "data.num_workers=1", "log.every_steps=10", ranks=3, cold=True)
+    background.wait_for_step(20)
+    [rank] = [pid for pid in background.trainers() if environment_of(pid, "RANK") == "2"]
+    [worker] = children(rank)
+    os.kill(worker, signal.SIGSTOP)
+    standing = -1
+    while standing != (standing := last_step(run_dir)):  # until what was made before is used up
+        time.sleep(1.0)
+    os.kill(worker, signal.SIGCONT)
+    background.wait_for_step(standing + 20)
+    background.process.send_signal(signal.SIGTERM)
+    output = background.end()
+    lines = metrics(run_dir, "train")
+    slowest = max(lines, key=lambda line: line["data_wait_s"])
+    for line in lines[1:]:
+        assert line["loader_slowest"]["rank"] == line["data_wait_rank"]
+        for name in TALLIED:
+            assert line[f"loader_{name}"] >= line["loader_slowest"][name] >= 0, "of all ranks, and of one of them"
+    assert sum(line["loader_decode_s"] for line in lines) > 1.3 * sum(line["loader_slowest"]["decode_s"] for line in lines) > 0
+    assert sum(line["loader_read_bytes"] for line in lines) > 0
+    assert max(line["loader_worker_mib"] for line in lines) > 1
+    assert [line["loader_replaced"] for line in lines] == [0] * len(lines)
+    assert (slowest["data_wait_rank"], slowest["data_wait_host"]) == (2, socket.gethostname())
+    assert slowest["data_wait_max_s"] > 0.9
+    assert slowest["data_wait_s"] >= slowest["data_wait_max_s"] > 1.5 * slowest["data_wait_mean_s"]
+    said = r"data-bound: \d+% of the time was spent on waiting for images of rank 2 on .* s\); its time: .*; look at its disk"
+    assert re.search(said, output), output
+    assert re.search(r"data wait \d+% \(rank 2\) \| loss", output), output

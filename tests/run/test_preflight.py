@@ -1,0 +1,327 @@
+"""What a host gives, read from copies of the kernel's files, and what the preflight makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from processes import REPOSITORY, TINY, environment, metrics, train
+
+from vit.config import Config
+from vit.config_io import load_config
+from vit.data.batches import EvalBatches, TrainBatches, image_format
+from vit.data.decode import native
+from vit.data.shards.data_set import open_split
+from vit.distributed import World
+from vit.plan import make_plan
+from vit.run.preflight import Preflight, check_disk, disk_needs, precision_note, preflight
+from vit.system.host import free_memory_bytes, num_cores, num_oom_kills
+from vit.train import build
+from vit.train import train as train_run
+
+GIB = 2**30
+HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def machine(root: Path, files: dict[str, object]) -> Path:
+    """A folder that holds the kernel's `files`: path -> content."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    return root
+
+
+MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailable:   41943040 kB"  # 40 GiB
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/meminfo": MEMINFO}, 40 * GIB),
+        (  # version 2, the limit at the group above ours; inactive file cache can be taken
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/slurm/job_7/step_0",
+                "sys/fs/cgroup/slurm/job_7/step_0/memory.max": "max",
+                "sys/fs/cgroup/slurm/job_7/step_0/memory.current": 5 * GIB,
+                "sys/fs/cgroup/slurm/job_7/memory.max": 8 * GIB,
+                "sys/fs/cgroup/slurm/job_7/memory.current": 6 * GIB,
+                "sys/fs/cgroup/slurm/job_7/memory.stat": f"anon {4 * GIB}\ninactive_file {GIB}\nactive_file {GIB}",
+            },
+            3 * GIB,
+        ),
+        (  # version 2 in a container: the group's name is the host's, its files are at the mount
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/docker/0123",
+                "sys/fs/cgroup/memory.max": 2 * GIB,
+                "sys/fs/cgroup/memory.current": GIB // 2,
+            },
+            3 * GIB // 2,
+        ),
+        (  # version 1 beside version 2 without controllers
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "12:cpu,cpuacct:/a\n4:memory:/a/b\n0::/",
+                "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": 9223372036854771712,
+                "sys/fs/cgroup/memory/a/b/memory.usage_in_bytes": GIB,
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": 4 * GIB,
+                "sys/fs/cgroup/memory/a/memory.usage_in_bytes": 3 * GIB,
+                "sys/fs/cgroup/memory/a/memory.stat": f"cache {2 * GIB}\ninactive_file 1\ntotal_inactive_file {GIB}",
+            },
+            2 * GIB,
+        ),
+        (
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/",
+                "sys/fs/cgroup/memory.max": GIB,
+                "sys/fs/cgroup/memory.current": 2 * GIB,  # the limit was lowered
+            },
+            0,
+        ),
+    ],
+)
+def test_free_memory_is_the_least_of_all_limits(files, expected, tmp_path):
+    assert free_memory_bytes(machine(tmp_path, files)) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, HERE),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "max 100000", "sys/fs/cgroup/a/cpu.max": "150000 100000"}, 1),
+        ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "50000 100000"}, 1),
+        ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "max 100000"}, HERE),
+        ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "99900000 100000"}, HERE),
+        (
+            {
+                "proc/self/cgroup": "3:cpuacct,cpu:/a\n2:memory:/a",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": 100000,
+                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": 100000,
+            },
+            1,
+        ),
+        ({"proc/self/cgroup": "3:cpu:/", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": -1, "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000}, HERE),
+    ],
+)
+def test_cores_are_the_affinity_or_the_quota(files, expected, tmp_path):
+    assert num_cores(machine(tmp_path, files)) == expected
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux only")
+def test_this_machine_has_memory_and_cores():
+    assert 0 < free_memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 1 <= num_cores() <= os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/vmstat": "pgfault 7\noom_kill 3\n"}, 3),
+        ({"proc/self/cgroup": "0::/job", "sys/fs/cgroup/job/memory.events": "low 0\noom 2\noom_kill 5\n", "proc/vmstat": "oom_kill 4"}, 5),
+        ({"proc/self/cgroup": "4:memory:/job", "sys/fs/cgroup/memory/job/memory.oom_control": "under_oom 0\noom_kill 2"}, 2),
+    ],
+)
+def test_the_kernel_counts_whom_it_has_killed_for_memory(files, expected, tmp_path):
+    assert num_oom_kills(machine(tmp_path, files)) == expected
+
+
+def check(config: Config, root: Path) -> Preflight:
+    world, image = World(0, 1, torch.device("cpu")), image_format(config)
+    splits = [open_split(config.data.root, name, config.data.cache_dir, config.data.cache_gib) for name in ("train", "val")]
+    plan, order = make_plan(config, splits[0].num_samples, 1)
+    val = EvalBatches(splits[1], image, config.eval, config.eval.batch_size)
+    return preflight(config, world, plan, TrainBatches(splits[0], order, config.augment, image), val, root)
+
+
+def tiny(path: Path, *overrides: str) -> Config:
+    return load_config(path, [*TINY, *overrides])[0]
+
+
+def test_a_cache_that_is_too_small(config, shards, tmp_path):
+    """Shards that are read in place have none."""
+    store = fsspec.filesystem("memory")
+    for path in shards.iterdir():
+        store.pipe_file(f"/preflight/{path.name}", path.read_bytes())
+    empty = machine(tmp_path / "host", {})
+
+    def notes(*overrides: str) -> str:
+        return "".join(check(tiny(config, f"data.cache_dir={tmp_path / 'cache'}", *overrides), empty).numbers["notes"])
+
+    there, small = "data.root=memory://preflight", "data.cache_gib=0.0001"
+    assert "set data.block_samples=64" in notes(there, small)
+    assert "lower data.num_lanes" in notes(there, small, "data.block_samples=8")
+    assert notes(there, "data.cache_gib=1") == notes(there, "data.cache_gib=1", "data.block_samples=8") == ""
+    assert "set data.block_samples=64" in notes(small), "a mounted folder"
+    assert notes("data.cache_dir=null") == ""
+
+
+def test_memory_that_suffices_and_that_does_not(config, tmp_path):
+    """The same numbers in message and record; eight ranks on a host need eight times as much."""
+    enough = machine(tmp_path / "enough", {"proc/meminfo": "MemAvailable: 3145728 kB"})
+    found = check(tiny(config, "data.num_workers=2"), enough)
+    assert found.numbers["free_memory_gib"] == 3.0
+    assert found.numbers["train_shards"] == 3
+    assert found.numbers["cores"] == HERE
+    assert found.lines[0].startswith("data: 60 images in 3 shards, 23 in 1 to evaluate; index ")
+    assert found.lines[0].endswith(f"JPEG decoder: {found.numbers['decoder']}")
+    assert found.numbers["decoder"] == ("native" if native.AVAILABLE else "simplejpeg")
+    assert "3.0 GiB of memory free" in found.lines[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "WHY_NOT", "_native.so is of another version of this package; build it again: pip install -e .")
+        told = "JPEGs are decoded by simplejpeg, at 0.6 of the speed: _native.so is of another version"
+        assert any(note.startswith(told) for note in check(tiny(config), enough).numbers["notes"])
+    told = r"1 rank\(s\) with 2 loader workers each need 0.50 GiB .* 0.25 GiB are free: lower data.num_workers"
+    with pytest.raises(ValueError, match=told):
+        check(tiny(config, "data.num_workers=2"), machine(tmp_path / "little", {"proc/meminfo": "MemAvailable: 262144 kB"}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "8")
+        with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 4.0\d GiB"):
+            check(tiny(config, "data.num_workers=2"), enough)
+        cached = tiny(config, "data.num_workers=2", f"data.cache_dir={tmp_path / 'cache'}")
+        with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 5.7\d GiB .* 184 MiB a worker"):  # each has four requests under way
+            check(cached, enough)
+    assert check(tiny(config, "data.num_workers=2"), tmp_path / "nothing is known").numbers["free_memory_gib"] is None
+
+
+def test_more_workers_than_cores_are_told(config, tmp_path):
+    one_core = machine(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "100000 100000"})
+    found = check(tiny(config, "data.num_workers=4"), one_core)
+    assert found.numbers["notes"] == ["4 loader workers on 1 core(s) take turns: data.num_workers=1 is as fast, in less memory"]
+    assert found.lines[2] == f"note: {found.numbers['notes'][0]}"
+    assert check(tiny(config, "data.num_workers=1"), one_core).numbers["notes"] == []
+
+
+def test_idle_cores_of_ranks_on_the_cpu_are_told(config, tmp_path, monkeypatch):
+    """torchrun gives each rank one thread, unless it is told otherwise."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        [note] = check(tiny(config), tmp_path).numbers["notes"]
+        torch.set_num_threads(8)
+        assert check(tiny(config), tmp_path).numbers["notes"] == []
+    finally:
+        torch.set_num_threads(before)
+    assert note.startswith("each of 2 ranks computes in 1 thread(s) on 16 cores")
+    assert "export OMP_NUM_THREADS=8" in note
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
+    """In a process of its own, as a lowered hard limit stays."""
+    code = """
+import resource, sys
+from vit.system.host import raise_open_files
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))
+print(raise_open_files(50), raise_open_files(150), resource.getrlimit(resource.RLIMIT_NOFILE)[0], raise_open_files(1000))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert done.stdout.split() == ["64", "150", "150", "200"]
+
+
+def test_too_few_open_files_are_a_note_with_the_command(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 200))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
+    assert check(tiny(config), tmp_path).numbers["notes"] == [
+        "the limit of 200 open files is low for 4 shards, some of which are opened anew for each image: `ulimit -n 264` before the start, "
+        "or ask the administrator"
+    ]
+
+
+def test_a_run_tells_and_records_its_preflight_and_the_rate_of_its_loader(config, tmp_path):
+    done = train(config, tmp_path / "run", "data.num_workers=1", "train.steps=3", "eval.every_steps=100")
+    host = r"^host: (\d+) core\(s\) for 1 rank\(s\) with 1 loader worker\(s\) each.*; batches take [\d.]+ MiB a rank"
+    told = re.search(host, done.stderr, re.MULTILINE)
+    [start], lines = (metrics(tmp_path / "run", kind) for kind in ("start", "train"))
+    assert start["preflight"]["cores"] == int(told[1])
+    assert start["preflight"]["batch_slots"] == 3
+    rates = [line["loader_images_per_s"] for line in lines]
+    assert len(rates) == 3
+    assert any(rate is not None and rate > 0 for rate in rates), json.dumps(rates)
+
+
+def test_a_precision_that_the_cpu_emulates_is_told_with_the_remedy():
+    """Two steps of ViT-B in bf16 take minutes there, which looks like a hang. Limits on what torch may use make such a CPU of any."""
+    code = (
+        "import torch; from vit.run.preflight import precision_note; device = torch.device('cpu');"
+        "print(precision_note('bf16', device)); print(precision_note('fp32', device))"
+    )
+    limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment() | limits, check=True)
+    bf16, fp32 = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"this CPU \(\w+\) has no instructions for bf16, which is emulated: matrix products take about \d+ times as long as in fp32: "
+        "set train.precision=fp32",
+        bf16,
+    )
+    assert fp32 == "None"
+    assert precision_note("bf16", torch.device("cuda")) is None
+
+
+GUEST = ("model.name=timm/resnet10t", "model.image_size=32")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        TINY,
+        (*TINY, "train.ema_decay=null"),
+        (*TINY, "optim.name=sgd"),
+        (*TINY, "optim.name=sgd", "optim.momentum=0", "train.ema_decay=null"),
+        (*(line for line in TINY if not line.startswith("model.")), *GUEST),
+    ],
+    ids=["AdamW", "no average", "momentum", "nothing", "buffers"],
+)
+def test_the_room_that_a_run_takes_is_known_before_it_is_built(overrides, shards, tmp_path):
+    """Compared with what is really saved."""
+    path, folder = tmp_path / "config.yaml", tmp_path / "run"
+    path.write_text(f"data: {{root: {shards}, global_batch_size: 12}}\ntrain: {{ema_decay: 0.9}}\n")
+    once = ("train.epochs=null", "train.steps=1", "eval.every_steps=1", f"run.dir={folder}")
+    settings = load_config(path, [*overrides, *once]).config
+    plan, _ = make_plan(settings, 60, 1)
+    needs = disk_needs(settings, plan, 3)
+    train_run(build(settings, World(0, 1, torch.device("cpu"))))
+    assert needs.num_checkpoints == 1
+    for expected, pattern in ((needs.checkpoint_bytes, "checkpoints/step_*/*"), (needs.weights_bytes, "weights/*")):
+        found = sum(file.stat().st_size for file in folder.glob(pattern))
+        assert expected == pytest.approx(found, rel=0.02, abs=20_000)
+
+
+def test_how_many_checkpoints_there_are_at_a_time(config):
+    """One more than are kept, unless the run ends before."""
+    for steps, kept, expected in ((12, 2, 3), (6, 2, 2), (3, 5, 1), (12, 1, 2)):
+        settings = tiny(config, f"train.steps={steps}", f"checkpoint.keep_last={kept}")
+        plan, _ = make_plan(settings, 60, 1)
+        assert disk_needs(settings, plan, 3).num_checkpoints == expected
+
+
+def test_what_a_resumed_run_has_saved_needs_no_room_again(config, tmp_path):
+    """A finished set of checkpoints and weights leaves one checkpoint to be added."""
+    settings = tiny(config)
+    plan, _ = make_plan(settings, 60, 1)
+    needs = disk_needs(settings, plan, 3)
+    empty = check_disk(Preflight((), {}), settings, plan, tmp_path / "run", 3)
+    for number in range(2):
+        state = tmp_path / "run" / "checkpoints" / f"step_{number}" / "state.safetensors"
+        state.parent.mkdir(parents=True)
+        state.write_bytes(bytes(needs.checkpoint_bytes))
+    (tmp_path / "run" / "weights").mkdir()
+    (tmp_path / "run" / "weights" / "last.safetensors").write_bytes(bytes(needs.weights_bytes))
+    later = check_disk(Preflight((), {}), settings, plan, tmp_path / "run", 3)
+    for found, expected in ((empty, needs.total_bytes), (later, needs.checkpoint_bytes)):
+        assert found.numbers["needed_disk_gib"] == round(expected / GIB, 4)
+    [line] = empty.lines
+    assert line.startswith(f"disk: 3 checkpoint(s) of {needs.checkpoint_bytes / 2**20:.1f} MiB")

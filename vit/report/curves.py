@@ -1,0 +1,177 @@
+"""Curves of a run: loss, accuracy, learning rate and throughput over the steps.
+
+The data's story: the lines of a `metrics.jsonl` that count are sorted by kind, thinned out where there are more than a picture can show,
+and drawn as four panels: together as a PNG, or each as SVG for a page.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit.report.plots import BLUE, GREEN, GREY, ORANGE, drawing, style
+from vit.run.record import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class _Curves:
+    """What the panels draw of a `metrics.jsonl`: its lines by kind, and the steps at which a restart went on."""
+
+    train: list[dict[str, Any]]
+    evals: list[dict[str, Any]]
+    faults: list[dict[str, Any]]
+    resumed: list[int]
+    last_step: int
+
+
+def _read_curves(metrics: Path) -> _Curves:
+    """Each train line gets `data_wait_percent`, the share of its interval that went by waiting for data, if the record tells."""
+    lines, batch_size, previous = read_metrics(metrics), math.nan, 0
+    if not lines:
+        raise ValueError("Nothing is in the record yet")
+    for line in lines:
+        if line["kind"] == "start":
+            plan, previous = line.get("plan", {}), line["step"]
+            batch_size = math.prod(plan.get(key, math.nan) for key in ("world_size", "micro_batch_size", "accumulation_steps"))
+        elif line["kind"] == "train":  # an interval begins at the line before, or at the start
+            num_images, previous = (line["step"] - previous) * batch_size, line["step"]
+            waited_s, images_per_s = line.get("data_wait_s"), line.get("images_per_s")
+            if num_images > 0 and waited_s is not None and images_per_s is not None:
+                line["data_wait_percent"] = min(100.0 * waited_s * images_per_s / num_images, 100.0)
+    train, evals, faults = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "fault"))
+    resumed = [line["step"] for line in lines if line["kind"] == "start" and line.get("restarts")]
+    return _Curves(train, evals, faults, resumed, max((line["step"] for line in lines), default=0))
+
+
+def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArray[np.float64]:
+    """Steps and values called `name` (2, n), NaN for null; neighbours averaged down to `at_most`, as more make black bands of noise."""
+    points = [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
+    edges = np.arange(0, len(points), -(-len(points) // at_most) or 1)
+    if not len(points):
+        return np.empty((2, 0))
+    return (np.add.reduceat(points, edges) / np.diff([*edges, len(points)])[:, None]).T
+
+
+def _line(axes: Axes, lines: list[dict[str, Any]], name: str, style: str, color: str, label: str | None = None) -> None:
+    steps, values = _points(lines, name)
+    if len(steps):
+        dot = "." if style == "-" and len(steps) < 20 else ""  # a single point has no line
+        axes.plot(steps, values, dot + style, color=color, markersize=4, label=label)
+
+
+def _draw_loss(axes: Axes, curves: _Curves) -> None:
+    _line(axes, curves.train, "loss", "-", BLUE, "training, augmented")
+    _line(axes, curves.evals, "loss", "o-", ORANGE, "validation")
+    _line(axes, curves.evals, "loss_ema", "s--", GREEN, "averaged weights")
+    axes.set(title="Cross-entropy", ylim=(0, None))
+    if curves.faults:
+        steps, at = [line["step"] for line in curves.faults], axes.get_xaxis_transform()
+        axes.plot(steps, [0.03] * len(steps), "x", color="black", markersize=6, label=f"{len(steps):,} updates skipped", transform=at)
+
+
+def _draw_accuracy(axes: Axes, curves: _Curves) -> None:
+    _line(axes, curves.evals, "top1", "o-", ORANGE, "weights")
+    _line(axes, curves.evals, "top1_ema", "s--", GREEN, "averaged weights")
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(max(bottom, 0), min(top, 100))
+    for line in axes.get_lines():
+        line.set_clip_on(False)  # a marker at 100 stays whole
+    values = [value for line in curves.evals for key in ("top1", "top1_ema") if (value := line.get(key)) is not None]
+    if values:
+        axes.set(title=f"Top-1 accuracy: best {max(values):.2f} %", ylabel=f"% of {curves.evals[-1]['num_images']:,} images")
+    else:
+        axes.set(title="Top-1 accuracy", ylabel="%", ylim=(0, 100))
+        axes.text(0.5, 0.5, "not evaluated yet", ha="center", color=GREY, transform=axes.transAxes)
+
+
+def _draw_learning_rate(axes: Axes, curves: _Curves) -> None:
+    _line(axes, curves.train, "lr", "-", BLUE)
+    axes.set(title="Learning rate", ylim=(0, None))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def _draw_throughput(axes: Axes, curves: _Curves) -> None:
+    _line(axes, curves.train, "images_per_s", "-", BLUE)
+    axes.set(title="Throughput", ylabel="images / s", ylim=(0, 1.1 * axes.get_ylim()[1]))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    steps, percent = _points(curves.train, "data_wait_percent")
+    if len(steps):
+        share = axes.twinx()
+        share.fill_between(steps, percent, color=ORANGE, alpha=0.4, linewidth=0)
+        share.set(ylim=(0, 100), ylabel="% of time waiting for data")
+        share.spines["right"].set_visible(True)
+        share.tick_params(axis="y", colors=ORANGE)
+        share.yaxis.label.set_color(ORANGE)
+
+
+PANELS: dict[str, Callable[[Axes, _Curves], None]] = {
+    "loss": _draw_loss,
+    "accuracy": _draw_accuracy,
+    "learning_rate": _draw_learning_rate,
+    "throughput": _draw_throughput,
+}
+
+
+def _draw_panel(axes: Axes, curves: _Curves, name: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    PANELS[name](axes, curves)
+    for i, step in enumerate(curves.resumed):
+        axes.axvline(step, color=GREY, linestyle=":", linewidth=1.5, label="resumed" if i == 0 else None)
+    if curves.resumed or len(axes.get_legend_handles_labels()[0]) > 1:
+        axes.legend()
+    axes.grid(True)
+    axes.set_xlim(0, 1.02 * curves.last_step or 1)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+    epochs = [line["step"] / line["epoch"] for line in curves.train if line.get("epoch")]
+    axes.set_xlabel(f"step ({epochs[-1]:,.0f} an epoch)" if epochs else "step")
+
+
+def plot_curves(metrics: Path, picture: Path) -> Path:
+    """Draw loss, accuracy, learning rate and throughput over the steps of a `metrics.jsonl`. Returns `picture`.
+
+    Dotted lines are restarts, crosses updates that were skipped; more than 500 points are averaged with their neighbours.
+    """
+    curves = _read_curves(metrics)
+    with drawing(picture, 6.2, layout="constrained") as figure:
+        for axes, name in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+            _draw_panel(axes, curves, name)
+    return picture
+
+
+def curve_panels(metrics: Path) -> dict[str, str]:
+    """The panels of `plot_curves` (loss, accuracy, learning_rate, throughput) as SVG elements that CSS scales and one HTML page can hold.
+
+    Letters are outlines; ids begin with the panel's name; no style sheet inside, which would reach the rest of the page.
+    """
+    curves, panels = _read_curves(metrics), dict[str, str]()
+    with style():
+        from matplotlib.figure import Figure
+
+        for name in PANELS:
+            figure, written = Figure((5.0, 3.2), layout="constrained"), StringIO()
+            _draw_panel(figure.subplots(), curves, name)
+            figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+            panels[name] = _inline(written.getvalue(), name, figure.axes[0].get_title(loc="left"))
+    return panels
+
+
+def _inline(document: str, name: str, title: str) -> str:
+    """The <svg> element of matplotlib's document, made fit for standing in an HTML page beside others."""
+    body = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", document[document.index("<svg") :].strip(), flags=re.DOTALL)
+    root, rest = re.sub(r'(\bid="|\bhref="#|url\(#)', rf"\g<1>{name}-", body).split(">", 1)
+    root = re.sub(r'\s(?:width|height)="[^"]*"', "", root)
+    # What matplotlib's style sheet says of every element.
+    return f'{root} role="img" aria-label="{title}" style="stroke-linejoin: round; stroke-linecap: butt">{rest}'

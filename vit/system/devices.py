@@ -1,0 +1,93 @@
+"""Which kind of device a run computes on: what each rank finds, and what follows for all of them.
+
+The data's story: each rank looks what torch can use on its host, and what is built in; the main rank
+gets what all have found and decides, before any of them chooses how to talk to the others: a host
+that would choose otherwise would wait for them, and they for it, until a time limit ends the run.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vit.system.host import num_nvidia_gpus
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank finds on its host."""
+
+    host: str
+    ranks: int
+    """Of this run on the host."""
+    gpus: int
+    """That torch can use."""
+    nvidia_gpus: int
+    """That are built in, whether torch can use them or not; 0 where CUDA_VISIBLE_DEVICES hides all."""
+    said: str
+    """By torch, why there are none that it can use."""
+
+    def __str__(self) -> str:
+        if not self.gpus:
+            return f"torch sees no GPU ({self.said})"
+        return f"{self.gpus} GPU(s) for {self.ranks} rank(s)"
+
+
+def find_devices(root: Path = Path("/")) -> Found:
+    """What there is here. root: where `proc` and `sys` lie."""
+    gpus, said = torch.cuda.device_count() if torch.cuda.is_available() else 0, ""
+    if not gpus:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            said = str(error).split(". ")[0].splitlines()[0].rstrip(".")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    built_in = 0 if hidden else num_nvidia_gpus(root)
+    return Found(socket.gethostname(), ranks, gpus, built_in, said)
+
+
+def choose_device(asked: str, asked_by: str, found: list[Found]) -> tuple[str, list[str]]:
+    """cpu or cuda for all ranks, who have `found` what they have, and what to tell people.
+
+    Raises ValueError where GPUs are `asked` for, or some hosts have one for each rank, and others
+    have not: those are named.
+    """
+    if asked == "cpu":
+        return "cpu", []
+    hosts = list(dict.fromkeys(found))  # the ranks of a host find the same
+    lacking = [host for host in hosts if host.gpus < host.ranks]
+    if not lacking:
+        return "cuda", []
+    if asked == "cuda" and len(hosts) == 1:
+        [here] = hosts
+        if not here.gpus:
+            raise ValueError(
+                f"{asked_by}cuda, but torch sees no GPU here ({here.said}): use {asked_by}cpu, or check the driver with nvidia-smi"
+            )
+        raise ValueError(
+            f"{asked_by}cuda, but this host has {here.gpus} GPU(s) for {here.ranks} ranks: start torchrun with --nproc_per_node={here.gpus}"
+        )
+    if asked == "cuda" or len(lacking) < len(hosts):
+        fine = next((host for host in hosts if host not in lacking), None)
+        elsewhere = f", where {fine.host} has {fine}" if fine is not None else ""
+        problems = "; ".join(f"{host.host}: {host}" for host in lacking)
+        raise ValueError(
+            f"{asked_by}{asked}: {len(lacking)} of {len(hosts)} host(s) cannot train on GPUs{elsewhere}. "
+            f"{problems}. Check them with nvidia-smi, leave them out, or use {asked_by}cpu everywhere"
+        )
+    notes = []
+    for host in lacking:
+        if host.gpus:
+            notes.append(f"{host.host} has {host}: training on the CPU; use --nproc_per_node={host.gpus} for the GPU")
+        elif host.nvidia_gpus:
+            notes.append(
+                f"{host.host} has {host.nvidia_gpus} NVIDIA GPU(s), but {host}: TRAINING ON THE CPU, "
+                "many times slower. Check nvidia-smi and that this torch is built for its driver; "
+                f"{asked_by}cuda makes it an error, {asked_by}cpu leaves this note out"
+            )
+    return "cpu", notes
