@@ -34,7 +34,8 @@ from peers import CONTESTANTS, FFCV, OURS, OURS_MARKED, V1, WHOLE, version
 PACKAGES = ("torch", "numpy", "pillow", "simplejpeg")
 SCALED = (f"{OURS}, pip only", OURS_MARKED, WHOLE)
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-WALL, CPU = "images/s", "images/CPU-s"
+WALL = "images/s"
+CPU = "images/CPU-s"
 """Units. CPU-s: seconds of processor time of all processes and threads of a contestant."""
 
 
@@ -46,7 +47,8 @@ class Server:
     """A contestant in a process group of its own, stopped but for its turns."""
 
     def __init__(self, name: str, data: Data, workers: int, batch_size: int):
-        self.name, self.largest_bytes = name, 0
+        self.name = name
+        self.largest_bytes = 0
         self.log = data.place / f"log-{re.sub(r'[^a-z0-9]+', '-', name.lower())}.txt"
         command = [sys.executable, Path(__file__).with_name("peers.py"), name, data.place, data.num_images, workers, batch_size]
         # One thread for each process, as a worker has; a group, not a session: should this process die, the kernel wakes and ends a
@@ -125,7 +127,10 @@ class Benchmark:
     """Contestants on the same images, for so many rounds."""
 
     def __init__(self, data: Data, batch_size: int, num_batches: int, rounds: int):
-        self.data, self.batch_size, self.num_batches, self.rounds = data, batch_size, num_batches, rounds
+        self.data = data
+        self.batch_size = batch_size
+        self.num_batches = num_batches
+        self.rounds = rounds
         self.failures: dict[str, str] = {}
         """Contestants that take no part, or no longer, and why."""
         self.facts: dict[str, dict[str, str]] = {}
@@ -184,7 +189,8 @@ class Benchmark:
 
     def measure_scaling(self, name: str) -> list[Result]:
         """What each of several processes does that know nothing of each other, like ranks of a host, beside one alone. [] if it failed."""
-        alone, among = "alone", f"{CORES} at a time, each"
+        alone = "alone"
+        among = f"{CORES} at a time, each"
         rates: dict[str, list[float]] = {alone: [], among: []}
         with self.serving([name] * CORES, 0) as servers:
             if len(servers) < CORES:
@@ -264,11 +270,13 @@ def main() -> None:
     num_images, batch_size, num_batches, rounds = (64, 16, 2, 1) if args.quick else (2000, 64, 5, args.rounds)
 
     data = make_data(args.data, num_images)
-    load, facts = os.getloadavg()[0], machine(args.data, PACKAGES)
+    load = os.getloadavg()[0]
+    facts = machine(args.data, PACKAGES)
     bench = Benchmark(data, batch_size, num_batches, rounds)
     versions = {name: version(name) for name in args.only}
     installed = [name for name, found in versions.items() if found is not None]
-    results, tables = list[Result](), dict[str, list[list[str]]]()
+    results = list[Result]()
+    tables = dict[str, list[list[str]]]()
     for workers in args.workers:
         kinds = {"train": f"Training: random-resized crop and flip, {workers or 'no'} workers"}
         kinds |= {} if workers else {"eval": "Evaluation: resize to 256 and centre crop, no workers"}

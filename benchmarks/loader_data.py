@@ -65,7 +65,8 @@ class Data(NamedTuple):
 
     def made(self, name: str, make: Callable[[Path], object]) -> Path:
         """The file or folder `name`, made by `make` (path) if it is not there, whole or not at all."""
-        path, unfinished = self.place / name, self.place / f"unfinished-{name}"
+        path = self.place / name
+        unfinished = self.place / f"unfinished-{name}"
         if not path.exists():
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.unlink(missing_ok=True)
@@ -119,10 +120,12 @@ def make_image(number: int, photos: list[Image.Image]) -> bytes:
     pixels = ((pixels - 128) * rng.uniform(0.7, 1.3) + 128 + rng.uniform(-25, 25)) * rng.uniform(0.85, 1.15, 3).astype(np.float32)
     pixels += rng.standard_normal((height, width, 1), np.float32) * GRAIN * rng.uniform(0.3, 1.7)
     pixels += rng.standard_normal((height, width, 3), np.float32) * GRAIN * rng.uniform(0.1, 0.6)
-    image, encoded = Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), io.BytesIO()
+    image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+    encoded = io.BytesIO()
     subsampling = 2 if rng.random() < 0.65 else 0  # 4:2:0 or 4:4:4
     if rng.random() < 0.015:
-        image, subsampling = image.convert("L"), -1
+        image = image.convert("L")
+        subsampling = -1
     quality = int(rng.choice(QUALITIES[0], p=QUALITIES[1]))
     image.save(encoded, "JPEG", quality=quality, subsampling=subsampling, progressive=rng.random() < 0.01)
     return encoded.getvalue()
@@ -140,12 +143,14 @@ def _size(rng: np.random.Generator) -> tuple[int, int]:
 
 def describe(data: Data) -> str:
     """One line: number, bytes, pixels, bits a pixel."""
-    sizes_bytes, pixels = [], []
+    sizes_bytes = []
+    pixels = []
     for file in data.files:
         with Image.open(file) as image:
             pixels.append(image.width * image.height)
         sizes_bytes.append(file.stat().st_size)
-    mean_kb, median_kb = np.mean(sizes_bytes) / 1e3, np.median(sizes_bytes) / 1e3
+    mean_kb = np.mean(sizes_bytes) / 1e3
+    median_kb = np.median(sizes_bytes) / 1e3
     bits = 8 * np.sum(sizes_bytes) / np.sum(pixels)
     return f"{len(pixels):,} JPEGs, {mean_kb:.0f} kB on average (median {median_kb:.0f}), {bits:.2f} bits a pixel."
 
@@ -154,7 +159,8 @@ def bytes_rows(data: Data) -> list[list[str]]:
     """Head and rows of a table: what each form of the images takes on the disk."""
     forms = {"jpegs/*/*.JPEG": "JPEGs in class folders", "shards/*.tar": "our shards", "marked/*.tar": "our shards with restart markers"}
     forms |= {"mds/*": "MosaicML streaming", "litdata/*": "litdata", "ffcv.beton": "FFCV, encoded again at quality 90"}
-    rows, num_original = [["", "kB an image", "ratio to the JPEGs"]], sum(file.stat().st_size for file in data.files)
+    rows = [["", "kB an image", "ratio to the JPEGs"]]
+    num_original = sum(file.stat().st_size for file in data.files)
     for pattern, form in forms.items():
         if num_bytes := sum(file.stat().st_size for file in data.place.glob(pattern)):
             rows.append([form, f"{num_bytes / data.num_images / 1e3:.1f}", f"{num_bytes / num_original:.3f}"])

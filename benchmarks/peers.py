@@ -25,8 +25,10 @@ from loader_data import NUM_WINDOWS, Data
 
 from vit.data.decode import native
 
-SIZE, RESIZE = 224, 256
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SIZE = 224
+RESIZE = 256
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 Batches = Iterator[tuple[Any, Any]]
 """(images, labels), without end."""
 
@@ -57,7 +59,8 @@ def ours(task: Task, root: Path, copies: int = 1) -> Batches:
     from vit.data.order import make_order
     from vit.data.shards.data_set import open_split
 
-    split, image = open_split(root, "train"), ImageFormat((SIZE, SIZE), 3, "bilinear")
+    split = open_split(root, "train")
+    image = ImageFormat((SIZE, SIZE), 3, "bilinear")
     if task.train:
         order = make_order(split.num_samples, task.batch_size, aug_repeats=copies)
         with Loader(TrainBatches(split, order, AugmentConfig(), image), 0, sys.maxsize, num_workers=task.workers) as loader:
@@ -358,8 +361,11 @@ class Contestant(NamedTuple):
     """Without the native decoder."""
 
 
-V1, FFCV, WHOLE = "torchvision v1", "FFCV", "limit: whole JPEGs"
-OURS, OURS_MARKED = "ours", "ours, restart markers"
+V1 = "torchvision v1"
+FFCV = "FFCV"
+WHOLE = "limit: whole JPEGs"
+OURS = "ours"
+OURS_MARKED = "ours, restart markers"
 CONTESTANTS = {
     OURS: Contestant(untouched, "vit._native", "vit"),
     OURS_MARKED: Contestant(marked, "vit._native", "vit"),
@@ -403,7 +409,8 @@ def serve(name: str, data: Data, workers: int, batch_size: int) -> None:
         what, num_batches = request.split()
         if what not in running:
             running[what] = CONTESTANTS[name].batches(Task(data, workers, batch_size, what == "train"))
-        num_images, began = 0, time.perf_counter()
+        num_images = 0
+        began = time.perf_counter()
         for _ in range(int(num_batches)):
             images, labels = next(running[what])
             num_images += len(labels)

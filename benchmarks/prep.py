@@ -51,7 +51,8 @@ IN_MEMORY = Path("/dev/shm")
 STARTING_S = 4.0
 """In which a worker process starts and warms up."""
 WARM_UP = 100
-DD, SHARD_WRITER = "dd of the same bytes", "webdataset ShardWriter <- nested tar"
+DD = "dd of the same bytes"
+SHARD_WRITER = "webdataset ShardWriter <- nested tar"
 HASHING = "sha256 of the same bytes, nothing written"
 PACKAGES = ("numpy", "pillow", "simplejpeg", "webdataset")
 
@@ -173,7 +174,8 @@ def decode_some(job: tuple[tuple[list[Path], str], float]) -> tuple[float, float
         "simplejpeg, 1/8": partial(simplejpeg.decode_jpeg, colorspace="RGB", min_width=1, min_height=1, min_factor=8),
         "Pillow": lambda image: Image.open(io.BytesIO(image)).convert("RGB"),
     }
-    decode, start = how[decoder], wait_until(begin_at)
+    decode = how[decoder]
+    start = wait_until(begin_at)
     for image in encoded:
         decode(image)
     return start, time.monotonic()
@@ -255,7 +257,8 @@ def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
         drop_from_cache(data.archive)
         return onto_disk("", write)
 
-    contestants, until_ended = writers(data), dict[str, list[float]]()
+    contestants = writers(data)
+    until_ended = dict[str, list[float]]()
     found = []
     if IN_MEMORY.is_dir():
         in_memory = {name: partial(into_memory, write) for name, write in contestants.items()}
@@ -341,7 +344,9 @@ def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Re
 def memory_of(job: tuple[int, Path]) -> dict[str, float]:
     """Make a catalogue of this many rows; seconds and peak memory. Runs in a process of its own."""
     num_rows, place = job
-    filled_at, peak, ended = 0.0, 0, threading.Event()
+    filled_at = 0.0
+    peak = 0
+    ended = threading.Event()
 
     def status(field: str) -> int:
         return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10  # type: ignore[index]
@@ -400,7 +405,8 @@ def main() -> None:
     args.data.mkdir(parents=True, exist_ok=True)
     data = make_data(args.data, num_images, num_tiny)
     described = f"{len(data.files):,} JPEGs, {data.num_bytes / 1e6:,.0f} MB, {data.num_bytes / len(data.files) / 1e3:.0f} kB on average."
-    load, facts = os.getloadavg()[0], machine(args.data, PACKAGES)
+    load = os.getloadavg()[0]
+    facts = machine(args.data, PACKAGES)
     results = measure_writing(data, args.data, rounds)
     results += [measure_command(data, args.data, rounds), measure_decoding(data, rounds)]
     results += [measure_catalogue(data, args.data, num_tiny, rounds)]

@@ -37,7 +37,9 @@ def make_image(number: int, photos: Sequence[Image.Image]) -> bytes:
     box = (left, top, left + scale * width, top + scale * height)
     pixels = np.asarray(photo.resize((width, height), Image.Resampling.BICUBIC, box), np.float32)
     pixels = pixels * rng.uniform(0.8, 1.2) + rng.standard_normal((height, width, 1), np.float32) * GRAIN * rng.uniform(0.3, 1.7)
-    encoded, quality, subsampling = io.BytesIO(), int(rng.choice((80, 85, 90, 95))), int(rng.choice((0, 2)))
+    encoded = io.BytesIO()
+    quality = int(rng.choice((80, 85, 90, 95)))
+    subsampling = int(rng.choice((0, 2)))
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(encoded, "JPEG", quality=quality, subsampling=subsampling)
     return encoded.getvalue()
 
@@ -73,7 +75,9 @@ class Data(NamedTuple):
 
 def make_data(place: Path, num_images: int, num_tiny: int) -> Data:
     """The images and archives of this size in `place`, made if they are not there."""
-    folder, archive, tiny = place / f"images-{num_images}", place / f"nested-{num_images}.tar", place / f"tiny-{num_tiny}.tar"
+    folder = place / f"images-{num_images}"
+    archive = place / f"nested-{num_images}.tar"
+    tiny = place / f"tiny-{num_tiny}.tar"
     if not archive.exists():
         from sklearn.datasets import load_sample_images
 

@@ -34,7 +34,8 @@ def write_shards(folder: Path, labels: NDArray[np.int64], per_shard: int) -> lis
         path = folder / f"train-{first // per_shard:05d}.tar"
         with tarfile.open(path, "w") as tar:
             for sample, label in enumerate(labels[first : first + per_shard].tolist(), first):
-                info, data = tarfile.TarInfo(f"{sample:09d}.cls"), str(label).encode()
+                info = tarfile.TarInfo(f"{sample:09d}.cls")
+                data = str(label).encode()
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
         paths.append(str(path))

@@ -117,7 +117,8 @@ def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]],
 
 def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
     """Parts of a path below `root`; empty if it lies elsewhere."""
-    parts, above = PurePosixPath(path).parts, root.parts
+    parts = PurePosixPath(path).parts
+    above = root.parts
     return parts[len(above) :] if parts[: len(above)] == above else ()
 
 

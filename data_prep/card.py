@@ -51,8 +51,13 @@ THREADS = 8
 """Images decoded at a time."""
 SHEET_CELLS = 60
 COLUMNS = 10
-CELL, GAP, TEXT_HEIGHT, MARGIN = 128, 10, 22, 16  # pixels
-INK, PALE = "#222222", "#f2f2f2"
+# pixels
+CELL = 128
+GAP = 10
+TEXT_HEIGHT = 22
+MARGIN = 16
+INK = "#222222"
+PALE = "#f2f2f2"
 QUANTILES = {"smallest": 0, "5 %": 5, "median": 50, "95 %": 95, "largest": 100}
 SIDE_EDGES = (1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 65536)
 """Bins of the histogram of shorter sides, in pixels."""
@@ -101,7 +106,8 @@ def write_card(place: Output | Path | str) -> None:
         indexes = {split: _fetch_index(output, f"{split}.index.npy", folder) for split in info["splits"]}
 
         def read(split: str, row: int) -> bytes:
-            found, described = indexes[split][row], info["splits"][split]
+            found = indexes[split][row]
+            described = info["splits"][split]
             filename = described["filenames"][bisect.bisect_right(firsts_of(described["shard_lengths"]), row) - 1]
             return _read_range(f"{info.get('shards_at', output)}/{filename}", int(found["offset"]), int(found["size"]))
 
@@ -172,7 +178,8 @@ def _quarantined(output: Output, info: Mapping[str, Any], folder: Path) -> list[
 
 def draw_card(card: Card, folder: Path) -> list[Path]:
     """Write both files to `folder`; returns their paths."""
-    sheet, text = contact_sheet(card), card_text(card)
+    sheet = contact_sheet(card)
+    text = card_text(card)
     paths = [folder / "contact_sheet.png", folder / "dataset.md"]
     with replacing(paths[0]) as file:
         sheet.save(file, "PNG")
@@ -312,7 +319,8 @@ def _splits(card: Card) -> list[str]:
     left_out = Counter(entry["split"] for entry in card.quarantined)
     rows = []
     for split, index in card.indexes.items():
-        described, counts = card.info["splits"][split], card.images_per_class(split)
+        described = card.info["splits"][split]
+        counts = card.images_per_class(split)
         per_class = f"{counts.min():,} to {counts.max():,}" if counts.min() < counts.max() else f"{counts.min():,}"
         megabytes = f"{int(index['size'].sum(dtype=np.uint64)) / 1e6:,.1f}"
         rows.append((split, f"{len(index):,}", per_class, f"{len(described['filenames']):,}", megabytes, f"{left_out[split]:,}"))

@@ -100,7 +100,8 @@ def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
     expected = " or ".join(f"{kind.archive} or its {', '.join(kind.files)}" for kind in kinds)
     if not source.exists():
         raise PrepError(f"{source}: no such file or folder; expected {expected}, or use --download with a folder")
-    folders, archives = [], [source]
+    folders = []
+    archives = [source]
     if source.is_dir():
         folders = [source, *(source / kind.folder for kind in kinds)]
         archives = [source / kind.archive for kind in kinds]

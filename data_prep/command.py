@@ -196,7 +196,8 @@ def _told(plan: Plan) -> str:
         count = plan.counts[split]
         more = f" to {samples // count + 1:,}" if samples % count else ""
         lines.append(f"  {split}: {samples:,} images in {count:,} shards of {samples // count:,}{more}")
-    work, there = plan.work(), plan.output.sizes()
+    work = plan.work()
+    there = plan.output.sizes()
     part = [work[k] for k in choose_part(plan.settings.part, plan.counts)]
     todo = [job for job in part if not {f"{job.shard.name}.tar", f"{job.shard.name}.json"} <= there.keys()]
     share = len(todo) / len(work)

@@ -31,7 +31,9 @@ TEXTURES = ("gradient", "stripes", "checks", "noise", "dots")
 JPEG_QUALITY = 90
 LUMINANCE = np.array((0.2126, 0.7152, 0.0722))
 """Weights of red, green and blue (Rec. 709)."""
-SIDE, WHITE, DIGIT_HEIGHT = 8, 16, 8
+SIDE = 8
+WHITE = 16
+DIGIT_HEIGHT = 8
 """Of an original: pixels of a side, the largest value, pixels that a digit mostly takes."""
 
 
@@ -42,7 +44,8 @@ class Uniform:
     """Uniform numbers by SplitMix64 (Steele, Lea & Flood 2014) in counter mode: library generators promise no stable streams."""
 
     def __init__(self, key: bytes):
-        self.key, self.count = np.uint64(int.from_bytes(key, "little")), 0
+        self.key = np.uint64(int.from_bytes(key, "little"))
+        self.count = 0
 
     def array(self, *shape: int) -> np.ndarray:
         """float64 in [0, 1)."""
@@ -72,7 +75,8 @@ def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
         return np.clip(u + 0.5, 0, 1)
     if kind == "noise":
         return np.clip(_resize(uniform.array(5, 5), size), 0, 1)
-    frequency, phase = uniform.between(2, 4.5), uniform.between(0, 2 * np.pi)
+    frequency = uniform.between(2, 4.5)
+    phase = uniform.between(0, 2 * np.pi)
     waves = np.sin(2 * np.pi * frequency * u + phase)
     if kind == "stripes":
         return 0.5 + 0.5 * waves
@@ -96,8 +100,10 @@ def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
     padded = np.pad(image, side // 2)  # so that nothing leaves the image
     angle = np.radians(uniform.between(-8, 8))
     scale = DIGIT_HEIGHT / (uniform.between(0.74, 0.86) * size)  # padded pixels a pixel; the digit takes this part of the height
-    cos, sin = np.cos(angle) * scale, np.sin(angle) * scale
-    middle, shift = size / 2, 0.04 * size
+    cos = np.cos(angle) * scale
+    sin = np.sin(angle) * scale
+    middle = size / 2
+    shift = 0.04 * size
     cx, cy = middle + uniform.between(-shift, shift), middle + uniform.between(-shift, shift)
     affine = (cos, sin, side - cos * cx - sin * cy, -sin, cos, side + sin * cx - cos * cy)
     smooth = Image.fromarray(padded.astype(np.float32)).transform((size, size), Image.Transform.AFFINE, affine, Image.Resampling.BICUBIC)
@@ -112,7 +118,8 @@ def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
     ground = uniform.between(0.06, 0.34)
     ink = ground + uniform.between(0.5, 0.62)
     hue = uniform.between(0, 1)
-    near, saturation = hue + uniform.between(-0.08, 0.08), uniform.between(0.25, 0.8)
+    near = hue + uniform.between(-0.08, 0.08)
+    saturation = uniform.between(0.25, 0.8)
     swing = uniform.between(0.03, 0.05)
     low = colour(hue % 1, saturation, max(0.02, ground - swing))
     high = colour(near % 1, saturation, min(0.98, ground + swing))
@@ -157,7 +164,8 @@ def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
         chosen["train"] += of_class[num_val:]
     num_bytes = SIDE * SIDE
     for split, numbers in chosen.items():
-        offsets, sizes = num_bytes * np.array(numbers), np.full(len(numbers), num_bytes)
+        offsets = num_bytes * np.array(numbers)
+        sizes = np.full(len(numbers), num_bytes)
         for copy in range(copies[split]):
             keys = [f"digit{number:04d}_{copy:02d}" for number in numbers]
             builder.add(split, file, [str(number) for number in numbers], loaded.target[numbers], offsets, sizes, keys)

@@ -80,7 +80,9 @@ def _take(
     images: Images, split: str, label_of: dict[str, int], labels: dict[str, str], faults: _Faults
 ) -> tuple[list[int], list[str], list[int]]:
     """(rows, keys, labels) of the images of a batch that are as they should be; the others go to `faults`."""
-    rows, keys, found = [], [], []
+    rows = []
+    keys = []
+    found = []
     training = split == "train"
     for row, (name, size) in enumerate(zip(images.names, images.sizes.tolist(), strict=True)):
         match = IMAGE.fullmatch(name)
@@ -108,7 +110,9 @@ def _take(
 
 def _add_split(builder: Builder, layout: Layout, label_of: dict[str, int], labels: dict[str, str]) -> _Faults:
     """List the images of a split into the catalogue."""
-    faults, files, done = _Faults(), dict[Path, int](), 0
+    faults = _Faults()
+    files = dict[Path, int]()
+    done = 0
     with Meter(f"listing {layout.split}", NUM_IMAGES[layout.split], "images") as meter:
         for images in layout.images(builder):
             if images.file not in files:
@@ -155,7 +159,8 @@ def fill(found: Found, allow_partial: bool, builder: Builder) -> None:
     class_names = sorted(wnids.get("train", known))
     builder.classes(class_names)
     label_of = {wnid: label for label, wnid in enumerate(class_names)}
-    errors, partial_only = [], [layout.lacking for layout in found.layouts if layout.lacking] + _missing_classes(class_names, known)
+    errors = []
+    partial_only = [layout.lacking for layout in found.layouts if layout.lacking] + _missing_classes(class_names, known)
     for layout in found.layouts:
         builder.note(f"{layout.split}: {layout.what} ({layout.path})")
         faults = _add_split(builder, layout, label_of, labels)
@@ -210,7 +215,9 @@ def check_md5(paths: Sequence[Path]) -> None:
         print(f"md5: none of the files has an official one; these have: {', '.join(MD5)}")
     wrong = []
     for path, expected in official.items():
-        digest, done, size = hashlib.md5(usedforsecurity=False), 0, path.stat().st_size
+        digest = hashlib.md5(usedforsecurity=False)
+        done = 0
+        size = path.stat().st_size
         try:
             with open(path, "rb", buffering=0) as file, Meter(f"md5 of {path.name}", size >> 20, "MiB") as meter:
                 while data := file.read(1 << 23):

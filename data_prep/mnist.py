@@ -165,7 +165,8 @@ def labelled_images(files: Mapping[str, Path], split: str, folder: Path) -> tupl
     What is compressed is unpacked into `folder`. Raises PrepError as `read_idx` does, and for labels over 9.
     """
     part, count = PARTS[split]
-    labels_file, images_file = files[f"{part}-labels-idx1-ubyte"], files[f"{part}-images-idx3-ubyte"]
+    labels_file = files[f"{part}-labels-idx1-ubyte"]
+    images_file = files[f"{part}-images-idx3-ubyte"]
     labels = np.frombuffer(read_idx(labels_file, "labels", count), np.uint8, offset=HEADER_BYTES["labels"])
     if labels.max() >= NUM_CLASSES:
         raise PrepError(f"{labels_file}: a label of {labels.max()}; expected 0 to {NUM_CLASSES - 1}")

@@ -150,7 +150,8 @@ def print_report(report: Report) -> None:
     Console(highlight=False).print(table(report))
     num_checked = sum(part.num_checked for part in report.data.parts)
     print("\n  ".join(["Checked:", *_compared(report, counted(num_checked, "image"))]))
-    problems, notes = report.count(fails=True), report.count(fails=False)
+    problems = report.count(fails=True)
+    notes = report.count(fails=False)
     verdict = counted(problems, "problem") if problems else "right, as far as checked" if report.quick else "right"
     print(f"{report.data.shown}: {verdict}{', ' + counted(notes, 'note') if notes else ''}, {report.elapsed_s:.1f} s")
 

@@ -13,7 +13,8 @@ import re
 import sys
 import time
 
-PYTHON, TORCH = (3, 11), (2, 11)
+PYTHON = (3, 11)
+TORCH = (2, 11)
 OTHER_RANKS_WAIT_S = 3  # torchrun ends all at the first exit, and rank 0 is to speak before
 
 

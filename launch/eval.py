@@ -59,7 +59,9 @@ def main() -> World:
     asked_by = "--device " if args.device else "train.device="
     world = distributed.start(tuned.train.device if args.finetune else args.device or "auto", asked_by)
     path = world.main_first(lambda: find_trained(args.checkpoint or newest_run()))
-    known, config, problem = None, None, ""
+    known = None
+    config = None
+    problem = ""
     with world.main_reports():
         trained = read_trained(path)
         if args.model and trained.config is not None:
@@ -82,7 +84,8 @@ def main() -> World:
     _, as_json = evaluate_trained(trained, config, world, said)
     if world.is_main and known is not None:
         num_classes = open_indexed(config.data, config.data.val_split).num_classes
-        size, head_classes = image_format(config).size, trained.num_classes or num_classes
+        size = image_format(config).size
+        head_classes = trained.num_classes or num_classes
         line = published(known, as_json["num_images"], size, num_classes, head_classes)
         print(f"  {line}", file=said)
     if world.is_main and args.json:

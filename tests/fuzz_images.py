@@ -43,7 +43,8 @@ from vit.data.decode.jpeg_header import read_header
 from vit.data.decode.views import decode_center, decode_views, resize, resized_size
 
 POLICY = ImagePolicy(jpeg_quality=100)
-VIEW, SIDE = EvalConfig(crop_pct=0.875), 16
+VIEW = EvalConfig(crop_pct=0.875)
+SIDE = 16
 MOST_PIXELS = 1 << 20
 """Of what headers may promise here: larger ones are right, and slow."""
 
@@ -96,7 +97,8 @@ def at_frame(data: bytes) -> int:
 
 def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
     """JPEGs of nearly all kinds that there are, of this size or (other samplings) about it."""
-    rgb, grey = picture(width, height), picture(width, height, "L")
+    rgb = picture(width, height)
+    grey = picture(width, height, "L")
     for blocks in (0, 1, 2, 3):
         marks = {"restart_marker_blocks": blocks}
         told = f", markers each {blocks}" if blocks else ""
@@ -176,7 +178,8 @@ def kinds(width: int, height: int) -> dict[str, bytes]:
 
 @contextmanager
 def without_native() -> Iterator[None]:
-    there, native.AVAILABLE = native.AVAILABLE, False
+    there = native.AVAILABLE
+    native.AVAILABLE = False
     try:
         yield
     finally:
@@ -216,7 +219,8 @@ class Comparison:
     """One file on all ways, with windows that `rng` draws."""
 
     def __init__(self, data: bytes, rng: random.Random):
-        self.data, self.rng = data, rng
+        self.data = data
+        self.rng = rng
         self.differences: list[str] = []
         self.overlooked = 0
         """Windows that show nothing of damage outside of them. Only damaged files that end like whole ones may have such."""
@@ -229,7 +233,8 @@ class Comparison:
                 self._compare(channels)
 
     def _compare(self, channels: int) -> None:
-        data, size = self.data, self.size
+        data = self.data
+        size = self.size
         whole = tried(decode, data, channels)
         if whole is not None and size != whole.shape[1::-1]:
             self.differences.append(f"an index would say {size}, but it has {whole.shape[1::-1]} pixels")
@@ -341,7 +346,8 @@ def _lie(data: bytearray, rng: random.Random) -> None:
         header = read_header(bytes(data))
     except ValueError:
         return
-    frame, what = header.frame_offset, rng.randrange(6)
+    frame = header.frame_offset
+    what = rng.randrange(6)
     if what == 0:
         struct.pack_into(">H", data, frame + 5 + 2 * rng.randrange(2), rng.choice((1, 7, 8, 16, header.width, header.height + 8, 300)))
     elif what == 1:
@@ -362,7 +368,9 @@ def _lie(data: bytearray, rng: random.Random) -> None:
 
 def fuzz(seconds: float, seed: int, keep: Path) -> tuple[Counter[str], list[str]]:
     """Counts, and differences with the files that show them, of so much time."""
-    rng, counts, found = random.Random(seed), Counter[str](), []
+    rng = random.Random(seed)
+    counts = Counter[str]()
+    found = []
     sizes = [(1, 1), (7, 9), (17, 33), (64, 48), (97, 64), (150, 41)]
     seeds = [(f"{width} x {height} {name}", data) for width, height in sizes for name, data in kinds(width, height).items()]
     jpegs_only = [pair for pair in seeds if "JPEG " in pair[0] or "MPO" in pair[0]]

@@ -49,7 +49,9 @@ def finished_run(config: Path, folder: Path, *overrides: str) -> train.Run:
 def test_a_rank_with_other_rows_than_planned_is_named_and_all_end(config, tmp_path):
     run = finished_run(config, tmp_path / "run")
     assert isinstance(run.batches, TrainBatches)
-    split, augment, image = run.batches.split, run.config.augment, train.image_format(run.config)
+    split = run.batches.split
+    augment = run.config.augment
+    image = train.image_format(run.config)
 
     def function(world: World, wrong_rank: int | None, wrong_batch: int) -> None:
         placed = {"rank": world.rank, "world_size": world.size}

@@ -17,7 +17,9 @@ from processes import REPOSITORY
 
 pytestmark = pytest.mark.slow
 BENCHMARKS = REPOSITORY / "benchmarks"
-OURS, V1, WHOLE = "ours, restart markers, pip only", "torchvision v1", "limit: whole JPEGs"
+OURS = "ours, restart markers, pip only"
+V1 = "torchvision v1"
+WHOLE = "limit: whole JPEGs"
 
 
 @pytest.fixture(scope="module")

@@ -461,7 +461,8 @@ def test_differences_are_told_by_dotted_key():
     old = to_dict(from_dict(yaml.safe_load(BASE), "test"))
     new = copy.deepcopy(old)
     assert differences(old, new) == {}
-    new["train"]["epochs"], new["model"]["image_size"] = 4.0, [32, 32]
+    new["train"]["epochs"] = 4.0
+    new["model"]["image_size"] = [32, 32]
     new["optim"] = to_dict(from_dict({**yaml.safe_load(BASE), "optim": {"name": "sgd", "lr": 1e-3}}, "test"))["optim"]
     changed = differences(old, new)
     assert changed["train.epochs"] == (3.0, 4.0)

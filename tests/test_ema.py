@@ -31,7 +31,8 @@ def train(model: nn.Module, step: int) -> None:
 def test_average_is_the_weighted_sum_of_all_weights(decay, first_step, warmup):
     model = model_with_buffers()
     ema = Ema(model, decay, warmup)
-    history, decays = [copy.deepcopy(model).double().state_dict()], []
+    history = [copy.deepcopy(model).double().state_dict()]
+    decays = []
     for step in range(first_step, first_step + 30):
         train(model, step)
         ema.update(step)
@@ -96,7 +97,8 @@ def test_average_of_an_untrained_model_is_the_model():
 
 
 def test_average_goes_on_from_a_checkpoint_as_if_never_interrupted():
-    uninterrupted, model = model_with_buffers(), model_with_buffers()
+    uninterrupted = model_with_buffers()
+    model = model_with_buffers()
     ema = Ema(uninterrupted, 0.9)
     for step in range(4):
         train(uninterrupted, step)

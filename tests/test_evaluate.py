@@ -49,14 +49,16 @@ def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
     load_weights(model, trained.weights)
     split = open_split(shards, "val")
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (config.data.mean, config.data.std))
-    predicted, loss = [], 0.0
+    predicted = []
+    loss = 0.0
     with torch.no_grad():
         for i in range(split.num_samples):
             image = decode_center(split.read(i), (16, 16), config.eval, "bilinear")
             logits = model(((image / 255 - mean) / std)[None])
             predicted.append(int(logits.argmax()))
             loss += torch.nn.functional.cross_entropy(logits, torch.tensor([int(split.index["label"][i])])).item()
-    result, labels = evaluate(trained_run), split.index["label"]
+    result = evaluate(trained_run)
+    labels = split.index["label"]
     right = int((np.array(predicted) == labels).sum())
     assert (result["correct_top1"], result["top1"]) == (right, pytest.approx(100 * right / 23))
     assert result["loss"] == pytest.approx(loss / 23, rel=1e-4)
@@ -78,7 +80,8 @@ def test_predictions_come_from_all_ranks_in_the_order_of_the_split(tmp_path, sha
 def test_the_record_and_the_command_agree(trained_run):
     from processes import metrics
 
-    last, result = metrics(trained_run, "eval")[-1], evaluate(trained_run)
+    last = metrics(trained_run, "eval")[-1]
+    result = evaluate(trained_run)
     assert result.keys() - last.keys() == {"top1_low", "top1_high"}, "which follow from the counts"
     assert {key: last[key] for key in result.keys() & last.keys()} == {key: result[key] for key in result.keys() & last.keys()}
 

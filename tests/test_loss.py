@@ -18,12 +18,11 @@ def soft_targets(num_rows: int, num_classes: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_and_gradient_are_torchs_with_soft_targets(label_smoothing, dtype):
     torch.manual_seed(0)
-    logits, targets = (torch.randn(7, 11) * 5).to(dtype), soft_targets(7, 11)
+    logits = (torch.randn(7, 11) * 5).to(dtype)
+    targets = soft_targets(7, 11)
     ours, theirs = logits.clone().requires_grad_(), logits.float().requires_grad_()
-    loss, expected = (
-        cross_entropy(ours, targets, label_smoothing),
-        F.cross_entropy(theirs, targets, reduction="none", label_smoothing=label_smoothing),
-    )
+    loss = cross_entropy(ours, targets, label_smoothing)
+    expected = F.cross_entropy(theirs, targets, reduction="none", label_smoothing=label_smoothing)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected)
     loss.sum().backward()
@@ -34,7 +33,8 @@ def test_loss_and_gradient_are_torchs_with_soft_targets(label_smoothing, dtype):
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_hard_targets_are_one_hot_soft_ones(label_smoothing):
     torch.manual_seed(0)
-    logits, labels = torch.randn(6, 5), torch.randint(5, (6,))
+    logits = torch.randn(6, 5)
+    labels = torch.randint(5, (6,))
     expected = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
     torch.testing.assert_close(cross_entropy(logits, F.one_hot(labels, 5).float(), label_smoothing), expected)
 

@@ -56,7 +56,8 @@ def test_ties_go_to_the_smaller_class_so_that_exactly_k_classes_are_right(logits
 
 @pytest.mark.parametrize("nan_at", [0, 2, 4])
 def test_a_row_with_nan_is_wrong(nan_at):
-    logits, labels = torch.arange(5.0).repeat(5, 1), torch.arange(5)
+    logits = torch.arange(5.0).repeat(5, 1)
+    labels = torch.arange(5)
     logits[:, nan_at] = float("nan")
     assert not correct_in_top_k(logits, labels, 5).any()
 
@@ -92,7 +93,8 @@ def test_sums_are_equal_for_any_order_and_any_partition(num, seed, borders, shuf
 
 def test_filler_rows_count_nowhere():
     logits, labels = examples(60)
-    filler, weights = logits.clone(), torch.ones(60)
+    filler = logits.clone()
+    weights = torch.ones(60)
     weights[1::2] = 0
     filler[1::4] = float("nan")
     filler[3::4] = 1e30
@@ -103,7 +105,8 @@ def test_filler_rows_count_nowhere():
 def test_a_logit_that_is_not_finite_makes_the_loss_nan_and_leaves_the_counts(bad):
     logits, labels = examples(20)
     logits[7, (labels[7] + 1) % 12] = bad
-    result, others = counted((logits, labels)), counted((logits[:7], labels[:7]), (logits[8:], labels[8:]))
+    result = counted((logits, labels))
+    others = counted((logits[:7], labels[:7]), (logits[8:], labels[8:]))
     assert math.isnan(result.loss)
     assert result.num_images == 20
     assert 0 <= result.correct_top1 - others.correct_top1 <= 1
@@ -142,10 +145,12 @@ def test_the_paired_difference_counts_what_one_model_alone_has_right(pairs):
 def test_the_interval_covers_the_truth_as_often_as_it_says(only_first, only_second):
     """2,000 experiments with 400 images: 95 % +- 4 standard errors, of the Wald interval's own small error besides."""
     generator = torch.Generator().manual_seed(0)
-    truth, covered = 100 * (only_second - only_first), 0
+    truth = 100 * (only_second - only_first)
+    covered = 0
     for _ in range(2000):
         draw = torch.rand(400, generator=generator)
-        first, second = draw < only_first, (draw >= only_first) & (draw < only_first + only_second)
+        first = draw < only_first
+        second = (draw >= only_first) & (draw < only_first + only_second)
         result = paired_difference(first, second)
         covered += result.low <= truth <= result.high
     assert 0.93 <= covered / 2000 <= 0.985

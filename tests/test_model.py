@@ -65,7 +65,8 @@ def test_parameter_counts_of_the_paper(name, expected):
 )
 def test_small_presets_are_those_of_timm(ours, theirs):
     with torch.device("meta"):
-        model, guest = create_model(ours), create_model(f"timm/{theirs}")
+        model = create_model(ours)
+        guest = create_model(f"timm/{theirs}")
     shapes, expected = ({name: tensor.shape for name, tensor in network.state_dict().items()} for network in (model, guest))
     assert shapes == expected
     assert model.blocks[0].attn.num_heads == guest.blocks[0].attn.num_heads
@@ -164,7 +165,9 @@ def test_logits_equal_torchvision(representation_size):
 
 
 def test_sincos_positions_follow_the_formula():
-    height, width, dim = 3, 5, 16
+    height = 3
+    width = 5
+    dim = 16
     positions = sincos2d_posemb((height, width), dim, num_prefix_tokens=1)
     assert positions.dtype == torch.float32
     assert not positions[0, 0].any()
@@ -213,7 +216,8 @@ def test_a_model_built_on_meta_can_be_materialised(pos_embed):
 
 def test_drop_path_drops_whole_samples_at_its_rate_and_keeps_the_mean():
     torch.manual_seed(0)
-    samples, rate = 20_000, 0.3
+    samples = 20_000
+    rate = 0.3
     x = torch.ones(samples, 2, 3)
     layer = DropPath(rate)
     kept = layer(x)
@@ -278,7 +282,8 @@ def test_ddp_and_fsdp2_compute_what_the_bare_model_does(tmp_path):
     from torch.distributed.fsdp import fully_shard
 
     fields = TINY | {"image_size": 32, "init_values": 0.1, "representation_size": 32}
-    images, labels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)), torch.tensor([1, 2])
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([1, 2])
     bare = randomise(VisionTransformer(**fields))
     F.cross_entropy(bare(images), labels).backward()
     init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -401,8 +406,10 @@ def test_flops_are_those_of_the_closed_form_and_touch_nothing():
     assert flops_per_image(model) / 1e9 == pytest.approx(35.1, abs=0.05)
 
     guest = timm.create_model("resnet10t", num_classes=5, drop_path_rate=0.1)
-    guest.image_size, guest.in_chans = (64, 64), 3
-    before, state = torch.get_rng_state(), {name: tensor.clone() for name, tensor in guest.state_dict().items()}
+    guest.image_size = (64, 64)
+    guest.in_chans = 3
+    before = torch.get_rng_state()
+    state = {name: tensor.clone() for name, tensor in guest.state_dict().items()}
     assert flops_per_image(guest) > 0
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(tensor, state[name]) for name, tensor in guest.state_dict().items())

@@ -88,7 +88,9 @@ def adamw_reference(
     config: AdamWConfig, weight: torch.Tensor, gradients: list[torch.Tensor], rates: list[float], decay: float
 ) -> torch.Tensor:
     """Algorithm 2 of Loshchilov & Hutter 2019, decay multiplied by the learning rate."""
-    first, second, (beta1, beta2) = torch.zeros_like(weight), torch.zeros_like(weight), config.betas
+    first = torch.zeros_like(weight)
+    second = torch.zeros_like(weight)
+    (beta1, beta2) = config.betas
     for t, (gradient, lr) in enumerate(zip(gradients, rates, strict=True), start=1):
         first = beta1 * first + (1 - beta1) * gradient
         second = beta2 * second + (1 - beta2) * gradient**2
@@ -108,9 +110,11 @@ def sgd_reference(config: SgdConfig, weight: torch.Tensor, gradients: list[torch
 
 @each_config
 def test_updates_are_the_formulas(config):
-    model, rates = small_model(), [0.02, 0.01, 0.05, 0.0, 0.03]
+    model = small_model()
+    rates = [0.02, 0.01, 0.05, 0.0, 0.03]
     before = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
-    optimizer, gradients = create_optimizer(model, config), {name: [] for name in before}
+    optimizer = create_optimizer(model, config)
+    gradients = {name: [] for name in before}
     for step, lr in enumerate(rates):
         give_gradients(model, step)
         for name, parameter in model.named_parameters():
@@ -135,10 +139,12 @@ def test_an_update_whose_gradient_is_not_finite_changes_nothing(config):
     for step in range(2):
         give_gradients(model, step)
         optimizer.step()
-    weights, state = copy.deepcopy(model.state_dict()), [t.clone() for t in tensors_of(optimizer)]
+    weights = copy.deepcopy(model.state_dict())
+    state = [t.clone() for t in tensors_of(optimizer)]
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, float("nan"))
-    optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(1.0)
+    optimizer.grad_scale = None
+    optimizer.found_inf = torch.tensor(1.0)
     optimizer.step()
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(optimizer), state, strict=True))
@@ -150,8 +156,10 @@ def test_an_update_whose_gradient_is_not_finite_changes_nothing(config):
 @each_config
 def test_state_that_exists_from_the_start_changes_nothing(config):
     """Against torch's own optimizer, whose state comes with its first update."""
-    plain, allocated = small_model(), small_model()
-    ours, groups = create_optimizer(allocated, config), parameter_groups(plain, config.weight_decay)
+    plain = small_model()
+    allocated = small_model()
+    ours = create_optimizer(allocated, config)
+    groups = parameter_groups(plain, config.weight_decay)
     if isinstance(config, AdamWConfig):
         theirs: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     else:
@@ -177,6 +185,7 @@ def test_a_first_update_that_is_skipped_leaves_the_state_at_zero(config):
     model = small_model()
     optimizer = create_optimizer(model, config)
     give_gradients(model, 0)
-    optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
+    optimizer.grad_scale = None
+    optimizer.found_inf = torch.ones(())
     optimizer.step()
     assert all(value.eq(0).all() for value in tensors_of(optimizer))

@@ -126,7 +126,8 @@ def timms_view(name: str):
     ],
 )
 def test_an_image_looks_as_in_timm(name):
-    known, view = identify("x", name), timms_view(name)
+    known = identify("x", name)
+    view = timms_view(name)
     assert list(known.image_size) == list(timm.get_pretrained_cfg(name).input_size[1:])
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (known.mean, known.std))
     for picture, data in jpegs().items():
@@ -148,7 +149,8 @@ def random_timm_model(name: str, **fields) -> tuple[torch.nn.Module, torch.Tenso
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.05 if parameter.ndim > 1 else 0.5, generator=generator)
-        logits, heads = model(images), model.get_classifier()
+        logits = model(images)
+        heads = model.get_classifier()
         for head in heads if isinstance(heads, tuple) else (heads,):
             head.bias -= logits.mean(0)
     return model, images, logits - logits.mean(0)

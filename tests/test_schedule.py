@@ -16,7 +16,8 @@ PEAK = 0.3
 def torch_rates(num_steps: int, scheduler: type[LRScheduler], **options) -> list[float]:
     """Learning rates of a stateful scheduler of torch, from before its first step to after its last."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
-    schedule, rates = scheduler(optimizer, **options), [PEAK * options.get("start_factor", 1.0)]
+    schedule = scheduler(optimizer, **options)
+    rates = [PEAK * options.get("start_factor", 1.0)]
     for _ in range(num_steps):
         optimizer.step()
         schedule.step()

@@ -52,7 +52,8 @@ def make_step(micro_batch_size: int = 8, precision: str = "fp32", double: bool =
     augment = Augment(CONFIG, 5, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25), WORLD.device)
     if double:
         model.double()
-        augment.scale, augment.shift = augment.scale.double(), augment.shift.double()
+        augment.scale = augment.scale.double()
+        augment.shift = augment.shift.double()
         augment.normalize = lambda images: torch.addcmul(augment.shift, images.double(), augment.scale)  # type: ignore[method-assign]
     optimizer = create_optimizer(model, AdamWConfig(lr=1e-3, weight_decay=0.1, eps=EPS))
     return TrainStep(
@@ -93,7 +94,8 @@ def test_three_updates_equal_a_plain_loop_of_torch():
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
 def test_micro_steps_add_up_to_the_whole_batch_in_fp64(micro_batch_size):
-    whole, parts = make_step(double=True), make_step(micro_batch_size, double=True)
+    whole = make_step(double=True)
+    parts = make_step(micro_batch_size, double=True)
     for number in range(2):
         whole(make_batch(seed=number), number)
         parts(make_batch(seed=number), number)
@@ -104,7 +106,8 @@ def test_micro_steps_add_up_to_the_whole_batch_in_fp64(micro_batch_size):
 def test_a_non_finite_gradient_changes_neither_weights_nor_moments(precision):
     step = make_step(precision=precision, clip_grad_norm=1.0)
     step(make_batch(), 0)
-    before, scale = weights_of(step), step.loss_scale.item()
+    before = weights_of(step)
+    scale = step.loss_scale.item()
     moments = [s[k].clone() for s in step.optimizer.state.values() for k in ("step", "exp_avg", "exp_avg_sq")]
     bad = make_batch()
     bad.weights[3] = float("nan")
@@ -121,7 +124,8 @@ def test_a_non_finite_gradient_changes_neither_weights_nor_moments(precision):
 
 def test_fp16_unscales_before_it_clips_and_grows_after_good_steps(monkeypatch):
     monkeypatch.setattr("vit.step.FP16_GROWTH_STEPS", 2)
-    plain, scaled = make_step(clip_grad_norm=0.05), make_step(precision="fp16", clip_grad_norm=0.05)
+    plain = make_step(clip_grad_norm=0.05)
+    scaled = make_step(precision="fp16", clip_grad_norm=0.05)
     scaled.loss_scale.fill_(2.0**8)
     norms = [(plain(make_batch(), n).read().grad_norm, scaled(make_batch(), n).read().grad_norm) for n in range(2)]
     for expected, got in norms:
@@ -230,7 +234,8 @@ def test_no_step_waits_for_the_gpu(precision, monkeypatch):
 
 
 def test_a_row_of_weight_0_gives_no_gradient():
-    with_row, without = make_step(), make_step()
+    with_row = make_step()
+    without = make_step()
     batch = make_batch()
     batch.weights[5] = 0.0
     other = make_batch()

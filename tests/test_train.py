@@ -170,7 +170,8 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, shards):
 
 @pytest.mark.slow
 def test_any_number_of_ranks_sees_the_same_batches_and_a_finished_run_stays_finished(tmp_path, shards):
-    checksums, losses = set(), []
+    checksums = set()
+    losses = []
     config = write_config(tmp_path, shards, steps=STEPS)
     for ranks in (0, 1, 2, 3):
         train(config, tmp_path / f"run{ranks}", "model.drop_path_rate=0", "model.proj_drop_rate=0", ranks=ranks)

@@ -210,13 +210,15 @@ def equal(model: torch.nn.Module, weights: dict, names=None) -> bool:
 
 
 def test_equal_models_load_without_notes():
-    source, model = tiny(0).state_dict(), tiny(1)
+    source = tiny(0).state_dict()
+    model = tiny(1)
     assert load_weights(model, source) == []
     assert equal(model, source)
 
 
 def test_positions_are_resampled_and_all_else_is_copied():
-    source, model = tiny(0).state_dict(), tiny(1, image_size=(96, 128))
+    source = tiny(0).state_dict()
+    model = tiny(1, image_size=(96, 128))
     before = {name: tensor.clone() for name, tensor in source.items()}
     assert load_weights(model, source) == ["positions resampled from 4x4 to 6x8 (bicubic, antialiased)"]
     assert torch.equal(model.pos_embed, resample_posemb(source["pos_embed"], (4, 4), (6, 8), 1))
@@ -233,7 +235,8 @@ def test_fixed_positions_are_resampled_too():
 
 def test_source_grids_that_are_not_square():
     source = tiny(0, image_size=(32, 96)).state_dict()
-    same, other = tiny(1, image_size=(32, 96)), tiny(1)
+    same = tiny(1, image_size=(32, 96))
+    other = tiny(1)
     assert load_weights(same, source) == []
     assert equal(same, source)
     with pytest.raises(WeightsError, match=r"13 positions, which is not a square grid .* give its grid"):
@@ -260,7 +263,8 @@ def test_a_class_token_without_position_gets_zeros():
 
 
 def test_half_precision_sources_become_float32():
-    source, model = {name: tensor.half() for name, tensor in tiny(0).state_dict().items()}, tiny(1)
+    source = {name: tensor.half() for name, tensor in tiny(0).state_dict().items()}
+    model = tiny(1)
     load_weights(model, source)
     assert all(tensor.dtype == torch.float32 and torch.equal(tensor, source[name].float()) for name, tensor in model.state_dict().items())
 
@@ -293,7 +297,8 @@ def test_other_classes_are_named_in_the_error():
 
 @pytest.mark.parametrize("reset_head", [False, True])
 def test_loading_is_strict_and_all_or_nothing(reset_head):
-    source, model = tiny(0).state_dict(), tiny(1)
+    source = tiny(0).state_dict()
+    model = tiny(1)
     del source["blocks.0.norm1.bias"]
     source |= {f"extra.{i}": torch.ones(1) for i in range(6)} | {"norm.weight": torch.ones(3)}
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

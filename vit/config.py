@@ -233,7 +233,8 @@ def _augment_problems(augment: AugmentConfig, in_chans: int) -> list[str]:
     for key in ("crop_scale", "crop_ratio"):
         if augment.crop == "simple" and getattr(augment, key) != AugmentConfig.model_fields[key].default:
             problems.append(f"augment.{key} has no effect with augment.crop=simple: remove it, or set augment.crop=random_resized")
-    ops, magnitude = augment.randaugment_ops, augment.randaugment_magnitude
+    ops = augment.randaugment_ops
+    magnitude = augment.randaugment_magnitude
     largest = {"timm": 10, "torchvision": 30, "big_vision": 20}[ops]
     if magnitude > largest:
         problems.append(f"augment.randaugment_magnitude={magnitude:g} is beyond the scale of augment.randaugment_ops={ops}: 0 to {largest}")

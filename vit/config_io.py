@@ -68,7 +68,8 @@ def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
             return loader.construct_object(node, deep=True)
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key, line = str(key_node.value), key_node.start_mark.line + 1
+            key = str(key_node.value)
+            line = key_node.start_mark.line + 1
             if key in result:
                 problems.append(f"{source}:{line}: {'.'.join((*path, key))} is given twice (first in line {lines[(*path, key)]}): keep one")
             lines[(*path, key)] = line
@@ -227,14 +228,19 @@ _OTHER_FORM |= {second: first for first, second in _OTHER_FORM.items()}
 
 def _explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> list[str]:
     """Pydantic's findings as lines for people."""
-    keys, lines, seen = all_keys(), [], set()
+    keys = all_keys()
+    lines = []
+    seen = set()
     for item in error.errors(include_url=False):
-        kind, given, context = item["type"], item["input"], item.get("ctx", {})
+        kind = item["type"]
+        given = item["input"]
+        context = item.get("ctx", {})
         location = tuple(str(part) for part in item["loc"])
         if location[:1] == ("optim",) and len(location) > 1 and location[1] in ("adamw", "sgd"):
             location = ("optim", *location[2:])
         if kind == "union_tag_invalid":
-            location, given = ("optim", "name"), context["tag"]
+            location = ("optim", "name")
+            given = context["tag"]
         path = next(
             (location[:n] for n in range(len(location), 0, -1) if ".".join(location[:n]) in keys or location[:n] in origins), location
         )
@@ -256,7 +262,8 @@ def _explain(error: ValidationError, origins: Mapping[Key, str], source: str) ->
                 text = f"unknown key {dotted!r}{hint or '; there are: ' + ', '.join(allowed)}"
         elif kind == "missing" and path == location:
             hint = {"data": "; data.root, for one", "train": "; train.epochs or train.steps, for one"}.get(dotted, "")
-            where, text = source, f"{dotted} is required{hint}"
+            where = source
+            text = f"{dotted} is required{hint}"
         else:
             if kind == "missing":
                 message = f"at least {len(given) + 1} values"

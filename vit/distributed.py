@@ -364,7 +364,8 @@ def start(device: str = "auto", asked_by: str = "train.device=", found: Found | 
     fewer than ranks on a host; where hosts differ; and where the ranks cannot meet.
     """
     _set_backends()
-    rank, size = int(os.environ.get("RANK", "0")), world_size()
+    rank = int(os.environ.get("RANK", "0"))
+    size = world_size()
     store: dist.Store | None = None
     if size > 1:
         _end_with_launcher()
@@ -412,7 +413,8 @@ def _set_backends() -> None:
 
 def _why_not_met(reason: str) -> str:
     """What to tell when the ranks could not meet."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    address = os.environ.get("MASTER_ADDR")
+    port = os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in reason:
         return f"MASTER_PORT={port} is in use by another program: choose another, or let torchrun --standalone find a free one"
     first_line = (reason.splitlines() or [""])[0].rstrip(". ")

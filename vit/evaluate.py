@@ -41,7 +41,8 @@ PREDICTIONS_FILE = "predictions.npz"
 
 def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int) -> None:
     """Write `predictions.npz` whole, or leave the one before and raise ValueError."""
-    path, hidden = run_dir / PREDICTIONS_FILE, run_dir / f".{PREDICTIONS_FILE}"
+    path = run_dir / PREDICTIONS_FILE
+    hidden = run_dir / f".{PREDICTIONS_FILE}"
     try:
         with hidden.open("wb") as file:
             np.savez(file, predictions=result.predictions.numpy(), labels=split.index["label"].astype(np.int64), step=step)

@@ -41,7 +41,8 @@ def predicted_classes(logits: Tensor) -> Tensor:
 def interval95(correct: int, total: int) -> tuple[float, float]:
     """The 95 % interval of a share of which `correct` of `total` were seen, in percent: Wilson's (1927), which is sensible at 0 and all."""
     n = max(total, 1)
-    share, unsure = correct / n, _Z95**2 / n
+    share = correct / n
+    unsure = _Z95**2 / n
     middle = (share + unsure / 2) / (1 + unsure)
     half = _Z95 * math.sqrt(share * (1 - share) / n + unsure / (4 * n)) / (1 + unsure)
     return 100.0 * max(middle - half, 0.0), 100.0 * min(middle + half, 1.0)
@@ -82,7 +83,8 @@ class AccuracyCounter:
 
     def add(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
         """`logits` (B, classes), `labels` (B,) int64, `weights` (B,): rows of weight 0 do not count."""
-        logits, valid = logits.float(), weights > 0
+        logits = logits.float()
+        valid = weights > 0
         one_hot = torch.nn.functional.one_hot(labels, logits.shape[1]).float()
         loss = cross_entropy(logits, one_hot)
         finite = loss.isfinite()
@@ -124,8 +126,12 @@ def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
     interval of paired proportions after half an image was added to each of the four cases (Agresti & Min 2005, Statistics in Medicine 24,
     729-740), which keeps its coverage where there are few differences.
     """
-    count, only_first, only_second = len(first), int((first & ~second).sum()), int((second & ~first).sum())
-    n, b, c = count + 2.0, only_second + 0.5, only_first + 0.5
+    count = len(first)
+    only_first = int((first & ~second).sum())
+    only_second = int((second & ~first).sum())
+    n = count + 2.0
+    b = only_second + 0.5
+    c = only_first + 0.5
     half = _Z95 * math.sqrt(b + c - (b - c) ** 2 / n) / n
     points = 100.0 * (only_second - only_first) / max(count, 1)
     return PairedDifference(count, only_first, only_second, points, *(100.0 * ((b - c) / n + side * half) for side in (-1, 1)))

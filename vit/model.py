@@ -197,7 +197,8 @@ class VisionTransformer(nn.Module):
         representation_size: int | None = None,
     ):
         super().__init__()
-        self.image_size, self.patch_size = _height_width(image_size, "image_size"), _height_width(patch_size, "patch_size")
+        self.image_size = _height_width(image_size, "image_size")
+        self.patch_size = _height_width(patch_size, "patch_size")
         problems = []
         for side, size, patch in zip(("height", "width"), self.image_size, self.patch_size, strict=True):
             if size % patch:
@@ -222,7 +223,10 @@ class VisionTransformer(nn.Module):
             raise ValueError("; ".join(problems))
 
         self.grid_size = (self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1])
-        self.in_chans, self.num_classes, self.embed_dim, self.depth = in_chans, num_classes, embed_dim, depth
+        self.in_chans = in_chans
+        self.num_classes = num_classes
+        self.embed_dim = embed_dim
+        self.depth = depth
         self.num_prefix_tokens = 1 if class_token else 0
         self.global_pool = global_pool
         pools = global_pool == "avg"  # timm then normalises after pooling, and calls that norm fc_norm
@@ -383,7 +387,8 @@ def _create_guest(name: str, image_size: int | tuple[int, int], num_classes: int
             remedy = " ".join(f"model.{field}=null" for field in unknown)
             raise ValueError(f"timm's {name} has no {', '.join(unknown)}: set {remedy}, or leave them out of the config") from error
         raise ValueError(f"timm {timm.__version__} cannot make {name!r} with image_size={image_size} and {fields}: {error}") from error
-    model.image_size, model.in_chans = _height_width(image_size, "image_size"), fields["in_chans"]
+    model.image_size = _height_width(image_size, "image_size")
+    model.in_chans = fields["in_chans"]
     return model
 
 
@@ -391,7 +396,8 @@ def _unknown_to_guest(name: str, fields: dict[str, Any]) -> list[str]:
     """Those of `fields` that timm's model does not take, which Python names one at a time."""
     import timm
 
-    fields, unknown = dict(fields), list[str]()
+    fields = dict(fields)
+    unknown = list[str]()
     while True:
         try:
             with torch.device("meta"):

@@ -56,7 +56,8 @@ class Plan:
 
 def divide_batch(config: Config, world_size: int) -> tuple[int, int]:
     """(micro_batch_size, accumulation_steps) of each rank. Raises ValueError for what does not divide, with the sizes that work."""
-    batch, group = config.data.global_batch_size, config.augment.mix_group_size
+    batch = config.data.global_batch_size
+    group = config.augment.mix_group_size
     unit = group if mixes(config.augment) else 1
     if batch % (world_size * unit):
         step = world_size * unit
@@ -78,7 +79,8 @@ def create_order(config: Config, num_samples: int, shares: tuple[Share, ...] = (
     """The order of `num_samples` training images; shares: as `Order`. Raises ValueError for sizes that do not divide, and if copies of an
     image would be mixed with each other, with those that work.
     """
-    data, augment = config.data, config.augment
+    data = config.data
+    augment = config.augment
     make = partial(
         make_order,
         num_samples,
@@ -227,13 +229,16 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
         val_split = open_indexed(at_once, config.data.val_split)
         splits = open_train_splits(at_once)
     except ShardError as error:
-        num_images, images_assumed = config.data.num_samples or IMAGENET_IMAGES, ""
+        num_images = config.data.num_samples or IMAGENET_IMAGES
+        images_assumed = ""
         if config.data.num_samples is None:
             images_assumed = f" (assumed, ImageNet-1k's; so are all steps, for the data cannot be opened: {error})"
         plan, order = make_plan(config, num_images, world_size)
     else:
         train = choose_train_set(config, splits, val_split)
-        num_classes, assumed, images_assumed = choose_num_classes(config, train.split, val_split), "", ""
+        num_classes = choose_num_classes(config, train.split, val_split)
+        assumed = ""
+        images_assumed = ""
         plan, order = make_plan(config, train.num_draws, world_size, train.shares)
         if config.data.reader == "index":
             mixing = measure_mixing(order, train.split.index["label"])
@@ -244,7 +249,8 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
         derived["order" if mixing is NOT_EXACT else "shuffle"] = mixing
     with torch.device("meta"):
         model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
-    gflop, (state, gradients) = flops_per_image(model) / 1e9, training_bytes(model, config)
+    gflop = flops_per_image(model) / 1e9
+    (state, gradients) = training_bytes(model, config)
     derived["classes"] = f"{num_classes}{assumed}"
     derived["parameters"] = f"{count_parameters(model):,}"
     derived["gflop_per_image"] = f"{gflop:.2f} forward, 2 for each multiply-add (papers count 1: {gflop / 2:.2f})"

@@ -82,7 +82,8 @@ def own_model(architecture: str) -> dict[str, Any] | None:
 
 def _row(name: str, channels: tuple[Channels, Channels], crop_pct: float, top1: float, top5: float, file: str = "") -> KnownModel:
     architecture = name.partition(".")[0]
-    model, size = own_model(architecture), int(re.findall(r"\d+", architecture)[-1])
+    model = own_model(architecture)
+    size = int(re.findall(r"\d+", architecture)[-1])
     assert model is not None, name
     files = (file,) if file else ()
     return KnownModel(name, model, (size, size), *channels, crop_pct, top1=top1, top5=top5, source=TIMM, files=files)
@@ -186,7 +187,8 @@ def _by_settings(path: Path) -> KnownModel | None:
             f"{path} is of Hugging Face's transformers ({content['architectures']}), whose weights have other names: "
             "use timm's copy of the model, https://huggingface.co/timm"
         )
-    architecture, settings = content["architecture"], content.get("pretrained_cfg") or content
+    architecture = content["architecture"]
+    settings = content.get("pretrained_cfg") or content
     made_with = content.get("model_args") or {}
     if content.get("global_pool") == "avg" and own_model(architecture):
         made_with = {"global_pool": "avg", **made_with}
@@ -275,7 +277,8 @@ def _from_settings(
     if given.get("global_pool") not in (("avg",) if own_model(architecture) else ("token", "avg")):
         given.pop("global_pool", None)
     model |= given | ({"in_chans": channels} if channels != 3 else {})
-    mode, classifier = settings.get("crop_mode") or "center", settings.get("classifier") or "head"
+    mode = settings.get("crop_mode") or "center"
+    classifier = settings.get("classifier") or "head"
     return KnownModel(
         name,
         model,

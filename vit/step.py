@@ -27,7 +27,8 @@ from vit.loss import cross_entropy
 from vit.optim import set_lr
 
 AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
-FP16_SCALE, FP16_GROWTH_STEPS = 2.0**16, 2000
+FP16_SCALE = 2.0**16
+FP16_GROWTH_STEPS = 2000
 """torch.amp.GradScaler's start and growth interval."""
 _SEED_DROPOUT = 0x0D0
 
@@ -108,7 +109,8 @@ class StepResult:
             self._event.synchronize()
         *sums, grad_norm = self._values.tolist()
         loss = sums[Slot.LOSS_SUM] / max(sums[Slot.ROW_WEIGHTS], 1.0)
-        of_ranks, each = sums[Slot.WAITS_S :], self._num_told
+        of_ranks = sums[Slot.WAITS_S :]
+        each = self._num_told
         size = len(of_ranks) // (1 + each)
         told = tuple(tuple(of_ranks[size + rank * each : size + (rank + 1) * each]) for rank in range(size if each else 0))
         return StepValues(loss, grad_norm, sums[Slot.STOP], int(sums[Slot.BAD_IMAGES]), tuple(of_ranks[:size]), told)
@@ -136,9 +138,18 @@ class TrainStep:
         ema: Ema | None = None,
         seed: int = 0,
     ):
-        self.model, self.wrapped, self.optimizer, self.augment, self.world = model, wrapped, optimizer, augment, world
-        self.lr_at, self.micro_batch_size, self.precision, self.label_smoothing = lr_at, micro_batch_size, precision, label_smoothing
-        self.clip_grad_norm, self.ema, self.seed = clip_grad_norm, ema, seed
+        self.model = model
+        self.wrapped = wrapped
+        self.optimizer = optimizer
+        self.augment = augment
+        self.world = world
+        self.lr_at = lr_at
+        self.micro_batch_size = micro_batch_size
+        self.precision = precision
+        self.label_smoothing = label_smoothing
+        self.clip_grad_norm = clip_grad_norm
+        self.ema = ema
+        self.seed = seed
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         scale = FP16_SCALE if precision == "fp16" else 1.0
         self.loss_scale = torch.tensor(scale, device=world.device)
@@ -168,9 +179,11 @@ class TrainStep:
     def _values(self, batch: Batch, step: int, stop: bool, waited_s: float, told: tuple[float, ...]) -> tuple[Tensor, Tensor]:
         """All that is queued on the device, up to the numbers of the result. Nothing in it waits."""
         torch.manual_seed(int(fold(self.seed, self.world.rank, step, _SEED_DROPOUT) >> 1))
-        rows, micro = len(batch.labels), self.micro_batch_size
+        rows = len(batch.labels)
+        micro = self.micro_batch_size
         global_rows = rows * self.world.size
-        rank, size = self.world.rank, self.world.size
+        rank = self.world.rank
+        size = self.world.size
         sums = torch.zeros(Slot.WAITS_S + size * (1 + len(told)), device=self.world.device)
         for start in range(0, rows, micro):
             part = batch.rows(start, start + micro).to(self.world.device)
@@ -216,7 +229,9 @@ class TrainStep:
             torch._foreach_mul_(gradients, factor)
         found_inf = (~norm.isfinite()).float()
         set_lr(self.optimizer, self.lr_at(step))
-        self.optimizer.grad_scale, self.optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]  # as GradScaler tells it
+        # type: ignore[attr-defined]  # as GradScaler tells it
+        self.optimizer.grad_scale = None
+        self.optimizer.found_inf = found_inf
         self.optimizer.step()
         if self.precision == "fp16":
             self._rescale(found_inf)

@@ -149,7 +149,8 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
     with world.main_reports():
         plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)
         num_classes = choose_num_classes(config, train_split, val_split)
-        image, placed = image_format(config), {"rank": world.rank, "world_size": world.size}
+        image = image_format(config)
+        placed = {"rank": world.rank, "world_size": world.size}
         rows: dict[str, Any] = {**placed, "on_bad_image": config.data.on_bad_image}
         batches: TrainBatches | StreamBatches
         if config.data.reader == "index":
@@ -245,7 +246,8 @@ def _open_record(
 ) -> Record:
     if not world.is_main:
         return Record(folder, config.log, False, total_steps=plan.total_steps)
-    values, made_by = config_io.to_dict(config), provenance()
+    values = config_io.to_dict(config)
+    made_by = provenance()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         record = Record(folder, config.log, True, total_steps=plan.total_steps, first_step=progress.step, lock=lock)
@@ -271,7 +273,8 @@ def _open_record(
         f" {world.size} rank(s) on {world.device.type}, {config.train.precision};"
         f" {plan.total_steps} steps of {config.data.global_batch_size} images{accumulation}"
     )
-    repeats, shown = config.data.aug_repeats, f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images in an epoch"
+    repeats = config.data.aug_repeats
+    shown = f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images in an epoch"
     record.say(f"shuffle: {f'{shown}, {repeats} copies of each; ' if repeats > 1 else ''}{mixing}" if mixing else f"streamed, {NOT_EXACT}")
     if plan.warmup_steps >= plan.total_steps:
         record.say(
@@ -304,7 +307,9 @@ def _is_done(plan: Plan, progress: Progress) -> bool:
 
 def train(run: Run) -> str:
     """Train to the end or to a signal; returns "finished" or "stopped". Saves at every ending that is in its hands."""
-    config, plan, progress = run.config, run.plan, run.progress
+    config = run.config
+    plan = run.plan
+    progress = run.progress
     first_step = progress.step
     loading: dict[str, Any] = {"num_workers": config.data.num_workers, "prefetch_gib": config.data.prefetch_gib}
     loading |= {"device": run.world.device, "stall_timeout_s": config.data.stall_timeout_s}
@@ -420,7 +425,9 @@ class _Interrupted(Exception):
 
 def _evaluate(run: Run) -> bool:
     """Evaluate the weights and their average, and record it. False if a signal broke it off; a resumed run then does it again."""
-    config, progress, record = run.config, run.progress, run.record
+    config = run.config
+    progress = run.progress
+    record = run.record
 
     into = (lambda text: record.progress(progress.step, text)) if record.is_live else None
     meter = Meter("evaluating", run.val_split.num_samples, "images", shown=run.world.is_main, into=into)

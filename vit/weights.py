@@ -73,7 +73,8 @@ def resample_posemb(
         )
     if tuple(old_grid) == tuple(new_grid):
         return pos_embed
-    prefix, positions = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
+    prefix = pos_embed[:, :num_prefix_tokens]
+    positions = pos_embed[:, num_prefix_tokens:]
     image = positions.float().unflatten(1, tuple(old_grid)).permute(0, 3, 1, 2)
     image = F.interpolate(image, size=tuple(new_grid), mode=interpolation, align_corners=False, antialias=antialias)
     return torch.cat((prefix, image.flatten(2).transpose(1, 2).to(pos_embed.dtype)), dim=1)
@@ -95,7 +96,9 @@ def read_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], di
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
-                content, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not iterable)
+                # noqa: SIM118 (not iterable)
+                content = {name: file.get_tensor(name) for name in file.keys()}
+                metadata = file.metadata() or {}
         except SafetensorError as error:
             raise WeightsError(f"{path} is cut short or no safetensors file ({error}): copy it again") from error
     elif path.name.endswith(TORCH_SUFFIXES):
@@ -150,7 +153,8 @@ def load_weights(
     Raises:
         WeightsError: anything missing, left over or of another shape, all at once. The model is then unchanged.
     """
-    target, notes = model.state_dict(), list[str]()
+    target = model.state_dict()
+    notes = list[str]()
     # DeiT III's own names; BEiT's and CaiT's layers are really called so.
     source = {name if name in target else re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): value for name, value in state_dict.items()}
     head = _head_prefixes(model)
@@ -280,7 +284,10 @@ def read_trained(path: str | os.PathLike[str]) -> Trained:
 def _from_checkpoint(folder: Path) -> Trained:
     try:
         info = json.loads((folder / "checkpoint.json").read_text())
-        config, facts, step, files = info["config"], info["facts"], info["step"], info["files"]
+        config = info["config"]
+        facts = info["facts"]
+        step = info["step"]
+        files = info["files"]
     except (OSError, ValueError, KeyError, TypeError):
         raise WeightsError(f"{folder}: checkpoint.json is damaged, so this is not a checkpoint of this project") from None
     tensors: dict[str, Tensor] = {}
@@ -331,7 +338,8 @@ def _pair(grid: list[int] | None) -> tuple[int, int] | None:
 def _fit_posemb(source: Tensor, target: Tensor, new_grid: tuple[int, int] | None, grid: tuple[int, int] | None, notes: list[str]) -> Tensor:
     if new_grid is None or source.ndim != 3 or source.shape[2] != target.shape[2]:
         return source  # nothing that resampling could mend: the comparison of shapes reports it
-    length, num_prefix_tokens = source.shape[1], target.shape[1] - math.prod(new_grid)
+    length = source.shape[1]
+    num_prefix_tokens = target.shape[1] - math.prod(new_grid)
     # Without `grid` a square is assumed, before the model's own grid: 8x32 and 16x16 are both 256, and published weights are square.
     squares = [(math.isqrt(n), math.isqrt(n)) for n in (max(length - num_prefix_tokens, 0), length)]
     candidates = [*squares, new_grid] if grid is None else [(grid[0], grid[1])]

@@ -123,7 +123,8 @@ class DataSet:
         place = f"row {row}"
         if part.index is not None and self.tars_at is None:
             layout = recorded_layout(self.info, self.root / part.filenames[0])
-            lengths, names = part.described["shard_lengths"], part.filenames
+            lengths = part.described["shard_lengths"]
+            names = part.filenames
             split = Split(self.root, part.name, names, lengths, part.index, self.num_classes or 0, [], layout=layout)
             with suppress(ShardError, OSError), closing(split):
                 place = split.key(part.firsts[shard] + row)

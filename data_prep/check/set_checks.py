@@ -60,7 +60,8 @@ def check_folder(data: DataSet) -> Iterator[Found]:
     versions: list[Any] = [_stat(data.root / name) for name in names] if data.tars_at is None else RemoteFolder(data.tars_at).stats(names)
     sizes = {name: version.size if isinstance(version, Version) else version for name, version in zip(names, versions, strict=True)}
     for part in data.parts:
-        lengths, total = part.described["shard_lengths"], part.described.get("num_samples")
+        lengths = part.described["shard_lengths"]
+        total = part.described.get("num_samples")
         if sum(lengths) != total:
             yield Found("files", "_info.json", f"{part.name}: num_samples is {total}, shard_lengths add up to {sum(lengths)}")
         for number in range(len(part.filenames)):
@@ -109,7 +110,8 @@ def _check_sidecars(data: DataSet, part: Part) -> Iterator[Found]:
 
 def _check_recorded(data: DataSet, part: Part, number: int, size: int | str) -> Iterator[Found]:
     """One shard's size and sidecar against `_info.json`."""
-    name, tar = part.filenames[number], data.root / part.filenames[number]
+    name = part.filenames[number]
+    tar = data.root / part.filenames[number]
     recorded = {"filename": name, "num_samples": part.described["shard_lengths"][number]}
     for key in ("bytes", "sha256"):
         if part.described.get(f"shard_{key}"):
@@ -142,7 +144,8 @@ def _check_recorded(data: DataSet, part: Part, number: int, size: int | str) -> 
 
 
 def _open_index(data: DataSet, part: Part) -> Iterator[Found]:
-    path, remedy = data.root / f"{part.name}.index.npy", data.index_it
+    path = data.root / f"{part.name}.index.npy"
+    remedy = data.index_it
     try:
         index = open_index(path)
     except FileNotFoundError:
@@ -256,7 +259,8 @@ def check_labels(data: DataSet) -> Iterator[Found]:
 
 def images_per_class(data: DataSet, part: Part) -> np.ndarray:
     """(num_classes,) samples of each class that were seen, labels outside left out; empty if the number of classes is not recorded."""
-    labels, num_classes = part.labels(), data.num_classes or 0
+    labels = part.labels()
+    num_classes = data.num_classes or 0
     return np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
 
 

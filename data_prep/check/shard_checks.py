@@ -148,7 +148,9 @@ def check_shard(shard: Shard) -> Checked:
     """Check everything about one shard."""
     try:
         with _local(shard) as tar:
-            sha256, known, found = sha256_of(tar), set[int](), []
+            sha256 = sha256_of(tar)
+            known = set[int]()
+            found = []
             with suppress(ShardError):  # a damaged sidecar is told by itself
                 known = left_out(shard.beside)
             if shard.sha256 not in (None, sha256):
@@ -197,7 +199,8 @@ def _check_members(shard: Shard, tar: Path) -> Iterator[Found]:
 
 def _check_idx(shard: Shard, samples: list[ScannedSample]) -> Iterator[Found]:
     """`.idx` has the bytes that the tar gives."""
-    path, expected = shard.beside.with_suffix(".idx"), idx_lines(samples)
+    path = shard.beside.with_suffix(".idx")
+    expected = idx_lines(samples)
     if not path.exists():
         yield Found("indexes", path.name, f"absent; run `python -m data_prep.index {shard.shown}`, which writes it")
         return
@@ -325,9 +328,11 @@ def _compare_idx(shard: Shard, rows: np.ndarray) -> Iterator[Found]:
 
 def _check_rows(shard: Shard, read: Read, end: int, rows: np.ndarray, chosen: list[int]) -> Iterator[Found]:
     """Samples as the headers around their images give them, against their rows; and decoded."""
-    samples, good = [], []
+    samples = []
+    good = []
     for number in chosen:
-        offset, size = int(rows["offset"][number]), int(rows["size"][number])
+        offset = int(rows["offset"][number])
+        size = int(rows["size"][number])
         try:
             sample = _sample_around(shard, read, end, rows, number)
         except (TarDamaged, Unfit) as error:

@@ -117,7 +117,8 @@ CENTRAL_HEADER = struct.Struct(
 END = struct.Struct("<4s4HIIH")
 END_64 = struct.Struct("<4sQ2H2I4Q")
 LOCATOR_BYTES = 20
-STORED, DEFLATED = 0, 8
+STORED = 0
+DEFLATED = 8
 
 
 def _bad_zip(path: Path, what: str) -> PrepError:
@@ -180,7 +181,8 @@ def walk_zip(path: Path) -> Iterator[Members]:
             return
         page = at % mmap.ALLOCATIONGRANULARITY
         with mmap.mmap(fd, page + num_bytes, access=mmap.ACCESS_READ, offset=at - page) as table:
-            position, read = page, 0
+            position = page
+            read = 0
             while read < entries:
                 members, position, count = _zip_batch(path, table, position, min(BATCH, entries - read), shift)
                 read += count
@@ -238,7 +240,8 @@ def read_zip_member(sample: Sample) -> bytes:
         end = start + sample.size
         if len(head) < end + 16:
             head = os.pread(fd, end + 16, sample.offset)
-        data, behind = head[start:end], head[end : end + 16]
+        data = head[start:end]
+        behind = head[end : end + 16]
     elif method == DEFLATED:
         data, behind = _inflate(fd, sample, head, start)
     else:
@@ -253,7 +256,9 @@ def read_zip_member(sample: Sample) -> bytes:
 def _inflate(fd: int, sample: Sample, head: bytes, start: int) -> tuple[bytes, bytes]:
     """(data, the first bytes behind it); no more than one byte over `size` is inflated."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-    position, compressed, data = sample.offset + max(len(head), start), head[start:], b""
+    position = sample.offset + max(len(head), start)
+    compressed = head[start:]
+    data = b""
     try:
         while True:
             data += inflater.decompress(compressed, sample.size + 1 - len(data))

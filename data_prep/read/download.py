@@ -111,7 +111,8 @@ def _check_existing(path: Path, md5: str | None, where: str) -> None:
 
 def _fetch(url: str, name: str, file: BinaryIO, have: int, on_bytes: Callable[[int], None] | None) -> None:
     """Make `file`, of which `have` bytes are there, the whole of what is at `url`. Raises PrepError or ShardError if it cannot be had."""
-    shown_name, where = Path(file.name).name.removesuffix(".part"), shown(address(url, name))
+    shown_name = Path(file.name).name.removesuffix(".part")
+    where = shown(address(url, name))
     for _ in range(MOST_VERSIONS):
         file.truncate(have)
         try:

@@ -24,7 +24,8 @@ from vit.system.files import unreadable
 
 WNID = re.compile(r"n\d{8}", re.ASCII)
 DEVKIT = re.compile(r".*devkit.*\.(tar\.gz|tgz)", re.IGNORECASE)
-META, TRUTH = "meta.mat", "ILSVRC2012_validation_ground_truth.txt"
+META = "meta.mat"
+TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 KAGGLE_TABLE = "LOC_val_solution.csv"
 SYNSET_LIST = "imagenet_2012_validation_synset_labels.txt"
 WHAT_SERVES = f"ILSVRC2012_devkit_t12.tar.gz (or its unpacked folder), {KAGGLE_TABLE}, {SYNSET_LIST}"
@@ -133,7 +134,8 @@ def _rows_by_image(rows: csv.DictReader[str], where: str) -> dict[str, str]:
         raise PrepError(f"{where}: its columns are {', '.join(rows.fieldnames or ()) or 'none'}; expected ImageId,PredictionString")
     labels: dict[str, str] = {}
     for row in rows:
-        name, wnid = row["ImageId"] or "", ((row["PredictionString"] or "").split() or [""])[0]
+        name = row["ImageId"] or ""
+        wnid = ((row["PredictionString"] or "").split() or [""])[0]
         if not WNID.fullmatch(wnid):
             raise PrepError(
                 f"{where}: line {rows.line_num}: expected a WordNet id and a box for {name!r}, found {row['PredictionString']!r}"

@@ -41,7 +41,8 @@ IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
 FOLDERS = {"train", "val", "validation", "data", "ilsvrc", "cls-loc"} | {f"ilsvrc2012_{n}" for n in ("img_train", "img_val", "devkit_t12")}
 """Folders that are looked into, in lower case."""
 VAL_FOLDERS = ("val", "validation")
-TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+TRAIN_TAR = "ILSVRC2012_img_train.tar"
+VAL_TAR = "ILSVRC2012_img_val.tar"
 READERS = 4
 """Archives or folders listed at once by threads: they wait for a disk or a network, hardly for Python."""
 

@@ -120,7 +120,8 @@ def spool(files: Sequence[Path], builder: Builder) -> Iterator[Spooled]:
     todo = [path for path in files if not _is_there(places[path])]
     if todo:
         rows = sum(_open(path).metadata.num_rows for path in todo)
-        need, free = sum(path.stat().st_size for path in todo), shutil.disk_usage(builder.spool).free
+        need = sum(path.stat().st_size for path in todo)
+        free = shutil.disk_usage(builder.spool).free
         said = f"{len(todo)} parquet files are copied once to {builder.spool}: {need / 1e9:,.1f} GB of {free / 1e9:,.1f} GB free"
         if need > free:
             raise PrepError(f"{said}; make room, or put --out on a larger disk")

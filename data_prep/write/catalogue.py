@@ -54,7 +54,8 @@ ROWS_IN_MEMORY = 1 << 21
 MAX_OPEN_FILES = 256
 """A quarter of the usual limit of a process."""
 FORMAT = 1
-PREFIX, SPOOL = "_catalogue-", "_spool"
+PREFIX = "_catalogue-"
+SPOOL = "_spool"
 """Names in the output folder."""
 
 
@@ -111,7 +112,8 @@ def safe_key(text: str) -> str:
 
 def key_hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
     """(len(keys),) uint64: `stable_hash(*before, key)` of each key, as a big-endian number."""
-    blake2b, start = hashlib.blake2b, "".join(f"{part}\0" for part in before)
+    blake2b = hashlib.blake2b
+    start = "".join(f"{part}\0" for part in before)
     digests = [blake2b((start + key).encode("utf-8", "surrogateescape"), digest_size=8).digest() for key in keys]
     return np.frombuffer(b"".join(digests), ">u8").astype("<u8")
 
@@ -123,7 +125,9 @@ class Builder:
     """A catalogue that is being made; a source's `fill` gets it."""
 
     def __init__(self, folder: Path, seed: int, workers: int, spool: Path, dry: bool = False):
-        self.folder, self.seed, self.workers = folder, seed, workers
+        self.folder = folder
+        self.seed = seed
+        self.workers = workers
         self.dry = dry
         """Nothing will be written: leave out what is only needed to read images."""
         self._spool = spool
@@ -185,10 +189,14 @@ class Builder:
             keys = [key if SAFE_KEY.fullmatch(key) else safe_key(key) for key in keys]
         texts = [f"{key}\0{name}".encode("utf-8", "surrogateescape") for key, name in zip(keys, names, strict=True)]
         rows = np.empty(len(texts), ROW)
-        rows["file"], rows["label"], rows["offset"], rows["size"] = file, labels, offsets, sizes
+        rows["file"] = file
+        rows["label"] = labels
+        rows["offset"] = offsets
+        rows["size"] = sizes
         rows["text_size"] = [len(text) for text in texts]
         hashes = np.empty(len(texts), HASH)
-        hashes["hash"], hashes["label"] = key_hashes(keys, self.seed), labels
+        hashes["hash"] = key_hashes(keys, self.seed)
+        hashes["label"] = labels
         if split not in self._written:
             paths = (self.folder / f"{split}.{kind}.bin" for kind in ("text", "rows", "hashes"))
             self._written[split] = tuple(open(path, "ab", buffering=1 << 20) for path in paths)  # noqa: SIM115  (see _close_files)
@@ -232,7 +240,8 @@ class Builder:
             )
             members = table.rows["label"][rows]
             order = np.lexsort((hashes, members))
-            rows, members = rows[order], members[order]
+            rows = rows[order]
+            members = members[order]
             rank = np.arange(len(rows)) - np.searchsorted(members, members)
             per_class = self.count(split)[members]
             held[rows[rank < np.minimum(np.round(fraction * per_class), per_class - 1)]] = True
@@ -248,7 +257,8 @@ class Builder:
             os.replace(self.folder / "kept", there)
         shutil.copyfile(self.folder / f"{split}.text.bin", self.folder / f"{into}.text.bin")
         counted = np.bincount(table.rows["label"][held], minlength=len(self.class_names))
-        self._counts[split], self._counts[into] = self._counts[split] - counted, counted
+        self._counts[split] = self._counts[split] - counted
+        self._counts[into] = counted
 
     def finish(self) -> None:
         """Order the rows and write `catalogue.json`. Raises PrepError for empty splits and keys that occur twice."""
@@ -276,11 +286,13 @@ def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray
 
 def _groups(per_class: np.ndarray) -> Iterator[range]:
     """Ranges of labels with about ROWS_IN_MEMORY samples together."""
-    start, total = 0, 0
+    start = 0
+    total = 0
     for label, count in enumerate(per_class.tolist()):
         if total + count > ROWS_IN_MEMORY and label > start:
             yield range(start, label)
-            start, total = label, 0
+            start = label
+            total = 0
         total += count
     yield range(start, len(per_class))
 
@@ -298,7 +310,8 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
     Raises PrepError if a key occurs twice.
     """
     parts = 1 << max(0, (2 * len(table) // ROWS_IN_MEMORY).bit_length())  # a power of two; each about half full
-    width, twice = (1 << 64) // parts, set()
+    width = (1 << 64) // parts
+    twice = set()
     with open(folder / f"{table.split}.order.npy", "wb") as file:
         described = {"descr": "<u8", "fortran_order": False, "shape": (len(table),)}
         np.lib.format.write_array_header_1_0(file, described)
@@ -310,13 +323,15 @@ def _write_order(table: Table, folder: Path, digest: Any) -> None:
                 chosen.append((start + inside, chunk[inside]))
             rows, hashes = (np.concatenate(column) for column in zip(*chosen, strict=True))
             by_hash = np.argsort(hashes["hash"], kind="stable")
-            rows, hashes = rows[by_hash], hashes[by_hash]
+            rows = rows[by_hash]
+            hashes = hashes[by_hash]
             for same in np.flatnonzero(hashes["hash"][1:] == hashes["hash"][:-1]):  # of two keys once in 10**11 data sets
                 first, second = (table.text(int(row))[0] for row in rows[same : same + 2])
                 if first == second:
                     twice.add(first)
                 elif first > second:
-                    rows[[same, same + 1]], hashes[[same, same + 1]] = rows[[same + 1, same]], hashes[[same + 1, same]]
+                    rows[[same, same + 1]] = rows[[same + 1, same]]
+                    hashes[[same, same + 1]] = hashes[[same + 1, same]]
             file.write(rows.astype("<u8").tobytes())
             digest.update(hashes.tobytes())
     if twice:
@@ -338,7 +353,8 @@ class Table:
     """The samples of one split, by their place in dealt order; all arrays are mapped."""
 
     def __init__(self, folder: Path, split: str, files: Sequence[str], ordered: bool = True):
-        self.split, self.files = split, files
+        self.split = split
+        self.files = files
         paths = {part: folder / f"{split}.{part}.bin" for part in ("rows", "text")}
         self.rows = np.memmap(paths["rows"], ROW, "r") if paths["rows"].stat().st_size else np.empty(0, ROW)
         self._text = np.memmap(paths["text"], np.uint8, "r") if paths["text"].stat().st_size else np.empty(0, np.uint8)

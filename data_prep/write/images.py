@@ -174,7 +174,8 @@ def _by_pillow(data: bytes, policy: ImagePolicy, jpeg_problem: ValueError | None
         converted = to_mode(image, image.mode if kept else "RGB")
     except ValueError as error:
         raise Unreadable(str(jpeg_problem or error)) from error
-    size, orientation = image.size, _orientation(image)
+    size = image.size
+    orientation = _orientation(image)
     if kept and policy.target_size(*size) == size and not policy.is_turned(orientation):
         return Prepared(data, *size, change, orientation in UPRIGHT and not policy.apply_exif)
     return _encode(converted, size, orientation, policy, [change])

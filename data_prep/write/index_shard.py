@@ -45,7 +45,8 @@ def index_shard(shard: Shard) -> tuple[np.ndarray, dict[str, Any]]:
 
 def _index_in_place(shard: Shard, tar: Path) -> tuple[np.ndarray, dict[str, Any]]:
     """Write the missing of `.idx` and sidecar. What an earlier sidecar says of the bytes holds while size and time are as they were."""
-    found, status = survey_tar(tar, shard.layout), tar.stat()
+    found = survey_tar(tar, shard.layout)
+    status = tar.stat()
     about = _about(shard, found)
     sidecar = data_set.read_sidecar(tar)
     of_writer = sidecar is not None and "plan" in sidecar  # lists images of its source, and no time: its bytes shall depend on nothing else

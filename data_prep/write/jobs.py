@@ -41,10 +41,13 @@ def run_jobs(
     """
     # Spawned, not forked: the caller may have threads (torch's, rich's), and those do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    images_done, bytes_done, stopping = context.Value("Q", 0), context.Value("Q", 0), context.Value("b", 0)
+    images_done = context.Value("Q", 0)
+    bytes_done = context.Value("Q", 0)
+    stopping = context.Value("b", 0)
     results: dict[Any, Any] = {}
     names: dict[Future, Any] = {}
-    waiting, finished_jobs = iter(jobs), 0
+    waiting = iter(jobs)
+    finished_jobs = 0
     workers = max(1, min(workers, num_jobs))
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, context, _start_worker, (images_done, bytes_done, stopping)) as pool:
@@ -57,7 +60,8 @@ def run_jobs(
                     if not names:
                         break
                     for future in wait(names, timeout=0.2, return_when=FIRST_COMPLETED).done:
-                        name, result = names.pop(future), future.result()
+                        name = names.pop(future)
+                        result = future.result()
                         finished_jobs += 1
                         if on_result is not None:
                             on_result(name, result)

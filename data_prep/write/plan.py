@@ -112,7 +112,8 @@ class Plan:
 
     def work(self) -> list[Work]:
         """A job for each shard, train first."""
-        fingerprint, jobs = self.fingerprint, []
+        fingerprint = self.fingerprint
+        jobs = []
         for split, names in self.filenames.items():
             for k, name in enumerate(names):
                 shard = Shard(name.removesuffix(".tar"), split, range(k, self.catalogue.splits[split], len(names)))
@@ -196,7 +197,8 @@ def _measured(source: Source, catalogue: Catalogue, policy: ImagePolicy) -> tupl
     """(bytes of an image as it is written, seconds to make it), means over a few of the training split; nan seconds if none is readable."""
     split, total = next(iter(catalogue.splits.items()))
     samples = catalogue.table(split).samples(range(min(total, MEASURED_SAMPLES)))
-    sizes, began = [], time.perf_counter()
+    sizes = []
+    began = time.perf_counter()
     for sample in samples:
         try:
             sizes.append(len(prepare(source.read(sample), policy).data))
@@ -237,7 +239,8 @@ def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
             return range(first, last + 1)
         raise PrepError(f"--shards {part}: there are shards 0 to {total - 1} ({there}), and A-B goes upwards")
     if match := re.fullmatch(r"([0-9]+)/([0-9]+)", part):
-        number, parts = int(match[1]), int(match[2])
+        number = int(match[1])
+        parts = int(match[2])
         if number < parts:
             return range(number * total // parts, (number + 1) * total // parts)
         raise PrepError(f"--shards {part}: {f'{parts} parts are numbered 0 to {parts - 1}' if parts else 'there cannot be 0 parts'}")

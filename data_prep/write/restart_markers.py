@@ -28,8 +28,10 @@ REASONS = {
     16: "bytes behind the image",
 }
 """By the number that vit/data/decode/c/transcode.c says it by: why an image keeps its bytes."""
-OK, MEMORY = 0, 7
-MARKED, UNMARKED = "with restart markers", "without restart markers: "
+OK = 0
+MEMORY = 7
+MARKED = "with restart markers"
+UNMARKED = "without restart markers: "
 """How images are counted; a reason follows the second."""
 
 

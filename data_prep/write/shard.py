@@ -97,7 +97,9 @@ class TarStream:
     def __init__(self, descriptor: int):
         self.size = 0
         """Bytes so far."""
-        self._descriptor, self._filled, self._written = descriptor, 0, 0
+        self._descriptor = descriptor
+        self._filled = 0
+        self._written = 0
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(NUM_BUFFERS):
             self._free.put(memoryview(bytearray(BUFFER_BYTES)))
@@ -110,7 +112,8 @@ class TarStream:
 
     def add(self, name: str, data: bytes) -> Member:
         """Append a ustar member of at most 100 bytes of name."""
-        encoded, size = name.encode(), b"%011o" % len(data)
+        encoded = name.encode()
+        size = b"%011o" % len(data)
         self._append(_header(encoded, size, b"%06o\0 " % (CHECKSUM_OF_REST + sum(encoded) + sum(size))))
         offset = self.size
         self._append(data)
@@ -134,7 +137,8 @@ class TarStream:
         self.size += len(data)
         while len(data) >= (room := BUFFER_BYTES - self._filled):
             self._buffer[self._filled :] = data[:room]
-            self._filled, data = BUFFER_BYTES, data[room:]
+            self._filled = BUFFER_BYTES
+            data = data[room:]
             self._flush()
         end = self._filled + len(data)
         self._buffer[self._filled : end] = data
@@ -146,7 +150,8 @@ class TarStream:
         while rest:  # written in parts if a signal comes, or the disk is about to be full
             rest = rest[os.write(self._descriptor, rest) :]
         self._written += self._filled
-        self._buffer, self._filled = self._free.get(), 0
+        self._buffer = self._free.get()
+        self._filled = 0
         self._raise_failed()
 
     def _raise_failed(self) -> None:

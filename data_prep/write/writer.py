@@ -111,7 +111,8 @@ def _is_complete_already(output: Output, source: Source, settings: Settings) -> 
 
 def _is_all_there(output: Output) -> bool:
     """Whether a data set is complete, by the names and sizes of its files."""
-    info, sizes = output.read_json("_info.json"), output.sizes()
+    info = output.read_json("_info.json")
+    sizes = output.sizes()
     if info is None or "_writing.json" in sizes or (info.get("quarantined") and "quarantine.jsonl" not in sizes):
         return False
     for split, described in info["splits"].items():
@@ -221,7 +222,8 @@ def _refuse_unreadable(sidecars: Mapping[str, dict[str, Any]], plan: Plan, allow
 
 
 def _warn_of_full_disk(plan: Plan, share: float) -> None:
-    free, needed = plan.output.free_bytes(), plan.num_bytes * share
+    free = plan.output.free_bytes()
+    needed = plan.num_bytes * share
     if free is not None and needed > free:
         sizes = f"about {size(needed)} are to be written, {size(free)} are free"
         print(f"warning: {sizes}; if the disk fills up, whole shards stay, and the same command goes on when there is room", flush=True)
@@ -250,7 +252,8 @@ def _info(plan: Plan, work: list[Work], sidecars: Mapping[str, dict[str, Any]]) 
 
 def _complete(plan: Plan, work: list[Work], sidecars: Mapping[str, dict[str, Any]], info: dict[str, Any]) -> None:
     """Write index, list of unreadable images and `_info.json`."""
-    output, catalogue = plan.output, plan.catalogue
+    output = plan.output
+    catalogue = plan.catalogue
     output.remove("dataset.md")  # of an earlier state
     unknown = [job for job in work if not rows_path(catalogue, job.shard.name).exists()]
     jobs = ((scan_shard, job, job.shard.name) for job in unknown)

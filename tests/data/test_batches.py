@@ -20,7 +20,8 @@ from vit.data.shards.data_set import open_split
 from vit.data.storage import tars
 from vit.system.files import ShardError
 
-BATCH, FORMAT = 24, ImageFormat((16, 16), 3, "bilinear")
+BATCH = 24
+FORMAT = ImageFormat((16, 16), 3, "bilinear")
 AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, randaugment_layers=2)
 
 
@@ -71,7 +72,8 @@ def test_the_batch_that_is_needed_is_fetched_first_and_none_behind_the_end(shard
                 time.sleep(0.01)
             return [f"{path} {part}" for _, path, part in server.requests[num_before:]]
 
-    of_the_first_alone, with_a_later_one = fetched(1, "a"), fetched(100, "b")
+    of_the_first_alone = fetched(1, "a")
+    with_a_later_one = fetched(100, "b")
     assert 1 <= len(of_the_first_alone) <= 4
     # Which of the first batch's comes first is left to who waits: what is awaited goes before what is only asked for.
     assert set(with_a_later_one[: len(of_the_first_alone)]) == set(of_the_first_alone)
@@ -90,7 +92,8 @@ def test_an_epoch_has_a_sample_at_most_once_and_with_its_own_label(shards, refer
 
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 7), (2, 8), (3, 5), (8, 4)])
 def test_evaluation_batches_hold_every_sample_once_in_equal_shapes(ranks, batch_size, shards):
-    split, seen = open_split(shards, "val"), []
+    split = open_split(shards, "val")
+    seen = []
     lengths = set()
     for rank in range(ranks):
         batches = EvalBatches(split, FORMAT, EvalConfig(), batch_size, rank=rank, world_size=ranks)

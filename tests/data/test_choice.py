@@ -35,7 +35,8 @@ def lines(run_dir: Path, kind: str) -> list[dict]:
 
 @pytest.mark.slow
 def test_sources_killed_and_resumed_end_as_an_uninterrupted_run(tmp_path, config, other):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     first, second = re.findall(r"chosen: (.*)", train(config, whole, sources(other), ranks=2).stderr)
     assert re.fullmatch(r"56 images an epoch \(75\.7%, 3\.73 times each\) of 15 of 60 samples of .* 'train': left out are 45 by .*", first)
     assert re.fullmatch(
@@ -50,7 +51,8 @@ def test_sources_killed_and_resumed_end_as_an_uninterrupted_run(tmp_path, config
     moved = shutil.copytree(other.parent, tmp_path / "moved") / "set"  # the same samples at another place
     train(config, killed, sources(moved), ranks=2)
     assert lines(killed, "start")[-1]["restarts"] == 1
-    expected, state = final_state(whole, 12), final_state(killed, 12)
+    expected = final_state(whole, 12)
+    state = final_state(killed, 12)
     assert not [name for name in expected if state[name] != expected[name]], "these tensors differ from the uninterrupted run's"
 
     done = run("launch/train.py", "--config", config, f"run.dir={killed}", *TINY, sources(other, weight=2), "train.steps=13")

@@ -32,7 +32,8 @@ def test_faults_together_change_nothing(web, shards, config, tmp_path):
     train(config, tmp_path / "whole", f"data.root={shards}", ranks=2)
     rng = random.Random(0)
     web.statuses = [rng.choice([503, 429, 500]) for _ in range(4)]
-    web.wrong_ranges, web.fails_each = 3, 7
+    web.wrong_ranges = 3
+    web.fails_each = 7
     train(config, tmp_path / "faults", *settings(f"{web.url}/set", shards, tmp_path / "cache", 60), ranks=2)
     assert final_state(tmp_path / "faults", STEPS) == final_state(tmp_path / "whole", STEPS)
 

@@ -61,7 +61,8 @@ def test_permutation_is_a_feistel_network_that_hits_each_value_once(n, key):
 
 
 def test_each_sample_is_equally_likely_in_each_place():
-    n, epochs = 12, 3000
+    n = 12
+    epochs = 3000
     counts = np.zeros((n, n), dtype=int)
     order = make_order(n, n, num_lanes=1)
     for epoch in range(epochs):
@@ -143,7 +144,9 @@ def test_a_cache_for_the_blocks_at_a_time_reads_each_once_and_a_smaller_one_many
     order = make_order(300_000, 512, **settings)
 
     def fetched_for_each_used(capacity: int) -> float:
-        cache, used, num_fetched = dict[int, None](), set[int](), 0
+        cache = dict[int, None]()
+        used = set[int]()
+        num_fetched = 0
         for position in range(order.steps_per_epoch // 2):
             for block in np.unique(order.batch(position) // order.block_samples).tolist():
                 num_fetched += block not in cache
@@ -183,13 +186,15 @@ def test_a_large_data_set_starts_anywhere_in_little_memory(num_samples, aug_repe
 
 def test_blocks_keep_reads_together():
     order = make_order(1_281_167, 4096)
-    position, window = 100, 16 * 64
+    position = 100
+    window = 16 * 64
     ids = np.concatenate([order.rows(position + step, 0, 64) for step in range(3 * window // 64)])
     assert len(np.unique(ids // 64)) < 4 * 16 + 2, "three windows of a lane read at most the blocks of four"
 
 
 def test_defaults_are_a_true_permutation_for_small_data_and_blocks_for_large():
-    small, large = make_order(262_143, 96), make_order(262_144, 96)
+    small = make_order(262_143, 96)
+    large = make_order(262_144, 96)
     assert (small.block_samples, large.block_samples) == (1, 64)
     assert (small.num_lanes, make_order(10_000, 4096).num_lanes, make_order(1000, 130).num_lanes, make_order(1000, 67).num_lanes) == (
         48,
@@ -219,7 +224,8 @@ def test_impossible_sizes_are_refused_with_what_works():
 
 
 def golden_values() -> dict:
-    permutation, blocks = make_order(1000, 24, seed=7), make_order(300_000, 32, seed=2**62 + 1, num_lanes=4)
+    permutation = make_order(1000, 24, seed=7)
+    blocks = make_order(300_000, 32, seed=2**62 + 1, num_lanes=4)
     whole = make_order(1000, 24, seed=7, aug_repeats=3)
     cut = make_order(300_000, 32, seed=7, num_lanes=2, aug_repeats=3, aug_repeats_form="sampler")
     return {

@@ -41,7 +41,8 @@ def test_stopping_on_4_ranks_and_going_on_with_others_continues_the_batches(orde
     """Each rank of each attempt makes the order anew, as processes do. 12 steps in all."""
 
     def train(ranks: int, steps: range) -> list[list[tuple[int, int]]]:
-        share, own = order.global_batch_size // ranks, [anew(order) for _ in range(ranks)]
+        share = order.global_batch_size // ranks
+        own = [anew(order) for _ in range(ranks)]
         return [[row for r in range(ranks) for row in pairs(own[r], step, r * share, (r + 1) * share)] for step in steps]
 
     shuffles = range(11 // order.steps_per_shuffle + 1)
@@ -79,7 +80,8 @@ def filled(batches: TrainBatches, position: int, first: int, num_rows: int) -> B
 @settings(deadline=None, max_examples=25)
 @given(st.data(), st.sampled_from([1, 3]), st.sampled_from(["batch", "sampler"]))
 def test_images_and_draws_are_the_same_on_any_ranks_and_in_any_parts(shards, data, aug_repeats, form):
-    split, position = open_split(shards, "train"), data.draw(st.integers(0, 30))
+    split = open_split(shards, "train")
+    position = data.draw(st.integers(0, 30))
     order = make_order(split.num_samples, 24, seed=3, num_lanes=2, aug_repeats=aug_repeats, aug_repeats_form=form)
     shuffle, step = divmod(position, order.steps_per_shuffle)
     whole = filled(TrainBatches(split, order, AUGMENT, FORMAT), position, 0, 24)
@@ -92,16 +94,19 @@ def test_images_and_draws_are_the_same_on_any_ranks_and_in_any_parts(shards, dat
     for rank in range(ranks):
         batches = TrainBatches(split, order, AUGMENT, FORMAT, rank=rank, world_size=ranks)
         for low, high in data.draw(st.permutations(list(pairwise(borders)))):
-            part, rows = filled(batches, position, low, high - low), slice(rank * share + low, rank * share + high)
+            part = filled(batches, position, low, high - low)
+            rows = slice(rank * share + low, rank * share + high)
             for name in ("ids", "images", "labels", "weights", "table"):
                 assert torch.equal(getattr(part, name), getattr(whole, name)[rows]), f"{name} of rows {rows} at position {position}"
 
 
 def test_how_samples_lie_in_shards_changes_nothing(tmp_path):
-    rng, roots = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    roots = []
     images = [rng.integers(0, 256, (20, 30, 3), dtype=np.uint8) for _ in range(40)]
     for lengths in ((40,), (1, 38, 1), (7, 13, 3, 17)):
-        root, samples = tmp_path / "-".join(map(str, lengths)), iter(enumerate(images))
+        root = tmp_path / "-".join(map(str, lengths))
+        samples = iter(enumerate(images))
         root.mkdir()
         for shard, length in enumerate(lengths):
             with TarWriter(str(root / f"train-{shard:05d}.tar")) as tar:

@@ -21,8 +21,10 @@ from vit.data.shards.tar import INDEX_DTYPE
 from vit.system.files import ShardError
 
 ROWS = np.zeros(400, INDEX_DTYPE)
-ROWS["width"], ROWS["height"] = np.arange(400) * 7 % 300 + 1, np.arange(400) * 13 % 200 + 1
-ROWS["size"], ROWS["label"] = np.arange(400) * 997 % 5000, np.arange(400) % 7
+ROWS["width"] = np.arange(400) * 7 % 300 + 1
+ROWS["height"] = np.arange(400) * 13 % 200 + 1
+ROWS["size"] = np.arange(400) * 997 % 5000
+ROWS["label"] = np.arange(400) % 7
 NAMES = [*"abcdefg"]
 
 numbers = st.one_of(st.sampled_from([*COLUMNS]), st.integers(0, 300).map(str), st.floats(0.5, 9).map("{:.2f}".format))
@@ -195,7 +197,8 @@ def test_subsets_are_parts_of_larger_ones_and_of_the_size_asked_for(split):
         numbers = choose(split, wanted).numbers
         return [*range(60)] if numbers is None else numbers.tolist()
 
-    labels, sizes = split.index["label"], Counter(split.index["label"].tolist())
+    labels = split.index["label"]
+    sizes = Counter(split.index["label"].tolist())
     before: set[int] = set()
     for fraction in (0.05, 0.1, 0.5, 0.9, 1.0):
         chosen = set(numbers_of(Wanted(fraction=fraction)))

@@ -43,7 +43,8 @@ def oracle(share: Share, shuffle: int, block: int, key: int) -> list[tuple[int, 
     chosen = range(share.num_samples) if share.chosen is None else share.chosen.tolist()
     if share.num_draws == share.num_samples:
         return [(share.first + sample, 0) for sample in chosen]
-    drawn, first_pass = [], shuffle * share.num_draws // share.num_samples
+    drawn = []
+    first_pass = shuffle * share.num_draws // share.num_samples
     for draw in range(shuffle * share.num_draws, (shuffle + 1) * share.num_draws):
         number, inside = divmod(draw, share.num_samples)
         sample = oracle_pass(share.num_samples, number, block, key)[inside]
@@ -54,18 +55,23 @@ def oracle(share: Share, shuffle: int, block: int, key: int) -> list[tuple[int, 
 @st.composite
 def mixtures(draw):
     """Shares of up to three sources, some of chosen samples, and an order over them."""
-    shares, first = [], 0
+    shares = []
+    first = 0
     for _ in range(draw(st.integers(1, 3))):
-        num_samples, skipped = draw(st.integers(1, 40)), draw(st.integers(0, 5))
+        num_samples = draw(st.integers(1, 40))
+        skipped = draw(st.integers(0, 5))
         chosen = np.sort(np.random.default_rng(num_samples).permutation(num_samples + skipped)[:num_samples]) if skipped else None
         num_draws = draw(st.one_of(st.just(num_samples), st.integers(1, 90)))
         shares.append(Share(num_draws, num_samples, first, chosen))
         first += num_samples + skipped
     total = sum(share.num_draws for share in shares)
-    lanes, repeats = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 1, 2]))
+    lanes = draw(st.sampled_from([1, 2, 3]))
+    repeats = draw(st.sampled_from([1, 1, 2]))
     batch = lanes * repeats * draw(st.integers(1, 3))
     if batch > total:
-        lanes, repeats, batch = 1, 1, 1
+        lanes = 1
+        repeats = 1
+        batch = 1
     sizes = {"num_lanes": lanes, "block_samples": draw(st.integers(1, 9)), "window_blocks": 2, "aug_repeats": repeats}
     return make_order(total, batch, draw(SEEDS), shares=tuple(shares), **sizes)
 
@@ -92,7 +98,8 @@ def test_an_order_of_several_sources_is_the_oracles(order):
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 300), st.integers(1, 500), st.integers(1, 20), SEEDS)
 def test_each_sample_of_a_source_comes_equally_often(num_samples, num_draws, block, seed):
-    share, counts = Share(num_draws, num_samples), Counter[int]()
+    share = Share(num_draws, num_samples)
+    counts = Counter[int]()
     for shuffle in range(5):
         samples, times = share(np.arange(num_draws), shuffle, block, np.uint64(seed))
         assert len(set(zip(samples.tolist(), times.tolist(), strict=True))) == num_draws, "each with another augmentation"
@@ -157,13 +164,15 @@ def other(shards, tmp_path_factory):
 
 
 def test_classes_are_mapped_by_name(shards, other):
-    splits, val = [open_split(shards, "train"), open_split(other, "train")], open_split(shards, "val")
+    splits = [open_split(shards, "train"), open_split(other, "train")]
+    val = open_split(shards, "val")
     with pytest.raises(
         ShardError, match=r"data\.sources\[1\] \(.*set 'train'\): 1 class that .* 'val' lacks: 'new'; leave them out with its filter"
     ):
         train_set_of_sources(splits, [Wanted(), Wanted()], [None, None], val, None)
     of = train_set_of_sources(splits, [Wanted(), Wanted(filter="label != 'new'")], [None, None], val, None)
-    labels, own = of.split.index["label"], splits[1].index["label"]
+    labels = of.split.index["label"]
+    own = splits[1].index["label"]
     assert labels[:60].tolist() == splits[0].index["label"].tolist()
     kept = of.shares[1].chosen
     assert labels[60 + kept].tolist() == [{0: 2, 2: 0}[int(label)] for label in own[kept]]
@@ -181,7 +190,8 @@ def renamed(shards, root, names):
 
 
 def test_the_printed_filter_leaves_lacking_classes_out(shards, other):
-    split, val = open_split(other, "train"), open_split(shards, "val")
+    split = open_split(other, "train")
+    val = open_split(shards, "val")
     with pytest.raises(ShardError) as caught:
         train_set_of_sources([split], [Wanted()], [None], val, None)
     [printed] = re.findall(r"its filter \((.*)\), or", str(caught.value))
@@ -204,7 +214,8 @@ def test_names_that_contradict_each_other_are_refused_where_no_others_decide(sha
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_of_weighted_sources_are_the_same_on_any_ranks_from_anywhere_and_a_sample_drawn_twice_is_augmented_twice(shards, workers):
-    split, val = open_split(shards, "train"), open_split(shards, "val")
+    split = open_split(shards, "train")
+    val = open_split(shards, "val")
     of = train_set_of_sources([split, open_split(shards, "val")], [Wanted(samples_per_class=2), Wanted()], [3.0, 1.0], val, None)
     assert [share.num_draws for share in of.shares] == [22, 7]
     order = make_order(of.num_draws, 12, 5, shares=of.shares)

@@ -36,7 +36,8 @@ WHOLE = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0), hflip_prob=0
 
 
 def batches(stream: str, *, num_samples=60, workers=0, ranks=1, rank=0, augment=WHOLE, **options) -> StreamBatches:
-    order, opened = make_order(num_samples, 12, seed=3), open_stream(stream, num_samples, 3, [], patience=PATIENCE)
+    order = make_order(num_samples, 12, seed=3)
+    opened = open_stream(stream, num_samples, 3, [], patience=PATIENCE)
     return StreamBatches(opened, order, augment, FORMAT, rank=rank, world_size=ranks, num_workers=workers, **options)
 
 
@@ -67,7 +68,8 @@ def test_all_samples_come_with_their_own_labels(workers, ranks, shards):
 
 
 def test_images_are_those_of_the_samples_with_that_key(shards):
-    split, keys = open_split(shards, "train"), {}
+    split = open_split(shards, "train")
+    keys = {}
     made = batches(tars(shards))
     for i in range(split.num_samples):
         keys.setdefault(split.index["label"][i], []).append(i)
@@ -171,7 +173,9 @@ def test_a_tar_that_does_not_come_to_its_end_is_told(stream, told, twenty):
 
 @pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "gnu tar", "webdataset", "long names", "a mark behind"])
 def test_whole_tars_of_all_writers_are_read_to_their_end(kind, twenty, tmp_path):
-    stream, folder, count = str(tmp_path / "other.tar"), tmp_path / "files", 20
+    stream = str(tmp_path / "other.tar")
+    folder = tmp_path / "files"
+    count = 20
     with tarfile.open(twenty) as tar:
         tar.extractall(folder, filter="data")
     names = sorted(path.name for path in folder.iterdir())
@@ -182,7 +186,8 @@ def test_whole_tars_of_all_writers_are_read_to_their_end(kind, twenty, tmp_path)
             for key in sorted({name[:2] for name in names}):
                 writer.write({"__key__": key, "jpg": (folder / f"{key}.jpg").read_bytes(), "cls": b"1"})
     elif kind == "a mark behind":
-        stream, count = f"pipe:cat {tmp_path}/first.tar && head -c 1024 /dev/zero", 10
+        stream = f"pipe:cat {tmp_path}/first.tar && head -c 1024 /dev/zero"
+        count = 10
     else:
         with tarfile.open(stream, f"w:{kind}" if len(kind) < 4 else "w") as tar:
             for name in names:
@@ -197,7 +202,9 @@ def test_each_sample_comes_once_however_often_the_web_breaks_off(ranges, twenty,
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     data = twenty.read_bytes()
     with WebServer({"/a.tar": data}) as server:
-        server.ranges, server.statuses, server.cuts = ranges, [503, 500], [100, 5000, 0, len(data) // 2]
+        server.ranges = ranges
+        server.statuses = [503, 500]
+        server.cuts = [100, 5000, 0, len(data) // 2]
         made = batches(f"{server.url}/a.tar", num_samples=20)
         samples = list(itertools.islice(made._passes(0, 0), 20))
         asked = list(server.requests)
@@ -214,7 +221,8 @@ def test_what_fails_over_the_web_each_time_is_told(twenty):
         server.statuses = [503] * 1000
         with pytest.raises(ShardError, match=r"a.tar: the server answers 503 Service Unavailable, \d+ times in \d s; check the address"):
             read(batches(f"{server.url}/a.tar"))
-        server.statuses, server.requests[:] = [], []
+        server.statuses = []
+        server.requests[:] = []
         with pytest.raises(ShardError, match=r"a.tar: the stream broke \("):
             read(batches(f"{server.url}/a.tar"))
         assert len(server.requests) == 1, "what came whole comes no better the next time"

@@ -39,7 +39,8 @@ def asked(web) -> list[tuple[str, str]]:
 
 
 def test_a_job_after_it_asks_the_store_for_nothing(web, tmp_path, shards, capsys):
-    url, cache = f"{web.url}/set", tmp_path / "cache"
+    url = f"{web.url}/set"
+    cache = tmp_path / "cache"
     assert warm.main([url, "--cache-dir", str(cache)]) == 0
     told = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in told] == ["train", "val"]
@@ -67,7 +68,8 @@ def test_shards_and_a_fraction_of_a_mounted_folder_as_a_config_says(shards, tmp_
 
 
 def test_it_stops_where_the_cache_is_full_and_takes_nothing_away(web, tmp_path, capsys):
-    url, cache = f"{web.url}/set", tmp_path / "cache"
+    url = f"{web.url}/set"
+    cache = tmp_path / "cache"
     assert warm.main([url, "--cache-dir", str(cache), "--split", "train", "--cache-gib", str(60_000 / GIB), "--threads", "2"]) == 0
     blocks = set(cache.rglob("*.block"))
     assert 2 <= len(blocks) <= 6

@@ -60,7 +60,8 @@ class Hanging(Reading):
 
 def stop_one(loader: Loader) -> int:
     """SIGSTOP to a worker in the middle of a part; returns its process id."""
-    crew, deadline = loader._crew, time.monotonic() + 20
+    crew = loader._crew
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         for number, row in enumerate(crew.rows):
             if row.stage == Stage.READ:
@@ -253,7 +254,8 @@ def test_the_time_of_the_workers_is_that_of_their_stages(workers, shards):
 
 def test_a_row_counts_in_any_memory():
     memory = memoryview(bytearray(3 * ROW_BYTES))
-    row, seen = Row(memory[ROW_BYTES : 2 * ROW_BYTES]), Row(memory[ROW_BYTES : 2 * ROW_BYTES])
+    row = Row(memory[ROW_BYTES : 2 * ROW_BYTES])
+    seen = Row(memory[ROW_BYTES : 2 * ROW_BYTES])
     row.take(5, 128)
     row.read(2**40)
     assert (seen.stage, seen.part, seen.sample) == (Stage.READ, (5, 128), 2**40)
@@ -277,7 +279,8 @@ def test_who_pauses_because_a_store_asked_for_it_does_not_hang():
         if num_retries() == before:
             raise Passing("the server answers 429", retry_after_s=1.0)
 
-    before, row = num_retries(), Row(memoryview(bytearray(ROW_BYTES)))
+    before = num_retries()
+    row = Row(memoryview(bytearray(ROW_BYTES)))
     waiting = threading.Thread(target=Patience(30.0, 0.1).keep_trying, args=("memory://bucket", attempt))
     waiting.start()
     turns = []

@@ -27,7 +27,8 @@ def photographs() -> dict[str, bytes]:
     files = {}
     for number, (_, folder) in enumerate(CLASSES):
         for n in range(20 + number):
-            encoded, extension = io.BytesIO(), ("jpg", "png", "jpeg", "jpeg")[n % 4]
+            encoded = io.BytesIO()
+            extension = ("jpg", "png", "jpeg", "jpeg")[n % 4]
             colour = (20 + 20 * number, 5 * n, 120)
             Image.new("RGB", (40 + n, 30), colour).save(encoded, "PNG" if extension == "png" else "JPEG")
             files[f"{folder}/OIP-{'x' if n < 2 else f'_{n}hAa-'}.{extension}"] = encoded.getvalue()
@@ -69,7 +70,8 @@ def root(kaggle, tmp_path_factory) -> Path:
 
 
 def test_the_zip(root, files):
-    train, val = open_split(root, "train"), open_split(root, "val")
+    train = open_split(root, "train")
+    val = open_split(root, "val")
     assert train.class_names == sorted(ITALIAN)
     assert train.num_samples + val.num_samples == len(files)
     keys = {split.key(i): train.class_names[int(split.index["label"][i])] for split in (train, val) for i in range(split.num_samples)}
@@ -122,7 +124,8 @@ def test_the_split(files, tmp_path):
         catalogue = open_catalogue(animals10.source(source, *arguments), tmp_path / name, seed=0)
         return {split: {sample.key for sample in catalogue.table(split).samples(range(n))} for split, n in catalogue.splits.items()}
 
-    two, three = splits("two"), splits("three", (0.7, 0.15, 0.15))
+    two = splits("two")
+    three = splits("three", (0.7, 0.15, 0.15))
     assert list(two) == ["train", "val"]
     assert list(three) == ["train", "val", "test"]
     assert two["val"] == three["val"], "a test split takes nothing from val"

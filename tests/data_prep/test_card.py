@@ -65,7 +65,8 @@ def table(text: str, heading: str) -> list[list[str]]:
 
 def test_the_card_tells_what_the_shards_hold(made):
     text = (made / "dataset.md").read_text()
-    train, val = samples(made, "train"), samples(made, "val")
+    train = samples(made, "train")
+    val = samples(made, "val")
     assert f"{len(train) + len(val)} images of 4 classes: {len(train)} in `train`, {len(val)} in `val`." in text
 
     counts = {name: Counter(label for _, _, label in found) for name, found in (("train", train), ("val", val))}

@@ -95,7 +95,8 @@ def test_all_records_are_there_with_their_labels(full10, tmp_path):
 
 @pytest.mark.parametrize("classes", [10, 100])
 def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
-    kind, files = cifar.KINDS[classes], small[classes]
+    kind = cifar.KINDS[classes]
+    files = small[classes]
     sources = [
         put(tmp_path / "files", files),
         put(tmp_path / "extracted" / kind.folder, files).parent,
@@ -108,7 +109,8 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
     everything = [images_of(cifar.source(source, classes), tmp_path / f"c{number}") for number, source in enumerate(sources)]
     assert all(found == everything[0] for found in everything)
     assert cifar.main([str(sources[2]), "--out", str(tmp_path / "out"), "--num-shards", "2", "--workers", "1"]) == 0
-    train, val = open_split(tmp_path / "out", "train"), open_split(tmp_path / "out", "val")
+    train = open_split(tmp_path / "out", "train")
+    val = open_split(tmp_path / "out", "val")
     assert (train.num_samples, val.num_samples) == (500, 100)
     assert train.class_names == CLASSES[classes]
     assert np.bincount(train.index["label"]).tolist() == [500 // classes] * classes, "fine labels"
@@ -167,7 +169,8 @@ def test_hostile_and_damaged_archives(small, tmp_path):
     with tarfile.open(tmp_path / "link.tar", "w") as tar:
         for name in cifar.KINDS[10].files:
             link = tarfile.TarInfo(f"../../{name}")
-            link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            link.type = tarfile.SYMTYPE
+            link.linkname = "/etc/passwd"
             tar.addfile(link)
     with pytest.raises(PrepError, match="no CIFAR files"):
         cifar.source(tmp_path / "link.tar")

@@ -52,7 +52,8 @@ def test_train_and_val(tmp_path, capsys):
     out = tmp_path / "out"
     assert main([str(source), "--out", str(out), "--num-shards", "2", "--workers", "1"]) == 0
     assert "complete, 2 classes" in capsys.readouterr().out
-    train, val = open_split(out, "train"), open_split(out, "val")
+    train = open_split(out, "train")
+    val = open_split(out, "val")
     assert train.class_names == ["a", "b"]
     labels = {train.key(i): int(train.index["label"][i]) for i in range(train.num_samples)}
     assert sorted(labels.values()) == [0, 0, 0, 1, 1]
@@ -289,7 +290,8 @@ def test_what_is_passed_over_is_counted_and_recorded(flat, tmp_path, capsys):
         f"1 image beside the class folders, of no class: {flat}/stray.png; not used",
         f"1 links lead out of {flat} and were followed: {flat}/ape/link.jpg -> {tmp_path}/elsewhere/x.jpg",
     ]
-    printed, info = capsys.readouterr().out, json.loads((tmp_path / "out" / "_info.json").read_text())
+    printed = capsys.readouterr().out
+    info = json.loads((tmp_path / "out" / "_info.json").read_text())
     for line in told:
         assert line in printed
         assert any(note.startswith(line) for note in info["origin"])
@@ -321,7 +323,8 @@ def test_classes_whose_names_are_labels_are_not_renumbered_silently(tmp_path, ca
 
 def test_spellings_of_a_class_in_unicode(tmp_path, capsys):
     """macOS takes letters and accents apart: the same name, other bytes."""
-    apart, together = "cafe\u0301", "caf\u00e9"
+    apart = "cafe\u0301"
+    together = "caf\u00e9"
     for name in (f"train/{together}", "train/tea", f"val/{apart}", "val/tea"):
         add(tmp_path / "mixed" / name / "0.jpg")
     assert main([str(tmp_path / "mixed"), "--out", str(tmp_path / "out"), "--workers", "1", "--num-shards", "1"]) == 0

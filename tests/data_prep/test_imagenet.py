@@ -188,7 +188,8 @@ def test_whole_counts_differ_in_nothing():
 def test_all_differences_are_told():
     train = np.full(1000, 1281)
     train[[3, 4]] = 0
-    train[5], train[6] = 731, 1301
+    train[5] = 731
+    train[6] = 1301
     assert differences("train", WNIDS, train) == [
         f"train: {train.sum():,} images instead of 1,281,167",
         f"train: 2 classes have no images: {WNIDS[3]} (0), {WNIDS[4]} (0)",
@@ -196,7 +197,8 @@ def test_all_differences_are_told():
         f"train: 1 classes have more than 1300: {WNIDS[6]} (1301)",
     ]
     val = np.full(1000, 50)
-    val[7], val[8] = 51, 49
+    val[7] = 51
+    val[8] = 49
     assert differences("val", WNIDS, val) == [
         f"val: 1 classes have fewer than 50: {WNIDS[8]} (49)",
         f"val: 1 classes have more than 50: {WNIDS[7]} (51)",

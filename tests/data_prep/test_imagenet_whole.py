@@ -45,7 +45,8 @@ def archives(fake, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(archives, tmp_path_factory) -> tuple[Path, str, float]:
     """The shards, what was printed, and the seconds it took."""
-    out, began = tmp_path_factory.mktemp("undisturbed") / "imagenet", time.monotonic()
+    out = tmp_path_factory.mktemp("undisturbed") / "imagenet"
+    began = time.monotonic()
     done = subprocess.run(command(archives, out, workers=1), check=True, capture_output=True, text=True)
     return out, done.stdout, time.monotonic() - began
 
@@ -72,7 +73,8 @@ def test_the_layout_is_said_and_odd_images_are_counted(undisturbed, fake):
 @pytest.mark.slow
 def test_killed_at_random_moments_and_continued(archives, undisturbed, tmp_path):
     expected, _, seconds = undisturbed
-    out, moments = tmp_path / "imagenet", random.Random(0)
+    out = tmp_path / "imagenet"
+    moments = random.Random(0)
     for kill in range(KILLS):
         process = subprocess.Popen(command(archives, out, workers=2), start_new_session=True, stdout=subprocess.DEVNULL)
         time.sleep(moments.uniform(0.2, seconds))
@@ -91,7 +93,8 @@ def test_killed_at_random_moments_and_continued(archives, undisturbed, tmp_path)
 @pytest.mark.parametrize("layout", ["tars", "parquet"])
 def test_tasks_of_an_array_at_once_share_one_catalogue_and_all_end_well(fake, archives, undisturbed, tmp_path, layout):
     source = archives if layout == "tars" else write_parquets(fake, tmp_path / "parquet")
-    expected, out = undisturbed[0], tmp_path / "imagenet"
+    expected = undisturbed[0]
+    out = tmp_path / "imagenet"
     tasks = [
         subprocess.Popen([*command(source, out, workers=1), "--shards", part], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for part in ("0/3", "1/3", "2/3", "2/3")
@@ -122,7 +125,8 @@ def labels(undisturbed, fake) -> dict[str, int]:
 
 def test_the_reader_of_this_project_sees_the_same_labels_and_bytes(undisturbed, fake, labels):
     root, _, _ = undisturbed
-    split, images = open_split(root, "train"), fake.images("train")
+    split = open_split(root, "train")
+    images = fake.images("train")
     assert {split.key(i): int(split.index["label"][i]) for i in range(split.num_samples)} == labels
     changed = [split.key(i) for i in range(split.num_samples) if split.read(i) != images[split.key(i)]]
     assert len(changed) == 2  # CMYK, PNG
@@ -132,7 +136,8 @@ def test_the_reader_of_this_project_sees_the_same_labels_and_bytes(undisturbed, 
 
 def test_plain_tar_and_webdataset_see_the_same_labels(undisturbed, labels):
     root, _, _ = undisturbed
-    by_tar, by_webdataset = {}, {}
+    by_tar = {}
+    by_webdataset = {}
     for path in sorted(root.glob("train-*.tar")):
         subprocess.run(["tar", "-tf", path], check=True, stdout=subprocess.DEVNULL)
         with tarfile.open(path) as tar:

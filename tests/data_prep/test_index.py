@@ -66,7 +66,8 @@ def test_foreign_shards_become_readable(foreign, capsys):
     assert main([str(foreign), "--workers", "2"]) == 0
     assert tars(foreign) == before
     assert "train: 12 samples in 3 shards\nvalidation: 4 samples in 1 shards" in capsys.readouterr().out
-    train, validation = open_split(foreign, "train"), open_split(foreign, "validation")
+    train = open_split(foreign, "train")
+    validation = open_split(foreign, "validation")
     assert [(train.key(i), train.read(i)) for i in range(12)] == [(f"train{n}", jpeg(n)) for n in range(12)]
     assert train.index["label"].tolist() == [n % 5 for n in range(12)]
     assert train.num_classes == validation.num_classes == 5  # of all splits, not of each
@@ -134,7 +135,8 @@ def write_members(path: Path, members: list[tuple[str, bytes | None]]) -> None:
         for name, data in members:
             member = tarfile.TarInfo(name)
             if data is None:
-                member.type, member.linkname = tarfile.LNKTYPE, f"s0.{name.partition('.')[2]}"
+                member.type = tarfile.LNKTYPE
+                member.linkname = f"s0.{name.partition('.')[2]}"
                 tar.addfile(member)
             else:
                 member.size = len(data)
@@ -340,7 +342,8 @@ def without(info: dict, *keys: str) -> dict:
 def assert_indexed_as_if_local(out: Path, foreign: Path, url: str) -> None:
     """`out` holds all that indexing the shards where they lie gives, but no tar and no README of tars; with the tars it is a data set."""
     assert main([str(foreign), "--workers", "1"]) == 0
-    local, remote = contents(foreign), contents(out)
+    local = contents(foreign)
+    remote = contents(out)
     assert remote.keys() == {name for name in local if not name.endswith((".tar", ".md"))}
     for name in remote.keys() & {name for name in local if name.endswith((".idx", ".npy"))}:
         assert remote[name] == local[name]
@@ -362,7 +365,8 @@ def test_shards_on_the_web(foreign, web, tmp_path):
     web.cuts = [1000, 500]
     assert main([f"{url}/{BRACES}", "--out", str(out), "--workers", "2"]) == 0
     assert list((tmp_path / "tmp").iterdir()) == []
-    first, web.requests[:] = contents(out), []
+    first = contents(out)
+    web.requests[:] = []
     assert main([f"{url}/{BRACES}", "--out", str(out), "--workers", "2"]) == 0
     assert contents(out) == first
     assert fetched(web) == []  # sizes were enough
@@ -390,7 +394,8 @@ def test_shards_on_the_web_with_an_info(foreign, web, tmp_path, capsys):
 
 
 def test_killed_and_continued(foreign, web, tmp_path):
-    out, url = tmp_path / "out", f"{web.url}/shards"
+    out = tmp_path / "out"
+    url = f"{web.url}/shards"
     names = [f"{url}/imagenet1k-train-{k:04d}.tar" for k in range(3)] + [f"{url}/imagenet1k-validation-0000.tar"]
     last = web.files.pop("/shards/imagenet1k-validation-0000.tar")  # so it cannot be complete before the kill
     arguments = [sys.executable, "-m", "data_prep.index", *names, "--out", str(out), "--workers", "1"]
@@ -485,7 +490,8 @@ def test_errors_with_urls(arguments, message, foreign, web, tmp_path, capsys):
     other = {"splits": {"train": {"filenames": ["train-0.tar"], "shard_lengths": [1]}}, "shards_at": "http://elsewhere/shards"}
     (tmp_path / "other" / "_info.json").write_text(json.dumps(other))
     for word, place in {"url": f"{web.url}/shards", "out": tmp_path / "out", "folder": foreign, "other": tmp_path / "other"}.items():
-        arguments, message = arguments.replace(f"<{word}>", str(place)), message.replace(f"<{word}>", str(place))
+        arguments = arguments.replace(f"<{word}>", str(place))
+        message = message.replace(f"<{word}>", str(place))
     assert main([*arguments.split(), "--workers", "1"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")

@@ -111,7 +111,8 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
         everything.append((catalogue.sha256, {sample.key: found.read(sample) for samples in tables for sample in samples}))
     assert all(found == everything[0] for found in everything)
     assert mnist.main([str(sources[1]), "--out", str(tmp_path / "out"), "--variant", "fashion", "--num-shards", "2", "--workers", "1"]) == 0
-    train, val = open_split(tmp_path / "out", "train"), open_split(tmp_path / "out", "val")
+    train = open_split(tmp_path / "out", "train")
+    val = open_split(tmp_path / "out", "val")
     assert {split.key(i): split.read(i) for split in (train, val) for i in range(split.num_samples)} == everything[0][1]
     assert val.class_names[9] == "Ankle boot"
     labels = {int(val.key(i).partition("-")[2]): int(val.index["label"][i]) for i in range(50)}
@@ -149,7 +150,8 @@ def test_wrong_files_are_one_line(small, tmp_path, capsys, change, message, comp
 
 def test_cut_long_and_hostile_files_are_told(small, tmp_path):
     name = "train-images-idx3-ubyte"
-    plain, packed = tmp_path / name, tmp_path / f"{name}.gz"
+    plain = tmp_path / name
+    packed = tmp_path / f"{name}.gz"
     whole = small[name]
     for path, content, message in (
         (plain, whole[:-100], r"its header tells 156,816 bytes, there are 156,716 bytes; copy"),

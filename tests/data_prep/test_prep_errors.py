@@ -172,7 +172,8 @@ class Background:
     """Shards of large images, which take a while, being written by two workers."""
 
     def __init__(self, place: Place):
-        self.place, self.source = place, place.folder / "photos"
+        self.place = place
+        self.source = place.folder / "photos"
         for name, number in itertools.product(("cat", "dog"), range(10)):
             path = self.source / name / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +193,8 @@ class Background:
     def end(self) -> None:
         """Wait for the end; what it did and printed is what counts."""
         self.place.stdout, self.place.stderr = "", self.process.communicate(timeout=60)[1]
-        self.place.status, self.place.after = self.process.returncode, snapshot(self.place.folder)
+        self.place.status = self.process.returncode
+        self.place.after = snapshot(self.place.folder)
 
     def again(self) -> None:
         """The same command, to the end."""

@@ -174,7 +174,8 @@ def test_shards_of_others_pass(tmp_path, capsys):
 
 def reverse_samples(tar: Path) -> None:
     """The same samples in another order: a sound tar of the same size."""
-    data, members = tar.read_bytes(), members_of(tar)
+    data = tar.read_bytes()
+    members = members_of(tar)
     ends = [member.offset for member in members[2::2]] + [members[-1].offset_data + 512]
     samples = [data[first.offset : end] for first, end in zip(members[::2], ends, strict=True)]
     tar.write_bytes(b"".join(reversed(samples)) + data[ends[-1] :])
@@ -583,7 +584,8 @@ def test_every_flipped_bit_beside_the_tars_is_noticed(root):
     for path in sorted(path for kind in ("*[0-9o].json", "*.jsonl", "*.npy", "*.idx", "dataset.md") for path in root.glob(kind)):
         whole = path.read_bytes()
         for _ in range(8):
-            place, bit = int(rng.integers(len(whole))), int(rng.integers(8))
+            place = int(rng.integers(len(whole)))
+            bit = int(rng.integers(8))
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
             found = ["cannot be opened"]
             with suppress(ShardError, PrepError), opened_data_set(str(root)) as data:
@@ -667,7 +669,8 @@ def test_a_data_set_in_a_store(root, capsys):
 
 def member(name: str, type: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
     made = tarfile.TarInfo(name)
-    made.type, made.linkname = type, target
+    made.type = type
+    made.linkname = target
     return made
 
 
@@ -754,7 +757,9 @@ def test_what_the_loader_converts_is_a_note_and_in_our_own_shards_a_problem(tmp_
 
 def test_equal_images_are_counted_and_named(tmp_path, capsys):
     root = tmp_path / "foreign"
-    same, leak, label = image_bytes(0), image_bytes(1), image_bytes(2)
+    same = image_bytes(0)
+    leak = image_bytes(1)
+    label = image_bytes(2)
     root.mkdir()
     write_tar(root / "val-000.tar", [*pair("v0", leak, 0), *pair("v1", image_bytes(3), 1)])
     foreign(
@@ -785,7 +790,8 @@ def test_repeated_values_are_all_found(num_values):
         part = Part(name, {})
         for shard in range(3):
             part.seen[shard] = np.zeros(7, SEEN_DTYPE)
-            part.seen[shard]["image"], part.seen[shard]["label"] = rng.integers(0, num_values, 7), rng.integers(0, 4, 7)
+            part.seen[shard]["image"] = rng.integers(0, num_values, 7)
+            part.seen[shard]["label"] = rng.integers(0, 4, 7)
         parts.append(part)
     samples = [
         (int(row["image"]), p, shard, number, int(row["label"]))

@@ -45,7 +45,8 @@ def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.
 def one_op(config: AugmentConfig, images: np.ndarray, op: int, *values: float | np.ndarray) -> np.ndarray:
     """Whole levels of images after operation number `op` of a config with one layer, at a strength (and place) for all or for each."""
     table = table_of(config, len(images), images.shape[2:])
-    table[:, FLIP], table[:, FIRST_OP] = 0, op
+    table[:, FLIP] = 0
+    table[:, FIRST_OP] = op
     for column, value in enumerate(values, FIRST_OP + 1):
         table[:, column] = value
     return changed(config, images, table)

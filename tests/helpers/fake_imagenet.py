@@ -85,7 +85,8 @@ def odd_images(seed: int = 0) -> dict[str, bytes]:
 
 def make_fake(num_classes: int = 10, train_per_class: int = 5, val_per_class: int = 2, odd: bool = False, seed: int = 0) -> Fake:
     """Images of the first classes; with `odd`, the last training images of the first classes are odd ones, one kind a class."""
-    rng, shuffle = np.random.default_rng(seed), random.Random(seed)
+    rng = np.random.default_rng(seed)
+    shuffle = random.Random(seed)
     wnids = WNIDS[:num_classes]
 
     def image() -> bytes:
@@ -118,7 +119,9 @@ def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:
     with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for name, data in files:
             member = tarfile.TarInfo(name)
-            member.size, member.mtime, member.mode = len(data), 1_340_000_000, 0o644
+            member.size = len(data)
+            member.mtime = 1_340_000_000
+            member.mode = 0o644
             tar.addfile(member, io.BytesIO(data))
     return file.getvalue()
 
@@ -154,13 +157,15 @@ def meta_mat(fake: Fake) -> bytes:
 
     dtype = [(name, "O") for name in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children")]
     dtype += [(name, "O") for name in ("wordnet_height", "num_train_images")]
-    none, number = np.zeros((1, 0), np.uint8), lambda value: np.array([[float(value)]])
+    none = np.zeros((1, 0), np.uint8)
+    number = lambda value: np.array([[float(value)]])
     by_id = sorted(fake.ids, key=fake.ids.__getitem__)
     rows = [
         (number(fake.ids[w]), w, f"word of {w}, other word", f"gloss of {w}", number(0), none, number(0), number(len(fake.train[w])))
         for w in by_id
     ]
-    root, group = len(by_id) + 1, len(by_id) + 2
+    root = len(by_id) + 1
+    group = len(by_id) + 2
     children = np.array([[fake.ids[w] for w in by_id]], np.float64)
     rows.append((number(root), "n00001740", "entity", "all", number(1), number(group), number(2), number(0)))
     rows.append((number(group), "n00021939", "artifact", "things", number(len(by_id)), children, number(1), number(0)))
@@ -285,7 +290,8 @@ def write_parquets(fake: Fake, folder: Path, num_train: int = 3, num_val: int = 
     image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
     schema = pyarrow.schema([("image", image), ("label", pyarrow.int64())])
     for split, name, count in (("train", "train", num_train), ("val", "validation", num_val)):
-        labels, images = fake.labels(split), fake.images(split)
+        labels = fake.labels(split)
+        images = fake.images(split)
         keys = sorted(images)
         random.Random(1).shuffle(keys)
         for part in range(count):

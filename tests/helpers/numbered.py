@@ -14,7 +14,8 @@ class Numbered(Batches):
     """Batches whose every row says which it is; no images to decode."""
 
     def __init__(self, num_rows: int = 300, side: int = 4, pause_s: float = 0.0):
-        self.layout, self.pause_s = Layout(num_rows, ImageFormat((side, side), 3, "bilinear"), 2), pause_s
+        self.layout = Layout(num_rows, ImageFormat((side, side), 3, "bilinear"), 2)
+        self.pause_s = pause_s
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         time.sleep(self.pause_s)

@@ -41,7 +41,10 @@ def feistel(n: int, key: int, value: int) -> int:
 
 def brute_force(order: Order, shuffle: int) -> list[list[tuple[int, int]]]:
     """All batches of (sample, copy) of one shuffle: an epoch, or as many epochs as there are copies in the form `batch`."""
-    n, block, seed, repeats = order.num_samples, order.block_samples, order.seed, order.aug_repeats
+    n = order.num_samples
+    block = order.block_samples
+    seed = order.seed
+    repeats = order.aug_repeats
     last = (n - 1) // block
     blocks = [feistel(last, key_of(seed, shuffle, 1), i) for i in range(last)]
     blocks.insert(key_of(seed, shuffle, 2) % (last + 1), last)
@@ -49,7 +52,8 @@ def brute_force(order: Order, shuffle: int) -> list[list[tuple[int, int]]]:
 
     share = order.global_batch_size // order.num_lanes
     steps = n // order.global_batch_size * (repeats if order.aug_repeats_form == "batch" else 1)
-    length, window = (steps * share + repeats - 1) // repeats, order.window_blocks * block
+    length = (steps * share + repeats - 1) // repeats
+    window = order.window_blocks * block
     lanes = []
     for lane in range(order.num_lanes):
         places = sequence[lane * length : (lane + 1) * length]
@@ -74,10 +78,13 @@ def orders(
     forms: tuple[str, ...] = ("batch", "sampler"),
 ) -> Order:
     """Orders of up to some hundred samples."""
-    num_lanes, aug_repeats = draw(st.sampled_from(lanes)), draw(st.sampled_from(repeats))
+    num_lanes = draw(st.sampled_from(lanes))
+    aug_repeats = draw(st.sampled_from(repeats))
     form = draw(st.sampled_from(forms)) if aug_repeats > 1 else "batch"
     batch = num_lanes * draw(st.integers(1, 6)) * (aug_repeats if form == "batch" else 1)
-    num_samples, block, window = draw(st.integers(batch, batch + 300)), draw(st.integers(1, 20)), draw(st.integers(1, 5))
+    num_samples = draw(st.integers(batch, batch + 300))
+    block = draw(st.integers(1, 20))
+    window = draw(st.integers(1, 5))
     return make_order(num_samples, batch, draw(SEEDS), num_lanes, block, window, aug_repeats, form)
 
 

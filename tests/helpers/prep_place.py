@@ -21,14 +21,18 @@ from vit.data.shards.data_set import read_sidecar
 from vit.data.shards.index_file import left_out
 from vit.data.shards.tar import scan_tar
 
-TRAIN_TAR, VAL_TAR, KIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
+TRAIN_TAR = "ILSVRC2012_img_train.tar"
+VAL_TAR = "ILSVRC2012_img_val.tar"
+KIT = "ILSVRC2012_devkit_t12.tar.gz"
 
 
 class Place:
     """A folder for one scenario; runs commands of data_prep there, and remembers the last one and what it changed."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):
-        self.folder, self.out, self.captured = folder, folder / "out", captured
+        self.folder = folder
+        self.out = folder / "out"
+        self.captured = captured
 
     def run(self, module: str, *arguments: object, prefix: tuple[object, ...] = (), alone: bool = False) -> None:
         """`python -m data_prep.<module>`; `alone` or with a prefix in a process of its own."""

@@ -212,7 +212,8 @@ def _(place):
 @scenario("a link in an archive")
 def _(place):
     link = tarfile.TarInfo("n01440764_1.JPEG")
-    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    link.type = tarfile.SYMTYPE
+    link.linkname = "/etc/passwd"
     place.prepare("imagenet", with_inner_tar(place, link.tobuf(tarfile.GNU_FORMAT) + bytes(10240 - 512)))
 
 

@@ -109,7 +109,9 @@ def run(
 @contextmanager
 def _typed(script: str, words: Sequence[object]) -> Iterator[None]:
     """What a process that runs `script` with `words` has and this one has not."""
-    argv, path, num_threads = sys.argv, list(sys.path), torch.get_num_threads()
+    argv = sys.argv
+    path = list(sys.path)
+    num_threads = torch.get_num_threads()
     sys.argv = [script, *map(str, words)]
     sys.path.insert(0, str((REPOSITORY / script).parent))
     torch.set_num_threads(1)
@@ -117,7 +119,8 @@ def _typed(script: str, words: Sequence[object]) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
-        sys.argv, sys.path[:] = argv, path
+        sys.argv = argv
+        sys.path[:] = path
 
 
 def run_here(script: str, *words: object) -> None:

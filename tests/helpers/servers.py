@@ -44,7 +44,9 @@ class WebServer:
     """
 
     def __init__(self, files: dict[str, bytes]):
-        self.files, self.requests = files, []  # type: dict[str, bytes], list[tuple[str, str, str | None]]
+        # type: dict[str, bytes], list[tuple[str, str, str | None]]
+        self.files = files
+        self.requests = []
         self.cuts: list[int] = []
         self.statuses: list[int] = []
         self.ranges = self.lengths = True
@@ -55,9 +57,12 @@ class WebServer:
         self.header: tuple[str, str] | None = None
         self.redirects: dict[str, str] = {}
         self.headers: list[dict[str, str]] = []
-        self.fails_each, self.delay_s = 0, 0.0
+        self.fails_each = 0
+        self.delay_s = 0.0
         self.retry_after: str | None = None
-        self.away_until_s, self.wrong_ranges, self.endless = 0.0, 0, False
+        self.away_until_s = 0.0
+        self.wrong_ranges = 0
+        self.endless = False
         self.drip: tuple[int, float] | None = None
         self.tags: list[str] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_FileHandler,), {"web": self}))
@@ -87,7 +92,8 @@ class _FileHandler(BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def _answer(self, body: bool) -> None:
-        web, wanted = self.web, self.headers["Range"]
+        web = self.web
+        wanted = self.headers["Range"]
         self.path, _, query = self.path.partition("?")
         web.requests.append((self.command, self.path, wanted))
         web.headers.append(dict(self.headers))
@@ -98,7 +104,8 @@ class _FileHandler(BaseHTTPRequestHandler):
             self.end_headers()
             return
         time.sleep(web.delay_s)
-        content, cut = web.files.get(self.path), False
+        content = web.files.get(self.path)
+        cut = False
         if time.monotonic() < web.away_until_s:
             self._refuse(503)
             return
@@ -114,7 +121,9 @@ class _FileHandler(BaseHTTPRequestHandler):
         if (body and web.statuses) or content is None:
             self._refuse(web.statuses.pop(0) if body and web.statuses else 404)
             return
-        tag, start, stop = f'"{hash(content):x}"', 0, len(content)
+        tag = f'"{hash(content):x}"'
+        start = 0
+        stop = len(content)
         if web.tags:
             tag = web.tags[len(web.requests) % len(web.tags)]
         if wanted and web.ranges and not (web.whole_if_empty and not content) and self.headers["If-Range"] in (None, tag):
@@ -171,7 +180,8 @@ class FtpServer:
     """
 
     def __init__(self, files: dict[str, bytes], commands_each: int | None = None):
-        self.files, self.commands_each = files, commands_each
+        self.files = files
+        self.commands_each = commands_each
         self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), type("Handler", (_FtpHandler,), {"ftp": self}))
         self._server.daemon_threads = True
         self.address = f"127.0.0.1:{self._server.server_address[1]}"
@@ -197,7 +207,8 @@ class _FtpHandler(socketserver.StreamRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)  # how ABOR comes
         with suppress(ConnectionError):  # the client goes when it has what it wants
             self._say("220 ready")
-            start, listener = 0, socket.socket()
+            start = 0
+            listener = socket.socket()
             for line in itertools.islice(self.rfile, self.ftp.commands_each):
                 command, _, argument = line.decode().strip().partition(" ")
                 if command == "PASV":
@@ -266,7 +277,8 @@ class S3Server:
 
     def objects(self, url: str) -> dict[str, bytes]:
         """All objects of a bucket by key, as Amazon's own client sees them."""
-        client, bucket = boto3.client("s3"), url.split("/")[2]
+        client = boto3.client("s3")
+        bucket = url.split("/")[2]
         found = client.list_objects_v2(Bucket=bucket).get("Contents", [])
         return {entry["Key"]: client.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read() for entry in found}
 
@@ -307,9 +319,13 @@ class Gate:
     """A port that leads to `port` of this machine; while it is `closed`, connections end, and new ones are told 503 and no more."""
 
     def __init__(self, port: int):
-        self._behind, self._open_ends, self.closed = port, set(), False  # type: int, set[socket.socket], bool
+        # type: int, set[socket.socket], bool
+        self._behind = port
+        self._open_ends = set()
+        self.closed = False
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
-        self.port, self.num_refused = self._listener.getsockname()[1], 0
+        self.port = self._listener.getsockname()[1]
+        self.num_refused = 0
 
     def __enter__(self) -> Gate:
         threading.Thread(target=self._serve, daemon=True).start()
@@ -363,7 +379,9 @@ class Gate:
 def cable(port: int, *, carries: int, then: str, times: int = 1) -> Iterator[tuple[int, threading.Event]]:
     """A port that leads to `port` of this machine. Each of the first `times` connections stops after `carries` bytes to the server, which
     the event tells: `then` it is "cut", or it "hangs". The others are good."""
-    listener, stopped, over = socket.create_server(("127.0.0.1", 0)), threading.Event(), threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+    stopped = threading.Event()
+    over = threading.Event()
 
     def carry(source: socket.socket, target: socket.socket, left: float) -> None:
         with source, target:

@@ -118,10 +118,12 @@ def _receive(client: socket.socket) -> tuple[Request, list[int]]:
 
 def _serve(folder: str) -> tuple[Request, list[int]] | None:
     """Fork for each request until SIGTERM or the end of the parent. Returns None in the server; in a fork, its request and streams."""
-    expected, parent = _early(dict(os.environ)), os.getppid()
+    expected = _early(dict(os.environ))
+    parent = os.getppid()
     clients: dict[int, socket.socket] = {}
     ended: list[int] = []
-    listener, (wake, awake) = socket.socket(socket.AF_UNIX), socket.socketpair()
+    listener = socket.socket(socket.AF_UNIX)
+    (wake, awake) = socket.socketpair()
     awake.setblocking(False)
     signal.set_wakeup_fd(awake.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -184,11 +186,13 @@ def _become(request: Request, streams: list[int]) -> NoReturn:
     arguments = arguments[1:] if arguments[0] == "-u" else arguments
     try:
         if arguments[0] == "-m":
-            sys.argv, sys.path[0] = arguments[1:], folder
+            sys.argv = arguments[1:]
+            sys.path[0] = folder
             sys.modules.pop(arguments[1], None)  # or runpy warns of it
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
+            sys.argv = arguments
+            sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
             main = sys.modules["__main__"] = types.ModuleType("__main__")
             main.__file__ = arguments[0]
             exec(compile(Path(arguments[0]).read_bytes(), arguments[0], "exec"), main.__dict__)

@@ -67,13 +67,15 @@ def longest_block() -> bytes:
 
     one_code = bytes([*[0] * 15, 1, 15])  # of 16 bits: no zeros before, 15 bits
     tables = segment(0xDB, bytes([0] + [1] * 64)) + segment(0xC4, bytes([0x00]) + one_code) + segment(0xC4, bytes([0x10]) + one_code)
-    frame, scan = segment(0xC0, bytes([8, 0, 8, 0, 8, 1, 1, 0x11, 0])), segment(0xDA, bytes([1, 1, 0, 0, 63, 0]))
+    frame = segment(0xC0, bytes([8, 0, 8, 0, 8, 1, 1, 0x11, 0]))
+    scan = segment(0xDA, bytes([1, 1, 0, 0, 63, 0]))
     return b"\xff\xd8" + tables + frame + scan + b"\xff\xd9"
 
 
 def build(folder: Path, sources: Path = SOURCES) -> Path:
     """The program, from the C files in `sources`. Raises NoSanitizer."""
-    program, problems = folder / "fuzz", []
+    program = folder / "fuzz"
+    problems = []
     files = [str(path) for path in (HERE / "fuzz.c", *sorted(sources.glob("*.c")))]
     for compiler in filter(shutil.which, ("gcc", "clang")):
         if works(compiler, folder, problems):

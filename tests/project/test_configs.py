@@ -111,7 +111,8 @@ def test_the_command_in_a_recipe_names_that_recipe(path):
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
 def test_a_recipe_has_the_values_of_its_sources_table_and_no_others(path):
     config, origins = load_config(path)
-    values, table = to_dict(config), TABLES[path.stem]
+    values = to_dict(config)
+    table = TABLES[path.stem]
     for key, expected in table.items():
         section, name = key.split(".")
         assert values[section][name] == (pytest.approx(expected) if isinstance(expected, float) else expected), key
@@ -122,7 +123,8 @@ def test_a_recipe_has_the_values_of_its_sources_table_and_no_others(path):
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
 def test_what_a_header_derives_follows_from_its_recipe(path):
     """Steps on ImageNet, and hours: forward and backward take 3 forward passes, at 60 % of 790 TFLOP/s."""
-    config, header = load_config(path).config, " ".join(re.match(r"(#.*\n)+", path.read_text())[0].split())
+    config = load_config(path).config
+    header = " ".join(re.match(r"(#.*\n)+", path.read_text())[0].split())
     plans = {ranks: make_plan(config, IMAGENET_TRAIN, ranks)[0] for ranks in (1, 8, 64)}
     if stated := re.search(r"are ([\d,]+) steps", header):
         assert int(stated[1].replace(",", "")) == plans[8].total_steps
@@ -149,7 +151,8 @@ FINETUNED = [path for path in PUBLISHED if "_ft" in path.stem]
 
 @pytest.mark.parametrize("path", FINETUNED, ids=lambda path: path.stem)
 def test_a_finetuning_recipe_starts_from_the_run_of_its_base(path):
-    config, base = load_config(path).config, load_config(ROOT / "configs" / f"{path.stem.partition('_ft')[0]}.yaml").config
+    config = load_config(path).config
+    base = load_config(ROOT / "configs" / f"{path.stem.partition('_ft')[0]}.yaml").config
     assert config.init.checkpoint == base.run.dir
     assert (config.model.name, config.model.drop_path_rate) == (base.model.name, base.model.drop_path_rate)
     assert f"--checkpoint {base.run.dir} --finetune configs/{path.name}" in path.read_text()
@@ -210,7 +213,8 @@ def test_a_small_one_is_finetuned_from_its_base(path, bases, tmp_path, shards, c
 
 @pytest.mark.slow
 def test_the_second_command_of_a_finetuning_recipe_evaluates_before_and_after(bases, tmp_path, shards):
-    base, name = bases("vit_b16"), "vit_b16_ft384"
+    base = bases("vit_b16")
+    name = "vit_b16_ft384"
     overrides = [*SMALL, patches(name, 3), f"data.root={shards}", f"run.dir={tmp_path / 'run'}"]
     done = run("launch/eval.py", "--checkpoint", base, "--finetune", f"configs/{name}.yaml", "--json", *overrides)
     assert done.returncode == 0, done.stderr
@@ -235,7 +239,8 @@ def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path)
 def test_what_recipes_say_of_deit_are_settings(tmp_path):
     """Each `section.key: value` of its table; a key without its section belongs to the one before."""
     table = (ROOT / "docs" / "recipes.md").read_text().partition("| DeiT `main.py` |")[2].partition("\n\n")[0]
-    given, section = {}, ""
+    given = {}
+    section = ""
     for words in re.findall(r"`([\w.]+: [^`]+)`", table):
         key, _, value = words.partition(": ")
         section = key.partition(".")[0] if "." in key else section

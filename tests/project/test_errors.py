@@ -50,7 +50,10 @@ class Place:
     """A folder with a config of its own; runs commands there and remembers the last one and what it changed."""
 
     def __init__(self, folder: Path, shards: Path, finished: Path):
-        self.folder, self.shards, self.finished, self.run_dir = folder, shards, finished, folder / "run"
+        self.folder = folder
+        self.shards = shards
+        self.finished = finished
+        self.run_dir = folder / "run"
         self.config = write_config(folder, shards)
 
     def run(self, *line: object, **variables: str) -> None:
@@ -249,7 +252,8 @@ def _(place):
 @scenario("a shard does not match its index, as its reader finds", begun=True)
 def _(place):
     root = place.own_shards()
-    data, index = (root / "train-00000.tar").read_bytes(), np.load(root / "train.index.npy")
+    data = (root / "train-00000.tar").read_bytes()
+    index = np.load(root / "train.index.npy")
     offset = [int(row["offset"]) for row in index[:3]]
     a, b, c = (start - 512 for start in offset)
     assert index["size"][0] != index["size"][1]
@@ -260,7 +264,8 @@ def _(place):
 def spoil_an_image(root: Path) -> str:
     """Zeros over the first bytes of an image; returns its key."""
     split = open_split(root, "train")
-    row, key = split.index[0], split.key(0)
+    row = split.index[0]
+    key = split.key(0)
     with open(root / split.filenames[0], "r+b") as tar:
         tar.seek(int(row["offset"]))
         tar.write(bytes(200))

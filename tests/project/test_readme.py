@@ -140,7 +140,8 @@ def write_digits(root: Path) -> None:
         name = f"{split}-00000.tar"
         with tarfile.open(root / name, "w", format=tarfile.USTAR_FORMAT) as tar:
             for n in numbers:
-                image, file = Image.fromarray(np.uint8(digits.images[n] * 15)).resize((32, 32), Image.Resampling.BICUBIC), io.BytesIO()
+                image = Image.fromarray(np.uint8(digits.images[n] * 15)).resize((32, 32), Image.Resampling.BICUBIC)
+                file = io.BytesIO()
                 image.convert("RGB").save(file, "JPEG", quality=95)
                 for suffix, content in (("jpg", file.getvalue()), ("cls", str(digits.target[n]).encode())):
                     member = tarfile.TarInfo(f"{n:04d}.{suffix}")

@@ -14,7 +14,11 @@ import pytest
 from processes import TINY, call, make_shards, run, write_config
 from servers import WebServer
 
-PASSWORD, SIGNATURE, HEADER, FOR_OTHERS, IN_NETRC = "pass/w0rd+x", "0badc0ffee0badc0ffee", "tok-5ecr3t", "0ther-t0ken", "netrc-pa55word"
+PASSWORD = "pass/w0rd+x"
+SIGNATURE = "0badc0ffee0badc0ffee"
+HEADER = "tok-5ecr3t"
+FOR_OTHERS = "0ther-t0ken"
+IN_NETRC = "netrc-pa55word"
 SECRETS = {
     "password": PASSWORD, "signature": SIGNATURE, "header": HEADER, "header of the environment": FOR_OTHERS, ".netrc": IN_NETRC,
     "HF_TOKEN": "hf_AbCdEfGhIjKl", "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG", "AWS_SESSION_TOKEN": "FwoGZXIvYXdzEJr",
@@ -179,7 +183,8 @@ def test_what_commands_say_of_mistakes(web, place):
 
 @pytest.mark.slow
 def test_an_index_of_shards_at_an_address_with_a_login(web, place):
-    web.login, web.signature = f"me:{PASSWORD}", f"X-Amz-Credential=AKIA&X-Amz-Signature={SIGNATURE}"
+    web.login = f"me:{PASSWORD}"
+    web.signature = f"X-Amz-Credential=AKIA&X-Amz-Signature={SIGNATURE}"
     tars = [f"{with_login(web, '/p')}/{name}.tar?{web.signature}" for name in ("train-{00000..00002}", "val-{00000..00001}")]
     done = prepared("data_prep.index", *tars, "--out", place / "index")
     assert done.returncode == 0, done.stderr

@@ -281,7 +281,8 @@ def test_a_guest_without_attention(shards, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_is_going_on_and_one_that_was_killed(config, tmp_path):
-    run_dir, training = tmp_path / "run", Background(config, tmp_path / "run", "train.steps=100000", "eval.every_steps=2", ranks=0)
+    run_dir = tmp_path / "run"
+    training = Background(config, tmp_path / "run", "train.steps=100000", "eval.every_steps=2", ranks=0)
     try:
         training.wait_for_step(31)
         assert is_in_use(run_dir) is True

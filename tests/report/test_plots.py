@@ -130,7 +130,8 @@ def random_maps(num_layers: int, batch: int, heads: int, tokens: int) -> list[to
 @pytest.mark.parametrize(("num_prefix_tokens", "global_pool"), [(1, "token"), (5, "token"), (0, "avg"), (1, "avg")])
 def test_rollout_is_a_sum_over_all_paths(num_prefix_tokens, global_pool):
     """Brute force: every path from an output token through one token of each layer to an input token."""
-    tokens, maps = num_prefix_tokens + 3, random_maps(3, 2, 2, num_prefix_tokens + 3)
+    tokens = num_prefix_tokens + 3
+    maps = random_maps(3, 2, 2, num_prefix_tokens + 3)
     found = plots.attention_rollout(maps, num_prefix_tokens, global_pool)
     for image in range(2):
         first, second, third = (0.5 * map[image].double().numpy().mean(0) + 0.5 * np.eye(tokens) for map in maps)
@@ -153,7 +154,8 @@ def test_rollout_of_handmade_attention():
     assert rollout([identity] * 3, 1, "token").tolist() == [[0, 0, 0]], "nothing reaches the class token"
     assert rollout([one_hot_rows(2, 2, 2, 2)], 1, "token").tolist() == [[0, 1, 0]]
     # Layers in order: patch 1 goes into patch 2, then patch 2 into the class token; the other way round patch 1 stays outside.
-    into_patch, into_class = one_hot_rows(0, 1, 1, 3), one_hot_rows(2, 1, 2, 3)
+    into_patch = one_hot_rows(0, 1, 1, 3)
+    into_class = one_hot_rows(2, 1, 2, 3)
     assert rollout([into_patch, into_class], 1, "token").tolist() == [[1, 1, 0]]
     assert rollout([into_class, into_patch], 1, "token").tolist() == [[0, 1, 0]]
 
@@ -192,7 +194,8 @@ def test_positions_that_resemble_themselves_only(tmp_path, grid, tiles):
     sizes = [(y.stop - y.start, x.stop - x.start) for y, x in ndimage.find_objects(ndimage.label(yellow)[0])]
     patches = [size for size in sizes if size[1] <= 2 * size[0]]  # the end of the colour bar is flat
     assert len(patches) == tiles, "one bright patch in each tile"
-    (all_y, all_x), (y, x) = (violet | yellow).nonzero(), yellow.nonzero()
+    (all_y, all_x) = (violet | yellow).nonzero()
+    (y, x) = yellow.nonzero()
     corners = (y.min(), x.min(), y.max())
     assert corners == (all_y.min(), all_x.min(), all_y.max()), "the corner's patch is in the corner of its tile"
 
@@ -226,7 +229,8 @@ def test_confusion_refuses_what_belongs_to_other_classes(labels, predictions):
 @given(st_numpy.arrays(np.int64, st.integers(1, 7).map(lambda n: (n, n)), elements=st.integers(0, 4)), st.integers(0, 12))
 @settings(max_examples=100, deadline=None)
 def test_most_confused_against_brute_force(matrix, num):
-    found, left = plots.most_confused(matrix, num), {}
+    found = plots.most_confused(matrix, num)
+    left = {}
     for true in range(len(matrix)):
         for predicted in range(len(matrix)):
             if true != predicted and matrix[true][predicted] > 0:
@@ -243,7 +247,9 @@ def test_most_confused_against_brute_force(matrix, num):
 @pytest.mark.parametrize("num_classes", [3, 20, 21, 1000])
 def test_confusion_pictures_show_where_the_mistakes_are(tmp_path, num_classes):
     """A mistake that is moved from the diagonal's side to the left leaves a mark there, in the row of its true class."""
-    true, far, near = int(0.9 * num_classes), int(0.1 * num_classes), int(0.9 * num_classes) - 1
+    true = int(0.9 * num_classes)
+    far = int(0.1 * num_classes)
+    near = int(0.9 * num_classes) - 1
 
     def draw(predicted: int) -> np.ndarray:
         matrix = 50 * np.eye(num_classes, dtype=np.int64)
@@ -263,7 +269,8 @@ def test_confusion_pictures_of_perfect_and_of_no_results(tmp_path, num_classes):
 
 
 def test_most_confused_picture(tmp_path):
-    red, grey = np.zeros((40, 20, 3), np.uint8), np.full((20, 40, 1), 77, np.uint8)
+    red = np.zeros((40, 20, 3), np.uint8)
+    grey = np.full((20, 40, 1), 77, np.uint8)
     red[..., 0] = 201
     pairs = [(10, 999, 4, 50), (1, 0, 2, 50)]
     shown = pixels(plots.plot_most_confused(pairs, [[red] * 9, [grey]], NAMES, tmp_path / "m.png"))

@@ -26,7 +26,8 @@ from vit.run.record import Record
 from vit.step import StepResult
 from vit.system.host import num_cores
 
-ROWS, PAUSE_S = 12, 0.05
+ROWS = 12
+PAUSE_S = 0.05
 
 
 class Slow(Batches):
@@ -45,7 +46,8 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
     plan, _ = make_plan(settings, 60, 1)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
     with Loader(Slow(), 0, 5) as loader:
-        world, progress = World(0, 1, torch.device("cpu")), Progress(facts={})
+        world = World(0, 1, torch.device("cpu"))
+        progress = Progress(facts={})
         monitor = Monitor(settings, plan, world, progress, record, loader, lambda step: 0.1)
         monitor.start_clock()
         for step in range(5):

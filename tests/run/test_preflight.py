@@ -139,7 +139,8 @@ def test_the_kernel_counts_whom_it_has_killed_for_memory(files, expected, tmp_pa
 
 
 def check(config: Config, root: Path) -> Preflight:
-    world, image = World(0, 1, torch.device("cpu")), image_format(config)
+    world = World(0, 1, torch.device("cpu"))
+    image = image_format(config)
     splits = [open_split(config.data.root, name, config.data.cache_dir, config.data.cache_gib) for name in ("train", "val")]
     plan, order = make_plan(config, splits[0].num_samples, 1)
     val = EvalBatches(splits[1], image, config.eval, config.eval.batch_size)
@@ -160,7 +161,8 @@ def test_a_cache_that_is_too_small(config, shards, tmp_path):
     def notes(*overrides: str) -> str:
         return "".join(check(tiny(config, f"data.cache_dir={tmp_path / 'cache'}", *overrides), empty).numbers["notes"])
 
-    there, small = "data.root=memory://preflight", "data.cache_gib=0.0001"
+    there = "data.root=memory://preflight"
+    small = "data.cache_gib=0.0001"
     assert "set data.block_samples=64" in notes(there, small)
     assert "lower data.num_lanes" in notes(there, small, "data.block_samples=8")
     assert notes(there, "data.cache_gib=1") == notes(there, "data.cache_gib=1", "data.block_samples=8") == ""
@@ -287,7 +289,8 @@ GUEST = ("model.name=timm/resnet10t", "model.image_size=32")
 )
 def test_the_room_that_a_run_takes_is_known_before_it_is_built(overrides, shards, tmp_path):
     """Compared with what is really saved."""
-    path, folder = tmp_path / "config.yaml", tmp_path / "run"
+    path = tmp_path / "config.yaml"
+    folder = tmp_path / "run"
     path.write_text(f"data: {{root: {shards}, global_batch_size: 12}}\ntrain: {{ema_decay: 0.9}}\n")
     once = ("train.epochs=null", "train.steps=1", "eval.every_steps=1", f"run.dir={folder}")
     settings = load_config(path, [*overrides, *once]).config

@@ -57,7 +57,10 @@ def read_wandb(path: Path) -> tuple[str, dict, list[dict]]:
     """Run id, config and history of a .wandb file: LevelDB's log framing (blocks of 32 KiB) around W&B's protobufs."""
     from wandb.proto.wandb_internal_pb2 import Record as Message
 
-    data, at, payload, payloads = path.read_bytes(), 7, b"", []
+    data = path.read_bytes()
+    at = 7
+    payload = b""
+    payloads = []
     assert data[:4] == b":W&B"
     while at + 7 <= len(data):
         left = 32768 - at % 32768
@@ -65,12 +68,15 @@ def read_wandb(path: Path) -> tuple[str, dict, list[dict]]:
         if left < 7 or kind == 0:
             at += left
             continue
-        part, at = data[at + 7 : at + 7 + length], at + 7 + length
+        part = data[at + 7 : at + 7 + length]
+        at = at + 7 + length
         payload = part if kind in (1, 2) else payload + part  # 1 whole, 2 first, 3 middle, 4 last
         if kind in (1, 4):
             payloads.append(payload)
 
-    run_id, config, history = "", {}, []
+    run_id = ""
+    config = {}
+    history = []
     for payload in payloads:
         message = Message()
         message.ParseFromString(payload)
@@ -153,7 +159,10 @@ class Server:
     """W&B's server as far as a run without tables needs it. `mode`: ok, hang, or hang after sign of life."""
 
     def __init__(self, mode: str = "ok") -> None:
-        self.mode, self.history, self.files, self.names = mode, list[dict](), dict[str, bytes](), list[str]()
+        self.mode = mode
+        self.history = list[dict]()
+        self.files = dict[str, bytes]()
+        self.names = list[str]()
         self.bodies = list[bytes]()
         self.released = threading.Event()
         server = self

@@ -112,7 +112,9 @@ class Job:
     """A job that was submitted."""
 
     def __init__(self, cluster: Cluster, number: str, log: Path):
-        self.cluster, self.number, self.path = cluster, number, log
+        self.cluster = cluster
+        self.number = number
+        self.path = log
 
     def facts(self) -> dict[str, str]:
         """What `scontrol show job` says; of an array, about a task that is not over, as long as there is one."""

@@ -84,7 +84,8 @@ def test_evaluation_on_two_nodes_counts_what_one_process_counts(cluster, finishe
 
 
 def test_signalled_before_the_time_limit_it_saves_and_is_queued_again_and_ends_as_if_nothing_had_been(cluster, shards, tmp_path, whole):
-    job, run_dir = submit_training(cluster, tmp_path, shards), tmp_path / "run"
+    job = submit_training(cluster, tmp_path, shards)
+    run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 20)
     job.cancel("--batch", "--signal=USR1")  # what Slurm sends when the limit is near
     facts = job.wait()
@@ -101,7 +102,8 @@ def test_signalled_before_the_time_limit_it_saves_and_is_queued_again_and_ends_a
 
 def test_after_an_accident_it_goes_on_in_the_same_job_of_one_node(cluster, shards, tmp_path, whole):
     options = ("--nodes=1", "--gpus-per-node=2", "--cpus-per-task=2", "--time=10")  # two GPUs, two ranks
-    job, run_dir = submit_training(cluster, tmp_path, shards, options=options), tmp_path / "run"
+    job = submit_training(cluster, tmp_path, shards, options=options)
+    run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 60)
     os.kill(next(iter(trainers(run_dir))), signal.SIGKILL)
     facts = job.wait()

@@ -175,7 +175,8 @@ def test_what_to_do_where_a_server_wants_a_login():
 def test_a_login_stays_with_its_server_when_it_redirects(kind, monkeypatch, tmp_path):
     with WebServer({"/q/a": b"here"}) as first, WebServer({"/b": b"there"}) as second:
         first.redirects = {"/p/a": "/q/a", "/p/b": f"{second.url}/b"}
-        host, url = first.url.removeprefix("http://"), f"{first.url}/p"
+        host = first.url.removeprefix("http://")
+        url = f"{first.url}/p"
         if kind == "header":
             first.header = "X-Key", "tok-5ecr3t"
             monkeypatch.setenv("VIT_HTTP_HEADER", f"{host} X-Key: tok-5ecr3t")

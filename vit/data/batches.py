@@ -80,7 +80,8 @@ class ImageFormat:
 
 def image_format(config: Config) -> ImageFormat:
     """What the model of `config` takes."""
-    size, data = config.model.image_size, config.data
+    size = config.model.image_size
+    data = config.data
     return ImageFormat((size, size) if isinstance(size, int) else size, config.model.in_chans, data.interpolation, data.scaled_decode)
 
 
@@ -100,7 +101,8 @@ class Layout:
 
     def batch_in(self, memory: memoryview) -> Batch:
         """The batch whose tensors are views of `memory`, `num_bytes` long; whatever lies there is its content."""
-        whole, at = torch.frombuffer(memory, dtype=torch.uint8), 0
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        at = 0
         tensors: dict[str, Any] = {}
         for name, (dtype, shape, num_bytes) in self._pieces().items():
             tensors[name] = whole[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -158,8 +160,13 @@ class TrainBatches(Batches):
     ):
         """num_batches: of the whole run; nothing is read ahead for later ones."""
         share = order.global_batch_size // world_size
-        self.split, self.order, self.augment, self.image = split, order, augment, image
-        self.first_row, self.on_bad_image, self.num_batches = rank * share, on_bad_image, num_batches
+        self.split = split
+        self.order = order
+        self.augment = augment
+        self.image = image
+        self.first_row = rank * share
+        self.on_bad_image = on_bad_image
+        self.num_batches = num_batches
         self.layout = Layout(share, image, table_layout(augment).width)
         lane = order.global_batch_size // order.num_lanes if order.aug_repeats > 1 else 1  # holds all copies of its images
         self.row_unit = math.lcm(augment.mix_group_size if mixes(augment) else 1, lane)
@@ -188,10 +195,14 @@ class TrainBatches(Batches):
         entries = self.split.index[ids]
         keys = sample_keys(self.order.seed, position // self.order.steps_per_epoch, ids, copies)
         crops = draw_crops(self.augment, keys, entries["width"], entries["height"], self.image.size)
-        windows, widths, heights = crops.tolist(), entries["width"].tolist(), entries["height"].tolist()
-        weights, bad_keys = np.ones(len(ids), dtype=np.float32), []
+        windows = crops.tolist()
+        widths = entries["width"].tolist()
+        heights = entries["height"].tolist()
+        weights = np.ones(len(ids), dtype=np.float32)
+        bad_keys = []
         for sample, numbers in _rows_of(ids).items():
-            images, size = [rows.images[number] for number in numbers], (widths[numbers[0]], heights[numbers[0]])
+            images = [rows.images[number] for number in numbers]
+            size = (widths[numbers[0]], heights[numbers[0]])
             try:
                 stages.mine.read(sample)
                 data = self.split.read(sample)
@@ -220,8 +231,11 @@ class EvalBatches(Batches):
     """All samples of a split once, dealt over the ranks in the same number of batches of one shape; fillers have weight 0."""
 
     def __init__(self, split: Split, image: ImageFormat, view: EvalConfig, batch_size: int, *, rank: int = 0, world_size: int = 1):
-        self.split, self.image, self.view = split, image, view
-        self.rank, self.world_size = rank, world_size
+        self.split = split
+        self.image = image
+        self.view = view
+        self.rank = rank
+        self.world_size = world_size
         self.layout = Layout(batch_size, image, 0)
 
     def __len__(self) -> int:
@@ -252,7 +266,8 @@ class EvalBatches(Batches):
                 continue
             try:
                 stages.mine.read(sample)
-                data, out = self.split.read(sample), rows.images[row]
+                data = self.split.read(sample)
+                out = rows.images[row]
                 stages.mine.enter(Stage.DECODE)
                 decode_center(data, self.image.size, self.view, self.image.interpolation, self.image.channels, out=out)
             except ShardError:

@@ -79,9 +79,13 @@ class Loader:
         stall_timeout_s: float | None = STALL_TIMEOUT_S,
     ):
         on_gpu = device is not None and device.type == "cuda"
-        self.num_workers, self.effort, self._batches = num_workers, Effort(), batches
+        self.num_workers = num_workers
+        self.effort = Effort()
+        self._batches = batches
         self.ring = plan_ring(batches.layout, batches.row_unit, stop - start, num_workers, prefetch_gib, on_gpu)
-        self._position, self._to_start, self._stop = start, start, stop
+        self._position = start
+        self._to_start = start
+        self._stop = stop
         self._num_batches = stop - start
         self._slots = Slots(batches.layout, self.ring, num_workers)
         if num_workers:
@@ -105,7 +109,8 @@ class Loader:
     def __next__(self) -> Batch:
         if self._position == self._stop:
             raise StopIteration
-        position, began = self._position, time.perf_counter()
+        position = self._position
+        began = time.perf_counter()
         self._position += 1  # also where this one fails
         batch = self._make(position) if self._crew is None else self._receive(position, self._crew)
         self.effort = self.effort._replace(wait_s=self.effort.wait_s + time.perf_counter() - began)
@@ -148,7 +153,8 @@ class Loader:
 
     def _make(self, position: int) -> Batch:
         """The batch at `position`, made here."""
-        slot, began = self._slots.free.popleft(), time.perf_counter()
+        slot = self._slots.free.popleft()
+        began = time.perf_counter()
         row_before = stages.use(self._own_row)
         self._own_row.take(position, 0)
         try:
@@ -210,7 +216,8 @@ class _ToGpu:
     step before, and the host goes on."""
 
     def __init__(self, slots: Slots, device: torch.device):
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
         self._memory = slots.whole()
         with torch.cuda.device(device):
             self._is_locked = page_lock(self._memory)

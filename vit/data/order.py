@@ -72,7 +72,8 @@ class Permutation:
 
     def __init__(self, n: int, key: ArrayLike, rounds: int = 6):
         bits = max(2, (n - 1).bit_length())
-        self.n, self.half = n, U64((bits + 1) // 2)
+        self.n = n
+        self.half = U64((bits + 1) // 2)
         self.mask = U64((1 << ((bits + 1) // 2)) - 1)
         self.keys = fold(key, np.arange(rounds))
 
@@ -93,7 +94,8 @@ class _EpochBlocks:
     """The block-permuted epoch: position -> sample. The last block may be short; it gets a drawn slot of its own."""
 
     def __init__(self, num_samples: int, block: int, seed: int, epoch: int):
-        self.block, self.num_blocks = block, -(-num_samples // block)
+        self.block = block
+        self.num_blocks = -(-num_samples // block)
         self.short_length = num_samples - (self.num_blocks - 1) * block
         self.short_slot = int(fold(seed, epoch, 2) % U64(self.num_blocks))
         self.permutation = Permutation(max(self.num_blocks - 1, 1), fold(seed, epoch, 1))
@@ -102,7 +104,8 @@ class _EpochBlocks:
         start = self.short_slot * self.block
         after = positions >= start + self.short_length
         spread = np.where(after, positions + self.block - self.short_length, positions)  # as if the short block were full
-        slot, inside = spread // self.block, spread % self.block
+        slot = spread // self.block
+        inside = spread % self.block
         if self.num_blocks == 1:
             return inside
         full = np.clip(np.where(slot > self.short_slot, slot - 1, slot), 0, self.num_blocks - 2)
@@ -125,10 +128,12 @@ class Share:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Of draws in [0, num_draws) of one shuffle the samples, and how often each has come in this shuffle before: (n,), (n,)."""
         if self.num_draws == self.num_samples:
-            places, times = draws, np.zeros_like(draws)
+            places = draws
+            times = np.zeros_like(draws)
         else:
             passes, inside = np.divmod(draws + shuffle * self.num_draws, self.num_samples)
-            places, times = np.empty_like(draws), passes - shuffle * self.num_draws // self.num_samples
+            places = np.empty_like(draws)
+            times = passes - shuffle * self.num_draws // self.num_samples
             for number in np.unique(passes).tolist():
                 of_pass = passes == number
                 places[of_pass] = self._place(inside[of_pass], number, block, key)
@@ -215,17 +220,21 @@ class Order:
         first, last = start // share, -(-stop // share)
         in_lane = np.arange(step * share, (step + 1) * share)
         in_lane = in_lane[np.argsort(in_lane % self.aug_repeats, kind="stable")]
-        images, copies = in_lane // self.aug_repeats, in_lane % self.aug_repeats
+        images = in_lane // self.aug_repeats
+        copies = in_lane % self.aug_repeats
         low, high = int(images.min()), int(images.max()) + 1
         places = np.stack([self._lane(shuffle, lane, low, high) for lane in range(first, last)])
         samples = _epoch_blocks(self.num_samples, self.block_samples, self.seed, shuffle)(places)
         asked = slice(start - first * share, stop - first * share)
-        drawn, copies = samples[:, images - low].ravel()[asked], np.tile(copies, last - first)[asked]
+        drawn = samples[:, images - low].ravel()[asked]
+        copies = np.tile(copies, last - first)[asked]
         return self._drawn(drawn, copies, shuffle) if self.shares else (drawn, copies)
 
     def _drawn(self, draws: NDArray[np.int64], copies: NDArray[np.int64], shuffle: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The samples of draws, and numbers of copies that are others where a sample comes again."""
-        samples, copies, start = np.empty_like(draws), copies.copy(), 0
+        samples = np.empty_like(draws)
+        copies = copies.copy()
+        start = 0
         for number, share in enumerate(self.shares):
             own = (draws >= start) & (draws < start + share.num_draws)
             if own.any():
@@ -251,7 +260,8 @@ class Order:
             return lane * length + np.arange(start, stop)
         window = self.window_blocks * self.block_samples
         phase = lane * window // self.num_lanes if length > window else 0
-        out, place = np.empty(stop - start, dtype=np.int64), start
+        out = np.empty(stop - start, dtype=np.int64)
+        place = start
         while place < stop:
             number = (place + phase) // window
             low, high = max(number * window - phase, 0), min((number + 1) * window - phase, length)
@@ -287,7 +297,9 @@ def make_order(
 
     Raises ValueError for sizes that cannot work, with those that do.
     """
-    n, g, r = num_samples, global_batch_size, aug_repeats
+    n = num_samples
+    g = global_batch_size
+    r = aug_repeats
     if g > n:
         raise ValueError(f"data.global_batch_size={g} exceeds the {n} training samples: choose at most {n}")
     if aug_repeats_form == "batch" and g % r:

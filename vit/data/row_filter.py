@@ -173,5 +173,6 @@ def _depth(tree: ast.expr) -> int:
     level: list[ast.AST] = [tree]
     depth = 0
     while level:
-        level, depth = [child for node in level for child in ast.iter_child_nodes(node)], depth + 1
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        depth = depth + 1
     return depth

@@ -87,7 +87,8 @@ def choose(split: Split, wanted: Wanted) -> Chosen:
         absent = f" ({len(missing):,} of its keys {'is' if len(missing) == 1 else 'are'} not there: {_some(missing)})" if missing else ""
         parts.append(f"{before - int(is_left.sum()):,} by {wanted.name}exclude{absent}")
     if wanted.filter is not None:
-        row_filter, gone = RowFilter(wanted.filter), 0
+        row_filter = RowFilter(wanted.filter)
+        gone = 0
         for start in range(0, total, PIECE):
             try:
                 gone += leave_out(row_filter(split.index[start : start + PIECE], split.class_names), start)
@@ -158,7 +159,9 @@ def read_exclude(path: Path, split: Split, name: str = "data.") -> Excluded:
     except OSError as error:
         raise ShardError(f"{name}exclude={path}: cannot be read ({error.strerror})") from None
     is_quarantine = path.suffix == ".jsonl"
-    keys, labels, problems = dict[str, None](), set[int](), []
+    keys = dict[str, None]()
+    labels = set[int]()
+    problems = []
     for number, line in enumerate(lines, 1):
         text = line.strip()
         try:

@@ -91,7 +91,9 @@ def mixing_of(
 ) -> Mixing:
     """Figures of batches of (labels, places in storage). A batch begins at its `starts` and takes `duration`, both as shares of the time of
     one shuffle."""
-    found, expected, moved = [], [], []
+    found = []
+    expected = []
+    moved = []
     for (labels, places), start in zip(batches, np.asarray(starts), strict=True):
         found.append(len(np.unique(labels)))
         expected.append(_expected_classes(class_sizes, len(np.unique(places))))
@@ -102,7 +104,8 @@ def mixing_of(
 
 def _expected_classes(class_sizes: NDArray[np.int64], num_images: int) -> float:
     """Expected classes among `num_images` drawn without replacement: the hypergeometric chance of none is C(N - n, g) / C(N, g)."""
-    total, expected = int(class_sizes.sum()), 0.0
+    total = int(class_sizes.sum())
+    expected = 0.0
     for size, classes in zip(*np.unique(class_sizes[class_sizes > 0], return_counts=True), strict=True):
         rest = total - int(size)
         none = math.exp(_log_choose(rest, num_images) - _log_choose(total, num_images)) if rest >= num_images else 0.0

@@ -58,7 +58,8 @@ def plan_ring(layout: Layout, row_unit: int, num_batches: int, num_workers: int,
     `prefetch_gib` bounds its memory; by default it is what keeps all workers busy, and up to 16 more batches where a GiB holds them.
     Raises ValueError if it is too little.
     """
-    rows, slot_bytes = layout.num_rows, -(-layout.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    rows = layout.num_rows
+    slot_bytes = -(-layout.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     held = 3 if on_gpu else 2  # on a GPU the copy of one is queued while one computes and the next is asked for
     part_rows = min(-(-PART_ROWS // row_unit) * row_unit, rows) if num_workers else rows
     least = held + 1 + math.ceil(num_workers * part_rows / rows)
@@ -68,7 +69,8 @@ def plan_ring(layout: Layout, row_unit: int, num_batches: int, num_workers: int,
         slots = min(max(least, DEFAULT_PREFETCH_BYTES // slot_bytes), least + MAX_READY_BATCHES)
     else:
         slots = int(prefetch_gib * 2**30) // slot_bytes
-    slots, least = min(slots, max(num_batches, 1)), min(least, max(num_batches, 1))
+    slots = min(slots, max(num_batches, 1))
+    least = min(least, max(num_batches, 1))
     if slots < least:
         needed_gib = math.ceil(least * slot_bytes / 2**30 * 1000) / 1000
         raise ValueError(
@@ -82,7 +84,9 @@ class Slots:
     """The memory of a ring and of what `num_workers` say about themselves. Passed to a worker process it is the same memory there."""
 
     def __init__(self, layout: Layout, ring: Ring, num_workers: int = 0):
-        self.layout, self.ring, self._num_bytes = layout, ring, ring.num_bytes + max(num_workers, 1) * ROW_BYTES
+        self.layout = layout
+        self.ring = ring
+        self._num_bytes = ring.num_bytes + max(num_workers, 1) * ROW_BYTES
         self.free = deque(range(ring.num_slots))
         self._lent: dict[int, weakref.ref[memoryview]] = {}
         if hasattr(os, "memfd_create"):

@@ -60,7 +60,9 @@ def train_set_of_sources(
     chosen = [choose(*pair) for pair in zip(splits, wanted, strict=True)]
     draws = shares_of([each.num_samples for each in chosen], weights, block_samples)
     sources = Sources(splits, chosen, classes_of)
-    shares, told, known = [], [], []
+    shares = []
+    told = []
+    known = []
     for first, split, each, num_draws in zip(sources.firsts, splits, chosen, draws, strict=False):
         shares.append(Share(num_draws, each.num_samples, first, each.numbers))
         times = f", {num_draws / each.num_samples:.3g} times each" if num_draws != each.num_samples else ""
@@ -89,7 +91,8 @@ class Sources:
     def __init__(self, splits: Sequence[Split], chosen: Sequence[Chosen], classes_of: Split):
         """Raises ShardError where a chosen sample's class is none of those of `classes_of`, or where that has no names and the sources'
         differ."""
-        self.splits, self.root = list(splits), " + ".join(str(split.root) for split in splits)
+        self.splits = list(splits)
+        self.root = " + ".join(str(split.root) for split in splits)
         self.firsts = firsts_of(split.num_samples for split in splits)
         self.num_samples = self.firsts[-1]
         self.filenames = [name for split in splits for name in split.filenames]
@@ -155,7 +158,9 @@ class _Rows:
     """The rows of several indexes by the sources' numbers, and whole columns; labels are mapped."""
 
     def __init__(self, splits: list[Split], maps: list[NDArray[np.int32] | None], firsts: list[int]):
-        self._splits, self._maps, self._firsts = splits, maps, firsts
+        self._splits = splits
+        self._maps = maps
+        self._firsts = firsts
         self.nbytes = sum(split.index.nbytes for split in splits)
 
     def __getitem__(self, which: Any) -> Any:
@@ -196,7 +201,8 @@ def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
     """Raises ShardError where a number means one class here and another there."""
     named = [(number, split) for number, split in enumerate(splits) if split.class_names]
     for number, split in named[1:]:
-        first, names = named[0][1], named[0][1].class_names
+        first = named[0][1]
+        names = named[0][1].class_names
         if split.class_names != names:
             pairs = enumerate(zip_longest(names, split.class_names))
             label, (one, other) = next((label, pair) for label, pair in pairs if pair[0] != pair[1])
@@ -209,7 +215,8 @@ def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
 
 def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) -> NDArray[np.int32] | None:
     """The label by `classes_of` of each label of `split`; None where they are the same."""
-    names, called = classes_of.class_names, _called(number, split)
+    names = classes_of.class_names
+    called = _called(number, split)
     if not names or split.class_names == names:
         return None
     if not split.class_names:
@@ -224,9 +231,11 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
     )
     if missing:
         named = ", ".join(f"{split.class_names[label]!r}" for label in missing[:MOST_NAMED])
-        more, how = "", f"its filter (label not in ({named}))"
+        more = ""
+        how = f"its filter (label not in ({named}))"
         if len(missing) > MOST_NAMED:
-            more, how = f" and {len(missing) - MOST_NAMED:,} more", "its exclude, a file with a line class=NAME for each"
+            more = f" and {len(missing) - MOST_NAMED:,} more"
+            how = "its exclude, a file with a line class=NAME for each"
         classes = f"{len(missing):,} {'class' if len(missing) == 1 else 'classes'} that {classes_of.root} {classes_of.name!r} lacks"
         raise ShardError(f"{called}: {classes}: {named}{more}; leave them out with {how}, or evaluate on data that have them")
     return mapped

@@ -81,20 +81,25 @@ class Row:
 
     def __init__(self, memory: memoryview):
         self._numbers = memory.cast("d")
-        self._retries, self._moves = num_retries(), num_moves()
+        self._retries = num_retries()
+        self._moves = num_moves()
 
     # ---- by the process itself ----
 
     def enter(self, stage: Stage) -> None:
         """What was begun before is over, and `stage` begins."""
-        numbers, now_s = self._numbers, time.monotonic()
+        numbers = self._numbers
+        now_s = time.monotonic()
         numbers[_SECONDS + int(numbers[_STAGE])] += now_s - (numbers[_SINCE_S] or now_s)
-        numbers[_SINCE_S], numbers[_STAGE] = now_s, stage
+        numbers[_SINCE_S] = now_s
+        numbers[_STAGE] = stage
         numbers[_TURNS] += 1
 
     def take(self, position: int, first: int) -> None:
         """A part of a batch is begun: the rows from `first` on of the one at `position`."""
-        self._numbers[_POSITION], self._numbers[_FIRST], self._numbers[_SAMPLE] = position, first, -1
+        self._numbers[_POSITION] = position
+        self._numbers[_FIRST] = first
+        self._numbers[_SAMPLE] = -1
         self.enter(Stage.ORDER)
 
     def read(self, sample: int) -> None:
@@ -120,10 +125,12 @@ class Row:
     def count_retries(self) -> None:
         """What this process has tried again by now. That, a pause before it, and bytes that come are progress: who waits for it does not
         hang."""
-        retries, moves = num_retries(), num_moves()
+        retries = num_retries()
+        moves = num_moves()
         self._numbers[_PLACES["retries"]] += retries - self._retries
         if (retries, moves) != (self._retries, self._moves):
-            self._retries, self._moves = retries, moves
+            self._retries = retries
+            self._moves = moves
             self._numbers[_TURNS] += 1
 
     def beat(self) -> None:
@@ -138,7 +145,9 @@ class Row:
 
     def begin_again(self) -> None:
         """For another process in the place of one that was killed: sums stay."""
-        self._numbers[_STAGE], self._numbers[_SINCE_S], self._numbers[_SAMPLE] = Stage.IDLE, time.monotonic(), -1
+        self._numbers[_STAGE] = Stage.IDLE
+        self._numbers[_SINCE_S] = time.monotonic()
+        self._numbers[_SAMPLE] = -1
 
     # ---- by anybody ----
 
@@ -185,5 +194,6 @@ mine = Row(memoryview(bytearray(ROW_BYTES)))
 def use(row: Row) -> Row:
     """From now on this process writes into `row`; returns the one before."""
     global mine
-    before, mine = mine, row
+    before = mine
+    mine = row
     return before

@@ -38,7 +38,8 @@ from vit.data.storage.patience import Patience
 from vit.system.files import ShardError
 from vit.system.urls import expand_braces, shown
 
-SHUFFLE_SAMPLES, SHUFFLE_BYTES = 1000, 64 << 20
+SHUFFLE_SAMPLES = 1000
+SHUFFLE_BYTES = 64 << 20
 """Encoded samples that a worker shuffles among, at most."""
 NOT_EXACT = "not exact: samples may repeat or be missed, resume starts a new pass"
 
@@ -119,13 +120,18 @@ class StreamBatches(Batches):
         num_workers: int = 0,
         on_bad_image: str = "error",
     ):
-        self.split, self.order, self.augment, self.image = split, order, augment, image
+        self.split = split
+        self.order = order
+        self.augment = augment
+        self.image = image
         share = order.global_batch_size // world_size
-        self.first_row, self.on_bad_image = rank * share, on_bad_image
+        self.first_row = rank * share
+        self.on_bad_image = on_bad_image
         self.layout = Layout(share, image, table_layout(augment).width)
         self.row_unit = augment.mix_group_size if mixes(augment) else 1
         self._num_processes = max(num_workers, 1)
-        self._first_reader, self._num_readers = rank * self._num_processes, world_size * self._num_processes
+        self._first_reader = rank * self._num_processes
+        self._num_readers = world_size * self._num_processes
         self._begun = multiprocessing.Value("i", 0)
         self._pid = 0
         self._samples: Iterator[_Sample] = iter(())
@@ -147,15 +153,18 @@ class StreamBatches(Batches):
         widths, heights = np.maximum([(sample.width, sample.height) for sample in samples], 1).T
         keys = sample_keys(self.order.seed, epoch, ids)
         crops = draw_crops(self.augment, keys, widths, heights, self.image.size).tolist()
-        weights, bad_keys = np.ones(len(ids), dtype=np.float32), []
+        weights = np.ones(len(ids), dtype=np.float32)
+        bad_keys = []
         for row, (sample, crop) in enumerate(zip(samples, crops, strict=True)):
             try:
-                size, out = (sample.width, sample.height), [rows.images[row]]
+                size = (sample.width, sample.height)
+                out = [rows.images[row]]
                 decode_views(sample.data, [crop], self.image.size, self.image.interpolation, self.image.channels, out=out, image_size=size)
             except ValueError as error:
                 if self.on_bad_image == "error":
                     raise ShardError(f"image {sample.key!r} of the stream: {error}; data.on_bad_image=skip trains without it") from None
-                rows.images[row], weights[row] = 0, 0.0
+                rows.images[row] = 0
+                weights[row] = 0.0
                 bad_keys.append(sample.key)
         table = draw_table(self.augment, keys, widths, heights, self.image.size)
         draw_mix(self.augment, table, weights, self.order.seed, position, first, self.image.size)
@@ -165,7 +174,8 @@ class StreamBatches(Batches):
     def _shuffled(self, reader: int, epoch: int) -> Iterator[_Sample]:
         """The samples of one of the readers, without end, each drawn at random from a buffer."""
         buffer: list[_Sample] = []
-        held_bytes, draws = 0, fold(self.order.seed, epoch, reader)
+        held_bytes = 0
+        draws = fold(self.order.seed, epoch, reader)
         most = min(SHUFFLE_SAMPLES, self.split.num_samples // self._num_readers // 4)  # else a buffer would hold several passes
         for number, sample in enumerate(self._passes(reader, epoch)):
             buffer.append(sample)
@@ -179,7 +189,9 @@ class StreamBatches(Batches):
     def _passes(self, reader: int, epoch: int) -> Iterator[_Sample]:
         """The samples of one of the readers, pass after pass, the shards of each in an order of its own that all readers know."""
         for number in itertools.count():
-            urls, seen, own = self.split.filenames, 0, 0
+            urls = self.split.filenames
+            seen = 0
+            own = 0
             shuffled = [urls[i] for i in np.argsort(fold(self.order.seed, epoch, number, np.arange(len(urls))), kind="stable")]
             by_shard = len(urls) >= self._num_readers
             own_urls = shuffled[reader :: self._num_readers] if by_shard else shuffled
@@ -194,7 +206,8 @@ class StreamBatches(Batches):
 
     def _checked(self, sample: dict[str, Any]) -> _Sample:
         """One of webdataset's samples, as we take them."""
-        key, where = sample["__key__"], f"{shown(sample['__url__'])}: sample {sample['__key__']!r}"
+        key = sample["__key__"]
+        where = f"{shown(sample['__url__'])}: sample {sample['__key__']!r}"
         layout = self.split.layout
         suffixes = [suffix for suffix in sample if not suffix.startswith("__")]
         try:

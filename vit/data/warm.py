@@ -49,7 +49,9 @@ def warm(tars: RemoteTars, split: str, shards: range, fraction: float = 1.0, num
     start = int(hash64(os.getpid())) % len(blocks)  # another one of several commands begins elsewhere
     missing = [block for block in (*blocks[start:], *blocks[:start]) if not tars.cache.holds(block.name)]
     here_bytes = sum(block.num_bytes for block in blocks) - sum(block.num_bytes for block in missing)
-    fetched_bytes, is_full, damaged = 0, threading.Event(), set[Block]()
+    fetched_bytes = 0
+    is_full = threading.Event()
+    damaged = set[Block]()
 
     def get(block: Block) -> Fetched:
         try:
@@ -79,7 +81,8 @@ def warm(tars: RemoteTars, split: str, shards: range, fraction: float = 1.0, num
         is_full.set()  # an error or Ctrl-C: nothing more is begun
         threads.shutdown(wait=False, cancel_futures=True)
     all_bytes = sum(block.num_bytes for block in blocks)
-    here, fetched = _size(here_bytes + fetched_bytes), _size(fetched_bytes)
+    here = _size(here_bytes + fetched_bytes)
+    fetched = _size(fetched_bytes)
     said = f"{split}: {here} of {_size(all_bytes)} are in {tars.cache.folder}, {fetched} of them fetched now"
     if damaged:
         counts = Counter(tars.where(block.shard) for block in damaged)
@@ -135,10 +138,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             wanted = [*(sources or [(data.root, data.train_split)]), (data.root, data.val_split)]
             wanted = [(data.root, split) for split in given.split] if given.split else wanted
             patience = Patience(data.patience_s)
-            cache_dir, cache_gib = given.cache_dir or data.cache_dir, given.cache_gib or data.cache_gib
+            cache_dir = given.cache_dir or data.cache_dir
+            cache_gib = given.cache_gib or data.cache_gib
         elif len(given.root) == 1:
-            wanted, patience = [(given.root[0], split) for split in given.split or ["train", "val"]], Patience()
-            cache_dir, cache_gib = given.cache_dir, given.cache_gib
+            wanted = [(given.root[0], split) for split in given.split or ["train", "val"]]
+            patience = Patience()
+            cache_dir = given.cache_dir
+            cache_gib = given.cache_gib
         else:
             raise ValueError("one data set is wanted: its folder or URL, or --config FILE (python -m vit.data.warm --help)")
         for root, split in dict.fromkeys(wanted):

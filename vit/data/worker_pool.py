@@ -79,7 +79,8 @@ class Watch:
     """
 
     def __init__(self, rows: list[Row], where: Callable[[int], str], stall_timeout_s: float | None):
-        self._rows, self._where = rows, where
+        self._rows = rows
+        self._where = where
         self.tell_after_s = min(TELL_AFTER_S, (stall_timeout_s or 1e9) / 4)
         self.look_each_s = min(LOOK_EACH_S, self.tell_after_s / 4)
         self.stuck_s = [0.0] * len(rows)
@@ -89,7 +90,9 @@ class Watch:
 
     def begin(self) -> None:
         """Training begins to wait."""
-        self._looked_s, self._waited_s, self._to_tell_s = time.monotonic(), 0.0, self.tell_after_s
+        self._looked_s = time.monotonic()
+        self._waited_s = 0.0
+        self._to_tell_s = self.tell_after_s
         self.idle_s = 0.0
         """How long nobody has had anything to do."""
 
@@ -101,7 +104,8 @@ class Watch:
     def look(self, names: Callable[[int], str]) -> None:
         """Look at the rows, and tell if it is time to. `names`: who process number n is."""
         now_s = time.monotonic()
-        passed_s, self._looked_s = min(now_s - self._looked_s, 2 * self.look_each_s), now_s
+        passed_s = min(now_s - self._looked_s, 2 * self.look_each_s)
+        self._looked_s = now_s
         self._waited_s += passed_s
         for number, row in enumerate(self._rows):
             turns = row.turns
@@ -157,7 +161,9 @@ class Crew:
     def __init__(self, batches: Batches, slots: Slots, num_workers: int, stall_timeout_s: float | None):
         # Anything but a fork has 340 MiB of its own for each worker, opens every shard anew and takes seconds to begin.
         self._context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-        self._batches, self._slots, self._timeout_s = batches, slots, stall_timeout_s
+        self._batches = batches
+        self._slots = slots
+        self._timeout_s = stall_timeout_s
         self.rows = [slots.row(number) for number in range(num_workers)]
         self.num_replaced = 0
         """Workers that hung and were replaced."""
@@ -279,7 +285,8 @@ class Crew:
         self._watch.idle_s = 0.0
         _empty(self._parts)
         os.set_blocking(self._parts.fileno(), True)
-        left, self._given = self._given, {}
+        left = self._given
+        self._given = {}
         for number in list(self._workers):
             self._replace(number)
         self._again.update(left)
@@ -288,7 +295,9 @@ class Crew:
 
     def _kill(self, number: int) -> bool:
         """Kill a worker, unless it goes on just now. It is stopped first, or waits in the kernel: then its row tells its part."""
-        worker, row, turns = self._workers[number][0], self.rows[number], self.rows[number].turns
+        worker = self._workers[number][0]
+        row = self.rows[number]
+        turns = self.rows[number].turns
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGSTOP)
         for _ in range(50):
@@ -325,7 +334,9 @@ class Crew:
         code = worker.exitcode
         if code is None or code >= 0:
             return f"a loader worker (process {worker.pid}) ended by itself with exit status {code}: start again, report it if it returns"
-        name, kills, before = signal.Signals(-code).name, num_oom_kills(), self._oom_kills
+        name = signal.Signals(-code).name
+        kills = num_oom_kills()
+        before = self._oom_kills
         if -code == signal.SIGKILL and kills is not None and before is not None and kills > before:
             reason = "because memory ran out: the kernel has counted it. Lower data.num_workers or data.prefetch_gib"
         elif -code == signal.SIGKILL:
@@ -382,7 +393,8 @@ def _work(batches: Batches, slots: Slots, number: int, parts: Connection, say: C
     follow_parent()
     row = slots.row(number)
     stages.use(row)
-    into, num_made = [slots.batch(slot) for slot in range(slots.ring.num_slots)], 0
+    into = [slots.batch(slot) for slot in range(slots.ring.num_slots)]
+    num_made = 0
     with suppress(BlockingIOError, BrokenPipeError):  # the loader was closed
         while True:
             message = os.read(parts.fileno(), _PART.size)
@@ -390,8 +402,11 @@ def _work(batches: Batches, slots: Slots, number: int, parts: Connection, say: C
             if position == _END:
                 return
             row.take(position, first)
-            rows, began = into[slot].rows(first, first + slots.ring.part_rows), time.perf_counter()
-            bad_keys, mistake, stack = tuple[str, ...](), "", ""
+            rows = into[slot].rows(first, first + slots.ring.part_rows)
+            began = time.perf_counter()
+            bad_keys = tuple[str, ...]()
+            mistake = ""
+            stack = ""
             try:
                 bad_keys = batches.fill(position, first, rows)
             except ShardError as error:

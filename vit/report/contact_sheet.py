@@ -25,7 +25,9 @@ from vit.data.order import make_order
 from vit.plan import choose_num_classes, open_indexed, open_train_set
 from vit.report.plots import SMALL_PT, TEXT_PT, WIDTH_IN, drawing, new_sheet, place, share_lines, to_pixels
 
-CAPTION_PT, LINE_IN, GAP_IN = 7.5, 0.125, 0.08
+CAPTION_PT = 7.5
+LINE_IN = 0.125
+GAP_IN = 0.08
 
 
 class Cell(NamedTuple):
@@ -52,8 +54,10 @@ def make_contact_sheet(config: Config, num_images: int, num_draws: int, picture:
     if num_rows > num_images_there:
         raise ValueError(f"{num_rows} images are asked for, {config.data.root} has {num_images_there} to train on: ask for fewer")
     drawn = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in drawn)
-    num_classes, side = choose_num_classes(config, split), _side(num_draws + 1 + (group > 1))
-    image, order = image_format(config), make_order(num_rows, num_rows, config.train.seed, shares=drawn)
+    num_classes = choose_num_classes(config, split)
+    side = _side(num_draws + 1 + (group > 1))
+    image = image_format(config)
+    order = make_order(num_rows, num_rows, config.train.seed, shares=drawn)
     height, width = image.size
     middle = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(width / height, width / height), hflip_prob=0.0)
     with Loader(TrainBatches(split, order, middle, image), 0, 1) as loader:

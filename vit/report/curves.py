@@ -37,16 +37,21 @@ class _Curves:
 
 def _read_curves(metrics: Path) -> _Curves:
     """Each train line gets `data_wait_percent`, the share of its interval that went by waiting for data, if the record tells."""
-    lines, batch_size, previous = read_metrics(metrics), math.nan, 0
+    lines = read_metrics(metrics)
+    batch_size = math.nan
+    previous = 0
     if not lines:
         raise ValueError("Nothing is in the record yet")
     for line in lines:
         if line["kind"] == "start":
-            plan, previous = line.get("plan", {}), line["step"]
+            plan = line.get("plan", {})
+            previous = line["step"]
             batch_size = math.prod(plan.get(key, math.nan) for key in ("world_size", "micro_batch_size", "accumulation_steps"))
         elif line["kind"] == "train":  # an interval begins at the line before, or at the start
-            num_images, previous = (line["step"] - previous) * batch_size, line["step"]
-            waited_s, images_per_s = line.get("data_wait_s"), line.get("images_per_s")
+            num_images = (line["step"] - previous) * batch_size
+            previous = line["step"]
+            waited_s = line.get("data_wait_s")
+            images_per_s = line.get("images_per_s")
             if num_images > 0 and waited_s is not None and images_per_s is not None:
                 line["data_wait_percent"] = min(100.0 * waited_s * images_per_s / num_images, 100.0)
     train, evals, faults = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "fault"))
@@ -76,7 +81,8 @@ def _draw_loss(axes: Axes, curves: _Curves) -> None:
     _line(axes, curves.evals, "loss_ema", "s--", GREEN, "averaged weights")
     axes.set(title="Cross-entropy", ylim=(0, None))
     if curves.faults:
-        steps, at = [line["step"] for line in curves.faults], axes.get_xaxis_transform()
+        steps = [line["step"] for line in curves.faults]
+        at = axes.get_xaxis_transform()
         axes.plot(steps, [0.03] * len(steps), "x", color="black", markersize=6, label=f"{len(steps):,} updates skipped", transform=at)
 
 
@@ -156,12 +162,14 @@ def curve_panels(metrics: Path) -> dict[str, str]:
 
     Letters are outlines; ids begin with the panel's name; no style sheet inside, which would reach the rest of the page.
     """
-    curves, panels = _read_curves(metrics), dict[str, str]()
+    curves = _read_curves(metrics)
+    panels = dict[str, str]()
     with style():
         from matplotlib.figure import Figure
 
         for name in PANELS:
-            figure, written = Figure((5.0, 3.2), layout="constrained"), StringIO()
+            figure = Figure((5.0, 3.2), layout="constrained")
+            written = StringIO()
             _draw_panel(figure.subplots(), curves, name)
             figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
             panels[name] = _inline(written.getvalue(), name, figure.axes[0].get_title(loc="left"))

@@ -37,7 +37,8 @@ class Attempt:
 
     @property
     def elapsed_s(self) -> float | None:
-        began, ended = self.start.get("time"), self.last_time
+        began = self.start.get("time")
+        ended = self.last_time
         return ended - began if began is not None and ended is not None else None
 
 
@@ -74,8 +75,10 @@ def _tell_outcome(attempt: Attempt, following: Attempt | None, in_use: bool | No
         attempt.redone = max(attempt.last_step - following.start["step"], 0)
     if attempt.lines[-1]["kind"] == "end":
         outcome = str(attempt.lines[-1].get("outcome"))
-        attempt.outcome, attempt.reason = "failed" if outcome == "error" else outcome, str(attempt.lines[-1].get("reason", ""))
+        attempt.outcome = "failed" if outcome == "error" else outcome
+        attempt.reason = str(attempt.lines[-1].get("reason", ""))
     elif following is not None or in_use is False:
-        attempt.outcome, attempt.reason = "killed", "no farewell in the record"
+        attempt.outcome = "killed"
+        attempt.reason = "no farewell in the record"
     else:
         attempt.outcome = "going on" if in_use else "unclear"

@@ -72,7 +72,8 @@ def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None)
 
     Raises ValueError if it cannot be written.
     """
-    page, source = run_dir / PAGE_FILE, RunFolder(run_dir, torch.device("cpu"))
+    page = run_dir / PAGE_FILE
+    source = RunFolder(run_dir, torch.device("cpu"))
     story = read_history(run_dir / METRICS_FILE, in_use)
     content = _environment().get_template(TEMPLATE_FILE).render(**_page_values(source, story, pictures))
     try:
@@ -95,15 +96,18 @@ def _environment() -> jinja2.Environment:
 
 
 def _page_values(source: RunFolder, story: History, pictures: Pictures) -> dict[str, Any]:
-    run_dir, made_s = source.run_dir, time.time()
+    run_dir = source.run_dir
+    made_s = time.time()
     plan: dict[str, Any] = next((a.start["plan"] for a in reversed(story.attempts) if isinstance(a.start.get("plan"), dict)), {})
     evaluations = _evaluations(story, plan)
     script = (Path(__file__).parent / TEMPLATE_FILE).read_text(encoding="utf-8")
     script = re.search(r"<script>(.*?)</script>", script, re.DOTALL)[1]  # type: ignore[index]
     try:
-        config, config_problem = source.config, ""
+        config = source.config
+        config_problem = ""
     except ValueError as error:
-        config, config_problem = None, sentence(error)
+        config = None
+        config_problem = sentence(error)
     return {
         "name": run_dir.resolve().name,
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -139,7 +143,8 @@ def _text(path: Path) -> str:
 
 def _state(story: History, plan: dict[str, Any], run_dir: Path, now_s: float) -> dict[str, Any]:
     """How the run stands, in a word for the eye and a sentence."""
-    step, total = max((line["step"] for line in story.lines), default=0), plan.get("total_steps")
+    step = max((line["step"] for line in story.lines), default=0)
+    total = plan.get("total_steps")
     of_total = f"step {step:,} of {total:,}" if total else f"step {step:,}"
     last = story.attempts[-1] if story.attempts else None
     outcome = last.outcome if last else "not started"
@@ -222,7 +227,8 @@ def _evaluations(story: History, plan: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _rank(row: dict[str, Any], suffix: str) -> tuple[float, float]:
     """Larger is better: top-1, and of equals the smaller loss, as in `Progress.take_best`."""
-    top1, loss = row[f"top1{suffix}"], row[f"loss{suffix}"]
+    top1 = row[f"top1{suffix}"]
+    loss = row[f"loss{suffix}"]
     return -1.0 if top1 is None else top1, -math.inf if loss is None else -loss
 
 
@@ -244,7 +250,8 @@ def _headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
         values["interval"] = interval_in_words(values["correct_top1"], num_images) if known else ""
         return {**values, "num_images": num_images, "step": row["step"], "epoch": row["epoch"], "averaged": averaged, "other": other}
 
-    last, best = evaluations[-1], max(evaluations, key=_best_rank)
+    last = evaluations[-1]
+    best = max(evaluations, key=_best_rank)
     return {
         "last": chosen(last, "_ema" if last["top1_ema"] is not None else ""),
         "best": chosen(best, "_ema" if best["top1_ema"] is not None and _rank(best, "_ema") == _best_rank(best) else ""),
@@ -337,7 +344,8 @@ def _fault_text(line: dict[str, Any]) -> str:
 
 def _settings(config: Config) -> list[dict[str, Any]]:
     """Every setting with its default and the sentence from `vit.config`, section by section."""
-    values, rows = config_io.to_dict(config), list[dict[str, Any]]()
+    values = config_io.to_dict(config)
+    rows = list[dict[str, Any]]()
     for section, group in values.items():
         for key, info in type(getattr(config, section)).model_fields.items():
             default = None if info.is_required() else json.loads(json.dumps(info.get_default(call_default_factory=True)))

@@ -44,7 +44,11 @@ from vit.run.record import METRICS_FILE
 from vit.weights import Trained, WeightsError, find_trained, load_weights, read_trained
 
 REPORT_FOLDER = "report"
-NUM_AUGMENTED, NUM_ATTENTION, NUM_ATTENTION_WRONG, NUM_CONFUSED_PAIRS, NUM_EXAMPLES = 24, 12, 4, 10, 6
+NUM_AUGMENTED = 24
+NUM_ATTENTION = 12
+NUM_ATTENTION_WRONG = 4
+NUM_CONFUSED_PAIRS = 10
+NUM_EXAMPLES = 6
 """Images in `augmented.png`; in `attention.png`, and how many of those were mistaken; rows and columns of `confused.png`."""
 MAX_CONFUSION_CLASSES = 5_000
 """A matrix of 200 MB. The 21,841 classes of ImageNet-21k would take 3.8 GB, at the end of a run that is finished."""
@@ -102,7 +106,8 @@ def draw_pictures(run_dir: Path, device: torch.device, on_picture: Callable[[int
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
-    source, drawn = RunFolder(run_dir, device), Pictures()
+    source = RunFolder(run_dir, device)
+    drawn = Pictures()
     with torch.random.fork_rng(devices=[]):  # a new model draws weights before it gets the run's
         for number, (name, paint) in enumerate(PAINTERS.items()):
             try:
@@ -113,7 +118,8 @@ def draw_pictures(run_dir: Path, device: torch.device, on_picture: Callable[[int
             if on_picture is not None:
                 on_picture(number + 1, len(PAINTERS), name)
     with suppress(Exception):  # the reason is at the confusion matrix
-        drawn.confused_pairs, drawn.class_accuracies = _confused_pairs(source), _class_accuracies(source)
+        drawn.confused_pairs = _confused_pairs(source)
+        drawn.class_accuracies = _class_accuracies(source)
     return drawn
 
 
@@ -129,7 +135,8 @@ class RunFolder:
     """What a run folder holds, each part read when a picture asks for it. One that is not there raises ValueError with the reason."""
 
     def __init__(self, run_dir: Path, device: torch.device):
-        self.run_dir, self.device = run_dir, device
+        self.run_dir = run_dir
+        self.device = device
 
     @cached_property
     def config(self) -> Config:
@@ -169,7 +176,9 @@ class RunFolder:
         """predictions (num_images,), -1 where the logits were not numbers; labels (num_images,); the step of that evaluation."""
         try:
             with np.load(self.run_dir / PREDICTIONS_FILE) as file:
-                predictions, labels, step = file["predictions"], file["labels"], int(file["step"])
+                predictions = file["predictions"]
+                labels = file["labels"]
+                step = int(file["step"])
         except FileNotFoundError:
             raise ValueError("The run has not been evaluated yet") from None
         except Exception as error:  # a damaged zip has many voices
@@ -181,14 +190,17 @@ class RunFolder:
     @cached_property
     def class_names(self) -> list[str]:
         """A name for each class, "class 7" where none is known."""
-        num, names = 0, list[str]()
+        num = 0
+        names = list[str]()
         with suppress(ValueError):
-            num, path = self.num_classes, self.trained.path
+            num = self.num_classes
+            path = self.trained.path
             if path.suffix == ".safetensors":
                 with safe_open(path, framework="pt") as file:
                     names = json.loads((file.metadata() or {}).get("class_names", "[]"))
         with suppress(ValueError):
-            num, names = max(num, self.val_split.num_classes), names or self.val_split.class_names
+            num = max(num, self.val_split.num_classes)
+            names = names or self.val_split.class_names
         with suppress(ValueError):
             num = max(num, int(np.max(self.predictions[:2])) + 1)
         return [names[n] if n < len(names) and names[n] else f"class {n}" for n in range(max(num, len(names)))]
@@ -216,7 +228,8 @@ class RunFolder:
 
     def eval_image(self, sample: int) -> Tensor:
         """What evaluation sees of an image of the validation split: (C, H, W) uint8."""
-        data, image = self.val_split.read(sample), image_format(self.config)
+        data = self.val_split.read(sample)
+        image = image_format(self.config)
         return decode_center(data, image.size, self.config.eval, image.interpolation, image.channels)
 
     def check_same_images(self) -> None:
@@ -232,7 +245,8 @@ def _paint_curves(source: RunFolder, picture: Path) -> str:
 
 def _paint_augmented(source: RunFolder, picture: Path) -> str:
     """The first rows of the run's first batch. The order is asked as by one of many ranks, which decodes their rows and no others."""
-    config, train = source.config, source.train_set
+    config = source.config
+    train = source.train_set
     batch_size = config.data.global_batch_size
     order = create_order(config, train.num_draws, train.shares)
     shares = [n for n in divisors(batch_size) if n % (config.augment.mix_group_size if mixes(config.augment) else 1) == 0] or [batch_size]
@@ -245,7 +259,9 @@ def _paint_augmented(source: RunFolder, picture: Path) -> str:
     on_device = batch.to(source.device)
     inputs, targets = create_augment(config, source.num_classes, source.device)(on_device.images, on_device.labels, batch.table)
     rows = np.flatnonzero(batch.weights.numpy() > 0)[:NUM_AUGMENTED]
-    mean, std, names = config.data.mean, config.data.std, source.class_names[: source.num_classes]
+    mean = config.data.mean
+    std = config.data.std
+    names = source.class_names[: source.num_classes]
     plots.plot_augmented(inputs[rows].cpu(), targets[rows].cpu(), mean, std, names, picture)
     return f"The first {len(rows)} of the {batch_size:,} images of step 1, as the model saw them."
 
@@ -261,14 +277,16 @@ def _paint_attention(source: RunFolder, picture: Path) -> str:
     images = torch.stack([source.eval_image(sample) for sample in chosen])
     model: Any = source.model
     inputs = create_augment(source.config, source.num_classes, source.device).normalize(images.to(source.device))
-    logits, relevance = [], []
+    logits = []
+    relevance = []
     with torch.no_grad():
         for one in inputs.split(1):  # one after the other: a ViT-H at 518 pixels holds 4 GB of attention for each
             maps = plots.attention_maps(model, one)
             rolled = plots.attention_rollout(maps, getattr(model, "num_prefix_tokens", 0), getattr(model, "global_pool", "avg"))
             relevance.append(rolled.unflatten(1, _grid(source.trained, model)).cpu())
             logits.append(model(one).float().cpu())
-    predicted, probabilities = predicted_classes(torch.cat(logits)), torch.cat(logits).softmax(1).amax(1)
+    predicted = predicted_classes(torch.cat(logits))
+    probabilities = torch.cat(logits).softmax(1).amax(1)
     wrong = int((predicted.numpy() != labels[chosen]).sum())
     names = source.class_names[: source.num_classes]
     plots.plot_attention(images, torch.cat(relevance), torch.from_numpy(labels[chosen]), predicted, probabilities, names, picture)
@@ -296,7 +314,8 @@ def pick_images(labels: NDArray[np.int64], predictions: NDArray[np.int64] | None
 
 def _round_robin(labels: NDArray[np.int64]) -> list[list[int]]:
     """Places in `labels` in rounds: the first image of each class, by class; then the second of each; and so on."""
-    seen, rounds = dict[int, int](), list[list[int]]()
+    seen = dict[int, int]()
+    rounds = list[list[int]]()
     for place in np.argsort(labels, kind="stable").tolist():
         turn = seen[labels[place]] = seen.get(labels[place], -1) + 1
         rounds += [[]] if turn == len(rounds) else []
@@ -365,7 +384,8 @@ def _confused_pairs(source: RunFolder) -> list[ConfusedPair]:
 def _class_accuracies(source: RunFolder) -> list[ClassAccuracy]:
     predictions, labels, _ = source.predictions
     num = len(source.class_names)
-    totals, correct = np.bincount(labels, minlength=num), np.bincount(labels[predictions == labels], minlength=num)
+    totals = np.bincount(labels, minlength=num)
+    correct = np.bincount(labels[predictions == labels], minlength=num)
     return [
         ClassAccuracy(name, int(total), int(right), 100.0 * int(right) / int(total) if total else math.nan)
         for name, total, right in zip(source.class_names, totals, correct, strict=True)

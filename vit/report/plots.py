@@ -29,9 +29,15 @@ if TYPE_CHECKING:  # matplotlib is imported where something is drawn: training s
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH_IN, DPI = 8.0, 175
-TITLE_PT, TEXT_PT, SMALL_PT = 12.0, 10.5, 9.5
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
+WIDTH_IN = 8.0
+DPI = 175
+TITLE_PT = 12.0
+TEXT_PT = 10.5
+SMALL_PT = 9.5
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+GREEN = "#009E73"
+GREY = "#666666"
 STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters everywhere
     "font.size": TEXT_PT,
@@ -87,7 +93,8 @@ def new_sheet(figure: Figure, heading: str) -> Axes:
 def place(sheet: Axes, pixels: NDArray, left: float, top: float, width: float, height: float) -> None:
     """Draw `pixels` (H, W, 3) into a box of a sheet, in inches, as large as their aspect allows."""
     scale = min(width / pixels.shape[1], height / pixels.shape[0])
-    half_w, half_h = pixels.shape[1] * scale / 2, pixels.shape[0] * scale / 2
+    half_w = pixels.shape[1] * scale / 2
+    half_h = pixels.shape[0] * scale / 2
     x, y = left + width / 2, top + height / 2
     sheet.imshow(pixels, extent=(x - half_w, x + half_w, y + half_h, y - half_h), aspect="auto")
 
@@ -111,7 +118,8 @@ def shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "no
     from matplotlib.textpath import text_to_path
 
     font = FontProperties(family="DejaVu Sans", size=size, weight=weight)
-    kept, shown = len(text), text
+    kept = len(text)
+    shown = text
     while kept > 1 and text_to_path.get_text_width_height_descent(shown, font, False)[0] > width_in * 72:
         kept -= 1
         shown = text[: (kept + 1) // 2].rstrip() + "…" + text[len(text) - kept // 2 :].lstrip()
@@ -131,7 +139,8 @@ def plot_augmented(
     shift, scale = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
     images = (inputs.detach().float().cpu() * scale + shift).clamp(0, 1)
     height, width = images.shape[2:]
-    columns, gap = min(6, max(3, len(images))), 0.1
+    columns = min(6, max(3, len(images)))
+    gap = 0.1
     side = (WIDTH_IN - gap) / columns - gap
     tall = side * height / width
     captions = [share_lines(target, class_names, side) for target in targets.detach().float().cpu()]
@@ -241,7 +250,10 @@ def plot_attention(
     """
     from matplotlib import colormaps
 
-    pair, gap, head = 3.75, 0.3, 0.43  # inches: two images, between pairs, two lines of text
+    # inches: two images, between pairs, two lines of text
+    pair = 3.75
+    gap = 0.3
+    head = 0.43
     side = (pair - 0.06) / 2
     tall = side * images.shape[2] / images.shape[3]
     row = head + tall + 0.25
@@ -255,7 +267,9 @@ def plot_attention(
         sheet.text(0.1, 0.52, note, size=SMALL_PT, va="center", color=GREY)
         for i, image in enumerate(images):
             left, top = 0.1 + i % 2 * (pair + gap), 0.8 + i // 2 * row
-            label, predicted, probability = int(labels[i]), int(predictions[i]), float(probabilities[i])
+            label = int(labels[i])
+            predicted = int(predictions[i])
+            probability = float(probabilities[i])
             mark, color, weight = ("✓", BLUE, "normal") if label == predicted else ("✗", ORANGE, "bold")
             name = shorten(_name(class_names, predicted), pair - 1.9, weight=weight) + f" ({100 * probability:.0f} %)"
             sheet.text(left, top + 0.13, "true: " + shorten(_name(class_names, label), pair - 0.5))
@@ -279,7 +293,8 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
     tiles = (unit.view(height, width, -1)[rows][:, columns] @ unit.T).view(len(rows), len(columns), height, width).numpy()
     zoom = max(1, 12 // max(grid))  # pixels of the assembled array for each patch, so that the gaps can be thinner than a patch
     gap = max(1, zoom * max(grid) // 12)
-    tall, wide = zoom * height + gap, zoom * width + gap
+    tall = zoom * height + gap
+    wide = zoom * width + gap
     whole = np.full((len(rows) * tall - gap, len(columns) * wide - gap), np.nan)
     for y, x in np.ndindex(len(rows), len(columns)):
         whole[y * tall : (y + 1) * tall - gap, x * wide : (x + 1) * wide - gap] = tiles[y, x].repeat(zoom, 0).repeat(zoom, 1)
@@ -336,7 +351,8 @@ def plot_confusion(matrix: NDArray[np.int64], class_names: Sequence[str], pictur
     """
     is_small = len(matrix) <= 20
     with drawing(picture, 7.6 if is_small else 6.9, layout="constrained") as figure:
-        num, right = int(matrix.sum()), int(matrix.trace())
+        num = int(matrix.sum())
+        right = int(matrix.trace())
         _title(figure, f"Confusion: {num - right:,} mistakes on {num:,} images")
         axes = figure.subplots()
         axes.set(xlabel="predicted class", ylabel="true class")
@@ -350,8 +366,10 @@ def plot_confusion(matrix: NDArray[np.int64], class_names: Sequence[str], pictur
 def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> None:
     from matplotlib import colormaps
 
-    num_classes, cell_in = len(matrix), 5.8 / len(matrix)
-    share, right = matrix / matrix.sum(1, keepdims=True).clip(1), np.eye(len(matrix), dtype=bool)
+    num_classes = len(matrix)
+    cell_in = 5.8 / len(matrix)
+    share = matrix / matrix.sum(1, keepdims=True).clip(1)
+    right = np.eye(len(matrix), dtype=bool)
     largest = share[~right].max(initial=1e-12)
     colors = np.where(right[..., None], colormaps["Blues"](0.85 * share), colormaps["Oranges"](0.12 + 0.6 * share / largest))[..., :3]
     colors[matrix == 0] = 1.0
@@ -409,7 +427,9 @@ def plot_most_confused(
 
     examples: for each pair a list of (H, W, 1 or 3) uint8, which may be short or empty.
     """
-    row, text_in, thumb = 0.92, 2.75, 0.78
+    row = 0.92
+    text_in = 2.75
+    thumb = 0.78
     with drawing(picture, 0.5 + row * len(pairs)) as figure:
         sheet = new_sheet(figure, "Most frequent mistakes: true → predicted")
         for i, ((true, predicted, count, total), images) in enumerate(zip(pairs, examples, strict=True)):

@@ -39,7 +39,8 @@ from vit.system.meter import Meter
 from vit.weights import WeightsError, flush, save_weights
 
 FORMAT_VERSION = 1
-STATE_FILE, INFO_FILE = "state.safetensors", "checkpoint.json"
+STATE_FILE = "state.safetensors"
+INFO_FILE = "checkpoint.json"
 SEEN_WITHIN_S = 120.0
 """Twice what NFS keeps the listing of a folder for at most (acdirmax)."""
 SEEN_PAUSE_S = 0.5
@@ -137,7 +138,8 @@ def _write(folder: Path, tensors: dict[str, Tensor], progress: Progress, config:
     parent.mkdir(parents=True, exist_ok=True)
     for left_over in parent.glob(".tmp_*"):
         shutil.rmtree(left_over)
-    needed, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(parent).free
+    needed = sum(t.nbytes for t in tensors.values())
+    free = shutil.disk_usage(parent).free
     if free < needed * 1.01 + 2**20:
         raise CheckpointError(
             f"{folder}: needs {needed / 2**20:,.1f} MiB, the disk has {free / 2**20:,.1f} MiB free; earlier checkpoints are untouched. "
@@ -191,7 +193,8 @@ def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
     one."""
     try:
         info = json.loads((folder / INFO_FILE).read_text())
-        version, files = int(info["format_version"]), info["files"]
+        version = int(info["format_version"])
+        files = info["files"]
         info["step"], info["config"], info["facts"]  # what readers rely on
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(f"{folder}: {INFO_FILE} is missing or damaged, so this is not a checkpoint of this project") from None

@@ -106,8 +106,13 @@ class Monitor:
     def __init__(
         self, config: Config, plan: Plan, world: World, progress: Progress, record: Record, loader: Loader, lr_at: Callable[[int], float]
     ):
-        self.config, self.plan, self.world, self.progress, self.record = config, plan, world, progress, record
-        self.loader, self.lr_at = loader, lr_at
+        self.config = config
+        self.plan = plan
+        self.world = world
+        self.progress = progress
+        self.record = record
+        self.loader = loader
+        self.lr_at = lr_at
         self.stop = False
         self._told_wait_share = 0.0
         self._tally_before = loader.tally()
@@ -124,7 +129,8 @@ class Monitor:
         """What this rank's loader has done since it was told last, where a line of metrics follows on `step`; else ()."""
         if not self._logs_after(step + 1):
             return ()
-        before, self._tally_before = self._tally_before, self.loader.tally()
+        before = self._tally_before
+        self._tally_before = self.loader.tally()
         done = since(self._tally_before, before)
         return (*(done[name] for name in TALLIED), self.loader.worker_bytes() / 2**20, self.loader.num_replaced)
 
@@ -150,7 +156,9 @@ class Monitor:
             return
         (step, result, self._last_step_at, effort) = self._pending
         self._pending = None
-        values, progress, config = result.read(), self.progress, self.config
+        values = result.read()
+        progress = self.progress
+        config = self.config
         if not queued_behind:  # the wait for this step is training time, too
             self._last_step_at = time.perf_counter()
         self.stop = self.stop or values.stop > 0
@@ -180,12 +188,15 @@ class Monitor:
 
     def _log(self, step: int, values: StepValues, effort: Effort) -> None:
         """Move the live line to `step` steps done; at the end of an interval also write a line of metrics."""
-        plan, batch_size = self.plan, self.config.data.global_batch_size
+        plan = self.plan
+        batch_size = self.config.data.global_batch_size
         spent_s = max(self._last_step_at - self._began, 1e-9)
         waiting = sum_up(self._waits_s)
         share = min(waiting.waited_s / spent_s, 1.0)
         images_per_s = len(self._losses) * batch_size / spent_s
-        loss, lr, epoch = sum(self._losses) / len(self._losses), self.lr_at(step - 1), step / plan.steps_per_epoch
+        loss = sum(self._losses) / len(self._losses)
+        lr = self.lr_at(step - 1)
+        epoch = step / plan.steps_per_epoch
         eta_s = (plan.total_steps - step) * batch_size / images_per_s
         whose = f" (rank {waiting.rank})" if waiting.is_uneven and share >= TELL_WAIT_SHARE else ""
         text = (
@@ -239,7 +250,8 @@ class Monitor:
     def _loader_images_per_s(self, effort: Effort) -> float | None:
         """What the workers of all ranks can make in a second, from the time that this rank's spent on what they made in the interval; None
         if they made nothing."""
-        made, busy_s = effort.num_made - self._effort_before.num_made, effort.busy_s - self._effort_before.busy_s
+        made = effort.num_made - self._effort_before.num_made
+        busy_s = effort.busy_s - self._effort_before.busy_s
         return made / busy_s * max(self.loader.num_workers, 1) * self.world.size if made else None
 
     def _tell_of_waiting(self, share: float, waiting: Waiting, loader_images_per_s: float | None, loaders: list[Tally]) -> None:
@@ -256,7 +268,9 @@ class Monitor:
                 "runs there"
             )
             return
-        workers, cores, ranks = self.loader.num_workers, num_cores(), local_world_size()
+        workers = self.loader.num_workers
+        cores = num_cores()
+        ranks = local_world_size()
         rate = f"; the loader makes {loader_images_per_s:.0f} images/s" if loader_images_per_s is not None else ""
         rate += _work(add_up(loaders)) if loaders else ""
         if max(workers, 1) * ranks < cores:

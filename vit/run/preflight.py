@@ -50,7 +50,8 @@ SAVED = ("checkpoints/step_*/*", "checkpoints/.tmp_*/*", "weights/*.safetensors"
 """What a run has saved, and replaces or removes as it goes on."""
 TELL_MISSING_BYTES = 2**28
 """Of blocks that the cache lacks for the first batches: people are told why these take a while."""
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,17 @@ def preflight(
 
     root: where `proc` and `sys` lie. Raises ValueError if the run cannot work here.
     """
-    workers, ranks, on_gpu = config.data.num_workers, local_world_size(), world.device.type == "cuda"
+    workers = config.data.num_workers
+    ranks = local_world_size()
+    on_gpu = world.device.type == "cuda"
     ring = plan_ring(train.layout, train.row_unit, plan.total_steps, workers, config.data.prefetch_gib, on_gpu)
     eval_ring = plan_ring(val.layout, val.row_unit, len(val), workers, None, on_gpu)  # workers of both live at once
 
     # 1. Memory: what one host's ranks share among their processes, and what each worker has for itself.
-    free, cores = free_memory_bytes(root), num_cores(root)
-    batch_bytes, index_bytes = ring.num_bytes + eval_ring.num_bytes, train.split.index.nbytes + val.split.index.nbytes
+    free = free_memory_bytes(root)
+    cores = num_cores(root)
+    batch_bytes = ring.num_bytes + eval_ring.num_bytes
+    index_bytes = train.split.index.nbytes + val.split.index.nbytes
     own_bytes = [_worker_bytes(batches, ranks * workers) for batches in (train, val)]
     needed = ranks * (batch_bytes + workers * sum(own_bytes))
     if free is not None and needed > free:
@@ -87,7 +92,8 @@ def preflight(
 
     # 2. Notes: what works, but not as fast as it could.
     local = [split for split in (*train.split.splits, val.split) if isinstance(split.tars, LocalTars)]
-    notes, num_shards = [], sum(len(split.filenames) for split in local)
+    notes = []
+    num_shards = sum(len(split.filenames) for split in local)
     wanted_files = 2 * num_shards + OTHER_FILES  # a reader keeps half of the limit free for others
     open_files = raise_open_files(wanted_files)
     if open_files < wanted_files:
@@ -169,7 +175,8 @@ def precision_note(precision: str, device: torch.device, remedy: str = "train.pr
 
 def _matmul_s(dtype: torch.dtype) -> float:
     """Seconds that 16 tokens of ViT-B take through the first layer of an MLP, the best of three."""
-    tokens, weight = torch.ones(16, 768, dtype=dtype), torch.ones(768, 3072, dtype=dtype)
+    tokens = torch.ones(16, 768, dtype=dtype)
+    weight = torch.ones(768, 3072, dtype=dtype)
     seconds = []
     for _ in range(3):
         began = time.perf_counter()
@@ -255,11 +262,15 @@ def filling_note(batches: TrainBatches | StreamBatches, step: int, plan: Plan) -
     steps = range(step, min(step + batches.split.read_ahead_batches, plan.total_steps))
     rows = batches.first_row, batches.first_row + batches.layout.num_rows
     samples = np.unique(np.concatenate([batches.order.rows(later, *rows) for later in steps]))
-    tars, wanted, missing = None, 0, 0
+    tars = None
+    wanted = 0
+    missing = 0
     for split, own in batches.split.divided(samples):
         if isinstance(split.tars, RemoteTars):
-            tars, of_split = split.tars, split.tars.wanted_bytes(own)
-            wanted, missing = wanted + of_split[0], missing + of_split[1]
+            tars = split.tars
+            of_split = split.tars.wanted_bytes(own)
+            wanted = wanted + of_split[0]
+            missing = missing + of_split[1]
     if tars is None or missing < TELL_MISSING_BYTES:
         return None
     return (
@@ -270,7 +281,8 @@ def filling_note(batches: TrainBatches | StreamBatches, step: int, plan: Plan) -
 
 def _notes_of_cache(train: TrainBatches | StreamBatches, ranks: int) -> list[str]:
     """That blocks of remote shards will be fetched again and again, if the cache does not hold what the order reads from at a time."""
-    order, remote = train.order, [(split, split.tars) for split in train.split.splits if isinstance(split.tars, RemoteTars)]
+    order = train.order
+    remote = [(split, split.tars) for split in train.split.splits if isinstance(split.tars, RemoteTars)]
     if not remote:
         return []
     wanted_bytes = 0

@@ -34,7 +34,8 @@ SILENT_S = 60.0
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """All lines of a `metrics.jsonl` that can be read, and how many cannot. What follows the last line break was cut short by a kill."""
-    found, num_unreadable = list[dict[str, Any]](), 0
+    found = list[dict[str, Any]]()
+    num_unreadable = 0
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for row in text.split("\n")[:-1]:
         try:
@@ -72,10 +73,14 @@ class Record:
     ):
         self.is_main = is_main
         self._tracking: Tracking | None = None
-        self._step, self._restarts, self._failed, self._stopped = first_step, 0, False, False
+        self._step = first_step
+        self._restarts = 0
+        self._failed = False
+        self._stopped = False
         if not is_main:
             return
-        self._run_dir, self._config = run_dir, config
+        self._run_dir = run_dir
+        self._config = config
         self._said_at = time.monotonic()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._lock = lock or lock_run(run_dir)
@@ -103,7 +108,8 @@ class Record:
             return
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else shown_values(v) for k, v in values.items()}
         self._append(json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n")
-        self._step, self._restarts = step, values.get("restarts", self._restarts)
+        self._step = step
+        self._restarts = values.get("restarts", self._restarts)
         self._failed = self._failed or values.get("outcome") == "error"
         self._stopped = values.get("outcome") == "stopped"
         if self._tracking is not None:
@@ -183,7 +189,8 @@ def lock_run(run_dir: Path) -> IO[str]:
         file = (run_dir / ".lock").open("a+")
     except OSError as error:
         raise ValueError(f"run.dir={run_dir}: cannot be written ({error.strerror}): choose another folder") from None
-    deadline, told = time.monotonic() + LOCK_WAIT_S, False
+    deadline = time.monotonic() + LOCK_WAIT_S
+    told = False
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -81,7 +81,8 @@ class Tracking:
     def __init__(self, run_dir: Path, project: str, mode: Mode, config: dict[str, Any], argv: list[str], say: Callable[[str], None]):
         self._say = say
         self._process: subprocess.Popen[bytes] | None = None
-        self._heard, self._retry = b"", ""
+        self._heard = b""
+        self._retry = ""
         try:
             self._console = run_dir / "wandb" / "console.log"
             self._console.parent.mkdir(exist_ok=True)
@@ -143,7 +144,9 @@ class Tracking:
             else:
                 self._say(f"wandb: {line}")
         if ended:
-            status, why, self._retry = self._stop(patience_s=1), self._retry, ""
+            status = self._stop(patience_s=1)
+            why = self._retry
+            self._retry = ""
             if status and not why:
                 why = f"its process ended with status {status}, see {self._console}"
             if why and not self._retried:
@@ -167,7 +170,8 @@ class Tracking:
 
     def _stop(self, patience_s: float = 0.0) -> int:
         """End the process; returns its exit status. W&B's own service ends when it does."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         assert process is not None
         assert process.stdout is not None
         try:
@@ -191,7 +195,9 @@ class _Feed:
     """What the training process has sent. `ended` once it has said so, or is gone; `stopped` if a signal ended the run."""
 
     def __init__(self, handle: int, parent: int):
-        self._handle, self._parent, self._part = handle, parent, b""
+        self._handle = handle
+        self._parent = parent
+        self._part = b""
         self.messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.ended = self.stopped = False
 
@@ -203,7 +209,8 @@ class _Feed:
             for line in lines:
                 message = json.loads(line)
                 if "end" in message:
-                    self.ended, self.stopped = True, message["end"]["stopped"]
+                    self.ended = True
+                    self.stopped = message["end"]["stopped"]
                 self.messages.put(message)
         if gone and not self.ended:
             self.ended = True
@@ -214,11 +221,13 @@ class _Server:
     """W&B's server as the settings describe it."""
 
     def __init__(self, base_url: str, key: str):
-        self._base_url, self._key = base_url.rstrip("/"), key
+        self._base_url = base_url.rstrip("/")
+        self._key = key
 
     def problem(self) -> str:
         """Why it cannot be used, in words; empty if it has answered properly, to this key. Takes `PROBE_S` at most."""
-        host, answer = urlsplit(self._base_url).netloc, queue.SimpleQueue[str]()
+        host = urlsplit(self._base_url).netloc
+        answer = queue.SimpleQueue[str]()
         # In a thread, for the name lookup knows no timeout
         threading.Thread(target=lambda: answer.put(self._ask(host)), daemon=True).start()
         try:
@@ -272,9 +281,12 @@ class _Session:
     """One W&B run, driven by a thread that may hang as long as it likes: `_follow` keeps the time."""
 
     def __init__(self, start: dict[str, Any], why_offline: str, feed: _Feed, tell: Callable[[str], None]):
-        self._start, self._feed, self._tell = start, feed, tell
+        self._start = start
+        self._feed = feed
+        self._tell = tell
         self.folder = Path(start["run_dir"])
-        self.why_offline, self.server = why_offline, _Server("", "")
+        self.why_offline = why_offline
+        self.server = _Server("", "")
         self.opening_since = float("inf")
         self.run: Any = None
         self.told_late = False
@@ -373,14 +385,18 @@ def _follow(parent: int, why_offline: str, handle: int, tell: Callable[[str], No
     session = _Session(start, why_offline or ("as asked" if start["mode"] == "offline" else ""), feed, tell)
     driver = threading.Thread(target=session.drive, daemon=True)
     driver.start()
-    ended_at, next_probe, told = float("inf"), float("inf"), False
+    ended_at = float("inf")
+    next_probe = float("inf")
+    told = False
     while driver.is_alive():
         driver.join(POLL_S)
         feed.poll()
         now = time.monotonic()
         if feed.ended and ended_at == float("inf"):
-            ended_at, next_probe = now, now
-        online, waited_s = not session.why_offline, now - ended_at
+            ended_at = now
+            next_probe = now
+        online = not session.why_offline
+        waited_s = now - ended_at
         if session.run is None:
             late = online and now > max(ended_at, session.opening_since) + LATE_INIT_S
             if late or now > session.opening_since + INIT_S:
@@ -408,7 +424,8 @@ def main() -> None:
     """`tracking.py PARENT WHY_OFFLINE`: stdin is the feed, lines for people go to stdout, all that W&B prints to stderr."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # Slurm sends them to all processes of a job
         signal.signal(number, signal.SIG_IGN)  # the end is when the feed ends
-    out, handle = os.fdopen(os.dup(1), "w"), os.dup(0)
+    out = os.fdopen(os.dup(1), "w")
+    handle = os.dup(0)
     os.dup2(2, 1)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)

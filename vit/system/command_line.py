@@ -71,7 +71,9 @@ class Parser(argparse.ArgumentParser):
 
     def _meant(self, options: list[tuple[str, str]]) -> str:
         """What was meant by them, in words."""
-        known, options_meant, told = list(self._option_string_actions), list[str](), list[str]()
+        known = list(self._option_string_actions)
+        options_meant = list[str]()
+        told = list[str]()
         for word, following in options:
             option, equals, value = word.partition("=")
             close = difflib.get_close_matches(option, known, n=1, cutoff=0.8)

@@ -39,7 +39,8 @@ class Found:
 
 def find_devices(root: Path = Path("/")) -> Found:
     """What there is here. root: where `proc` and `sys` lie."""
-    gpus, said = torch.cuda.device_count() if torch.cuda.is_available() else 0, ""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    said = ""
     if not gpus:
         try:
             torch.cuda.init()

@@ -43,7 +43,8 @@ def num_cores(root: Path = Path("/")) -> int:
     for group in _groups(root, "cpu"):
         quota, _, period = _text(group / "cpu.max").partition(" ")
         if not quota:
-            quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
+            quota = _text(group / "cpu.cfs_quota_us")
+            period = _text(group / "cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal():  # "max" and -1: no limit
             cores = min(cores, int(quota) / int(period))
     return max(math.floor(cores), 1)
@@ -78,8 +79,10 @@ def file_system(path: Path, root: Path = Path("/")) -> str:
 
     root: where `proc` lies.
     """
-    device, path = os.stat(path).st_dev, path.resolve()
-    place, found = f"{os.major(device)}:{os.minor(device)}", ("", "")
+    device = os.stat(path).st_dev
+    path = path.resolve()
+    place = f"{os.major(device)}:{os.minor(device)}"
+    found = ("", "")
     for line in _text(root / "proc/self/mountinfo").splitlines():
         mount, _, described = line.partition(" - ")
         _, _, number, _, point, *_ = mount.split()

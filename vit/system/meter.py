@@ -33,7 +33,11 @@ class Meter:
     """
 
     def __init__(self, what: str, total: int, unit: str, shown: bool = True, into: Callable[[str], None] | None = None):
-        self.what, self.total, self.unit, self.shown, self.into = what, total, unit, shown and total > 0, into
+        self.what = what
+        self.total = total
+        self.unit = unit
+        self.shown = shown and total > 0
+        self.into = into
         self._began = self._said = time.monotonic()
         self._live: Progress | None = None
         if self.shown and into is None and sys.stderr.isatty():

@@ -30,7 +30,8 @@ from vit.data.augment.draw import (
     table_layout,
 )
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 MIX_BOTH = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.8)
 DEIT3 = AugmentConfig(crop="simple", three_augment=True, color_jitter=(0.3, 0.3, 0.3, 0.0))
 POLICIES = {
@@ -47,7 +48,8 @@ POLICIES = {
 
 def test_flipped_rows_are_mirrored_and_the_others_are_not():
     config = AugmentConfig()
-    images, table = random_images(8, 3, 6, 7), table_of(config, 8)
+    images = random_images(8, 3, 6, 7)
+    table = table_of(config, 8)
     inputs, targets = on_pixels(config)(images, torch.arange(8), torch.from_numpy(table))
     assert 0 < table[:, FLIP].sum() < 8
     for row in range(8):
@@ -69,7 +71,9 @@ def test_normalize_is_torchvisions(channels, mean, std):
 
 def test_the_simple_crop_is_a_view_of_the_reflected_image():
     """Images whose shorter side is the view's, so that nothing is resized: torchvision's pad and crop at the place that was drawn."""
-    config, num, side = AugmentConfig(crop="simple", hflip_prob=0.0), 60, 32
+    config = AugmentConfig(crop="simple", hflip_prob=0.0)
+    num = 60
+    side = 32
     widths, heights = np.array([48, 32, 32] * (num // 3)), np.array([32, 40, 32] * (num // 3))
     keys = sample_keys(0, 0, np.arange(num))
     crops, table = (draw(config, keys, widths, heights, (side, side)) for draw in (draw_crops, draw_table))
@@ -92,7 +96,8 @@ def test_layers_follow_one_another_after_the_flip_each_row_on_its_own(name):
     alone = config.model_copy(
         update={"randaugment_layers": min(config.randaugment_layers, 1), "color_jitter": config.color_jitter[:1] + (0,) * 3}
     )
-    images, table = np.concatenate([photographs()] * 4), table_of(config, 28, (40, 120))
+    images = np.concatenate([photographs()] * 4)
+    table = table_of(config, 28, (40, 120))
     ours = changed(config, images, table)
     layers = table_layout(config).layers
     for row in range(28):
@@ -106,7 +111,8 @@ def test_layers_follow_one_another_after_the_flip_each_row_on_its_own(name):
 
 def test_three_augment_is_deit3s_chain_of_torchvision_and_pillow():
     """facebookresearch/deit:augment.py on Pillow images, with our numbers: flip, one of three, colour jitter in the drawn order."""
-    config, images = DEIT3.model_copy(update={"crop": "random_resized"}), np.concatenate([photographs()] * 8)
+    config = DEIT3.model_copy(update={"crop": "random_resized"})
+    images = np.concatenate([photographs()] * 8)
     table = table_of(config, len(images), images.shape[2:])
     ours = changed(config, images, table)
     choices = [
@@ -135,7 +141,8 @@ def test_three_augment_is_deit3s_chain_of_torchvision_and_pillow():
 def test_boxes_of_normalised_images_are_erased(mode, channels):
     config = AugmentConfig(erasing_prob=0.6, erasing_mode=mode, hflip_prob=0.0)
     augment = Augment(config, 10, (0.5,), (0.25,), CPU)
-    images, table = random_images(40, channels, 32, 24), table_of(config, 40, (32, 24))
+    images = random_images(40, channels, 32, 24)
+    table = table_of(config, 40, (32, 24))
     inputs, _ = augment(images, torch.zeros(40, dtype=torch.int64), torch.from_numpy(table))
     clean = augment.normalize(images)
     assert 10 < (table[:, FIRST_OP + 1] > 0).sum() < 40
@@ -194,15 +201,20 @@ def _lowbias32(x: int) -> int:
     ],
 )
 def test_mixing_is_the_loop_over_samples(config):
-    num, height, width = 64, 24, 20
-    images, labels, table = random_images(num, 3, height, width), torch.arange(num) % 10, mixed_table(config, num)
+    num = 64
+    height = 24
+    width = 20
+    images = random_images(num, 3, height, width)
+    labels = torch.arange(num) % 10
+    table = mixed_table(config, num)
     inputs, targets = on_pixels(config)(images, labels, torch.from_numpy(table))
 
     flipped = [np.flip(image, -1) if flip else image for image, flip in zip(images.numpy().astype(float), table[:, FLIP], strict=True)]
     for row in range(num):
         group = range(row // config.mix_group_size * config.mix_group_size, (row // config.mix_group_size + 1) * config.mix_group_size)
         partner = group[-1 - (row - group[0])] if config.mixup_mode == "pair" else row + 1 if row + 1 in group else group[0]
-        lam, (top, bottom, left, right) = table[row, LAMBDA], table[row, [TOP, BOTTOM, LEFT, RIGHT]].astype(int)
+        lam = table[row, LAMBDA]
+        (top, bottom, left, right) = table[row, [TOP, BOTTOM, LEFT, RIGHT]].astype(int)
         if table[row, CUTMIX]:
             expected = flipped[row].copy()
             expected[:, top:bottom, left:right] = flipped[partner][:, top:bottom, left:right]
@@ -225,9 +237,13 @@ def test_the_share_of_a_label_is_the_share_of_its_pixels():
 
 
 def test_a_row_that_could_not_be_read_is_nobodys_partner():
-    config, bad = MIX_BOTH.model_copy(update={"mix_prob": 1.0}), [3, 8, 21]
-    images, labels, weights = random_images(32, 3, 24, 20), torch.zeros(32, dtype=torch.int64), np.ones(32, np.float32)
-    weights[bad], labels[bad] = 0, 1
+    config = MIX_BOTH.model_copy(update={"mix_prob": 1.0})
+    bad = [3, 8, 21]
+    images = random_images(32, 3, 24, 20)
+    labels = torch.zeros(32, dtype=torch.int64)
+    weights = np.ones(32, np.float32)
+    weights[bad] = 0
+    labels[bad] = 1
     table = table_of(config, 32)
     table[:, FLIP] = 0
     draw_mix(config, table, weights, 0, 0, 0, (24, 20))
@@ -245,7 +261,9 @@ def test_mixing_is_timms_with_our_numbers(mode, kind, monkeypatch):
     each group is a batch to timm, whose random numbers are replaced by ours."""
     size = 8 if mode == "pair" else 2
     config = AugmentConfig(mixup_alpha=0.8 * (kind == "mixup"), cutmix_alpha=1.0 * (kind == "cutmix"), mixup_mode=mode, mix_group_size=size)
-    images, labels, table = random_images(32, 3, 24, 20), torch.arange(32) % 10, mixed_table(config, 32)
+    images = random_images(32, 3, 24, 20)
+    labels = torch.arange(32) % 10
+    table = mixed_table(config, 32)
     table[:, FLIP] = 0
     inputs, targets = on_pixels(config)(images, labels, torch.from_numpy(table))
     theirs = Mixup(config.mixup_alpha, config.cutmix_alpha, mode=mode, label_smoothing=0.0, num_classes=10)
@@ -268,8 +286,11 @@ def test_mixing_is_timms_with_our_numbers(mode, kind, monkeypatch):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_micro_batch_is_augmented_as_a_part_of_the_batch(name):
-    config, images, labels = POLICIES[name], random_images(24, 3, 40, 36), torch.arange(24) % 10
-    table, augment = torch.from_numpy(mixed_table(config, 24, (40, 36))), Augment(config, 10, MEAN, STD, CPU)
+    config = POLICIES[name]
+    images = random_images(24, 3, 40, 36)
+    labels = torch.arange(24) % 10
+    table = torch.from_numpy(mixed_table(config, 24, (40, 36)))
+    augment = Augment(config, 10, MEAN, STD, CPU)
     inputs, targets = augment(images, labels, table)
     parts = [augment(images[start : start + 8], labels[start : start + 8], table[start : start + 8]) for start in (0, 8, 16)]
     assert torch.equal(torch.cat([part for part, _ in parts]), inputs)
@@ -278,7 +299,8 @@ def test_a_micro_batch_is_augmented_as_a_part_of_the_batch(name):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_augmenting_leaves_its_arguments_alone(name):
-    images, table = torch.from_numpy(photographs()).repeat(8, 1, 1, 1), torch.from_numpy(mixed_table(POLICIES[name], 56, (40, 120)))
+    images = torch.from_numpy(photographs()).repeat(8, 1, 1, 1)
+    table = torch.from_numpy(mixed_table(POLICIES[name], 56, (40, 120)))
     images = images.contiguous(memory_format=torch.channels_last)
     before = images.clone(), table.clone()
     on_pixels(POLICIES[name])(images, torch.arange(56) % 10, table)
@@ -301,7 +323,8 @@ def test_nothing_waits_for_the_device(name):
 @pytest.mark.slow
 def test_compiled_is_the_same():
     config = POLICIES["timm"].model_copy(update={"erasing_prob": 0.7})
-    images, labels = random_images(8, 3, 40, 36), torch.arange(8) % 10
+    images = random_images(8, 3, 40, 36)
+    labels = torch.arange(8) % 10
     table = torch.from_numpy(mixed_table(config, 8, (40, 36)))
     plain, compiled = (Augment(config, 10, MEAN, STD, CPU, compiled=compiled)(images, labels, table) for compiled in (False, True))
     torch.testing.assert_close(compiled[0], plain[0], rtol=0, atol=2e-5)

@@ -58,7 +58,8 @@ def test_a_recipe_draws_what_it_always_drew(name):
     config = load_config(ROOT / "configs" / f"{name}.yaml").config
     ids = np.array([0, 1, 7, 1_000_000, 2**40, 5, 6, 3])
     widths, heights = np.array([500, 375, 8, 900, 33, 400, 1000, 48]), np.array([375, 500, 6, 300, 1000, 400, 11, 48])
-    keys, size = sample_keys(7, 3, ids, 0), (config.model.image_size,) * 2
+    keys = sample_keys(7, 3, ids, 0)
+    size = (config.model.image_size,) * 2
     table = draw_table(config.augment, keys, widths, heights, size)
     draw_mix(config.augment, table, np.ones(8, np.float32), 7, 11, 16, size)
     assert draw_crops(config.augment, keys, widths, heights, size).tolist() == golden["crops"]
@@ -69,7 +70,8 @@ def test_a_recipe_draws_what_it_always_drew(name):
 
 
 def test_a_sample_draws_the_same_in_any_batch_and_anew_in_each_epoch():
-    ids, sizes = np.array([5, 900, 17, 3, 900]), np.array([300, 200, 40, 41, 200])
+    ids = np.array([5, 900, 17, 3, 900])
+    sizes = np.array([300, 200, 40, 41, 200])
     for config in (
         EVERYTHING,
         AugmentConfig(randaugment_layers=2),
@@ -104,7 +106,8 @@ def test_crops_lie_inside_the_image(sizes, seed, low):
 @pytest.mark.parametrize(("width", "height"), [(500, 375), (375, 500), (400, 400), (900, 300), (8, 6)])
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (0.35, 0.6)])
 def test_crops_are_distributed_as_torchvisions(width, height, scale):
-    num, ratio = 4000, (3 / 4, 4 / 3)
+    num = 4000
+    ratio = (3 / 4, 4 / 3)
     ours = crops_of(AugmentConfig(crop_scale=scale, crop_ratio=ratio), keys_of(num), np.full(num, width), np.full(num, height))
     torch.manual_seed(0)
     image = torch.empty(1, height, width)
@@ -121,11 +124,14 @@ def test_crops_are_distributed_as_torchvisions(width, height, scale):
 
 
 def test_areas_and_aspects_stay_in_their_ranges():
-    num, side = 5000, 1000
+    num = 5000
+    side = 1000
     _, _, width, height = crops_of(
         AugmentConfig(crop_scale=(0.2, 0.5), crop_ratio=(0.8, 1.5)), keys_of(num), np.full(num, side), np.full(num, side)
     ).T
-    area, aspect, rounding = width * height / side**2, width / height, 0.003
+    area = width * height / side**2
+    aspect = width / height
+    rounding = 0.003
     assert 0.2 - rounding < area.min() < 0.201 < 0.499 < area.max() < 0.5 + rounding
     assert 0.8 - rounding < aspect.min() < 0.81 < 1.48 < aspect.max() < 1.5 + 2 * rounding
     assert abs(area.mean() - 0.35) < 0.005
@@ -144,7 +150,8 @@ def test_where_no_try_fits_the_crop_is_torchvisions_largest_centred_one(width, h
 
 @given(st.integers(1, 1500), st.integers(1, 1500), st.sampled_from([(24, 20), (16, 16), (224, 224)]), st.integers(0, 2**40))
 def test_simple_crops_are_the_largest_windows_of_the_views_aspect(width, height, size, seed):
-    config, (view_h, view_w) = AugmentConfig(crop="simple"), size
+    config = AugmentConfig(crop="simple")
+    (view_h, view_w) = size
     left, top, crop_w, crop_h = draw_crops(config, keys_of(1, seed), np.array([width]), np.array([height]), size)[0]
     assert left >= 0
     assert top >= 0
@@ -158,9 +165,12 @@ def test_simple_crops_are_the_largest_windows_of_the_views_aspect(width, height,
 @pytest.mark.parametrize(("width", "height"), [(320, 200), (200, 320), (200, 200)])
 def test_simple_crops_are_distributed_as_a_padded_random_crop(width, height):
     """Where the shorter side is the view's, nothing is resized: the view's place is one of torchvision's RandomCrop(200, padding=4)."""
-    num, config, size = 20_000, AugmentConfig(crop="simple"), (200, 200)
+    num = 20_000
+    config = AugmentConfig(crop="simple")
+    size = (200, 200)
     sizes = np.full(num, width), np.full(num, height)
-    crops, table = draw_crops(config, keys_of(num), *sizes, size), draw_table(config, keys_of(num), *sizes, size)
+    crops = draw_crops(config, keys_of(num), *sizes, size)
+    table = draw_table(config, keys_of(num), *sizes, size)
     shift = table_layout(config).shift
     assert (crops[:, 2:] == 200).all()
     for axis, side in ((0, width), (1, height)):
@@ -207,7 +217,8 @@ def test_the_other_sets_always_do_an_operation_at_the_strength_that_is_set():
     for ops, magnitude in (("torchvision", 9.0), ("big_vision", 15.0)):
         config = AugmentConfig(randaugment_layers=1, randaugment_ops=ops, randaugment_magnitude=magnitude)
         table = table_of(config, 20_000)
-        numbers, strengths = table[:, FIRST_OP], table[:, FIRST_OP + 1]
+        numbers = table[:, FIRST_OP]
+        strengths = table[:, FIRST_OP + 1]
         assert scipy.stats.chisquare(np.bincount(numbers.astype(int), minlength=len(OP_NAMES[ops]))).pvalue > 1e-3
         assert set(strengths) == {-magnitude, magnitude}
         assert abs((strengths < 0).mean() - 0.5) < 0.015
@@ -223,9 +234,11 @@ def test_three_augment_draws_one_of_three_and_a_radius():
 
 
 def test_jitter_is_drawn_as_torchvision_draws_it():
-    amounts, num = (0.3, 0.4, 1.0, 0.1), 6000
+    amounts = (0.3, 0.4, 1.0, 0.1)
+    num = 6000
     table = table_of(AugmentConfig(color_jitter=amounts), num)[:, FIRST_OP:].reshape(num, 4, 2)
-    ops, factors = table[:, :, 0].astype(int), table[:, :, 1]
+    ops = table[:, :, 0].astype(int)
+    factors = table[:, :, 1]
     orders, counts = np.unique(ops, axis=0, return_counts=True)
     assert len(orders) == 24, "each order of the four"
     assert scipy.stats.chisquare(counts).pvalue > 1e-3
@@ -250,7 +263,8 @@ def test_what_is_not_jittered_takes_no_column():
 @pytest.mark.parametrize(("size", "area", "ratio"), [((32, 48), (0.02, 1 / 3), (0.3, 1 / 0.3)), ((40, 16), (0.3, 0.9), (0.2, 2.0))])
 def test_boxes_are_erased_as_timm_erases_them(size, area, ratio):
     """The second case often finds no place in ten tries."""
-    num, prob = 6000, 0.7
+    num = 6000
+    prob = 0.7
     config = AugmentConfig(erasing_prob=prob, erasing_area=area, erasing_aspect=ratio, erasing_mode="const")
     boxes = table_of(config, num, size)[:, FIRST_OP:]
     eraser = RandomErasing(prob, *area, *ratio, mode="const", device="cpu")
@@ -260,7 +274,8 @@ def test_boxes_are_erased_as_timm_erases_them(size, area, ratio):
         rows, columns = (torch.nonzero(image[0].amin(axis) == 0)[:, 0].tolist() for axis in (1, 0))
         theirs.append([rows[0], rows[-1] + 1, columns[0], columns[-1] + 1] if rows else [0, 0, 0, 0])
     theirs = np.array(theirs)
-    ours_erased, theirs_erased = boxes[:, 1] > 0, theirs[:, 1] > 0
+    ours_erased = boxes[:, 1] > 0
+    theirs_erased = theirs[:, 1] > 0
     assert abs(ours_erased.mean() - theirs_erased.mean()) < 0.03
     for column, name in enumerate(("top", "bottom", "left", "right")):
         assert scipy.stats.ks_2samp(boxes[ours_erased, column], theirs[theirs_erased, column]).pvalue > 1e-3, name
@@ -288,7 +303,8 @@ def test_mixup_lambda_is_beta_distributed(alpha):
 
 @pytest.mark.parametrize("alpha", [0.4, 1.0])
 def test_cutmix_boxes_are_distributed_as_timms(alpha):
-    num, (height, width) = 4000, (32, 48)
+    num = 4000
+    (height, width) = (32, 48)
     table = mixed_table(AugmentConfig(cutmix_alpha=alpha, mix_group_size=2), 2 * num, (height, width))[::2]
     np.random.seed(0)  # timm draws from numpy's global generator
     theirs = [cutmix_bbox_and_lam((1, 3, height, width), np.random.beta(alpha, alpha)) for _ in range(num)]
@@ -310,7 +326,8 @@ def test_a_box_that_the_border_does_not_cut_has_the_aspect_of_the_image():
 def test_groups_are_mixed_and_switched_with_their_probabilities():
     config = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.6, cutmix_switch_prob=0.3, mix_group_size=2)
     table = mixed_table(config, 20_000)[::2]
-    mixup, cutmix = (table[:, LAMBDA] < 1) & (table[:, CUTMIX] == 0), table[:, CUTMIX] == 1
+    mixup = (table[:, LAMBDA] < 1) & (table[:, CUTMIX] == 0)
+    cutmix = table[:, CUTMIX] == 1
     assert abs(mixup.mean() - 0.6 * 0.7) < 0.02
     assert abs(cutmix.mean() - 0.6 * 0.3) < 0.02
 
@@ -337,7 +354,8 @@ def test_mixing_does_not_depend_on_how_the_batch_is_split(position, micro_batch,
 
 
 def test_groups_share_a_lambda_and_groups_and_batches_differ():
-    config, tables = AugmentConfig(mixup_alpha=0.8), []
+    config = AugmentConfig(mixup_alpha=0.8)
+    tables = []
     for position in (0, 1):
         tables.append(table_of(config, 40))
         draw_mix(config, tables[-1], np.ones(40, np.float32), 0, position, 0, (24, 20))
@@ -367,7 +385,8 @@ def test_modes_are_mixed_with_the_same_probabilities():
         config = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.6, cutmix_switch_prob=0.3, mixup_mode=mode)
         table = mixed_table(config, 20_000)
         rows = partners(config, 20_000) > np.arange(20_000) if mode == "pair" else slice(None)
-        mixup, cutmix = (table[rows, LAMBDA] < 1) & (table[rows, CUTMIX] == 0), table[rows, CUTMIX] == 1
+        mixup = (table[rows, LAMBDA] < 1) & (table[rows, CUTMIX] == 0)
+        cutmix = table[rows, CUTMIX] == 1
         assert abs(mixup.mean() - 0.6 * 0.7) < 0.02
         assert abs(cutmix.mean() - 0.6 * 0.3) < 0.02
         assert scipy.stats.kstest(table[rows, LAMBDA][mixup], scipy.stats.beta(0.8, 0.8).cdf).pvalue > 1e-3
@@ -421,7 +440,12 @@ def test_a_row_is_told_in_words():
     config = AugmentConfig(crop="simple", three_augment=True, color_jitter=(0.3, 0.0, 0.0, 0.0), erasing_prob=1.0)
     row = table_of(config, 1)[0]
     layout = table_layout(config)
-    row[FLIP], row[FIRST_OP : FIRST_OP + 4], row[layout.shift : layout.shift + 2] = 1, (2, 1.25, 0, 0.9), (-3, 0)
+    row[FLIP] = 1
+    row[FIRST_OP : FIRST_OP + 4] = (2, 1.25, 0, 0.9)
+    row[layout.shift : layout.shift + 2] = (-3, 0)
     assert describe(config, row) == ["shift -3 +0", "flip", "blur 1.2", "brightness 0.9", "erase"]
-    row[FLIP], row[FIRST_OP], row[layout.shift], row[layout.erase : layout.erase + 2] = 0, 1, 0, 5
+    row[FLIP] = 0
+    row[FIRST_OP] = 1
+    row[layout.shift] = 0
+    row[layout.erase : layout.erase + 2] = 5
     assert describe(config, row) == ["solarize", "brightness 0.9"]

@@ -64,16 +64,20 @@ def test_the_sets_are_their_sources_in_their_order():
 
 @pytest.mark.parametrize("op", range(len(TIMM_NAMES)), ids=TIMM_NAMES)
 def test_operations_are_timms(op, monkeypatch):
-    images, name = photographs(), TIMM_NAMES[op]
-    strengths, is_warp = (0.0, 2.5, 3.703125, 5.0, 9.0, 9.625, 10.0, -2.5, -9.0, -10.0), OP_NAMES["timm"][op] in WARPS
+    images = photographs()
+    name = TIMM_NAMES[op]
+    strengths = (0.0, 2.5, 3.703125, 5.0, 9.0, 9.625, 10.0, -2.5, -9.0, -10.0)
+    is_warp = OP_NAMES["timm"][op] in WARPS
     for strength, ours in zip(strengths, at_strengths(AugmentConfig(randaugment_layers=1), images, op, strengths), strict=True):
         assert_equal_levels(ours, by_timm(images, name, strength, monkeypatch), largest=int(is_warp), share=0.03 * is_warp)
 
 
 @pytest.mark.parametrize("op", range(14), ids=OP_NAMES["torchvision"])
 def test_operations_are_torchvisions(op):
-    images, is_warp = photographs(), OP_NAMES["torchvision"][op] in WARPS
-    config, strengths = AugmentConfig(randaugment_layers=1, randaugment_ops="torchvision"), tuple(range(-30, 31))
+    images = photographs()
+    is_warp = OP_NAMES["torchvision"][op] in WARPS
+    config = AugmentConfig(randaugment_layers=1, randaugment_ops="torchvision")
+    strengths = tuple(range(-30, 31))
     name, (magnitudes, is_signed) = list(autoaugment.RandAugment()._augmentation_space(31, images.shape[2:]).items())[op]
     for strength, ours in zip(strengths, at_strengths(config, images, op, strengths), strict=True):
         magnitude = float(magnitudes[abs(strength)]) if magnitudes.ndim else 0.0
@@ -92,7 +96,8 @@ def test_operations_are_big_visions(op):
     """The file holds what google-research/big_vision@538b8a80:big_vision/pp/autoaugment.py made of two images in TensorFlow 2.21, with
     tf.raw_ops.ImageProjectiveTransformV3 in place of tensorflow_addons, which has no release for it; the cutouts' centres are 0.8 of the
     width and 0.3 of the height. TensorFlow's float32 sums take another order: one level in a hundred may be one off (sharpness: two)."""
-    name, is_summed = OP_NAMES["big_vision"][op].replace("_", ""), OP_NAMES["big_vision"][op] in ("color", "sharpness")
+    name = OP_NAMES["big_vision"][op].replace("_", "")
+    is_summed = OP_NAMES["big_vision"][op] in ("color", "sharpness")
     cases = [case for case in BIG_VISION.files if case.split()[0].lower() == name]
     assert cases
     for case in cases:
@@ -126,7 +131,8 @@ def test_grey_and_solarize_are_pillows():
 
 @pytest.mark.parametrize(("op", "name"), [(0, "adjust_brightness"), (1, "adjust_contrast"), (2, "adjust_saturation")])
 def test_jitter_is_torchvisions_on_pillow_images(op, name):
-    factors, jitter = (0.0, 0.13, 0.7, 1.0, 1.29, 2.0), AugmentConfig(color_jitter=(0.3, 0.0, 0.0, 0.0))
+    factors = (0.0, 0.13, 0.7, 1.0, 1.29, 2.0)
+    jitter = AugmentConfig(color_jitter=(0.3, 0.0, 0.0, 0.0))
     for factor, ours in zip(factors, at_strengths(jitter, photographs(), op, factors), strict=True):
         # The table's float32, which Pillow takes, too.
         theirs = levels([getattr(tv, name)(picture, float(np.float32(factor))) for picture in pictures(photographs())])
@@ -135,7 +141,8 @@ def test_jitter_is_torchvisions_on_pillow_images(op, name):
 
 def test_hue_is_torchvisions_on_tensors():
     """Its way for Pillow images has 256 hues only and lies several levels from both."""
-    turns, jitter = (-0.5, -0.21, -0.03, 0.0, 0.1, 0.37, 0.5), AugmentConfig(color_jitter=(0.0, 0.0, 0.0, 0.3))
+    turns = (-0.5, -0.21, -0.03, 0.0, 0.1, 0.37, 0.5)
+    jitter = AugmentConfig(color_jitter=(0.0, 0.0, 0.0, 0.3))
     for turn, ours in zip(turns, at_strengths(jitter, photographs(), 3, turns), strict=True):
         theirs = torch.stack([tv.adjust_hue(image, turn) for image in torch.from_numpy(photographs())]).numpy().astype(int)
         assert_equal_levels(ours, theirs, largest=1, share=1e-3)

@@ -171,7 +171,8 @@ def test_an_index_with_other_sizes_is_told_before_a_wrong_window_is_shown(key, t
     data = encoded(form=key.upper())
     split = write_shard(tmp_path / "root", {key: data, "fine": encoded()}, {})
     split.index = split.index.copy()
-    split.index["width"][0], split.index["height"][0] = 50, 40
+    split.index["width"][0] = 50
+    split.index["height"][0] = 40
     batches = train_batches(split)
     rows = rows_of(batches)
     with pytest.raises(ShardError, match=rf"image '{key}' at byte \d+: it has 60 x 40 pixels, the index says 50 x 40: .* delete"):
@@ -186,7 +187,8 @@ def test_copies_of_an_image_are_its_views_alone_and_a_bad_one_counts_with_each(t
     batches = TrainBatches(split, order, AugmentConfig(), FORMAT, on_bad_image="skip")
     seen = []
     for position in range(3):
-        rows, one = rows_of(batches), rows_of(batches)
+        rows = rows_of(batches)
+        one = rows_of(batches)
         bad = batches.fill(position, 0, rows)
         assert bad == ("k3",) * 3 * (3 in rows.ids), "each row of it counts"
         assert torch.equal(rows.weights == 0, rows.ids == 3)

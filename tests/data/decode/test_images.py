@@ -30,7 +30,8 @@ REFUSED = {"JPEG 12 bits", "TIFF I", "TIFF F", "PPM F"}
 @pytest.mark.parametrize("size", [(1, 1), (7, 9), (97, 64)], ids=str)
 def test_every_kind_of_image_has_the_same_pixels_on_every_way(size):
     """The C decoder, pip packages, whole, training, evaluation, preparation, and the size in the index."""
-    found, refused = {}, set()
+    found = {}
+    refused = set()
     for name, data in kinds(*size).items():
         compared = Comparison(data, random.Random(name))
         found[name] = compared.differences + ["damage is overlooked, where there is none"] * compared.overlooked
@@ -126,7 +127,8 @@ POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComment
 
 def test_no_bytes_start_another_program(tmp_path, monkeypatch):
     """Pillow has Ghostscript draw what begins like PostScript, whatever its file is called."""
-    log, program = tmp_path / "log", tmp_path / "gs"
+    log = tmp_path / "log"
+    program = tmp_path / "gs"
     program.write_text(f'#!/bin/sh\necho "$@" >> {log}\necho 10.0\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -195,7 +197,9 @@ def test_an_index_accepts_nothing_that_the_loader_refuses_by_its_headers(data, r
 def test_the_limits_of_pillow_the_c_decoder_and_the_door_are_one():
     assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
     if native.AVAILABLE:
-        wide, high = 59_652, 3_000  # 43,030 too few, and a line more is too many
+        # 43,030 too few, and a line more is too many
+        wide = 59_652
+        high = 3_000
         assert wide * high <= MAX_PIXELS < wide * (high + 1)
         pixels = np.empty((1, 1, 3), np.uint8)
         said = (

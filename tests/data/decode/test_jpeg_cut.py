@@ -42,7 +42,8 @@ def jpeg(width: int, height: int, arranged: str = "4:2:0", interval: int = 0, **
     if pillows != "grey":  # encode an image of as many MCUs as this one has, whose MCUs are arranged as Pillow can
         mcus = -(-width // (8 * across)), -(-height // (8 * down))
         mcu_w, mcu_h = {"4:4:4": (8, 8), "4:2:2": (16, 8), "4:2:0": (16, 16)}[pillows]
-        image, options = Image.fromarray(noise(mcus[0] * mcu_w, mcus[1] * mcu_h)), {"subsampling": pillows, **options}
+        image = Image.fromarray(noise(mcus[0] * mcu_w, mcus[1] * mcu_h))
+        options = {"subsampling": pillows, **options}
     else:
         image = Image.fromarray(noise(width, height, 1)[..., 0])
     encoded = io.BytesIO()
@@ -187,7 +188,8 @@ def test_the_components_one_after_the_other_are_not_cut():
     grey = jpeg(64, 64, "grey", 2)
     header = read_header(grey)
     frame = b"\xff\xc0" + struct.pack(">HBHHB", 17, 8, 64, 64, 3) + b"".join(bytes((n, 0x11, 0)) for n in (1, 2, 3))
-    tables, codes = grey[header.frame_offset + 13 : header.scan_offset - 10], grey[header.scan_offset : -2]
+    tables = grey[header.frame_offset + 13 : header.scan_offset - 10]
+    codes = grey[header.scan_offset : -2]
     scans = b"".join(b"\xff\xda\0\x08\1" + bytes((n, 0, 0, 63, 0)) + codes for n in (1, 2, 3))
     data = grey[: header.frame_offset] + frame + tables + scans + b"\xff\xd9"
     assert decode(data).shape == (64, 64, 3)

@@ -115,7 +115,8 @@ def test_restart_rows_are_counted_in_blocks():
 def test_headers_longer_than_the_image():
     generator = random.Random(1)
     exif = Image.Exif()
-    exif[0x0112], exif[0x010E] = 8, generator.randbytes(60_000).hex()[:60_000]
+    exif[0x0112] = 8
+    exif[0x010E] = generator.randbytes(60_000).hex()[:60_000]
     data = encode(picture(), exif=exif, icc_profile=generator.randbytes(300_000), comment=b"\xff\xd8\xff\xd9" * 99)
     assert read_header(data).scan_offset > 360_000
     assert by_us(data) == by_pillow(data)
@@ -129,7 +130,8 @@ def test_the_thumbnail_inside_is_not_the_image():
 
 def test_fill_bytes_before_any_marker():
     data = encode(picture())
-    position, filled = 2, data[:2]
+    position = 2
+    filled = data[:2]
     while data[position + 1] != 0xDA:
         end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
         filled += b"\xff" * (position % 4) + data[position:end]

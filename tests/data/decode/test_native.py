@@ -109,14 +109,18 @@ def segment(marker: int, content: bytes) -> bytes:
 
 def handmade(rng: random.Random, lengths: list[int], ac_symbols: list[int], num_blocks: int) -> bytes:
     """A grey JPEG of random AC symbols with random values; symbol k's code has lengths[k] bits (ascending), and the DC code is one 0."""
-    codes, code, before = {}, 0, lengths[0]
+    codes = {}
+    code = 0
+    before = lengths[0]
     for length, symbol in zip(lengths, ac_symbols, strict=True):
-        code, before = code << (length - before), length
+        code = code << (length - before)
+        before = length
         codes[symbol] = f"{code:0{length}b}"
         code += 1
     bits = ""
     for _ in range(num_blocks):
-        bits, place = bits + "0", 0
+        bits = bits + "0"
+        place = 0
         while place < 63:
             symbol = rng.choice([s for s in ac_symbols if s == 0 or place + (s >> 4) + 1 <= 63])
             bits += codes[symbol] + "".join(rng.choice("01") for _ in range(symbol & 15))
@@ -232,7 +236,8 @@ def test_what_is_not_taken_says_why():
     assert status_of(plain.replace(b"\xff\xc0", b"\xff\xc9")) is Status.PROCESS
     assert status_of(plain[: frame + 4] + b"\x0c" + plain[frame + 5 :]) is Status.PRECISION
     thirds = bytearray(plain)  # the first component 3 x 1, the second 2 x 1: no whole number of pixels for a sample
-    thirds[frame + 11], thirds[frame + 14] = 0x31, 0x21
+    thirds[frame + 11] = 0x31
+    thirds[frame + 14] = 0x21
     assert status_of(bytes(thirds)) is Status.SAMPLING
     for window in ((0, 0, 41, 24), (0, 0, 40, 25), (33, 0, 8, 8), (40, 0, 1, 1), (2**32 - 4, 0, 8, 8)):
         assert status_of(plain, window) is Status.WINDOW
@@ -245,7 +250,8 @@ def test_what_is_not_taken_says_why():
 def test_a_first_component_that_is_stretched(factors, names):
     """Colours finer than luma: libjpeg decodes them, nobody writes them. Here 96 grey blocks are said to be 16 MCUs of six blocks."""
     grey = by_pillow(pixels_of(96 * 8, 8, grain=15), "L")
-    frame, scan = grey.index(b"\xff\xc0"), grey.index(b"\xff\xda")
+    frame = grey.index(b"\xff\xc0")
+    scan = grey.index(b"\xff\xda")
     components = b"".join(bytes((name, both, 0)) for name, both in zip(names, factors, strict=True))
     data = b"".join((
         b"\xff\xd8",
@@ -291,7 +297,8 @@ def test_lying_restart_markers_and_sizes():
     data = by_pillow(pixels, subsampling=0, restart_marker_blocks=2)
     assert status_of(data, (0, 0, 64, 48)) is Status.OK
     scan = data.index(b"\xff\xda")
-    first, second = data.index(b"\xff\xd0", scan), data.index(b"\xff\xd1", scan)
+    first = data.index(b"\xff\xd0", scan)
+    second = data.index(b"\xff\xd1", scan)
     lies = {
         "two markers change places": data[:first] + b"\xff\xd1" + data[first + 2 : second] + b"\xff\xd0" + data[second + 2 :],
         "a segment is missing": data[:first] + data[second:],
@@ -311,7 +318,8 @@ def test_lying_restart_markers_and_sizes():
 
 def test_only_the_windows_segments_are_read():
     """Other segments may hold anything but markers: the price of not reading them, and the proof."""
-    data, expected = by_pillow(pixels_of(128, 64, grain=15), subsampling=0, restart_marker_blocks=4), None
+    data = by_pillow(pixels_of(128, 64, grain=15), subsampling=0, restart_marker_blocks=4)
+    expected = None
     expected = whole(data)
     scan = data.index(b"\xff\xda")
     starts = [scan + 14] + [k + 2 for k in range(scan, len(data)) if data[k] == 0xFF and 0xD0 <= data[k + 1] <= 0xD7] + [len(data)]
@@ -319,7 +327,8 @@ def test_only_the_windows_segments_are_read():
     scribbled = bytearray(data)
     for segment in range(32):
         if not (2 <= segment // 4 <= 4 and 1 <= segment % 4 <= 2):
-            begin, end = starts[segment], starts[segment + 1] - 2
+            begin = starts[segment]
+            end = starts[segment + 1] - 2
             scribbled[begin:end] = bytes(end - begin)
     assert np.array_equal(native.decode_window(bytes(scribbled), window), expected[17:37, 40:90])
     assert native.decode_window(bytes(scribbled), (0, 0, 128, 64)) is None
@@ -376,7 +385,8 @@ def test_damage_is_refused_or_changes_nothing(seed):
 
 
 def test_the_image_must_be_the_expected_one_and_one_that_can_be_held():
-    data, pixels = simplejpeg.encode_jpeg(np.zeros((64, 97, 3), np.uint8)), np.empty((10, 10, 3), np.uint8)
+    data = simplejpeg.encode_jpeg(np.zeros((64, 97, 3), np.uint8))
+    pixels = np.empty((10, 10, 3), np.uint8)
     for size, status in {None: Status.OK, (97, 64): Status.OK, (64, 97): Status.IMAGE, (97, 65): Status.IMAGE}.items():
         assert native.decode_into(data, 5, 5, pixels, image_size=size) is status
     at = read_header(data).frame_offset + 5

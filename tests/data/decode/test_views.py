@@ -203,7 +203,8 @@ def test_window_is_the_antialiased_resize_of_the_crop(window, interpolation):
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_window_is_close_to_pillows_resize_of_a_box(interpolation):
-    data, (left, top, width, height) = encode(picture(400, 300), quality=90), (31, 17, 250, 260)
+    data = encode(picture(400, 300), quality=90)
+    (left, top, width, height) = (31, 17, 250, 260)
     ours = decode_views(data, [(left, top, width, height)], (96, 96), interpolation)[0].permute(1, 2, 0).numpy()
     box = (left, top, left + width, top + height)
     theirs = np.array(Image.fromarray(by_pillow(data)).resize((96, 96), PILLOW[interpolation], box=box))
@@ -240,7 +241,8 @@ def decoder(request, monkeypatch):
 
 def without_native(function, *arguments, **options):
     """Hypothesis repeats a test's body, for which a fixture is set up once: this way both are in one body."""
-    available, native.AVAILABLE = native.AVAILABLE, False
+    available = native.AVAILABLE
+    native.AVAILABLE = False
     try:
         return function(*arguments, **options)
     finally:
@@ -299,7 +301,8 @@ def test_a_window_of_other_colours_is_the_wholes(form, decoder):
 def test_simplejpeg_is_given_less_than_the_whole(marker_blocks, monkeypatch):
     """The cut is not only right: it is used, and does not end in decoding the whole after all."""
     monkeypatch.setattr(native, "AVAILABLE", False)
-    sizes, decode_jpeg = [], images.decode_jpeg
+    sizes = []
+    decode_jpeg = images.decode_jpeg
     monkeypatch.setattr(
         images, "decode_jpeg", lambda data, size, *rest, **options: sizes.append(size) or decode_jpeg(data, size, *rest, **options)
     )
@@ -367,7 +370,8 @@ def test_images_of_odd_shapes_are_decoded(width, height, form, decoder):
 @pytest.mark.parametrize("change", ["gone", "other arguments", "other pixels", "other scales"])
 def test_another_release_of_torch_changes_no_pixels(change, interpolation, monkeypatch, caplog):
     """The operator that resizes is none of torch's promises: it is compared with the public function before it is used."""
-    data, window = encode(picture(160, 128)), (5, 3, 90, 70)
+    data = encode(picture(160, 128))
+    window = (5, 3, 90, 70)
 
     def made() -> list[torch.Tensor]:
         return [*decode_views(data, [window], (24, 24), interpolation), decode_center(data, (32, 32), EvalConfig(), interpolation)]
@@ -410,7 +414,8 @@ def photographs() -> list[bytes]:
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize(("reduce", "times"), [(2, (2.5, 4.5)), (4, (5.0, 9.0)), (8, (10.0, 14.0))])
 def test_scaled_decoding_is_close_to_exact(reduce, times, interpolation):
-    found, generator = [], np.random.default_rng(reduce)
+    found = []
+    generator = np.random.default_rng(reduce)
     for data in photographs() * 5:  # 640 x 427
         width, height = generator.integers(230, 420, 2).tolist()
         left, top = int(generator.integers(0, 640 - width)), int(generator.integers(0, 427 - height))
@@ -460,7 +465,9 @@ def test_center_view_is_torchvisions(original, size, crop_pct, interpolation):
 @pytest.mark.parametrize("view", [{"crop_pct": 0.875}, {"resize_px": 41}, {"crop_pct": 0.9, "crop_mode": "squash"}], ids=str)
 @pytest.mark.parametrize("original", [(97, 64), (64, 97), (40, 300), (20, 23)], ids=lambda wh: f"{wh[0]}x{wh[1]}")
 def test_center_view_by_pillow_is_torchvisions_of_pillows_images_and_timms(original, view, interpolation, decoder):
-    data, settings, size = encode(picture(*original), restart_marker_blocks=1), EvalConfig(**view, resizer="pillow"), 32
+    data = encode(picture(*original), restart_marker_blocks=1)
+    settings = EvalConfig(**view, resizer="pillow")
+    size = 32
     ours = decode_center(data, (size, size), settings, interpolation)
     resized = settings.resize_px or int(size / settings.crop_pct)
     side = (resized, resized) if settings.crop_mode == "squash" else resized
@@ -473,7 +480,8 @@ def test_center_view_by_pillow_is_torchvisions_of_pillows_images_and_timms(origi
 
 @pytest.mark.parametrize("view", [{"resize_px": 41}, {"crop_pct": 0.9, "crop_mode": "squash"}], ids=str)
 def test_other_center_views_are_torchvisions_of_tensors(view):
-    data, settings = encode(picture(97, 64)), EvalConfig(**view)
+    data = encode(picture(97, 64))
+    settings = EvalConfig(**view)
     side = 41 if settings.resize_px else (35, 35)
     chain = v2.Compose([v2.Resize(side, InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(32)])
     theirs = chain(torch.from_numpy(by_pillow(data)).permute(2, 0, 1))
@@ -482,7 +490,8 @@ def test_other_center_views_are_torchvisions_of_tensors(view):
 
 @pytest.mark.parametrize("original", [(97, 64), (64, 97), (50, 300)], ids=lambda wh: f"{wh[0]}x{wh[1]}")
 def test_an_oblong_center_view_is_timms(original):
-    data, size = encode(picture(*original)), (40, 24)
+    data = encode(picture(*original))
+    size = (40, 24)
     ours = decode_center(data, size, EvalConfig(crop_pct=0.9, resizer="pillow"), "bicubic")
     timms = create_transform((3, *size), crop_pct=0.9, interpolation="bicubic", normalize=False)
     np.testing.assert_array_equal(ours, timms(Image.open(io.BytesIO(data))))
@@ -512,7 +521,8 @@ def test_what_the_center_view_does_not_show_is_not_decoded_and_does_not_matter(o
     data = encode(picture(*original), restart_marker_blocks=blocks)
     view = EvalConfig(crop_pct=crop_pct, resizer=resizer)
     ours = decode_center(data, (side, side), view, interpolation)
-    pixels, size = decode(data), decoding.resized_size((original[1], original[0]), (side, side), view)
+    pixels = decode(data)
+    size = decoding.resized_size((original[1], original[0]), (side, side), view)
     top, left = round((size[0] - side) / 2), round((size[1] - side) / 2)
     resized = decoding._resize_by_pillow(pixels, size, interpolation) if resizer == "pillow" else resize(pixels, size, interpolation)
     np.testing.assert_array_equal(ours, resized[:, top : top + side, left : left + side])

@@ -24,7 +24,8 @@ from vit.data.shards.split import Split
 from vit.data.shards.tar import INDEX_DTYPE, scan_tar, survey_tar, write_idx
 from vit.system.files import ShardError, write_json
 
-NUM_SHARDS, PER_SHARD = 3, 5
+NUM_SHARDS = 3
+PER_SHARD = 5
 
 
 def jpeg(number: int) -> bytes:
@@ -202,7 +203,8 @@ def test_truncation_anywhere_is_told(tmp_path):
 
 def test_damage_inside_is_told(tmp_path):
     tar = write_tar(tmp_path / "train-00000.tar", [m for n in range(5) for m in pair(f"k{n}", n)])
-    data, samples = tar.read_bytes(), scan_tar(tar)
+    data = tar.read_bytes()
+    samples = scan_tar(tar)
     header = samples[2].image.offset - 512
     for patch, reason in ((bytes(512), "zeros instead of a header"), (b"\xa5" * 512, "damaged: no tar header")):
         tar.write_bytes(data[:header] + patch + data[header + 512 :])
@@ -379,7 +381,8 @@ def test_hard_linked_pairs_do_not_vanish(tmp_path):
             tar.addfile(member, io.BytesIO(data))
         for name in ("b.jpg", "b.cls"):
             member = tarfile.TarInfo(name)
-            member.type, member.linkname = tarfile.LNKTYPE, f"a{name[1:]}"
+            member.type = tarfile.LNKTYPE
+            member.linkname = f"a{name[1:]}"
             tar.addfile(member)
     with pytest.raises(ShardError, match=r"sample 'b' is not there as files: 'b\.jpg' is a hard link, .*tar --hard-dereference"):
         scan_tar(tmp_path / "train-00000.tar")
@@ -439,7 +442,8 @@ def test_a_damaged_index_is_no_fault_of_a_shard_with_its_sha256(root, field, tol
 
 def test_a_label_out_of_range_in_the_index_alone_is_mended(root, caplog):
     path = root / "train.index.npy"
-    whole, rows = path.read_bytes(), np.load(path)
+    whole = path.read_bytes()
+    rows = np.load(path)
     rows["label"][7] ^= 1 << 20
     np.save(path, rows)
     assert open_split(root, "train").index["label"].tolist() == [n % 4 for n in range(15)]
@@ -450,7 +454,8 @@ def test_a_label_out_of_range_in_the_index_alone_is_mended(root, caplog):
 def test_what_is_right_the_second_time_is_read_and_told(root, monkeypatch, caplog):
     """The first answer of a network file system, say, is wrong; the disk is right."""
     split = open_split(root, "train")
-    tar, offset = root / "train-00001.tar", int(split.index["offset"][7])
+    tar = root / "train-00001.tar"
+    offset = int(split.index["offset"][7])
     flip_a_bit(tar, offset + 100)
     forget = split.tars.forget
 
@@ -466,7 +471,8 @@ def test_what_is_right_the_second_time_is_read_and_told(root, monkeypatch, caplo
 def written_by_an_earlier_version(root: Path) -> bytes:
     """Replace the index by the one that the code before checksums wrote; returns its bytes now."""
     path = root / "train.index.npy"
-    before, rows = path.read_bytes(), np.load(path)
+    before = path.read_bytes()
+    rows = np.load(path)
     old = rows.view(UNCHECKED_DTYPE).copy()
     old["shard"] = np.repeat(range(NUM_SHARDS), PER_SHARD)
     np.save(path, old)
@@ -510,7 +516,8 @@ def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(roo
             rows = open_index(path)
             is_right = len(rows) != 15 or np.array_equal(rows, np.load(io.BytesIO(whole)))  # `_info.json` knows the number, too
         except ValueError as error:
-            told, is_right = str(error), False
+            told = str(error)
+            is_right = False
         assert is_right or re.search("damaged|another format|cut off", told), (bit, told)
 
 

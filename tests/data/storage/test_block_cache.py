@@ -89,7 +89,8 @@ def test_a_stopped_process_that_holds_a_lock_holds_up_nobody_for_long(what, fold
     holder = other_process(HOLDS, folder, what)
     os.kill(holder.pid, signal.SIGSTOP)
     try:
-        cache, began_s = BlockCache(folder, 1), time.monotonic()
+        cache = BlockCache(folder, 1)
+        began_s = time.monotonic()
         for _ in range(20):
             assert cache.fetch("set/0.block", block()) == b"x" * 1000
         assert 0.5 < time.monotonic() - began_s < 3, "waited for once, not each time"
@@ -119,7 +120,8 @@ time.sleep(600)
 
 
 def test_a_smaller_limit_takes_nothing_from_a_job_with_a_larger_one(folder):
-    larger, smaller = BlockCache(folder, 100_000 / GIB), BlockCache(folder, 3000 / GIB)
+    larger = BlockCache(folder, 100_000 / GIB)
+    smaller = BlockCache(folder, 3000 / GIB)
     for n in range(40):
         larger.fetch(f"a/{n}.block", block())
     assert smaller.fetch("b/0.block", block()) is not None
@@ -216,7 +218,8 @@ def test_a_group_shares_a_cache_in_a_folder_that_it_may_write(open_to_all):
 @root_only
 @pytest.mark.parametrize("kind", ["link", "hard link", "foreign file"])
 def test_what_another_user_has_put_there_is_not_written_to(kind, open_to_all, caplog):
-    folder, victim = open_to_all / "shared", open_to_all / "victim"
+    folder = open_to_all / "shared"
+    victim = open_to_all / "victim"
     folder.mkdir()
     victim.write_bytes(b"precious")
     os.chown(victim, 1001, 4242)
@@ -268,7 +271,8 @@ def mounts(root: Path, **kinds: str) -> Path:
 def test_the_default_is_on_a_disk_of_the_machine(tmp_path, monkeypatch):
     for name in ("SLURM_TMPDIR", "TMPDIR"):
         monkeypatch.delenv(name, raising=False)
-    home, node = tmp_path / "home", tmp_path / "node"
+    home = tmp_path / "home"
+    node = tmp_path / "node"
     home.mkdir()
     node.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))

@@ -93,7 +93,8 @@ def test_https_at_a_port_of_http_is_told_at_once(web):
 
 @pytest.mark.parametrize("date", [False, True])
 def test_a_server_is_left_alone_for_as_long_as_it_asks(date, web, version):
-    web.statuses, web.retry_after = [429], formatdate(time.time() + 2, usegmt=True) if date else "1"
+    web.statuses = [429]
+    web.retry_after = formatdate(time.time() + 2, usegmt=True) if date else "1"
     start_s = time.monotonic()
     assert WebFolder(f"{web.url}/set", Patience(10, 0.01, 0.05)).read("a.tar", 0, 100, version) == DATA[:100]
     assert time.monotonic() - start_s >= 0.9
@@ -188,7 +189,8 @@ def test_faults_together(web, folder, version, monkeypatch):
     for _ in range(5):
         web.statuses = rng.choices([503, 429, 500, 502], k=3)
         web.cuts = [rng.randrange(100_000) for _ in range(8)]
-        web.wrong_ranges, web.fails_each = 2, 5
+        web.wrong_ranges = 2
+        web.fails_each = 5
         assert folder.read("a.tar", 7, 300_000, version) == DATA[7:]
 
 
@@ -200,7 +202,8 @@ def test_a_refusal_ends_the_start_at_once_and_passes_in_mid_run(status, web, fol
     """A token that has just run out, a store that has not seen the file yet."""
     web.statuses = [status] * (NUM_REFUSALS - 1)
     assert folder.read("a.tar", 0, 10, version) == DATA[:10]
-    web.statuses, web.requests[:] = [status] * 100, []
+    web.statuses = [status] * 100
+    web.requests[:] = []
     with pytest.raises((Refused, FileNotFoundError), match=f"{status}|no such file"):
         folder.stat("a.tar")
     assert len(web.requests) == 1

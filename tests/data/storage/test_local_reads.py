@@ -120,7 +120,8 @@ def test_a_handle_that_went_stale_is_opened_anew(shim, shards):
         import os, pathlib
         print(sum(os.path.realpath(link).endswith(".tar") for link in pathlib.Path("/proc/self/fd").iterdir()))
     """)
-    good, done = run(code, shim, shards, 10).stdout.split(), run(code, shim, shards, 10, STALE_AFTER=7)
+    good = run(code, shim, shards, 10).stdout.split()
+    done = run(code, shim, shards, 10, STALE_AFTER=7)
     assert done.stdout.split() == good, done.stderr
     assert good[1:] == ["0", "3"], "no attempt had to wait; three shards are open"
 
@@ -139,7 +140,8 @@ def shards_open(pid: int, root: Path) -> dict[str, str]:
 def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
     """So a server sees a file opened once for all of them."""
     root = shutil.copytree(shards, tmp_path / "set")
-    split, val = open_split(root, "train"), open_split(root, "val")
+    split = open_split(root, "train")
+    val = open_split(root, "val")
     batches = TrainBatches(split, make_order(60, 12), AugmentConfig(), FORMAT)
     with Loader(batches, 0, 40, num_workers=2) as loader:
         list(loader)

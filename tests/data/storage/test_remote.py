@@ -265,7 +265,8 @@ def test_a_damaged_block_is_fetched_again(damage, web, url, shards, cache):
     spoilt = {"zeros": bytes(len(data)), "truncated": data[:-10], "longer": data + b"x"}
     path.write_bytes(spoilt.get(damage, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]))
     web.requests.clear()
-    again, here = open_split(url, "train", cache), open_split(shards, "train")
+    again = open_split(url, "train", cache)
+    here = open_split(shards, "train")
     assert [again.read(i) for i in range(4)] == [here.read(i) for i in range(4)]
     assert len(parts_asked(web)) == 1
     assert path.read_bytes() == data
@@ -421,8 +422,10 @@ def test_a_shard_replaced_at_a_store_is_told_and_not_kept(kind, shards, cache, r
     split = open_split(root, "train", cache)
     kept = split.read(0)
     fs, place = fsspec.core.url_to_fs(f"{root}/train-00000.tar", skip_instance_cache=True)  # as if from another machine
-    data, row = fs.cat_file(place), split.index[12]
-    at, size = int(row["offset"]), int(row["size"])
+    data = fs.cat_file(place)
+    row = split.index[12]
+    at = int(row["offset"])
+    size = int(row["size"])
     fs.pipe_file(place, data[:at] + bytes(size) + data[at + size :])
     blocks = list(cache.rglob("*.block"))
     with pytest.raises(ShardError, match=r"set/train-00000.tar: sample 12 .* it was replaced at its URL while it was in use"):
@@ -434,7 +437,8 @@ def test_a_shard_replaced_at_a_store_is_told_and_not_kept(kind, shards, cache, r
 def test_a_shard_replaced_where_no_version_is_told_is_seen_in_its_headers(shards, cache):
     with FtpServer(files_of(shards)) as server:
         root = f"ftp://{server.address}/set"
-        split, data = open_split(root, "train", cache), server.files["/set/train-00000.tar"]
+        split = open_split(root, "train", cache)
+        data = server.files["/set/train-00000.tar"]
         server.files["/set/train-00000.tar"] = data[:1024] + data[:-1024]
         with pytest.raises(ShardError, match=rf"{root}/train-00000.tar: sample 8 .* the shard is not the indexed one; restore the shard"):
             split.read(8)
@@ -445,8 +449,10 @@ def test_a_shard_replaced_where_no_version_is_told_is_seen_in_its_headers(shards
 
 def test_a_bit_flipped_on_the_way_is_fetched_again_and_never_kept(shards, cache, caplog):
     with FtpServer(files_of(shards)) as server:
-        split, name = open_split(f"ftp://{server.address}/set", "train", cache), "/set/train-00000.tar"
-        whole, at = server.files[name], int(split.index["offset"][8]) + 200
+        split = open_split(f"ftp://{server.address}/set", "train", cache)
+        name = "/set/train-00000.tar"
+        whole = server.files[name]
+        at = int(split.index["offset"][8]) + 200
         flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
         server.files[name] = flipped
         with pytest.raises(ShardError, match=r"sample 8 \(key .*\): reading .* gave others than were indexed, twice: a bit flipped"):
@@ -535,7 +541,8 @@ def test_who_waits_for_a_block_comes_before_what_is_read_ahead(web, url, cache, 
 
 def test_who_waits_for_a_block_that_comes_slowly_makes_progress(web, url, cache, monkeypatch):
     monkeypatch.setattr(tars, "BEAT_S", 0.1)
-    split, turns = open_split(url, "train", cache), []
+    split = open_split(url, "train", cache)
+    turns = []
     web.drip = (1000, 0.1)
     waiting = threading.Thread(target=split.read, args=(0,))
     waiting.start()
@@ -611,7 +618,8 @@ def test_what_is_wrong_at_the_url_is_told_before_the_start(change, told, web, ur
     ],
 )
 def test_empty_files(name, told, whole_if_empty, web, url, cache):
-    web.files[f"/set/{name}"], web.whole_if_empty = b"", whole_if_empty
+    web.files[f"/set/{name}"] = b""
+    web.whole_if_empty = whole_if_empty
     with pytest.raises(ShardError, match=told):
         open_split(url, "train", cache)
 

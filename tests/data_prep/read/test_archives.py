@@ -89,7 +89,8 @@ def test_old_tars_without_types(tmp_path):
 @pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_members_over_8_gib(tmp_path, format):
     path = tmp_path / "huge.tar"
-    member, size = tarfile.TarInfo("huge.bin"), (9 << 30) + 5
+    member = tarfile.TarInfo("huge.bin")
+    size = (9 << 30) + 5
     member.size = size
     with open(path, "wb") as file:
         file.write(member.tobuf(format))
@@ -130,7 +131,8 @@ def test_every_cut_of_a_tar_is_seen(tmp_path):
 
 def test_damaged_headers_are_seen(tmp_path):
     path = make_tar(tmp_path / "a.tar", [f"{number}.jpg" for number in range(20)])
-    whole, rng = path.read_bytes(), random.Random(1)
+    whole = path.read_bytes()
+    rng = random.Random(1)
     for header in header_offsets(path):
         damaged = bytearray(whole)
         damaged[header + rng.randrange(148)] ^= 1 << rng.randrange(8)
@@ -188,7 +190,8 @@ def test_hostile_tars_are_refused(tmp_path, name, kind, message):
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("fine..jpg"))
         member = tarfile.TarInfo(name)
-        member.type, member.linkname = kind, "/etc/passwd"
+        member.type = kind
+        member.linkname = "/etc/passwd"
         tar.addfile(member)
     with pytest.raises(PrepError) as error:
         listed(tmp_path / "a.tar")
@@ -254,7 +257,8 @@ class Pipe(io.BytesIO):
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("level", [0, 9])
 def test_sizes_behind_the_data(tmp_path, compression, level):
-    rng, pipe = random.Random(0), Pipe()
+    rng = random.Random(0)
+    pipe = Pipe()
     files = {f"{size}.jpg": rng.randbytes(size) for size in (1, 100, 20_000, 400_000)} | {"zeros.jpg": bytes(50_000)}
     with zipfile.ZipFile(pipe, "w", compression, compresslevel=level) as archive:
         for name, data in files.items():
@@ -269,7 +273,8 @@ def test_sizes_behind_the_data(tmp_path, compression, level):
 
 
 def test_zip64_and_bytes_before_the_zip(tmp_path):
-    path, large = tmp_path / "large.zip", 5 << 30
+    path = tmp_path / "large.zip"
+    large = 5 << 30
     with open(path, "wb") as file:
         file.truncate(large)  # a hole: no disk is used
     with zipfile.ZipFile(path, "a") as archive:
@@ -281,7 +286,8 @@ def test_zip64_and_bytes_before_the_zip(tmp_path):
     assert [read_zip_member(sample) for sample in found] == [b"one", b"two"]
     make_zip(tmp_path / "a.zip")
     (tmp_path / "b.zip").write_bytes(b"#!/bin/sh\n" + (tmp_path / "a.zip").read_bytes())  # its offsets do not count these bytes
-    first, second = zip_samples(tmp_path / "a.zip"), zip_samples(tmp_path / "b.zip")
+    first = zip_samples(tmp_path / "a.zip")
+    second = zip_samples(tmp_path / "b.zip")
     assert [read_zip_member(s) for s in first] == [read_zip_member(s) for s in second]
 
 
@@ -368,7 +374,8 @@ def test_hostile_zips_are_refused(tmp_path, name, mode, message):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("fine..jpg", b"")
         info = zipfile.ZipInfo("x")
-        info.filename, info.external_attr = name, mode << 16
+        info.filename = name
+        info.external_attr = mode << 16
         archive.writestr(info, b"/etc/passwd")
     with pytest.raises(PrepError, match=message) as error:
         zip_samples(tmp_path / "a.zip")

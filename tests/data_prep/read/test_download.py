@@ -72,14 +72,16 @@ def test_three_cuts(web, path, md5, capsys):
 
 
 def test_a_server_without_ranges(web, path, capsys):
-    web.ranges, web.cuts = False, [1_000_000]
+    web.ranges = False
+    web.cuts = [1_000_000]
     download(f"{web.url}/data/a.bin", path, MD5)
     assert path.read_bytes() == DATA
     assert len(web.requests) == 2, "what is there already is passed over"
 
 
 def test_a_server_that_tells_no_size(web, path):
-    web.lengths, web.cuts = False, [1_000_000]
+    web.lengths = False
+    web.cuts = [1_000_000]
     with pytest.raises(PrepError, match=f"md5 .* \\(1,000,000 bytes\\), expected {MD5}"):
         download(f"{web.url}/data/a.bin", path, MD5)
     download(f"{web.url}/data/a.bin", path, MD5)
@@ -152,7 +154,8 @@ def test_killed_and_continued(web, path, number):
     arguments = [sys.executable, "-c", program, f"{web.url}/data/a.bin", str(path), MD5]
     web.hang_after = 2_000_000
     with subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as process:
-        part, deadline = path.with_name("a.bin.part"), time.monotonic() + 60
+        part = path.with_name("a.bin.part")
+        deadline = time.monotonic() + 60
         while (not part.exists() or part.stat().st_size < 1_000_000) and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(number)

@@ -23,7 +23,8 @@ from data_prep.write.images import REFUSED_BY_STRICT, ImagePolicy, Unreadable, p
 from data_prep.write.jobs import PrepError
 from vit.data.decode.images import decode
 
-DECODE, HEADERS = ImagePolicy("decode"), ImagePolicy("headers")
+DECODE = ImagePolicy("decode")
+HEADERS = ImagePolicy("headers")
 BEST = ImagePolicy(jpeg_quality=100)  # so close to the pixels that what they ought to be can be told
 
 
@@ -157,7 +158,8 @@ def test_big_endian_sixteen_bits():
 
 @pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
 def test_of_an_animation_the_first_frame_counts(form):
-    first, second = picture(), ImageOps.invert(picture())
+    first = picture()
+    second = ImageOps.invert(picture())
     data = encode(first, form, save_all=True, append_images=[second])
     assert opened(data).n_frames == 2
     assert psnr(opened(prepare(data, BEST).data), first) > 25
@@ -273,7 +275,8 @@ def test_the_check_finds_what_a_full_decode_finds(kind):
     outcomes = []
     for _ in range(150):
         data = damage(UNTOUCHED[kind], rng)
-        strict, lenient = not raises(simplejpeg.decode_jpeg, data), not raises(lambda data: opened(data).load(), data)
+        strict = not raises(simplejpeg.decode_jpeg, data)
+        lenient = not raises(lambda data: opened(data).load(), data)
         try:
             change = prepare(data, DECODE).change
         except Unreadable:

@@ -161,7 +161,8 @@ def test_make_leaves_nothing(bucket, s3):
 
 
 def test_a_cut_upload_is_repeated(bucket, s3, tmp_path, monkeypatch):
-    content, before = os.urandom(3 << 20), num_retries()
+    content = os.urandom(3 << 20)
+    before = num_retries()
     monkeypatch.setattr(Patience.__init__, "__defaults__", (60.0, 0.05, 0.1))
     # Each of our attempts takes one to ten connections: s3fs tries again up to four times, aiohttp sometimes twice each.
     with cable(s3.port, carries=1 << 20, then="cut", times=12) as (port, _), monkeypatch.context() as patch:

@@ -52,7 +52,8 @@ def simple(width: int, height: int, sampling: str, quality: int = 85) -> bytes:
 
 def exif() -> Image.Exif:
     tags = Image.Exif()
-    tags[0x0112], tags[0x010E] = 6, "a description " * 50
+    tags[0x0112] = 6
+    tags[0x010E] = "a description " * 50
     return tags
 
 
@@ -82,16 +83,20 @@ def interval_for(mcus_wide: int) -> int:
 
 def segments(data: bytes) -> list[tuple[int, bytes]]:
     """(marker, bytes) of the segments up to the start of scan, in order."""
-    found, position = [], 2
+    found = []
+    position = 2
     while True:
-        marker, end = data[position + 1], position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+        marker = data[position + 1]
+        end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
         found.append((marker, data[position:end]))
         if marker == 0xDA:
             return found
         position = end
 
 
-TABLES, INTERVAL, SCAN = 0xC4, 0xDD, 0xDA
+TABLES = 0xC4
+INTERVAL = 0xDD
+SCAN = 0xDA
 
 
 def check_same_image(marked: bytes, original: bytes) -> None:
@@ -102,7 +107,8 @@ def check_same_image(marked: bytes, original: bytes) -> None:
     kept = [[segment for segment in segments(data) if segment[0] not in replaced] for data in (marked, original)]
     assert kept[0] == kept[1], "other headers"
     header = read_header(marked)
-    mcus_wide, mcus_high = -(-header.width // header.mcu_size[0]), -(-header.height // header.mcu_size[1])
+    mcus_wide = -(-header.width // header.mcu_size[0])
+    mcus_high = -(-header.height // header.mcu_size[1])
     assert header.restart_interval == interval_for(mcus_wide)
     numbers = [number[0] - 0xD0 for number in re.findall(rb"\xff([\xd0-\xd7])", marked[header.scan_offset :])]
     assert numbers == [k % 8 for k in range(mcus_high * mcus_wide // header.restart_interval - 1)], "missing, or in another order"
@@ -198,7 +204,8 @@ def test_what_is_not_ordinary_keeps_its_bytes(reason: str):
 @pytest.mark.parametrize("damage", ["stray byte", "missing marker", "swapped markers", "extra marker", "cut off", "no end", "other bits"])
 def test_damaged_files_keep_their_bytes(damage: str):
     data = encode(200, 90, restart_marker_blocks=7)
-    first, second = data.index(b"\xff\xd0"), data.index(b"\xff\xd1")
+    first = data.index(b"\xff\xd0")
+    second = data.index(b"\xff\xd1")
     damaged = {
         "stray byte": data[:first] + b"\x12" + data[first:],
         "missing marker": data[:first] + data[first + 2 :],
@@ -252,7 +259,8 @@ def test_an_image_of_next_to_nothing():
 def test_damage_never_changes_an_image():
     """Whatever the bytes are: the same image comes out, or the same bytes."""
     random.seed(0)
-    files, outcomes = [simple(*size, name) for size in ((40, 24), (65, 33)) for name in ("444", "420", "Gray")], Counter()
+    files = [simple(*size, name) for size in ((40, 24), (65, 33)) for name in ("444", "420", "Gray")]
+    outcomes = Counter()
     files += [encode(100, 40, restart_marker_blocks=3), encode(90, 50, optimize=True, exif=exif())]
     for _ in range(1500):
         damaged = bytearray(random.choice(files))

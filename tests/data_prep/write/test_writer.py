@@ -48,7 +48,8 @@ def source_of(folder: Path, splits: dict[str, list[tuple[str, int, bytes]]], **o
     def fill(builder: Builder) -> None:
         builder.classes(["a", "b", "c"])
         builder.note("made for a test")
-        file, end = builder.file(path), 0
+        file = builder.file(path)
+        end = 0
         for split, samples in splits.items():
             sizes = np.array([len(data) for _, _, data in samples], np.int64)
             ends = end + np.cumsum(sizes)
@@ -283,7 +284,8 @@ def test_bad_parts(part, message, tmp_path):
 
 
 def test_what_was_left_out_is_tried_again_even_if_the_end_of_that_was_killed(written, tmp_path):
-    root, lenient = tmp_path / "root", replace(FOUR, max_unreadable=0.1)
+    root = tmp_path / "root"
+    lenient = replace(FOUR, max_unreadable=0.1)
     write(damaged(tmp_path), root, lenient)
     stale = (root / "_info.json").read_bytes()
     write(source_of(tmp_path, small_splits()), root, lenient)
@@ -340,7 +342,8 @@ def test_a_complete_data_set_of_archives_is_not_listed_again(small, tmp_path, ca
 
 
 def test_a_refused_command_leaves_the_work_of_another(small, tmp_path):
-    root, source = tmp_path / "root", replace(small, inputs=[tmp_path / "source" / "images.bin"])
+    root = tmp_path / "root"
+    source = replace(small, inputs=[tmp_path / "source" / "images.bin"])
     write(source, root, replace(FOUR, part="0-1"))
     (root / "_spool").mkdir()
     before = sorted(path.name for path in root.iterdir())

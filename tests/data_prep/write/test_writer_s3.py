@@ -49,7 +49,8 @@ def local(images, tmp_path_factory) -> dict[str, bytes]:
 
 
 def test_a_store_holds_what_a_folder_would_after_any_kill(s3, images, local, tmp_path):
-    bucket, moments = s3.new_bucket(), random.Random(0)
+    bucket = s3.new_bucket()
+    moments = random.Random(0)
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     for _ in range(2):
         process = subprocess.Popen(prepare(images, f"{bucket}/root"), env=environment, start_new_session=True, stdout=subprocess.DEVNULL)

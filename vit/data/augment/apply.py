@@ -42,7 +42,10 @@ class Augment:
         *,
         compiled: bool = False,
     ):
-        self.config, self.num_classes, self.layout, self.compiled = config, num_classes, table_layout(config), compiled
+        self.config = config
+        self.num_classes = num_classes
+        self.layout = table_layout(config)
+        self.compiled = compiled
         self.scale = (1.0 / (255.0 * torch.tensor(std))).view(1, -1, 1, 1).to(device)
         self.shift = (-torch.tensor(mean) / torch.tensor(std)).view(1, -1, 1, 1).to(device)
         self._finish = torch.compile(self.finish, dynamic=False) if compiled else self.finish
@@ -93,12 +96,14 @@ class Augment:
         return rows.split(max(1, CPU_CHUNK // images[0].numel()) if images.device.type == "cpu" else len(images))
 
     def _apply(self, layer: Layer, number: int, images: Tensor, table: Tensor) -> Tensor:
-        strength, place = table[:, layer.column + 1].view(-1, 1, 1, 1), table[:, layer.column + 2 : layer.column + 4]
+        strength = table[:, layer.column + 1].view(-1, 1, 1, 1)
+        place = table[:, layer.column + 2 : layer.column + 4]
         return pixel_ops.to_levels(OPS[layer.ops][number](images.float(), strength, place))
 
     def finish(self, images: Tensor, labels: Tensor, table: Tensor, erased: Tensor, partner: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise, erase, mix. `erased`: rows whose box may not be empty; `partner`: the row that each row mixes with; int64."""
-        inputs, targets = self.normalize(images), F.one_hot(labels, self.num_classes).float()
+        inputs = self.normalize(images)
+        targets = F.one_hot(labels, self.num_classes).float()
         if self.layout.erase is not None:
             for part in self._chunks(erased, inputs):
                 inputs[part] = self._erase(inputs[part], table[part, self.layout.erase :])

@@ -23,7 +23,8 @@ from vit.data.augment.draw import OP_NAMES
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(images (B, C, H, W) float32 of whole levels, strength (B, 1, 1, 1), place (B, 2) in [0, 1) or (B, 0)) -> float32 for `pixel_ops.to_levels`."""
 
-BLACK, MIDDLE_GREY = 0.0, 128.0
+BLACK = 0.0
+MIDDLE_GREY = 128.0
 
 
 @lru_cache
@@ -141,7 +142,8 @@ def _tf_rotate(images: Tensor, degrees: Tensor) -> Tensor:
     """About the centre (tensorflow_addons/image/transform_ops.py)."""
     last_y, last_x = (side - 1 for side in images.shape[-2:])
     angle = degrees * (math.pi / 180.0)
-    cos, sin = angle.cos(), angle.sin()
+    cos = angle.cos()
+    sin = angle.sin()
     return _warped(images, cos, -sin, (last_x - (cos * last_x - sin * last_y)) / 2, sin, cos, (last_y - (sin * last_x + cos * last_y)) / 2)
 
 

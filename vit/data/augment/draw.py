@@ -81,18 +81,22 @@ class TableLayout:
 
 def table_layout(config: AugmentConfig) -> TableLayout:
     """The columns that `draw_table` writes and `vit.data.augment.apply.Augment` reads."""
-    layers, column = [], FIRST_OP
+    layers = []
+    column = FIRST_OP
     sets: list[str] = [config.randaugment_ops] * config.randaugment_layers
     sets += ["three_augment"] * config.three_augment + ["color_jitter"] * sum(amount > 0 for amount in config.color_jitter)
     for ops in sets:
         layers.append(Layer(ops, column))
         column += 4 if ops == "big_vision" else 2
-    shift, erase = None, None
+    shift = None
+    erase = None
     if config.crop == "simple":
-        shift, column = column, column + 2
+        shift = column
+        column = column + 2
     num_noise = {"const": 0, "rand": 3, "pixel": 1}[config.erasing_mode]
     if config.erasing_prob > 0:
-        erase, column = column, column + 4 + num_noise
+        erase = column
+        column = column + 4 + num_noise
     return TableLayout(tuple(layers), shift, erase, num_noise, column)
 
 
@@ -121,9 +125,11 @@ def _random_resized_crops(config: AugmentConfig, keys: NDArray[np.uint64], width
     area = (w * h)[:, None] * (low + (high - low) * uniform(keys[:, None], _CROP, 0, np.arange(CROP_TRIES)))
     log_low, log_high = (math.log(r) for r in config.crop_ratio)
     aspect = np.exp(log_low + (log_high - log_low) * uniform(keys[:, None], _CROP, 1, np.arange(CROP_TRIES)))
-    tries_w, tries_h = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+    tries_w = np.rint(np.sqrt(area * aspect))
+    tries_h = np.rint(np.sqrt(area / aspect))
     fits = (tries_w > 0) & (tries_h > 0) & (tries_w <= w[:, None]) & (tries_h <= h[:, None])
-    rows, first = np.arange(len(keys)), fits.argmax(1)
+    rows = np.arange(len(keys))
+    first = fits.argmax(1)
     clipped = np.clip(w / h, *config.crop_ratio)
     found = fits.any(1)
     crop_w = np.where(found, tries_w[rows, first], np.where(w / h > clipped, np.rint(h * clipped), w))
@@ -140,8 +146,12 @@ def _simple_crops(
     each border, take a window of `size`. Returns windows (B, 4) as `draw_crops`, and how far (B, 2), in x and y, each view lies beyond the
     image, in pixels of `size`. Windows begin at whole pixels of the original, the nearest to the drawn one.
     """
-    (height, width), w, h = size, widths.astype(np.float64), heights.astype(np.float64)
-    starts, crops, shifts = [], [], []
+    (height, width) = size
+    w = widths.astype(np.float64)
+    h = heights.astype(np.float64)
+    starts = []
+    crops = []
+    shifts = []
     for axis, (own, side, whole) in enumerate(((w, width, np.floor(w * height / h)), (h, height, np.floor(h * width / w)))):
         covered = np.maximum(whole, side)
         drawn = np.floor(uniform(keys, _CROP, 4, axis) * (covered + 2 * SIMPLE_CROP_MARGIN - side + 1)) - SIMPLE_CROP_MARGIN
@@ -217,13 +227,16 @@ def _draw_erasing(config: AugmentConfig, keys: NDArray[np.uint64], size: tuple[i
     timm/data/random_erasing.py, RandomErasing with one box: up to ten tries of area and log-uniform aspect (height over width), rounded;
     the first that is smaller than the image on both sides.
     """
-    (height, width), (low, high) = size, config.erasing_area
+    (height, width) = size
+    (low, high) = config.erasing_area
     area = height * width * (low + (high - low) * uniform(keys[:, None], _ERASE, 0, np.arange(ERASE_TRIES)))
     log_low, log_high = (math.log(r) for r in config.erasing_aspect)
     aspect = np.exp(log_low + (log_high - log_low) * uniform(keys[:, None], _ERASE, 1, np.arange(ERASE_TRIES)))
-    tries_h, tries_w = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+    tries_h = np.rint(np.sqrt(area * aspect))
+    tries_w = np.rint(np.sqrt(area / aspect))
     fits = (tries_h < height) & (tries_w < width)
-    rows, first = np.arange(len(keys)), fits.argmax(1)
+    rows = np.arange(len(keys))
+    first = fits.argmax(1)
     erased = fits.any(1) & (uniform(keys, _ERASE, 2) < config.erasing_prob)
     box_h, box_w = (np.where(erased, tries[rows, first], 0) for tries in (tries_h, tries_w))
     top = np.where(erased, np.floor(uniform(keys, _ERASE, 3) * (height - box_h + 1)), 0)
@@ -249,7 +262,8 @@ def mixes(config: AugmentConfig) -> bool:
 
 def partners(config: AugmentConfig, num_rows: int) -> NDArray[np.int64]:
     """For each row the row it mixes with: the next of its group, in a ring; with `pair` the first with the last, and so on inwards."""
-    size, rows = config.mix_group_size, np.arange(num_rows)
+    size = config.mix_group_size
+    rows = np.arange(num_rows)
     inside = rows % size
     return rows - inside + (size - 1 - inside if config.mixup_mode == "pair" else (inside + 1) % size)
 
@@ -272,7 +286,8 @@ def draw_mix(
     if not mixes(config):
         return
     assert first_row % config.mix_group_size == 0 == len(table) % config.mix_group_size, "groups must not be torn apart"
-    row, partner = first_row + np.arange(len(table)), partners(config, len(table))
+    row = first_row + np.arange(len(table))
+    partner = partners(config, len(table))
     if config.mixup_mode == "batch":
         keys = fold(seed, position, row // config.mix_group_size, _MIX)
     elif config.mixup_mode == "pair":
@@ -284,9 +299,12 @@ def draw_mix(
     mixup_lambda, cutmix_lambda = (
         _symmetric_beta(alpha, fold(keys, 1)) if alpha else np.ones(len(table)) for alpha in (config.mixup_alpha, config.cutmix_alpha)
     )
-    (height, width), cut = size, np.sqrt(1.0 - cutmix_lambda)
-    middle_y, middle_x = np.floor(uniform(keys, 2) * height), np.floor(uniform(keys, 3) * width)
-    half_h, half_w = np.floor(cut * height) // 2, np.floor(cut * width) // 2
+    (height, width) = size
+    cut = np.sqrt(1.0 - cutmix_lambda)
+    middle_y = np.floor(uniform(keys, 2) * height)
+    middle_x = np.floor(uniform(keys, 3) * width)
+    half_h = np.floor(cut * height) // 2
+    half_w = np.floor(cut * width) // 2
     top, bottom = np.clip(middle_y - half_h, 0, height), np.clip(middle_y + half_h, 0, height)
     left, right = np.clip(middle_x - half_w, 0, width), np.clip(middle_x + half_w, 0, width)
     kept = 1.0 - (bottom - top) * (right - left) / (height * width)
@@ -299,12 +317,15 @@ def draw_mix(
 
 def _symmetric_beta(alpha: float, keys: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Beta(alpha, alpha), one for each key: Johnk's method (1964), whose rejections only move on a counter of the same key."""
-    out, todo, attempt = np.empty(len(keys)), np.arange(len(keys)), 0
+    out = np.empty(len(keys))
+    todo = np.arange(len(keys))
+    attempt = 0
     while len(todo):
         x, y = (np.maximum(uniform(keys[todo], attempt, i), 1e-300) ** (1.0 / alpha) for i in range(2))
         accept = (x + y <= 1.0) & (x + y > 0.0)
         out[todo[accept]] = x[accept] / (x[accept] + y[accept])
-        todo, attempt = todo[~accept], attempt + 1
+        todo = todo[~accept]
+        attempt = attempt + 1
     return out
 
 
@@ -313,7 +334,8 @@ def _symmetric_beta(alpha: float, keys: NDArray[np.uint64]) -> NDArray[np.float6
 
 def describe(config: AugmentConfig, row: NDArray[np.float32]) -> list[str]:
     """What a row (K,) of the table does to its image, mixing apart, in the order it is done: "flip", "rotate -8.7", "erase"."""
-    layout, words = table_layout(config), []
+    layout = table_layout(config)
+    words = []
     if layout.shift is not None and row[layout.shift : layout.shift + 2].any():
         words.append("shift {:+.0f} {:+.0f}".format(*row[layout.shift : layout.shift + 2]))
     words += ["flip"] * bool(row[FLIP])

@@ -60,7 +60,8 @@ def hue(images: Tensor, turns: Tensor) -> Tensor:
     """Turn the colour wheel by `turns` in -0.5..0.5; value and saturation stay. Equal to torchvision's on tensors up to one level
     (transforms/v2/functional/_color.py, adjust_hue_image); Pillow's own way knows 256 hues only."""
     red, green, blue = images.split(1, 1)
-    value, least = images.amax(1, keepdim=True), images.amin(1, keepdim=True)
+    value = images.amax(1, keepdim=True)
+    least = images.amin(1, keepdim=True)
     chroma = value - least
     safe = chroma.clamp(min=1.0)  # levels are whole: a chroma is 0 or at least 1
     sixths = torch.where(
@@ -139,7 +140,8 @@ def gaussian_blur(images: Tensor, radius: Tensor) -> Tensor:
     inner = 1.0 / (2.0 * (whole + part) + 1.0)
     outer = (1.0 - (2.0 * whole + 1.0) * inner) / 2.0
     # Up to radius 2 a box reaches at most one whole pixel, and a part of a second one.
-    near, far = torch.where(whole > 0, inner, outer), torch.where(whole > 0, outer, 0.0)
+    near = torch.where(whole > 0, inner, outer)
+    far = torch.where(whole > 0, outer, 0.0)
     for axis in (3, 2):
         size = images.shape[axis]
         for _ in range(3):
@@ -166,7 +168,8 @@ def affine(images: Tensor, matrix: Matrix, fill: Tensor | float) -> Tensor:
     height, width = images.shape[-2:]
     y = torch.arange(height, device=images.device, dtype=torch.float32).view(1, -1, 1) - (height - 1) / 2
     x = torch.arange(width, device=images.device, dtype=torch.float32).view(1, 1, -1) - (width - 1) / 2
-    at_x, at_y = a * x + b * y + c, d * x + e * y + f
+    at_x = a * x + b * y + c
+    at_y = d * x + e * y + f
     inside = (at_x >= -width / 2) & (at_x < width / 2) & (at_y >= -height / 2) & (at_y < height / 2)
     grid = torch.stack(torch.broadcast_tensors(at_x * (2.0 / width), at_y * (2.0 / height)), -1).expand(len(images), -1, -1, -1)
     warped = F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
@@ -217,7 +220,8 @@ def translate_y(images: Tensor, pixels: Tensor, fill: Tensor | float) -> Tensor:
 def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
     """The view moves by whole pixels (B,) int64, and beyond the border the image is mirrored without its outermost pixel; any dtype."""
     height, width = images.shape[-2:]
-    row, column = torch.arange(height, device=images.device), torch.arange(width, device=images.device)
+    row = torch.arange(height, device=images.device)
+    column = torch.arange(width, device=images.device)
     y, x = (
         (side - 1) - ((side - 1) - (at + offset[:, None]).abs()).abs() for side, at, offset in ((height, row, down), (width, column, right))
     )

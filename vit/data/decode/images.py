@@ -187,7 +187,8 @@ def _converted(image: Image.Image, mode: str, is_16_bit: bool) -> Image.Image:
 
 def decode(data: bytes, channels: int = 3) -> Pixels:
     """The whole image as (H, W, channels) uint8; channels is 1 (grey) or 3 (RGB). Raises ValueError if it cannot be decoded."""
-    header, problem = _ordinary_jpeg(data), None
+    header = _ordinary_jpeg(data)
+    problem = None
     if header is not None:
         try:
             return decode_jpeg(data, header.size, channels)

@@ -64,7 +64,8 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
         return None
     if 0 in header.mcu_size or not data.endswith(EOI):
         return None
-    mcus_per_line, interval = -(-header.width // mcu_width), header.restart_interval
+    mcus_per_line = -(-header.width // mcu_width)
+    interval = header.restart_interval
     bottom = min(top + height + margin, header.height)
     if interval == 0:
         num_lines = -(-bottom // mcu_height)
@@ -77,10 +78,14 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
         return None
 
     # The tiles under the window.
-    tile_width, tile_height = min(interval, mcus_per_line) * mcu_width, max(interval // mcus_per_line, 1) * mcu_height
-    num_columns, num_rows = -(-header.width // tile_width), -(-header.height // tile_height)
-    first_column, first_row = max(left - margin, 0) // tile_width, max(top - margin, 0) // tile_height
-    stop_column, stop_row = min(-(-(left + width + margin) // tile_width), num_columns), -(-bottom // tile_height)
+    tile_width = min(interval, mcus_per_line) * mcu_width
+    tile_height = max(interval // mcus_per_line, 1) * mcu_height
+    num_columns = -(-header.width // tile_width)
+    num_rows = -(-header.height // tile_height)
+    first_column = max(left - margin, 0) // tile_width
+    first_row = max(top - margin, 0) // tile_height
+    stop_column = min(-(-(left + width + margin) // tile_width), num_columns)
+    stop_row = -(-bottom // tile_height)
     cut_width = min(stop_column * tile_width, header.width) - first_column * tile_width
     cut_height = min(stop_row * tile_height, header.height) - first_row * tile_height
     if cut_width <= 4 * margin:  # libjpeg upsamples lines of one or two colour samples in another way

@@ -71,7 +71,9 @@ def read_header(data: bytes) -> JpegHeader:
     if data[:2] != b"\xff\xd8":
         raise ValueError("no JPEG")
     frame = adobe_transform = None
-    orientation, restart_interval, frame_offset = 1, 0, 0
+    orientation = 1
+    restart_interval = 0
+    frame_offset = 0
     position = 2
     try:
         while True:
@@ -93,7 +95,8 @@ def read_header(data: bytes) -> JpegHeader:
                 frame = struct.unpack_from(">BHHB", data, position + 4)
                 if length != 8 + 3 * frame[3] or 0 in frame:
                     raise ValueError("damaged JPEG headers: a frame of {2} x {1} pixels, {3} components, {0} bits".format(*frame))
-                process, frame_offset = marker - 0xC0, position
+                process = marker - 0xC0
+                frame_offset = position
             elif marker == 0xDA:
                 break
             elif marker == 0xDD:

@@ -76,8 +76,10 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
     library.vit_native_sources.restype = ctypes.c_char_p
     if sources.is_dir() and library.vit_native_sources().decode() != stamp_of(sources):
         raise Misfit(f"{path} was built from other sources than {sources} holds now; {again}")
-    size, pointer = ctypes.c_size_t, ctypes.c_void_p
-    decode, transcode = library.vit_decode_window, library.vit_jpeg_transcode
+    size = ctypes.c_size_t
+    pointer = ctypes.c_void_p
+    decode = library.vit_decode_window
+    transcode = library.vit_jpeg_transcode
     decode.argtypes = [ctypes.c_char_p, size, *[ctypes.c_uint32] * 6, ctypes.c_int, pointer, ctypes.c_ssize_t, ctypes.c_int]
     decode.restype = ctypes.c_int
     transcode.argtypes = [ctypes.c_char_p, size, pointer, size, ctypes.POINTER(size)]
@@ -97,10 +99,12 @@ def _decodes_rightly(library: ctypes.CDLL) -> bool:
     y, x = np.mgrid[:50, :150]
     image = np.stack((x + y, x * y // 7, 255 - x), axis=2).astype(np.uint8)
     plain = simplejpeg.encode_jpeg(image, 92, colorsubsampling="420")
-    marked, size = ctypes.create_string_buffer(4 * len(plain)), ctypes.c_size_t()
+    marked = ctypes.create_string_buffer(4 * len(plain))
+    size = ctypes.c_size_t()
     if library.vit_jpeg_transcode(plain, len(plain), marked, len(marked), ctypes.byref(size)) != Status.OK:
         return False
-    expected, pixels = simplejpeg.decode_jpeg(plain)[5:45, 9:140], np.empty((40, 131, 3), np.uint8)
+    expected = simplejpeg.decode_jpeg(plain)[5:45, 9:140]
+    pixels = np.empty((40, 131, 3), np.uint8)
     for data in (plain, marked.raw[: size.value]):
         pixels.fill(0)
         if _decode(library, data, 9, 5, pixels, (0, 0), False) is not Status.OK or not np.array_equal(pixels, expected):
@@ -141,7 +145,8 @@ def _decode(
     assert pixels.dtype == np.uint8
     assert channels in (1, 3)
     assert pixels.strides[1:] == (channels, 1)
-    address, row_bytes = pixels.__array_interface__["data"][0], pixels.strides[0]
+    address = pixels.__array_interface__["data"][0]
+    row_bytes = pixels.strides[0]
     return Status(library.vit_decode_window(data, len(data), *image_size, left, top, width, height, channels, address, row_bytes, portable))
 
 

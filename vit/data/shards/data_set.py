@@ -172,7 +172,8 @@ def _describe(info: dict[str, Any], split: str, shown: str) -> _Described:
     where = f"{shown}/_info.json, split {split!r}"
     if missing := [key for key in ("filenames", "shard_lengths", "num_samples") if key not in said]:
         raise ShardError(f"{where}: no {', '.join(missing)}; move it away and run `python -m data_prep.index {shown}`")
-    names, lengths = list(said["filenames"]), list(said["shard_lengths"])
+    names = list(said["filenames"])
+    lengths = list(said["shard_lengths"])
     sizes, sha256 = (list(said.get(key) or [None] * len(names)) for key in ("shard_bytes", "shard_sha256"))
     if not 0 < len(names) == len(lengths) == len(sizes) == len(sha256) or sum(lengths) != said["num_samples"]:
         counts = f"{len(names)} filenames, {len(lengths)} shard_lengths (sum {sum(lengths)}), {len(sizes)} shard_bytes"
@@ -191,7 +192,8 @@ def build_index(root: Path | str, split: str, filenames: list[str] | None = None
     Raises ShardError like `rows_of_tars`.
     """
     root = Path(root)
-    path, may_write = root / f"{split}.index.npy", os.access(root, os.W_OK)
+    path = root / f"{split}.index.npy"
+    may_write = os.access(root, os.W_OK)
     info = read_info(root) if filenames is None or (root / "_info.json").exists() else {}
     described = info.get("splits", {}).get(split, {})
     names = described["filenames"] if filenames is None else filenames
@@ -219,7 +221,9 @@ def _load_index(root: Path, split: str, described: _Described, sizes: list[int],
     Where a tar is at fault and not the index, which the recorded sha256 tells, ShardError is raised: nobody asked for other images.
     is_checked: another process has done this just now.
     """
-    path, lengths, tars = root / f"{split}.index.npy", described.lengths, [root / name for name in described.filenames]
+    path = root / f"{split}.index.npy"
+    lengths = described.lengths
+    tars = [root / name for name in described.filenames]
     try:
         index = open_index(path)
     except FileNotFoundError:
@@ -323,7 +327,8 @@ def open_split(
     where = f"{shown}/_info.json, split {split!r}"
 
     # 1. The shards themselves.
-    filenames, lengths = described.filenames, described.lengths
+    filenames = described.filenames
+    lengths = described.lengths
     elsewhere = info.get("shards_at") if home is None or not any((home / name).exists() for name in filenames) else None
     folder = RemoteFolder(elsewhere or url, patience) if elsewhere or home is None else None
     if versions is not None and len(versions) == len(filenames):
@@ -371,7 +376,8 @@ def open_split(
 
     # 4. How the shards are read.
     if tars is None and home is not None and cache_dir is not None:
-        mounted, cache = MountedFolder(home, filenames, patience), BlockCache(cache_dir, cache_gib)
+        mounted = MountedFolder(home, filenames, patience)
+        cache = BlockCache(cache_dir, cache_gib)
         tars = RemoteTars(mounted, filenames, known, index, firsts_of(lengths), cache)
     layout = replace(recorded_layout(info, home and home / filenames[0]), class_names=())  # a split travels to workers
     tars = tars or LocalTars(Path(shown), filenames, patience)

@@ -78,7 +78,8 @@ def open_index(path: Path) -> np.ndarray:
             break
     else:
         raise ValueError("of another format, or its header is damaged")
-    num_samples, offset = int(number[1]), len(start) + len(header)
+    num_samples = int(number[1])
+    offset = len(start) + len(header)
     if not num_samples or os.stat(path).st_size < offset + num_samples * dtype.itemsize:
         raise ValueError(f"cut off, its header says {num_samples:,} rows")
     return np.memmap(path, dtype, "r", offset, (num_samples,))
@@ -114,7 +115,10 @@ def moved_shards(index: np.ndarray, lengths: Sequence[int], tars: Sequence[Path]
 
 def labels_outside(index: np.ndarray, num_classes: int | None, lengths: Sequence[int]) -> tuple[int, int, int]:
     """How many labels lie outside [0, num_classes), the first sample that has one (-1: none) and the largest label."""
-    count, first, largest, start = 0, -1, 0, 0
+    count = 0
+    first = -1
+    largest = 0
+    start = 0
     for rows in _by_shard(index, lengths):
         labels = rows["label"]
         low, high = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
@@ -166,7 +170,9 @@ def rows_of_tars(tars: Sequence[Path], layout: SampleLayout, sha256: Sequence[st
         return rows, altered(tar) if with_checksums and expected not in (None, sha256_of(tar)) else ""
 
     began_s = told_s = time.monotonic()
-    found, problems, done_bytes = [], [], 0
+    found = []
+    problems = []
+    done_bytes = 0
     all_bytes = sum(tar.stat().st_size for tar in tars if tar.exists())
     threads = ThreadPoolExecutor(NUM_READERS)
     try:

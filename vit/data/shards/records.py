@@ -61,7 +61,8 @@ class _Sidecar(TypedDict, total=False):
     passed_over: dict[str, Count]
 
 
-INFO, SIDECAR = TypeAdapter(_Info), TypeAdapter(_Sidecar)
+INFO = TypeAdapter(_Info)
+SIDECAR = TypeAdapter(_Sidecar)
 
 
 def check_types(content: Mapping[str, Any], kind: TypeAdapter[Any], where: Path | str) -> None:

@@ -66,9 +66,17 @@ class Split:
         sha256: Sequence[str | None] = (),
     ):
         """sha256: what is recorded of each shard, to tell a damaged shard from a damaged index."""
-        self.root, self.name, self.filenames, self.lengths, self.index = root, name, filenames, lengths, index
-        self._layout, self._firsts, self._has_checksums = layout, firsts_of(lengths), has_checksums(index)
-        self.num_samples, self.num_classes, self.class_names = len(index), num_classes, class_names
+        self.root = root
+        self.name = name
+        self.filenames = filenames
+        self.lengths = lengths
+        self.index = index
+        self._layout = layout
+        self._firsts = firsts_of(lengths)
+        self._has_checksums = has_checksums(index)
+        self.num_samples = len(index)
+        self.num_classes = num_classes
+        self.class_names = class_names
         self.tars = tars or LocalTars(Path(root), filenames)
         self._sha256 = sha256
 
@@ -90,8 +98,10 @@ class Split:
         index's checksum, nor when they are read again. Where the index has none, the tar header in front of the image is read with it and
         must say the index's size: in a shard that was replaced other images lie elsewhere.
         """
-        row, shard = self.index[i], self._shard_of(i)
-        offset, size = int(row["offset"]), int(row["size"])
+        row = self.index[i]
+        shard = self._shard_of(i)
+        offset = int(row["offset"])
+        size = int(row["size"])
         expected = int(row["crc32c"]) if self._has_checksums else 0
         for is_last in (False, True):
             try:
@@ -126,7 +136,8 @@ class Split:
             header = self.tars.pread(i, shard, TAR_BLOCK, offset - TAR_BLOCK)
         else:
             block = self.tars.pread(i, shard, TAR_BLOCK + size, offset - TAR_BLOCK)
-            header, data = block[:TAR_BLOCK], block[TAR_BLOCK:]
+            header = block[:TAR_BLOCK]
+            data = block[TAR_BLOCK:]
         if len(data) < size:
             return data, f"gave {len(data)}"
         if size_said_by(header) != size:
@@ -167,13 +178,16 @@ class Split:
         if isinstance(self.tars, RemoteTars):
             self.tars.prefetch(samples)
         else:
-            rows, shards = self.index[samples], np.searchsorted(self._firsts, samples, side="right") - 1
+            rows = self.index[samples]
+            shards = np.searchsorted(self._firsts, samples, side="right") - 1
             self.tars.prefetch(shards.tolist(), rows["offset"].tolist(), rows["size"].tolist())
 
     def key(self, i: int) -> str:
         """Key of sample `i`, from the tar headers between the image before and its own: a name may have one of its own (GNU, pax)."""
-        row, shard = self.index[i], self._shard_of(i)
-        offset, before = int(row["offset"]), self.index[i - 1] if i > self._firsts[shard] else None
+        row = self.index[i]
+        shard = self._shard_of(i)
+        offset = int(row["offset"])
+        before = self.index[i - 1] if i > self._firsts[shard] else None
         start = 0 if before is None else -(-(int(before["offset"]) + int(before["size"])) // TAR_BLOCK) * TAR_BLOCK
         try:
             members = walk(
@@ -182,7 +196,8 @@ class Split:
             name = next((member.name for member in members if member.offset == offset), None)
             reason = "no tar header"
         except TarDamaged as error:
-            name, reason = None, str(error)
+            name = None
+            reason = str(error)
         if name is None:
             where = f"{self.where(i)}: no tar header in front of offset {offset}"
             raise ShardError(f"{where} ({reason}); restore the shard, or delete {self.name}.index.npy if it was replaced")

@@ -121,7 +121,8 @@ def scan_sample(
             raise Unfit("link", f"is not there as files: {', '.join(others)}; {remedy}") from None
         raise
     by_ext = {member.ext: member for member in members}
-    image, told = by_ext[found], by_ext[layout.label_suffix]
+    image = by_ext[found]
+    told = by_ext[layout.label_suffix]
     label = layout.label_of(read(told.size, told.offset))
     if not image.size:
         raise Unfit("image", f"has an image of 0 bytes, {image.name!r}")
@@ -140,7 +141,8 @@ def survey_tar(
     the file, when the tar is damaged or cut off, or no sample has image and label as `layout` has them. A tar without end-of-archive blocks
     is accepted if its last sample fits.
     """
-    path, found = Path(path), Survey([], [], Counter())
+    path = Path(path)
+    found = Survey([], [], Counter())
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:

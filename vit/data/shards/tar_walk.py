@@ -22,11 +22,13 @@ from typing import Any, NamedTuple, Protocol
 
 TAR_BLOCK = 512
 """Bytes; every header and every start of data in a tar lies on a multiple of this."""
-AHEAD_BYTES, CLOSE_BYTES = 1 << 16, 1 << 12
+AHEAD_BYTES = 1 << 16
+CLOSE_BYTES = 1 << 12
 """Bytes read at once where headers are this close together."""
 MAX_NAME_BYTES = 1 << 16
 """Of a GNU long name or a pax header."""
-FILE, FOLDER = "a file", "a folder"
+FILE = "a file"
+FOLDER = "a folder"
 KINDS = {
     **dict.fromkeys((tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE), FILE),
     tarfile.DIRTYPE: FOLDER,
@@ -77,7 +79,8 @@ class Readable(Protocol):
 
 def in_order(stream: Readable) -> Read:
     """How a stream is read: what lies before the last position is forgotten."""
-    held, start = b"", 0
+    held = b""
+    start = 0
 
     def read(size: int, position: int) -> bytes:
         nonlocal held, start
@@ -86,7 +89,8 @@ def in_order(stream: Readable) -> Read:
             held = stream.read(min(position - start, 1 << 20))
             if not held:
                 return b""
-        pieces, start = [held[position - start :]], position
+        pieces = [held[position - start :]]
+        start = position
         missing = size - len(pieces[0])
         while missing > 0 and (piece := stream.read(missing)):
             pieces.append(piece)
@@ -101,10 +105,12 @@ class _WithHead:
     """A stream whose first bytes were read already."""
 
     def __init__(self, head: bytes, stream: Readable):
-        self._head, self._stream = head, stream
+        self._head = head
+        self._stream = stream
 
     def read(self, size: int = -1, /) -> bytes:
-        head, self._head = self._head[:size], self._head[size:]
+        head = self._head[:size]
+        self._head = self._head[size:]
         return head or self._stream.read(size)
 
 
@@ -125,8 +131,13 @@ def walk(read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool
 
     needs_end: raise where the end mark is missing. Raises TarDamaged.
     """
-    position, name, size, before = start, "", -1, start - 2 * CLOSE_BYTES  # name and size: what an extra header said of the next member
-    ahead, ahead_at = b"", start
+    # name and size: what an extra header said of the next member
+    position = start
+    name = ""
+    size = -1
+    before = start - 2 * CLOSE_BYTES
+    ahead = b""
+    ahead_at = start
 
     def damaged(what: str) -> TarDamaged:
         return TarDamaged(f"{what} at byte {position}{'' if stop is None else f' of {stop}'}")
@@ -136,7 +147,8 @@ def walk(read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool
         if len(block) < TAR_BLOCK:
             # Of small files many headers come with one call; between large ones a long read would fetch data that nobody wants.
             size_ahead = AHEAD_BYTES if position - before <= CLOSE_BYTES else TAR_BLOCK
-            ahead, ahead_at = read(size_ahead if stop is None else max(0, min(size_ahead, stop - position)), position), position
+            ahead = read(size_ahead if stop is None else max(0, min(size_ahead, stop - position)), position)
+            ahead_at = position
             block = ahead[:TAR_BLOCK]
         if len(block) < TAR_BLOCK and not needs_end and position > start and not any(block):
             return
@@ -145,22 +157,22 @@ def walk(read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool
         if block[0] == 0 and not any(block):
             _expect_zeros(read, position, stop, damaged)
             return
-        before, offset = position, position + TAR_BLOCK
+        before = position
+        offset = position + TAR_BLOCK
         try:
             # A file ("0") with nothing unusual, some 10 times as fast. Its checksum is the sum of all bytes, its own counted as blanks: the
             # lower half of Adler-32 is that sum, plus 1, modulo 65521.
             is_plain = block[156] == 48 and block[124] < 128 and not block[345]
             field = block[148:156]
             if is_plain and (int(field.split(b"\0", 1)[0], 8) - 8 * 32 + sum(field) + 1) % 65521 == zlib.adler32(block) & 0xFFFF:
-                found, own_size = FILE, int(block[124:136].strip(b"\0 ") or b"0", 8)
+                found = FILE
+                own_size = int(block[124:136].strip(b"\0 ") or b"0", 8)
                 own_name = block[:100].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
             else:
                 header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-                own_name, own_size, found = (
-                    header.name,
-                    0 if header.type in WITHOUT_DATA else header.size,
-                    KINDS.get(header.type, "a device or a pipe"),
-                )
+                own_name = header.name
+                own_size = 0 if header.type in WITHOUT_DATA else header.size
+                found = KINDS.get(header.type, "a device or a pipe")
                 if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
                     if not 0 <= own_size <= MAX_NAME_BYTES:
                         raise damaged(f"damaged: a header of {own_size} bytes")
@@ -177,13 +189,16 @@ def walk(read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool
             other = what_it_is(block)
             no_tar = f"not a tar but {other}" if other else f"not a tar ({error})"
             raise damaged(no_tar if position == start else f"damaged: no tar header ({error})") from error
-        name, size = name or own_name, own_size if size < 0 else size
+        name = name or own_name
+        size = own_size if size < 0 else size
         if size < 0:
             raise damaged(f"damaged: {name!r} has {size} bytes")
         if stop is not None and offset + size > stop:
             raise damaged(f"cut off: {name!r} of {size} bytes begins")
         yield TarMember(name, offset, size, found)
-        position, name, size = offset + (size + 511 & -512), "", -1
+        position = offset + (size + 511 & -512)
+        name = ""
+        size = -1
 
 
 def _expect_zeros(read: Read, position: int, stop: int | None, damaged: Callable[[str], TarDamaged]) -> None:

@@ -47,7 +47,8 @@ DEFAULT_GIB = 50.0
 """Most that a cache takes where nobody says how much, and where its disk has twice that."""
 LOCK_WAIT_S = 120.0
 """For another process to fetch a block, or to count one: as long as an attempt at a store may take."""
-TELL_LOCK_AFTER_S, TELL_LOCK_AGAIN_S = 10.0, 60.0
+TELL_LOCK_AFTER_S = 10.0
+TELL_LOCK_AGAIN_S = 60.0
 TRY_AGAIN_S = 60.0
 """After a block could not be written, how often another one is tried."""
 TOUCH_AFTER_S = 60.0
@@ -92,7 +93,8 @@ class BlockCache:
                 f"data.cache_gib={limit_gib:g}: the disk of {self.folder} has room for {available / GIB:.1f}; "
                 "give less, or another disk with data.cache_dir"
             )
-        self._refused_bytes, self._tried_s = 0, 0.0
+        self._refused_bytes = 0
+        self._tried_s = 0.0
         self.limit_bytes = int(min(available // 2, DEFAULT_GIB * GIB) if limit_gib is None else limit_gib * GIB)
         with suppress(OSError):  # without it others do not know the limit
             weakref.finalize(self, os.close, self._announce())
@@ -173,7 +175,8 @@ class BlockCache:
         return False
 
     def _refuse(self, num_bytes: int) -> None:
-        self._refused_bytes, self._tried_s = max(self._refused_bytes, num_bytes), time.monotonic()
+        self._refused_bytes = max(self._refused_bytes, num_bytes)
+        self._tried_s = time.monotonic()
 
     def _make_room(self, num_bytes: int, may_remove: bool) -> bool:
         """Count `num_bytes` more, after removing what was not read for longest where needed. False if they do not fit."""
@@ -287,7 +290,8 @@ def _open(path: Path, flags: int) -> int:
     file of somebody who is not of the group that the folder belongs to."""
     shared = bool(path.parent.stat().st_mode & stat.S_IWGRP)
     fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    status, folder = os.fstat(fd), path.parent.stat()
+    status = os.fstat(fd)
+    folder = path.parent.stat()
     is_ours = status.st_uid in (os.geteuid(), folder.st_uid) or (shared and status.st_gid == folder.st_gid)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not is_ours:
         os.close(fd)
@@ -326,7 +330,10 @@ def _lock(fd: int, path: Path) -> Iterator[None]:
 
     Raises TimeoutError as `locked_part`; after that the same lock is not waited for again.
     """
-    began_s, tell_s, pause_s, size = time.monotonic(), TELL_LOCK_AFTER_S, 0.002, -1
+    began_s = time.monotonic()
+    tell_s = TELL_LOCK_AFTER_S
+    pause_s = 0.002
+    size = -1
     moved_s = began_s
     try:
         while True:
@@ -335,7 +342,9 @@ def _lock(fd: int, path: Path) -> Iterator[None]:
                 _given_up.discard(path)
                 break
             _waited_for[path] = True
-            now_s, size_before, size = time.monotonic(), size, os.fstat(fd).st_size
+            now_s = time.monotonic()
+            size_before = size
+            size = os.fstat(fd).st_size
             moved_s = now_s if size != size_before else moved_s
             if now_s - moved_s > LOCK_WAIT_S or path in _given_up:
                 _given_up.add(path)

@@ -30,7 +30,9 @@ from vit.system.urls import address, credentials, login_hint, shown
 PIECE_BYTES = 1 << 20
 NUM_CONNECTIONS = 16
 """Kept open to a server by one process."""
-CONNECT_S, SILENCE_S, ATTEMPT_S = 10.0, 30.0, 120.0
+CONNECT_S = 10.0
+SILENCE_S = 30.0
+ATTEMPT_S = 120.0
 """How long an attempt may take to connect, without a byte arriving, and in all; then another goes on where it stopped."""
 SLOWEST_BYTES_PER_S = 1000
 """What is slower for as long as patience lasts is told as not answering."""
@@ -99,17 +101,28 @@ class WebFile(io.RawIOBase):
 
         while_waiting: see `Patience.keep_trying`.
         """
-        self.url, self.name, self.patience, self.at, self.stop, self.version = url, name, patience, start, stop, version
-        self._where, self._start = shown(address(url, name)), start
-        self.parts_only, self._while_waiting = parts_only, while_waiting
+        self.url = url
+        self.name = name
+        self.patience = patience
+        self.at = start
+        self.stop = stop
+        self.version = version
+        self._where = shown(address(url, name))
+        self._start = start
+        self.parts_only = parts_only
+        self._while_waiting = while_waiting
         self._response: Any = None
         self._is_whole = False
         """The answer is the file from its beginning, whatever was asked for."""
-        self._given, self._until = 0, None  # type: int, int | None
+        # type: int, int | None
+        self._given = 0
+        self._until = None
         """Where in the file the answer's next byte is, and where its last byte ends."""
-        self._waited_s, self._attempt_s = 0.0, 0.0
+        self._waited_s = 0.0
+        self._attempt_s = 0.0
         """How long the network has kept its reader waiting, in all, and when this attempt began; what the reader takes does not count."""
-        self._mark_s, self._mark_at = 0.0, start
+        self._mark_s = 0.0
+        self._mark_at = start
 
     def readable(self) -> bool:
         """For `io.BufferedReader`."""
@@ -131,11 +144,13 @@ class WebFile(io.RawIOBase):
             if not piece:
                 break
             moved()
-            first, self._given = self._given, self._given + len(piece)
+            first = self._given
+            self._given = self._given + len(piece)
             if self._given == self._until:
                 self._end_answer()
             if self._given > self.at:
-                piece, self.at = piece[max(self.at - first, 0) :], self._given
+                piece = piece[max(self.at - first, 0) :]
+                self.at = self._given
                 return piece
         return b""
 
@@ -176,11 +191,13 @@ class WebFile(io.RawIOBase):
         return piece
 
     def _ask(self) -> None:
-        came, elapsed_s = self.at - self._mark_at, self._waited_s - self._mark_s
+        came = self.at - self._mark_at
+        elapsed_s = self._waited_s - self._mark_s
         if elapsed_s > self.patience.limit_s:
             if came < SLOWEST_BYTES_PER_S * elapsed_s:
                 raise ShardError(f"{self._where}: only {came} bytes came in {elapsed_s:.0f} s; check the network, then start again")
-            self._mark_s, self._mark_at = self._waited_s, self.at
+            self._mark_s = self._waited_s
+            self._mark_at = self.at
         wanted = f"bytes={self.at}-{'' if self.stop is None else self.stop - 1}"
         headers = {"Range": wanted} if self.at or self.stop is not None else {}
         response = _get(self.url, self.name, headers, was_there=self.version is not None)
@@ -201,13 +218,15 @@ class WebFile(io.RawIOBase):
             first, last = int(told[1]), int(told[2])
             if first != self.at or last < first or (self.stop is not None and last >= self.stop):
                 raise Passing(f"it gives bytes {first} to {last} where {wanted} was asked for")
-            self._given, self._until = first, last + 1
+            self._given = first
+            self._until = last + 1
         elif response.status == 416:
             if self.at < size:
                 raise Passing(f"it says that the file ends before byte {self.at}, and that it has {size}")
         elif self._is_whole:
             size = int(length) if length.isdecimal() else -1
-            self._given, self._until = 0, size if size >= 0 else None
+            self._given = 0
+            self._until = size if size >= 0 else None
         elif response.status == 206:
             raise ShardError(f"{self._where}: the server does not tell the size of the file; serve the shards with another one")
         else:
@@ -234,7 +253,8 @@ class WebFile(io.RawIOBase):
 
     def _refusal(self, response: Any) -> Exception:
         """What to raise for an answer that is not the file. Of a file in use it may pass: a token that is just being renewed."""
-        said, retry_after_s = f"the server answers {response.status} {response.reason}", _retry_after_s(response)
+        said = f"the server answers {response.status} {response.reason}"
+        retry_after_s = _retry_after_s(response)
         if response.status in PASSING:
             return Passing(said, retry_after_s)
         final: Exception
@@ -259,7 +279,8 @@ class WebFolder:
     """The files directly at `<url>/`. Any number of threads; pickled as its URL."""
 
     def __init__(self, url: str, patience: Patience | None = None):
-        self.url, self.patience = url.rstrip("/"), patience or Patience()
+        self.url = url.rstrip("/")
+        self.patience = patience or Patience()
 
     def __str__(self) -> str:
         return shown(self.url)
@@ -289,7 +310,8 @@ def _get(url: str, name: str, headers: dict[str, str], was_there: bool) -> Any:
     import urllib3  # here, as shards on a disk need none of it
 
     timeout = urllib3.Timeout(connect=CONNECT_S, read=SILENCE_S)
-    at, login = address(url, name), credentials(url)
+    at = address(url, name)
+    login = credentials(url)
     for _ in range(MOST_REDIRECTS + 1):
         try:
             response = _pool(os.getpid(), _proxy(at)).request(
@@ -306,7 +328,8 @@ def _get(url: str, name: str, headers: dict[str, str], was_there: bool) -> Any:
         if not location:
             return response
         response.close()
-        before, at = _server(at), urllib.parse.urljoin(at, location)
+        before = _server(at)
+        at = urllib.parse.urljoin(at, location)
         if not on_the_web(at):
             break
         is_same_server = _server(at) == before  # the login of an address is for all of its server
@@ -328,12 +351,14 @@ def _unreached(url: str, error: Exception, was_there: bool) -> Exception:
     inner = error.args[0] if error.args else None
     if not was_there and isinstance(inner, ssl.SSLError) and inner.reason == "WRONG_VERSION_NUMBER":
         return ShardError(f"{shown(url)}: the server speaks no TLS there; is http:// meant?")
-    final, num_refusals = None, NUM_REFUSALS
+    final = None
+    num_refusals = NUM_REFUSALS
     if not was_there and isinstance(error.__cause__, socket.gaierror) and error.__cause__.errno == socket.EAI_NONAME:
         final = ShardError(f"{shown(url)}: no host of this name is known; correct the address, or look at this machine's network")
     if not was_there and isinstance(error.__cause__, ConnectionRefusedError):
         told = "nothing answers at this port (connection refused); correct the address, or start the server"
-        final, num_refusals = ShardError(f"{shown(url)}: {told}"), NUM_CLOSED
+        final = ShardError(f"{shown(url)}: {told}")
+        num_refusals = NUM_CLOSED
     return Passing(f"cannot be reached ({_reason(error)})", final=final, num_refusals=num_refusals)
 
 

@@ -53,7 +53,8 @@ class Store:
     """
 
     def __init__(self, url: str, patience: Patience | None = None):
-        self.url, self.patience = url if url.endswith("://") else url.rstrip("/"), patience or Patience()
+        self.url = url if url.endswith("://") else url.rstrip("/")
+        self.patience = patience or Patience()
         self.kind = KINDS.get(url.partition("://")[0])
 
     def __str__(self) -> str:
@@ -73,7 +74,9 @@ class Store:
 
         The version is asked for when they are here, not before: it might change.
         """
-        pieces, at, piece_bytes = [], start, stop - start
+        pieces = []
+        at = start
+        piece_bytes = stop - start
 
         def asked(fs: Any, path: str) -> None:
             nonlocal at, piece_bytes
@@ -170,7 +173,8 @@ class Store:
 
     def _refusal(self, error: Exception, where: str) -> Refused | None:
         """What to tell about an error that waiting does not mend, None for one that may pass."""
-        text, credentials = _words(error), f"; credentials come from {self.kind.credentials}" if self.kind else ""
+        text = _words(error)
+        credentials = f"; credentials come from {self.kind.credentials}" if self.kind else ""
         name = type(error).__name__
         if isinstance(error, ImportError):
             return Refused(f"{where}: {text}: pip install {self.kind.package}" if self.kind else f"{where}: {text}")

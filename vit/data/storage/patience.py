@@ -35,7 +35,9 @@ class Passing(Exception):
     def __init__(self, reason: str, retry_after_s: float | None = None, final: Exception | None = None, num_refusals: int = NUM_REFUSALS):
         """retry_after_s: how long the server wants to be left alone. final: to raise after `num_refusals` attempts in a row."""
         super().__init__(reason)
-        self.retry_after_s, self.final, self.num_refusals = retry_after_s, final, num_refusals
+        self.retry_after_s = retry_after_s
+        self.final = final
+        self.num_refusals = num_refusals
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,11 @@ class Patience:
         where: URL or path, for people, without secrets. while_waiting: called a few times a second in pauses; may raise to stop.
         Raises ShardError that says how often and how long it was tried, and the last reason; else what `attempt` raises.
         """
-        began_s, failed_s, number, refusals, tell_s = time.time(), 0.0, 0, 0, TELL_AFTER_S
+        began_s = time.time()
+        failed_s = 0.0
+        number = 0
+        refusals = 0
+        tell_s = TELL_AFTER_S
         while True:
             number += 1
             try:
@@ -65,7 +71,8 @@ class Patience:
                 place = _place(where)
                 outage = _outage_of(place, began_s, failed_s)
                 away_s = now_s - min(failed_s, outage.failed_s)
-                left_s, refusals = self.limit_s - away_s, 0 if error.final is None else refusals + 1
+                left_s = self.limit_s - away_s
+                refusals = 0 if error.final is None else refusals + 1
                 if left_s <= 0 or refusals >= error.num_refusals:
                     if error.final is not None:
                         _away.pop(place, None)
@@ -86,7 +93,8 @@ class Patience:
                 outage_s = outage.failed_s
                 _wait(pause_s, while_waiting)
                 slept_s = max(time.monotonic() - now_s - pause_s, 0.0)  # hours, where the process was suspended, and nobody's patience
-                failed_s, outage.failed_s = failed_s + slept_s, max(outage.failed_s, outage_s + slept_s)
+                failed_s = failed_s + slept_s
+                outage.failed_s = max(outage.failed_s, outage_s + slept_s)
             else:
                 if _away and (ended := _away.pop(_place(where), None)) is not None and _told.pop(_place(where), None) is not None:
                     log.warning("%s: answers again after %.0f s", where, time.time() - ended.began_s)
@@ -120,7 +128,8 @@ _away: dict[str, _Outage] = {}
 """Places from which nothing has come since. Nobody who fails there has patience of his own: many would use it up one after another."""
 _told: dict[str, float] = {}
 """Those that were told: who puts one in, or takes it out, tells it. Single operations need no lock."""
-_retries, _moves = 0, 0
+_retries = 0
+_moves = 0
 
 
 def num_retries() -> int:

@@ -75,7 +75,9 @@ class LocalTars:
     """A part's own images are enough: the disk has them while the first is decoded."""
 
     def __init__(self, root: Path, filenames: list[str], patience: Patience | None = None):
-        self.root, self.filenames, self.patience = root, filenames, patience or Patience()
+        self.root = root
+        self.filenames = filenames
+        self.patience = patience or Patience()
         self._fds = dict[int, int]()
         weakref.finalize(self, _close, self._fds)
 
@@ -238,7 +240,11 @@ class RemoteTars:
         cache: BlockCache,
     ):
         """firsts: of each shard the first sample, and the number of all."""
-        self.folder, self.filenames, self.versions, self.index, self.cache = folder, filenames, versions, index, cache
+        self.folder = folder
+        self.filenames = filenames
+        self.versions = versions
+        self.index = index
+        self.cache = cache
         self.firsts = firsts
         self.stored_bytes = sum(version.size for version in versions)
         # A power of two, so that the order's blocks of 64 are whole blocks here, or several.
@@ -266,7 +272,8 @@ class RemoteTars:
 
     def pread(self, sample: int, shard: int, size: int, offset: int) -> bytes:
         """`size` bytes at `offset` of a shard, which lie in front of `sample`'s image or in it. Raises ShardError or OSError."""
-        whole, alone = self._block(sample, shard), self._alone(sample, shard)
+        whole = self._block(sample, shard)
+        alone = self._alone(sample, shard)
         start, stop = alone.start, alone.stop
         for _ in range(3):  # more than once only where others need all of the cache
             for block in (whole, alone) if self.cache.refuses() else (whole,):
@@ -313,7 +320,9 @@ class RemoteTars:
 
     def _await(self, block: Block) -> bytes | None:
         """What `_request` will have given; meanwhile the row says what is waited for."""
-        path, asked, pause_s = self.cache.folder / block.name, self._request(block, is_urgent=True), 0.05
+        path = self.cache.folder / block.name
+        asked = self._request(block, is_urgent=True)
+        pause_s = 0.05
         with stages.mine.within(Stage.STORE):
             while not asked.done():
                 wait([asked], pause_s)
@@ -363,7 +372,8 @@ class RemoteTars:
         with self._lock:
             stages.mine.count(fetched_bytes=len(data))
         rows = self.index[block.first : block.last]
-        offsets, sizes = (rows["offset"].astype(np.int64) - block.start).tolist(), rows["size"].tolist()
+        offsets = (rows["offset"].astype(np.int64) - block.start).tolist()
+        sizes = rows["size"].tolist()
         sound = all(size_said_by(data[at - TAR_BLOCK : at]) == size for at, size in zip(offsets, sizes, strict=True))
         if has_checksums(rows):
             known = rows["crc32c"].tolist()
@@ -376,7 +386,9 @@ class RemoteTars:
 
     def _start_over(self) -> None:
         """In a new process: threads, and who held the lock, stayed in the old one."""
-        self._lock, self._pid, self._num_threads = threading.Lock(), os.getpid(), 0
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._num_threads = 0
         self._asked_at_s: dict[int, float] = {}
         self._under_way: dict[str, Future[bytes | None]] = {}
         self._waiting: OrderedDict[str, tuple[Future[bytes | None], Block]] = OrderedDict()
