@@ -1,4 +1,5 @@
-"""The part in C, a plain shared library for vit/data/decode/native.py: optional, all works without it. The rest is in pyproject.toml."""
+"""The part in C, a plain shared library for vit/data/decode/native.py: optional, all works without
+it. The rest is in pyproject.toml."""
 
 import hashlib
 from pathlib import Path
@@ -6,7 +7,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 FILES = sorted(Path("vit/data/decode/c").glob("*.[ch]"))
-STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in FILES)).hexdigest()[:16]  # vit/data/decode/native.py: stamp_of
+# vit/data/decode/native.py: stamp_of
+STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in FILES)).hexdigest()[:16]
 NATIVE = Extension(
     "vit._native",
     sources=[str(path) for path in FILES if path.suffix == ".c"],
@@ -16,4 +18,5 @@ NATIVE = Extension(
     optional=True,
 )
 
-setup(ext_modules=[NATIVE], options={"build_ext": {"force": True}})  # by dates alone a checkout of older files would build nothing
+# by dates alone a checkout of older files would build nothing
+setup(ext_modules=[NATIVE], options={"build_ext": {"force": True}})

@@ -5,9 +5,11 @@
     python benchmarks/loader.py --quick                               a minute: does it run?
     python benchmarks/loader.py --only ours "torchvision v1" FFCV     these alone
 
-The data's story: JPEGs of ImageNet's sizes are made once and kept in FOLDER (benchmarks/loader_data.py). Each contestant
-(benchmarks/peers.py) runs in processes of its own, which are stopped (SIGSTOP) while others have their turn, so that nobody prepares
-batches at the expense of another. Who is not installed is listed as such. FILE.json gets every round, FILE.md tables, FILE.png bars.
+The data's story: JPEGs of ImageNet's sizes are made once and kept in FOLDER
+(benchmarks/loader_data.py). Each contestant (benchmarks/peers.py) runs in processes of its own,
+which are stopped (SIGSTOP) while others have their turn, so that nobody prepares batches at the
+expense of another. Who is not installed is listed as such. FILE.json gets every round, FILE.md
+tables, FILE.png bars.
 """
 
 from __future__ import annotations
@@ -50,13 +52,35 @@ class Server:
         self.name = name
         self.largest_bytes = 0
         self.log = data.place / f"log-{re.sub(r'[^a-z0-9]+', '-', name.lower())}.txt"
-        command = [sys.executable, Path(__file__).with_name("peers.py"), name, data.place, data.num_images, workers, batch_size]
-        # One thread for each process, as a worker has; a group, not a session: should this process die, the kernel wakes and ends a
-        # stopped group.
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"VIT_NATIVE": "0"} if CONTESTANTS[name].pip_only else {})
+        command = [
+            sys.executable,
+            Path(__file__).with_name("peers.py"),
+            name,
+            data.place,
+            data.num_images,
+            workers,
+            batch_size,
+        ]
+        # One thread for each process, as a worker has; a group, not a session: should this process
+        # die, the kernel wakes and ends a stopped group.
+        environment = (
+            os.environ
+            | {"OMP_NUM_THREADS": "1"}
+            | ({"VIT_NATIVE": "0"} if CONTESTANTS[name].pip_only else {})
+        )
         with self.log.open("w") as log:
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
-            self.process = subprocess.Popen([str(part) for part in command], text=True, env=environment, process_group=0, **pipes)
+            pipes: dict[str, Any] = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "stderr": log,
+            }
+            self.process = subprocess.Popen(
+                [str(part) for part in command],
+                text=True,
+                env=environment,
+                process_group=0,
+                **pipes,
+            )
 
     def ask(self, task: str, num_batches: int) -> None:
         os.killpg(self.process.pid, signal.SIGCONT)
@@ -66,12 +90,15 @@ class Server:
             self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """images, seconds, shape and dtype of what was asked for; the processes are stopped when it is there."""
+        """images, seconds, shape and dtype of what was asked for; the processes are stopped when it
+        is there."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             self.process.wait()
-            raise Failed((self.log.read_text().strip().splitlines() or ["it ended without a word"])[-1][:200])
+            raise Failed(
+                (self.log.read_text().strip().splitlines() or ["it ended without a word"])[-1][:200]
+            )
         os.killpg(self.process.pid, signal.SIGSTOP)
         return json.loads(line)
 
@@ -96,19 +123,31 @@ class Server:
         """Processor time of all processes, ended children included."""
         total_s = 0.0
         for folder, stat in self.processes():
-            clock = (~int(folder.name) << 3) | 2  # what clock_getcpuclockid(3) gives: nanoseconds, where `stat` counts hundredths
+            # what clock_getcpuclockid(3) gives: nanoseconds, where `stat` counts hundredths
+            clock = (~int(folder.name) << 3) | 2
             total_s += time.clock_gettime(clock) + sum(map(int, stat[13:15])) / TICKS_PER_S
         return total_s
 
     def memory_bytes(self) -> int:
-        """Memory that the processes have for themselves and among themselves; not the pages of files, libraries among them."""
+        """Memory that the processes have for themselves and among themselves; not the pages of
+        files, libraries among them."""
         total_kib = 0
         for folder, _ in self.processes():
-            total_kib += sum(map(int, re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+)", (folder / "smaps_rollup").read_text(), re.MULTILINE)))
+            total_kib += sum(
+                map(
+                    int,
+                    re.findall(
+                        r"^Pss_(?:Anon|Shmem):\s+(\d+)",
+                        (folder / "smaps_rollup").read_text(),
+                        re.MULTILINE,
+                    ),
+                )
+            )
         return total_kib << 10
 
     def close(self) -> None:
-        """End it, gently if it lets itself be ended so: in 10 s, and what it leaves behind to clean up in another 5."""
+        """End it, gently if it lets itself be ended so: in 10 s, and what it leaves behind to clean
+        up in another 5."""
         with contextlib.suppress(ProcessLookupError, BrokenPipeError, subprocess.TimeoutExpired):
             os.killpg(self.process.pid, signal.SIGCONT)
             self.process.communicate(timeout=10)
@@ -120,7 +159,7 @@ class Server:
         self.process.wait()
 
 
-# ---- measuring ------------------------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 class Benchmark:
@@ -143,7 +182,11 @@ class Benchmark:
 
         def start(name: str) -> None:
             servers.append(server := Server(name, self.data, workers, self.batch_size))
-            print(f"starting with {workers} workers: {len(servers)} of {len(names)}, {name}", file=sys.stderr, flush=True)
+            print(
+                f"starting with {workers} workers: {len(servers)} of {len(names)}, {name}",
+                file=sys.stderr,
+                flush=True,
+            )
             server.ask("train", 1)
             try:
                 found = server.answer()
@@ -151,13 +194,18 @@ class Benchmark:
                 self.failures[name] = str(failure)
                 return
             if not name.startswith("limit"):
-                assert found["shape"] == [self.batch_size, 3, 224, 224], f"{name} gives {found['shape']}"
+                assert found["shape"] == [self.batch_size, 3, 224, 224], (
+                    f"{name} gives {found['shape']}"
+                )
             self.facts[name] = {"gives": found["dtype"].removeprefix("torch.")}
 
         try:
             with ThreadPoolExecutor(CORES) as pool:
                 list(pool.map(start, names))
-            yield sorted((server for server in servers if server.name not in self.failures), key=lambda server: names.index(server.name))
+            yield sorted(
+                (server for server in servers if server.name not in self.failures),
+                key=lambda server: names.index(server.name),
+            )
         finally:
             with ThreadPoolExecutor(CORES) as pool:
                 list(pool.map(Server.close, servers))
@@ -168,7 +216,9 @@ class Benchmark:
             print(f"{title}: round {turn} of {self.rounds}", file=sys.stderr, flush=True)
             yield turn > 0
 
-    def measure(self, title: str, task: str, servers: Sequence[Server], num_batches: int) -> list[Result]:
+    def measure(
+        self, title: str, task: str, servers: Sequence[Server], num_batches: int
+    ) -> list[Result]:
         """By processor time, and by the clock."""
         running = [server for server in servers if task in CONTESTANTS[server.name].tasks]
         cpu, wall = ({server.name: list[float]() for server in running} for _ in range(2))
@@ -188,7 +238,8 @@ class Benchmark:
         return [as_result(title, CPU, cpu, bases), as_result(title, WALL, wall, bases)]
 
     def measure_scaling(self, name: str) -> list[Result]:
-        """What each of several processes does that know nothing of each other, like ranks of a host, beside one alone. [] if it failed."""
+        """What each of several processes does that know nothing of each other, like ranks of a
+        host, beside one alone. [] if it failed."""
         alone = "alone"
         among = f"{CORES} at a time, each"
         rates: dict[str, list[float]] = {alone: [], among: []}
@@ -200,25 +251,49 @@ class Benchmark:
                     for server in some:
                         server.ask("train", 2 * self.num_batches)
                     found = [server.answer() for server in some]
-                    rates[kind] += [found[0]["images"] / max(answer["seconds"] for answer in found)] if counts else []
+                    rates[kind] += (
+                        [found[0]["images"] / max(answer["seconds"] for answer in found)]
+                        if counts
+                        else []
+                    )
         return [as_result(name, WALL, rates, [alone])]
 
 
-# ---- showing --------------------------------------------------------------------------------------------------------
+# ---- showing -------------------------------------------------------------------------------------
 
 
-def rows_of_both(cpu: Result, wall: Result, facts: Mapping[str, Mapping[str, str]]) -> list[list[str]]:
-    """Head and rows of one table: by processor time first, as that depends least on what else the machine does."""
+def rows_of_both(
+    cpu: Result, wall: Result, facts: Mapping[str, Mapping[str, str]]
+) -> list[list[str]]:
+    """Head and rows of one table: by processor time first, as that depends least on what else the
+    machine does."""
     short = {V1: "x v1", FFCV: "x FFCV", WHOLE: "x limit"}
     rows = [
-        ["", CPU, "from - to", *(short[base] for base in cpu["bases"]), WALL, *(short[base] for base in wall["bases"][:1]), "gives", "MB"]
+        [
+            "",
+            CPU,
+            "from - to",
+            *(short[base] for base in cpu["bases"]),
+            WALL,
+            *(short[base] for base in wall["bases"][:1]),
+            "gives",
+            "MB",
+        ]
     ]
     for name, row in cpu["rows"].items():
-        by_cpu = [shown(row["median"]), f"{shown(row['min'])} - {shown(row['max'])}", *(f"{ratio:.2f}" for ratio in row["ratios"].values())]
-        if row["min"] <= 0:  # its processes end between turns, and the time they took ends with them
+        by_cpu = [
+            shown(row["median"]),
+            f"{shown(row['min'])} - {shown(row['max'])}",
+            *(f"{ratio:.2f}" for ratio in row["ratios"].values()),
+        ]
+        # its processes end between turns, and the time they took ends with them
+        if row["min"] <= 0:
             by_cpu = ["not known"] + ["-"] * (len(by_cpu) - 1)
         by_clock = wall["rows"][name]
-        clock = [shown(by_clock["median"]), *(f"{by_clock['ratios'][base]:.2f}" for base in wall["bases"][:1])]
+        clock = [
+            shown(by_clock["median"]),
+            *(f"{by_clock['ratios'][base]:.2f}" for base in wall["bases"][:1]),
+        ]
         rows.append([name, *by_cpu, *clock, facts[name]["gives"], facts[name]["MB"]])
     return rows
 
@@ -227,8 +302,15 @@ def scaling_rows(results: Sequence[Result]) -> list[list[str]]:
     """Head and rows: what each of several processes does of what one does alone."""
     rows = [["", f"{WALL} alone", f"each of {CORES}", "ratio"]]
     for result in results:
-        (alone, among) = result["rows"].values()
-        rows.append([result["title"], shown(alone["median"]), shown(among["median"]), f"{next(iter(among['ratios'].values())):.3f}"])
+        alone, among = result["rows"].values()
+        rows.append(
+            [
+                result["title"],
+                shown(alone["median"]),
+                shown(among["median"]),
+                f"{next(iter(among['ratios'].values())):.3f}",
+            ]
+        )
     return rows
 
 
@@ -240,14 +322,44 @@ def draw_bars(path: Path, result: Result, named: str) -> None:
     from matplotlib import pyplot as plt
 
     rows = sorted(result["rows"].items(), key=lambda item: item[1]["median"])
-    colours = ["#d95f02" if name.startswith("ours") else "#cccccc" if name.startswith("limit") else "#5b7a99" for name, _ in rows]
+    colours = [
+        (
+            "#d95f02"
+            if name.startswith("ours")
+            else "#cccccc"
+            if name.startswith("limit")
+            else "#5b7a99"
+        )
+        for name, _ in rows
+    ]
     figure, axes = plt.subplots(figsize=(8, 0.6 + 0.32 * len(rows)), layout="constrained")
     axes.barh([name for name, _ in rows], [row["median"] for _, row in rows], color=colours)
-    spread = [[row["median"] - row["min"] for _, row in rows], [row["max"] - row["median"] for _, row in rows]]
-    axes.errorbar([row["median"] for _, row in rows], range(len(rows)), xerr=spread, fmt="none", ecolor="#333333", elinewidth=0.8)
-    labels = [f"{row['median']:,.0f}" + "".join(f"   {row['ratios'][V1]:.2f}x" for _ in [V1] if V1 in row["ratios"]) for _, row in rows]
+    spread = [
+        [row["median"] - row["min"] for _, row in rows],
+        [row["max"] - row["median"] for _, row in rows],
+    ]
+    axes.errorbar(
+        [row["median"] for _, row in rows],
+        range(len(rows)),
+        xerr=spread,
+        fmt="none",
+        ecolor="#333333",
+        elinewidth=0.8,
+    )
+    labels = [
+        f"{row['median']:,.0f}"
+        + "".join(f"   {row['ratios'][V1]:.2f}x" for _ in [V1] if V1 in row["ratios"])
+        for _, row in rows
+    ]
     for place, (label, (_, row)) in enumerate(zip(labels, rows, strict=True)):
-        axes.annotate(label, (row["max"], place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.annotate(
+            label,
+            (row["max"], place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
     axes.margins(x=0.2)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("images a CPU-second")
@@ -258,16 +370,38 @@ def draw_bars(path: Path, result: Result, named: str) -> None:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few images and one round: the figures mean nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few images and one round: the figures mean nothing"
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
     place = Path(tempfile.gettempdir(), "vit-benchmark-loader")
-    parser.add_argument("--data", type=Path, default=place, metavar="FOLDER", help="default: %(default)s")
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), metavar="NAME", help="default: all")
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 2], metavar="N", help="default: 0 2")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="default: benchmarks/results/<date>-loader-<processor>.json")
+    parser.add_argument(
+        "--data", type=Path, default=place, metavar="FOLDER", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=CONTESTANTS,
+        default=list(CONTESTANTS),
+        metavar="NAME",
+        help="default: all",
+    )
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[0, 2], metavar="N", help="default: 0 2"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.json",
+        help="default: benchmarks/results/<date>-loader-<processor>.json",
+    )
     args = parser.parse_args()
-    num_images, batch_size, num_batches, rounds = (64, 16, 2, 1) if args.quick else (2000, 64, 5, args.rounds)
+    num_images, batch_size, num_batches, rounds = (
+        (64, 16, 2, 1) if args.quick else (2000, 64, 5, args.rounds)
+    )
 
     data = make_data(args.data, num_images)
     load = os.getloadavg()[0]
@@ -279,27 +413,49 @@ def main() -> None:
     tables = dict[str, list[list[str]]]()
     for workers in args.workers:
         kinds = {"train": f"Training: random-resized crop and flip, {workers or 'no'} workers"}
-        kinds |= {} if workers else {"eval": "Evaluation: resize to 256 and centre crop, no workers"}
-        names = [name for name in installed if not (workers and CONTESTANTS[name].only_without_workers)]
+        kinds |= (
+            {} if workers else {"eval": "Evaluation: resize to 256 and centre crop, no workers"}
+        )
+        names = [
+            name for name in installed if not (workers and CONTESTANTS[name].only_without_workers)
+        ]
         with bench.serving(names, workers) as servers:
             for task, title in kinds.items():
                 found = bench.measure(title, task, servers, num_batches * (2 if workers else 1))
                 tables[title] = rows_of_both(found[0], found[1], bench.facts)
                 results += found
-    scaling = [result for name in SCALED if name in installed for result in bench.measure_scaling(name)]
+    scaling = [
+        result for name in SCALED if name in installed for result in bench.measure_scaling(name)
+    ]
     tables[f"{CORES} independent processes, no workers"] = scaling_rows(scaling)
     tables["Size of the images on the disk"] = bytes_rows(data)
-    failures = dict.fromkeys(sorted(set(args.only) - set(installed)), "not installed") | bench.failures
+    failures = (
+        dict.fromkeys(sorted(set(args.only) - set(installed)), "not installed") | bench.failures
+    )
     named = {name: f"{CONTESTANTS[name].package} {versions[name]}" for name in installed} | failures
     tables["Contestants"] = [["", "version"], *([name, named[name]] for name in args.only)]
 
-    report = {"date": time.strftime("%Y-%m-%d"), "data": describe(data), "rounds": rounds, "machine": facts}
-    report |= {"load": [load, os.getloadavg()[0]], "contestants": named, "results": results, "scaling": scaling}
+    report = {
+        "date": time.strftime("%Y-%m-%d"),
+        "data": describe(data),
+        "rounds": rounds,
+        "machine": facts,
+    }
+    report |= {
+        "load": [load, os.getloadavg()[0]],
+        "contestants": named,
+        "results": results,
+        "scaling": scaling,
+    }
     out = args.out or default_out("loader-quick" if args.quick else "loader", facts["cpu"])
     for title, rows in tables.items():
         show(title, rows)
     keep(out, f"Loaders, {report['date']}", report, tables)
-    draw_bars(out.with_suffix(".png"), results[0], f"{facts['cpu']}, batches of {batch_size}, rounds: {rounds}")
+    draw_bars(
+        out.with_suffix(".png"),
+        results[0],
+        f"{facts['cpu']}, batches of {batch_size}, rounds: {rounds}",
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """JPEGs for benchmarks/loader.py, as ImageNet's are, and the shards that are made of them.
 
-The data's story: windows of two photos that come with scikit-learn get ImageNet's sizes, qualities and samplings, and so much grain that a
-pixel has 5 bits. Decoding costs by the bit, so that is what has to be right; ILSVRC 2012 has 110 kB an image, about 469 x 387 pixels and
-4.9 bits a pixel. The real commands make shards of them, once as they are and once with restart markers. Everything is made once.
+The data's story: windows of two photos that come with scikit-learn get ImageNet's sizes, qualities
+and samplings, and so much grain that a pixel has 5 bits. Decoding costs by the bit, so that is what
+has to be right; ILSVRC 2012 has 110 kB an image, about 469 x 387 pixels and 4.9 bits a pixel. The
+real commands make shards of them, once as they are and once with restart markers. Everything is
+made once.
 
     <place>/
       jpegs/<wnid>/<wnid>_<number>.JPEG     class folders, as torchvision's ImageFolder reads them
@@ -64,7 +66,8 @@ class Data(NamedTuple):
         return self.place / "marked"
 
     def made(self, name: str, make: Callable[[Path], object]) -> Path:
-        """The file or folder `name`, made by `make` (path) if it is not there, whole or not at all."""
+        """The file or folder `name`, made by `make` (path) if it is not there, whole or not at
+        all."""
         path = self.place / name
         unfinished = self.place / f"unfinished-{name}"
         if not path.exists():
@@ -87,14 +90,34 @@ def make_data(place: Path, num_images: int) -> Data:
 
 def make_shards(folder: Path, out: Path, markers: str) -> None:
     """Shards of class folders with the command that everybody uses. markers: off or auto."""
-    options = ["--out", str(out), "--num-shards", str(NUM_SHARDS), "--val-fraction", "0", "--restart-markers", markers]
-    subprocess.run([sys.executable, "-m", "data_prep.imagefolder", str(folder), *options], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    options = [
+        "--out",
+        str(out),
+        "--num-shards",
+        str(NUM_SHARDS),
+        "--val-fraction",
+        "0",
+        "--restart-markers",
+        markers,
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "data_prep.imagefolder", str(folder), *options],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def make_images(folder: Path, num_images: int) -> None:
     """Class folders of so many images."""
     ranges = [range(start, min(start + 100, num_images)) for start in range(0, num_images, 100)]
-    run_jobs([(_write_images, (folder, numbers), numbers[0]) for numbers in ranges], CORES, "images", num_jobs=len(ranges), unit="parts")
+    run_jobs(
+        [(_write_images, (folder, numbers), numbers[0]) for numbers in ranges],
+        CORES,
+        "images",
+        num_jobs=len(ranges),
+        unit="parts",
+    )
 
 
 def _write_images(job: tuple[Path, range]) -> None:
@@ -114,10 +137,15 @@ def make_image(number: int, photos: list[Image.Image]) -> bytes:
     width, height = _size(rng)
     photo = photos[number % len(photos)]
     scale = min(photo.width / width, photo.height / height) * rng.uniform(0.35, 1)
-    left, top = rng.uniform(0, photo.width - scale * width), rng.uniform(0, photo.height - scale * height)
+    left, top = (
+        rng.uniform(0, photo.width - scale * width),
+        rng.uniform(0, photo.height - scale * height),
+    )
     box = (left, top, left + scale * width, top + scale * height)
     pixels = np.asarray(photo.resize((width, height), Image.Resampling.BICUBIC, box), np.float32)
-    pixels = ((pixels - 128) * rng.uniform(0.7, 1.3) + 128 + rng.uniform(-25, 25)) * rng.uniform(0.85, 1.15, 3).astype(np.float32)
+    pixels = ((pixels - 128) * rng.uniform(0.7, 1.3) + 128 + rng.uniform(-25, 25)) * rng.uniform(
+        0.85, 1.15, 3
+    ).astype(np.float32)
     pixels += rng.standard_normal((height, width, 1), np.float32) * GRAIN * rng.uniform(0.3, 1.7)
     pixels += rng.standard_normal((height, width, 3), np.float32) * GRAIN * rng.uniform(0.1, 0.6)
     image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
@@ -127,7 +155,9 @@ def make_image(number: int, photos: list[Image.Image]) -> bytes:
         image = image.convert("L")
         subsampling = -1
     quality = int(rng.choice(QUALITIES[0], p=QUALITIES[1]))
-    image.save(encoded, "JPEG", quality=quality, subsampling=subsampling, progressive=rng.random() < 0.01)
+    image.save(
+        encoded, "JPEG", quality=quality, subsampling=subsampling, progressive=rng.random() < 0.01
+    )
     return encoded.getvalue()
 
 
@@ -152,16 +182,33 @@ def describe(data: Data) -> str:
     mean_kb = np.mean(sizes_bytes) / 1e3
     median_kb = np.median(sizes_bytes) / 1e3
     bits = 8 * np.sum(sizes_bytes) / np.sum(pixels)
-    return f"{len(pixels):,} JPEGs, {mean_kb:.0f} kB on average (median {median_kb:.0f}), {bits:.2f} bits a pixel."
+    return (
+        f"{len(pixels):,} JPEGs, {mean_kb:.0f} kB on average (median {median_kb:.0f}), {bits:.2f}"
+        " bits a pixel."
+    )
 
 
 def bytes_rows(data: Data) -> list[list[str]]:
     """Head and rows of a table: what each form of the images takes on the disk."""
-    forms = {"jpegs/*/*.JPEG": "JPEGs in class folders", "shards/*.tar": "our shards", "marked/*.tar": "our shards with restart markers"}
-    forms |= {"mds/*": "MosaicML streaming", "litdata/*": "litdata", "ffcv.beton": "FFCV, encoded again at quality 90"}
+    forms = {
+        "jpegs/*/*.JPEG": "JPEGs in class folders",
+        "shards/*.tar": "our shards",
+        "marked/*.tar": "our shards with restart markers",
+    }
+    forms |= {
+        "mds/*": "MosaicML streaming",
+        "litdata/*": "litdata",
+        "ffcv.beton": "FFCV, encoded again at quality 90",
+    }
     rows = [["", "kB an image", "ratio to the JPEGs"]]
     num_original = sum(file.stat().st_size for file in data.files)
     for pattern, form in forms.items():
         if num_bytes := sum(file.stat().st_size for file in data.place.glob(pattern)):
-            rows.append([form, f"{num_bytes / data.num_images / 1e3:.1f}", f"{num_bytes / num_original:.3f}"])
+            rows.append(
+                [
+                    form,
+                    f"{num_bytes / data.num_images / 1e3:.1f}",
+                    f"{num_bytes / num_original:.3f}",
+                ]
+            )
     return rows

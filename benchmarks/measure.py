@@ -1,7 +1,8 @@
 """Contestants side by side: take turns, compare, show, keep. What all benchmarks share.
 
-The data's story: contestants are called one after the other, and again, so that what else the machine does meets all of them; a figure is
-the median of the rounds, a ratio the median of the ratios within a round. FILE.json gets every round, FILE.md beside it the tables.
+The data's story: contestants are called one after the other, and again, so that what else the
+machine does meets all of them; a figure is the median of the rounds, a ratio the median of the
+ratios within a round. FILE.json gets every round, FILE.md beside it the tables.
 """
 
 from __future__ import annotations
@@ -24,10 +25,17 @@ from rich.table import Table
 
 CORES = len(os.sched_getaffinity(0))
 Result = dict[str, Any]
-"""One table: title, unit, bases, rows {contestant: {median, min, max, ratios {base: ratio}, rounds}}."""
+"""One table: title, unit, bases, rows {contestant: {median, min, max, ratios {base: ratio},
+rounds}}."""
 
 
-def take_turns(title: str, unit: str, contestants: Mapping[str, Callable[[], float]], rounds: int, bases: Sequence[str] = ()) -> Result:
+def take_turns(
+    title: str,
+    unit: str,
+    contestants: Mapping[str, Callable[[], float]],
+    rounds: int,
+    bases: Sequence[str] = (),
+) -> Result:
     """What each contestant returns, a rate as a rule. One round before is not counted."""
     found: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
@@ -39,11 +47,16 @@ def take_turns(title: str, unit: str, contestants: Mapping[str, Callable[[], flo
     return as_result(title, unit, found, bases)
 
 
-def as_result(title: str, unit: str, found: Mapping[str, Sequence[float]], bases: Sequence[str] = ()) -> Result:
+def as_result(
+    title: str, unit: str, found: Mapping[str, Sequence[float]], bases: Sequence[str] = ()
+) -> Result:
     """found: the rounds of each contestant. bases: contestants with which all are compared."""
     rows = {}
     for name, values in found.items():
-        ratios = {base: statistics.median(a / b for a, b in zip(values, found[base], strict=True)) for base in bases}
+        ratios = {
+            base: statistics.median(a / b for a, b in zip(values, found[base], strict=True))
+            for base in bases
+        }
         summary = {"median": statistics.median(values), "min": min(values), "max": max(values)}
         rows[name] = {**summary, "ratios": ratios, "rounds": list(values)}
     return {"title": title, "unit": unit, "bases": list(bases), "rows": rows}
@@ -54,13 +67,21 @@ def machine(place: Path, packages: Sequence[str]) -> dict[str, Any]:
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    _, disk = max((mount for mount in mounts if place.resolve().is_relative_to(mount[0])), key=lambda mount: len(mount[0]))
-    named = {"cpu": cpu[1] if cpu else platform.machine(), "cores": CORES, "memory GiB": round(memory_gib), "file system": disk}
+    _, disk = max(
+        (mount for mount in mounts if place.resolve().is_relative_to(mount[0])),
+        key=lambda mount: len(mount[0]),
+    )
+    named = {
+        "cpu": cpu[1] if cpu else platform.machine(),
+        "cores": CORES,
+        "memory GiB": round(memory_gib),
+        "file system": disk,
+    }
     versions = {name: importlib.metadata.version(name) for name in packages}
     return {**named, "Linux": platform.release(), "Python": platform.python_version(), **versions}
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
 def shown(value: float) -> str:
@@ -89,7 +110,9 @@ def show(title: str, rows: Sequence[Sequence[str]]) -> None:
     console.print(table)
 
 
-def as_markdown(title: str, paragraphs: Sequence[str], tables: Mapping[str, Sequence[Sequence[str]]]) -> str:
+def as_markdown(
+    title: str, paragraphs: Sequence[str], tables: Mapping[str, Sequence[Sequence[str]]]
+) -> str:
     """A page of tables, of each the first row is its head."""
     parts = [f"# {title}", *paragraphs]
     for heading, rows in tables.items():
@@ -98,8 +121,11 @@ def as_markdown(title: str, paragraphs: Sequence[str], tables: Mapping[str, Sequ
     return "\n\n".join(parts) + "\n"
 
 
-def keep(out: Path, title: str, report: Mapping[str, Any], tables: Mapping[str, Sequence[Sequence[str]]]) -> None:
-    """Write `out` (.json) and the tables beside it (.md). report: at least machine, load, data and rounds."""
+def keep(
+    out: Path, title: str, report: Mapping[str, Any], tables: Mapping[str, Sequence[Sequence[str]]]
+) -> None:
+    """Write `out` (.json) and the tables beside it (.md). report: at least machine, load, data and
+    rounds."""
     facts = "; ".join(f"{name} {value}" for name, value in report["machine"].items())
     load = "load average before and after: {:.1f}, {:.1f}".format(*report["load"])
     paragraphs = [f"{report['data']} {report['rounds']} rounds. {facts}; {load}."]
@@ -112,4 +138,6 @@ def keep(out: Path, title: str, report: Mapping[str, Any], tables: Mapping[str, 
 def default_out(what: str, cpu: str) -> Path:
     """benchmarks/results/<date>-<what>-<processor>.json"""
     processor = re.sub(r"\W+", "-", cpu.replace("(R)", "").replace("(TM)", "").lower()).strip("-")
-    return Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-{what}-{processor}.json"
+    return (
+        Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-{what}-{processor}.json"
+    )

@@ -1,10 +1,13 @@
-"""The contestants of benchmarks/loader.py: each makes batches of 224 px in the way its documentation shows.
+"""The contestants of benchmarks/loader.py: each makes batches of 224 px in the way its
+documentation shows.
 
     python benchmarks/peers.py NAME PLACE NUM_IMAGES WORKERS BATCH_SIZE       started by loader.py
 
-The data's story: a contestant runs in a process of its own and waits. A line "train 5" or "eval 5" asks for 5 batches; the answer is a line
-of JSON: how many images came, in how many seconds, and of which type. Training is a random-resized crop and a flip, evaluation a resize
-to 256 and a centre crop, bilinear and antialiased. What a contestant's own format needs is written when it is first asked.
+The data's story: a contestant runs in a process of its own and waits. A line "train 5" or "eval 5"
+asks for 5 batches; the answer is a line of JSON: how many images came, in how many seconds, and of
+which type. Training is a random-resized crop and a flip, evaluation a resize to 256 and a centre
+crop, bilinear and antialiased. What a contestant's own format needs is written when it is first
+asked.
 """
 
 from __future__ import annotations
@@ -48,11 +51,12 @@ def for_ever(epoch: Callable[[], Any]) -> Batches:
         yield from epoch()
 
 
-# ---- ours -----------------------------------------------------------------------------------------------------------
+# ---- ours ----------------------------------------------------------------------------------------
 
 
 def ours(task: Task, root: Path, copies: int = 1) -> Batches:
-    """What `vit.train` and `vit.evaluate` iterate over. copies: of each image in a training batch, each augmented anew."""
+    """What `vit.train` and `vit.evaluate` iterate over. copies: of each image in a training batch,
+    each augmented anew."""
     from vit.config import AugmentConfig, EvalConfig
     from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
     from vit.data.loader import Loader
@@ -63,14 +67,22 @@ def ours(task: Task, root: Path, copies: int = 1) -> Batches:
     image = ImageFormat((SIZE, SIZE), 3, "bilinear")
     if task.train:
         order = make_order(split.num_samples, task.batch_size, aug_repeats=copies)
-        with Loader(TrainBatches(split, order, AugmentConfig(), image), 0, sys.maxsize, num_workers=task.workers) as loader:
+        with Loader(
+            TrainBatches(split, order, AugmentConfig(), image),
+            0,
+            sys.maxsize,
+            num_workers=task.workers,
+        ) as loader:
             for batch in loader:
                 yield batch.images, batch.labels
     views = EvalBatches(split, image, EvalConfig(crop_pct=SIZE / RESIZE), task.batch_size)
     while True:
         with Loader(views, 0, len(views), num_workers=task.workers) as loader:
             for number, batch in enumerate(loader):
-                yield batch.images[: views.num_filled(number)], batch.labels[: views.num_filled(number)]
+                yield (
+                    batch.images[: views.num_filled(number)],
+                    batch.labels[: views.num_filled(number)],
+                )
 
 
 def untouched(task: Task) -> Batches:
@@ -85,7 +97,7 @@ def marked_copies(task: Task) -> Batches:
     return ours(task, task.data.marked, copies=2)
 
 
-# ---- torchvision and what is built on it ----------------------------------------------------------------------------
+# ---- torchvision and what is built on it ---------------------------------------------------------
 
 
 def data_loader(task: Task, dataset: Any, **options: Any) -> Batches:
@@ -93,27 +105,39 @@ def data_loader(task: Task, dataset: Any, **options: Any) -> Batches:
 
     if task.workers:
         options |= {"persistent_workers": True, "prefetch_factor": 2}
-    loader = DataLoader(dataset, task.batch_size, num_workers=task.workers, drop_last=True, **options)
+    loader = DataLoader(
+        dataset, task.batch_size, num_workers=task.workers, drop_last=True, **options
+    )
     return for_ever(lambda: loader)
 
 
 def transform_v1(train: bool) -> Any:
     from torchvision import transforms as t
 
-    crop = [t.RandomResizedCrop(SIZE), t.RandomHorizontalFlip()] if train else [t.Resize(RESIZE), t.CenterCrop(SIZE)]
+    crop = (
+        [t.RandomResizedCrop(SIZE), t.RandomHorizontalFlip()]
+        if train
+        else [t.Resize(RESIZE), t.CenterCrop(SIZE)]
+    )
     return t.Compose([*crop, t.ToTensor(), t.Normalize(MEAN, STD)])
 
 
 def crop_v2(train: bool) -> list[Any]:
     from torchvision.transforms import v2
 
-    return [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()] if train else [v2.Resize(RESIZE), v2.CenterCrop(SIZE)]
+    return (
+        [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()]
+        if train
+        else [v2.Resize(RESIZE), v2.CenterCrop(SIZE)]
+    )
 
 
 def torchvision_v1(task: Task) -> Batches:
     from torchvision.datasets import ImageFolder
 
-    return data_loader(task, ImageFolder(task.data.folder, transform_v1(task.train)), shuffle=task.train)
+    return data_loader(
+        task, ImageFolder(task.data.folder, transform_v1(task.train)), shuffle=task.train
+    )
 
 
 def torchvision_v2(task: Task) -> Batches:
@@ -121,7 +145,12 @@ def torchvision_v2(task: Task) -> Batches:
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
 
-    steps = [v2.ToImage(), *crop_v2(task.train), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    steps = [
+        v2.ToImage(),
+        *crop_v2(task.train),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(MEAN, STD),
+    ]
     return data_loader(task, ImageFolder(task.data.folder, v2.Compose(steps)), shuffle=task.train)
 
 
@@ -134,7 +163,11 @@ def torchvision_tensor(task: Task) -> Batches:
     def load(path: str) -> Any:
         return decode_jpeg(read_file(path), ImageReadMode.RGB)
 
-    return data_loader(task, ImageFolder(task.data.folder, v2.Compose(crop_v2(task.train)), loader=load), shuffle=task.train)
+    return data_loader(
+        task,
+        ImageFolder(task.data.folder, v2.Compose(crop_v2(task.train)), loader=load),
+        shuffle=task.train,
+    )
 
 
 def timm(task: Task) -> Batches:
@@ -182,13 +215,20 @@ def opencv(task: Task) -> Batches:
         pixels = cv2.imread(path, cv2.IMREAD_COLOR_RGB)
         height, width = pixels.shape[:2]
         if task.train:
-            top, left, h, w = RandomResizedCrop.get_params(torch.empty(3, height, width), (0.08, 1.0), (3 / 4, 4 / 3))
-            pixels = cv2.resize(pixels[top : top + h, left : left + w], (SIZE, SIZE), interpolation=cv2.INTER_AREA)  # the antialiased one
+            top, left, h, w = RandomResizedCrop.get_params(
+                torch.empty(3, height, width), (0.08, 1.0), (3 / 4, 4 / 3)
+            )
+            # the antialiased one
+            pixels = cv2.resize(
+                pixels[top : top + h, left : left + w], (SIZE, SIZE), interpolation=cv2.INTER_AREA
+            )
             if random.random() < 0.5:
                 pixels = pixels[:, ::-1]
         else:
             scale = RESIZE / min(height, width)
-            pixels = cv2.resize(pixels, (round(width * scale), round(height * scale)), interpolation=cv2.INTER_AREA)
+            pixels = cv2.resize(
+                pixels, (round(width * scale), round(height * scale)), interpolation=cv2.INTER_AREA
+            )
             top, left = (pixels.shape[0] - SIZE) // 2, (pixels.shape[1] - SIZE) // 2
             pixels = pixels[top : top + SIZE, left : left + SIZE]
         return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
@@ -196,7 +236,7 @@ def opencv(task: Task) -> Batches:
     return data_loader(task, ImageFolder(task.data.folder, loader=load), shuffle=task.train)
 
 
-# ---- with formats of their own --------------------------------------------------------------------------------------
+# ---- with formats of their own -------------------------------------------------------------------
 
 
 def encoded_samples(data: Data) -> Iterator[dict[str, Any]]:
@@ -224,7 +264,9 @@ def mosaicml(task: Task) -> Batches:
         def __getitem__(self, at: Any) -> Any:
             return as_pixels(super().__getitem__(at), transform)
 
-    samples = Samples(local=str(task.data.made("mds", write)), shuffle=task.train, batch_size=task.batch_size)
+    samples = Samples(
+        local=str(task.data.made("mds", write)), shuffle=task.train, batch_size=task.batch_size
+    )
     return data_loader(task, samples)
 
 
@@ -236,7 +278,8 @@ def litdata(task: Task) -> Batches:
 
     def write(out: Path) -> None:
         out.mkdir()
-        writer = BinaryWriter(str(out), chunk_bytes="64MB")  # what `litdata.optimize` runs in its processes
+        # what `litdata.optimize` runs in its processes
+        writer = BinaryWriter(str(out), chunk_bytes="64MB")
         for number, sample in enumerate(encoded_samples(task.data)):
             writer[number] = sample
         writer.done()
@@ -262,7 +305,9 @@ def ffcv(task: Task) -> Batches:
 
     def write(out: Path) -> None:
         fields = {"image": RGBImageField(write_mode="jpg", jpeg_quality=90), "label": IntField()}
-        DatasetWriter(str(out), fields, num_workers=2).from_indexed_dataset(ImageFolder(task.data.folder))
+        DatasetWriter(str(out), fields, num_workers=2).from_indexed_dataset(
+            ImageFolder(task.data.folder)
+        )
 
     if task.train:
         decoder = [RandomResizedCropRGBImageDecoder((SIZE, SIZE)), RandomHorizontalFlip()]
@@ -275,7 +320,10 @@ def ffcv(task: Task) -> Batches:
         order=OrderOption.RANDOM if task.train else OrderOption.SEQUENTIAL,
         os_cache=True,
         drop_last=True,
-        pipelines={"image": [*decoder, ToTensor(), ToTorchImage()], "label": [IntDecoder(), ToTensor(), Squeeze()]},
+        pipelines={
+            "image": [*decoder, ToTensor(), ToTorchImage()],
+            "label": [IntDecoder(), ToTensor(), Squeeze()],
+        },
     )
     return for_ever(lambda: loader)
 
@@ -286,23 +334,37 @@ def dali(task: Task) -> Batches:
 
     @pipeline_def(batch_size=task.batch_size, num_threads=max(1, task.workers), device_id=None)
     def pipeline() -> Any:
-        encoded, labels = fn.readers.file(file_root=str(task.data.folder), random_shuffle=task.train, name="reader")
+        encoded, labels = fn.readers.file(
+            file_root=str(task.data.folder), random_shuffle=task.train, name="reader"
+        )
         how = {"device": "cpu", "output_type": types.RGB}
         resize = {"interp_type": types.INTERP_LINEAR, "antialias": True}
         if task.train:
-            window = fn.decoders.image_random_crop(encoded, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], **how)
-            images = fn.flip(fn.resize(window, size=(SIZE, SIZE), **resize), horizontal=fn.random.coin_flip())
+            window = fn.decoders.image_random_crop(
+                encoded, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], **how
+            )
+            images = fn.flip(
+                fn.resize(window, size=(SIZE, SIZE), **resize), horizontal=fn.random.coin_flip()
+            )
         else:
-            images = fn.crop(fn.resize(fn.decoders.image(encoded, **how), resize_shorter=RESIZE, **resize), crop=(SIZE, SIZE))
+            images = fn.crop(
+                fn.resize(fn.decoders.image(encoded, **how), resize_shorter=RESIZE, **resize),
+                crop=(SIZE, SIZE),
+            )
         return images, labels
 
     built = pipeline()
     built.build()
-    batches = DALIGenericIterator([built], ["images", "labels"], reader_name="reader", auto_reset=True)
-    return ((batch[0]["images"].permute(0, 3, 1, 2), batch[0]["labels"]) for batch in for_ever(lambda: batches))
+    batches = DALIGenericIterator(
+        [built], ["images", "labels"], reader_name="reader", auto_reset=True
+    )
+    return (
+        (batch[0]["images"].permute(0, 3, 1, 2), batch[0]["labels"])
+        for batch in for_ever(lambda: batches)
+    )
 
 
-# ---- limits: decoding alone, of bytes in memory -----------------------------------------------------------------------
+# ---- limits: decoding alone, of bytes in memory --------------------------------------------------
 
 
 def decoded(encoded: list[bytes], batch_size: int) -> Batches:
@@ -321,13 +383,15 @@ def whole_jpegs(task: Task) -> Batches:
 
 
 def windows(task: Task) -> Batches:
-    """JPEGs that hold the blocks of a training window and no more: no decoder of libjpeg-turbo's kind gets by with fewer bits."""
+    """JPEGs that hold the blocks of a training window and no more: no decoder of libjpeg-turbo's
+    kind gets by with fewer bits."""
     folder = task.data.made("windows", lambda out: cut_windows(task.data, out))
     return decoded([file.read_bytes() for file in sorted(folder.iterdir())], task.batch_size)
 
 
 def cut_windows(data: Data, out: Path) -> None:
-    """A window of each of the first images, drawn as for training, cut by jpegtran at the borders of blocks."""
+    """A window of each of the first images, drawn as for training, cut by jpegtran at the borders
+    of blocks."""
     import numpy as np
     from PIL import Image
 
@@ -336,15 +400,31 @@ def cut_windows(data: Data, out: Path) -> None:
 
     files = data.files[:NUM_WINDOWS]
     sizes = np.array([Image.open(file).size for file in files])
-    crops = draw_crops(AugmentConfig(), sample_keys(0, 0, np.arange(len(files))), sizes[:, 0], sizes[:, 1], (224, 224))
+    crops = draw_crops(
+        AugmentConfig(),
+        sample_keys(0, 0, np.arange(len(files))),
+        sizes[:, 0],
+        sizes[:, 1],
+        (224, 224),
+    )
     out.mkdir()
-    for number, (file, (left, top, width, height)) in enumerate(zip(files, crops.tolist(), strict=True)):
+    for number, (file, (left, top, width, height)) in enumerate(
+        zip(files, crops.tolist(), strict=True)
+    ):
         place = f"{width}x{height}+{left}+{top}"
-        command = ["jpegtran", "-optimize", "-crop", place, "-outfile", str(out / f"{number:06d}.jpg"), str(file)]
+        command = [
+            "jpegtran",
+            "-optimize",
+            "-crop",
+            place,
+            "-outfile",
+            str(out / f"{number:06d}.jpg"),
+            str(file),
+        ]
         subprocess.run(command, check=True)
 
 
-# ---- all of them ------------------------------------------------------------------------------------------------------
+# ---- all of them ---------------------------------------------------------------------------------
 
 
 class Contestant(NamedTuple):
@@ -408,15 +488,24 @@ def serve(name: str, data: Data, workers: int, batch_size: int) -> None:
     for request in sys.stdin:
         what, num_batches = request.split()
         if what not in running:
-            running[what] = CONTESTANTS[name].batches(Task(data, workers, batch_size, what == "train"))
+            running[what] = CONTESTANTS[name].batches(
+                Task(data, workers, batch_size, what == "train")
+            )
         num_images = 0
         began = time.perf_counter()
         for _ in range(int(num_batches)):
             images, labels = next(running[what])
             num_images += len(labels)
-        found = {"images": num_images, "seconds": time.perf_counter() - began, "shape": list(images.shape), "dtype": str(images.dtype)}
+        found = {
+            "images": num_images,
+            "seconds": time.perf_counter() - began,
+            "shape": list(images.shape),
+            "dtype": str(images.dtype),
+        }
         print(json.dumps(found), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], Data(Path(sys.argv[2]), int(sys.argv[3])), int(sys.argv[4]), int(sys.argv[5]))
+    serve(
+        sys.argv[1], Data(Path(sys.argv[2]), int(sys.argv[3])), int(sys.argv[4]), int(sys.argv[5])
+    )

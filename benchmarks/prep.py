@@ -1,12 +1,14 @@
-"""Data preparation beside its peers and its limits, in one run: writing shards, checking images, listing archives, memory.
+"""Data preparation beside its peers and its limits, in one run: writing shards, checking images,
+listing archives, memory.
 
     python benchmarks/prep.py [--quick] [--rounds N] [--data FOLDER] [--rows N ...] [--out FILE.json]
 
     python benchmarks/prep.py --quick                       a minute: does it run?
     python benchmarks/prep.py --rows 1281167 100000000      the second takes some minutes and 8 GB of disk
 
-The data's story: photos with grain, of ImageNet's sizes, are made once and kept in FOLDER: as a tree of class folders, and as a tar of 100
-tars as ILSVRC2012_img_train.tar is one. Contestants take turns (benchmarks/measure.py). FILE.json gets every round, FILE.md the tables.
+The data's story: photos with grain, of ImageNet's sizes, are made once and kept in FOLDER: as a
+tree of class folders, and as a tar of 100 tars as ILSVRC2012_img_train.tar is one. Contestants take
+turns (benchmarks/measure.py). FILE.json gets every round, FILE.md the tables.
 """
 
 from __future__ import annotations
@@ -32,7 +34,18 @@ from typing import Any
 
 import numpy as np
 import simplejpeg
-from measure import CORES, Result, as_result, default_out, keep, machine, rows_of, show, shown, take_turns
+from measure import (
+    CORES,
+    Result,
+    as_result,
+    default_out,
+    keep,
+    machine,
+    rows_of,
+    show,
+    shown,
+    take_turns,
+)
 from PIL import Image
 from prep_data import Data, make_data
 
@@ -57,7 +70,7 @@ HASHING = "sha256 of the same bytes, nothing written"
 PACKAGES = ("numpy", "pillow", "simplejpeg", "webdataset")
 
 
-# ---- contestants: each reads the data and writes into an empty folder ---------------------------------------------------
+# ---- contestants: each reads the data and writes into an empty folder ----------------------------
 
 
 @contextlib.contextmanager
@@ -84,13 +97,16 @@ def wait_until(begin_at: float) -> float:
 
 
 def warm_memory(num_bytes: int) -> None:
-    """Have the system take so much memory and free it: a virtual machine gives free memory back to its host within seconds, and the next
-    to use it waits for each page of it, several times longer than writing takes. That would depend on who had the turn before."""
+    """Have the system take so much memory and free it: a virtual machine gives free memory back to
+    its host within seconds, and the next to use it waits for each page of it, several times longer
+    than writing takes. That would depend on who had the turn before.
+    """
     np.ones(num_bytes, np.uint8)
 
 
 def write_some(job: tuple[list[Work], float]) -> tuple[float, float]:
-    """Write these shards, and before that a few images, as a worker has written many. Runs in a worker process."""
+    """Write these shards, and before that a few images, as a worker has written many. Runs in a
+    worker process."""
     works, begin_at = job
     first = works[0]
     write_shard(first._replace(shard=first.shard._replace(places=first.shard.places[:WARM_UP])))
@@ -111,7 +127,8 @@ def planned(data: Data, workers: int, check: str, out: Path) -> Plan:
 
 
 def ours(data: Data, workers: int, check: str, out: Path) -> float:
-    """Seconds from archive and catalogue to shards with index and sidecar, with processes that run already."""
+    """Seconds from archive and catalogue to shards with index and sidecar, with processes that run
+    already."""
     work = planned(data, workers, check, out).work()
     return span(write_some, [work[worker::workers] for worker in range(workers)])
 
@@ -124,21 +141,41 @@ def timed(function: Callable[[Path], object], out: Path) -> float:
 
 def our_command(data: Data, workers: int, out: Path) -> None:
     """All of it, from the shell's prompt to the data set's card."""
-    options = ["--partial", "--check", "headers", "--workers", str(workers), "--num-shards", str(NUM_SHARDS)]
-    command = [sys.executable, "-m", "data_prep.imagenet", str(data.archive), "--out", str(out), *options]
+    options = [
+        "--partial",
+        "--check",
+        "headers",
+        "--workers",
+        str(workers),
+        "--num-shards",
+        str(NUM_SHARDS),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "data_prep.imagenet",
+        str(data.archive),
+        "--out",
+        str(out),
+        *options,
+    ]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
 
 
 def shard_writer(data: Data, out: Path) -> Any:
     import webdataset  # here, as it brings torch, which worker processes need not load
 
-    return webdataset.ShardWriter(f"{out}/train-%06d.tar", maxcount=-(-len(data.files) // NUM_SHARDS), maxsize=1e10, verbose=0)
+    return webdataset.ShardWriter(
+        f"{out}/train-%06d.tar", maxcount=-(-len(data.files) // NUM_SHARDS), maxsize=1e10, verbose=0
+    )
 
 
 def webdataset_from_folder(data: Data, out: Path) -> None:
     with shard_writer(data, out) as writer:
         for file in data.files:
-            writer.write({"__key__": file.stem, "jpg": file.read_bytes(), "cls": int(file.parent.name[1:])})
+            writer.write(
+                {"__key__": file.stem, "jpg": file.read_bytes(), "cls": int(file.parent.name[1:])}
+            )
 
 
 def webdataset_from_tar(data: Data, out: Path) -> None:
@@ -148,7 +185,13 @@ def webdataset_from_tar(data: Data, out: Path) -> None:
                 for member in inner:
                     encoded = inner.extractfile(member)
                     assert encoded is not None
-                    writer.write({"__key__": member.name[:-5], "jpg": encoded.read(), "cls": int(inner_member.name[1:-4])})
+                    writer.write(
+                        {
+                            "__key__": member.name[:-5],
+                            "jpg": encoded.read(),
+                            "cls": int(inner_member.name[1:-4]),
+                        }
+                    )
 
 
 def gnu_tar(data: Data, out: Path) -> None:
@@ -156,7 +199,9 @@ def gnu_tar(data: Data, out: Path) -> None:
 
 
 def dd(data: Data, out: Path) -> None:
-    subprocess.run(["dd", f"if={data.archive}", f"of={out / 'all.tar'}", "bs=4M", "status=none"], check=True)
+    subprocess.run(
+        ["dd", f"if={data.archive}", f"of={out / 'all.tar'}", "bs=4M", "status=none"], check=True
+    )
 
 
 def hashing(data: Data, out: Path) -> None:
@@ -171,7 +216,9 @@ def decode_some(job: tuple[tuple[list[Path], str], float]) -> tuple[float, float
     encoded = [file.read_bytes() for file in files]
     how: dict[str, Callable[[bytes], object]] = {
         "simplejpeg": partial(simplejpeg.decode_jpeg, colorspace="RGB"),
-        "simplejpeg, 1/8": partial(simplejpeg.decode_jpeg, colorspace="RGB", min_width=1, min_height=1, min_factor=8),
+        "simplejpeg, 1/8": partial(
+            simplejpeg.decode_jpeg, colorspace="RGB", min_width=1, min_height=1, min_factor=8
+        ),
         "Pillow": lambda image: Image.open(io.BytesIO(image)).convert("RGB"),
     }
     decode = how[decoder]
@@ -196,7 +243,7 @@ def catalogue(source: Source, out: Path) -> None:
         open_catalogue(source, out / "_catalogue", seed=0)
 
 
-# ---- measuring ------------------------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -236,7 +283,8 @@ def writers(data: Data) -> dict[str, Callable[[Path], float]]:
 
 
 def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
-    """Shards from data in the page cache: into memory; and to the disk, until the contestant ends and until all is on the disk."""
+    """Shards from data in the page cache: into memory; and to the disk, until the contestant ends
+    and until all is on the disk."""
 
     def into_memory(write: Callable[[Path], float]) -> float:
         with empty_folder(IN_MEMORY) as out:
@@ -262,13 +310,27 @@ def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
     found = []
     if IN_MEMORY.is_dir():
         in_memory = {name: partial(into_memory, write) for name, write in contestants.items()}
-        found.append(take_turns("Shards into memory: the processor's limit", "MB/s", in_memory, rounds, (DD, HASHING, SHARD_WRITER)))
+        found.append(
+            take_turns(
+                "Shards into memory: the processor's limit",
+                "MB/s",
+                in_memory,
+                rounds,
+                (DD, HASHING, SHARD_WRITER),
+            )
+        )
     to_disk = {name: partial(onto_disk, name, write) for name, write in contestants.items()}
-    on_disk = take_turns("Shards to a disk, until all is on it", "MB/s", to_disk, rounds, (DD, HASHING, SHARD_WRITER))
+    on_disk = take_turns(
+        "Shards to a disk, until all is on it", "MB/s", to_disk, rounds, (DD, HASHING, SHARD_WRITER)
+    )
     ended = {name: rates[1:] for name, rates in until_ended.items()}
     title = "The same, until the contestant ends (ours has waited for the disk then)"
     found += [on_disk, as_result(title, "MB/s", ended, (DD, HASHING, SHARD_WRITER))]
-    cold = {name: partial(from_disk, write) for name, write in contestants.items() if "folder" not in name}
+    cold = {
+        name: partial(from_disk, write)
+        for name, write in contestants.items()
+        if "folder" not in name
+    }
     title = "Shards from disk to disk: the archive is not in the page cache"
     found.append(take_turns(title, "MB/s", cold, rounds, (DD, HASHING, SHARD_WRITER)))
     return found
@@ -285,7 +347,12 @@ def measure_command(data: Data, place: Path, rounds: int) -> Result:
             return seconds
 
     def imports() -> float:
-        return timed(lambda _: subprocess.run([sys.executable, "-c", "import data_prep.imagenet"], cwd=ROOT, check=True), place)
+        return timed(
+            lambda _: subprocess.run(
+                [sys.executable, "-c", "import data_prep.imagenet"], cwd=ROOT, check=True
+            ),
+            place,
+        )
 
     def plan() -> float:
         with empty_folder(place) as out:
@@ -312,15 +379,26 @@ def measure_decoding(data: Data, rounds: int) -> Result:
     """Images a second with all cores."""
 
     def bare(how: str) -> float:
-        return len(data.files) / span(decode_some, [(data.files[core::CORES], how) for core in range(CORES)])
+        return len(data.files) / span(
+            decode_some, [(data.files[core::CORES], how) for core in range(CORES)]
+        )
 
     def checked() -> float:
         with empty_folder(IN_MEMORY if IN_MEMORY.is_dir() else data.archive.parent) as out:
             return len(data.files) / ours(data, CORES, "decode", out)
 
-    contestants = {f"bare decoding, {how}": partial(bare, how) for how in ("simplejpeg", "simplejpeg, 1/8", "Pillow")}
+    contestants = {
+        f"bare decoding, {how}": partial(bare, how)
+        for how in ("simplejpeg", "simplejpeg, 1/8", "Pillow")
+    }
     title = f"--check decode: images checked and written, {CORES} processes each"
-    return take_turns(title, "images/s", {**contestants, "ours, --check decode": checked}, rounds, list(contestants))
+    return take_turns(
+        title,
+        "images/s",
+        {**contestants, "ours, --check decode": checked},
+        rounds,
+        list(contestants),
+    )
 
 
 def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Result:
@@ -328,7 +406,9 @@ def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Re
 
     def listed() -> float:
         with empty_folder(place) as out:
-            return num_tiny / timed(partial(catalogue, imagenet.source([data.tiny], allow_partial=True)), out)
+            return num_tiny / timed(
+                partial(catalogue, imagenet.source([data.tiny], allow_partial=True)), out
+            )
 
     def with_tarfile() -> float:
         found: list[int] = []
@@ -349,7 +429,9 @@ def memory_of(job: tuple[int, Path]) -> dict[str, float]:
     ended = threading.Event()
 
     def status(field: str) -> int:
-        return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10  # type: ignore[index]
+        return (
+            int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+        )  # type: ignore[index]
 
     def fill(builder: Builder) -> None:
         nonlocal filled_at
@@ -358,7 +440,9 @@ def memory_of(job: tuple[int, Path]) -> dict[str, float]:
         for start in range(0, num_rows, 4096):
             rows = np.arange(start, min(start + 4096, num_rows))
             names = [f"n{row % 1000:08d}_{row}.JPEG" for row in rows.tolist()]
-            builder.add("train", file, names, rows % 1000, rows * 113_000, np.full(len(rows), 110_000))
+            builder.add(
+                "train", file, names, rows % 1000, rows * 113_000, np.full(len(rows), 110_000)
+            )
         filled_at = time.monotonic()
 
     def watch() -> None:
@@ -373,52 +457,102 @@ def memory_of(job: tuple[int, Path]) -> dict[str, float]:
         began = time.monotonic()
         made = open_catalogue(Source("simulated", {}, fill, read_range), out / "_catalogue", seed=0)
         finished = time.monotonic()
-        made.table("train").samples(range(0, num_rows, max(1, num_rows // 7000)))  # those of one shard
+        # those of one shard
+        made.table("train").samples(range(0, num_rows, max(1, num_rows // 7000)))
         num_bytes = sum(path.stat().st_size for path in made.folder.iterdir())
     ended.set()
     watcher.join()
-    found = {"rows": num_rows, "filling s": filled_at - began, "ordering s": finished - filled_at, "catalogue GB": num_bytes / 1e9}
-    return found | {"before MB": before / 1e6, "peak MB": peak / 1e6, "with mapped files MB": status("VmHWM") / 1e6}
+    found = {
+        "rows": num_rows,
+        "filling s": filled_at - began,
+        "ordering s": finished - filled_at,
+        "catalogue GB": num_bytes / 1e9,
+    }
+    return found | {
+        "before MB": before / 1e6,
+        "peak MB": peak / 1e6,
+        "with mapped files MB": status("VmHWM") / 1e6,
+    }
 
 
 def memory_rows(found: list[dict[str, float]]) -> list[list[str]]:
     """Head and rows of a table."""
     head = ["", *list(found[0])[1:]]
-    return [head, *([f"{row['rows']:,} rows", *(shown(x) for x in list(row.values())[1:])] for row in found)]
+    return [
+        head,
+        *([f"{row['rows']:,} rows", *(shown(x) for x in list(row.values())[1:])] for row in found),
+    ]
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the data and one round: the figures mean nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a tenth of the data and one round: the figures mean nothing",
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--data", type=Path, default=Path(tempfile.gettempdir(), "vit-benchmark-prep"), metavar="FOLDER", help="default: %(default)s"
+        "--data",
+        type=Path,
+        default=Path(tempfile.gettempdir(), "vit-benchmark-prep"),
+        metavar="FOLDER",
+        help="default: %(default)s",
     )
     parser.add_argument(
-        "--rows", type=int, nargs="*", default=[1_281_167, 10_000_000], metavar="N", help="of simulated catalogues (default: %(default)s)"
+        "--rows",
+        type=int,
+        nargs="*",
+        default=[1_281_167, 10_000_000],
+        metavar="N",
+        help="of simulated catalogues (default: %(default)s)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="default: benchmarks/results/<date>-prep-<processor>.json")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.json",
+        help="default: benchmarks/results/<date>-prep-<processor>.json",
+    )
     args = parser.parse_args()
     num_images, num_tiny, rounds = (300, 20_000, 1) if args.quick else (3000, 200_000, args.rounds)
 
     args.data.mkdir(parents=True, exist_ok=True)
     data = make_data(args.data, num_images, num_tiny)
-    described = f"{len(data.files):,} JPEGs, {data.num_bytes / 1e6:,.0f} MB, {data.num_bytes / len(data.files) / 1e3:.0f} kB on average."
+    described = (
+        f"{len(data.files):,} JPEGs, {data.num_bytes / 1e6:,.0f} MB,"
+        f" {data.num_bytes / len(data.files) / 1e3:.0f} kB on average."
+    )
     load = os.getloadavg()[0]
     facts = machine(args.data, PACKAGES)
     results = measure_writing(data, args.data, rounds)
     results += [measure_command(data, args.data, rounds), measure_decoding(data, rounds)]
     results += [measure_catalogue(data, args.data, num_tiny, rounds)]
     sizes = [100_000] if args.quick else args.rows
-    memory = [run_jobs([(memory_of, (rows, args.data), "")], 1, "benchmark", num_jobs=1)[""] for rows in sizes]
+    memory = [
+        run_jobs([(memory_of, (rows, args.data), "")], 1, "benchmark", num_jobs=1)[""]
+        for rows in sizes
+    ]
     tables = {result["title"]: rows_of(result) for result in results}
     tables |= {"Peak memory of making a catalogue": memory_rows(memory)} if memory else {}
-    report = {"date": time.strftime("%Y-%m-%d"), "data": described, "rounds": rounds, "machine": facts, "load": [load, os.getloadavg()[0]]}
+    report = {
+        "date": time.strftime("%Y-%m-%d"),
+        "data": described,
+        "rounds": rounds,
+        "machine": facts,
+        "load": [load, os.getloadavg()[0]],
+    }
     out = args.out or default_out("prep-quick" if args.quick else "prep", facts["cpu"])
     for title, rows in tables.items():
         show(title, rows)
-    keep(out, f"Data preparation, {report['date']}", {**report, "results": results, "memory": memory}, tables)
+    keep(
+        out,
+        f"Data preparation, {report['date']}",
+        {**report, "results": results, "memory": memory},
+        tables,
+    )
 
 
 if __name__ == "__main__":

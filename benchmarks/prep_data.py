@@ -1,7 +1,7 @@
 """Images and archives for benchmarks/prep.py, as ImageNet's are.
 
-The data's story: windows of two photos that come with scikit-learn get ImageNet's sizes, and so much grain that a JPEG has 110 kB on
-average.
+The data's story: windows of two photos that come with scikit-learn get ImageNet's sizes, and so
+much grain that a JPEG has 110 kB on average.
 
     <place>/
       images-3000/<wnid>/<wnid>_<number>.JPEG     class folders
@@ -30,17 +30,26 @@ def make_image(number: int, photos: Sequence[Image.Image]) -> bytes:
     """A JPEG: a window of a photo with grain, 500 x 375 in half of the cases."""
     rng = np.random.default_rng(number)
     odd = (int(rng.integers(200, 520)), int(rng.integers(180, 460)))
-    width, height = ((500, 375), (375, 500), (500, 333), (640, 480), odd)[rng.choice(5, p=(0.55, 0.15, 0.12, 0.06, 0.12))]
+    width, height = ((500, 375), (375, 500), (500, 333), (640, 480), odd)[
+        rng.choice(5, p=(0.55, 0.15, 0.12, 0.06, 0.12))
+    ]
     photo = photos[number % len(photos)]
     scale = min(photo.width / width, photo.height / height) * rng.uniform(0.4, 1)
-    left, top = rng.uniform(0, photo.width - scale * width), rng.uniform(0, photo.height - scale * height)
+    left, top = (
+        rng.uniform(0, photo.width - scale * width),
+        rng.uniform(0, photo.height - scale * height),
+    )
     box = (left, top, left + scale * width, top + scale * height)
     pixels = np.asarray(photo.resize((width, height), Image.Resampling.BICUBIC, box), np.float32)
-    pixels = pixels * rng.uniform(0.8, 1.2) + rng.standard_normal((height, width, 1), np.float32) * GRAIN * rng.uniform(0.3, 1.7)
+    pixels = pixels * rng.uniform(0.8, 1.2) + rng.standard_normal(
+        (height, width, 1), np.float32
+    ) * GRAIN * rng.uniform(0.3, 1.7)
     encoded = io.BytesIO()
     quality = int(rng.choice((80, 85, 90, 95)))
     subsampling = int(rng.choice((0, 2)))
-    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(encoded, "JPEG", quality=quality, subsampling=subsampling)
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(
+        encoded, "JPEG", quality=quality, subsampling=subsampling
+    )
     return encoded.getvalue()
 
 
@@ -93,6 +102,12 @@ def make_data(place: Path, num_images: int, num_tiny: int) -> Data:
         nested_tar(archive, classes)
     if not tiny.exists():
         wnids = [f"n{label:08d}" for label in range(1000)]
-        nested_tar(tiny, {wnid: {f"{wnid}_{n}.JPEG": b"tiny" for n in range(num_tiny // 1000)} for wnid in wnids})
+        nested_tar(
+            tiny,
+            {
+                wnid: {f"{wnid}_{n}.JPEG": b"tiny" for n in range(num_tiny // 1000)}
+                for wnid in wnids
+            },
+        )
     files = sorted(folder.glob("*/*.JPEG"))
     return Data(folder, archive, tiny, files, sum(file.stat().st_size for file in files))

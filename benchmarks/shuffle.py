@@ -1,10 +1,12 @@
-"""How well orders mix the classes: ours and webdataset's shuffle buffers over the same tar shards. Some three minutes; prints a table.
+"""How well orders mix the classes: ours and webdataset's shuffle buffers over the same tar shards.
+Some three minutes; prints a table.
 
     python benchmarks/shuffle.py [--classes N] [--per-class N] [--batch N]
 
-The data's story: tar shards of --per-class samples each, labels and no images, are written twice: sorted by class, as a folder of images is
-listed, and dealt at random, as our writers do. webdataset reads them from beginning to end; our order is asked for some batches, as at the
-start of training. One process: with several, each of webdataset's makes batches of its own shards and its own buffer.
+The data's story: tar shards of --per-class samples each, labels and no images, are written twice:
+sorted by class, as a folder of images is listed, and dealt at random, as our writers do. webdataset
+reads them from beginning to end; our order is asked for some batches, as at the start of training.
+One process: with several, each of webdataset's makes batches of its own shards and its own buffer.
 """
 
 from __future__ import annotations
@@ -42,9 +44,16 @@ def write_shards(folder: Path, labels: NDArray[np.int64], per_shard: int) -> lis
     return paths
 
 
-def webdataset_batches(paths: list[str], buffer: int, shuffle_shards: bool, batch_size: int) -> Iterator[NDArray[np.int64]]:
-    """Sample ids of the full batches of one epoch. `shuffle_shards`: all of them, which is more than its usual buffer of 100."""
-    options = {"shardshuffle": len(paths) if shuffle_shards else False, "seed": 0, "empty_check": False}
+def webdataset_batches(
+    paths: list[str], buffer: int, shuffle_shards: bool, batch_size: int
+) -> Iterator[NDArray[np.int64]]:
+    """Sample ids of the full batches of one epoch. `shuffle_shards`: all of them, which is more
+    than its usual buffer of 100."""
+    options = {
+        "shardshuffle": len(paths) if shuffle_shards else False,
+        "seed": 0,
+        "empty_check": False,
+    }
     ids: list[int] = []
     for sample in webdataset.WebDataset(paths, **options).shuffle(buffer, initial=buffer, seed=1):
         ids.append(int(sample["__key__"]))
@@ -53,17 +62,27 @@ def webdataset_batches(paths: list[str], buffer: int, shuffle_shards: bool, batc
             ids = []
 
 
-def mixing_of_webdataset(paths: list[str], labels: NDArray[np.int64], buffer: int, shuffle_shards: bool, batch_size: int) -> Mixing:
+def mixing_of_webdataset(
+    paths: list[str], labels: NDArray[np.int64], buffer: int, shuffle_shards: bool, batch_size: int
+) -> Mixing:
     """The two figures over all batches of an epoch."""
     batches = list(webdataset_batches(paths, buffer, shuffle_shards, batch_size))
     of_labels = [(labels[ids], ids) for ids in batches]
-    return mixing_of(of_labels, np.arange(len(batches)) / len(batches), 1 / len(batches), len(labels), np.bincount(labels))
+    return mixing_of(
+        of_labels,
+        np.arange(len(batches)) / len(batches),
+        1 / len(batches),
+        len(labels),
+        np.bincount(labels),
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--classes", type=int, default=300)
-    parser.add_argument("--per-class", type=int, default=1000, help="samples of a class, and of a shard")
+    parser.add_argument(
+        "--per-class", type=int, default=1000, help="samples of a class, and of a shard"
+    )
     parser.add_argument("--batch", type=int, default=1024)
     args = parser.parse_args()
 
@@ -74,18 +93,40 @@ def main() -> None:
         for layout, labels in layouts.items():
             for block in (DEFAULT_BLOCK_SAMPLES, 1):
                 order = make_order(len(labels), args.batch, block_samples=block)
-                rows.setdefault(f"ours, blocks of {block}", []).append(measure_mixing(order, labels))
+                rows.setdefault(f"ours, blocks of {block}", []).append(
+                    measure_mixing(order, labels)
+                )
             paths = write_shards(Path(place) / layout, labels, args.per_class)
-            for buffer, shuffle_shards in ((BUFFERS[0], False), *((buffer, True) for buffer in BUFFERS)):
-                name = f"webdataset, {'shuffled shards, ' if shuffle_shards else 'shards in order, '}shuffle({buffer})"
-                rows.setdefault(name, []).append(mixing_of_webdataset(paths, labels, buffer, shuffle_shards, args.batch))
+            for buffer, shuffle_shards in (
+                (BUFFERS[0], False),
+                *((buffer, True) for buffer in BUFFERS),
+            ):
+                name = (
+                    "webdataset,"
+                    f" {'shuffled shards, ' if shuffle_shards else 'shards in order, '}shuffle({buffer})"
+                )
+                rows.setdefault(name, []).append(
+                    mixing_of_webdataset(paths, labels, buffer, shuffle_shards, args.batch)
+                )
 
     perfect = rows[f"ours, blocks of {DEFAULT_BLOCK_SAMPLES}"][0].perfect_classes_per_batch
-    print(f"{args.classes} classes of {args.per_class} samples, {args.classes} shards, batches of {args.batch}\n")
-    print("| order | " + " | ".join(f"{layout}: classes in a batch | moved" for layout in layouts) + " |\n" + "|---" * 5 + "|")
+    print(
+        f"{args.classes} classes of {args.per_class} samples, {args.classes} shards, batches of"
+        f" {args.batch}\n"
+    )
+    print(
+        "| order | "
+        + " | ".join(f"{layout}: classes in a batch | moved" for layout in layouts)
+        + " |\n"
+        + "|---" * 5
+        + "|"
+    )
     print(f"| a perfect shuffle {f'| {perfect:.1f} | {100 * PERFECT_DISTANCE:.1f} % ' * 2}|")
     for name, (by_class_mixing, dealt_mixing) in rows.items():
-        cells = [f"{mixing.classes_per_batch:.1f} | {100 * mixing.distance:.1f} %" for mixing in (by_class_mixing, dealt_mixing)]
+        cells = [
+            f"{mixing.classes_per_batch:.1f} | {100 * mixing.distance:.1f} %"
+            for mixing in (by_class_mixing, dealt_mixing)
+        ]
         print(f"| {name} | {' | '.join(cells)} |")
 
 

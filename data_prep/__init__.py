@@ -5,10 +5,21 @@ import sys
 
 # Before an import fails at whatever an older Python lacks.
 if sys.version_info < (3, 11):  # noqa: UP036
-    print(f"error: Python 3.11 or newer is needed, {sys.executable} is {sys.version_info[0]}.{sys.version_info[1]}", file=sys.stderr)
+    print(
+        f"error: Python 3.11 or newer is needed, {sys.executable} is"
+        f" {sys.version_info[0]}.{sys.version_info[1]}",
+        file=sys.stderr,
+    )
     raise SystemExit(2)
-_missing = [package for package in ("numpy", "PIL", "rich") if importlib.util.find_spec(package) is None]
+_missing = [
+    package for package in ("numpy", "PIL", "rich") if importlib.util.find_spec(package) is None
+]
 if _missing:
-    _remedy = "activate the environment (source .venv/bin/activate), or pip install -r requirements.txt"
-    print(f"error: {', '.join(_missing)} is not installed for {sys.executable}: {_remedy}", file=sys.stderr)
+    _remedy = (
+        "activate the environment (source .venv/bin/activate), or pip install -r requirements.txt"
+    )
+    print(
+        f"error: {', '.join(_missing)} is not installed for {sys.executable}: {_remedy}",
+        file=sys.stderr,
+    )
     raise SystemExit(2)

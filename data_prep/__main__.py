@@ -3,7 +3,17 @@
 import ast
 from pathlib import Path
 
-COMMANDS = ("imagenet", "animals10", "mnist", "cifar", "imagefolder", "digits", "index", "verify", "card")
+COMMANDS = (
+    "imagenet",
+    "animals10",
+    "mnist",
+    "cifar",
+    "imagefolder",
+    "digits",
+    "index",
+    "verify",
+    "card",
+)
 
 for name in COMMANDS:
     story = ast.get_docstring(ast.parse(Path(__file__).with_name(f"{name}.py").read_text())) or ""

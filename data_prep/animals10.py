@@ -2,11 +2,12 @@
 
     python -m data_prep.animals10 SOURCE --out ROOT [--fractions 0.85 0.15] [--split-seed N]
 
-The data's story: SOURCE is Kaggle's zip, read in place, or a folder into which it was unpacked. The ten class folders (`cane`,
-`cavallo`, ... or `dog`, `horse`, ...) are found at any depth, as unpacking and moving often adds a folder or drops raw-img; the rest,
-such as translate.py, is passed over. Labels are positions among the sorted English names, keys `dog_<file>`. There is no official
-split: each class gives the fraction of its keys with the smallest hash of (split seed, key) to `val`, and to `test` if three
-fractions are given.
+The data's story: SOURCE is Kaggle's zip, read in place, or a folder into which it was unpacked. The
+ten class folders (`cane`, `cavallo`, ... or `dog`, `horse`, ...) are found at any depth, as
+unpacking and moving often adds a folder or drops raw-img; the rest, such as translate.py, is passed
+over. Labels are positions among the sorted English names, keys `dog_<file>`. There is no official
+split: each class gives the fraction of its keys with the smallest hash of (split seed, key) to
+`val`, and to `test` if three fractions are given.
 
 The data set's translate.py lacks the way from `ragno` to spider; the table here has all ten.
 """
@@ -45,8 +46,18 @@ ENGLISH = {
 """English name of each class folder."""
 CLASS_OF = {**ENGLISH, **{english: english for english in ENGLISH.values()}}
 CLASS_NAMES = sorted(ENGLISH.values())
-OFFICIAL = {"dog": 4863, "cat": 1668, "horse": 2623, "cow": 1866, "elephant": 1446, "sheep": 1820, "butterfly": 2112, "spider": 4821,
-            "chicken": 3098, "squirrel": 1862}  # fmt: skip
+OFFICIAL = {
+    "dog": 4863,
+    "cat": 1668,
+    "horse": 2623,
+    "cow": 1866,
+    "elephant": 1446,
+    "sheep": 1820,
+    "butterfly": 2112,
+    "spider": 4821,
+    "chicken": 3098,
+    "squirrel": 1862,
+}
 """Images of each class in Kaggle's zip."""
 FRACTIONS = (0.85, 0.15)
 SPLITS = ("train", "val", "test")
@@ -60,7 +71,7 @@ class Images(NamedTuple):
     sizes: np.ndarray
 
 
-# ---- what is there ----------------------------------------------------------------------------------------------------
+# ---- what is there -------------------------------------------------------------------------------
 
 
 def _list(source: Path) -> Images:
@@ -68,14 +79,21 @@ def _list(source: Path) -> Images:
     if source.is_dir():
         paths = sorted(images_below(source))
         return Images(paths, np.zeros(len(paths), np.int64), np.zeros(len(paths), np.int64))
-    found = sorted(member for members in walk_zip(source) for member in zip(*members, strict=True) if _is_image(member[0]))
+    found = sorted(
+        member
+        for members in walk_zip(source)
+        for member in zip(*members, strict=True)
+        if _is_image(member[0])
+    )
     paths, offsets, sizes = ([member[column] for member in found] for column in range(3))
     return Images(paths, np.array(offsets, np.int64), np.array(sizes, np.int64))
 
 
 def _is_image(path: str) -> bool:
     parts = PurePosixPath(path).parts
-    return path.lower().endswith(EXTENSIONS) and not any(part.startswith((".", "__MACOSX")) for part in parts)
+    return path.lower().endswith(EXTENSIONS) and not any(
+        part.startswith((".", "__MACOSX")) for part in parts
+    )
 
 
 def _class_folder(path: str) -> PurePosixPath | None:
@@ -88,7 +106,8 @@ def _class_folder(path: str) -> PurePosixPath | None:
 def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]], list[str]]:
     """(numbers of the images of each class, paths outside the class folders).
 
-    Raises PrepError for missing classes, a class that is there twice, and folders beside the classes that are none.
+    Raises PrepError for missing classes, a class that is there twice, and folders beside the
+    classes that are none.
     """
     by_folder: dict[PurePosixPath, list[int]] = defaultdict(list)
     outside = []
@@ -101,16 +120,23 @@ def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]],
     folders: dict[str, list[PurePosixPath]] = {name: [] for name in CLASS_NAMES}
     for folder in by_folder:
         folders[CLASS_OF[folder.name.lower()]].append(folder)
-    problems = [f"{name} is there {len(there)} times ({', '.join(map(str, there))})" for name, there in folders.items() if len(there) > 1]
+    problems = [
+        f"{name} is there {len(there)} times ({', '.join(map(str, there))})"
+        for name, there in folders.items()
+        if len(there) > 1
+    ]
     if missing := [f"{name} ({italian})" for italian, name in ENGLISH.items() if not folders[name]]:
         problems.append(f"no images of {', '.join(missing)}")
     roots = {folder.parent for folder in by_folder}
-    unknown = {parts[0] for path in outside for root in roots if len(parts := _below(path, root)) > 1}
+    unknown = {
+        parts[0] for path in outside for root in roots if len(parts := _below(path, root)) > 1
+    }
     if unknown and by_folder:
         problems.append(f"folders beside the classes that are none: {some(sorted(unknown))}")
     if problems:
         raise PrepError(
-            f"{source}: {'; '.join(problems)}. Expected the ten class folders of Animals-10, such as raw-img/{next(iter(ENGLISH))}, once"
+            f"{source}: {'; '.join(problems)}. Expected the ten class folders of Animals-10, such"
+            f" as raw-img/{next(iter(ENGLISH))}, once"
         )
     return {name: by_folder[there[0]] for name, there in folders.items()}, outside
 
@@ -122,24 +148,39 @@ def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
     return parts[len(above) :] if parts[: len(above)] == above else ()
 
 
-# ---- the source -------------------------------------------------------------------------------------------------------
+# ---- the source ----------------------------------------------------------------------------------
 
 
 def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int = 0) -> Source:
     """The images of Kaggle's zip or of a folder.
 
-    fractions: of train and val, or of train, val and test, of each class; they sum to 1. split_seed: another one draws another split.
-    Raises PrepError for a path that is not there and fractions that are none; when it is listed, if the ten classes are not there.
+    fractions: of train and val, or of train, val and test, of each class; they sum to 1.
+    split_seed: another one draws another split. Raises PrepError for a path that is not there and
+    fractions that are none; when it is listed, if the ten classes are not there.
     """
     if not path.exists():
-        raise PrepError(f"{path}: no such file or folder; expected Kaggle's animals10 zip, or a folder into which it was unpacked")
-    if len(fractions) not in (2, 3) or any(not 0 < fraction < 1 for fraction in fractions) or abs(sum(fractions) - 1) > 1e-6:
+        raise PrepError(
+            f"{path}: no such file or folder; expected Kaggle's animals10 zip, or a folder into"
+            " which it was unpacked"
+        )
+    if (
+        len(fractions) not in (2, 3)
+        or any(not 0 < fraction < 1 for fraction in fractions)
+        or abs(sum(fractions) - 1) > 1e-6
+    ):
         given = " ".join(map(str, fractions))
-        raise PrepError(f"--fractions {given}: expected two (train, val) or three (train, val, test) between 0 and 1 that sum to 1")
+        raise PrepError(
+            f"--fractions {given}: expected two (train, val) or three (train, val, test) between 0"
+            " and 1 that sum to 1"
+        )
     options = {"fractions": list(fractions), "split_seed": split_seed}
     if path.is_dir():
-        return Source("animals10", options, partial(_fill, path, fractions, split_seed), imagefolder.read)
-    return Source("animals10", options, partial(_fill, path, fractions, split_seed), read_zip_member, [path])
+        return Source(
+            "animals10", options, partial(_fill, path, fractions, split_seed), imagefolder.read
+        )
+    return Source(
+        "animals10", options, partial(_fill, path, fractions, split_seed), read_zip_member, [path]
+    )
 
 
 def _fill(source: Path, fractions: Sequence[float], split_seed: int, builder: Builder) -> None:
@@ -151,22 +192,39 @@ def _fill(source: Path, fractions: Sequence[float], split_seed: int, builder: Bu
         numbers = by_class[name]
         folder = _class_folder(images.paths[numbers[0]])
         assert folder is not None
-        keys = unique_keys([f"{name}/{'/'.join(_below(images.paths[number], folder))}" for number in numbers])
+        keys = unique_keys(
+            [f"{name}/{'/'.join(_below(images.paths[number], folder))}" for number in numbers]
+        )
         for split, chosen in zip(SPLITS, _split(keys, fractions, split_seed), strict=False):
             rows = [numbers[place] for place in chosen]
             if rows:
                 names = [images.paths[row] for row in rows]
-                builder.add(split, file, names, label, images.offsets[rows], images.sizes[rows], [keys[place] for place in chosen])
+                builder.add(
+                    split,
+                    file,
+                    names,
+                    label,
+                    images.offsets[rows],
+                    images.sizes[rows],
+                    [keys[place] for place in chosen],
+                )
     _tell(source, {name: len(by_class[name]) for name in CLASS_NAMES}, outside, builder)
 
 
 def _split(keys: Sequence[str], fractions: Sequence[float], split_seed: int) -> Iterator[list[int]]:
-    """Places in `keys` of train, val and test, as many as there are fractions; one at least stays in train.
+    """Places in `keys` of train, val and test, as many as there are fractions; one at least stays
+    in train.
 
-    By a hash of (seed, key), val first, then test: so val is the same whether or not there is a test.
+    By a hash of (seed, key), val first, then test: so val is the same whether or not there is a
+    test.
     """
-    order = sorted(range(len(keys)), key=lambda place: (stable_hash(split_seed, keys[place]), keys[place]))
-    ends = [min(round(sum(fractions[1:count]) * len(keys)), len(keys) - 1) for count in range(1, len(fractions) + 1)]
+    order = sorted(
+        range(len(keys)), key=lambda place: (stable_hash(split_seed, keys[place]), keys[place])
+    )
+    ends = [
+        min(round(sum(fractions[1:count]) * len(keys)), len(keys) - 1)
+        for count in range(1, len(fractions) + 1)
+    ]
     yield order[ends[-1] :]
     for start, end in pairwise(ends):
         yield order[start:end]
@@ -177,33 +235,56 @@ def _tell(source: Path, counts: dict[str, int], outside: Sequence[str], builder:
     notes = []
     if counts != OFFICIAL:
         total = f"{sum(counts.values()):,} images, Kaggle's zip has {sum(OFFICIAL.values()):,}"
-        differ = [f"{name} {count:,} of {OFFICIAL[name]:,}" for name, count in counts.items() if count != OFFICIAL[name]]
+        differ = [
+            f"{name} {count:,} of {OFFICIAL[name]:,}"
+            for name, count in counts.items()
+            if count != OFFICIAL[name]
+        ]
         notes.append(f"{source.resolve().name}: {total}: {', '.join(differ)}")
     if outside:
-        notes.append(f"{source.resolve().name}: {len(outside):,} images outside the class folders are left out: {some(sorted(outside))}")
+        notes.append(
+            f"{source.resolve().name}: {len(outside):,} images outside the class folders are left"
+            f" out: {some(sorted(outside))}"
+        )
     for note in notes:
         print(note, flush=True)
         builder.note(note)
 
 
-# ---- the command ------------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = Parser("python -m data_prep.animals10", __doc__)
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="Kaggle's zip, or a folder into which it was unpacked")
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="Kaggle's zip, or a folder into which it was unpacked",
+    )
     parser.add_argument(
         "--fractions",
         type=float,
         nargs="+",
         default=FRACTIONS,
         metavar="F",
-        help="parts of each class for train and val, or for train, val and test (default: 0.85 0.15)",
+        help=(
+            "parts of each class for train and val, or for train, val and test (default: 0.85 0.15)"
+        ),
     )
-    parser.add_argument("--split-seed", type=int, default=0, metavar="N", help="draws the split (default: %(default)s)")
+    parser.add_argument(
+        "--split-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="draws the split (default: %(default)s)",
+    )
     add_arguments(parser)
-    return run(lambda args: prepare(source(args.source, args.fractions, args.split_seed), args), parser.parse_args(argv))
+    return run(
+        lambda args: prepare(source(args.source, args.fractions, args.split_seed), args),
+        parser.parse_args(argv),
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python -m data_prep.card ROOT
 
-The data's story: `_info.json` and the index of a finished data set give counts, sizes and what the writer did; of the training split up to
-1,000 images, spread over it by a hash, are decoded for the mean and standard deviation of their colours, and one image for each of up to
-60 classes is drawn. Every source's command ends with it; this one makes it again.
+The data's story: `_info.json` and the index of a finished data set give counts, sizes and what the
+writer did; of the training split up to 1,000 images, spread over it by a hash, are decoded for the
+mean and standard deviation of their colours, and one image for each of up to 60 classes is drawn.
+Every source's command ends with it; this one makes it again.
 
     <root>/
       dataset.md            splits, image sizes, colours, what was converted or left out, source and options, all classes
@@ -46,7 +47,8 @@ from vit.data.shards.index_file import firsts_of, open_index, sha256_of
 from vit.system.files import ShardError, replacing
 
 COLOUR_IMAGES = 1000
-"""Images decoded for mean and standard deviation: some seconds, and the error of the mean is below 0.01."""
+"""Images decoded for mean and standard deviation: some seconds, and the error of the mean is below
+0.01."""
 THREADS = 8
 """Images decoded at a time."""
 SHEET_CELLS = 60
@@ -95,21 +97,32 @@ class Card:
 
 
 def write_card(place: Output | Path | str) -> None:
-    """Write `dataset.md` and `contact_sheet.png` of the finished data set at `place`, a folder or a URL, into it.
+    """Write `dataset.md` and `contact_sheet.png` of the finished data set at `place`, a folder or a
+    URL, into it.
 
-    Raises ShardError if something is missing or an image cannot be decoded; OSError and PrepError as `Output` does.
+    Raises ShardError if something is missing or an image cannot be decoded; OSError and PrepError
+    as `Output` does.
     """
     output = place if isinstance(place, Output) else Output(place)
     info = _read_info(output)
-    name = str(info.get("source", "data set"))  # not the folder's name: equal data sets have equal cards
+    # not the folder's name: equal data sets have equal cards
+    name = str(info.get("source", "data set"))
     with output.staging() as folder:
-        indexes = {split: _fetch_index(output, f"{split}.index.npy", folder) for split in info["splits"]}
+        indexes = {
+            split: _fetch_index(output, f"{split}.index.npy", folder) for split in info["splits"]
+        }
 
         def read(split: str, row: int) -> bytes:
             found = indexes[split][row]
             described = info["splits"][split]
-            filename = described["filenames"][bisect.bisect_right(firsts_of(described["shard_lengths"]), row) - 1]
-            return _read_range(f"{info.get('shards_at', output)}/{filename}", int(found["offset"]), int(found["size"]))
+            filename = described["filenames"][
+                bisect.bisect_right(firsts_of(described["shard_lengths"]), row) - 1
+            ]
+            return _read_range(
+                f"{info.get('shards_at', output)}/{filename}",
+                int(found["offset"]),
+                int(found["size"]),
+            )
 
         card = Card(name, info, indexes, read, _quarantined(output, info, folder))
         for path in draw_card(card, folder):
@@ -118,10 +131,12 @@ def write_card(place: Output | Path | str) -> None:
 
 
 def write_readme(output: Output, info: Mapping[str, Any]) -> None:
-    """Write `README.md` unless one is there, or there are no shards beside it: without it `load_dataset(ROOT)` takes sidecars for data."""
+    """Write `README.md` unless one is there, or there are no shards beside it: without it
+    `load_dataset(ROOT)` takes sidecars for data."""
     if "shards_at" in info or output.size("README.md") >= 0:
         return
-    if not all(re.fullmatch(r"\w+(\.\w+)*", split) for split in info["splits"]):  # other names are none to Hugging Face
+    # other names are none to Hugging Face
+    if not all(re.fullmatch(r"\w+(\.\w+)*", split) for split in info["splits"]):
         return
     with output.staging() as folder:
         with replacing(folder / "README.md") as file:
@@ -139,9 +154,16 @@ def readme(info: Mapping[str, Any]) -> str:
         pattern = f"{common.rstrip('0123456789')}*.tar"
         is_exact = set(fnmatch.filter(everything, pattern)) == set(names)
         paths = [pattern] if is_exact and not set(pattern[:-5]) & set("[]?*") else names
-        files += [f"  - split: {split}", "    path:", *(f"    - {json.dumps(path)}" for path in paths)]
+        files += [
+            f"  - split: {split}",
+            "    path:",
+            *(f"    - {json.dumps(path)}" for path in paths),
+        ]
     head = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---", ""]
-    told = "Images in tar shards (WebDataset), with an index beside them; `python -m data_prep.card` writes dataset.md, which tells more."
+    told = (
+        "Images in tar shards (WebDataset), with an index beside them; `python -m data_prep.card`"
+        " writes dataset.md, which tells more."
+    )
     return "\n".join([*head, "# Images", "", told]) + "\n"
 
 
@@ -156,7 +178,10 @@ def _read_info(output: Output) -> Mapping[str, Any]:
 
 def _fetch_index(output: Output, name: str, folder: Path) -> np.ndarray:
     if output.size(name) < 0:
-        raise ShardError(f"{output}/{name}: no such file; run `python -m data_prep.index {output}`, which writes it")
+        raise ShardError(
+            f"{output}/{name}: no such file; run `python -m data_prep.index {output}`, which"
+            " writes it"
+        )
     return open_index(output.fetch(name, folder))
 
 
@@ -173,7 +198,10 @@ def _read_range(place: str, offset: int, size: int) -> bytes:
 def _quarantined(output: Output, info: Mapping[str, Any], folder: Path) -> list[Mapping[str, Any]]:
     if not info.get("quarantined"):
         return []
-    return [json.loads(line) for line in output.fetch("quarantine.jsonl", folder).read_bytes().splitlines()]
+    return [
+        json.loads(line)
+        for line in output.fetch("quarantine.jsonl", folder).read_bytes().splitlines()
+    ]
 
 
 def draw_card(card: Card, folder: Path) -> list[Path]:
@@ -185,14 +213,21 @@ def draw_card(card: Card, folder: Path) -> list[Path]:
         sheet.save(file, "PNG")
     content = text.encode("utf-8", "replace")
     with replacing(paths[1]) as file:
-        file.write(content + SEAL % (hashlib.sha256(content).hexdigest().encode(), sha256_of(paths[0]).encode()))
+        file.write(
+            content
+            + SEAL % (hashlib.sha256(content).hexdigest().encode(), sha256_of(paths[0]).encode())
+        )
     return paths
 
 
 def altered_card(folder: Path) -> str:
-    """What is wrong with `dataset.md` in `folder`, or the picture beside it, by the line at its end; "" if nothing is."""
+    """What is wrong with `dataset.md` in `folder`, or the picture beside it, by the line at its
+    end; "" if nothing is."""
     content = (folder / "dataset.md").read_bytes()
-    found = re.fullmatch(re.escape(SEAL).replace(b"%s", b"([0-9a-f]{64})"), content[-len(SEAL % (b"0" * 64, b"0" * 64)) :])
+    found = re.fullmatch(
+        re.escape(SEAL).replace(b"%s", b"([0-9a-f]{64})"),
+        content[-len(SEAL % (b"0" * 64, b"0" * 64)) :],
+    )
     if found is None:
         return "its last line, with the hashes of the card, is missing"
     if hashlib.sha256(content[: -len(found[0])]).hexdigest().encode() != found[1]:
@@ -200,7 +235,11 @@ def altered_card(folder: Path) -> str:
     sheet = folder / "contact_sheet.png"
     if not sheet.exists():
         return "contact_sheet.png, which it shows, is missing"
-    return "" if sha256_of(sheet).encode() == found[2] else "contact_sheet.png is another one than it was drawn with"
+    return (
+        ""
+        if sha256_of(sheet).encode() == found[2]
+        else "contact_sheet.png is another one than it was drawn with"
+    )
 
 
 def _decoded(card: Card, split: str, row: int) -> Image.Image:
@@ -208,29 +247,45 @@ def _decoded(card: Card, split: str, row: int) -> Image.Image:
     try:
         return Image.fromarray(decode(card.read(split, row)))
     except ValueError as error:
-        raise ShardError(f"{card.name}: image {row} of {split}: {error}; `python -m data_prep.verify` tells more") from error
+        raise ShardError(
+            f"{card.name}: image {row} of {split}: {error}; `python -m data_prep.verify` tells more"
+        ) from error
 
 
 def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
-    """Row numbers, ascending: from each of `num_chosen` equal stretches one that a hash chooses; all rows if there are not more."""
+    """Row numbers, ascending: from each of `num_chosen` equal stretches one that a hash chooses;
+    all rows if there are not more."""
     if num_chosen >= num_rows:
         return list(range(num_rows))
     edges = [part * num_rows // num_chosen for part in range(num_chosen + 1)]
-    chances = (int.from_bytes(stable_hash("spread", *seed, part), "little") for part in range(num_chosen))
-    return [low + chance % (high - low) for (low, high), chance in zip(itertools.pairwise(edges), chances, strict=True)]
+    chances = (
+        int.from_bytes(stable_hash("spread", *seed, part), "little") for part in range(num_chosen)
+    )
+    return [
+        low + chance % (high - low)
+        for (low, high), chance in zip(itertools.pairwise(edges), chances, strict=True)
+    ]
 
 
-# ---- the picture ----------------------------------------------------------------------------------------------------
+# ---- the picture ---------------------------------------------------------------------------------
 
 
 def contact_sheet(card: Card) -> Image.Image:
-    """One image for each of up to 60 classes, evenly spaced; of few classes several, side by side. Names stand under the images."""
+    """One image for each of up to 60 classes, evenly spaced; of few classes several, side by side.
+    Names stand under the images."""
     split = next(iter(card.indexes))
     labels = np.flatnonzero(card.images_per_class(split)).tolist()
-    shown = [labels[number * len(labels) // min(len(labels), SHEET_CELLS)] for number in range(min(len(labels), SHEET_CELLS))]
+    shown = [
+        labels[number * len(labels) // min(len(labels), SHEET_CELLS)]
+        for number in range(min(len(labels), SHEET_CELLS))
+    ]
     copies = min(COLUMNS, SHEET_CELLS // len(shown))
     chosen = [_rows_of_class(card, split, label, copies) for label in shown]
-    cells = [(label, row) for label, rows in zip(shown, chosen, strict=True) for row in [*rows, *[None] * (copies - len(rows))]]
+    cells = [
+        (label, row)
+        for label, rows in zip(shown, chosen, strict=True)
+        for row in [*rows, *[None] * (copies - len(rows))]
+    ]
     columns = min(COLUMNS - COLUMNS % copies, len(cells))
 
     font = _font(14)
@@ -239,7 +294,14 @@ def contact_sheet(card: Card) -> Image.Image:
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
     with ThreadPoolExecutor(THREADS) as pool:
-        images = list(pool.map(lambda cell: None if cell[1] is None else _thumbnail(_decoded(card, split, cell[1])), cells))
+        images = list(
+            pool.map(
+                lambda cell: (
+                    None if cell[1] is None else _thumbnail(_decoded(card, split, cell[1]))
+                ),
+                cells,
+            )
+        )
     for place, ((label, _), image) in enumerate(zip(cells, images, strict=True)):
         if image is None:
             continue
@@ -259,15 +321,21 @@ def _rows_of_class(card: Card, split: str, label: int, num_chosen: int) -> list[
 
 def _thumbnail(image: Image.Image) -> Image.Image:
     """The whole image, as large as fits into a cell."""
-    size = max(1, CELL * image.width // max(image.size)), max(1, CELL * image.height // max(image.size))
+    size = (
+        max(1, CELL * image.width // max(image.size)),
+        max(1, CELL * image.height // max(image.size)),
+    )
     return image.resize(size, Image.Resampling.BICUBIC)
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    """DejaVu Sans, which comes with matplotlib and has the letters of many languages; Pillow's own has Latin ones only."""
+    """DejaVu Sans, which comes with matplotlib and has the letters of many languages; Pillow's own
+    has Latin ones only."""
     import matplotlib
 
-    return ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), size)
+    return ImageFont.truetype(
+        Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), size
+    )
 
 
 def shortened(text: str, fits: Callable[[str], bool]) -> str:
@@ -281,14 +349,17 @@ def shortened(text: str, fits: Callable[[str], bool]) -> str:
     return "…"
 
 
-# ---- the text -------------------------------------------------------------------------------------------------------
+# ---- the text ------------------------------------------------------------------------------------
 
 
 def card_text(card: Card) -> str:
     """The card in Markdown."""
     counts = ", ".join(f"{len(index):,} in `{split}`" for split, index in card.indexes.items())
     sections = {
-        f"# {card.name}": [f"{sum(map(len, card.indexes.values())):,} images of {card.num_classes:,} classes: {counts}."],
+        f"# {card.name}": [
+            f"{sum(map(len, card.indexes.values())):,} images of {card.num_classes:,} classes:"
+            f" {counts}."
+        ],
         "![Images by class](contact_sheet.png)": [],
         "## Splits": _splits(card),
         "## Sizes": _sizes(card),
@@ -297,7 +368,10 @@ def card_text(card: Card) -> str:
         "## Source": _source(card),
         "## Classes": _classes(card),
     }
-    return "\n\n".join("\n\n".join([heading, *paragraphs]) for heading, paragraphs in sections.items()) + "\n"
+    return (
+        "\n\n".join("\n\n".join([heading, *paragraphs]) for heading, paragraphs in sections.items())
+        + "\n"
+    )
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> str:
@@ -321,14 +395,34 @@ def _splits(card: Card) -> list[str]:
     for split, index in card.indexes.items():
         described = card.info["splits"][split]
         counts = card.images_per_class(split)
-        per_class = f"{counts.min():,} to {counts.max():,}" if counts.min() < counts.max() else f"{counts.min():,}"
+        per_class = (
+            f"{counts.min():,} to {counts.max():,}"
+            if counts.min() < counts.max()
+            else f"{counts.min():,}"
+        )
         megabytes = f"{int(index['size'].sum(dtype=np.uint64)) / 1e6:,.1f}"
-        rows.append((split, f"{len(index):,}", per_class, f"{len(described['filenames']):,}", megabytes, f"{left_out[split]:,}"))
-    return [markdown_table(("split", "images", "of each class", "shards", "MB of images", "left out"), rows)]
+        rows.append(
+            (
+                split,
+                f"{len(index):,}",
+                per_class,
+                f"{len(described['filenames']):,}",
+                megabytes,
+                f"{left_out[split]:,}",
+            )
+        )
+    return [
+        markdown_table(
+            ("split", "images", "of each class", "shards", "MB of images", "left out"), rows
+        )
+    ]
 
 
 def _sizes(card: Card) -> list[str]:
-    columns = {name: np.concatenate([index[name] for index in card.indexes.values()]) for name in ("width", "height", "size")}
+    columns = {
+        name: np.concatenate([index[name] for index in card.indexes.values()])
+        for name in ("width", "height", "size")
+    }
     shorter = np.minimum(columns["width"], columns["height"])
     rows = []
     for title, values in (
@@ -339,9 +433,13 @@ def _sizes(card: Card) -> list[str]:
     ):
         found = np.percentile(values, list(QUANTILES.values()), method="inverted_cdf")
         rows.append((title, *(f"{int(value):,}" for value in found)))
-    pairs, counts = np.unique(columns["width"].astype(np.uint32) << 16 | columns["height"], return_counts=True)
+    pairs, counts = np.unique(
+        columns["width"].astype(np.uint32) << 16 | columns["height"], return_counts=True
+    )
     most = np.argsort(-counts, kind="stable")[:5]
-    common = ", ".join(f"{pairs[k] >> 16} x {pairs[k] & 65535} ({_percent(counts[k], len(shorter))})" for k in most)
+    common = ", ".join(
+        f"{pairs[k] >> 16} x {pairs[k] & 65535} ({_percent(counts[k], len(shorter))})" for k in most
+    )
     more = f", and {len(pairs) - len(most):,} others" if len(pairs) > len(most) else ""
     return [
         "Of all splits together, in pixels and bytes:",
@@ -357,13 +455,17 @@ def _percent(part: int, whole: int) -> str:
 
 
 def histogram(sides: np.ndarray) -> str:
-    """A bar of text for each bin of SIDE_EDGES between the first and the last that are not empty."""
+    """A bar of text for each bin of SIDE_EDGES between the first and the last that are not
+    empty."""
     counts, _ = np.histogram(sides, SIDE_EDGES)
     filled = np.flatnonzero(counts)
     lines = []
     for k in range(filled[0], filled[-1] + 1):
         bar = "█" * round(BAR * counts[k] / counts.max())
-        lines.append(f"{SIDE_EDGES[k]:>6} to {SIDE_EDGES[k + 1] - 1:<6} {_percent(counts[k], len(sides)):>7}  {bar}".rstrip())
+        lines.append(
+            f"{SIDE_EDGES[k]:>6} to {SIDE_EDGES[k + 1] - 1:<6} {_percent(counts[k], len(sides)):>7}"
+            f"  {bar}".rstrip()
+        )
     return "\n".join(lines)
 
 
@@ -372,13 +474,20 @@ def _colours(card: Card) -> list[str]:
     rows = spread(len(card.indexes[split]), COLOUR_IMAGES)
     mean, std = colour_statistics(card, split, rows)
     which = f"all {len(rows):,}" if len(rows) == len(card.indexes[split]) else f"{len(rows):,}"
-    told = f"Over {which} images of `{split}`, each with the same weight, decoded in full; red, green and blue from 0 to 1:"
-    table = markdown_table(("", "red", "green", "blue"), [(name, *(f"{x:.3f}" for x in v)) for name, v in (("mean", mean), ("std", std))])
+    told = (
+        f"Over {which} images of `{split}`, each with the same weight, decoded in full; red, green"
+        " and blue from 0 to 1:"
+    )
+    table = markdown_table(
+        ("", "red", "green", "blue"),
+        [(name, *(f"{x:.3f}" for x in v)) for name, v in (("mean", mean), ("std", std))],
+    )
     return [told, table]
 
 
 def colour_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of red, green and blue, (3,) each in [0, 1], over all pixels; each image has the same weight."""
+    """Mean and standard deviation of red, green and blue, (3,) each in [0, 1], over all pixels;
+    each image has the same weight."""
     levels = np.arange(256) / 255
 
     def moments(row: int) -> np.ndarray:
@@ -395,8 +504,15 @@ def _conversions(card: Card) -> list[str]:
         return ["Not known: these shards were made elsewhere and indexed."]
     told = []
     if changed := card.info.get("changed"):
-        told.append("What the writer changed or remarked; all other images have the bytes of their source.")
-        told.append(markdown_table(("", "images"), [(reason, f"{count:,}") for reason, count in sorted(changed.items())]))
+        told.append(
+            "What the writer changed or remarked; all other images have the bytes of their source."
+        )
+        told.append(
+            markdown_table(
+                ("", "images"),
+                [(reason, f"{count:,}") for reason, count in sorted(changed.items())],
+            )
+        )
         told += _restart_markers(changed)
     else:
         told.append("No image was converted.")
@@ -404,8 +520,17 @@ def _conversions(card: Card) -> list[str]:
         told.append(f"{told_of_turned(turned, sum(map(len, card.indexes.values())))}.")
     if card.quarantined:
         reasons = Counter((entry["split"], entry["reason"]) for entry in card.quarantined)
-        told.append(f"{len(card.quarantined):,} images cannot be read and were left out; [quarantine.jsonl](quarantine.jsonl) names them.")
-        told.append(markdown_table(("split", "reason", "images"), [(*key, f"{n:,}") for key, n in reasons.most_common(MOST_REASONS)], 2))
+        told.append(
+            f"{len(card.quarantined):,} images cannot be read and were left out;"
+            " [quarantine.jsonl](quarantine.jsonl) names them."
+        )
+        told.append(
+            markdown_table(
+                ("split", "reason", "images"),
+                [(*key, f"{n:,}") for key, n in reasons.most_common(MOST_REASONS)],
+                2,
+            )
+        )
         if len(reasons) > MOST_REASONS:
             told.append(f"And {len(reasons) - MOST_REASONS:,} other reasons.")
     else:
@@ -414,14 +539,19 @@ def _conversions(card: Card) -> list[str]:
 
 
 def _restart_markers(changed: Mapping[str, int]) -> list[str]:
-    marked = sum(count for reason, count in changed.items() if reason.endswith(restart_markers.MARKED))
+    marked = sum(
+        count for reason, count in changed.items() if reason.endswith(restart_markers.MARKED)
+    )
     kept: Counter[str] = Counter()
     for reason, count in changed.items():
         if restart_markers.UNMARKED in reason:
             kept[reason.partition(restart_markers.UNMARKED)[2]] += count
     if not marked and not kept:
         return []
-    told = f"{marked:,} images got restart markers and better Huffman tables: other bytes, the same pixels in every decoder."
+    told = (
+        f"{marked:,} images got restart markers and better Huffman tables: other bytes, the same"
+        " pixels in every decoder."
+    )
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in kept.most_common())
     return [told + (f" {kept.total():,} stayed as they were: {reasons}." if kept else "")]
 
@@ -429,7 +559,13 @@ def _restart_markers(changed: Mapping[str, int]) -> list[str]:
 def _source(card: Card) -> list[str]:
     options = card.info.get("options") or {}
     notes = [f"- {escaped(line)}" for line in card.info.get("origin") or []]
-    told = [f"Made by `python -m data_prep.{card.info['source']}`." if "source" in card.info else "Not known."]
+    told = [
+        (
+            f"Made by `python -m data_prep.{card.info['source']}`."
+            if "source" in card.info
+            else "Not known."
+        )
+    ]
     told += ["\n".join(notes)] if notes else []
     rows = [(name, json.dumps(value, ensure_ascii=False)) for name, value in options.items()]
     return told + ([markdown_table(("option", "value"), rows, 2)] if rows else [])
@@ -437,7 +573,10 @@ def _source(card: Card) -> list[str]:
 
 def _classes(card: Card) -> list[str]:
     counts = {split: card.images_per_class(split) for split in card.indexes}
-    rows = [(label, card.class_name(label), *(f"{count[label]:,}" for count in counts.values())) for label in range(card.num_classes)]
+    rows = [
+        (label, card.class_name(label), *(f"{count[label]:,}" for count in counts.values()))
+        for label in range(card.num_classes)
+    ]
     return [markdown_table(("label", "class", *counts), rows, 2)]
 
 

@@ -16,7 +16,15 @@ from typing import NoReturn
 from data_prep.write.catalogue import Source
 from data_prep.write.images import RESTART_MARKERS, ImagePolicy
 from data_prep.write.jobs import PrepError
-from data_prep.write.plan import MIN_SHARDS, SHARD_BYTES, Plan, Settings, choose_part, make_plan, size
+from data_prep.write.plan import (
+    MIN_SHARDS,
+    SHARD_BYTES,
+    Plan,
+    Settings,
+    choose_part,
+    make_plan,
+    size,
+)
 from data_prep.write.writer import write
 from vit.system import command_line, urls
 from vit.system.files import ShardError
@@ -54,8 +62,13 @@ def fraction(text: str) -> float:
 
 def _part(text: str) -> str:
     bounds = re.fullmatch(r"(\d+)([-/])(\d+)", text, re.ASCII)
-    if not bounds or (int(bounds[1]) > int(bounds[3]) if bounds[2] == "-" else int(bounds[1]) >= int(bounds[3])):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither A-B, such as 100-199, nor I/N, such as 0/8 for the first of 8 parts")
+    if not bounds or (
+        int(bounds[1]) > int(bounds[3]) if bounds[2] == "-" else int(bounds[1]) >= int(bounds[3])
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither A-B, such as 100-199, nor I/N, such as 0/8 for the first of 8"
+            " parts"
+        )
     return text
 
 
@@ -70,9 +83,15 @@ def add_workers_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--workers",
         type=positive,
-        default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),  # macOS lacks it
+        # macOS lacks it
+        default=(
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
         metavar="N",
-        help="processes; the result does not depend on it (default: the cores of this process, %(default)s)",
+        help=(
+            "processes; the result does not depend on it (default: the cores of this process,"
+            " %(default)s)"
+        ),
     )
 
 
@@ -83,8 +102,11 @@ def add_max_unreadable_argument(parser: argparse._ActionsContainer) -> None:
         type=fraction,
         default=Settings().max_unreadable,
         metavar="F",
-        help="stop with an error if more than this part of the images, and more than 5, cannot be read; fewer are left out and listed in "
-        "quarantine.jsonl; 0: none may (default: %(default)s)",
+        help=(
+            "stop with an error if more than this part of the images, and more than 5, cannot be"
+            " read; fewer are left out and listed in quarantine.jsonl; 0: none may (default:"
+            " %(default)s)"
+        ),
     )
 
 
@@ -95,74 +117,118 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         required=True,
         metavar="ROOT",
-        help="folder of the shards, or an s3:// or gs:// URL; what is there already is kept, the rest is written",
+        help=(
+            "folder of the shards, or an s3:// or gs:// URL; what is there already is kept, the"
+            " rest is written"
+        ),
     )
     number = shards.add_mutually_exclusive_group()
     number.add_argument(
         "--num-shards",
         type=positive,
         metavar="N",
-        help="shards of the training split, the other splits get as many in proportion (default: by size)",
+        help=(
+            "shards of the training split, the other splits get as many in proportion (default: by"
+            " size)"
+        ),
     )
     number.add_argument(
         "--shard-mib",
         type=positive,
         metavar="MIB",
-        help=f"aimed size of a shard, where that gives {MIN_SHARDS} at least (default: {SHARD_BYTES >> 20})",
+        help=(
+            f"aimed size of a shard, where that gives {MIN_SHARDS} at least (default:"
+            f" {SHARD_BYTES >> 20})"
+        ),
     )
     shards.add_argument(
         "--shards",
         type=_part,
         metavar="A-B|I/N",
-        help="write only these shards, numbered from 0 over all splits, train first: from A to B, or part I (from 0) of N; several "
-        "machines can share the work so, in any order; whichever finds all shards whole completes the data set (default: all)",
+        help=(
+            "write only these shards, numbered from 0 over all splits, train first: from A to B, or"
+            " part I (from 0) of N; several machines can share the work so, in any order; whichever"
+            " finds all shards whole completes the data set (default: all)"
+        ),
     )
-    shards.add_argument("--seed", type=int, default=0, metavar="N", help="deals samples to shards (default: %(default)s)")
+    shards.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="deals samples to shards (default: %(default)s)",
+    )
     shards.add_argument(
         "--minival",
         type=fraction,
         metavar="F",
-        help="hold out this part of each training class as the split `minival`, by a hash of the key",
+        help=(
+            "hold out this part of each training class as the split `minival`, by a hash of the key"
+        ),
     )
-    shards.add_argument("--with-json", action="store_true", help="a third member for each image: its original name, label and class")
+    shards.add_argument(
+        "--with-json",
+        action="store_true",
+        help="a third member for each image: its original name, label and class",
+    )
 
     images = parser.add_argument_group("images")
     images.add_argument(
         "--check",
         choices=("decode", "headers"),
         default="decode",
-        help="decode every image once, or trust all but the headers, at the speed of the disk (default: %(default)s)",
+        help=(
+            "decode every image once, or trust all but the headers, at the speed of the disk"
+            " (default: %(default)s)"
+        ),
     )
-    images.add_argument("--apply-exif", action="store_true", help="turn images as their EXIF orientation says (published numbers do not)")
     images.add_argument(
-        "--resize-short-side", type=positive, metavar="PX", help="shrink larger images until their short side has PX pixels"
+        "--apply-exif",
+        action="store_true",
+        help="turn images as their EXIF orientation says (published numbers do not)",
+    )
+    images.add_argument(
+        "--resize-short-side",
+        type=positive,
+        metavar="PX",
+        help="shrink larger images until their short side has PX pixels",
     )
     images.add_argument(
         "--jpeg-quality",
         type=_quality,
         default=ImagePolicy().jpeg_quality,
         metavar="Q",
-        help="of images that are changed: resized, turned, or no RGB or grey JPEG (default: %(default)s); all others keep their bytes",
+        help=(
+            "of images that are changed: resized, turned, or no RGB or grey JPEG (default:"
+            " %(default)s); all others keep their bytes"
+        ),
     )
     images.add_argument(
         "--restart-markers",
         choices=RESTART_MARKERS,
         default=ImagePolicy().restart_markers,
-        help="auto: give each JPEG restart markers and better Huffman tables, without loss: files get smaller, and a part of an image can "
-        "be decoded alone (default: %(default)s, bytes stay as they are)",
+        help=(
+            "auto: give each JPEG restart markers and better Huffman tables, without loss: files"
+            " get smaller, and a part of an image can be decoded alone (default: %(default)s, bytes"
+            " stay as they are)"
+        ),
     )
     add_max_unreadable_argument(images)
 
     running = parser.add_argument_group("running")
     add_workers_argument(running)
     running.add_argument(
-        "--dry-run", action="store_true", help="list the source, print the plan with disk space and time, and write nothing"
+        "--dry-run",
+        action="store_true",
+        help="list the source, print the plan with disk space and time, and write nothing",
     )
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """What the flags of `add_arguments` say."""
-    policy = ImagePolicy(args.check, args.apply_exif, args.resize_short_side, args.jpeg_quality, args.restart_markers)
+    policy = ImagePolicy(
+        args.check, args.apply_exif, args.resize_short_side, args.jpeg_quality, args.restart_markers
+    )
     return Settings(
         num_shards=args.num_shards,
         shard_bytes=args.shard_mib and args.shard_mib << 20,
@@ -195,27 +261,47 @@ def _told(plan: Plan) -> str:
     for split, samples in plan.catalogue.splits.items():
         count = plan.counts[split]
         more = f" to {samples // count + 1:,}" if samples % count else ""
-        lines.append(f"  {split}: {samples:,} images in {count:,} shards of {samples // count:,}{more}")
+        lines.append(
+            f"  {split}: {samples:,} images in {count:,} shards of {samples // count:,}{more}"
+        )
     work = plan.work()
     there = plan.output.sizes()
     part = [work[k] for k in choose_part(plan.settings.part, plan.counts)]
-    todo = [job for job in part if not {f"{job.shard.name}.tar", f"{job.shard.name}.json"} <= there.keys()]
+    todo = [
+        job
+        for job in part
+        if not {f"{job.shard.name}.tar", f"{job.shard.name}.json"} <= there.keys()
+    ]
     share = len(todo) / len(work)
     of_part = "" if plan.settings.part is None else f" of part {plan.settings.part}"
     lines.append(f"  to write: {len(todo):,} of {len(part):,} shards{of_part}")
     free = plan.output.free_bytes()
     needed = plan.num_bytes * share
-    room = "" if free is None else f", {size(free)} are free{'' if free > needed else ': NOT ENOUGH'}"
+    room = (
+        "" if free is None else f", {size(free)} are free{'' if free > needed else ': NOT ENOUGH'}"
+    )
     lines.append(f"  disk: about {size(needed)}{room}")
-    seconds = sum(plan.catalogue.splits.values()) * share * plan.seconds_per_image / plan.settings.workers
-    measured = f"{1 / max(plan.seconds_per_image, 1e-9):,.0f} images/s in one process, measured on a few"
+    seconds = (
+        sum(plan.catalogue.splits.values()) * share * plan.seconds_per_image / plan.settings.workers
+    )
+    measured = (
+        f"{1 / max(plan.seconds_per_image, 1e-9):,.0f} images/s in one process, measured on a few"
+    )
     if math.isfinite(seconds):
-        lines.append(f"  time: about {duration(seconds)} with {plan.settings.workers} processes ({measured}; a slow disk can take longer)")
+        lines.append(
+            f"  time: about {duration(seconds)} with {plan.settings.workers} processes ({measured};"
+            " a slow disk can take longer)"
+        )
     return "\n".join([*lines, f"nothing was written to {plan.output}"])
 
 
-def run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace, then: str = "the same command continues") -> int:
-    """Run a command and return its exit status: 0, or 2 after one readable line for what a user can set right.
+def run(
+    command: Callable[[argparse.Namespace], None],
+    args: argparse.Namespace,
+    then: str = "the same command continues",
+) -> int:
+    """Run a command and return its exit status: 0, or 2 after one readable line for what a user can
+    set right.
 
     SIGTERM ends it as Ctrl-C does: what is half written goes, whole shards stay.
     """
@@ -232,7 +318,9 @@ def run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace,
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        print(f"error: {place}{error.strerror or error}; when that is solved, {then}", file=sys.stderr)
+        print(
+            f"error: {place}{error.strerror or error}; when that is solved, {then}", file=sys.stderr
+        )
     except _Terminated:
         print(f"terminated; {then}", file=sys.stderr)
         return 128 + signal.SIGTERM

@@ -2,13 +2,14 @@
 
     python -m data_prep.digits --out data/digits [--image-size 48] [--renderings 6] [--val-renderings 5]
 
-The data's story: scikit-learn carries 1,797 digits that people wrote (8x8 grey; UCI optdigits). A fifth of each class goes to
-val, by original, so no original is in both splits (who wrote it is not recorded, so a writer may be). Each original is rendered
-several times: enlarged smoothly, turned, scaled and shifted a little, in a random colour, on a calm and clearly darker texture.
-A ViT of 128 dimensions learns it in minutes on a CPU.
+The data's story: scikit-learn carries 1,797 digits that people wrote (8x8 grey; UCI optdigits). A
+fifth of each class goes to val, by original, so no original is in both splits (who wrote it is not
+recorded, so a writer may be). Each original is rendered several times: enlarged smoothly, turned,
+scaled and shifted a little, in a random colour, on a calm and clearly darker texture. A ViT of 128
+dimensions learns it in minutes on a CPU.
 
-Every random number comes from a hash of (seed, original, rendering), so an image depends on nothing else. Equal bytes need
-equal versions of Pillow.
+Every random number comes from a hash of (seed, original, rendering), so an image depends on nothing
+else. Equal bytes need equal versions of Pillow.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ DIGIT_HEIGHT = 8
 """Of an original: pixels of a side, the largest value, pixels that a digit mostly takes."""
 
 
-# ---- drawing ----------------------------------------------------------------------------------------------------------
+# ---- drawing -------------------------------------------------------------------------------------
 
 
 class Uniform:
-    """Uniform numbers by SplitMix64 (Steele, Lea & Flood 2014) in counter mode: library generators promise no stable streams."""
+    """Uniform numbers by SplitMix64 (Steele, Lea & Flood 2014) in counter mode: library generators
+    promise no stable streams."""
 
     def __init__(self, key: bytes):
         self.key = np.uint64(int.from_bytes(key, "little"))
@@ -63,11 +65,14 @@ class Uniform:
 
 def _resize(image: np.ndarray, size: int) -> np.ndarray:
     """(h, w) float -> (size, size) float32, bicubic."""
-    return np.asarray(Image.fromarray(image.astype(np.float32)).resize((size, size), Image.Resampling.BICUBIC))
+    return np.asarray(
+        Image.fromarray(image.astype(np.float32)).resize((size, size), Image.Resampling.BICUBIC)
+    )
 
 
 def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
-    """A calm pattern: (size, size) float in [0, 1], no detail finer than about a tenth of the image."""
+    """A calm pattern: (size, size) float in [0, 1], no detail finer than about a tenth of the
+    image."""
     angle = uniform.between(0, 2 * np.pi)
     y, x = np.mgrid[0:size, 0:size] / size - 0.5
     u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
@@ -88,33 +93,44 @@ def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def colour(hue: float, saturation: float, luminance: float) -> np.ndarray:
-    """(3,) RGB in [0, 1] of a given hue whose weighted mean (Rec. 709 weights) is exactly `luminance`."""
+    """(3,) RGB in [0, 1] of a given hue whose weighted mean (Rec. 709 weights) is exactly
+    `luminance`."""
     rgb = np.array(colorsys.hsv_to_rgb(hue, saturation, 1.0))
     bright = float(rgb @ LUMINANCE)
-    return rgb * luminance / bright if luminance < bright else rgb + (1 - rgb) * (luminance - bright) / (1 - bright + 1e-9)
+    return (
+        rgb * luminance / bright
+        if luminance < bright
+        else rgb + (1 - rgb) * (luminance - bright) / (1 - bright + 1e-9)
+    )
 
 
 def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
-    """(n, n) float in [0, 1] -> (size, size) opacity in [0, 1], turned by up to 8 degrees, scaled and shifted a little."""
+    """(n, n) float in [0, 1] -> (size, size) opacity in [0, 1], turned by up to 8 degrees, scaled
+    and shifted a little."""
     side = len(image)
     padded = np.pad(image, side // 2)  # so that nothing leaves the image
     angle = np.radians(uniform.between(-8, 8))
-    scale = DIGIT_HEIGHT / (uniform.between(0.74, 0.86) * size)  # padded pixels a pixel; the digit takes this part of the height
+    # padded pixels a pixel; the digit takes this part of the height
+    scale = DIGIT_HEIGHT / (uniform.between(0.74, 0.86) * size)
     cos = np.cos(angle) * scale
     sin = np.sin(angle) * scale
     middle = size / 2
     shift = 0.04 * size
     cx, cy = middle + uniform.between(-shift, shift), middle + uniform.between(-shift, shift)
     affine = (cos, sin, side - cos * cx - sin * cy, -sin, cos, side + sin * cx - cos * cy)
-    smooth = Image.fromarray(padded.astype(np.float32)).transform((size, size), Image.Transform.AFFINE, affine, Image.Resampling.BICUBIC)
+    smooth = Image.fromarray(padded.astype(np.float32)).transform(
+        (size, size), Image.Transform.AFFINE, affine, Image.Resampling.BICUBIC
+    )
     edge = np.clip((np.asarray(smooth, np.float64) - 0.25) / 0.4, 0, 1)
     return edge * edge * (3 - 2 * edge)
 
 
 def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
-    """(8, 8) digit in [0, 1] -> (size, size, 3) uint8. The digit is lighter than its ground by 0.45 in luminance at least."""
+    """(8, 8) digit in [0, 1] -> (size, size, 3) uint8. The digit is lighter than its ground by 0.45
+    in luminance at least."""
     kind = TEXTURES[int(uniform.between(0, len(TEXTURES)))]
-    # Light on dark, always: with either way round a small ViT needs twice the epochs, and this data set is for first steps.
+    # Light on dark, always: with either way round a small ViT needs twice the epochs, and this data
+    # set is for first steps.
     ground = uniform.between(0.06, 0.34)
     ink = ground + uniform.between(0.5, 0.62)
     hue = uniform.between(0, 1)
@@ -134,14 +150,18 @@ def read(sample: Sample, image_size: int, seed: int) -> bytes:
     digit = np.frombuffer(read_range(sample), np.uint8).reshape(SIDE, SIDE)
     uniform = Uniform(stable_hash(seed, sample.name, int(sample.key.rpartition("_")[2])))
     encoded = io.BytesIO()
-    Image.fromarray(render(digit / WHITE, image_size, uniform)).save(encoded, "JPEG", quality=JPEG_QUALITY)
+    Image.fromarray(render(digit / WHITE, image_size, uniform)).save(
+        encoded, "JPEG", quality=JPEG_QUALITY
+    )
     return encoded.getvalue()
 
 
-# ---- the source -------------------------------------------------------------------------------------------------------
+# ---- the source ----------------------------------------------------------------------------------
 
 
-def source(image_size: int = 48, renderings: int = 6, val_renderings: int = 5, seed: int = 0) -> Source:
+def source(
+    image_size: int = 48, renderings: int = 6, val_renderings: int = 5, seed: int = 0
+) -> Source:
     """All renderings. image_size: side in pixels. (val_)renderings: images of each original."""
     options = {"image_size": image_size, "renderings": renderings, "val_renderings": val_renderings}
     fill = partial(_fill, {"train": renderings, "val": val_renderings}, seed)
@@ -158,7 +178,10 @@ def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
     file = builder.file(pixels)
     chosen: dict[str, list[int]] = {"train": [], "val": []}
     for label in range(10):
-        of_class = sorted(np.flatnonzero(loaded.target == label).tolist(), key=lambda original: stable_hash(seed, original))
+        of_class = sorted(
+            np.flatnonzero(loaded.target == label).tolist(),
+            key=lambda original: stable_hash(seed, original),
+        )
         num_val = round(VAL_FRACTION * len(of_class))
         chosen["val"] += of_class[:num_val]
         chosen["train"] += of_class[num_val:]
@@ -168,10 +191,18 @@ def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
         sizes = np.full(len(numbers), num_bytes)
         for copy in range(copies[split]):
             keys = [f"digit{number:04d}_{copy:02d}" for number in numbers]
-            builder.add(split, file, [str(number) for number in numbers], loaded.target[numbers], offsets, sizes, keys)
+            builder.add(
+                split,
+                file,
+                [str(number) for number in numbers],
+                loaded.target[numbers],
+                offsets,
+                sizes,
+                keys,
+            )
 
 
-# ---- the command ------------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def _prepare(args: argparse.Namespace) -> None:
@@ -181,8 +212,17 @@ def _prepare(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = Parser("python -m data_prep.digits", __doc__)
-    parser.add_argument("--image-size", type=positive, default=48, metavar="N", help="side in pixels (default: %(default)s)")
-    for name, what, default in (("--renderings", "training", 6), ("--val-renderings", "validation", 5)):
+    parser.add_argument(
+        "--image-size",
+        type=positive,
+        default=48,
+        metavar="N",
+        help="side in pixels (default: %(default)s)",
+    )
+    for name, what, default in (
+        ("--renderings", "training", 6),
+        ("--val-renderings", "validation", 5),
+    ):
         told = f"{what} images of each original (default: %(default)s)"
         parser.add_argument(name, type=positive, default=default, metavar="N", help=told)
     add_arguments(parser)

@@ -2,13 +2,16 @@
 
     python -m data_prep.imagefolder SOURCE --out ROOT [--val-fraction F] [--class-order text|number]
 
-The data's story: SOURCE is `train/<class>/...` with `val/<class>/...` (or `validation`, or `test`), or `<class>/...` alone,
-of which each class gives a tenth to `val`. Images may lie in subfolders of their class. A label is the position of the class
-among the sorted names of train's classes; a key is the path below the split, without extension, in safe characters. What is not taken is
-counted and told (data_prep/read/image_tree.py); images of kinds that are not read are an error if they are many, by --max-unreadable.
+The data's story: SOURCE is `train/<class>/...` with `val/<class>/...` (or `validation`, or `test`),
+or `<class>/...` alone, of which each class gives a tenth to `val`. Images may lie in subfolders of
+their class. A label is the position of the class among the sorted names of train's classes; a key
+is the path below the split, without extension, in safe characters. What is not taken is counted and
+told (data_prep/read/image_tree.py); images of kinds that are not read are an error if they are
+many, by --max-unreadable.
 
-Folders are listed one class at a time, so the memory needed is that of the largest class. Links are followed, and told where they lead out
-of SOURCE; one that leads back to a folder above it is an error.
+Folders are listed one class at a time, so the memory needed is that of the largest class. Links are
+followed, and told where they lead out of SOURCE; one that leads back to a folder above it is an
+error.
 """
 
 from __future__ import annotations
@@ -29,7 +32,14 @@ import PIL
 from PIL import features
 
 from data_prep.command import Parser, add_arguments, fraction, prepare, run
-from data_prep.read.image_tree import EXTENSIONS, PassedOver, folders_in, images_below, read, unique_keys
+from data_prep.read.image_tree import (
+    EXTENSIONS,
+    PassedOver,
+    folders_in,
+    images_below,
+    read,
+    unique_keys,
+)
 from data_prep.write.catalogue import Builder, Source, safe_key, some, stable_hash
 from data_prep.write.jobs import PrepError
 from data_prep.write.plan import Settings, allowed_unreadable
@@ -39,7 +49,7 @@ VAL_FRACTION = 0.1
 CLASS_ORDERS = ("text", "number")
 
 
-# ---- the source -------------------------------------------------------------------------------------------------------
+# ---- the source ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -57,19 +67,29 @@ class Asked:
 def source(folder: Path, asked: Asked | None = None, out: Path | None = None) -> Source:
     """The images of class folders.
 
-    Raises PrepError if the folder is missing or has a val folder without train; when it is listed, if it holds no images or a single class,
-    if a class has no images, if val has classes that train lacks, if the order of the classes is unclear, and if too many images are not
-    read.
+    Raises PrepError if the folder is missing or has a val folder without train; when it is listed,
+    if it holds no images or a single class, if a class has no images, if val has classes that train
+    lacks, if the order of the classes is unclear, and if too many images are not read.
     """
     asked = asked or Asked()
     train, val = _layout(folder)
     if out is not None and (out == folder.resolve() or out.is_relative_to(train.resolve())):
         raise PrepError(f"{out}: lies among the images of {folder}; give --out another folder")
     if val is not None and asked.val_fraction is not None:
-        raise PrepError(f"--val-fraction {asked.val_fraction} was given, but {val} is there; leave one of them out")
-    val_fraction = 0.0 if val is not None else VAL_FRACTION if asked.val_fraction is None else asked.val_fraction
+        raise PrepError(
+            f"--val-fraction {asked.val_fraction} was given, but {val} is there; leave one of"
+            " them out"
+        )
+    val_fraction = (
+        0.0
+        if val is not None
+        else VAL_FRACTION
+        if asked.val_fraction is None
+        else asked.val_fraction
+    )
     options: dict[str, Any] = {} if val is not None else {"val_fraction": val_fraction}
-    options |= {"class_order": "number"} if asked.class_order == "number" else {}  # text is the order of all earlier data sets
+    # text is the order of all earlier data sets
+    options |= {"class_order": "number"} if asked.class_order == "number" else {}
     return Source("imagefolder", options, partial(_fill, train, val, val_fraction, asked), read)
 
 
@@ -84,77 +104,134 @@ def _layout(folder: Path) -> tuple[Path, Path | None]:
     if (folder / "train").is_dir():
         return folder / "train", val
     if val is not None and not (set(folders_in(folder)) - set(VAL_FOLDERS)):
-        raise PrepError(f"{folder}: has {val.name}/ but no train/; expected train/<class>/* and val/<class>/*, or <class>/* alone")
+        raise PrepError(
+            f"{folder}: has {val.name}/ but no train/; expected train/<class>/* and val/<class>/*,"
+            " or <class>/* alone"
+        )
     return folder, None  # `test` is a class like any other then
 
 
-def _fill(train: Path, val: Path | None, val_fraction: float, asked: Asked, builder: Builder) -> None:
+def _fill(
+    train: Path, val: Path | None, val_fraction: float, asked: Asked, builder: Builder
+) -> None:
     names = _in_order(train, folders_in(train), asked.class_order)
-    if train.name == "train" and (unused := [name for name in folders_in(train.parent) if train.parent / name not in (train, val)]):
+    if train.name == "train" and (
+        unused := [
+            name for name in folders_in(train.parent) if train.parent / name not in (train, val)
+        ]
+    ):
         _tell(builder, f"folders beside {train} that are not used: {', '.join(unused)}")
     labels = _labels(train, names)
     builder.classes(names)
     passed_over = PassedOver(train.parent if train.name == "train" else train)
-    _add_split(builder, "train", train, {name: labels[_normal(name)] for name in names}, val_fraction, passed_over)
+    _add_split(
+        builder,
+        "train",
+        train,
+        {name: labels[_normal(name)] for name in names},
+        val_fraction,
+        passed_over,
+    )
     per_class = builder.count("train")
     also = f" ({passed_over.told_of_images()})" if passed_over.images else ""
     if not per_class.sum():
-        raise PrepError(f"{train}: no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders{also}; expected <class>/<image>")
+        raise PrepError(
+            f"{train}: no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders{also};"
+            " expected <class>/<image>"
+        )
     if empty := [name for name, count in zip(names, per_class, strict=True) if not count]:
-        raise PrepError(f"{train}: classes without images: {', '.join(empty)}{also}; remove these folders or fill them")
+        raise PrepError(
+            f"{train}: classes without images: {', '.join(empty)}{also}; remove these folders or"
+            " fill them"
+        )
     if len(names) < 2:
-        raise PrepError(f"{train}: only one class ({', '.join(names)}); expected two subfolders at least")
+        raise PrepError(
+            f"{train}: only one class ({', '.join(names)}); expected two subfolders at least"
+        )
     if val is not None:
         there = folders_in(val)
         _labels(val, there)
-        if unknown := [name for name in there if _normal(name) not in labels and any(images_below(val / name))]:
-            raise PrepError(f"{val}: classes that train lacks: {', '.join(unknown)}; remove these folders, or add these classes to train")
-        _add_split(builder, "val", val, {n: labels[_normal(n)] for n in there if _normal(n) in labels}, 0.0, passed_over)
+        if unknown := [
+            name for name in there if _normal(name) not in labels and any(images_below(val / name))
+        ]:
+            raise PrepError(
+                f"{val}: classes that train lacks: {', '.join(unknown)}; remove these folders, or"
+                " add these classes to train"
+            )
+        _add_split(
+            builder,
+            "val",
+            val,
+            {n: labels[_normal(n)] for n in there if _normal(n) in labels},
+            0.0,
+            passed_over,
+        )
         if not builder.count("val").sum():
-            raise PrepError(f"{val}: no images; expected <class>/<image>, or no such folder and --val-fraction")
+            raise PrepError(
+                f"{val}: no images; expected <class>/<image>, or no such folder and --val-fraction"
+            )
     taken = int(builder.count("train").sum() + builder.count("val").sum())
     total = taken + passed_over.num_images
     if passed_over.num_images > (allowed := allowed_unreadable(asked.max_unreadable, total)):
         share = min(0.999, math.ceil(1000 * passed_over.num_images / total) / 1000)
         raise PrepError(
-            f"{passed_over.num_images:,} of {total:,} images would be left out, more than the {allowed:,} that --max-unreadable "
-            f"{asked.max_unreadable} allows: {'; '.join(passed_over.told())}. To leave them out: --max-unreadable {share}"
+            f"{passed_over.num_images:,} of {total:,} images would be left out, more than the"
+            f" {allowed:,} that --max-unreadable {asked.max_unreadable} allows:"
+            f" {'; '.join(passed_over.told())}. To leave them out: --max-unreadable {share}"
         )
     for line in passed_over.told():
         _tell(builder, line)
 
 
 def _normal(name: str) -> str:
-    """A class's name, the same for all spellings in Unicode: macOS takes letters and their accents apart."""
+    """A class's name, the same for all spellings in Unicode: macOS takes letters and their accents
+    apart."""
     return unicodedata.normalize("NFC", name)
 
 
 def _labels(folder: Path, names: Sequence[str]) -> dict[str, int]:
-    """The label of each class by its normal name. Raises PrepError for two folders that are one class."""
+    """The label of each class by its normal name. Raises PrepError for two folders that are one
+    class."""
     by_name: dict[str, list[str]] = {}
     for name in names:
         by_name.setdefault(_normal(name), []).append(name)
-    if twice := [" and ".join(str(os.fsencode(name)) for name in same) for same in by_name.values() if len(same) > 1]:
-        raise PrepError(f"{folder}: folders whose names are one in Unicode, of one class or of two? {some(twice)}; merge or rename them")
+    if twice := [
+        " and ".join(str(os.fsencode(name)) for name in same)
+        for same in by_name.values()
+        if len(same) > 1
+    ]:
+        raise PrepError(
+            f"{folder}: folders whose names are one in Unicode, of one class or of two?"
+            f" {some(twice)}; merge or rename them"
+        )
     return {name: label for label, name in enumerate(by_name)}
 
 
 def _in_order(folder: Path, names: Sequence[str], class_order: str | None) -> list[str]:
-    """The classes in the order of their labels. Raises PrepError for numbers that have another order as text, if none was asked."""
+    """The classes in the order of their labels. Raises PrepError for numbers that have another
+    order as text, if none was asked."""
     by_text = sorted(names)
     are_numbers = bool(names) and all(name.isascii() and name.isdecimal() for name in names)
     by_number = sorted(names, key=lambda name: (int(name), name)) if are_numbers else by_text
     if class_order == "number" and not are_numbers:
-        other = next((name for name in by_text if not (name.isascii() and name.isdecimal())), "none")
-        raise PrepError(f"{folder}: --class-order number, but the names of the classes are not all numbers ({other})")
+        other = next(
+            (name for name in by_text if not (name.isascii() and name.isdecimal())), "none"
+        )
+        raise PrepError(
+            f"{folder}: --class-order number, but the names of the classes are not all numbers"
+            f" ({other})"
+        )
     if by_number == by_text or class_order is not None:
         return by_number if class_order == "number" else by_text
-    label = next(k for k, (name, other) in enumerate(zip(by_text, by_number, strict=True)) if name != other)
+    label = next(
+        k for k, (name, other) in enumerate(zip(by_text, by_number, strict=True)) if name != other
+    )
     differ = sum(name != other for name, other in zip(by_text, by_number, strict=True))
     raise PrepError(
-        f"{folder}: the classes' names are numbers; sorted as text label {label} is class {by_text[label]}, sorted as numbers it is class "
-        f"{by_number[label]} ({differ:,} of {len(names):,} labels differ). Say which: --class-order number, if the names are labels (as in "
-        "ImageNet-V2), or --class-order text, as torchvision's ImageFolder has it"
+        f"{folder}: the classes' names are numbers; sorted as text label {label} is class"
+        f" {by_text[label]}, sorted as numbers it is class {by_number[label]} ({differ:,} of"
+        f" {len(names):,} labels differ). Say which: --class-order number, if the names are labels"
+        " (as in ImageNet-V2), or --class-order text, as torchvision's ImageFolder has it"
     )
 
 
@@ -164,37 +241,66 @@ def _tell(builder: Builder, text: str) -> None:
     print(text, flush=True)
 
 
-def _add_split(builder: Builder, split: str, folder: Path, labels: dict[str, int], val_fraction: float, passed_over: PassedOver) -> None:
-    """Add the images of these classes of `folder` to `split`, or the given fraction of each class to val."""
+def _add_split(
+    builder: Builder,
+    split: str,
+    folder: Path,
+    labels: dict[str, int],
+    val_fraction: float,
+    passed_over: PassedOver,
+) -> None:
+    """Add the images of these classes of `folder` to `split`, or the given fraction of each class
+    to val."""
     file = builder.file(folder)
     passed_over.look_beside(folder)
     for classes in _classes_with_common_keys(labels):
-        paths = [f"{name}/{path}" for name in classes for path in images_below(folder / name, passed_over)]
+        paths = [
+            f"{name}/{path}"
+            for name in classes
+            for path in images_below(folder / name, passed_over)
+        ]
         _refuse_unknown_to_pillow(paths)
         keys = dict(zip(paths, unique_keys(paths), strict=True))
         for name in classes:
             of_class = {path: keys[path] for path in paths if path.startswith(f"{name}/")}
             held = held_out(list(of_class.values()), val_fraction)
             for into, held_there in ((split, False), ("val", True)):
-                chosen = {path: key for path, key in of_class.items() if (key in held) == held_there}
+                chosen = {
+                    path: key for path, key in of_class.items() if (key in held) == held_there
+                }
                 if chosen:
-                    nothing = np.zeros(len(chosen), np.int64)  # a file is read whole: it has no offset, and its size need not be asked for
-                    builder.add(into, file, list(chosen), labels[name], nothing, nothing, list(chosen.values()))
+                    # a file is read whole: it has no offset, and its size need not be asked for
+                    nothing = np.zeros(len(chosen), np.int64)
+                    builder.add(
+                        into,
+                        file,
+                        list(chosen),
+                        labels[name],
+                        nothing,
+                        nothing,
+                        list(chosen.values()),
+                    )
 
 
 def _refuse_unknown_to_pillow(paths: Sequence[str]) -> None:
-    """Raise PrepError for images that some Pillows read and this one does not: what becomes of a folder must not depend on the machine."""
-    for kind, feature, suffixes in (("an AVIF", "avif", (".avif",)), ("a JPEG 2000", "jpg_2000", (".jp2", ".j2k"))):
+    """Raise PrepError for images that some Pillows read and this one does not: what becomes of a
+    folder must not depend on the machine."""
+    for kind, feature, suffixes in (
+        ("an AVIF", "avif", (".avif",)),
+        ("a JPEG 2000", "jpg_2000", (".jp2", ".j2k")),
+    ):
         found = [path for path in paths if path.lower().endswith(suffixes)]
         if found and not features.check(feature):
             raise PrepError(
-                f"{found[0]}: {kind} image, and this Pillow ({PIL.__version__}) cannot read {kind.partition(' ')[2]}: "
-                "pip install --upgrade 'pillow>=11.3', or convert these images to JPEG"
+                f"{found[0]}: {kind} image, and this Pillow ({PIL.__version__}) cannot read"
+                f" {kind.partition(' ')[2]}: pip install --upgrade 'pillow>=11.3', or convert these"
+                " images to JPEG"
             )
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:
-    """The classes, those together whose keys might be equal, such as a/b_c.jpg and a_b/c.jpg; mostly each one alone."""
+    """The classes, those together whose keys might be equal, such as a/b_c.jpg and a_b/c.jpg;
+    mostly each one alone."""
     group: list[str] = []
     first = ""
     for start, name in sorted((f"{safe_key(name)}_", name) for name in names):
@@ -217,23 +323,34 @@ def held_out(keys: Sequence[str], fraction: float, *seed: int) -> set[str]:
     return set(sorted(keys, key=lambda key: (stable_hash(*seed, key), key))[: max(0, num_held)])
 
 
-# ---- the command ------------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = Parser("python -m data_prep.imagefolder", __doc__)
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder with train/ and val/, or with the classes")
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="folder with train/ and val/, or with the classes",
+    )
     parser.add_argument(
         "--val-fraction",
         type=fraction,
         metavar="F",
-        help=f"part of each class that becomes val, if SOURCE has no val folder (default: {VAL_FRACTION})",
+        help=(
+            "part of each class that becomes val, if SOURCE has no val folder (default:"
+            f" {VAL_FRACTION})"
+        ),
     )
     parser.add_argument(
         "--class-order",
         choices=CLASS_ORDERS,
-        help="where all classes' names are numbers: by which order they get their labels, 1, 10, 2 (text) or 1, 2, 10 (number)",
+        help=(
+            "where all classes' names are numbers: by which order they get their labels, 1, 10, 2"
+            " (text) or 1, 2, 10 (number)"
+        ),
     )
     add_arguments(parser)
 

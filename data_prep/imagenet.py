@@ -1,4 +1,5 @@
-"""Shards of ImageNet-1k (ILSVRC2012) from the files as they were downloaded, read in place: nothing is unpacked.
+"""Shards of ImageNet-1k (ILSVRC2012) from the files as they were downloaded, read in place: nothing
+is unpacked.
 
     python -m data_prep.imagenet SOURCE [SOURCE ...] --out ROOT [--partial] [--md5]
 
@@ -8,10 +9,12 @@
     python -m data_prep.imagenet imagenet/train imagenet/val --out data/imagenet                        torchvision's class folders
     python -m data_prep.imagenet imagenet-1k --out data/imagenet        Hugging Face's data/*.parquet: copied once, 155 GB beside ROOT
 
-The data's story: the layouts of train and val are recognised and said (data_prep/read/imagenet_layouts.py). A label is the position of the
-image's WordNet id (WNID) among the sorted ones, as in all published weights. Where val lies flat, a file tells the WNIDs: the development
-kit, LOC_val_solution.csv or imagenet_2012_validation_synset_labels.txt. Keys are the images' names, so all layouts give the same shards.
-Counts must be ImageNet's: 1,281,167 and 50,000 images of 1,000 classes.
+The data's story: the layouts of train and val are recognised and said
+(data_prep/read/imagenet_layouts.py). A label is the position of the image's WordNet id (WNID) among
+the sorted ones, as in all published weights. Where val lies flat, a file tells the WNIDs: the
+development kit, LOC_val_solution.csv or imagenet_2012_validation_synset_labels.txt. Keys are the
+images' names, so all layouts give the same shards. Counts must be ImageNet's: 1,281,167 and 50,000
+images of 1,000 classes.
 """
 
 from __future__ import annotations
@@ -32,7 +35,16 @@ from data_prep import command
 from data_prep.read.archives import read_zip_member
 from data_prep.read.image_tree import MAX_IMAGE_BYTES
 from data_prep.read.imagenet_labels import WHAT_SERVES, read_all
-from data_prep.read.imagenet_layouts import IMAGE, IMAGE_EXTENSIONS, TRAIN_TAR, VAL_TAR, Found, Images, Layout, look
+from data_prep.read.imagenet_layouts import (
+    IMAGE,
+    IMAGE_EXTENSIONS,
+    TRAIN_TAR,
+    VAL_TAR,
+    Found,
+    Images,
+    Layout,
+    look,
+)
 from data_prep.write.catalogue import Builder, Sample, Source, read_range, some
 from data_prep.write.jobs import PrepError
 from vit.system.files import unreadable
@@ -49,7 +61,7 @@ MD5 = {  # torchvision/datasets/imagenet.py, ARCHIVE_META
 }
 
 
-# ---- filling the catalogue ------------------------------------------------------------------------------------------------
+# ---- filling the catalogue -----------------------------------------------------------------------
 
 
 @dataclass
@@ -68,18 +80,39 @@ class _Faults:
     def lines(self, split: str) -> list[str]:
         """What no option makes acceptable."""
         told = (
-            (self.foreign, "are not named as ImageNet's of their class", "expected n01440764_10026.JPEG, ILSVRC2012_val_00000001.JPEG"),
-            (self.unlabelled, "have no class in the file of labels", f"take another one: {WHAT_SERVES}"),
-            (self.contradicted, "have another class in the file of labels", "one of the two is wrong"),
-            (self.too_large, f"have more than {MAX_IMAGE_BYTES:,} bytes", "no image of ImageNet has"),
+            (
+                self.foreign,
+                "are not named as ImageNet's of their class",
+                "expected n01440764_10026.JPEG, ILSVRC2012_val_00000001.JPEG",
+            ),
+            (
+                self.unlabelled,
+                "have no class in the file of labels",
+                f"take another one: {WHAT_SERVES}",
+            ),
+            (
+                self.contradicted,
+                "have another class in the file of labels",
+                "one of the two is wrong",
+            ),
+            (
+                self.too_large,
+                f"have more than {MAX_IMAGE_BYTES:,} bytes",
+                "no image of ImageNet has",
+            ),
         )
-        return [f"{split}: {len(names):,} images {what}: {some(names)}; {expected}" for names, what, expected in told if names]
+        return [
+            f"{split}: {len(names):,} images {what}: {some(names)}; {expected}"
+            for names, what, expected in told
+            if names
+        ]
 
 
 def _take(
     images: Images, split: str, label_of: dict[str, int], labels: dict[str, str], faults: _Faults
 ) -> tuple[list[int], list[str], list[int]]:
-    """(rows, keys, labels) of the images of a batch that are as they should be; the others go to `faults`."""
+    """(rows, keys, labels) of the images of a batch that are as they should be; the others go to
+    `faults`."""
     rows = []
     keys = []
     found = []
@@ -88,7 +121,9 @@ def _take(
         match = IMAGE.fullmatch(name)
         if match is None or (match[2] is None) == training:
             if not name.startswith("."):  # macOS puts `._x` beside x
-                (faults.foreign if name.lower().endswith(IMAGE_EXTENSIONS) else faults.ignored).append(name)
+                (
+                    faults.foreign if name.lower().endswith(IMAGE_EXTENSIONS) else faults.ignored
+                ).append(name)
             continue
         key, in_name, appended = match.groups()
         told = in_name if training else labels.get(key, "")
@@ -108,7 +143,9 @@ def _take(
     return rows, keys, found
 
 
-def _add_split(builder: Builder, layout: Layout, label_of: dict[str, int], labels: dict[str, str]) -> _Faults:
+def _add_split(
+    builder: Builder, layout: Layout, label_of: dict[str, int], labels: dict[str, str]
+) -> _Faults:
     """List the images of a split into the catalogue."""
     faults = _Faults()
     files = dict[Path, int]()
@@ -120,14 +157,23 @@ def _add_split(builder: Builder, layout: Layout, label_of: dict[str, int], label
             rows, keys, found = _take(images, layout.split, label_of, labels, faults)
             names = [images.names[row] for row in rows]
             if rows:
-                builder.add(layout.split, files[images.file], names, found, images.offsets[rows], images.sizes[rows], keys)
+                builder.add(
+                    layout.split,
+                    files[images.file],
+                    names,
+                    found,
+                    images.offsets[rows],
+                    images.sizes[rows],
+                    keys,
+                )
             done += len(images.names)
             meter.update(done)
     return faults
 
 
 def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> list[str]:
-    """In what a split differs from ImageNet's, a line each; none if it is whole. counts: (len(class_names),) images of each class."""
+    """In what a split differs from ImageNet's, a line each; none if it is whole. counts:
+    (len(class_names),) images of each class."""
     found = []
     if counts.sum() != NUM_IMAGES[split]:
         found.append(f"{split}: {counts.sum():,} images instead of {NUM_IMAGES[split]:,}")
@@ -138,7 +184,10 @@ def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> l
         (counts > high, f"have more than {high}"),
     ):
         if wrong.any():
-            classes = [f"{class_names[label]} ({counts[label]})" for label in np.flatnonzero(wrong).tolist()]
+            classes = [
+                f"{class_names[label]} ({counts[label]})"
+                for label in np.flatnonzero(wrong).tolist()
+            ]
             found.append(f"{split}: {len(classes):,} classes {what}: {some(classes)}")
     return found
 
@@ -148,11 +197,15 @@ def _missing_classes(class_names: Sequence[str], known: set[str]) -> list[str]:
     if len(class_names) == NUM_CLASSES:
         return []
     missing = sorted(known - set(class_names))
-    return [f"{len(class_names):,} classes instead of {NUM_CLASSES:,}" + (f"; missing: {some(missing)}" if missing else "")]
+    return [
+        f"{len(class_names):,} classes instead of {NUM_CLASSES:,}"
+        + (f"; missing: {some(missing)}" if missing else "")
+    ]
 
 
 def fill(found: Found, allow_partial: bool, builder: Builder) -> None:
-    """Add the images of what was found. Raises PrepError that tells all that is wrong with them at once."""
+    """Add the images of what was found. Raises PrepError that tells all that is wrong with them at
+    once."""
     labels = read_all(found.labels)
     wnids = {layout.split: layout.wnids(builder) for layout in found.layouts}
     known = set(labels.values()).union(*wnids.values())
@@ -160,7 +213,9 @@ def fill(found: Found, allow_partial: bool, builder: Builder) -> None:
     builder.classes(class_names)
     label_of = {wnid: label for label, wnid in enumerate(class_names)}
     errors = []
-    partial_only = [layout.lacking for layout in found.layouts if layout.lacking] + _missing_classes(class_names, known)
+    partial_only = [
+        layout.lacking for layout in found.layouts if layout.lacking
+    ] + _missing_classes(class_names, known)
     for layout in found.layouts:
         builder.note(f"{layout.split}: {layout.what} ({layout.path})")
         faults = _add_split(builder, layout, label_of, labels)
@@ -168,26 +223,39 @@ def fill(found: Found, allow_partial: bool, builder: Builder) -> None:
         if faults.unknown:
             classes = [f"{wnid} ({count})" for wnid, count in sorted(faults.unknown.items())]
             partial_only.append(
-                f"{layout.split}: {faults.unknown.total():,} images of unknown classes: {some(classes)}; train has none of them"
+                f"{layout.split}: {faults.unknown.total():,} images of unknown classes:"
+                f" {some(classes)}; train has none of them"
             )
         if faults.ignored:
-            builder.note(f"{layout.split}: {len(faults.ignored):,} files that are no images are left out: {some(faults.ignored)}")
+            builder.note(
+                f"{layout.split}: {len(faults.ignored):,} files that are no images are left out:"
+                f" {some(faults.ignored)}"
+            )
         if not builder.count(layout.split).sum() and not errors:
             errors.append(f"{layout.split}: {layout.path} holds no images")
         partial_only += differences(layout.split, class_names, builder.count(layout.split))
     if errors or (partial_only and not allow_partial):
         lines = "\n  ".join(errors if allow_partial else errors + partial_only)
-        hint = "" if errors else "\nget what is missing (--md5 checks the archives), or take what there is with --partial"
+        hint = (
+            ""
+            if errors
+            else (
+                "\nget what is missing (--md5 checks the archives), or take what there is with"
+                " --partial"
+            )
+        )
         raise PrepError(f"not ImageNet-1k as it should be:\n  {lines}{hint}")
     if len(class_names) < NUM_CLASSES and allow_partial:
         here = f"labels are positions among {len(class_names):,} classes"
-        partial_only.append(f"{here}: not the labels of published weights, which know {NUM_CLASSES:,}")
+        partial_only.append(
+            f"{here}: not the labels of published weights, which know {NUM_CLASSES:,}"
+        )
     for line in partial_only:
         print(f"partial: {line}", flush=True)
         builder.note(f"partial: {line}")
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def _read_file(sample: Sample) -> bytes:
@@ -201,15 +269,17 @@ READERS = {".tar": read_range, ".images": read_range, ".zip": read_zip_member}
 
 
 def read(sample: Sample) -> bytes:
-    """Encoded image: a range of a tar or of a spooled parquet file, a member of a zip, a file of a folder. Raises OSError or ValueError."""
+    """Encoded image: a range of a tar or of a spooled parquet file, a member of a zip, a file of a
+    folder. Raises OSError or ValueError."""
     return READERS.get(os.path.splitext(sample.file)[1].lower(), _read_file)(sample)
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def check_md5(paths: Sequence[Path]) -> None:
-    """Compare the archives that have an official md5 with it. Raises PrepError, naming all that differ."""
+    """Compare the archives that have an official md5 with it. Raises PrepError, naming all that
+    differ."""
     official = {path: MD5[path.name] for path in paths if path.name in MD5}
     if not official:
         print(f"md5: none of the files has an official one; these have: {', '.join(MD5)}")
@@ -219,7 +289,10 @@ def check_md5(paths: Sequence[Path]) -> None:
         done = 0
         size = path.stat().st_size
         try:
-            with open(path, "rb", buffering=0) as file, Meter(f"md5 of {path.name}", size >> 20, "MiB") as meter:
+            with (
+                open(path, "rb", buffering=0) as file,
+                Meter(f"md5 of {path.name}", size >> 20, "MiB") as meter,
+            ):
                 while data := file.read(1 << 23):
                     digest.update(data)
                     done += len(data)
@@ -227,7 +300,10 @@ def check_md5(paths: Sequence[Path]) -> None:
         except OSError as error:
             raise PrepError(str(unreadable(path, error))) from error
         if digest.hexdigest() != expected:
-            wrong.append(f"{path} ({size:,} bytes) has md5 {digest.hexdigest()}; expected {expected}; download it again")
+            wrong.append(
+                f"{path} ({size:,} bytes) has md5 {digest.hexdigest()}; expected {expected};"
+                " download it again"
+            )
         else:
             print(f"md5 of {path.name}: as published", flush=True)
     if wrong:
@@ -241,9 +317,15 @@ def _check_splits(found: Found, allow_partial: bool) -> None:
     expected = {"train": f"{TRAIN_TAR}, <wnid>.tar, train/<wnid>/", "val": f"{VAL_TAR}, val/"}
     for split in ("train", "val"):
         if split not in there and not (allow_partial and there):
-            problems.append(f"no images of {split} found; expected one of {expected[split]}, Kaggle's .zip or {split}*-*.parquet")
+            problems.append(
+                f"no images of {split} found; expected one of {expected[split]}, Kaggle's .zip or"
+                f" {split}*-*.parquet"
+            )
     if any(layout.split == "val" and layout.flat for layout in found.layouts) and not found.labels:
-        problems.append(f"val lies flat and nothing tells the classes of its images; any one of these serves: {WHAT_SERVES}")
+        problems.append(
+            "val lies flat and nothing tells the classes of its images; any one of these serves:"
+            f" {WHAT_SERVES}"
+        )
     if problems:
         raise PrepError("\n  ".join(problems + found.remarks))
 
@@ -251,8 +333,9 @@ def _check_splits(found: Found, allow_partial: bool) -> None:
 def source(paths: Sequence[Path], allow_partial: bool = False, md5: bool = False) -> Source:
     """ImageNet-1k in these files and folders; says in which layout it is.
 
-    allow_partial: accept fewer images and classes, or one split alone, and say what is missing. md5: compare the archives' first.
-    Raises PrepError for what can be seen at once; the images are listed by `fill`.
+    allow_partial: accept fewer images and classes, or one split alone, and say what is missing.
+    md5: compare the archives' first. Raises PrepError for what can be seen at once; the images are
+    listed by `fill`.
     """
     found = look(paths)
     _check_splits(found, allow_partial)
@@ -260,11 +343,15 @@ def source(paths: Sequence[Path], allow_partial: bool = False, md5: bool = False
         print(f"{layout.split}: {layout.what} ({layout.path})", flush=True)
     for labels in found.labels:
         print(f"labels of val: {labels.what} ({labels.path})", flush=True)
-    inputs = [path for layout in found.layouts for path in layout.inputs] + [path for labels in found.labels for path in labels.inputs]
+    inputs = [path for layout in found.layouts for path in layout.inputs] + [
+        path for labels in found.labels for path in labels.inputs
+    ]
     inputs = list(dict.fromkeys(inputs))
     if md5:
         check_md5(inputs)
-    return Source("imagenet", {"partial": allow_partial}, partial(fill, found, allow_partial), read, inputs)
+    return Source(
+        "imagenet", {"partial": allow_partial}, partial(fill, found, allow_partial), read, inputs
+    )
 
 
 def _prepare(args: argparse.Namespace) -> None:
@@ -278,10 +365,22 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = command.Parser("python -m data_prep.imagenet", __doc__)
     parser.add_argument(
-        "source", type=Path, nargs="+", metavar="SOURCE", help="folder that holds the files, or the files and folders themselves"
+        "source",
+        type=Path,
+        nargs="+",
+        metavar="SOURCE",
+        help="folder that holds the files, or the files and folders themselves",
     )
-    parser.add_argument("--partial", action="store_true", help="accept fewer images and classes, or one split; says what is missing")
-    parser.add_argument("--md5", action="store_true", help="compare the archives' md5 with the published ones first (147 GB: minutes)")
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="accept fewer images and classes, or one split; says what is missing",
+    )
+    parser.add_argument(
+        "--md5",
+        action="store_true",
+        help="compare the archives' md5 with the published ones first (147 GB: minutes)",
+    )
     command.add_arguments(parser)
     return command.run(_prepare, parser.parse_args(argv))
 

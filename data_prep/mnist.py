@@ -2,12 +2,14 @@
 
     python -m data_prep.mnist SOURCE --out ROOT [--variant mnist|fashion|kmnist] [--download]
 
-The data's story: SOURCE holds train-images-idx3-ubyte, train-labels-idx1-ubyte and the same two of t10k, compressed (.gz) or not,
-themselves or in torchvision's folders (MNIST/raw/...). The 60,000 of train become `train`, the 10,000 of t10k `val`; keys are
-train-00000 and so on, after the position in the file. --download fetches the files into SOURCE first and compares their md5.
+The data's story: SOURCE holds train-images-idx3-ubyte, train-labels-idx1-ubyte and the same two of
+t10k, compressed (.gz) or not, themselves or in torchvision's folders (MNIST/raw/...). The 60,000 of
+train become `train`, the 10,000 of t10k `val`; keys are train-00000 and so on, after the position
+in the file. --download fetches the files into SOURCE first and compares their md5.
 
-An image is 28x28 grey and becomes a grey JPEG of quality 100: it differs from the original by 2 of 255 levels at most, 63 dB on MNIST's
-t10k (quality 95: 10 levels, 47 dB, a quarter smaller, which a tar's padding eats up). Uncompressed files are read in place.
+An image is 28x28 grey and becomes a grey JPEG of quality 100: it differs from the original by 2 of
+255 levels at most, 63 dB on MNIST's t10k (quality 95: 10 levels, 47 dB, a quarter smaller, which a
+tar's padding eats up). Uncompressed files are read in place.
 """
 
 from __future__ import annotations
@@ -72,7 +74,18 @@ VARIANTS = {
             "t10k-images-idx3-ubyte": "bef4ecab320f06d8554ea6380940ec79",
             "t10k-labels-idx1-ubyte": "bb300cfdad3c16e7a12a480ee83cd310",
         },
-        ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+        (
+            "T-shirt/top",
+            "Trouser",
+            "Pullover",
+            "Dress",
+            "Coat",
+            "Sandal",
+            "Shirt",
+            "Sneaker",
+            "Bag",
+            "Ankle boot",
+        ),
     ),
     "kmnist": Variant(
         "KMNIST",
@@ -88,27 +101,43 @@ VARIANTS = {
 }
 
 
-# ---- the files --------------------------------------------------------------------------------------------------------
+# ---- the files -----------------------------------------------------------------------------------
 
 
 def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
-    """The four files by their official names without .gz, in `folder` or torchvision's folders below it.
+    """The four files by their official names without .gz, in `folder` or torchvision's folders
+    below it.
 
-    An uncompressed file comes before a compressed one. Raises PrepError naming all that are missing, or two folders that have some.
+    An uncompressed file comes before a compressed one. Raises PrepError naming all that are
+    missing, or two folders that have some.
     """
     if not folder.is_dir():
-        raise PrepError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; expected the folder of the four idx files")
+        raise PrepError(
+            f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; expected the"
+            " folder of the four idx files"
+        )
     described = VARIANTS[variant]
     places = [folder, folder / "raw", folder / described.torchvision_folder / "raw"]
     found = {place: files for place in places if (files := _files_in(place, described))}
     if len(found) > 1:
-        raise PrepError(f"idx files in {' and in '.join(map(str, found))}; give the one that is meant as SOURCE")
+        raise PrepError(
+            f"idx files in {' and in '.join(map(str, found))}; give the one that is meant as SOURCE"
+        )
     files = next(iter(found.values()), {})
     if missing := [name for name in described.md5 if name not in files]:
-        others = [name for name, other in VARIANTS.items() if name != variant and (folder / other.torchvision_folder / "raw").is_dir()]
-        remedy = f"or use --variant {' or '.join(others)}, which is there" if others else "or use --download"
+        others = [
+            name
+            for name, other in VARIANTS.items()
+            if name != variant and (folder / other.torchvision_folder / "raw").is_dir()
+        ]
+        remedy = (
+            f"or use --variant {' or '.join(others)}, which is there"
+            if others
+            else "or use --download"
+        )
         raise PrepError(
-            f"{next(iter(found), folder)}: missing: {', '.join(missing)} (with .gz or without); fetch them from {described.url}, {remedy}"
+            f"{next(iter(found), folder)}: missing: {', '.join(missing)} (with .gz or without);"
+            f" fetch them from {described.url}, {remedy}"
         )
     return files
 
@@ -117,7 +146,9 @@ def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
     found = {}
     for name in variant.md5:
         dotted = name.replace("-idx", ".idx")  # as some mirrors name them
-        paths = [folder / f"{spelt}{extension}" for extension in ("", ".gz") for spelt in (name, dotted)]
+        paths = [
+            folder / f"{spelt}{extension}" for extension in ("", ".gz") for spelt in (name, dotted)
+        ]
         if path := next((path for path in paths if path.is_file()), None):
             found[name] = path
     return found
@@ -126,8 +157,9 @@ def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
 def read_idx(path: Path, what: str, count: int) -> bytes:
     """The whole content of an idx file of `count` "images" or "labels", uncompressed.
 
-    Format: big-endian 0x0000TTDD (TT 08: unsigned bytes; DD: dimensions), a size of four bytes for each dimension, the data; as in
-    http://yann.lecun.com/exdb/mnist. Raises PrepError for a file of another kind, size or shape.
+    Format: big-endian 0x0000TTDD (TT 08: unsigned bytes; DD: dimensions), a size of four bytes for
+    each dimension, the data; as in http://yann.lecun.com/exdb/mnist. Raises PrepError for a file of
+    another kind, size or shape.
     """
     shape = (count, SIDE, SIDE) if what == "images" else (count,)
     expected = struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape)
@@ -136,14 +168,22 @@ def read_idx(path: Path, what: str, count: int) -> bytes:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             content = file.read(num_bytes + 1)  # and no more, whatever a hostile file inflates to
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise PrepError(f"{path}: not a whole gzip file ({error}); copy or download it again") from error
+        raise PrepError(
+            f"{path}: not a whole gzip file ({error}); copy or download it again"
+        ) from error
     except OSError as error:
         raise PrepError(str(unreadable(path, error))) from error
     if not content.startswith(expected):
-        raise PrepError(f"{path}: expected an idx file of {_told(shape)}, found {_header(content)}; is it the right file?")
+        raise PrepError(
+            f"{path}: expected an idx file of {_told(shape)}, found {_header(content)}; is it the"
+            " right file?"
+        )
     if len(content) != num_bytes:
         size = f"{len(content):,} bytes" if len(content) < num_bytes else "more"
-        raise PrepError(f"{path}: its header tells {num_bytes:,} bytes, there are {size}; copy or download it again")
+        raise PrepError(
+            f"{path}: its header tells {num_bytes:,} bytes, there are {size}; copy or download it"
+            " again"
+        )
     return content
 
 
@@ -153,23 +193,34 @@ def _told(shape: tuple[int, ...]) -> str:
 
 def _header(content: bytes) -> str:
     """What the header says, in words."""
-    if len(content) < 8 or content[:2] != b"\0\0" or not 1 <= content[3] <= 4 or len(content) < 4 + 4 * content[3]:
+    if (
+        len(content) < 8
+        or content[:2] != b"\0\0"
+        or not 1 <= content[3] <= 4
+        or len(content) < 4 + 4 * content[3]
+    ):
         return f"no idx header ({content[:4].hex(' ') or 'an empty file'})"
     shape = struct.unpack_from(f">{content[3]}I", content, 4)
     return _told(shape) if content[2] == 8 else f"numbers of type 0x{content[2]:02x}"
 
 
 def labelled_images(files: Mapping[str, Path], split: str, folder: Path) -> tuple[Path, np.ndarray]:
-    """(file of the images without compression, (count,) uint8 labels) of a split. Image i begins at byte 16 + 784 i.
+    """(file of the images without compression, (count,) uint8 labels) of a split. Image i begins at
+    byte 16 + 784 i.
 
-    What is compressed is unpacked into `folder`. Raises PrepError as `read_idx` does, and for labels over 9.
+    What is compressed is unpacked into `folder`. Raises PrepError as `read_idx` does, and for
+    labels over 9.
     """
     part, count = PARTS[split]
     labels_file = files[f"{part}-labels-idx1-ubyte"]
     images_file = files[f"{part}-images-idx3-ubyte"]
-    labels = np.frombuffer(read_idx(labels_file, "labels", count), np.uint8, offset=HEADER_BYTES["labels"])
+    labels = np.frombuffer(
+        read_idx(labels_file, "labels", count), np.uint8, offset=HEADER_BYTES["labels"]
+    )
     if labels.max() >= NUM_CLASSES:
-        raise PrepError(f"{labels_file}: a label of {labels.max()}; expected 0 to {NUM_CLASSES - 1}")
+        raise PrepError(
+            f"{labels_file}: a label of {labels.max()}; expected 0 to {NUM_CLASSES - 1}"
+        )
     content = read_idx(images_file, "images", count)
     if images_file.suffix == ".gz":
         images_file = folder / f"{part}-images-idx3-ubyte"
@@ -177,24 +228,28 @@ def labelled_images(files: Mapping[str, Path], split: str, folder: Path) -> tupl
     return images_file, labels
 
 
-# ---- the source -------------------------------------------------------------------------------------------------------
+# ---- the source ----------------------------------------------------------------------------------
 
 
 def source(folder: Path, variant: str = "mnist") -> Source:
-    """The images of the four idx files in `folder`. Raises PrepError if some are missing, or are those of another variant."""
+    """The images of the four idx files in `folder`. Raises PrepError if some are missing, or are
+    those of another variant."""
     files = find_files(folder, variant)
     _refuse_another_variant(files, variant)
     return Source("mnist", {"variant": variant}, partial(_fill, files, variant), read)
 
 
 def _refuse_another_variant(files: Mapping[str, Path], variant: str) -> None:
-    """All variants' files have the same names and form; the official compressed ones are told by their md5."""
+    """All variants' files have the same names and form; the official compressed ones are told by
+    their md5."""
     for name, path in files.items():
         if path.suffix == ".gz" and path.is_file():
             md5 = hashlib.md5(path.read_bytes()).hexdigest()
             for other, described in VARIANTS.items():
                 if described.md5[name] == md5 and other != variant:
-                    raise PrepError(f"{path}: this is {described.torchvision_folder}'s; use --variant {other}")
+                    raise PrepError(
+                        f"{path}: this is {described.torchvision_folder}'s; use --variant {other}"
+                    )
 
 
 def _fill(files: Mapping[str, Path], variant: str, builder: Builder) -> None:
@@ -216,11 +271,13 @@ def _fill(files: Mapping[str, Path], variant: str, builder: Builder) -> None:
 def read(sample: Sample) -> bytes:
     """The JPEG of one image."""
     encoded = io.BytesIO()
-    Image.frombytes("L", (SIDE, SIDE), read_range(sample)).save(encoded, "JPEG", quality=JPEG_QUALITY)
+    Image.frombytes("L", (SIDE, SIDE), read_range(sample)).save(
+        encoded, "JPEG", quality=JPEG_QUALITY
+    )
     return encoded.getvalue()
 
 
-# ---- the command ------------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def _download(folder: Path, variant: str, url: str | None) -> None:
@@ -238,10 +295,28 @@ def _prepare(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = Parser("python -m data_prep.mnist", __doc__)
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder of the four idx files, or torchvision's root folder")
-    parser.add_argument("--variant", choices=tuple(VARIANTS), default="mnist", help="which data set (default: %(default)s)")
-    parser.add_argument("--download", action="store_true", help="fetch what is missing into SOURCE first (11, 30 or 21 MB)")
-    parser.add_argument("--url", metavar="BASE", help="with --download, which it implies: a mirror that has the four .gz files below BASE")
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="folder of the four idx files, or torchvision's root folder",
+    )
+    parser.add_argument(
+        "--variant",
+        choices=tuple(VARIANTS),
+        default="mnist",
+        help="which data set (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--download",
+        action="store_true",
+        help="fetch what is missing into SOURCE first (11, 30 or 21 MB)",
+    )
+    parser.add_argument(
+        "--url",
+        metavar="BASE",
+        help="with --download, which it implies: a mirror that has the four .gz files below BASE",
+    )
     add_arguments(parser)
     return run(_prepare, parser.parse_args(argv))
 

@@ -3,19 +3,23 @@
     python -m data_prep.verify ROOT [--workers N] [--strict]
     python -m data_prep.verify ROOT --quick [--sample N]         ROOT: a folder, or its URL (https://, s3://, gs://)
 
-The data's story: `_info.json` says which shards there are; the folder is compared with it; worker processes read every shard to the last
-byte (data_prep/check/shard_checks.py) and decode every image; what they saw is put together (data_prep/check/set_checks.py) to find labels without
-images, keys that are there twice, and equal images; class names, keys and labels are compared with the hash that was taken of them before
-anything was written. Shards at a URL are fetched one after the other into the folder for temporary files. Nothing is written or repaired.
+The data's story: `_info.json` says which shards there are; the folder is compared with it; worker
+processes read every shard to the last byte (data_prep/check/shard_checks.py) and decode every
+image; what they saw is put together (data_prep/check/set_checks.py) to find labels without images,
+keys that are there twice, and equal images; class names, keys and labels are compared with the hash
+that was taken of them before anything was written. Shards at a URL are fetched one after the other
+into the folder for temporary files. Nothing is written or repaired.
 
-Problems and notes. A problem is what differs from what was recorded, or cannot be trained on: exit status 1. A note is what may be so in
-the source: the same image under two labels or in both splits (published data sets have such); or files that are in nobody's way. It is told
-and counted, and fails with --strict only. Status 2: it could not run at all.
+Problems and notes. A problem is what differs from what was recorded, or cannot be trained on: exit
+status 1. A note is what may be so in the source: the same image under two labels or in both splits
+(published data sets have such); or files that are in nobody's way. It is told and counted, and
+fails with --strict only. Status 2: it could not run at all.
 
---quick reads no whole shard: sizes, all `.idx` and index rows, and a sample of the images, some of every shard (at a URL by ranges). At its
-end it says what it left out.
+--quick reads no whole shard: sizes, all `.idx` and index rows, and a sample of the images, some of
+every shard (at a URL by ranges). At its end it says what it left out.
 
-Memory: some 30 bytes an image in the main process (40 MB for ImageNet-1k), and one shard's headers in each worker.
+Memory: some 30 bytes an image in the main process (40 MB for ImageNet-1k), and one shard's headers
+in each worker.
 """
 
 from __future__ import annotations
@@ -40,7 +44,14 @@ from data_prep.check.set_checks import (
     check_quarantine,
     images_per_class,
 )
-from data_prep.check.shard_checks import Checked, Found, Shard, check_shard, check_shard_quickly, counted
+from data_prep.check.shard_checks import (
+    Checked,
+    Found,
+    Shard,
+    check_shard,
+    check_shard_quickly,
+    counted,
+)
 from data_prep.command import Parser, add_workers_argument, positive, run
 from data_prep.write.jobs import run_jobs
 from vit.data.shards.members import printable, recorded_layout
@@ -79,7 +90,11 @@ def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Repo
     """
     start = time.monotonic()
     with opened_data_set(place) as data:
-        found = [*check_folder(data), *check_quarantine(data), *check_shards(data, workers, num_sampled)]
+        found = [
+            *check_folder(data),
+            *check_quarantine(data),
+            *check_shards(data, workers, num_sampled),
+        ]
         found += check_labels(data)
         if num_sampled is None:
             found += [*check_catalogue(data), *check_keys(data), *check_duplicates(data)]
@@ -87,16 +102,25 @@ def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Repo
 
 
 def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterator[Found]:
-    """Check the contents of all shards that are there, in worker processes. num_sampled: images of a quick check; None: all."""
+    """Check the contents of all shards that are there, in worker processes. num_sampled: images of
+    a quick check; None: all."""
     total = sum(sum(part.described["shard_lengths"]) for part in data.parts)
     jobs: list[tuple[Any, Any, Any]] = []
     num_images = 0
     for which, part in enumerate(data.parts):
         for number in part.present:
             length = part.described["shard_lengths"][number]
-            chosen = 0 if num_sampled is None else min(length, -(-num_sampled * length // max(1, total)))
+            chosen = (
+                0 if num_sampled is None else min(length, -(-num_sampled * length // max(1, total)))
+            )
             shard = shard_of(data, part, number, chosen)
-            jobs.append((check_shard if num_sampled is None else check_shard_quickly, shard, (which, number)))
+            jobs.append(
+                (
+                    check_shard if num_sampled is None else check_shard_quickly,
+                    shard,
+                    (which, number),
+                )
+            )
             num_images += length if num_sampled is None else chosen
     found: dict[tuple[int, int], list[Found]] = {}
 
@@ -107,7 +131,9 @@ def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterat
         if len(checked.seen):
             data.parts[place[0]].seen[place[1]] = checked.seen
 
-    run_jobs(jobs, workers, what="verifying", num_jobs=len(jobs), num_images=num_images, on_result=keep)
+    run_jobs(
+        jobs, workers, what="verifying", num_jobs=len(jobs), num_images=num_images, on_result=keep
+    )
     for place in sorted(found):
         yield from found[place]
 
@@ -131,11 +157,12 @@ def shard_of(data: DataSet, part: Part, number: int, num_sampled: int = 0) -> Sh
     )
 
 
-# ---- what is printed ------------------------------------------------------------------------------------------------
+# ---- what is printed -----------------------------------------------------------------------------
 
 
 def print_report(report: Report) -> None:
-    """Problems and notes by subject, then a table of what is there, then what was checked and the verdict. Plain lines in a log file."""
+    """Problems and notes by subject, then a table of what is there, then what was checked and the
+    verdict. Plain lines in a log file."""
     for fails, heading in ((True, "PROBLEMS"), (False, "Notes (they fail with --strict only)")):
         chosen = [found for found in report.found if found.fails == fails]
         if chosen:
@@ -145,15 +172,31 @@ def print_report(report: Report) -> None:
             if lines:
                 print(f"  {title}")
             for line in lines:
-                print("\n      ".join([f"    {printable(f'{line.where}: {line.text}')}", *map(printable, line.details)]))
+                print(
+                    "\n      ".join(
+                        [
+                            f"    {printable(f'{line.where}: {line.text}')}",
+                            *map(printable, line.details),
+                        ]
+                    )
+                )
     print()
     Console(highlight=False).print(table(report))
     num_checked = sum(part.num_checked for part in report.data.parts)
     print("\n  ".join(["Checked:", *_compared(report, counted(num_checked, "image"))]))
     problems = report.count(fails=True)
     notes = report.count(fails=False)
-    verdict = counted(problems, "problem") if problems else "right, as far as checked" if report.quick else "right"
-    print(f"{report.data.shown}: {verdict}{', ' + counted(notes, 'note') if notes else ''}, {report.elapsed_s:.1f} s")
+    verdict = (
+        counted(problems, "problem")
+        if problems
+        else "right, as far as checked"
+        if report.quick
+        else "right"
+    )
+    print(
+        f"{report.data.shown}: {verdict}{', ' + counted(notes, 'note') if notes else ''},"
+        f" {report.elapsed_s:.1f} s"
+    )
 
 
 def _compared(report: Report, images: str) -> list[str]:
@@ -164,19 +207,37 @@ def _compared(report: Report, images: str) -> list[str]:
         return [
             beside,
             "`.idx` against index, row by row; labels and images of each class in the index",
-            f"{images}, spread over all shards, found through the index and decoded to the end; their keys, labels and checksums",
-            "NOT checked, leave out --quick for these: all other images, and their labels in the tars; sha256 of the shards; tar "
-            "structure, member names, class names, keys that are there twice, equal images",
+            (
+                f"{images}, spread over all shards, found through the index and decoded to the end;"
+                " their keys, labels and checksums"
+            ),
+            (
+                "NOT checked, leave out --quick for these: all other images, and their labels in"
+                " the tars; sha256 of the shards; tar structure, member names, class names, keys"
+                " that are there twice, equal images"
+            ),
         ]
     num_shards = sum(len(part.filenames) for part in data.parts)
     hashed = f"every byte of {data.num_hashed:,} of {num_shards:,} shards against its sha256"
-    no_names = "class names, keys and labels against NOTHING: no hash of them is recorded, or not all samples were seen"
+    no_names = (
+        "class names, keys and labels against NOTHING: no hash of them is recorded, or not all"
+        " samples were seen"
+    )
     return [
         beside,
-        hashed + ("" if data.num_hashed == num_shards else "; of the others none is recorded, or they were not read"),
+        hashed
+        + (
+            ""
+            if data.num_hashed == num_shards
+            else "; of the others none is recorded, or they were not read"
+        ),
         "tar structure, member names; `.idx` and index, row by row, against what the tars give",
         f"{images}, decoded to the end; sizes in pixels",
-        "class names, keys and labels against the hash of those the data set was made of" if data.catalogue_compared else no_names,
+        (
+            "class names, keys and labels against the hash of those the data set was made of"
+            if data.catalogue_compared
+            else no_names
+        ),
         "images of each class, keys that are there twice, equal images (by 64 bits of a hash)",
     ]
 
@@ -185,7 +246,11 @@ def _images_per_class(data: DataSet, part: Part) -> str:
     counts = images_per_class(data, part)
     if not len(counts):
         return "-"
-    return f"{counts.min():,} to {counts.max():,}" if counts.min() < counts.max() else f"{counts.min():,}"
+    return (
+        f"{counts.min():,} to {counts.max():,}"
+        if counts.min() < counts.max()
+        else f"{counts.min():,}"
+    )
 
 
 ROWS: dict[str, Callable[[DataSet, Part], str]] = {
@@ -214,7 +279,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = Parser("python -m data_prep.verify", __doc__)
     parser.add_argument("root", metavar="ROOT", help="folder of a finished data set, or its URL")
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: structure, and a sample of the images")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="seconds instead of minutes: structure, and a sample of the images",
+    )
     parser.add_argument(
         "--sample",
         type=positive,
@@ -226,7 +295,13 @@ def main(argv: list[str] | None = None) -> int:
     add_workers_argument(parser)
     args = parser.parse_args(argv)
     reports: list[Report] = []
-    status = run(lambda args: reports.append(verify(args.root, args.workers, args.sample if args.quick else None)), args, "start it again")
+    status = run(
+        lambda args: reports.append(
+            verify(args.root, args.workers, args.sample if args.quick else None)
+        ),
+        args,
+        "start it again",
+    )
     for report in reports:
         try:
             print_report(report)

@@ -1,7 +1,9 @@
-"""Ends a command with one line where Python or torch is too old or nothing is installed; every command of launch/ imports it first.
+"""Ends a command with one line where Python or torch is too old or nothing is installed; every
+command of launch/ imports it first.
 
-Later it would be too late: an import fails at whatever an old release lacks. So this file needs nothing of ours and nothing that is newer
-than Python 3.7. The numbers are those of pyproject.toml (tested). Ranks that torchrun started say it once.
+Later it would be too late: an import fails at whatever an old release lacks. So this file needs
+nothing of ours and nothing that is newer than Python 3.7. The numbers are those of pyproject.toml
+(tested). Ranks that torchrun started say it once.
 """
 
 from __future__ import annotations
@@ -32,18 +34,22 @@ def _refuse(problem: str) -> None:
 
 if sys.version_info < PYTHON:
     _refuse(
-        f"Python {PYTHON[0]}.{PYTHON[1]} or newer is needed, {sys.executable} is {sys.version_info[0]}.{sys.version_info[1]}: "
-        "activate an environment with a newer one (source .venv/bin/activate)"
+        f"Python {PYTHON[0]}.{PYTHON[1]} or newer is needed, {sys.executable} is"
+        f" {sys.version_info[0]}.{sys.version_info[1]}: activate an environment with a newer one"
+        " (source .venv/bin/activate)"
     )
 for _package in ("vit", "torch"):
     if importlib.util.find_spec(_package) is None:
         _refuse(
-            f"{_package} is not installed for {sys.executable}: "
-            "activate the environment (source .venv/bin/activate), or pip install -r requirements.txt"
+            f"{_package} is not installed for {sys.executable}: activate the environment (source"
+            " .venv/bin/activate), or pip install -r requirements.txt"
         )
 
 import torch  # noqa: E402
 
 _version = re.match(r"(\d+)\.(\d+)", torch.__version__)
 if _version and tuple(map(int, _version.groups())) < TORCH:
-    _refuse(f"torch {TORCH[0]}.{TORCH[1]} or newer is needed, this is {torch.__version__}: pip install --upgrade torch")
+    _refuse(
+        f"torch {TORCH[0]}.{TORCH[1]} or newer is needed, this is {torch.__version__}: pip install"
+        " --upgrade torch"
+    )

@@ -3,8 +3,9 @@
     python launch/report.py                  the newest run under runs/
     python launch/report.py runs/demo        writes runs/demo/report/index.html, which needs no server and no network
 
-The run may be finished, stopped, killed or still going on. What cannot be drawn is left out, and the page says why. Prints the page's path,
-then each picture's. Exit status: 0 done, 1 a bug, with its stack, 2 something to set right, 130 interrupted.
+The run may be finished, stopped, killed or still going on. What cannot be drawn is left out, and
+the page says why. Prints the page's path, then each picture's. Exit status: 0 done, 1 a bug, with
+its stack, 2 something to set right, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ def main() -> World:
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
     world = distributed.start(device, "--device ")
     with Meter("drawing", len(PAINTERS), "pictures") as meter:
-        report = make_report(run_dir, world.device, in_use=in_use, on_picture=lambda done, total, name: meter.update(done))
+        report = make_report(
+            run_dir,
+            world.device,
+            in_use=in_use,
+            on_picture=lambda done, total, name: meter.update(done),
+        )
     print(report.page)
     for path in report.pictures.paths.values():
         print(f"  {path}")
@@ -47,7 +53,13 @@ def main() -> World:
 def read_command_line(words: Sequence[str] | None = None) -> Namespace:
     """The flags. Raises ValueError for mistakes."""
     parser = Parser("python launch/report.py", __doc__)
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder (default: the newest run under runs/)")
+    parser.add_argument(
+        "run",
+        nargs="?",
+        type=Path,
+        metavar="RUN",
+        help="run folder (default: the newest run under runs/)",
+    )
     parser.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],

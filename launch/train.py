@@ -4,8 +4,9 @@
     torchrun --nproc_per_node=8 launch/train.py --config configs/vit_b16.yaml data.root=/data/imagenet run.dir=runs/b16
     python launch/train.py --config configs/vit_b16.yaml --print-config
 
-Settings are `section.key=value` and win over the file; `vit/config.py` lists them all. The same command again resumes at the exact step.
-SIGTERM, SIGUSR1 and Ctrl-C save at the next step and stop. Exit status: 0 finished or stopped and saved, 2 something to set right.
+Settings are `section.key=value` and win over the file; `vit/config.py` lists them all. The same
+command again resumes at the exact step. SIGTERM, SIGUSR1 and Ctrl-C save at the next step and stop.
+Exit status: 0 finished or stopped and saved, 2 something to set right.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def main() -> World | None:
     args = read_command_line()
     config, origins = load_config(args.config, args.overrides)
     for key in set(args.allow_change) - set(all_keys()):
-        raise ValueError(f"--allow-change {key}: there is no such setting{nearest(key, all_keys())}")
+        raise ValueError(
+            f"--allow-change {key}: there is no such setting{nearest(key, all_keys())}"
+        )
     if args.print_config:
         if distributed.is_main_process():
             print(describe(config, origins, distributed.world_size()), end="")
@@ -42,12 +45,27 @@ def main() -> World | None:
 def read_command_line(words: Sequence[str] | None = None) -> Namespace:
     """The flags, and the settings as `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/train.py", __doc__, setting_for)
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with what differs from the defaults")
-    parser.add_argument("--print-config", action="store_true", help="show every value, its origin and the derived numbers, and stop")
     parser.add_argument(
-        "--allow-change", action="append", default=[], metavar="KEY", help="resume although this setting differs from the checkpoint's"
+        "--config",
+        required=True,
+        metavar="FILE",
+        help="YAML file with what differs from the defaults",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="show every value, its origin and the derived numbers, and stop",
+    )
+    parser.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="resume although this setting differs from the checkpoint's",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that win over the file"
+    )
     return parser.parse_intermixed_args(words)
 
 

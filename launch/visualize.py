@@ -3,8 +3,9 @@
     python launch/visualize.py augment --config configs/vit_b16.yaml data.root=data/imagenet
     python launch/visualize.py augment --config configs/demo.yaml --images 8 --draws 5 --out sheet.png augment.three_augment=true
 
-`augment` writes a contact sheet: for some training images the original, several draws of the augmentation with what was done in words, and
-one as it is mixed. Settings are `section.key=value` and win over the file. Exit status: 0 done, 2 something to set right.
+`augment` writes a contact sheet: for some training images the original, several draws of the
+augmentation with what was done in words, and one as it is mixed. Settings are `section.key=value`
+and win over the file. Exit status: 0 done, 2 something to set right.
 """
 
 from __future__ import annotations
@@ -37,12 +38,34 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
     """The flags, and the settings as `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/visualize.py", __doc__, setting_for)
     commands = parser.add_subparsers(dest="command", required=True, metavar="augment")
-    augment = commands.add_parser("augment", help="contact sheet of the augmentation", hint=setting_for)
-    augment.add_argument("--config", required=True, metavar="FILE", help="YAML file with what differs from the defaults")
-    augment.add_argument("--out", type=Path, metavar="FILE.png", help="picture to write (default: augment_<name of the config>.png)")
-    augment.add_argument("--images", type=int, default=6, metavar="N", help="rows of the sheet (default: 6; whole groups where images mix)")
-    augment.add_argument("--draws", type=int, default=4, metavar="N", help="draws of each image (default: 4)")
-    augment.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
+    augment = commands.add_parser(
+        "augment", help="contact sheet of the augmentation", hint=setting_for
+    )
+    augment.add_argument(
+        "--config",
+        required=True,
+        metavar="FILE",
+        help="YAML file with what differs from the defaults",
+    )
+    augment.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.png",
+        help="picture to write (default: augment_<name of the config>.png)",
+    )
+    augment.add_argument(
+        "--images",
+        type=int,
+        default=6,
+        metavar="N",
+        help="rows of the sheet (default: 6; whole groups where images mix)",
+    )
+    augment.add_argument(
+        "--draws", type=int, default=4, metavar="N", help="draws of each image (default: 4)"
+    )
+    augment.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that win over the file"
+    )
     # Settings and flags in any order, which parse_intermixed_args cannot do beside commands.
     args, rest = parser.parse_known_args(words)
     flags = [word for word in rest if word.startswith("-") or "=" not in word]

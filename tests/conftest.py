@@ -1,4 +1,5 @@
-"""Shards that many tests read and none changes; what tests start ends with them; what is missing here is told."""
+"""Shards that many tests read and none changes; what tests start ends with them; what is missing
+here is told."""
 
 from __future__ import annotations
 
@@ -27,15 +28,26 @@ def config(tmp_path: Path, shards: Path) -> Path:
     return write_config(tmp_path, shards)
 
 
-LONGEST = ("test_train.py", "test_writer.py", "test_errors.py", "test_report.py", "test_imagenet_whole.py", "test_tracking.py")
+LONGEST = (
+    "test_train.py",
+    "test_writer.py",
+    "test_errors.py",
+    "test_report.py",
+    "test_imagenet_whole.py",
+    "test_tracking.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files come first: dealt over processes file by file, none is left for the end."""
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    items.sort(
+        key=lambda item: (
+            LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
+        )
+    )
 
 
-# ---- what tests start -----------------------------------------------------------------------------------------------
+# ---- what tests start ----------------------------------------------------------------------------
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,7 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
     kernels = torch.backends.cpu.get_cpu_capability().lower()
     compiled = Path(tempfile.gettempdir(), f"vit-tests-compiled-{os.getuid()}-{kernels}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
-    if hasattr(config, "workerinput"):  # threads of several processes that wait for each other cost ten times what they gain
+    # threads of several processes that wait for each other cost ten times what they gain
+    if hasattr(config, "workerinput"):
         torch.set_num_threads(max(torch.get_num_threads() // config.workerinput["workercount"], 1))
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         families.begin_session()
@@ -53,7 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A test that failed, or was timed out, has not come to the lines that end what it had started."""
+    """A test that failed, or was timed out, has not come to the lines that end what it had
+    started."""
     try:
         return (yield)
     except BaseException:
@@ -63,14 +77,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """The last fixture that ends; an error here belongs to the tests that the left processes name."""
+    """The last fixture that ends; an error here belongs to the tests that the left processes
+    name."""
     yield
     warm_python.stop()
     left = families.end_session()
     assert not left, "these processes outlived the tests that started them:\n" + "\n".join(left)
 
 
-# ---- what is missing here -------------------------------------------------------------------------------------------
+# ---- what is missing here ------------------------------------------------------------------------
 
 
 def remedy(reasons: list[str]) -> str:
@@ -78,7 +93,11 @@ def remedy(reasons: list[str]) -> str:
     asked = [re.search(r"apt-get install ([a-z0-9.+ -]+)", reason) for reason in reasons]
     packages = sorted({package for found in asked if found for package in found[1].split()})
     number = sum(found is not None for found in asked)
-    return f"{number} tests were skipped for missing programs: apt-get install {' '.join(packages)}" if packages else ""
+    return (
+        f"{number} tests were skipped for missing programs: apt-get install {' '.join(packages)}"
+        if packages
+        else ""
+    )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -1,9 +1,11 @@
-"""Trainings on two ranks whose server is away in the middle: what they end with is what they end with when it is not.
+"""Trainings on two ranks whose server is away in the middle: what they end with is what they end
+with when it is not.
 
     python tests/faults.py [--minutes 10] [--kinds http s3]
 
-The cache holds two of three shards, so that blocks are fetched all the time; at step 4 all connections end, and new ones are answered 503
-for so many minutes. Prints the warnings of the run and whether the final weights are equal, bit for bit; exit status 1 if not.
+The cache holds two of three shards, so that blocks are fetched all the time; at step 4 all
+connections end, and new ones are answered 503 for so many minutes. Prints the warnings of the run
+and whether the final weights are equal, bit for bit; exit status 1 if not.
 """
 
 from __future__ import annotations
@@ -33,13 +35,18 @@ def served(kind: str, shards: Path) -> Iterator[tuple[str, Gate]]:
     """The URL of `shards` behind a gate, on a web server or in a store."""
     files = {path.name: path.read_bytes() for path in shards.iterdir() if path.is_file()}
     if kind == "http":
-        with WebServer({f"/set/{name}": content for name, content in files.items()}) as web, Gate(int(web.url.rsplit(":", 1)[1])) as gate:
+        with (
+            WebServer({f"/set/{name}": content for name, content in files.items()}) as web,
+            Gate(int(web.url.rsplit(":", 1)[1])) as gate,
+        ):
             yield f"http://127.0.0.1:{gate.port}/set", gate
         return
     with S3Server() as s3, Gate(s3.port) as gate, pytest.MonkeyPatch.context() as environment:
         url = s3.new_bucket()
         for name, content in files.items():
-            boto3.client("s3").put_object(Bucket=url.removeprefix("s3://"), Key=f"set/{name}", Body=content)
+            boto3.client("s3").put_object(
+                Bucket=url.removeprefix("s3://"), Key=f"set/{name}", Body=content
+            )
         environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{gate.port}")
         forget_clients()
         yield f"{url}/set", gate
@@ -48,15 +55,27 @@ def served(kind: str, shards: Path) -> Iterator[tuple[str, Gate]]:
 def settings(url: str, shards: Path, cache: Path, patience_s: float) -> list[str]:
     """Of a training whose cache holds two of the three shards."""
     room = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75
-    return [f"data.root={url}", f"data.cache_dir={cache}", f"data.cache_gib={room / (1 << 30)}", f"data.patience_s={patience_s}"]
+    return [
+        f"data.root={url}",
+        f"data.cache_dir={cache}",
+        f"data.cache_gib={room / (1 << 30)}",
+        f"data.patience_s={patience_s}",
+    ]
 
 
-def trained_through(kind: str, folder: Path, shards: Path, away_s: float, patience_s: float = 600.0) -> tuple[str, bool]:
-    """Train without and with an outage of so many seconds; returns what the latter printed, and whether both ended equal."""
+def trained_through(
+    kind: str, folder: Path, shards: Path, away_s: float, patience_s: float = 600.0
+) -> tuple[str, bool]:
+    """Train without and with an outage of so many seconds; returns what the latter printed, and
+    whether both ended equal."""
     config = write_config(folder, shards, steps=STEPS)
     with served(kind, shards) as (url, gate):
-        train(config, folder / "whole", *settings(url, shards, folder / "cache0", patience_s), ranks=2)
-        run = Background(config, folder / "away", *settings(url, shards, folder / "cache1", patience_s), ranks=2)
+        train(
+            config, folder / "whole", *settings(url, shards, folder / "cache0", patience_s), ranks=2
+        )
+        run = Background(
+            config, folder / "away", *settings(url, shards, folder / "cache1", patience_s), ranks=2
+        )
         run.wait_for_step(4)
         gate.close()
         time.sleep(away_s)
@@ -69,16 +88,34 @@ def trained_through(kind: str, folder: Path, shards: Path, away_s: float, patien
 
 def main() -> int:
     """The command line above."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help="for which the server is away (default: %(default)s)")
-    parser.add_argument("--kinds", nargs="+", choices=("http", "s3"), default=["http", "s3"], help="(default: both)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        help="for which the server is away (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kinds", nargs="+", choices=("http", "s3"), default=["http", "s3"], help="(default: both)"
+    )
     args = parser.parse_args()
     failures = 0
     for kind in args.kinds:
         with tempfile.TemporaryDirectory() as name:
-            said, equal = trained_through(kind, Path(name), make_shards(Path(name)), 60 * args.minutes, 120 + 60 * args.minutes)
+            said, equal = trained_through(
+                kind,
+                Path(name),
+                make_shards(Path(name)),
+                60 * args.minutes,
+                120 + 60 * args.minutes,
+            )
         print("\n".join(line for line in said.splitlines() if re.search("answer", line)))
-        print(f"{kind}, away for {args.minutes:g} minutes: {'equal' if equal else 'DIFFERENT'}", flush=True)
+        print(
+            f"{kind}, away for {args.minutes:g} minutes: {'equal' if equal else 'DIFFERENT'}",
+            flush=True,
+        )
         failures += not equal
     return int(failures > 0)
 

@@ -1,13 +1,17 @@
-"""Encoded images of all kinds, whole and damaged: whichever way decodes them, the pixels are the same, or all refuse.
+"""Encoded images of all kinds, whole and damaged: whichever way decodes them, the pixels are the
+same, or all refuse.
 
     python tests/fuzz_images.py --minutes 10 [--seed 7]
 
-The ways: a window by the C decoder, by pip packages alone, cut out of the whole; the views of training and evaluation on each of these;
-what preparation makes of the bytes; the size that an index would record. Sound files give the same pixels on all of them. Of a damaged
-JPEG a window may show nothing of damage elsewhere, but then on all ways, and never of one that is cut off. Damage is what disks, networks
-and people do: flipped, lost, inserted and repeated bytes, cut files, bytes behind the end and between headers, headers that lie.
+The ways: a window by the C decoder, by pip packages alone, cut out of the whole; the views of
+training and evaluation on each of these; what preparation makes of the bytes; the size that an
+index would record. Sound files give the same pixels on all of them. Of a damaged JPEG a window may
+show nothing of damage elsewhere, but then on all ways, and never of one that is cut off. Damage is
+what disks, networks and people do: flipped, lost, inserted and repeated bytes, cut files, bytes
+behind the end and between headers, headers that lie.
 
-Prints counts; the exit status is 1 after a difference, whose file is kept. tests/data/decode/test_images.py asks the same of each kind once.
+Prints counts; the exit status is 1 after a difference, whose file is kept.
+tests/data/decode/test_images.py asks the same of each kind once.
 """
 
 from __future__ import annotations
@@ -49,14 +53,17 @@ MOST_PIXELS = 1 << 20
 """Of what headers may promise here: larger ones are right, and slow."""
 
 
-# ---- images of all kinds --------------------------------------------------------------------------------------------
+# ---- images of all kinds -------------------------------------------------------------------------
 
 
 def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
     """Neither flat nor pure noise."""
     generator = np.random.default_rng((width, height))
     y, x = np.mgrid[:height, :width]
-    waves = np.stack([np.sin(x / 9 + phase) + np.cos(y / 7 - phase) for phase in range(4)], -1) * 50 + 128
+    waves = (
+        np.stack([np.sin(x / 9 + phase) + np.cos(y / 7 - phase) for phase in range(4)], -1) * 50
+        + 128
+    )
     pixels = (waves + generator.normal(0, 20, waves.shape)).clip(0, 255).astype(np.uint8)
     if mode == "RGBA":
         return Image.fromarray(pixels)
@@ -64,7 +71,9 @@ def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
         return picture(width, height, "RGBA").convert("LA")
     rgb = Image.fromarray(np.ascontiguousarray(pixels[..., :3]))
     if mode == "LAB":
-        to_lab = ImageCms.buildTransform(ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), "RGB", "LAB")
+        to_lab = ImageCms.buildTransform(
+            ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), "RGB", "LAB"
+        )
         return ImageCms.applyTransform(rgb, to_lab)
     if mode in ("I;16", "I;16B"):
         wide = pixels[..., 0].astype(np.uint16) * 256 + pixels[..., 1]
@@ -83,12 +92,22 @@ def png(color_type: int, width: int, height: int, bits: int = 16) -> bytes:
     samples = {0: 1, 2: 3, 4: 2, 6: 4}[color_type] * bits // 8
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     rng = random.Random(color_type)
     rows = b"".join(b"\0" + rng.randbytes(samples * width) for _ in range(height))
     header = struct.pack(">IIBBBBB", width, height, bits, color_type, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
 
 
 def at_frame(data: bytes) -> int:
@@ -105,7 +124,10 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
         for sampling in ("4:4:4", "4:2:2", "4:2:0"):
             data = encoded(rgb, "JPEG", quality=85, subsampling=sampling, **marks)
             yield f"JPEG {sampling}{told}", data
-            for factors, name in {"4:2:2": [(0x12, "4:4:0")], "4:2:0": [(0x41, "4:1:1"), (0x14, "4:4:1")]}.get(sampling, []):
+            for factors, name in {
+                "4:2:2": [(0x12, "4:4:0")],
+                "4:2:0": [(0x41, "4:1:1"), (0x14, "4:4:1")],
+            }.get(sampling, []):
                 at = at_frame(data) + 11  # the same codes, said to be arranged in another way
                 yield f"JPEG {name}{told}", data[:at] + bytes([factors]) + data[at + 1 :]
         yield f"JPEG grey{told}", encoded(grey, "JPEG", **marks)
@@ -116,15 +138,27 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
         yield f"JPEG YCCK{told}", cmyk[:at] + b"\2" + cmyk[at + 1 :]
         yield f"JPEG CMYK without Adobe{told}", cmyk.replace(b"Adobe", b"Other")
         yield f"JPEG progressive{told}", encoded(rgb, "JPEG", progressive=True, **marks)
-        yield f"JPEG progressive CMYK{told}", encoded(rgb.convert("CMYK"), "JPEG", progressive=True, **marks)
+        yield (
+            f"JPEG progressive CMYK{told}",
+            encoded(rgb.convert("CMYK"), "JPEG", progressive=True, **marks),
+        )
     yield "JPEG rows of markers", encoded(rgb, "JPEG", restart_marker_rows=1)
     plain = encoded(rgb, "JPEG", quality=85)
     header = read_header(plain)
     # Any bytes are arithmetic codes of some image.
     codes = random.Random(0).randbytes(width * height).replace(b"\xff", b"\0")
-    arithmetic = plain[: header.frame_offset + 1] + b"\xc9" + plain[header.frame_offset + 2 : header.scan_offset] + codes + b"\xff\xd9"
+    arithmetic = (
+        plain[: header.frame_offset + 1]
+        + b"\xc9"
+        + plain[header.frame_offset + 2 : header.scan_offset]
+        + codes
+        + b"\xff\xd9"
+    )
     yield "JPEG arithmetic", arithmetic
-    yield "JPEG 12 bits", plain[: header.frame_offset + 4] + b"\x0c" + plain[header.frame_offset + 5 :]
+    yield (
+        "JPEG 12 bits",
+        plain[: header.frame_offset + 4] + b"\x0c" + plain[header.frame_offset + 5 :],
+    )
     exif = Image.Exif()
     exif[0x0112] = 6
     yield "JPEG with EXIF", encoded(rgb, "JPEG", exif=exif, icc_profile=bytes(70_000))
@@ -135,21 +169,53 @@ def others(width: int, height: int) -> Iterator[tuple[str, bytes]]:
     """Images of other formats, in all modes that Pillow writes and some that it does not."""
     for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
         yield f"PNG {mode}", encoded(picture(width, height, mode), "PNG")
-    yield "PNG with a transparent colour", encoded(picture(width, height), "PNG", transparency=(128, 128, 128))
-    yield "PNG with a transparent grey", encoded(picture(width, height, "L"), "PNG", transparency=128)
-    yield "PNG P with transparencies", encoded(picture(width, height, "P"), "PNG", transparency=bytes(range(256)))
+    yield (
+        "PNG with a transparent colour",
+        encoded(picture(width, height), "PNG", transparency=(128, 128, 128)),
+    )
+    yield (
+        "PNG with a transparent grey",
+        encoded(picture(width, height, "L"), "PNG", transparency=128),
+    )
+    yield (
+        "PNG P with transparencies",
+        encoded(picture(width, height, "P"), "PNG", transparency=bytes(range(256))),
+    )
     for color_type, name in {2: "RGB", 4: "LA", 6: "RGBA"}.items():
         yield f"PNG {name} of 16 bits", png(color_type, width, height)
-    for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I;16", "I;16B", "I", "F"):
+    for mode in (
+        "1",
+        "L",
+        "LA",
+        "P",
+        "RGB",
+        "RGBA",
+        "CMYK",
+        "YCbCr",
+        "LAB",
+        "I;16",
+        "I;16B",
+        "I",
+        "F",
+    ):
         yield f"TIFF {mode}", encoded(picture(width, height, mode), "TIFF")
     for how in ("tiff_lzw", "tiff_deflate", "packbits", "jpeg"):
         yield f"TIFF {how}", encoded(picture(width, height), "TIFF", compression=how)
-    yield "TIFF I;16 deflate", encoded(picture(width, height, "I;16"), "TIFF", compression="tiff_deflate")
+    yield (
+        "TIFF I;16 deflate",
+        encoded(picture(width, height, "I;16"), "TIFF", compression="tiff_deflate"),
+    )
     for orientation in (3, 6):
-        yield f"TIFF to be turned ({orientation})", encoded(picture(width, height), "TIFF", tiffinfo={0x0112: orientation})
+        yield (
+            f"TIFF to be turned ({orientation})",
+            encoded(picture(width, height), "TIFF", tiffinfo={0x0112: orientation}),
+        )
     for mode in ("1", "L", "RGB", "I;16", "F"):
         yield f"PPM {mode}", encoded(picture(width, height, mode), "PPM")
-    yield "PPM RGB of 16 bits", b"P6 %d %d 65535 " % (width, height) + random.Random(1).randbytes(6 * width * height)
+    yield (
+        "PPM RGB of 16 bits",
+        b"P6 %d %d 65535 " % (width, height) + random.Random(1).randbytes(6 * width * height),
+    )
     for mode in ("1", "L", "P", "RGB", "RGBA"):
         yield f"BMP {mode}", encoded(picture(width, height, mode), "BMP")
     for mode in ("L", "P", "RGB"):
@@ -173,7 +239,7 @@ def kinds(width: int, height: int) -> dict[str, bytes]:
     return dict([*jpegs(width, height), *others(width, height)])
 
 
-# ---- the ways, and whether they agree -------------------------------------------------------------------------------
+# ---- the ways, and whether they agree ------------------------------------------------------------
 
 
 @contextmanager
@@ -192,7 +258,11 @@ def box_of(data: bytes, box: Window, channels: int) -> Pixels:
 
 def view_of(data: bytes, box: Window, channels: int) -> Pixels:
     """As training sees it; of the window's own size, so nothing is resized."""
-    return decode_views(data, [box], (box[3], box[2]), "bilinear", channels)[0].permute(1, 2, 0).numpy()
+    return (
+        decode_views(data, [box], (box[3], box[2]), "bilinear", channels)[0]
+        .permute(1, 2, 0)
+        .numpy()
+    )
 
 
 def centre_of(data: bytes, channels: int) -> Pixels:
@@ -212,7 +282,11 @@ def same(a: Pixels | None, b: Pixels | None) -> bool:
 
 
 def told(pixels: Pixels | None) -> str:
-    return "refused" if pixels is None else f"{pixels.shape} {hashlib.sha256(np.ascontiguousarray(pixels)).hexdigest()[:8]}"
+    return (
+        "refused"
+        if pixels is None
+        else f"{pixels.shape} {hashlib.sha256(np.ascontiguousarray(pixels)).hexdigest()[:8]}"
+    )
 
 
 class Comparison:
@@ -223,7 +297,8 @@ class Comparison:
         self.rng = rng
         self.differences: list[str] = []
         self.overlooked = 0
-        """Windows that show nothing of damage outside of them. Only damaged files that end like whole ones may have such."""
+        """Windows that show nothing of damage outside of them. Only damaged files that end like
+        whole ones may have such."""
         try:
             self.size: tuple[int, int] | None = image_size(data)
         except ValueError:
@@ -237,7 +312,9 @@ class Comparison:
         size = self.size
         whole = tried(decode, data, channels)
         if whole is not None and size != whole.shape[1::-1]:
-            self.differences.append(f"an index would say {size}, but it has {whole.shape[1::-1]} pixels")
+            self.differences.append(
+                f"an index would say {size}, but it has {whole.shape[1::-1]} pixels"
+            )
         if channels == 3:
             self._prepare(whole)
         if size is None:
@@ -245,12 +322,22 @@ class Comparison:
         for box in self._boxes(*size):
             left, top, width, height = box
             part = None if whole is None else whole[top : top + height, left : left + width]
-            ways = self._by_both("box", box_of, box, channels) | self._by_both("view", view_of, box, channels)
+            ways = self._by_both("box", box_of, box, channels) | self._by_both(
+                "view", view_of, box, channels
+            )
             self._judge(f"{box} of {size}, {channels} channels", part, ways)
         height, width = resized_size(size[::-1], (SIDE, SIDE), VIEW)
         top, left = round((height - SIDE) / 2), round((width - SIDE) / 2)
-        centre = None if whole is None else resize(whole, (height, width), "bilinear")[:, top : top + SIDE, left : left + SIDE].numpy()
-        self._judge(f"{channels} channels", centre, self._by_both("evaluation", centre_of, channels))
+        centre = (
+            None
+            if whole is None
+            else resize(whole, (height, width), "bilinear")[
+                :, top : top + SIDE, left : left + SIDE
+            ].numpy()
+        )
+        self._judge(
+            f"{channels} channels", centre, self._by_both("evaluation", centre_of, channels)
+        )
 
     def _boxes(self, width: int, height: int) -> Iterator[tuple[int, int, int, int]]:
         yield 0, 0, width, height
@@ -258,14 +345,17 @@ class Comparison:
             w, h = self.rng.randint(1, width), self.rng.randint(1, height)
             yield self.rng.randint(0, width - w), self.rng.randint(0, height - h), w, h
 
-    def _by_both(self, name: str, way: Callable[..., Pixels], *about: Any) -> dict[str, Pixels | None]:
+    def _by_both(
+        self, name: str, way: Callable[..., Pixels], *about: Any
+    ) -> dict[str, Pixels | None]:
         ways = {name: tried(way, self.data, *about)}
         with without_native():
             ways[f"{name} by pip packages"] = tried(way, self.data, *about)
         return ways
 
     def _judge(self, what: str, whole: Pixels | None, ways: dict[str, Pixels | None]) -> None:
-        """The same pixels as in the whole or the same refusal; where codes of damaged files are not looked at, the same on all ways."""
+        """The same pixels as in the whole or the same refusal; where codes of damaged files are not
+        looked at, the same on all ways."""
         first = next(iter(ways.values()))
         agree = all(same(pixels, first) for pixels in ways.values())
         if agree and same(first, whole):
@@ -273,7 +363,10 @@ class Comparison:
         if agree and first is not None and self._may_overlook(whole):
             self.overlooked += 1
             return
-        self.differences.append(f"{what}: whole {told(whole)}, " + ", ".join(f"{name} {told(pixels)}" for name, pixels in ways.items()))
+        self.differences.append(
+            f"{what}: whole {told(whole)}, "
+            + ", ".join(f"{name} {told(pixels)}" for name, pixels in ways.items())
+        )
 
     def _may_overlook(self, whole: Pixels | None) -> bool:
         try:
@@ -281,7 +374,9 @@ class Comparison:
             simplejpeg.decode_jpeg(self.data)
             return False  # it is sound
         except ValueError:
-            return self.data.endswith(b"\xff\xd9") and (whole is None or header.restart_interval > 0)
+            return self.data.endswith(b"\xff\xd9") and (
+                whole is None or header.restart_interval > 0
+            )
 
     def _prepare(self, whole: Pixels | None) -> None:
         try:
@@ -293,14 +388,19 @@ class Comparison:
         if whole is None:
             self.differences.append("preparation takes what training refuses")
         elif (prepared.width, prepared.height) != whole.shape[1::-1]:
-            self.differences.append(f"prepared: {prepared.width} x {prepared.height}, where the whole is {whole.shape[1::-1]}")
+            self.differences.append(
+                f"prepared: {prepared.width} x {prepared.height}, where the whole is"
+                f" {whole.shape[1::-1]}"
+            )
         elif prepared.data is not self.data:
             far = np.abs(decode(prepared.data).astype(int) - whole).max()
             if far > 6:  # quality 100 rounds
-                self.differences.append(f"prepared pixels ({prepared.change}) are {far} levels away")
+                self.differences.append(
+                    f"prepared pixels ({prepared.change}) are {far} levels away"
+                )
 
 
-# ---- damage ---------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
@@ -309,7 +409,11 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         if len(hurt) < 40:
             break
-        at = rng.randrange(2, len(hurt)) if rng.random() < 0.5 else rng.randrange(2, min(len(hurt), 700))
+        at = (
+            rng.randrange(2, len(hurt))
+            if rng.random() < 0.5
+            else rng.randrange(2, min(len(hurt), 700))
+        )
         match rng.randrange(13):
             case 0:
                 hurt[at] = rng.randrange(256)
@@ -325,11 +429,21 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
                 del hurt[at:]
                 hurt += b"\xff\xd9"
             case 6:
-                hurt += rng.choice((b"\0", b"\xff\xd9", b"\n", rng.randbytes(40), bytes(data[: rng.randrange(len(data))])))
+                hurt += rng.choice(
+                    (
+                        b"\0",
+                        b"\xff\xd9",
+                        b"\n",
+                        rng.randbytes(40),
+                        bytes(data[: rng.randrange(len(data))]),
+                    )
+                )
             case 7:
                 hurt[at : at + 64] = bytes(len(hurt[at : at + 64]))
             case 8:
-                hurt[at : at + 2] = bytes((0xFF, rng.choice((*range(0xD0, 0xDA), 0xC4, 0xDA, 0xDB, 0xDD, 0xFE, 0))))
+                hurt[at : at + 2] = bytes(
+                    (0xFF, rng.choice((*range(0xD0, 0xDA), 0xC4, 0xDA, 0xDB, 0xDD, 0xFE, 0)))
+                )
             case 9:
                 other = rng.randrange(2, len(hurt))
                 hurt[at : at + 40] = hurt[other : other + 40]
@@ -349,9 +463,16 @@ def _lie(data: bytearray, rng: random.Random) -> None:
     frame = header.frame_offset
     what = rng.randrange(6)
     if what == 0:
-        struct.pack_into(">H", data, frame + 5 + 2 * rng.randrange(2), rng.choice((1, 7, 8, 16, header.width, header.height + 8, 300)))
+        struct.pack_into(
+            ">H",
+            data,
+            frame + 5 + 2 * rng.randrange(2),
+            rng.choice((1, 7, 8, 16, header.width, header.height + 8, 300)),
+        )
     elif what == 1:
-        data[frame + 11 + 3 * rng.randrange(header.num_components)] = rng.choice((0x11, 0x12, 0x21, 0x22, 0x14, 0x41, 0x31, 0x13))
+        data[frame + 11 + 3 * rng.randrange(header.num_components)] = rng.choice(
+            (0x11, 0x12, 0x21, 0x22, 0x14, 0x41, 0x31, 0x13)
+        )
     elif what == 2:
         at = data.find(b"\xff\xdd\0\4")
         if at >= 0:
@@ -359,7 +480,9 @@ def _lie(data: bytearray, rng: random.Random) -> None:
         else:
             data[frame:frame] = b"\xff\xdd\0\4" + struct.pack(">H", rng.choice((1, 2, 5)))
     elif what == 3:
-        data[frame:frame] = rng.choice((b"\0", b"\xff", b"stray", b"\xff\xd0", b"\xff\xfe\0\4hi", b"\xff\x01"))
+        data[frame:frame] = rng.choice(
+            (b"\0", b"\xff", b"stray", b"\xff\xd0", b"\xff\xfe\0\4hi", b"\xff\x01")
+        )
     elif what == 4:
         data[frame + 1] = rng.choice((0xC0, 0xC1, 0xC2, 0xC3, 0xC9))
     else:
@@ -372,7 +495,11 @@ def fuzz(seconds: float, seed: int, keep: Path) -> tuple[Counter[str], list[str]
     counts = Counter[str]()
     found = []
     sizes = [(1, 1), (7, 9), (17, 33), (64, 48), (97, 64), (150, 41)]
-    seeds = [(f"{width} x {height} {name}", data) for width, height in sizes for name, data in kinds(width, height).items()]
+    seeds = [
+        (f"{width} x {height} {name}", data)
+        for width, height in sizes
+        for name, data in kinds(width, height).items()
+    ]
     jpegs_only = [pair for pair in seeds if "JPEG " in pair[0] or "MPO" in pair[0]]
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
@@ -395,13 +522,23 @@ def fuzz(seconds: float, seed: int, keep: Path) -> tuple[Counter[str], list[str]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=None, help="of the damage; default: another one each time")
-    parser.add_argument("--keep", type=Path, default=Path("/tmp"), help="folder for files that show a difference")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of the damage; default: another one each time"
+    )
+    parser.add_argument(
+        "--keep", type=Path, default=Path("/tmp"), help="folder for files that show a difference"
+    )
     args = parser.parse_args()
     seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(4), "little")
-    print(f"seed {seed}; C decoder: {'yes' if native.AVAILABLE else 'no, so one way less is compared'}", flush=True)
+    print(
+        f"seed {seed}; C decoder:"
+        f" {'yes' if native.AVAILABLE else 'no, so one way less is compared'}",
+        flush=True,
+    )
     counts, found = fuzz(60 * args.minutes, seed, args.keep)
     print(*found[:40], sep="\n")
     print(", ".join(f"{number:,} {what}" for what, number in counts.items()))

@@ -1,9 +1,11 @@
-"""Kills and exits in numbers: what `make test` tries once, many times over. Minutes to an hour; prints what it found.
+"""Kills and exits in numbers: what `make test` tries once, many times over. Minutes to an hour;
+prints what it found.
 
     python tests/soak.py [--count 20] [--exits 50]
 
-Kills: on 2 and on 3 ranks, `count` times SIGKILL at a random moment, in turns of one rank and of everything, and the same command again;
-the final state must equal the uninterrupted run's bit for bit. Exits: so many two-rank trainings, each of which must end with status 0.
+Kills: on 2 and on 3 ranks, `count` times SIGKILL at a random moment, in turns of one rank and of
+everything, and the same command again; the final state must equal the uninterrupted run's bit for
+bit. Exits: so many two-rank trainings, each of which must end with status 0.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ STEPS = 150
 
 
 def kill_at_random(config: Path, run_dir: Path, ranks: int, everything: bool) -> tuple[int, int]:
-    """Start a training, kill it somewhere in it, finish it; returns the step in the record at the kill, and the restarts."""
+    """Start a training, kill it somewhere in it, finish it; returns the step in the record at the
+    kill, and the restarts."""
     background = Background(config, run_dir, ranks=ranks, cold=True)
     background.wait_for_step(random.randrange(1, STEPS - 5))
     time.sleep(random.uniform(0.0, 0.02))
@@ -43,9 +46,18 @@ def kill_at_random(config: Path, run_dir: Path, ranks: int, everything: bool) ->
 
 def main() -> int:
     """The command line above; exit status 1 if anything differed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=20, help="kills for each number of ranks (default: %(default)s)")
-    parser.add_argument("--exits", type=int, default=50, help="finished two-rank runs (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--count",
+        type=int,
+        default=20,
+        help="kills for each number of ranks (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--exits", type=int, default=50, help="finished two-rank runs (default: %(default)s)"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3], help="(default: 2 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
     args = parser.parse_args()
@@ -66,7 +78,11 @@ def main() -> int:
                 failures += not equal
                 what = "all ranks" if number % 2 else "one rank"
                 verdict = "equal" if equal else "DIFFERENT"
-                print(f"{ranks} ranks, kill {number + 1}: {what} at step {step} of {STEPS}, {restarts} restart: {verdict}", flush=True)
+                print(
+                    f"{ranks} ranks, kill {number + 1}: {what} at step {step} of {STEPS},"
+                    f" {restarts} restart: {verdict}",
+                    flush=True,
+                )
         statuses = []
         exits = write_config(folder, root, "exits.yaml", steps=2)
         for number in range(args.exits):

@@ -1,4 +1,5 @@
-"""What ranks check among themselves: which rows they trained on, and from which checkpoint they go on."""
+"""What ranks check among themselves: which rows they trained on, and from which checkpoint they go
+on."""
 
 from __future__ import annotations
 
@@ -95,7 +96,12 @@ def test_other_ranks_go_on_from_what_the_main_rank_found_as_soon_as_they_see_it(
 
     showing = threading.Thread(target=show)
     showing.start()
-    found = together(2, lambda world: resume.find_checkpoint(seen if world.rank else run.folder, run.config, facts, set(), world))
+    found = together(
+        2,
+        lambda world: resume.find_checkpoint(
+            seen if world.rank else run.folder, run.config, facts, set(), world
+        ),
+    )
     showing.join()
     assert [path for path, _ in found] == [run.folder / "checkpoints" / newest.name, newest]
     assert found[0][1] == found[1][1]
@@ -140,10 +146,22 @@ def test_a_run_does_not_go_on_with_other_class_names(config, tmp_path):
     facts = {key: info["facts"][key] for key in ("num_samples", "index_sha256", "num_classes")}
     names = info["facts"]["class_names"]
     for same in (names, []):  # none were known
-        assert resume.find_checkpoint(run.folder, run.config, {**facts, "class_names": same}, set(), ALONE) is not None
-    with pytest.raises(ValueError, match=rf"data: class 0 is '{names[0]}' there, '{names[2]}' here \(2 of 3 names differ\)"):
-        resume.find_checkpoint(run.folder, run.config, {**facts, "class_names": names[::-1]}, set(), ALONE)
-    with pytest.raises(ValueError, match="belongs to a run with other settings:\n  data: class 0 is"):
+        assert (
+            resume.find_checkpoint(
+                run.folder, run.config, {**facts, "class_names": same}, set(), ALONE
+            )
+            is not None
+        )
+    with pytest.raises(
+        ValueError,
+        match=rf"data: class 0 is '{names[0]}' there, '{names[2]}' here \(2 of 3 names differ\)",
+    ):
+        resume.find_checkpoint(
+            run.folder, run.config, {**facts, "class_names": names[::-1]}, set(), ALONE
+        )
+    with pytest.raises(
+        ValueError, match="belongs to a run with other settings:\n  data: class 0 is"
+    ):
         train.build(_with_names(run.config, tmp_path, names[::-1]), ALONE)
 
 

@@ -1,4 +1,5 @@
-"""benchmarks/loader.py runs with what is installed, and its contestants do nothing outside of their turns."""
+"""benchmarks/loader.py runs with what is installed, and its contestants do nothing outside of their
+turns."""
 
 from __future__ import annotations
 
@@ -26,8 +27,23 @@ WHOLE = "limit: whole JPEGs"
 def place(tmp_path_factory) -> Path:
     """A folder in which the benchmark has run: found.json, .md, .png, data/."""
     folder = tmp_path_factory.mktemp("loader")
-    command = [sys.executable, BENCHMARKS / "loader.py", "--quick", "--workers", "0", "--only", OURS, V1, "FFCV", WHOLE]
-    subprocess.run([*command, "--data", folder / "data", "--out", folder / "found.json"], check=True, cwd=folder)
+    command = [
+        sys.executable,
+        BENCHMARKS / "loader.py",
+        "--quick",
+        "--workers",
+        "0",
+        "--only",
+        OURS,
+        V1,
+        "FFCV",
+        WHOLE,
+    ]
+    subprocess.run(
+        [*command, "--data", folder / "data", "--out", folder / "found.json"],
+        check=True,
+        cwd=folder,
+    )
     return folder
 
 
@@ -45,15 +61,24 @@ def data(place, loader):
 def test_quick_run_writes_every_round_and_says_who_is_not_installed(place, data):
     report = json.loads((place / "found.json").read_text())
     assert report["data"].startswith("64 JPEGs, ")
-    tables = {(result["title"].split(":")[0], result["unit"]): result["rows"] for result in report["results"]}
-    assert set(tables) == {(task, unit) for task in ("Training", "Evaluation") for unit in ("images/CPU-s", "images/s")}
+    tables = {
+        (result["title"].split(":")[0], result["unit"]): result["rows"]
+        for result in report["results"]
+    }
+    assert set(tables) == {
+        (task, unit) for task in ("Training", "Evaluation") for unit in ("images/CPU-s", "images/s")
+    }
     for rows in tables.values():
         assert {OURS, V1, WHOLE} <= set(rows)
         for row in rows.values():
             assert len(row["rounds"]) == 1
             assert row["rounds"][0] > 0
     installed = importlib.util.find_spec("ffcv") is not None
-    assert (report["contestants"]["FFCV"] != "not installed") == installed == ("FFCV" in tables["Training", "images/s"])
+    assert (
+        (report["contestants"]["FFCV"] != "not installed")
+        == installed
+        == ("FFCV" in tables["Training", "images/s"])
+    )
     page = (place / "found.md").read_text()
     assert f"| {OURS} | " in page
     num_bytes = sum(file.stat().st_size for file in data.files)

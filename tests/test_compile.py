@@ -20,7 +20,9 @@ class Counter:
     def __init__(self):
         self.num_graphs = 0
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]
+    ) -> torch.fx.GraphModule:
         self.num_graphs += 1
         return graph
 
@@ -51,7 +53,9 @@ def small_vit(embed_dim: int, depth: int, **fields) -> torch.nn.Module:
     return create_model("vit_ti8", 16, 5, embed_dim=embed_dim, depth=depth, num_heads=2, **fields)
 
 
-@pytest.mark.parametrize("fields", [{"drop_path_rate": 0.1}, {"init_values": 1e-4, "proj_drop_rate": 0.1}])
+@pytest.mark.parametrize(
+    "fields", [{"drop_path_rate": 0.1}, {"init_values": 1e-4, "proj_drop_rate": 0.1}]
+)
 def test_all_blocks_share_one_graph_in_training_and_one_in_evaluation(graphs, fields):
     model = small_vit(16, DEPTH, **fields)
     compile_blocks(model, backend=graphs)

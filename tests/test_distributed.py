@@ -68,7 +68,10 @@ def words(ended: list[Any]) -> list[str]:
 
 def test_all_ranks_get_what_the_main_rank_tells():
     told = {"name": "step_00000003", "info": {"step": 3, "size": [2, None]}}
-    assert together(3, lambda world: world.main_tells(lambda: told if world.is_main else 1)) == [told] * 3
+    assert (
+        together(3, lambda world: world.main_tells(lambda: told if world.is_main else 1))
+        == [told] * 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,9 @@ def test_whatever_ends_the_main_rank_ends_those_who_wait_for_it(error, heard):
     assert words(ended[1:]) == [f"AlreadyReported: {heard}"] * 2
 
 
-@pytest.mark.parametrize(("wrong", "tell"), [((), ()), ((0,), (0,)), ((2,), (2,)), ((0, 1, 2), (0,)), ((1, 2), (1, 2))])
+@pytest.mark.parametrize(
+    ("wrong", "tell"), [((), ()), ((0,), (0,)), ((2,), (2,)), ((0, 1, 2), (0,)), ((1, 2), (1, 2))]
+)
 def test_a_mistake_on_any_rank_ends_all_and_is_told_once_where_the_main_rank_has_it(wrong, tell):
     def function(world: World) -> str:
         with world.main_reports():
@@ -97,7 +102,9 @@ def test_a_mistake_on_any_rank_ends_all_and_is_told_once_where_the_main_rank_has
                 raise ValueError(f"mistake of {world.rank}")
         return "went on"
 
-    expected = ["AlreadyReported: mistake of 0" if 0 in wrong else "AlreadyReported: told by another rank"] * 3
+    expected = [
+        "AlreadyReported: mistake of 0" if 0 in wrong else "AlreadyReported: told by another rank"
+    ] * 3
     for rank in tell:
         expected[rank] = f"ValueError: mistake of {rank}"
     assert words(together(3, function)) == (expected if wrong else ["str: went on"] * 3)
@@ -144,10 +151,14 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
 
 
 def test_what_hosts_see_must_be_the_same():
-    ended = together(3, lambda world: world.check_same(lambda: "b" if world.rank == 1 else "a", "data"))
+    ended = together(
+        3, lambda world: world.check_same(lambda: "b" if world.rank == 1 else "a", "data")
+    )
     assert isinstance(ended[0], AlreadyReported)
     assert isinstance(ended[2], AlreadyReported)
-    assert str(ended[1]).startswith(f"{socket.gethostname()} sees other data than rank 0 (b, not a)")
+    assert str(ended[1]).startswith(
+        f"{socket.gethostname()} sees other data than rank 0 (b, not a)"
+    )
 
 
 # ---- signals and deaths -----------------------------------------------------------------------
@@ -249,14 +260,19 @@ def test_who_waits_for_the_main_rank_notices_that_it_was_killed(tmp_path):
 # ---- which device -----------------------------------------------------------------------------
 
 GOOD = Found("node1", ranks=8, gpus=8, nvidia_gpus=8, said="")
-BROKEN = Found("node7", ranks=8, gpus=0, nvidia_gpus=8, said="Found no NVIDIA driver on your system")
+BROKEN = Found(
+    "node7", ranks=8, gpus=0, nvidia_gpus=8, said="Found no NVIDIA driver on your system"
+)
 FEW = Found("node9", ranks=8, gpus=4, nvidia_gpus=4, said="")
 CPU = Found("node3", ranks=8, gpus=0, nvidia_gpus=0, said="No CUDA GPUs are available")
 
 
 @pytest.mark.parametrize("asked", ["auto", "cuda"])
 def test_a_host_without_what_the_others_have_is_named(asked):
-    for odd, says in ((BROKEN, "node7: torch sees no GPU (Found no NVIDIA driver on your system)"), (FEW, "node9: 4 GPU(s) for 8 rank(s)")):
+    for odd, says in (
+        (BROKEN, "node7: torch sees no GPU (Found no NVIDIA driver on your system)"),
+        (FEW, "node9: 4 GPU(s) for 8 rank(s)"),
+    ):
         everyone = [GOOD] * 8 + [odd] * 8
         with pytest.raises(ValueError, match="1 of 2 host") as caught:
             choose_device(asked, "train.device=", everyone)
@@ -280,7 +296,10 @@ def test_the_main_rank_decides_for_all_of_what_each_has_found():
         return str(world.device), world.hosts
 
     hosts = ("node1", "node1", "node3")
-    assert together(3, lambda world: agreed(world, [GOOD, GOOD, replace(GOOD, host="node3")])) == [("cuda:0", hosts)] * 3
+    assert (
+        together(3, lambda world: agreed(world, [GOOD, GOOD, replace(GOOD, host="node3")]))
+        == [("cuda:0", hosts)] * 3
+    )
     assert together(2, lambda world: agreed(world, [CPU, CPU])) == [("cpu", ("node3",) * 2)] * 2
     first, second = together(2, lambda world: agreed(world, [GOOD, BROKEN]))
     assert isinstance(first, ValueError)
@@ -332,9 +351,9 @@ def test_ranks_whose_hosts_differ_end_at_once_with_one_message_that_torchrun_rep
     done = launch(DIFFERENT, tmp_path, ranks=3)
     assert done.returncode == 1, "torchrun's own"
     told = (
-        "error: train.device=auto: 1 of 2 host(s) cannot train on GPUs, where node1 has 1 GPU(s) for "
-        "1 rank(s). node7: torch sees no GPU (Found no NVIDIA driver on your system). Check them "
-        "with nvidia-smi, leave them out, or use train.device=cpu everywhere"
+        "error: train.device=auto: 1 of 2 host(s) cannot train on GPUs, where node1 has 1 GPU(s)"
+        " for 1 rank(s). node7: torch sees no GPU (Found no NVIDIA driver on your system). Check"
+        " them with nvidia-smi, leave them out, or use train.device=cpu everywhere"
     )
     lines = done.stderr.splitlines()
     assert lines[0] == told, done.stderr

@@ -45,7 +45,9 @@ def test_average_is_the_weighted_sum_of_all_weights(decay, first_step, warmup):
         shares = [share * value for share in shares] + [1 - value]
     assert sum(shares) == pytest.approx(1)
     for name, parameter in ema.module.named_parameters():
-        expected = sum(share * weights[name] for share, weights in zip(shares, history, strict=True))
+        expected = sum(
+            share * weights[name] for share, weights in zip(shares, history, strict=True)
+        )
         torch.testing.assert_close(parameter.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -58,7 +60,9 @@ def test_average_follows_as_timms_does():
         train(model, step)
         ours.update(step)
         theirs.update(model)
-    for averaged, expected in zip(ours.module.parameters(), theirs.module.parameters(), strict=True):
+    for averaged, expected in zip(
+        ours.module.parameters(), theirs.module.parameters(), strict=True
+    ):
         torch.testing.assert_close(averaged, expected)
 
 
@@ -84,8 +88,13 @@ def test_average_is_a_frozen_model_in_fp32_for_evaluation():
     model = model_with_buffers().train()
     ema = Ema(model, 0.9)
     assert not ema.module.training
-    assert all(parameter.dtype == torch.float32 and not parameter.requires_grad for parameter in ema.module.parameters())
-    assert not {p.data_ptr() for p in ema.module.parameters()} & {p.data_ptr() for p in model.parameters()}
+    assert all(
+        parameter.dtype == torch.float32 and not parameter.requires_grad
+        for parameter in ema.module.parameters()
+    )
+    assert not {p.data_ptr() for p in ema.module.parameters()} & {
+        p.data_ptr() for p in model.parameters()
+    }
     assert model.training
     assert all(parameter.requires_grad for parameter in model.parameters())
 

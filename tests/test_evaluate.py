@@ -1,4 +1,5 @@
-"""Exact evaluation: the same integers whatever the ranks, and equal to a plain loop over the images."""
+"""Exact evaluation: the same integers whatever the ranks, and equal to a plain loop over the
+images."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def test_the_same_numbers_on_1_2_and_3_ranks_and_with_other_batches(trained_run)
 def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
     trained = read_trained(trained_run)
     config = from_dict(trained.config, "test")
-    model = create_model(config.model.name, config.model.image_size, trained.num_classes, **config.model.fields()).eval()
+    model = create_model(
+        config.model.name, config.model.image_size, trained.num_classes, **config.model.fields()
+    ).eval()
     load_weights(model, trained.weights)
     split = open_split(shards, "val")
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (config.data.mean, config.data.std))
@@ -56,7 +59,9 @@ def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
             image = decode_center(split.read(i), (16, 16), config.eval, "bilinear")
             logits = model(((image / 255 - mean) / std)[None])
             predicted.append(int(logits.argmax()))
-            loss += torch.nn.functional.cross_entropy(logits, torch.tensor([int(split.index["label"][i])])).item()
+            loss += torch.nn.functional.cross_entropy(
+                logits, torch.tensor([int(split.index["label"][i])])
+            ).item()
     result = evaluate(trained_run)
     labels = split.index["label"]
     right = int((np.array(predicted) == labels).sum())
@@ -64,7 +69,11 @@ def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
     assert result["loss"] == pytest.approx(loss / 23, rel=1e-4)
     assert result["correct_top5"] == 23, "there are three classes"
     saved = np.load(trained_run / "predictions.npz")
-    assert (saved["predictions"].tolist(), saved["labels"].tolist(), int(saved["step"])) == (predicted, labels.tolist(), 12)
+    assert (saved["predictions"].tolist(), saved["labels"].tolist(), int(saved["step"])) == (
+        predicted,
+        labels.tolist(),
+        12,
+    )
 
 
 @pytest.mark.slow
@@ -73,7 +82,10 @@ def test_predictions_come_from_all_ranks_in_the_order_of_the_split(tmp_path, sha
     train(write_config(tmp_path, shards), tmp_path / "run", "train.ema_decay=null", ranks=3)
     saved = np.load(tmp_path / "run" / "predictions.npz")
     assert saved["labels"].tolist() == open_split(shards, "val").index["label"].tolist()
-    assert int((saved["predictions"] == saved["labels"]).sum()) == evaluate(tmp_path / "run")["correct_top1"]
+    assert (
+        int((saved["predictions"] == saved["labels"]).sum())
+        == evaluate(tmp_path / "run")["correct_top1"]
+    )
     assert not (tmp_path / "run" / ".predictions.npz").exists()
 
 
@@ -83,7 +95,9 @@ def test_the_record_and_the_command_agree(trained_run):
     last = metrics(trained_run, "eval")[-1]
     result = evaluate(trained_run)
     assert result.keys() - last.keys() == {"top1_low", "top1_high"}, "which follow from the counts"
-    assert {key: last[key] for key in result.keys() & last.keys()} == {key: result[key] for key in result.keys() & last.keys()}
+    assert {key: last[key] for key in result.keys() & last.keys()} == {
+        key: result[key] for key in result.keys() & last.keys()
+    }
 
 
 def test_another_resolution_interpolates_positions_without_training(trained_run):

@@ -1,5 +1,7 @@
-"""What agrees with timm and torch here does so with the kernels of other CPUs: tolerances that only hold for
-this one are found here. `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` let a CPU stand for older ones."""
+"""What agrees with timm and torch here does so with the kernels of other CPUs: tolerances that only
+hold for this one are found here. `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` let a CPU stand for
+older ones.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ ONEDNN = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
 OURS = torch.backends.cpu.get_cpu_capability().lower()
 PLAINER = [*ONEDNN][: [*ONEDNN].index(OURS)] if OURS in ONEDNN else []
 NUMERIC = [
-    *(f"tests/test_{name}.py" for name in ("ema", "evaluate", "published", "loss", "metrics", "model", "optim", "step")),
+    *(
+        f"tests/test_{name}.py"
+        for name in ("ema", "evaluate", "published", "loss", "metrics", "model", "optim", "step")
+    ),
     *(f"tests/data/augment/test_{name}.py" for name in ("apply", "draw", "pixel_ops")),
     *(f"tests/data/decode/test_{name}.py" for name in ("views", "native", "jpeg_cut")),
     "tests/report/test_plots.py",
@@ -30,8 +35,22 @@ CORE = [
 
 def passed_with_kernels(capability: str, *tests: str) -> int:
     """Number of tests that pass under `capability`; all that run must."""
-    env = {**environment(), "ATEN_CPU_CAPABILITY": capability, "ONEDNN_MAX_CPU_ISA": ONEDNN[capability]}
-    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not full", *tests]
+    env = {
+        **environment(),
+        "ATEN_CPU_CAPABILITY": capability,
+        "ONEDNN_MAX_CPU_ISA": ONEDNN[capability],
+    }
+    line = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not full",
+        *tests,
+    ]
     done = call(line, env, REPOSITORY, timeout_s=550)
     assert done.returncode == 0, done.stdout + done.stderr
     return int(re.search(r"(\d+) passed", done.stdout)[1])
@@ -54,5 +73,12 @@ def test_a_process_takes_the_kernels_it_is_told_to():
     for capability in ONEDNN:
         if capability in (*PLAINER, OURS):
             env = {**environment(), "ATEN_CPU_CAPABILITY": capability}
-            done = call([sys.executable, "-c", "import torch; print(torch.backends.cpu.get_cpu_capability())"], env)
+            done = call(
+                [
+                    sys.executable,
+                    "-c",
+                    "import torch; print(torch.backends.cpu.get_cpu_capability())",
+                ],
+                env,
+            )
             assert done.stdout.strip().lower() == capability, os.environ.get("ATEN_CPU_CAPABILITY")

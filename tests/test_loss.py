@@ -11,7 +11,9 @@ def soft_targets(num_rows: int, num_classes: int) -> torch.Tensor:
     """Two classes a row, as MixUp leaves them."""
     labels = torch.randint(num_classes, (2, num_rows))
     share = torch.rand(num_rows, 1)
-    return share * F.one_hot(labels[0], num_classes) + (1 - share) * F.one_hot(labels[1], num_classes)
+    return share * F.one_hot(labels[0], num_classes) + (1 - share) * F.one_hot(
+        labels[1], num_classes
+    )
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.9])
@@ -36,14 +38,20 @@ def test_hard_targets_are_one_hot_soft_ones(label_smoothing):
     logits = torch.randn(6, 5)
     labels = torch.randint(5, (6,))
     expected = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
-    torch.testing.assert_close(cross_entropy(logits, F.one_hot(labels, 5).float(), label_smoothing), expected)
+    torch.testing.assert_close(
+        cross_entropy(logits, F.one_hot(labels, 5).float(), label_smoothing), expected
+    )
 
 
 def test_first_loss_of_a_zero_head_is_the_entropy_of_a_guess():
     targets = F.one_hot(torch.arange(4), 1000).float()
-    torch.testing.assert_close(cross_entropy(torch.zeros(4, 1000), targets, 0.1), torch.full((4,), 1000.0).log())
+    torch.testing.assert_close(
+        cross_entropy(torch.zeros(4, 1000), targets, 0.1), torch.full((4,), 1000.0).log()
+    )
 
 
 def test_large_logits_do_not_overflow():
     logits = torch.tensor([[1e4, -1e4, 0.0]])
-    torch.testing.assert_close(cross_entropy(logits, torch.tensor([[0.0, 1.0, 0.0]])), torch.tensor([2e4]))
+    torch.testing.assert_close(
+        cross_entropy(logits, torch.tensor([[0.0, 1.0, 0.0]])), torch.tensor([2e4])
+    )

@@ -1,4 +1,5 @@
-"""Accuracy against torch's top-k, counted by hand, and equal to the last bit in any order and any partition."""
+"""Accuracy against torch's top-k, counted by hand, and equal to the last bit in any order and any
+partition."""
 
 import math
 import random
@@ -20,7 +21,9 @@ ALONE = World(0, 1, CPU)
 
 def examples(num: int, num_classes: int = 12, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return 5 * torch.randn(num, num_classes, generator=generator), torch.randint(num_classes, (num,), generator=generator)
+    return 5 * torch.randn(num, num_classes, generator=generator), torch.randint(
+        num_classes, (num,), generator=generator
+    )
 
 
 def counted(*batches: tuple[torch.Tensor, ...]) -> Accuracy:
@@ -30,7 +33,7 @@ def counted(*batches: tuple[torch.Tensor, ...]) -> Accuracy:
     return counter.result(ALONE)
 
 
-# --- top k --------------------------------------------------------------------------------------------------------------------------------
+# --- top k ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [1, 3, 5, 12])
@@ -49,7 +52,9 @@ def test_a_head_of_zeros_scores_as_chance():
 @given(st.lists(st.integers(-2, 2), min_size=1, max_size=8), st.integers(1, 6))
 def test_ties_go_to_the_smaller_class_so_that_exactly_k_classes_are_right(logits, k):
     num_classes = len(logits)
-    right = correct_in_top_k(torch.tensor([logits] * num_classes, dtype=torch.float32), torch.arange(num_classes), k)
+    right = correct_in_top_k(
+        torch.tensor([logits] * num_classes, dtype=torch.float32), torch.arange(num_classes), k
+    )
     ranking = sorted(range(num_classes), key=lambda c: (-logits[c], c))
     assert set(right.nonzero().flatten().tolist()) == set(ranking[:k])
 
@@ -67,7 +72,7 @@ def test_an_infinite_logit_of_the_label_is_right():
     assert correct_in_top_k(logits, torch.tensor([1, 1]), 1).tolist() == [True, False]
 
 
-# --- sums ---------------------------------------------------------------------------------------------------------------------------------
+# --- sums -----------------------------------------------------------------------------------------
 
 
 def test_result_is_the_plain_mean():
@@ -82,7 +87,12 @@ def test_result_is_the_plain_mean():
 
 
 @settings(deadline=None)
-@given(st.integers(1, 200), st.integers(0, 1000), st.lists(st.integers(0, 200), max_size=10), st.randoms())
+@given(
+    st.integers(1, 200),
+    st.integers(0, 1000),
+    st.lists(st.integers(0, 200), max_size=10),
+    st.randoms(),
+)
 def test_sums_are_equal_for_any_order_and_any_partition(num, seed, borders, shuffle: random.Random):
     logits, labels = examples(num, seed=seed)
     rows = torch.tensor(shuffle.sample(range(num), num))
@@ -126,7 +136,7 @@ def test_half_precision_logits_count_as_their_fp32_values():
     assert counted((logits.bfloat16(), labels)) == counted((logits.bfloat16().float(), labels))
 
 
-# --- the paired difference --------------------------------------------------------------------------------------------------------------
+# --- the paired difference ------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60))
@@ -135,7 +145,9 @@ def test_the_paired_difference_counts_what_one_model_alone_has_right(pairs):
     result = paired_difference(first, second)
     assert result.only_first == sum(a and not b for a, b in pairs)
     assert result.only_second == sum(b and not a for a, b in pairs)
-    assert result.points == pytest.approx(100 * (sum(b for _, b in pairs) - sum(a for a, _ in pairs)) / len(pairs))
+    assert result.points == pytest.approx(
+        100 * (sum(b for _, b in pairs) - sum(a for a, _ in pairs)) / len(pairs)
+    )
     assert result.low <= result.high
     mirrored = paired_difference(second, first)
     assert (mirrored.low, mirrored.high) == pytest.approx((-result.high, -result.low))
@@ -143,7 +155,8 @@ def test_the_paired_difference_counts_what_one_model_alone_has_right(pairs):
 
 @pytest.mark.parametrize(("only_first", "only_second"), [(0.01, 0.01), (0.03, 0.01), (0.2, 0.3)])
 def test_the_interval_covers_the_truth_as_often_as_it_says(only_first, only_second):
-    """2,000 experiments with 400 images: 95 % +- 4 standard errors, of the Wald interval's own small error besides."""
+    """2,000 experiments with 400 images: 95 % +- 4 standard errors, of the Wald interval's own
+    small error besides."""
     generator = torch.Generator().manual_seed(0)
     truth = 100 * (only_second - only_first)
     covered = 0
@@ -161,11 +174,17 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(only_first, only_seco
 def test_the_interval_of_an_accuracy_is_wilsons(total, share):
     right = round(share * total)
     expected = binomtest(right, total).proportion_ci(0.95, method="wilson")
-    assert interval95(right, total) == pytest.approx((100 * expected.low, 100 * expected.high), abs=1e-4)
+    assert interval95(right, total) == pytest.approx(
+        (100 * expected.low, 100 * expected.high), abs=1e-4
+    )
 
 
 def test_few_images_are_shown_with_their_interval():
     few, many = (Accuracy(n, n, n, 100.0, 100.0, 0.25) for n in (20, 5000))
-    assert str(few) == "top-1 100.00 % (20 of 20; 95 % interval 83.9 to 100.0), top-5 100.00 % (20), loss 0.2500"
+    assert (
+        str(few)
+        == "top-1 100.00 % (20 of 20; 95 % interval 83.9 to 100.0), top-5 100.00 % (20), loss"
+        " 0.2500"
+    )
     assert str(many) == "top-1 100.00 % (5000), top-5 100.00 % (5000), loss 0.2500"
     assert "interval" not in str(Accuracy(0, 0, 0, 0.0, 0.0, 0.0))

@@ -1,4 +1,5 @@
-"""The model against independent implementations of the same equations: timm, torchvision, and brute force."""
+"""The model against independent implementations of the same equations: timm, torchvision, and brute
+force."""
 
 import math
 
@@ -13,7 +14,14 @@ from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import nn
 
-from vit.model import DropPath, VisionTransformer, count_parameters, create_model, flops_per_image, sincos2d_posemb
+from vit.model import (
+    DropPath,
+    VisionTransformer,
+    count_parameters,
+    create_model,
+    flops_per_image,
+    sincos2d_posemb,
+)
 from vit.weights import load_weights
 
 TINY = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
@@ -28,17 +36,27 @@ CONFIGURATIONS = {
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights that leave nothing at zero or one, where a forgotten bias, scale or head would not be seen."""
+    """Weights that leave nothing at zero or one, where a forgotten bias, scale or head would not be
+    seen."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            std = 1.0 if name in ("pos_embed", "cls_token") else parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.1
-            parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, std, generator=generator)
+            std = (
+                1.0
+                if name in ("pos_embed", "cls_token")
+                else parameter[0].numel() ** -0.5
+                if parameter.ndim > 1
+                else 0.1
+            )
+            parameter.normal_(
+                1.0 if "norm" in name and name.endswith("weight") else 0.0, std, generator=generator
+            )
     return model.eval()
 
 
 def oracle(image_size: tuple[int, int], weights: dict, **fields) -> nn.Module:
-    """timm's model, sharing the memory of `weights`. Its attention is spelled out (matmul, softmax), ours is a fused kernel."""
+    """timm's model, sharing the memory of `weights`. Its attention is spelled out (matmul,
+    softmax), ours is a fused kernel."""
     with torch.device("meta"):
         guest = TimmVisionTransformer(img_size=image_size, weight_init="skip", **fields)
     guest.load_state_dict(weights, assign=True)
@@ -53,7 +71,13 @@ def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("vit_b16", 86_567_656), ("vit_b32", 88_224_232), ("vit_l16", 304_326_632), ("vit_l32", 306_535_400), ("vit_h14", 632_045_800)],
+    [
+        ("vit_b16", 86_567_656),
+        ("vit_b32", 88_224_232),
+        ("vit_l16", 304_326_632),
+        ("vit_l32", 306_535_400),
+        ("vit_h14", 632_045_800),
+    ],
 )
 def test_parameter_counts_of_the_paper(name, expected):
     with torch.device("meta"):
@@ -61,13 +85,21 @@ def test_parameter_counts_of_the_paper(name, expected):
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [("vit_ti16", "vit_tiny_patch16_224"), ("vit_s16", "vit_small_patch16_224"), ("vit_s8", "vit_small_patch8_224")]
+    ("ours", "theirs"),
+    [
+        ("vit_ti16", "vit_tiny_patch16_224"),
+        ("vit_s16", "vit_small_patch16_224"),
+        ("vit_s8", "vit_small_patch8_224"),
+    ],
 )
 def test_small_presets_are_those_of_timm(ours, theirs):
     with torch.device("meta"):
         model = create_model(ours)
         guest = create_model(f"timm/{theirs}")
-    shapes, expected = ({name: tensor.shape for name, tensor in network.state_dict().items()} for network in (model, guest))
+    shapes, expected = (
+        {name: tensor.shape for name, tensor in network.state_dict().items()}
+        for network in (model, guest)
+    )
     assert shapes == expected
     assert model.blocks[0].attn.num_heads == guest.blocks[0].attn.num_heads
     assert model.blocks[0].norm1.eps == model.norm.eps == guest.norm.eps
@@ -77,34 +109,51 @@ def test_small_presets_are_those_of_timm(ours, theirs):
 def test_state_dict_logits_and_gradients_equal_timm(fields):
     fields = TINY | {"patch_size": 16} | fields
     model = randomise(VisionTransformer(image_size=(64, 96), **fields))
-    guest = oracle(model.image_size, {name: tensor.clone() for name, tensor in model.state_dict().items()}, **fields)
+    guest = oracle(
+        model.image_size,
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        **fields,
+    )
     assert list(model.state_dict()) == list(guest.state_dict())
 
     images = torch.randn(3, model.in_chans, 64, 96, generator=torch.Generator().manual_seed(1))
-    assert relative_difference(model.forward_features(images), guest.forward_features(images)) < 1e-5
+    assert (
+        relative_difference(model.forward_features(images), guest.forward_features(images)) < 1e-5
+    )
     gradients = []
     for network in (model, guest):
         logits = network(images)
         loss = F.cross_entropy(logits, torch.tensor([3, 0, 9]))
         gradients.append((logits.detach(), *torch.autograd.grad(loss, list(network.parameters()))))
-    for name, ours, theirs in zip(["logits", *dict(model.named_parameters())], *gradients, strict=True):
+    for name, ours, theirs in zip(
+        ["logits", *dict(model.named_parameters())], *gradients, strict=True
+    ):
         assert relative_difference(ours, theirs) < 2e-5, name
 
 
 def difference_after_resampling(name: str, sizes: list, **fields) -> dict:
-    """Weights made at 224 pixels and used at other sizes, by us and by timm: size -> relative difference of the logits."""
+    """Weights made at 224 pixels and used at other sizes, by us and by timm: size -> relative
+    difference of the logits."""
     model = randomise(create_model(name, **fields))
     weights = model.state_dict()
-    fields = {field: getattr(model, field) for field in ("patch_size", "embed_dim", "depth", "num_classes")}
+    fields = {
+        field: getattr(model, field)
+        for field in ("patch_size", "embed_dim", "depth", "num_classes")
+    }
     fields["num_heads"] = model.blocks[0].attn.num_heads
     differences = {}
     for size in sizes:
         with torch.device("meta"):
             resized = VisionTransformer(size, **fields)
-        # The block weights are shared, positions are memory of this size alone: H/14 fits into a small machine.
-        resized.load_state_dict({**weights, "pos_embed": torch.zeros(resized.pos_embed.shape)}, assign=True)
+        # The block weights are shared, positions are memory of this size alone: H/14 fits into a
+        # small machine.
+        resized.load_state_dict(
+            {**weights, "pos_embed": torch.zeros(resized.pos_embed.shape)}, assign=True
+        )
         load_weights(resized.eval(), weights)
-        theirs = resample_abs_pos_embed(weights["pos_embed"], new_size=list(resized.grid_size), num_prefix_tokens=1)
+        theirs = resample_abs_pos_embed(
+            weights["pos_embed"], new_size=list(resized.grid_size), num_prefix_tokens=1
+        )
         guest = oracle(resized.image_size, {**weights, "pos_embed": theirs}, **fields)
         images = torch.randn(1, 3, *resized.image_size, generator=torch.Generator().manual_seed(2))
         with torch.no_grad():
@@ -112,7 +161,9 @@ def difference_after_resampling(name: str, sizes: list, **fields) -> dict:
     return differences
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("vit_b16", [224, 384, (192, 288)]), ("vit_h14", [224, 392, (196, 294)])])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("vit_b16", [224, 384, (192, 288)]), ("vit_h14", [224, 392, (196, 294)])]
+)
 def test_logits_equal_timm_at_other_sizes(name, sizes):
     differences = difference_after_resampling(name, sizes, **TINY)
     assert max(differences.values()) < 1e-5, differences
@@ -122,7 +173,8 @@ def test_logits_equal_timm_at_other_sizes(name, sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "fields"),
-    [  # L and H at full width, but not all of their equal blocks: 2.5 GB of weights took two minutes
+    # L and H at full width, but not all of their equal blocks: 2.5 GB of weights took two minutes
+    [
         ("vit_b16", [224, 384, (192, 288)], {}),
         ("vit_l16", [224, 384, (192, 288)], {"depth": 6}),
         ("vit_h14", [224, 392, (196, 294)], {"depth": 4}),
@@ -130,14 +182,21 @@ def test_logits_equal_timm_at_other_sizes(name, sizes):
 )
 def test_full_size_logits_equal_timm(name, sizes, fields):
     for size, difference in difference_after_resampling(name, sizes, **fields).items():
-        print(f"{name} at {size}: largest relative difference of the logits from timm's {difference:.1e}")
+        print(
+            f"{name} at {size}: largest relative difference of the logits from timm's"
+            f" {difference:.1e}"
+        )
         assert difference < 1e-4, (name, size)
 
 
 @pytest.mark.parametrize("representation_size", [None, 48])
 def test_logits_equal_torchvision(representation_size):
-    model = randomise(VisionTransformer(image_size=64, representation_size=representation_size, **TINY))
-    guest = torchvision.models.VisionTransformer(64, 16, 2, 4, 64, 256, num_classes=10, representation_size=representation_size).eval()
+    model = randomise(
+        VisionTransformer(image_size=64, representation_size=representation_size, **TINY)
+    )
+    guest = torchvision.models.VisionTransformer(
+        64, 16, 2, 4, 64, 256, num_classes=10, representation_size=representation_size
+    ).eval()
     renames = [
         ("patch_embed.proj", "conv_proj"),
         ("cls_token", "class_token"),
@@ -174,7 +233,11 @@ def test_sincos_positions_follow_the_formula():
     for y in range(height):
         for x in range(width):
             waves = ((math.sin, x), (math.cos, x), (math.sin, y), (math.cos, y))
-            expected = [wave(place / 10_000 ** (i / (dim // 4 - 1))) for wave, place in waves for i in range(dim // 4)]
+            expected = [
+                wave(place / 10_000 ** (i / (dim // 4 - 1)))
+                for wave, place in waves
+                for i in range(dim // 4)
+            ]
             assert positions[0, 1 + y * width + x].tolist() == pytest.approx(expected, abs=1e-6)
 
 
@@ -190,11 +253,15 @@ def test_initial_weights_have_their_stated_spread():
     model = VisionTransformer(image_size=64, init_values=1e-4, **TINY)
     assert model.blocks[1].mlp.fc1.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.1)
-    assert model.patch_embed.proj.weight.std().item() == pytest.approx((3 * 16 * 16) ** -0.5, rel=0.02)
+    assert model.patch_embed.proj.weight.std().item() == pytest.approx(
+        (3 * 16 * 16) ** -0.5, rel=0.02
+    )
     assert model.cls_token.abs().max() < 1e-5
     assert model.cls_token.any()
     assert (model.blocks[0].ls1.gamma == 1e-4).all()
-    assert not any(parameter.any() for name, parameter in model.named_parameters() if name.endswith("bias"))
+    assert not any(
+        parameter.any() for name, parameter in model.named_parameters() if name.endswith("bias")
+    )
     assert not model(torch.randn(2, 3, 64, 64)).any()
 
 
@@ -211,7 +278,12 @@ def test_a_model_built_on_meta_can_be_materialised(pos_embed):
     model.init_weights()
     torch.manual_seed(0)
     late.init_weights()
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.state_dict().values(), late.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(
+            model.state_dict().values(), late.state_dict().values(), strict=True
+        )
+    )
 
 
 def test_drop_path_drops_whole_samples_at_its_rate_and_keeps_the_mean():
@@ -232,10 +304,14 @@ def test_drop_path_grows_linearly_as_in_timm_or_is_uniform():
     fields = TINY | {"depth": 5, "drop_path_rate": 0.4}
     rates = [block.drop_path.rate for block in VisionTransformer(image_size=32, **fields).blocks]
     guest = TimmVisionTransformer(img_size=32, **fields)
-    assert rates == pytest.approx([0.0, *(block.drop_path1.drop_prob for block in guest.blocks[1:])])
+    assert rates == pytest.approx(
+        [0.0, *(block.drop_path1.drop_prob for block in guest.blocks[1:])]
+    )
 
 
-@pytest.mark.parametrize("field", ["pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"])
+@pytest.mark.parametrize(
+    "field", ["pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"]
+)
 def test_dropout_follows_the_seed_and_stops_in_evaluation(field):
     model = randomise(VisionTransformer(image_size=32, **TINY, **{field: 0.5}))
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -298,14 +374,18 @@ def test_ddp_and_fsdp2_compute_what_the_bare_model_does(tmp_path):
                     fully_shard(block, mesh=mesh)
                 wrapped = fully_shard(model, mesh=mesh)
             F.cross_entropy(wrapped(images), labels).backward()
-            for (name, expected), given in zip(bare.named_parameters(), model.parameters(), strict=True):
+            for (name, expected), given in zip(
+                bare.named_parameters(), model.parameters(), strict=True
+            ):
                 gradient = given.grad.full_tensor() if wrap == "fsdp2" else given.grad
                 assert relative_difference(gradient, expected.grad) < 1e-5, (wrap, name)
     finally:
         destroy_process_group()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.full])])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.full])]
+)
 def test_compiled_model_computes_the_same(backend):
     """As one graph. What the compiler makes of blocks is compared in tests/test_train.py."""
     model = randomise(VisionTransformer(image_size=32, **TINY))
@@ -321,12 +401,21 @@ def test_compiled_model_computes_the_same(backend):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"image_size": 225}, "image height 225 .* nearest that work are 224 and 240; image width 225"),
+        (
+            {"image_size": 225},
+            "image height 225 .* nearest that work are 224 and 240; image width 225",
+        ),
         ({"image_size": (10, 224)}, "image height 10 .* nearest that work are 16"),
         ({"image_size": (224, 224, 3)}, r"image_size is \(224, 224, 3\): expected"),
-        ({"num_heads": 7}, "embed_dim 768 is not a multiple of num_heads 7: the nearest number of heads is"),
+        (
+            {"num_heads": 7},
+            "embed_dim 768 is not a multiple of num_heads 7: the nearest number of heads is",
+        ),
         ({"class_token": False}, "needs class_token=True: set it, or use global_pool 'avg'"),
-        ({"global_pool": "mean", "pos_embed": "rope"}, "global_pool is 'mean'.*pos_embed is 'rope'"),
+        (
+            {"global_pool": "mean", "pos_embed": "rope"},
+            "global_pool is 'mean'.*pos_embed is 'rope'",
+        ),
         ({"pos_embed": "sincos2d", "embed_dim": 6, "num_heads": 2}, "not 6"),
         ({"drop_path_rate": 1.0}, "drop_path_rate is 1.0: expected"),
         ({"embed_dims": 64}, "unknown model field 'embed_dims' .did you mean embed_dim"),
@@ -357,16 +446,19 @@ def test_a_guest_that_lacks_the_settings_of_ours_is_told_with_the_remedy():
     fields = {"embed_dim": 128, "depth": 4, "num_heads": 4, "drop_path_rate": 0.1}
     with pytest.raises(ValueError, match="resnet18") as caught:
         create_model("timm/resnet18", 32, 10, **fields)
-    assert str(caught.value) == (
-        "timm's resnet18 has no depth, embed_dim, num_heads: set model.depth=null model.embed_dim=null model.num_heads=null, "
-        "or leave them out of the config"
+    assert (
+        str(caught.value)
+        == "timm's resnet18 has no depth, embed_dim, num_heads: set model.depth=null"
+        " model.embed_dim=null model.num_heads=null, or leave them out of the config"
     )
     create_model("timm/resnet18", 32, 10, drop_path_rate=0.1)
 
 
 def test_wrong_images_are_refused():
     model = VisionTransformer(image_size=32, **TINY)
-    with pytest.raises(ValueError, match=r"images are \(2, 3, 32, 48\), expected \(batch, 3, 32, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"images are \(2, 3, 32, 48\), expected \(batch, 3, 32, 32\)"
+    ):
         model(torch.zeros(2, 3, 32, 48))
     with pytest.raises(ValueError, match=r"expected \(batch, 3, 32, 32\)"):
         model(torch.zeros(2, 1, 32, 32))
@@ -375,14 +467,14 @@ def test_wrong_images_are_refused():
 def test_fields_win_over_the_name():
     with torch.device("meta"):
         model = create_model("vit_s16", 64, 7, depth=3, patch_size=(8, 16), in_chans=1)
-    assert (model.embed_dim, model.depth, model.patch_size, model.grid_size, model.in_chans, model.num_classes) == (
-        384,
-        3,
-        (8, 16),
-        (8, 4),
-        1,
-        7,
-    )
+    assert (
+        model.embed_dim,
+        model.depth,
+        model.patch_size,
+        model.grid_size,
+        model.in_chans,
+        model.num_classes,
+    ) == (384, 3, (8, 16), (8, 4), 1, 7)
     assert model.num_prefix_tokens == 1
     assert model.no_weight_decay() == {"pos_embed", "cls_token"}
 

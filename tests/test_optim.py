@@ -18,7 +18,9 @@ CONFIGS = [
     SgdConfig(name="sgd", lr=0.02, weight_decay=0.3, momentum=0.7, nesterov=True),
     SgdConfig(name="sgd", lr=0.02, weight_decay=0.3, momentum=0.0),
 ]
-each_config = pytest.mark.parametrize("config", CONFIGS, ids=["adamw", "sgd", "nesterov", "plain sgd"])
+each_config = pytest.mark.parametrize(
+    "config", CONFIGS, ids=["adamw", "sgd", "nesterov", "plain sgd"]
+)
 
 
 def our_model(**fields) -> VisionTransformer:
@@ -37,10 +39,15 @@ def give_gradients(model: nn.Module, step: int) -> None:
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
-# --- groups -------------------------------------------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
 def test_weights_of_linear_maps_decay_and_nothing_else():
@@ -49,13 +56,26 @@ def test_weights_of_linear_maps_decay_and_nothing_else():
     linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)}
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.05, 0.0)
     assert {id(p) for p in decayed["params"]} == linear
-    names = {name for name, p in model.named_parameters() if any(p is other for other in free["params"])}
-    assert {"cls_token", "pos_embed", "blocks.0.ls1.gamma", "blocks.1.norm2.weight", "blocks.0.attn.qkv.bias"} <= names
+    names = {
+        name for name, p in model.named_parameters() if any(p is other for other in free["params"])
+    }
+    assert {
+        "cls_token",
+        "pos_embed",
+        "blocks.0.ls1.gamma",
+        "blocks.1.norm2.weight",
+        "blocks.0.attn.qkv.bias",
+    } <= names
 
 
 @pytest.mark.parametrize(
     "create",
-    [our_model, lambda: our_model(class_token=False, global_pool="avg", pos_embed="sincos2d", init_values=1e-4)]
+    [
+        our_model,
+        lambda: our_model(
+            class_token=False, global_pool="avg", pos_embed="sincos2d", init_values=1e-4
+        ),
+    ]
     + [
         lambda name=name: timm.create_model(name, num_classes=5)
         for name in ("test_vit", "test_vit2", "test_resnet", "deit_tiny_distilled_patch16_224")
@@ -81,30 +101,45 @@ def test_frozen_parameters_are_left_out():
     assert grouped == {id(p) for p in model.parameters() if p.requires_grad}
 
 
-# --- updates ------------------------------------------------------------------------------------------------------------------------------
+# --- updates --------------------------------------------------------------------------------------
 
 
 def adamw_reference(
-    config: AdamWConfig, weight: torch.Tensor, gradients: list[torch.Tensor], rates: list[float], decay: float
+    config: AdamWConfig,
+    weight: torch.Tensor,
+    gradients: list[torch.Tensor],
+    rates: list[float],
+    decay: float,
 ) -> torch.Tensor:
     """Algorithm 2 of Loshchilov & Hutter 2019, decay multiplied by the learning rate."""
     first = torch.zeros_like(weight)
     second = torch.zeros_like(weight)
-    (beta1, beta2) = config.betas
+    beta1, beta2 = config.betas
     for t, (gradient, lr) in enumerate(zip(gradients, rates, strict=True), start=1):
         first = beta1 * first + (1 - beta1) * gradient
         second = beta2 * second + (1 - beta2) * gradient**2
-        weight = weight - lr * (first / (1 - beta1**t) / ((second / (1 - beta2**t)).sqrt() + config.eps) + decay * weight)
+        weight = weight - lr * (
+            first / (1 - beta1**t) / ((second / (1 - beta2**t)).sqrt() + config.eps)
+            + decay * weight
+        )
     return weight
 
 
-def sgd_reference(config: SgdConfig, weight: torch.Tensor, gradients: list[torch.Tensor], rates: list[float], decay: float) -> torch.Tensor:
+def sgd_reference(
+    config: SgdConfig,
+    weight: torch.Tensor,
+    gradients: list[torch.Tensor],
+    rates: list[float],
+    decay: float,
+) -> torch.Tensor:
     """L2 decay, heavy-ball momentum, Sutskever et al. 2013's Nesterov form as torch writes it."""
     velocity = torch.zeros_like(weight)
     for gradient, lr in zip(gradients, rates, strict=True):
         gradient = gradient + decay * weight
         velocity = config.momentum * velocity + gradient
-        weight = weight - lr * (gradient + config.momentum * velocity if config.nesterov else velocity)
+        weight = weight - lr * (
+            gradient + config.momentum * velocity if config.nesterov else velocity
+        )
     return weight
 
 
@@ -124,12 +159,20 @@ def test_updates_are_the_formulas(config):
     reference = adamw_reference if isinstance(config, AdamWConfig) else sgd_reference
     for name, parameter in model.named_parameters():
         decay = config.weight_decay if parameter.ndim > 1 else 0.0
-        torch.testing.assert_close(parameter.double(), reference(config, before[name], gradients[name], rates, decay), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            parameter.double(),
+            reference(config, before[name], gradients[name], rates, decay),
+            rtol=1e-5,
+            atol=1e-6,
+        )
 
 
 def test_the_first_learning_rate_is_the_configs():
     for config in CONFIGS:
-        assert [group["lr"] for group in create_optimizer(small_model(), config).param_groups] == [0.02, 0.02]
+        assert [group["lr"] for group in create_optimizer(small_model(), config).param_groups] == [
+            0.02,
+            0.02,
+        ]
 
 
 @each_config
@@ -150,7 +193,7 @@ def test_an_update_whose_gradient_is_not_finite_changes_nothing(config):
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(optimizer), state, strict=True))
 
 
-# --- state --------------------------------------------------------------------------------------------------------------------------------
+# --- state ----------------------------------------------------------------------------------------
 
 
 @each_config
@@ -161,9 +204,13 @@ def test_state_that_exists_from_the_start_changes_nothing(config):
     ours = create_optimizer(allocated, config)
     groups = parameter_groups(plain, config.weight_decay)
     if isinstance(config, AdamWConfig):
-        theirs: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        theirs: torch.optim.Optimizer = torch.optim.AdamW(
+            groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
     else:
-        theirs = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+        theirs = torch.optim.SGD(
+            groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
+        )
     for name, parameter in allocated.named_parameters():
         assert torch.equal(parameter, plain.get_parameter(name))
         assert parameter.grad is None
@@ -174,7 +221,10 @@ def test_state_that_exists_from_the_start_changes_nothing(config):
         for model, optimizer in ((plain, theirs), (allocated, ours)):
             give_gradients(model, step)
             optimizer.step()
-        assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), allocated.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(plain.parameters(), allocated.parameters(), strict=True)
+        )
     assert len(tensors_of(ours)) == len(tensors_of(theirs))
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(ours), tensors_of(theirs), strict=True))
 

@@ -1,4 +1,5 @@
-"""One update against a plain loop of torch, in every precision; accumulation, clipping, skipping."""
+"""One update against a plain loop of torch, in every precision; accumulation, clipping,
+skipping."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ from vit.step import TrainStep
 WORLD = World(0, 1, torch.device("cpu"))
 CONFIG = AugmentConfig(hflip_prob=0.0)
 EPS = 1e-5
-"""Of AdamW. Keys' biases have a gradient of zero, so what is computed is rounding, 1e-10 to 1e-9 of any
-sign: with the default of 1e-8 AdamW makes a tenth of a step of it, another one with each CPU's kernels."""
+"""Of AdamW. Keys' biases have a gradient of zero, so what is computed is rounding, 1e-10 to 1e-9 of
+any sign: with the default of 1e-8 AdamW makes a tenth of a step of it, another one with each CPU's
+kernels."""
 
 
 def make_batch(rows: int = 8, seed: int = 0) -> Batch:
@@ -40,12 +42,18 @@ def make_batch(rows: int = 8, seed: int = 0) -> Batch:
         torch.randint(0, 256, (rows, 3, 16, 16), dtype=torch.uint8, generator=generator),
         torch.randint(0, 5, (rows,), generator=generator),
         torch.ones(rows),
-        torch.from_numpy(draw_table(CONFIG, sample_keys(0, 0, ids), np.full(rows, 16), np.full(rows, 16), (16, 16))),
+        torch.from_numpy(
+            draw_table(
+                CONFIG, sample_keys(0, 0, ids), np.full(rows, 16), np.full(rows, 16), (16, 16)
+            )
+        ),
         torch.from_numpy(ids),
     )
 
 
-def make_step(micro_batch_size: int = 8, precision: str = "fp32", double: bool = False, **options) -> TrainStep:
+def make_step(
+    micro_batch_size: int = 8, precision: str = "fp32", double: bool = False, **options
+) -> TrainStep:
     torch.manual_seed(0)
     model = create_model("vit_ti8", 16, 5, embed_dim=32, depth=2, num_heads=2)
     torch.nn.init.normal_(model.head.weight, std=0.1)
@@ -54,7 +62,9 @@ def make_step(micro_batch_size: int = 8, precision: str = "fp32", double: bool =
         model.double()
         augment.scale = augment.scale.double()
         augment.shift = augment.shift.double()
-        augment.normalize = lambda images: torch.addcmul(augment.shift, images.double(), augment.scale)  # type: ignore[method-assign]
+        augment.normalize = lambda images: torch.addcmul(
+            augment.shift, images.double(), augment.scale
+        )  # type: ignore[method-assign]
     optimizer = create_optimizer(model, AdamWConfig(lr=1e-3, weight_decay=0.1, eps=EPS))
     return TrainStep(
         model,
@@ -76,11 +86,15 @@ def weights_of(step: TrainStep) -> torch.Tensor:
 def test_three_updates_equal_a_plain_loop_of_torch():
     ours = make_step(clip_grad_norm=0.1, label_smoothing=0.1)
     model = copy.deepcopy(ours.model)
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3, eps=EPS, fused=False, foreach=False)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, 0.1), lr=1e-3, eps=EPS, fused=False, foreach=False
+    )
     for number in range(3):
         batch = make_batch(seed=number)
         result = ours(batch, number).read()
-        loss = F.cross_entropy(model((batch.images / 255 - 0.5) / 0.25), batch.labels, label_smoothing=0.1)
+        loss = F.cross_entropy(
+            model((batch.images / 255 - 0.5) / 0.25), batch.labels, label_smoothing=0.1
+        )
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -89,7 +103,12 @@ def test_three_updates_equal_a_plain_loop_of_torch():
         optimizer.step()
         assert result.loss == pytest.approx(loss.item(), rel=1e-5)
         assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
-    torch.testing.assert_close(weights_of(ours), torch.cat([p.detach().flatten() for p in model.parameters()]), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(
+        weights_of(ours),
+        torch.cat([p.detach().flatten() for p in model.parameters()]),
+        rtol=1e-4,
+        atol=2e-5,
+    )
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
@@ -108,14 +127,26 @@ def test_a_non_finite_gradient_changes_neither_weights_nor_moments(precision):
     step(make_batch(), 0)
     before = weights_of(step)
     scale = step.loss_scale.item()
-    moments = [s[k].clone() for s in step.optimizer.state.values() for k in ("step", "exp_avg", "exp_avg_sq")]
+    moments = [
+        s[k].clone()
+        for s in step.optimizer.state.values()
+        for k in ("step", "exp_avg", "exp_avg_sq")
+    ]
     bad = make_batch()
     bad.weights[3] = float("nan")
     assert not np.isfinite(step(bad, 1).read().grad_norm)
     assert torch.equal(weights_of(step), before)
     assert all(
         torch.equal(a, b)
-        for a, b in zip(moments, [s[k] for s in step.optimizer.state.values() for k in ("step", "exp_avg", "exp_avg_sq")], strict=True)
+        for a, b in zip(
+            moments,
+            [
+                s[k]
+                for s in step.optimizer.state.values()
+                for k in ("step", "exp_avg", "exp_avg_sq")
+            ],
+            strict=True,
+        )
     )
     assert step.loss_scale.item() == (scale / 2 if precision == "fp16" else 1.0)
     assert np.isfinite(step(make_batch(), 2).read().grad_norm)
@@ -127,7 +158,10 @@ def test_fp16_unscales_before_it_clips_and_grows_after_good_steps(monkeypatch):
     plain = make_step(clip_grad_norm=0.05)
     scaled = make_step(precision="fp16", clip_grad_norm=0.05)
     scaled.loss_scale.fill_(2.0**8)
-    norms = [(plain(make_batch(), n).read().grad_norm, scaled(make_batch(), n).read().grad_norm) for n in range(2)]
+    norms = [
+        (plain(make_batch(), n).read().grad_norm, scaled(make_batch(), n).read().grad_norm)
+        for n in range(2)
+    ]
     for expected, got in norms:
         assert got == pytest.approx(expected, rel=0.05)
     assert scaled.loss_scale.item() == 2.0**9
@@ -144,7 +178,9 @@ def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
         passes = []
 
         def note(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            kept = [p.grad.untyped_storage().data_ptr() for p in ours.parameters if p.grad is not None]
+            kept = [
+                p.grad.untyped_storage().data_ptr() for p in ours.parameters if p.grad is not None
+            ]
             passes.append(set(kept))
 
         ours.model.register_forward_pre_hook(note)
@@ -172,7 +208,9 @@ class GpuWithoutMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         options = options or {}
-        tensors = [leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, torch.Tensor)]
+        tensors = [
+            leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, torch.Tensor)
+        ]
         devices = {tensor.device.type for tensor in tensors}
         if options.get("device") is not None:
             devices.add(torch.device(options["device"]).type)
@@ -191,7 +229,9 @@ class GpuWithoutMemory(TorchDispatchMode):
 def test_no_step_waits_for_the_gpu(precision, monkeypatch):
     """A whole update on a GPU that is not there; but for the backward pass, in which autograd asks
     for a CUDA context."""
-    recipe = AugmentConfig(randaugment_layers=2, erasing_prob=0.5, mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2)
+    recipe = AugmentConfig(
+        randaugment_layers=2, erasing_prob=0.5, mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2
+    )
     sizes = np.full(8, 16)
     table = draw_table(recipe, sample_keys(0, 0, np.arange(8)), sizes, sizes, (16, 16))
     gpu = torch.device("cuda", 0)
@@ -252,7 +292,9 @@ def test_the_average_follows_also_when_an_update_is_skipped():
     start = [p.clone() for p in step.ema.module.parameters()]
     step(make_batch(), 0)
     decay = 0.5
-    for averaged, old, new in zip(step.ema.module.parameters(), start, step.model.parameters(), strict=True):
+    for averaged, old, new in zip(
+        step.ema.module.parameters(), start, step.model.parameters(), strict=True
+    ):
         torch.testing.assert_close(averaged, decay * old + (1 - decay) * new)
 
 

@@ -1,4 +1,5 @@
-"""The loop as its users run it: real processes over gloo, killed, stopped, resumed, compared bit by bit."""
+"""The loop as its users run it: real processes over gloo, killed, stopped, resumed, compared bit by
+bit."""
 
 from __future__ import annotations
 
@@ -10,7 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import TINY, Background, final_state, last_step, make_shards, metrics, run, train, write_config
+from processes import (
+    TINY,
+    Background,
+    final_state,
+    last_step,
+    make_shards,
+    metrics,
+    run,
+    train,
+    write_config,
+)
 from servers import WebServer
 
 from vit import config_io
@@ -44,21 +55,35 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shards: Path):
 def assert_equal_state(run_dir: Path, expected: dict[str, bytes]) -> None:
     state = final_state(run_dir, STEPS)
     assert state.keys() == expected.keys()
-    assert not [name for name in state if state[name] != expected[name]], "these tensors differ from the uninterrupted run's"
+    assert not [name for name in state if state[name] != expected[name]], (
+        "these tensors differ from the uninterrupted run's"
+    )
 
 
 def victims_of_ranks() -> list:
-    """One rank of two and all of three are enough to break it; the others are for all real processes."""
+    """One rank of two and all of three are enough to break it; the others are for all real
+    processes."""
     cases = [(victims, ranks) for victims in ("one rank", "all") for ranks in (1, 2, 3)]
-    marks = {case: [pytest.mark.full] for case in cases if case not in (("one rank", 2), ("all", 3))}
-    return [pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=marks.get(case, [])) for case in cases]
+    marks = {
+        case: [pytest.mark.full] for case in cases if case not in (("one rank", 2), ("all", 3))
+    }
+    return [
+        pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=marks.get(case, [])) for case in cases
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victims", "ranks"), victims_of_ranks())
-def test_killed_and_resumed_equals_uninterrupted(ranks, victims, tmp_path, config, uninterrupted, request):
+def test_killed_and_resumed_equals_uninterrupted(
+    ranks, victims, tmp_path, config, uninterrupted, request
+):
     expected = uninterrupted(ranks)
-    background = Background(config, tmp_path / "run", ranks=ranks, cold=request.node.get_closest_marker("full") is not None)
+    background = Background(
+        config,
+        tmp_path / "run",
+        ranks=ranks,
+        cold=request.node.get_closest_marker("full") is not None,
+    )
     background.wait_for_step(random.randrange(4, STEPS - 3))
     if victims == "all":
         background.kill_all()
@@ -67,13 +92,17 @@ def test_killed_and_resumed_equals_uninterrupted(ranks, victims, tmp_path, confi
         background.end()
         assert background.process.returncode != 0
     train(config, tmp_path / "run", ranks=ranks)
-    assert metrics(tmp_path / "run", "start")[-1]["restarts"] == 1, "it started over instead of resuming"
+    assert metrics(tmp_path / "run", "start")[-1]["restarts"] == 1, (
+        "it started over instead of resuming"
+    )
     assert_equal_state(tmp_path / "run", expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(number, tmp_path, config, uninterrupted):
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(
+    number, tmp_path, config, uninterrupted
+):
     background = Background(config, tmp_path / "run", "checkpoint.every_steps=100", ranks=2)
     background.wait_for_step(1)
     os.kill(background.trainers()[0], number)
@@ -86,8 +115,12 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(number, 
     assert not (tmp_path / "run" / "stopped_early").exists()
     assert_equal_state(tmp_path / "run", uninterrupted(2))
     checked = [line for line in metrics(tmp_path / "run", "epoch") if line["exact"]]
-    batches = [number for line in checked for number in range(line["first_batch"], line["last_batch"] + 1)]
-    assert batches == list(range(STEPS)), "also those before the stop, in the middle of an epoch, are compared with the plan"
+    batches = [
+        number for line in checked for number in range(line["first_batch"], line["last_batch"] + 1)
+    ]
+    assert batches == list(range(STEPS)), (
+        "also those before the stop, in the middle of an epoch, are compared with the plan"
+    )
 
 
 @pytest.mark.slow
@@ -97,10 +130,15 @@ def test_a_signal_during_the_last_evaluation_is_obeyed_and_the_evaluation_made_u
     background.wait_for_step(6)
     os.kill(background.trainers()[0], signal.SIGTERM)
     background.end()
-    assert json.loads((tmp_path / "run" / "stopped_early").read_text()) == {"step": 6, "signal": "SIGTERM"}
+    assert json.loads((tmp_path / "run" / "stopped_early").read_text()) == {
+        "step": 6,
+        "signal": "SIGTERM",
+    }
     assert not metrics(tmp_path / "run", "eval")
     train(config, tmp_path / "run", "eval.batch_size=1", ranks=1)
-    assert [(line["step"], line["num_images"]) for line in metrics(tmp_path / "run", "eval")] == [(6, 600)]
+    assert [(line["step"], line["num_images"]) for line in metrics(tmp_path / "run", "eval")] == [
+        (6, 600)
+    ]
 
 
 @pytest.mark.slow
@@ -113,16 +151,27 @@ def test_an_evaluation_that_was_broken_off_in_mid_run_is_made_up_for(tmp_path):
     assert not metrics(tmp_path / "run", "eval")
     train(config, tmp_path / "run", "eval.batch_size=1", ranks=2)
     assert [line["step"] for line in metrics(tmp_path / "run", "eval")] == [6, 12]
-    checked = [number for line in metrics(tmp_path / "run", "epoch") for number in range(line["first_batch"], line["last_batch"] + 1)]
-    assert checked == list(range(12)), "each batch is compared with the plan once, whenever the run was stopped"
+    checked = [
+        number
+        for line in metrics(tmp_path / "run", "epoch")
+        for number in range(line["first_batch"], line["last_batch"] + 1)
+    ]
+    assert checked == list(range(12)), (
+        "each batch is compared with the plan once, whenever the run was stopped"
+    )
 
 
-def test_a_signal_before_the_first_step_ends_at_once_and_a_saved_run_is_marked_as_stopped(tmp_path, shards, config):
-    """Here data come from a server that does not answer. Slurm's script queues a marked run again."""
+def test_a_signal_before_the_first_step_ends_at_once_and_a_saved_run_is_marked_as_stopped(
+    tmp_path, shards, config
+):
+    """Here data come from a server that does not answer. Slurm's script queues a marked run
+    again."""
     folder = tmp_path / "run"
     train(config, folder, "train.steps=3")
     more = ("train.steps=6", "--allow-change", "train.steps")
-    with WebServer({f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}) as server:
+    with WebServer(
+        {f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}
+    ) as server:
         server.delay_s = 3600.0
         background = Background(config, folder, f"data.root={server.url}/shards", *more, ranks=0)
         while not server.requests:
@@ -169,19 +218,33 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, shards):
 
 
 @pytest.mark.slow
-def test_any_number_of_ranks_sees_the_same_batches_and_a_finished_run_stays_finished(tmp_path, shards):
+def test_any_number_of_ranks_sees_the_same_batches_and_a_finished_run_stays_finished(
+    tmp_path, shards
+):
     checksums = set()
     losses = []
     config = write_config(tmp_path, shards, steps=STEPS)
     for ranks in (0, 1, 2, 3):
-        train(config, tmp_path / f"run{ranks}", "model.drop_path_rate=0", "model.proj_drop_rate=0", ranks=ranks)
-        checksums.add(tuple(line["sample_checksum"] for line in metrics(tmp_path / f"run{ranks}", "epoch")))
+        train(
+            config,
+            tmp_path / f"run{ranks}",
+            "model.drop_path_rate=0",
+            "model.proj_drop_rate=0",
+            ranks=ranks,
+        )
+        checksums.add(
+            tuple(line["sample_checksum"] for line in metrics(tmp_path / f"run{ranks}", "epoch"))
+        )
         losses.append([line["loss"] for line in metrics(tmp_path / f"run{ranks}", "train")])
     assert len(checksums) == 1
     for other in losses[1:]:
-        assert other == pytest.approx(losses[0], rel=1e-4), "without dropout the ranks only change the rounding"
+        assert other == pytest.approx(losses[0], rel=1e-4), (
+            "without dropout the ranks only change the rounding"
+        )
     before = final_state(tmp_path / "run2", STEPS)
-    again = train(config, tmp_path / "run2", "model.drop_path_rate=0", "model.proj_drop_rate=0", ranks=2)
+    again = train(
+        config, tmp_path / "run2", "model.drop_path_rate=0", "model.proj_drop_rate=0", ranks=2
+    )
     assert f"is finished: {STEPS} steps" in again.stderr
     assert final_state(tmp_path / "run2", STEPS) == before
 
@@ -191,7 +254,9 @@ def test_accumulation_and_workers_change_nothing_but_rounding(tmp_path, shards):
     off = ["model.drop_path_rate=0", "model.proj_drop_rate=0"]
     train(config, tmp_path / "whole", *off)
     train(config, tmp_path / "parts", *off, "data.micro_batch_size=5", "data.num_workers=2")
-    whole, parts = ([line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("whole", "parts"))
+    whole, parts = (
+        [line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("whole", "parts")
+    )
     assert parts == pytest.approx(whole, rel=1e-4)
     assert [line["sample_checksum"] for line in metrics(tmp_path / "whole", "epoch")] == [
         line["sample_checksum"] for line in metrics(tmp_path / "parts", "epoch")
@@ -206,7 +271,9 @@ def test_a_changed_setting_is_refused_on_resume_unless_allowed(tmp_path, config)
     assert "optim.lr: 0.001 there, 0.5 here" in refused.stderr
     assert "train.steps: 3 there, 6 here" in refused.stderr
     assert "Traceback" not in refused.stderr
-    allowed = run("launch/train.py", *arguments, *TINY, "train.steps=6", "--allow-change", "train.steps")
+    allowed = run(
+        "launch/train.py", *arguments, *TINY, "train.steps=6", "--allow-change", "train.steps"
+    )
     assert allowed.returncode == 0, allowed.stderr
     assert last_step(tmp_path / "run") == 6
 
@@ -252,15 +319,21 @@ def test_compiled_blocks_train_as_eager_ones_and_resume(tmp_path, shards):
     off = ["model.drop_path_rate=0", "model.proj_drop_rate=0", "eval.every_steps=100"]
     train(config, tmp_path / "eager", *off)
     train(config, tmp_path / "compiled", *off, "train.compile=true")
-    eager, compiled = ([line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("eager", "compiled"))
+    eager, compiled = (
+        [line["loss"] for line in metrics(tmp_path / name, "train")]
+        for name in ("eager", "compiled")
+    )
     assert compiled == pytest.approx(eager, rel=1e-3)
-    assert final_state(tmp_path / "compiled", 4).keys() == final_state(tmp_path / "eager", 4).keys(), "compiling must not rename weights"
+    assert (
+        final_state(tmp_path / "compiled", 4).keys() == final_state(tmp_path / "eager", 4).keys()
+    ), "compiling must not rename weights"
 
 
 def test_a_model_of_timm_trains_in_the_same_loop(tmp_path, shards):
     config = tmp_path / "guest.yaml"
     config.write_text(
-        f"model: {{name: timm/resnet10t, image_size: 32}}\ndata: {{root: {shards}, global_batch_size: 12}}\ntrain: {{steps: 2}}\n"
+        f"model: {{name: timm/resnet10t, image_size: 32}}\ndata: {{root: {shards},"
+        " global_batch_size: 12}\ntrain: {steps: 2}\n"
     )
     arguments = [
         "--config",
@@ -296,7 +369,13 @@ def test_it_learns(tmp_path, shards):
 
 def test_finetuning_at_a_higher_resolution_starts_from_the_run(tmp_path, config):
     train(config, tmp_path / "base", "train.steps=6")
-    tuned = train(config, tmp_path / "tuned", "train.steps=6", "model.image_size=[32, 24]", f"init.checkpoint={tmp_path / 'base'}")
+    tuned = train(
+        config,
+        tmp_path / "tuned",
+        "train.steps=6",
+        "model.image_size=[32, 24]",
+        f"init.checkpoint={tmp_path / 'base'}",
+    )
     assert "positions resampled from 2x2 to 4x3" in tuned.stderr
     assert metrics(tmp_path / "tuned", "eval")[-1]["num_images"] == 23
 
@@ -307,7 +386,11 @@ def test_the_order_of_the_record_survives_a_restart(tmp_path, config):
     background.kill_all()
     time.sleep(0.1)
     train(config, tmp_path / "run", ranks=1)
-    steps = [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    steps = [
+        line["step"]
+        for line in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if line["kind"] == "train"
+    ]
     assert steps == list(range(1, STEPS + 1)), "each step once, although some were trained twice"
 
 
@@ -319,27 +402,49 @@ class TestPlan:
 
     def test_steps_and_micro_batches_follow(self, tmp_path):
         plan = self.plan(
-            tmp_path, 4, "data.global_batch_size=96", "data.micro_batch_size=10", "schedule.warmup_epochs=0.5", "eval.every_epochs=1"
+            tmp_path,
+            4,
+            "data.global_batch_size=96",
+            "data.micro_batch_size=10",
+            "schedule.warmup_epochs=0.5",
+            "eval.every_epochs=1",
         )
-        assert (plan.steps_per_epoch, plan.dropped_per_epoch, plan.total_steps, plan.warmup_steps, plan.eval_every_steps) == (
-            10,
-            40,
-            20,
-            5,
-            10,
-        )
+        assert (
+            plan.steps_per_epoch,
+            plan.dropped_per_epoch,
+            plan.total_steps,
+            plan.warmup_steps,
+            plan.eval_every_steps,
+        ) == (10, 40, 20, 5, 10)
         assert (plan.micro_batch_size, plan.accumulation_steps) == (8, 3)
 
     def test_an_impossible_division_names_the_sizes_that_work(self, tmp_path):
         with pytest.raises(
             ValueError,
-            match=r"data.global_batch_size=100 is not a multiple of 3 ranks: use 99 or 102, or a number of ranks out of \[1, 2, 4",
+            match=(
+                r"data.global_batch_size=100 is not a multiple of 3 ranks: use 99 or 102, or a"
+                r" number of ranks out of \[1, 2, 4"
+            ),
         ):
             self.plan(tmp_path, 3, "data.global_batch_size=100")
-        with pytest.raises(ValueError, match=r"2 ranks times augment.mix_group_size=4: use 8 or 16"):
+        with pytest.raises(
+            ValueError, match=r"2 ranks times augment.mix_group_size=4: use 8 or 16"
+        ):
             self.plan(tmp_path, 2, "data.global_batch_size=12", "augment.mixup_alpha=0.5")
-        with pytest.raises(ValueError, match=r"data.micro_batch_size=3 is below augment.mix_group_size=4: sizes that work are \[4, 8\]"):
-            self.plan(tmp_path, 1, "data.global_batch_size=8", "data.micro_batch_size=3", "augment.cutmix_alpha=1.0")
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"data.micro_batch_size=3 is below augment.mix_group_size=4: sizes that work are"
+                r" \[4, 8\]"
+            ),
+        ):
+            self.plan(
+                tmp_path,
+                1,
+                "data.global_batch_size=8",
+                "data.micro_batch_size=3",
+                "augment.cutmix_alpha=1.0",
+            )
 
     def test_a_batch_larger_than_the_data_is_refused(self, tmp_path):
         with pytest.raises(ValueError, match="exceeds the 10 training samples"):

@@ -1,4 +1,5 @@
-"""Weights from elsewhere: resampled as timm does, read without running code, loaded strictly, written whole."""
+"""Weights from elsewhere: resampled as timm does, read without running code, loaded strictly,
+written whole."""
 
 import argparse
 import os
@@ -10,7 +11,15 @@ from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 
 from vit.model import VisionTransformer, create_model
-from vit.weights import Trained, WeightsError, load_weights, other_classes, read_state_dict, resample_posemb, save_weights
+from vit.weights import (
+    Trained,
+    WeightsError,
+    load_weights,
+    other_classes,
+    read_state_dict,
+    resample_posemb,
+    save_weights,
+)
 
 TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
 
@@ -32,7 +41,14 @@ def posemb(height: int, width: int, prefix: int = 1, dim: int = 8) -> torch.Tens
 # Position embeddings
 
 
-GRIDS = [((14, 14), (24, 24)), ((14, 14), (7, 7)), ((16, 16), (14, 21)), ((6, 10), (10, 6)), ((5, 7), (11, 3)), ((37, 37), (16, 16))]
+GRIDS = [
+    ((14, 14), (24, 24)),
+    ((14, 14), (7, 7)),
+    ((16, 16), (14, 21)),
+    ((6, 10), (10, 6)),
+    ((5, 7), (11, 3)),
+    ((37, 37), (16, 16)),
+]
 
 
 @pytest.mark.parametrize(("old", "new"), GRIDS)
@@ -55,14 +71,19 @@ def test_resampling_to_the_same_grid_is_the_identity():
 @pytest.mark.parametrize(("old", "new"), GRIDS)
 @pytest.mark.parametrize("antialias", [True, False])
 def test_resampling_keeps_constants_prefix_and_order(old, new, antialias):
-    y, x = torch.meshgrid(torch.arange(old[0], dtype=torch.float32), torch.arange(old[1], dtype=torch.float32), indexing="ij")
+    y, x = torch.meshgrid(
+        torch.arange(old[0], dtype=torch.float32),
+        torch.arange(old[1], dtype=torch.float32),
+        indexing="ij",
+    )
     patches = torch.stack((torch.full(old, 0.7), y, x), dim=2).reshape(1, -1, 3)
     prefix = posemb(1, 1, dim=3)
     result = resample_posemb(torch.cat((prefix, patches), dim=1), old, new, 2, antialias=antialias)
     assert torch.equal(result[:, :2], prefix)
     constant, down, right = result[0, 2:].reshape(*new, 3).unbind(2)
     torch.testing.assert_close(constant, torch.full(new, 0.7))
-    # A ramp along one side still rises along that side, and is the same on every line across it: a swap of h and w breaks this.
+    # A ramp along one side still rises along that side, and is the same on every line across it: a
+    # swap of h and w breaks this.
     assert (down.diff(dim=0) > 0).all()
     assert (right.diff(dim=1) > 0).all()
     torch.testing.assert_close(down, down[:, :1].expand(new))
@@ -85,8 +106,12 @@ def test_resampling_refuses_another_grid():
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".pth.tar"])
-@pytest.mark.parametrize("container", [(), ("state_dict",), ("model",), ("model_ema", "state_dict")])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."])
+@pytest.mark.parametrize(
+    "container", [(), ("state_dict",), ("model",), ("model_ema", "state_dict")]
+)
+@pytest.mark.parametrize(
+    "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."]
+)
 def test_containers_and_prefixes_are_removed(tmp_path, suffix, container, prefix):
     expected = tiny().state_dict()
     content = {prefix + name: tensor for name, tensor in expected.items()}
@@ -96,7 +121,10 @@ def test_containers_and_prefixes_are_removed(tmp_path, suffix, container, prefix
     weights, metadata = read_state_dict(tmp_path / f"w{suffix}")
     assert metadata == {}
     assert list(weights) == list(expected)
-    assert all(torch.equal(weights[name], expected[name]) and weights[name].device.type == "cpu" for name in expected)
+    assert all(
+        torch.equal(weights[name], expected[name]) and weights[name].device.type == "cpu"
+        for name in expected
+    )
 
 
 def test_prefixes_inside_names_and_older_files_are_read(tmp_path):
@@ -165,13 +193,21 @@ def test_models_whose_layers_are_called_as_deit3s_files_keep_their_names(name):
 
 def test_a_command_line_beside_the_weights_is_no_hindrance(tmp_path):
     """MAE's and DeiT's files have one."""
-    torch.save({"model": tiny().state_dict(), "args": argparse.Namespace(lr=1, aa="rand-m9")}, tmp_path / "namespace.pth")
+    torch.save(
+        {"model": tiny().state_dict(), "args": argparse.Namespace(lr=1, aa="rand-m9")},
+        tmp_path / "namespace.pth",
+    )
     assert read_state_dict(tmp_path / "namespace.pth")[0].keys() == tiny().state_dict().keys()
 
 
 def test_pickled_objects_are_refused_and_not_run(tmp_path):
-    torch.save({"model": tiny().state_dict(), "args": argparse.Namespace(model=tiny())}, tmp_path / "module.pth")
-    with pytest.raises(WeightsError, match=r"module.pth holds pickled objects \([\w.]+\)") as caught:
+    torch.save(
+        {"model": tiny().state_dict(), "args": argparse.Namespace(model=tiny())},
+        tmp_path / "module.pth",
+    )
+    with pytest.raises(
+        WeightsError, match=r"module.pth holds pickled objects \([\w.]+\)"
+    ) as caught:
         read_state_dict(tmp_path / "module.pth")
     assert "\n" not in str(caught.value)
     torch.save({"model": Harmful(tmp_path / "harm")}, tmp_path / "harmful.pth")
@@ -181,7 +217,12 @@ def test_pickled_objects_are_refused_and_not_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [({}, "holds nothing"), ([1], "holds a list"), ({"epoch": 3, "a": torch.ones(1)}, r"also holds epoch \(int\)")]
+    ("content", "message"),
+    [
+        ({}, "holds nothing"),
+        ([1], "holds a list"),
+        ({"epoch": 3, "a": torch.ones(1)}, r"also holds epoch \(int\)"),
+    ],
 )
 def test_what_is_no_state_dict_is_refused(tmp_path, content, message):
     torch.save(content, tmp_path / "w.pth")
@@ -195,7 +236,9 @@ def test_wrong_paths_are_refused(tmp_path):
     with pytest.raises(WeightsError, match="is a folder"):
         read_state_dict(tmp_path)
     (tmp_path / "w.npz").write_bytes(b"")
-    with pytest.raises(WeightsError, match=r"suffix '.npz': expected .safetensors, .pth, .pt, .bin, .pth.tar"):
+    with pytest.raises(
+        WeightsError, match=r"suffix '.npz': expected .safetensors, .pth, .pt, .bin, .pth.tar"
+    ):
         read_state_dict(tmp_path / "w.npz")
     (tmp_path / "text.pth").write_text("<html>404</html>")
     with pytest.raises(WeightsError, match="no checkpoint"):
@@ -220,7 +263,9 @@ def test_positions_are_resampled_and_all_else_is_copied():
     source = tiny(0).state_dict()
     model = tiny(1, image_size=(96, 128))
     before = {name: tensor.clone() for name, tensor in source.items()}
-    assert load_weights(model, source) == ["positions resampled from 4x4 to 6x8 (bicubic, antialiased)"]
+    assert load_weights(model, source) == [
+        "positions resampled from 4x4 to 6x8 (bicubic, antialiased)"
+    ]
     assert torch.equal(model.pos_embed, resample_posemb(source["pos_embed"], (4, 4), (6, 8), 1))
     assert equal(model, source, source.keys() - {"pos_embed"})
     assert all(torch.equal(source[name], before[name]) for name in before)
@@ -239,24 +284,34 @@ def test_source_grids_that_are_not_square():
     other = tiny(1)
     assert load_weights(same, source) == []
     assert equal(same, source)
-    with pytest.raises(WeightsError, match=r"13 positions, which is not a square grid .* give its grid"):
+    with pytest.raises(
+        WeightsError, match=r"13 positions, which is not a square grid .* give its grid"
+    ):
         load_weights(other, source)
     with pytest.raises(WeightsError, match="not a grid of 5x3"):
         load_weights(other, source, grid=(5, 3))
-    assert load_weights(other, source, grid=(2, 6)) == ["positions resampled from 2x6 to 4x4 (bicubic, antialiased)"]
+    assert load_weights(other, source, grid=(2, 6)) == [
+        "positions resampled from 2x6 to 4x4 (bicubic, antialiased)"
+    ]
     # 16 positions again, in another arrangement: only the grid can tell.
     flat = tiny(0, image_size=(32, 128)).state_dict()
-    assert load_weights(other, flat, grid=(2, 8)) == ["positions resampled from 2x8 to 4x4 (bicubic, antialiased)"]
+    assert load_weights(other, flat, grid=(2, 8)) == [
+        "positions resampled from 2x8 to 4x4 (bicubic, antialiased)"
+    ]
 
 
 def test_a_class_token_without_position_gets_zeros():
-    guest = create_model("timm/deit3_small_patch16_224", 64, 10, embed_dim=32, depth=1, num_heads=2).eval()
+    guest = create_model(
+        "timm/deit3_small_patch16_224", 64, 10, embed_dim=32, depth=1, num_heads=2
+    ).eval()
     model = VisionTransformer(num_classes=10, init_values=1.0, **TINY).eval()
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in guest.parameters():
             parameter.normal_(0, 0.1)
-    assert load_weights(model, guest.state_dict()) == ["the source has no position for its class token: it gets zeros"]
+    assert load_weights(model, guest.state_dict()) == [
+        "the source has no position for its class token: it gets zeros"
+    ]
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(model(images), guest(images))
@@ -266,7 +321,10 @@ def test_half_precision_sources_become_float32():
     source = {name: tensor.half() for name, tensor in tiny(0).state_dict().items()}
     model = tiny(1)
     load_weights(model, source)
-    assert all(tensor.dtype == torch.float32 and torch.equal(tensor, source[name].float()) for name, tensor in model.state_dict().items())
+    assert all(
+        tensor.dtype == torch.float32 and torch.equal(tensor, source[name].float())
+        for name, tensor in model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("representation_size", [None, 16])
@@ -280,18 +338,32 @@ def test_reset_head_keeps_the_models_zero_head(representation_size):
     assert notes[0].startswith("head starts anew: dropped ")
     assert not model.head.weight.any()
     assert not model.head.bias.any()
-    assert equal(model, source, [name for name in source if not name.startswith(("head.", "pre_logits."))])
+    assert equal(
+        model, source, [name for name in source if not name.startswith(("head.", "pre_logits."))]
+    )
 
 
 def test_reset_head_takes_sources_without_a_head():
-    source = {name: tensor for name, tensor in tiny(0).state_dict().items() if not name.startswith("head.")}
-    with pytest.raises(WeightsError, match=r"init.reset_head=true.*2 missing from the source: head.weight, head.bias"):
+    source = {
+        name: tensor
+        for name, tensor in tiny(0).state_dict().items()
+        if not name.startswith("head.")
+    }
+    with pytest.raises(
+        WeightsError,
+        match=r"init.reset_head=true.*2 missing from the source: head.weight, head.bias",
+    ):
         load_weights(tiny(1), source)
-    assert load_weights(tiny(1), source, reset_head=True) == ["head starts anew: the source has none"]
+    assert load_weights(tiny(1), source, reset_head=True) == [
+        "head starts anew: the source has none"
+    ]
 
 
 def test_other_classes_are_named_in_the_error():
-    with pytest.raises(WeightsError, match=r"the source has 10 classes, the model 3: for a new head set init.reset_head=true"):
+    with pytest.raises(
+        WeightsError,
+        match=r"the source has 10 classes, the model 3: for a new head set init.reset_head=true",
+    ):
         load_weights(tiny(1, num_classes=3), tiny(0).state_dict())
 
 
@@ -321,7 +393,9 @@ def test_guests_are_resampled_and_reset_too():
     ]
     assert torch.equal(guest.pos_embed, resample_abs_pos_embed(source["pos_embed"], [4, 6]))
     convolutional = create_model("timm/resnet10t", 64, 3)
-    notes = load_weights(convolutional, create_model("timm/resnet10t", 64, 10).state_dict(), reset_head=True)
+    notes = load_weights(
+        convolutional, create_model("timm/resnet10t", 64, 10).state_dict(), reset_head=True
+    )
     assert notes == ["head starts anew: dropped fc.weight, fc.bias"]
 
 
@@ -342,26 +416,37 @@ def trained_on(names: list[str] | None, num_classes: int | None = None) -> Train
         (
             MODEL,
             ["red", "blue"],
-            "the data's classes are not the model's: label 0 is 'red' in the data, 'cat' in the model, label 1 is 'blue' in the data, "
-            "'dog' in the model (0 of 2 names agree; 2 classes in the data, 5 in the model): the accuracy means nothing",
+            (
+                "the data's classes are not the model's: label 0 is 'red' in the data, 'cat' in the"
+                " model, label 1 is 'blue' in the data, 'dog' in the model (0 of 2 names agree; 2"
+                " classes in the data, 5 in the model): the accuracy means nothing"
+            ),
         ),
         (
             MODEL[:2],
             ["n1", "n2"],
-            "the data's classes are not the model's: label 0 is 'n1' in the data, 'cat' in the model, label 1 is 'n2' in the data, "
-            "'dog' in the model (0 of 2 names agree): the accuracy means nothing, unless only the names are others",
+            (
+                "the data's classes are not the model's: label 0 is 'n1' in the data, 'cat' in the"
+                " model, label 1 is 'n2' in the data, 'dog' in the model (0 of 2 names agree): the"
+                " accuracy means nothing, unless only the names are others"
+            ),
         ),
         (
             MODEL,
             [*MODEL[:4], "sow"],
-            "the data's classes are not the model's: label 4 is 'sow' in the data, 'pig' in the model (4 of 5 names agree): "
-            "the accuracy counts these labels as the model's",
+            (
+                "the data's classes are not the model's: label 4 is 'sow' in the data, 'pig' in the"
+                " model (4 of 5 names agree): the accuracy counts these labels as the model's"
+            ),
         ),
         (
             MODEL,
             sorted(MODEL),
-            "the data's classes are not the model's: label 1 is 'cow' in the data, 'dog' in the model, label 2 is 'dog' in the data, "
-            "'cow' in the model (3 of 5 names agree): they are in another order, so the accuracy means nothing: write the shards anew",
+            (
+                "the data's classes are not the model's: label 1 is 'cow' in the data, 'dog' in the"
+                " model, label 2 is 'dog' in the data, 'cow' in the model (3 of 5 names agree):"
+                " they are in another order, so the accuracy means nothing: write the shards anew"
+            ),
         ),
     ],
 )
@@ -370,11 +455,20 @@ def test_classes_are_compared_by_name(model, data, expected):
 
 
 def test_classes_without_names_are_counted():
-    counted = "2 classes in the data, 5 in the model, and no names to compare them by: labels are compared by number"
+    counted = (
+        "2 classes in the data, 5 in the model, and no names to compare them by: labels are"
+        " compared by number"
+    )
     assert other_classes(trained_on(MODEL), [], 2) == counted
     assert other_classes(trained_on([], 5), ["a", "b"], 2) == counted
     assert other_classes(trained_on([], 5), [], 5) == ""
     unnamed = "the data have no names of classes, the model has: labels are compared by number"
-    assert other_classes(trained_on(MODEL), [], 5) == unnamed, "equal counts are no proof of equal classes"
-    assert other_classes(trained_on(MODEL[:3], 7), MODEL[:3], 3) == "", "a head with room to spare, on its own data"
-    assert other_classes(trained_on(None, 1000), ["a", "b"], 2) == "", "weights of somebody else's tell nothing"
+    assert other_classes(trained_on(MODEL), [], 5) == unnamed, (
+        "equal counts are no proof of equal classes"
+    )
+    assert other_classes(trained_on(MODEL[:3], 7), MODEL[:3], 3) == "", (
+        "a head with room to spare, on its own data"
+    )
+    assert other_classes(trained_on(None, 1000), ["a", "b"], 2) == "", (
+        "weights of somebody else's tell nothing"
+    )

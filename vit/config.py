@@ -1,10 +1,12 @@
 """Every setting of a run: its type, default, unit and one sentence.
 
-The data's story: `vit.config_io` reads one YAML file and the command line's `key=value` overrides, and makes a `Config` of them. A `Config`
-is frozen, complete and checked; every other module takes the section it needs. What a file does not say has the default written here, and
-nowhere else. `None` means "derived": from the data, the model's preset or the number of ranks.
+The data's story: `vit.config_io` reads one YAML file and the command line's `key=value` overrides,
+and makes a `Config` of them. A `Config` is frozen, complete and checked; every other module takes
+the section it needs. What a file does not say has the default written here, and nowhere else.
+`None` means "derived": from the data, the model's preset or the number of ranks.
 
-Images and patches are in pixels. A *step* is one global batch attempted. Durations carry their unit in the key.
+Images and patches are in pixels. A *step* is one global batch attempted. Durations carry their unit
+in the key.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class ModelConfig(Section):
     """The network. What is `None` is left to the preset or to the model's own default."""
 
     name: str = "vit_b16"
-    """`vit_{ti,s,b,l,h}{patch}` (sizes: `PRESETS` in vit/model.py), or `timm/<any>` for any model of timm."""
+    """`vit_{ti,s,b,l,h}{patch}` (sizes: `PRESETS` in vit/model.py), or `timm/<any>` for any model
+    of timm."""
     image_size: Size = 224
     """Side of the square training image, or `[height, width]`."""
     in_chans: Literal[1, 3] = 3
@@ -65,7 +68,8 @@ class ModelConfig(Section):
     """Width of the pre-logits layer (dense + tanh); `None`: the head is one linear layer."""
 
     def fields(self) -> dict[str, Any]:
-        """The keyword arguments for `vit.model.create_model` beyond name, image size and classes: what is not `None`."""
+        """The keyword arguments for `vit.model.create_model` beyond name, image size and classes:
+        what is not `None`."""
         own = self.model_dump(exclude={"name", "image_size", "num_classes"})
         return {key: value for key, value in own.items() if value is not None}
 
@@ -80,57 +84,75 @@ class DataConfig(Choice):
     val_split: str = "val"
     """Split to evaluate on."""
     sources: tuple[SourceConfig, ...] = ()
-    """Several data sets to train on instead of `train_split` of `root`, which is evaluated on and whose class names count: a list of
-    `root`, `split`, `weight` and what chooses samples, as `[{root: a, weight: 3}, {root: b, weight: 1, fraction: 0.5}]`."""
+    """Several data sets to train on instead of `train_split` of `root`, which is evaluated on and
+    whose class names count: a list of `root`, `split`, `weight` and what chooses samples, as
+    `[{root: a, weight: 3}, {root: b, weight: 1, fraction: 0.5}]`."""
     cache_dir: str | None = None
-    """Folder on a disk of each machine for blocks of shards. `None`: for shards at a URL a folder in `SLURM_TMPDIR` or `TMPDIR`, else `vit`
-    in `XDG_CACHE_HOME` or `~/.cache`, whichever is on a disk of the machine; shards in a folder are read in place, without a cache."""
+    """Folder on a disk of each machine for blocks of shards. `None`: for shards at a URL a folder
+    in `SLURM_TMPDIR` or `TMPDIR`, else `vit` in `XDG_CACHE_HOME` or `~/.cache`, whichever is on a
+    disk of the machine; shards in a folder are read in place, without a cache."""
     cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """Most that blocks may take there, in GiB; of several jobs the largest counts. `None`: half of what is free on that disk, at most 50.
-    Without effect where there is no cache."""
+    """Most that blocks may take there, in GiB; of several jobs the largest counts. `None`: half of
+    what is free on that disk, at most 50. Without effect where there is no cache."""
     patience_s: Annotated[float, Field(ge=0)] = 480.0
-    """How long, in seconds, reading is tried again while a server, an object store or a mounted folder does not answer or gives nothing. 0:
-    one attempt. Two minutes, which the last attempt may take, less than the ten for which ranks wait for each other."""
+    """How long, in seconds, reading is tried again while a server, an object store or a mounted
+    folder does not answer or gives nothing. 0: one attempt. Two minutes, which the last attempt may
+    take, less than the ten for which ranks wait for each other."""
     reader: Literal["index", "webdataset"] = "index"
-    """Of training images: `index` reads shards at random and is exact; `webdataset` streams `stream` and is not."""
+    """Of training images: `index` reads shards at random and is exact; `webdataset` streams
+    `stream` and is not."""
     stream: str | None = None
-    """For `reader: webdataset`: URLs of tars with braces, or `pipe:` commands that print tars; several joined by `::`."""
+    """For `reader: webdataset`: URLs of tars with braces, or `pipe:` commands that print tars;
+    several joined by `::`."""
     stream_image: str | None = None
-    """For `reader: webdataset`: suffix of the image's member, as `image.jpg`; several, one a sample, as `jpg;png`. `None`: jpg, jpeg, png
-    or webp."""
+    """For `reader: webdataset`: suffix of the image's member, as `image.jpg`; several, one a
+    sample, as `jpg;png`. `None`: jpg, jpeg, png or webp."""
     stream_label: str = "cls"
-    """For `reader: webdataset`: suffix of the label's member, or a field of a JSON member, as `json:label`. A label that is a class name
-    counts as its place among the class names of `root`."""
+    """For `reader: webdataset`: suffix of the label's member, or a field of a JSON member, as
+    `json:label`. A label that is a class name counts as its place among the class names of
+    `root`."""
     stream_keys_with_dots: bool = False
     """For `reader: webdataset`: a key ends at the last dot of a member's name, not at the first."""
     num_samples: Positive | None = None
-    """For `reader: webdataset`: images that make an epoch; nobody counts them before they are read."""
+    """For `reader: webdataset`: images that make an epoch; nobody counts them before they are
+    read."""
     global_batch_size: Positive = 1024
-    """Images in one step, over all ranks and micro-steps. The hardware divides it; it never changes with the number of GPUs."""
+    """Images in one step, over all ranks and micro-steps. The hardware divides it; it never changes
+    with the number of GPUs."""
     micro_batch_size: Positive | None = None
-    """Images in one forward pass of one rank: a ceiling; the largest divisor of a rank's share is taken. `None`: the whole share."""
+    """Images in one forward pass of one rank: a ceiling; the largest divisor of a rank's share is
+    taken. `None`: the whole share."""
     num_workers: Annotated[int, Field(ge=0)] = 4
-    """Loader processes per rank; 0 decodes in the training process. Changes the speed, never the batches."""
+    """Loader processes per rank; 0 decodes in the training process. Changes the speed, never the
+    batches."""
     prefetch_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory of a rank for training batches that are being made, ready or in use, in GiB. `None`: what keeps the workers busy, and up to 16
-    batches ahead where 1 GiB holds them; so it always is in evaluation. Without effect at `num_workers: 0`."""
+    """Memory of a rank for training batches that are being made, ready or in use, in GiB. `None`:
+    what keeps the workers busy, and up to 16 batches ahead where 1 GiB holds them; so it always is
+    in evaluation. Without effect at `num_workers: 0`."""
     stall_timeout_s: Annotated[float, Field(gt=0)] | None = 240.0
-    """A loader worker that makes no progress for so long is killed, and another makes its part of the batch again, once; who waits for a
-    store that answers now and then does make progress. `None`: it is told each minute and waited for. Twice the default is less than the
-    ten minutes for which ranks wait for each other."""
+    """A loader worker that makes no progress for so long is killed, and another makes its part of
+    the batch again, once; who waits for a store that answers now and then does make progress.
+    `None`: it is told each minute and waited for. Twice the default is less than the ten minutes
+    for which ranks wait for each other."""
     num_lanes: Positive | None = None
-    """Parallel reading positions of the order; divides the batch. `None`: the largest divisor of it up to 64."""
+    """Parallel reading positions of the order; divides the batch. `None`: the largest divisor of it
+    up to 64."""
     block_samples: Positive | None = None
-    """Consecutive samples that stay together on disk reads. `None`: 1 below 262,144 samples (a true permutation), else 64."""
+    """Consecutive samples that stay together on disk reads. `None`: 1 below 262,144 samples (a true
+    permutation), else 64."""
     window_blocks: Positive = 16
-    """Blocks per shuffling window of a lane. Without effect at one sample a block, which already is a true permutation."""
+    """Blocks per shuffling window of a lane. Without effect at one sample a block, which already is
+    a true permutation."""
     aug_repeats: Positive = 1
-    """Repeated augmentation (Hoffer et al. 2020): copies of an image, each augmented anew; an epoch keeps its number of steps. 1: off."""
+    """Repeated augmentation (Hoffer et al. 2020): copies of an image, each augmented anew; an epoch
+    keeps its number of steps. 1: off."""
     aug_repeats_form: Literal["batch", "sampler"] = "batch"
-    """Repeats by `batch`: a batch has whole sets of copies, and as many epochs as copies show every image; by `sampler`, as in DeiT: each
-    epoch is shuffled anew, and the batch need not be a multiple of the copies."""
+    """Repeats by `batch`: a batch has whole sets of copies, and as many epochs as copies show every
+    image; by `sampler`, as in DeiT: each epoch is shuffled anew, and the batch need not be a
+    multiple of the copies."""
     on_bad_image: Literal["error", "skip"] = "error"
-    """A training image that cannot be decoded: stop and name it, or give its row weight 0 and count it."""
+    """A training image that cannot be decoded: stop and name it, or give its row weight 0 and count
+    it."""
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     """Per-channel mean of images scaled to [0, 1]."""
     std: tuple[Annotated[float, Field(gt=0)], ...] = (0.229, 0.224, 0.225)
@@ -138,8 +160,9 @@ class DataConfig(Choice):
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     """Antialiased resize of training and evaluation images."""
     scaled_decode: bool = False
-    """Decode a JPEG at 1/2, 1/4 or 1/8 where a training crop is 2.5, 5 or 10 times the model's image: up to 1.6 times as fast for photos of
-    many megapixels, where the C decoder is not installed, and no longer to the pixel (44 dB)."""
+    """Decode a JPEG at 1/2, 1/4 or 1/8 where a training crop is 2.5, 5 or 10 times the model's
+    image: up to 1.6 times as fast for photos of many megapixels, where the C decoder is not
+    installed, and no longer to the pixel (44 dB)."""
 
 
 def _reader_problems(data: DataConfig) -> list[str]:
@@ -147,13 +170,20 @@ def _reader_problems(data: DataConfig) -> list[str]:
     streams = data.reader == "webdataset"
     problems = []
     if streams and data.stream is None:
-        problems.append("data.reader=webdataset needs data.stream: URLs of tars, as http://host/train-{0000..0099}.tar, or a pipe: command")
+        problems.append(
+            "data.reader=webdataset needs data.stream: URLs of tars, as"
+            " http://host/train-{0000..0099}.tar, or a pipe: command"
+        )
     if streams and data.num_samples is None:
-        problems.append("data.reader=webdataset needs data.num_samples: how many images make an epoch")
+        problems.append(
+            "data.reader=webdataset needs data.num_samples: how many images make an epoch"
+        )
     order = ("num_lanes", "block_samples", "window_blocks", "aug_repeats", "aug_repeats_form")
     of_stream = ("stream", "stream_image", "stream_label", "stream_keys_with_dots", "num_samples")
     if streams:
-        problems += SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots).problems(SETTINGS)
+        problems += SampleLayout(
+            data.stream_image, data.stream_label, data.stream_keys_with_dots
+        ).problems(SETTINGS)
     for key in (*order, "sources", *Choice.model_fields) if streams else of_stream:
         if getattr(data, key) != DataConfig.model_fields[key].default:
             problems.append(f"data.{key} has no effect with data.reader={data.reader}: remove it")
@@ -162,12 +192,16 @@ def _reader_problems(data: DataConfig) -> list[str]:
 
 
 class AugmentConfig(Section):
-    """What is drawn anew for each training image. The defaults crop and flip, nothing else. Fields stand in the order of what is done."""
+    """What is drawn anew for each training image. The defaults crop and flip, nothing else. Fields
+    stand in the order of what is done."""
 
     crop: Literal["random_resized", "simple"] = "random_resized"
-    """`random_resized`: a window of random area and aspect (Inception); `simple`: resize until the view is covered, then a random view of
-    it with 4 pixels of reflected margin (DeiT III)."""
-    crop_scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
+    """`random_resized`: a window of random area and aspect (Inception); `simple`: resize until the
+    view is covered, then a random view of it with 4 pixels of reflected margin (DeiT III)."""
+    crop_scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (
+        0.08,
+        1.0,
+    )
     """Random-resized crop: range of the area of the window over the image's (Inception)."""
     crop_ratio: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (3 / 4, 4 / 3)
     """Random-resized crop: range of the window's width over its height."""
@@ -176,36 +210,50 @@ class AugmentConfig(Section):
     randaugment_layers: Annotated[int, Field(ge=0)] = 0
     """RandAugment operations per image; 0: off."""
     randaugment_ops: Literal["timm", "torchvision", "big_vision"] = "timm"
-    """Whose operations: timm's increasing ones, each done with probability .5; torchvision's 14 or big_vision's 16, always done. Without
-    effect, like the next two, at `randaugment_layers: 0`."""
+    """Whose operations: timm's increasing ones, each done with probability .5; torchvision's 14 or
+    big_vision's 16, always done. Without effect, like the next two, at `randaugment_layers: 0`."""
     randaugment_magnitude: Annotated[float, Field(ge=0, le=30)] = 9.0
-    """RandAugment strength on the scale of `randaugment_ops`: timm 0 to 10, torchvision whole numbers from 0 to 30, big_vision 0 to 20."""
+    """RandAugment strength on the scale of `randaugment_ops`: timm 0 to 10, torchvision whole
+    numbers from 0 to 30, big_vision 0 to 20."""
     randaugment_magnitude_std: Annotated[float, Field(ge=0)] | None = None
-    """Standard deviation of the strength from one operation to the next; `None`: 0.5 with timm's operations; the others have none."""
+    """Standard deviation of the strength from one operation to the next; `None`: 0.5 with timm's
+    operations; the others have none."""
     three_augment: bool = False
-    """3-Augment (DeiT III): one of grey, solarize and Gaussian blur for each image, in place of RandAugment."""
-    color_jitter: tuple[Probability, Probability, Probability, Annotated[float, Field(ge=0, le=0.5)]] = (0.0, 0.0, 0.0, 0.0)
-    """Largest change of brightness, contrast and saturation as a share, and of hue in turns, in random order (torchvision); 0: off."""
+    """3-Augment (DeiT III): one of grey, solarize and Gaussian blur for each image, in place of
+    RandAugment."""
+    color_jitter: tuple[
+        Probability, Probability, Probability, Annotated[float, Field(ge=0, le=0.5)]
+    ] = (0.0, 0.0, 0.0, 0.0)
+    """Largest change of brightness, contrast and saturation as a share, and of hue in turns, in
+    random order (torchvision); 0: off."""
     erasing_prob: Probability = 0.0
     """Probability that a box of the image is erased; at 0 the next three are without effect."""
     erasing_mode: Literal["const", "rand", "pixel"] = "pixel"
     """Fill of the erased box: the mean colour, one random colour, or noise in each pixel (timm)."""
-    erasing_area: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.02, 1 / 3)
+    erasing_area: tuple[
+        Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]
+    ] = (0.02, 1 / 3)
     """Range of the area of the erased box over the image's."""
-    erasing_aspect: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (0.3, 1 / 0.3)
+    erasing_aspect: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (
+        0.3,
+        1 / 0.3,
+    )
     """Range of the height of the erased box over its width."""
     mixup_alpha: Annotated[float, Field(ge=0, le=2)] = 0.0
     """MixUp: lambda ~ Beta(alpha, alpha); 0: off."""
     cutmix_alpha: Annotated[float, Field(ge=0, le=2)] = 0.0
-    """CutMix: area of the pasted box ~ Beta(alpha, alpha); 0: off. With both off the next four are without effect."""
+    """CutMix: area of the pasted box ~ Beta(alpha, alpha); 0: off. With both off the next four are
+    without effect."""
     mix_prob: Probability = 1.0
     """Probability that a group, a pair or a row is mixed at all."""
     cutmix_switch_prob: Probability = 0.5
     """Where both are on: probability of CutMix rather than MixUp."""
     mixup_mode: Literal["batch", "pair", "elem"] = "batch"
-    """What shares lambda and box, as in timm: the group; two images, which mix with each other; or nothing, each image having its own."""
+    """What shares lambda and box, as in timm: the group; two images, which mix with each other; or
+    nothing, each image having its own."""
     mix_group_size: Annotated[int, Field(ge=2)] = 4
-    """Images that mix with each other; divides the micro-batch, so batches do not depend on the ranks."""
+    """Images that mix with each other; divides the micro-batch, so batches do not depend on the
+    ranks."""
 
 
 def _view_problems(view: EvalConfig, image_size: Size) -> list[str]:
@@ -217,9 +265,15 @@ def _view_problems(view: EvalConfig, image_size: Size) -> list[str]:
     if view.crop_pct != EvalConfig.model_fields["crop_pct"].default:
         problems.append("eval.crop_pct and eval.resize_px are both given: keep one of them")
     if height != width:
-        problems.append(f"eval.resize_px needs square images, model.image_size is [{height}, {width}]: use eval.crop_pct")
+        problems.append(
+            f"eval.resize_px needs square images, model.image_size is [{height}, {width}]: use"
+            " eval.crop_pct"
+        )
     if view.resize_px < max(height, width):
-        problems.append(f"eval.resize_px={view.resize_px} is below model.image_size={max(height, width)}: the crop would not be filled")
+        problems.append(
+            f"eval.resize_px={view.resize_px} is below model.image_size={max(height, width)}: the"
+            " crop would not be filled"
+        )
     return problems
 
 
@@ -229,32 +283,59 @@ def _augment_problems(augment: AugmentConfig, in_chans: int) -> list[str]:
     for key in ("crop_scale", "crop_ratio", "erasing_area", "erasing_aspect"):
         low, high = getattr(augment, key)
         if low > high:
-            problems.append(f"augment.{key} is [{low}, {high}]: the first must not exceed the second")
+            problems.append(
+                f"augment.{key} is [{low}, {high}]: the first must not exceed the second"
+            )
     for key in ("crop_scale", "crop_ratio"):
-        if augment.crop == "simple" and getattr(augment, key) != AugmentConfig.model_fields[key].default:
-            problems.append(f"augment.{key} has no effect with augment.crop=simple: remove it, or set augment.crop=random_resized")
+        if (
+            augment.crop == "simple"
+            and getattr(augment, key) != AugmentConfig.model_fields[key].default
+        ):
+            problems.append(
+                f"augment.{key} has no effect with augment.crop=simple: remove it, or set"
+                " augment.crop=random_resized"
+            )
     ops = augment.randaugment_ops
     magnitude = augment.randaugment_magnitude
     largest = {"timm": 10, "torchvision": 30, "big_vision": 20}[ops]
     if magnitude > largest:
-        problems.append(f"augment.randaugment_magnitude={magnitude:g} is beyond the scale of augment.randaugment_ops={ops}: 0 to {largest}")
+        problems.append(
+            f"augment.randaugment_magnitude={magnitude:g} is beyond the scale of"
+            f" augment.randaugment_ops={ops}: 0 to {largest}"
+        )
     if ops == "torchvision" and magnitude % 1:
-        problems.append(f"augment.randaugment_magnitude={magnitude:g}: torchvision's scale has whole numbers only, 0 to 30")
+        problems.append(
+            f"augment.randaugment_magnitude={magnitude:g}: torchvision's scale has whole numbers"
+            " only, 0 to 30"
+        )
     if ops != "timm" and augment.randaugment_magnitude_std is not None:
-        problems.append(f"augment.randaugment_magnitude_std has no effect with augment.randaugment_ops={ops}: remove it")
+        problems.append(
+            f"augment.randaugment_magnitude_std has no effect with augment.randaugment_ops={ops}:"
+            " remove it"
+        )
     if augment.three_augment and augment.randaugment_layers:
-        problems.append("augment.three_augment takes RandAugment's place: set augment.randaugment_layers to 0, or three_augment to false")
+        problems.append(
+            "augment.three_augment takes RandAugment's place: set augment.randaugment_layers to 0,"
+            " or three_augment to false"
+        )
     if in_chans == 1:
         *_, saturation, hue = augment.color_jitter
         for key, is_on, remedy in (
             ("randaugment_layers", augment.randaugment_layers > 0, "set it to 0"),
             ("three_augment", augment.three_augment, "set it to false"),
-            ("color_jitter", saturation > 0 or hue > 0, "set its third and fourth number, saturation and hue, to 0"),
+            (
+                "color_jitter",
+                saturation > 0 or hue > 0,
+                "set its third and fourth number, saturation and hue, to 0",
+            ),
         ):
             if is_on:
                 problems.append(f"augment.{key} needs colour images (model.in_chans=3): {remedy}")
     if augment.mixup_mode == "pair" and augment.mix_group_size % 2:
-        problems.append(f"augment.mix_group_size={augment.mix_group_size} is odd, augment.mixup_mode=pair needs pairs: use an even number")
+        problems.append(
+            f"augment.mix_group_size={augment.mix_group_size} is odd, augment.mixup_mode=pair needs"
+            " pairs: use an even number"
+        )
     return problems
 
 
@@ -300,11 +381,16 @@ class SgdConfig(Section):
 
 
 def _optimizer_tag(value: Any) -> str:
-    name = value.get("name", "adamw") if isinstance(value, dict) else getattr(value, "name", "adamw")
+    name = (
+        value.get("name", "adamw") if isinstance(value, dict) else getattr(value, "name", "adamw")
+    )
     return name if isinstance(name, str) else "adamw"
 
 
-OptimConfig = Annotated[Annotated[AdamWConfig, Tag("adamw")] | Annotated[SgdConfig, Tag("sgd")], Discriminator(_optimizer_tag)]
+OptimConfig = Annotated[
+    Annotated[AdamWConfig, Tag("adamw")] | Annotated[SgdConfig, Tag("sgd")],
+    Discriminator(_optimizer_tag),
+]
 
 
 class ScheduleConfig(Section):
@@ -332,14 +418,16 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: GPUs where a host has one for each of its ranks, else the CPU."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Format of activations and matrix products; weights, sums and the optimizer stay in fp32. fp16 scales the loss."""
+    """Format of activations and matrix products; weights, sums and the optimizer stay in fp32. fp16
+    scales the loss."""
     compile: bool = False
     """`torch.compile` the model."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of the exponential average of the weights per step; `None`: no average."""
     ema_warmup: bool = False
-    """Let the decay grow as (1 + t) / (10 + t) over steps t until it is `ema_decay`, so that a short
-    run's average is not mostly the initial weights; the decay is constant where this is off."""
+    """Let the decay grow as (1 + t) / (10 + t) over steps t until it is `ema_decay`, so that a
+    short run's average is not mostly the initial weights; the decay is constant where this is
+    off."""
     max_skipped_steps: Positive = 10
     """Stop after so many updates in a row whose gradient was not finite."""
 
@@ -348,8 +436,8 @@ class EvalConfig(Section):
     """Evaluation on `data.val_split`, exact on any number of ranks."""
 
     every_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Evaluate each so many epochs; this or `every_steps`, or neither for the end only. The end is evaluated, too, unless the run is
-    shorter than that."""
+    """Evaluate each so many epochs; this or `every_steps`, or neither for the end only. The end is
+    evaluated, too, unless the run is shorter than that."""
     every_steps: Positive | None = None
     """Evaluate each so many steps."""
     batch_size: Positive = 64
@@ -357,11 +445,14 @@ class EvalConfig(Section):
     crop_pct: Annotated[float, Field(gt=0, le=1)] = 0.875
     """Side of the centre crop over the shorter side of the resized image (224 of 256)."""
     resize_px: Positive | None = None
-    """Shorter side of the resized image in pixels, in place of `crop_pct`, where it is published so."""
+    """Shorter side of the resized image in pixels, in place of `crop_pct`, where it is published
+    so."""
     crop_mode: Literal["center", "squash"] = "center"
-    """`center` keeps the aspect of the image; `squash` resizes both sides alike (timm's crop_mode): at `crop_pct: 1` all is seen."""
+    """`center` keeps the aspect of the image; `squash` resizes both sides alike (timm's crop_mode):
+    at `crop_pct: 1` all is seen."""
     resizer: Literal["torch", "pillow"] = "torch"
-    """Whose resize: torch's, or Pillow's, slower, with which most numbers were published; a pixel in 200 differs by a level of 255."""
+    """Whose resize: torch's, or Pillow's, slower, with which most numbers were published; a pixel
+    in 200 differs by a level of 255."""
 
 
 class CheckpointConfig(Section):
@@ -377,14 +468,18 @@ class InitConfig(Section):
     """Weights to start from."""
 
     checkpoint: str | None = None
-    """Run folder, checkpoint folder or weights file; positions are resampled to `model.image_size`."""
+    """Run folder, checkpoint folder or weights file; positions are resampled to
+    `model.image_size`."""
     reset_head: bool = False
     """Start with a zero head instead of the checkpoint's, for other classes."""
 
     @model_validator(mode="after")
     def _check(self) -> InitConfig:
         if self.reset_head and self.checkpoint is None:
-            raise ValueError("init.reset_head has no effect without init.checkpoint: give one, or remove init.reset_head")
+            raise ValueError(
+                "init.reset_head has no effect without init.checkpoint: give one, or remove"
+                " init.reset_head"
+            )
         return self
 
 
@@ -392,16 +487,19 @@ class RunConfig(Section):
     """Where the run lives."""
 
     dir: str | None = None
-    """Folder of checkpoints, weights and record; the same command resumes it. `None`: `runs/<name of the config file>`."""
+    """Folder of checkpoints, weights and record; the same command resumes it. `None`: `runs/<name
+    of the config file>`."""
 
 
 class LogConfig(Section):
     """The record and its views."""
 
     every_steps: Positive | None = None
-    """Steps between two lines of training metrics. `None`: 50, or a twentieth of a run that is shorter than 1,000 steps."""
+    """Steps between two lines of training metrics. `None`: 50, or a twentieth of a run that is
+    shorter than 1,000 steps."""
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
-    """Weights & Biases: `auto` is online with a key and a network, else offline; the record is complete without it."""
+    """Weights & Biases: `auto` is online with a key and a network, else offline; the record is
+    complete without it."""
     wandb_project: str = "vit"
     """Project the run is filed under."""
     report: bool = True
@@ -435,21 +533,34 @@ class Config(Section):
             group = getattr(self, section)
             given = [key for key in (first, second) if getattr(group, key) is not None]
             if len(given) == 2:
-                problems.append(f"{section}.{first} and {section}.{second} are both given: keep one of them")
+                problems.append(
+                    f"{section}.{first} and {section}.{second} are both given: keep one of them"
+                )
             if needed and not given:
-                problems.append(f"neither {section}.{first} nor {section}.{second} is given: give one of them")
+                problems.append(
+                    f"neither {section}.{first} nor {section}.{second} is given: give one of them"
+                )
         if self.schedule.name == "constant" and self.schedule.min_lr > 0:
             problems.append("schedule.min_lr has no effect with schedule.name=constant: remove it")
         if self.schedule.min_lr > self.optim.lr:
-            problems.append(f"schedule.min_lr={self.schedule.min_lr} exceeds optim.lr={self.optim.lr}: the rate falls towards it")
+            problems.append(
+                f"schedule.min_lr={self.schedule.min_lr} exceeds optim.lr={self.optim.lr}: the rate"
+                " falls towards it"
+            )
         if self.data.aug_repeats_form != "batch" and self.data.aug_repeats == 1:
-            problems.append(f"data.aug_repeats_form={self.data.aug_repeats_form} has no effect at data.aug_repeats=1: remove it")
+            problems.append(
+                f"data.aug_repeats_form={self.data.aug_repeats_form} has no effect at"
+                " data.aug_repeats=1: remove it"
+            )
         problems += _view_problems(self.eval, self.model.image_size)
         for key in ("mean", "std"):
             values = getattr(self.data, key)
             if len(values) not in (1, self.model.in_chans):
                 allowed = "1" if self.model.in_chans == 1 else f"1 or {self.model.in_chans}"
-                problems.append(f"data.{key} has {len(values)} values, model.in_chans is {self.model.in_chans}: give {allowed}")
+                problems.append(
+                    f"data.{key} has {len(values)} values, model.in_chans is {self.model.in_chans}:"
+                    f" give {allowed}"
+                )
         problems += _reader_problems(self.data)
         problems += _augment_problems(self.augment, self.model.in_chans)
         if self.train.ema_warmup and self.train.ema_decay is None:

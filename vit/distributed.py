@@ -154,13 +154,16 @@ class World:
         return results[0] if results else function()
 
     def check_same(self, look: Callable[[], str], what: str) -> str:
-        """What `look` gives on the main rank. Raises ValueError on a host where it gives something else to
-        the first rank, the only one that looks; `what` says in words what it describes. All ranks stop."""
+        """What `look` gives on the main rank. Raises ValueError on a host where it gives something
+        else to the first rank, the only one that looks; `what` says in words what it describes. All
+        ranks stop.
+        """
         expected = self.main_tells(look)
         with self.main_reports():
             if self.is_first_of_host and not self.is_main and (text := look()) != expected:
                 raise ValueError(
-                    f"{socket.gethostname()} sees other {what} than rank 0 ({text}, not {expected}): all hosts must see the same files"
+                    f"{socket.gethostname()} sees other {what} than rank 0 ({text}, not"
+                    f" {expected}): all hosts must see the same files"
                 )
         return expected
 
@@ -189,7 +192,9 @@ class World:
         if dist.is_initialized():
             # The store may have gone after it told one rank and before it told another. The one
             # would go on to the next collective, and the other's would not fit: so all meet here.
-            flags = torch.tensor([is_told, bool(told_by_main)], device=self.device, dtype=torch.int32)
+            flags = torch.tensor(
+                [is_told, bool(told_by_main)], device=self.device, dtype=torch.int32
+            )
             is_told, by_main = (count > 0 for count in self.sum_(flags).tolist())
             told_by_main = told_by_main or ("told by rank 0" if by_main else "")
         if not is_told:
@@ -199,8 +204,8 @@ class World:
         raise AlreadyReported(told_by_main or "told by another rank")
 
     def _exchange(self, turn: str, problem: ValueError | None) -> tuple[bool, str]:
-        """Whether a rank has a problem, and the main rank's in words, if it has one. Raises StoreLost,
-        and RankLost where a rank does not come."""
+        """Whether a rank has a problem, and the main rank's in words, if it has one. Raises
+        StoreLost, and RankLost where a rank does not come."""
         store = self.store
         assert store is not None, "there are other ranks"
         with _noticing_its_loss():
@@ -228,7 +233,9 @@ class World:
         assert self.store is not None, "there are other ranks"
         self.store.set(word, json.dumps(value))
 
-    def _wait_until(self, ready: Callable[[dist.Store], bool], limit: timedelta | None = None) -> bool:
+    def _wait_until(
+        self, ready: Callable[[dist.Store], bool], limit: timedelta | None = None
+    ) -> bool:
         """Look again and again; False when `limit` has passed. Raises AlreadyReported where another
         rank has ended, RankLost where one of this host was killed, StoreLost where the store has
         ended. Unlike the store's own waiting it lets signals through."""
@@ -355,7 +362,9 @@ def tell_other_ranks(words: str) -> None:
         _here.tell_end(words)
 
 
-def start(device: str = "auto", asked_by: str = "train.device=", found: Found | None = None) -> World:
+def start(
+    device: str = "auto", asked_by: str = "train.device=", found: Found | None = None
+) -> World:
     """Join the process group that torchrun describes, or be a world of one.
 
     `device`: cpu; cuda; or auto, which is a GPU where each rank of every host has one, else the
@@ -416,9 +425,15 @@ def _why_not_met(reason: str) -> str:
     address = os.environ.get("MASTER_ADDR")
     port = os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in reason:
-        return f"MASTER_PORT={port} is in use by another program: choose another, or let torchrun --standalone find a free one"
+        return (
+            f"MASTER_PORT={port} is in use by another program: choose another, or let torchrun"
+            " --standalone find a free one"
+        )
     first_line = (reason.splitlines() or [""])[0].rstrip(". ")
-    return f"rank 0 was not met at {address}:{port} ({first_line}): check that it runs there and MASTER_ADDR and MASTER_PORT name it"
+    return (
+        f"rank 0 was not met at {address}:{port} ({first_line}): check that it runs there and"
+        " MASTER_ADDR and MASTER_PORT name it"
+    )
 
 
 def _end_with_launcher() -> None:
@@ -438,9 +453,12 @@ def wrap(model: nn.Module, world: World) -> nn.Module:
     if world.device.type == "cuda":
         options["device_ids"] = [world.device]
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
-        # Fixed positions, say, which all ranks have alike. torch 2.15 gave the argument another name.
+        # Fixed positions, say, which all ranks have alike. torch 2.15 gave the argument another
+        # name.
         known = inspect.signature(DistributedDataParallel).parameters
-        options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+        options[
+            "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        ] = False
     return DistributedDataParallel(model, **options)
 
 
@@ -454,4 +472,7 @@ def peak_memory_gib(device: torch.device) -> float:
     """Of the GPU; without one, of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB on Linux
+    # bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        2**30 if sys.platform == "darwin" else 2**20
+    )

@@ -1,7 +1,8 @@
 """Exponential moving average of the weights.
 
-The data's story: after each update the step lets the average follow the model; evaluation and `weights/*_ema.safetensors` read it. It
-works on parameter objects, not on names, so wrapping and compiling the model cannot hide them from it.
+The data's story: after each update the step lets the average follow the model; evaluation and
+`weights/*_ema.safetensors` read it. It works on parameter objects, not on names, so wrapping and
+compiling the model cannot hide them from it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Ema:
         self._buffers = [(here[name], there[name]) for name in here if name in changing]
 
     def decay_at(self, step: int) -> float:
-        """Decay of the update at `step`; in the warm-up min(decay, (1 + t) / (10 + t)), t = step + 1.
+        """Decay of the update at `step`; in the warm-up min(decay, (1 + t) / (10 + t)), t = step +
+        1.
 
         The warm-up is long: it needs 89,989 steps to come to a decay of .9999.
         """

@@ -1,8 +1,9 @@
 """Exact evaluation: every image of a split once, on any number of ranks.
 
-The data's story: all ranks walk through the same number of batches of one shape (`vit.data.batches.EvalBatches`); counters add up
-integers; the total must equal what `_info.json` promises, or nothing is reported. The class predicted for each image comes along, for
-confusion matrices and for comparing two models image by image.
+The data's story: all ranks walk through the same number of batches of one shape
+(`vit.data.batches.EvalBatches`); counters add up integers; the total must equal what `_info.json`
+promises, or nothing is reported. The class predicted for each image comes along, for confusion
+matrices and for comparing two models image by image.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ class Evaluation:
 
     accuracy: Accuracy
     predictions: Tensor
-    """(num_images,) int64 on the CPU: the predicted class of each sample in the split's order, -1 where the logits were not numbers."""
+    """(num_images,) int64 on the CPU: the predicted class of each sample in the split's order, -1
+    where the logits were not numbers."""
 
 
 PREDICTIONS_FILE = "predictions.npz"
-"""In a run folder: `predictions` and `labels` (num_images,) int64 and `step` of the newest evaluation."""
+"""In a run folder: `predictions` and `labels` (num_images,) int64 and `step` of the newest
+evaluation."""
 
 
 def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int) -> None:
@@ -45,11 +48,18 @@ def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int)
     hidden = run_dir / f".{PREDICTIONS_FILE}"
     try:
         with hidden.open("wb") as file:
-            np.savez(file, predictions=result.predictions.numpy(), labels=split.index["label"].astype(np.int64), step=step)
+            np.savez(
+                file,
+                predictions=result.predictions.numpy(),
+                labels=split.index["label"].astype(np.int64),
+                step=step,
+            )
         hidden.replace(path)
     except OSError as error:
         remedy = "make room or mend its permissions"
-        raise ValueError(f"{path}: cannot be written ({error.strerror}); checkpoints are untouched: {remedy}") from None
+        raise ValueError(
+            f"{path}: cannot be written ({error.strerror}); checkpoints are untouched: {remedy}"
+        ) from None
 
 
 @torch.no_grad()
@@ -73,11 +83,18 @@ def evaluate(
     """
     batches = EvalBatches(split, image, view, batch_size, rank=world.rank, world_size=world.size)
     counters = {name: AccuracyCounter(world.device) for name in models}
-    predictions = {name: torch.zeros(split.num_samples, dtype=torch.int64, device=world.device) for name in models}
+    predictions = {
+        name: torch.zeros(split.num_samples, dtype=torch.int64, device=world.device)
+        for name in models
+    }
     was_training = {name: model.training for name, model in models.items()}
     for model in models.values():
         model.eval()
-    loading: dict[str, Any] = {"num_workers": num_workers, "device": world.device, "stall_timeout_s": stall_timeout_s}
+    loading: dict[str, Any] = {
+        "num_workers": num_workers,
+        "device": world.device,
+        "stall_timeout_s": stall_timeout_s,
+    }
     with Loader(batches, 0, len(batches), **loading) as loader:
         for number, batch in enumerate(loader):
             filled = batches.num_filled(number)
@@ -92,9 +109,15 @@ def evaluate(
                 on_batch(number + 1, len(batches))
     for name, model in models.items():
         model.train(was_training[name])
-    results = {name: Evaluation(counters[name].result(world), world.sum_(predictions[name]).cpu()) for name in models}
+    results = {
+        name: Evaluation(counters[name].result(world), world.sum_(predictions[name]).cpu())
+        for name in models
+    }
     for result in results.values():
         seen = result.accuracy.num_images
         if seen != split.num_samples:
-            raise RuntimeError(f"evaluated {seen} images, {split.name!r} has {split.num_samples}: a bug in the loader, please report it")
+            raise RuntimeError(
+                f"evaluated {seen} images, {split.name!r} has {split.num_samples}: a bug in the"
+                " loader, please report it"
+            )
     return results

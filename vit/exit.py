@@ -27,7 +27,14 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from vit.distributed import AlreadyReported, RankLost, World, local_world_size, tell_other_ranks, world_size
+from vit.distributed import (
+    AlreadyReported,
+    RankLost,
+    World,
+    local_world_size,
+    tell_other_ranks,
+    world_size,
+)
 from vit.system.urls import guard_console, shown
 
 SILENT_S = 3.0
@@ -111,7 +118,9 @@ def run_command(command: Callable[[], World | None]) -> None:
         if problem := out_of_memory(error) or _disk_full(error):
             _leave_with_words(f"error: {problem}", 2)
         if isinstance(error, RankLost) or (world_size() > 1 and _is_lost_connection(error)):
-            words = str(error) if isinstance(error, RankLost) else "lost the connection to another rank"
+            words = (
+                str(error) if isinstance(error, RankLost) else "lost the connection to another rank"
+            )
             _leave_because_of_others(f"{words}; its own message, or torchrun's, says why", 1)
         _leave_with_stack()
 
@@ -232,7 +241,12 @@ def _is_ours(error: ValueError) -> bool:
 
 def _is_lost_connection(error: Exception) -> bool:
     """Whether it is what gloo or NCCL say when another rank has gone."""
-    signs = ("onnection closed by peer", "onnection reset by peer", "ncclRemoteError", "Broken pipe")
+    signs = (
+        "onnection closed by peer",
+        "onnection reset by peer",
+        "ncclRemoteError",
+        "Broken pipe",
+    )
     return any(sign in str(error) for sign in signs)
 
 
@@ -243,16 +257,32 @@ def out_of_memory(error: Exception) -> str:
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         reason = text.split(". ")[0]
-    elif asked := re.search(r"DefaultCPUAllocator: .*?(\d+) bytes|Unable to allocate ([\d.]+ \w+)", text):
-        reason = f"out of memory, {f'{int(asked[1]) / 2**30:.2f} GiB' if asked[1] else asked[2]} more were asked for"
-    elif isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or "MemoryError" in text or "bad_alloc" in text:
+    elif asked := re.search(
+        r"DefaultCPUAllocator: .*?(\d+) bytes|Unable to allocate ([\d.]+ \w+)", text
+    ):
+        reason = (
+            f"out of memory, {f'{int(asked[1]) / 2**30:.2f} GiB' if asked[1] else asked[2]} more"
+            " were asked for"
+        )
+    elif (
+        isinstance(error, MemoryError)
+        or getattr(error, "errno", None) == errno.ENOMEM
+        or "MemoryError" in text
+        or "bad_alloc" in text
+    ):
         reason = "out of memory"
     else:
         return ""
     files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
     if Path(__file__).with_name("data") / "loader.py" in files:
-        return f"{reason} while loading a batch. Lower data.num_workers, data.prefetch_gib or data.global_batch_size (eval.batch_size)"
-    return f"{reason}. Lower data.micro_batch_size in training, eval.batch_size in evaluation, or take a smaller model"
+        return (
+            f"{reason} while loading a batch. Lower data.num_workers, data.prefetch_gib or"
+            " data.global_batch_size (eval.batch_size)"
+        )
+    return (
+        f"{reason}. Lower data.micro_batch_size in training, eval.batch_size in evaluation, or take"
+        " a smaller model"
+    )
 
 
 def _disk_full(error: Exception) -> str:
@@ -261,4 +291,7 @@ def _disk_full(error: Exception) -> str:
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     place = f"{error.filename}: " if error.filename else ""
-    return f"{place}{error.strerror}; what was complete is untouched. Free some space and run the same command again"
+    return (
+        f"{place}{error.strerror}; what was complete is untouched. Free some space and run the same"
+        " command again"
+    )

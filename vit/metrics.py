@@ -1,7 +1,8 @@
 """Counting right answers exactly.
 
-The data's story: evaluation hands in logits, labels and weights of each batch; integers add up on the device, also the loss, in fixed
-point, so that the sums do not depend on the order in which batches and ranks are added; they are reduced over the ranks once.
+The data's story: evaluation hands in logits, labels and weights of each batch; integers add up on
+the device, also the loss, in fixed point, so that the sums do not depend on the order in which
+batches and ranks are added; they are reduced over the ranks once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _Z95 = 1.959964
 def correct_in_top_k(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     """Whether each label (B,) is among the k largest of its logits (B, classes): (B,) bool.
 
-    Ties go to the smaller class number, so that a zero-initialised head scores as chance, not as right; a row with NaN is wrong.
+    Ties go to the smaller class number, so that a zero-initialised head scores as chance, not as
+    right; a row with NaN is wrong.
     """
     own = logits.gather(1, labels[:, None])
     earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
@@ -34,12 +36,15 @@ def correct_in_top_k(logits: Tensor, labels: Tensor, k: int) -> Tensor:
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
-    """The class of the largest of the logits (B, classes): (B,) int64, by the rule of `correct_in_top_k`; -1 for a row with NaN."""
-    return torch.where(logits.isnan().any(1), -1, logits.argmax(1))  # argmax takes the first of equals
+    """The class of the largest of the logits (B, classes): (B,) int64, by the rule of
+    `correct_in_top_k`; -1 for a row with NaN."""
+    # argmax takes the first of equals
+    return torch.where(logits.isnan().any(1), -1, logits.argmax(1))
 
 
 def interval95(correct: int, total: int) -> tuple[float, float]:
-    """The 95 % interval of a share of which `correct` of `total` were seen, in percent: Wilson's (1927), which is sensible at 0 and all."""
+    """The 95 % interval of a share of which `correct` of `total` were seen, in percent: Wilson's
+    (1927), which is sensible at 0 and all."""
     n = max(total, 1)
     share = correct / n
     unsure = _Z95**2 / n
@@ -49,14 +54,16 @@ def interval95(correct: int, total: int) -> tuple[float, float]:
 
 
 def interval_in_words(correct: int, total: int) -> str:
-    """`interval95` for people; "" where so many images were seen that it would only be noise, or none."""
+    """`interval95` for people; "" where so many images were seen that it would only be noise, or
+    none."""
     low, high = interval95(correct, total)
     return f"95 % interval {low:.1f} to {high:.1f}" if 0 < total < FEW_IMAGES else ""
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Result of an exact evaluation. `top1`, `top5` in percent, `loss` the mean cross-entropy (NaN if a logit was not finite)."""
+    """Result of an exact evaluation. `top1`, `top5` in percent, `loss` the mean cross-entropy (NaN
+    if a logit was not finite)."""
 
     num_images: int
     correct_top1: int
@@ -67,8 +74,15 @@ class Accuracy:
 
     def __str__(self) -> str:
         interval = interval_in_words(self.correct_top1, self.num_images)
-        right = f"{self.correct_top1} of {self.num_images}; {interval}" if interval else f"{self.correct_top1}"
-        return f"top-1 {self.top1:.2f} % ({right}), top-5 {self.top5:.2f} % ({self.correct_top5}), loss {self.loss:.4f}"
+        right = (
+            f"{self.correct_top1} of {self.num_images}; {interval}"
+            if interval
+            else f"{self.correct_top1}"
+        )
+        return (
+            f"top-1 {self.top1:.2f} % ({right}), top-5 {self.top5:.2f} % ({self.correct_top5}),"
+            f" loss {self.loss:.4f}"
+        )
 
     def to_dict(self) -> dict[str, float]:
         """The six numbers by name."""
@@ -79,10 +93,12 @@ class AccuracyCounter:
     """Adds up batches on the device; `result` sums over the ranks."""
 
     def __init__(self, device: torch.device):
-        self.sums = torch.zeros(5, dtype=torch.int64, device=device)  # images, top-1, top-5, loss, rows whose loss is not finite
+        # images, top-1, top-5, loss, rows whose loss is not finite
+        self.sums = torch.zeros(5, dtype=torch.int64, device=device)
 
     def add(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
-        """`logits` (B, classes), `labels` (B,) int64, `weights` (B,): rows of weight 0 do not count."""
+        """`logits` (B, classes), `labels` (B,) int64, `weights` (B,): rows of weight 0 do not
+        count."""
         logits = logits.float()
         valid = weights > 0
         one_hot = torch.nn.functional.one_hot(labels, logits.shape[1]).float()
@@ -90,7 +106,9 @@ class AccuracyCounter:
         finite = loss.isfinite()
         fixed = torch.where(finite, loss, 0.0).double().div(LOSS_UNIT).round().long()
         top1, top5 = (correct_in_top_k(logits, labels, k) for k in (1, 5))
-        self.sums += torch.stack([(row.long() * valid).sum() for row in (valid, top1, top5, fixed, ~finite)])
+        self.sums += torch.stack(
+            [(row.long() * valid).sum() for row in (valid, top1, top5, fixed, ~finite)]
+        )
 
     def result(self, world: World) -> Accuracy:
         """Totals over all ranks. Waits for the device."""
@@ -102,7 +120,8 @@ class AccuracyCounter:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """What a second model gets right of the images of a first: difference of their top-1 in points, with its 95 % interval."""
+    """What a second model gets right of the images of a first: difference of their top-1 in points,
+    with its 95 % interval."""
 
     num_images: int
     only_first: int
@@ -120,11 +139,13 @@ class PairedDifference:
 
 
 def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
-    """Compare two models on the same images; `first`, `second`: (N,) bool, whether each has the image right.
+    """Compare two models on the same images; `first`, `second`: (N,) bool, whether each has the
+    image right.
 
-    What both have right or wrong says nothing, so the interval is far narrower than that of two separate accuracies. It is the Wald
-    interval of paired proportions after half an image was added to each of the four cases (Agresti & Min 2005, Statistics in Medicine 24,
-    729-740), which keeps its coverage where there are few differences.
+    What both have right or wrong says nothing, so the interval is far narrower than that of two
+    separate accuracies. It is the Wald interval of paired proportions after half an image was added
+    to each of the four cases (Agresti & Min 2005, Statistics in Medicine 24, 729-740), which keeps
+    its coverage where there are few differences.
     """
     count = len(first)
     only_first = int((first & ~second).sum())
@@ -134,4 +155,10 @@ def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
     c = only_first + 0.5
     half = _Z95 * math.sqrt(b + c - (b - c) ** 2 / n) / n
     points = 100.0 * (only_second - only_first) / max(count, 1)
-    return PairedDifference(count, only_first, only_second, points, *(100.0 * ((b - c) / n + side * half) for side in (-1, 1)))
+    return PairedDifference(
+        count,
+        only_first,
+        only_second,
+        points,
+        *(100.0 * ((b - c) / n + side * half) for side in (-1, 1)),
+    )

@@ -1,8 +1,9 @@
 """Optimizers over proper parameter groups.
 
-The data's story: every trainable parameter of the model falls into exactly one of two groups, with weight decay and without; the step sets
-the groups' learning rate from `vit.schedule` before each update. Both optimizers are torch's fused ones: they skip an update on the device
-when `found_inf` is set, so a non-finite gradient costs no wait.
+The data's story: every trainable parameter of the model falls into exactly one of two groups, with
+weight decay and without; the step sets the groups' learning rate from `vit.schedule` before each
+update. Both optimizers are torch's fused ones: they skip an update on the device when `found_inf`
+is set, so a non-finite gradient costs no wait.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ from vit.config import AdamWConfig, SgdConfig
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups of `model`'s trainable parameters: decayed matrices, and biases, norms, scales (up to one dimension) and what the model's
-    `no_weight_decay()` names (positions, class token), which are not decayed."""
+    """Two groups of `model`'s trainable parameters: decayed matrices, and biases, norms, scales (up
+    to one dimension) and what the model's `no_weight_decay()` names (positions, class token), which
+    are not decayed."""
     exempt: set[str] = set(getattr(model, "no_weight_decay", set)())
     decayed: list[Tensor] = []
     free: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (free if parameter.ndim <= 1 or name in exempt else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": free, "weight_decay": 0.0},
+    ]
 
 
 def create_optimizer(model: nn.Module, config: AdamWConfig | SgdConfig) -> torch.optim.Optimizer:
@@ -30,9 +35,13 @@ def create_optimizer(model: nn.Module, config: AdamWConfig | SgdConfig) -> torch
     groups = parameter_groups(model, config.weight_decay)
     optimizer: torch.optim.Optimizer
     if isinstance(config, AdamWConfig):
-        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        optimizer = torch.optim.AdamW(
+            groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
     else:
-        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+        optimizer = torch.optim.SGD(
+            groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
+        )
     _allocate_state(optimizer)
     return optimizer
 
@@ -54,8 +63,9 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer's state exist, at zero, before the first update.
 
-    A checkpoint can then be read into it; and fused SGD, which allocates its momentum uninitialised, may skip its first update. An update
-    with zero gradients and learning rate 0 does it by torch's own code; its effects are undone here.
+    A checkpoint can then be read into it; and fused SGD, which allocates its momentum
+    uninitialised, may skip its first update. An update with zero gradients and learning rate 0 does
+    it by torch's own code; its effects are undone here.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     rates = [group["lr"] for group in optimizer.param_groups]

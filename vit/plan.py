@@ -1,7 +1,8 @@
 """Every number that follows from config, data and ranks.
 
-The data's story: the config states the recipe (global batch, epochs), the data their size, torchrun the ranks; the plan divides the one
-by the others before anything expensive starts, or says which sizes would work. `--print-config` shows it.
+The data's story: the config states the recipe (global batch, epochs), the data their size, torchrun
+the ranks; the plan divides the one by the others before anything expensive starts, or says which
+sizes would work. `--print-config` shows it.
 """
 
 from __future__ import annotations
@@ -49,35 +50,50 @@ class Plan:
     log_every_steps: int
 
     def evaluates_at(self, step: int) -> bool:
-        """Each `eval_every_steps`, and at the end of a run that is at least that long: two steps of ViT-B should not cost an evaluation."""
+        """Each `eval_every_steps`, and at the end of a run that is at least that long: two steps of
+        ViT-B should not cost an evaluation."""
         at_end = step == self.total_steps and self.total_steps >= self.eval_every_steps
         return at_end or (step > 0 and step % self.eval_every_steps == 0)
 
 
 def divide_batch(config: Config, world_size: int) -> tuple[int, int]:
-    """(micro_batch_size, accumulation_steps) of each rank. Raises ValueError for what does not divide, with the sizes that work."""
+    """(micro_batch_size, accumulation_steps) of each rank. Raises ValueError for what does not
+    divide, with the sizes that work."""
     batch = config.data.global_batch_size
     group = config.augment.mix_group_size
     unit = group if mixes(config.augment) else 1
     if batch % (world_size * unit):
         step = world_size * unit
         near = sorted({max(batch // step, 1) * step, (batch // step + 1) * step})
-        needs = f"{world_size} ranks" + (f" times augment.mix_group_size={group}" if unit > 1 else "")
+        needs = f"{world_size} ranks" + (
+            f" times augment.mix_group_size={group}" if unit > 1 else ""
+        )
         ranks = [n for n in divisors(batch) if batch % (n * unit) == 0]
-        other = f"a number of ranks out of {ranks}" if ranks else f"augment.mix_group_size out of {divisors(batch)[1:]}"
-        raise ValueError(f"data.global_batch_size={batch} is not a multiple of {needs}: use {' or '.join(map(str, near))}, or {other}")
+        other = (
+            f"a number of ranks out of {ranks}"
+            if ranks
+            else f"augment.mix_group_size out of {divisors(batch)[1:]}"
+        )
+        raise ValueError(
+            f"data.global_batch_size={batch} is not a multiple of {needs}: use"
+            f" {' or '.join(map(str, near))}, or {other}"
+        )
     share = batch // world_size
     ceiling = config.data.micro_batch_size or share
     sizes = [size for size in divisors(share) if size % unit == 0]
     micro = max((size for size in sizes if size <= ceiling), default=0)
     if not micro:
-        raise ValueError(f"data.micro_batch_size={ceiling} is below augment.mix_group_size={group}: sizes that work are {sizes}")
+        raise ValueError(
+            f"data.micro_batch_size={ceiling} is below augment.mix_group_size={group}: sizes that"
+            f" work are {sizes}"
+        )
     return micro, share // micro
 
 
 def create_order(config: Config, num_samples: int, shares: tuple[Share, ...] = ()) -> Order:
-    """The order of `num_samples` training images; shares: as `Order`. Raises ValueError for sizes that do not divide, and if copies of an
-    image would be mixed with each other, with those that work.
+    """The order of `num_samples` training images; shares: as `Order`. Raises ValueError for sizes
+    that do not divide, and if copies of an image would be mixed with each other, with those that
+    work.
     """
     data = config.data
     augment = config.augment
@@ -97,21 +113,33 @@ def create_order(config: Config, num_samples: int, shares: tuple[Share, ...] = (
         return order
     choices = possible_lanes(data.global_batch_size, data.aug_repeats, data.aug_repeats_form)
     lanes = [number for number in choices if not _copies_mix(make(num_lanes=number), augment)]
-    remedy = f"choose data.num_lanes out of {lanes}, or another" if lanes else "choose a larger batch, or another"
+    remedy = (
+        f"choose data.num_lanes out of {lanes}, or another"
+        if lanes
+        else "choose a larger batch, or another"
+    )
     raise ValueError(
-        f"data.aug_repeats={data.aug_repeats}: with data.num_lanes={order.num_lanes} copies of an image would mix with each other in "
-        f"groups of {augment.mix_group_size}: {remedy} augment.mix_group_size"
+        f"data.aug_repeats={data.aug_repeats}: with data.num_lanes={order.num_lanes} copies of an"
+        f" image would mix with each other in groups of {augment.mix_group_size}: {remedy}"
+        " augment.mix_group_size"
     )
 
 
 def _copies_mix(order: Order, augment: AugmentConfig) -> bool:
-    """Whether the partner of a row is ever the same image. Where copies stand repeats after as many batches as there are copies."""
-    batches = (order.batch(position) for position in range(order.aug_repeats if order.aug_repeats > 1 else 0))
+    """Whether the partner of a row is ever the same image. Where copies stand repeats after as many
+    batches as there are copies."""
+    batches = (
+        order.batch(position)
+        for position in range(order.aug_repeats if order.aug_repeats > 1 else 0)
+    )
     return any(bool((ids == ids[partners(augment, len(ids))]).any()) for ids in batches)
 
 
-def make_plan(config: Config, num_samples: int, world_size: int, shares: tuple[Share, ...] = ()) -> tuple[Plan, Order]:
-    """Derive all numbers of a run over `num_samples` training images on `world_size` ranks, and their order; shares: as `Order`.
+def make_plan(
+    config: Config, num_samples: int, world_size: int, shares: tuple[Share, ...] = ()
+) -> tuple[Plan, Order]:
+    """Derive all numbers of a run over `num_samples` training images on `world_size` ranks, and
+    their order; shares: as `Order`.
 
     Raises ValueError for what does not divide, with the sizes that work.
     """
@@ -145,7 +173,10 @@ def open_train_splits(data: DataConfig, world: World | None = None) -> list[Spli
         return []
     if not data.sources:
         return [open_indexed(data, data.train_split, world)]
-    return [open_indexed(data, source.split or data.train_split, world, source.root) for source in data.sources]
+    return [
+        open_indexed(data, source.split or data.train_split, world, source.root)
+        for source in data.sources
+    ]
 
 
 def open_train_set(config: Config, val_split: Split, world: World | None = None) -> TrainSet:
@@ -153,8 +184,11 @@ def open_train_set(config: Config, val_split: Split, world: World | None = None)
     return choose_train_set(config, open_train_splits(config.data, world), val_split, world)
 
 
-def choose_train_set(config: Config, splits: list[Split], val_split: Split, world: World | None = None) -> TrainSet:
-    """What to train on of `open_train_splits`. A stream has the classes of the evaluation's images, and `model.num_classes`.
+def choose_train_set(
+    config: Config, splits: list[Split], val_split: Split, world: World | None = None
+) -> TrainSet:
+    """What to train on of `open_train_splits`. A stream has the classes of the evaluation's images,
+    and `model.num_classes`.
 
     Raises ShardError and ValueError for what the settings choose and is not there.
     """
@@ -165,14 +199,32 @@ def choose_train_set(config: Config, splits: list[Split], val_split: Split, worl
             assert data.stream is not None, "the config is checked"
             assert data.num_samples is not None, "the config is checked"
             names = val_split.class_names
-            layout = SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names))
+            layout = SampleLayout(
+                data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names)
+            )
             num_classes = max(val_split.num_classes, config.model.num_classes or 0)
-            stream = open_stream(resolve(data.stream), data.num_samples, num_classes, names, layout, Patience(data.patience_s))
+            stream = open_stream(
+                resolve(data.stream),
+                data.num_samples,
+                num_classes,
+                names,
+                layout,
+                Patience(data.patience_s),
+            )
             return TrainSet(stream, data.num_samples)
         if not data.sources:
             return train_set_of(splits[0], _wanted(data, "data."))
-        wanted = [_wanted(source, f"data.sources[{number}].") for number, source in enumerate(data.sources)]
-        return train_set_of_sources(splits, wanted, [source.weight for source in data.sources], val_split, data.block_samples)
+        wanted = [
+            _wanted(source, f"data.sources[{number}].")
+            for number, source in enumerate(data.sources)
+        ]
+        return train_set_of_sources(
+            splits,
+            wanted,
+            [source.weight for source in data.sources],
+            val_split,
+            data.block_samples,
+        )
 
     return choose() if world is None else world.main_first(choose)
 
@@ -181,14 +233,25 @@ def _wanted(choice: Choice, name: str) -> Wanted:
     return Wanted(name, **{key: getattr(choice, key) for key in Choice.model_fields})
 
 
-def open_indexed(data: DataConfig, split: str, world: World | None = None, root: str | None = None) -> Split:
-    """A split of shards, opened as the config says, of `data.root` where no other is named. Of several ranks the first asks a server about
-    the shards and tells the others, and one of each host looks at all rows of the index."""
+def open_indexed(
+    data: DataConfig, split: str, world: World | None = None, root: str | None = None
+) -> Split:
+    """A split of shards, opened as the config says, of `data.root` where no other is named. Of
+    several ranks the first asks a server about the shards and tells the others, and one of each
+    host looks at all rows of the index."""
     opened: list[Split] = []
 
     def open_it(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
         patience = Patience(data.patience_s)
-        return open_split(resolve(root or data.root), split, data.cache_dir, data.cache_gib, patience, is_checked, versions)
+        return open_split(
+            resolve(root or data.root),
+            split,
+            data.cache_dir,
+            data.cache_gib,
+            patience,
+            is_checked,
+            versions,
+        )
 
     def first() -> list[Any] | None:
         opened.append(open_it())
@@ -201,10 +264,14 @@ def open_indexed(data: DataConfig, split: str, world: World | None = None, root:
 
 
 def choose_num_classes(config: Config, *splits: Split | Sources | Stream) -> int:
-    """The size of the head: `model.num_classes`, or what the data need. Raises ValueError if the former is too small for the latter."""
+    """The size of the head: `model.num_classes`, or what the data need. Raises ValueError if the
+    former is too small for the latter."""
     in_data = max(split.num_classes for split in splits)
     if config.model.num_classes is not None and config.model.num_classes < in_data:
-        raise ValueError(f"model.num_classes={config.model.num_classes}, but {config.data.root} has {in_data} classes: remove the key")
+        raise ValueError(
+            f"model.num_classes={config.model.num_classes}, but {config.data.root} has {in_data}"
+            " classes: remove the key"
+        )
     return config.model.num_classes or in_data
 
 
@@ -213,13 +280,18 @@ IMAGENET_IMAGES = 1_281_167
 
 
 def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
-    """What `--print-config` shows: every value with its origin as YAML, and the derived numbers as comments.
+    """What `--print-config` shows: every value with its origin as YAML, and the derived numbers as
+    comments.
 
-    Where the data cannot be opened, as many images and classes as ImageNet's are assumed, and it says so. Raises ValueError as
-    `make_plan`, and what `choose_train_set` raises.
+    Where the data cannot be opened, as many images and classes as ImageNet's are assumed, and it
+    says so. Raises ValueError as `make_plan`, and what `choose_train_set` raises.
     """
     values = config_io.to_dict(config)
-    comments = {key: origins.get(key, "default") for section in values for key in (f"{section}.{name}" for name in values[section])}
+    comments = {
+        key: origins.get(key, "default")
+        for section in values
+        for key in (f"{section}.{name}" for name in values[section])
+    }
     derived: dict[str, object] = {}
     num_classes = config.model.num_classes or 1000
     assumed = "" if config.model.num_classes else " (assumed)"
@@ -232,7 +304,10 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
         num_images = config.data.num_samples or IMAGENET_IMAGES
         images_assumed = ""
         if config.data.num_samples is None:
-            images_assumed = f" (assumed, ImageNet-1k's; so are all steps, for the data cannot be opened: {error})"
+            images_assumed = (
+                " (assumed, ImageNet-1k's; so are all steps, for the data cannot be opened:"
+                f" {error})"
+            )
         plan, order = make_plan(config, num_images, world_size)
     else:
         train = choose_train_set(config, splits, val_split)
@@ -248,25 +323,39 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     if mixing is not None:
         derived["order" if mixing is NOT_EXACT else "shuffle"] = mixing
     with torch.device("meta"):
-        model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
+        model = create_model(
+            config.model.name, config.model.image_size, num_classes, **config.model.fields()
+        )
     gflop = flops_per_image(model) / 1e9
-    (state, gradients) = training_bytes(model, config)
+    state, gradients = training_bytes(model, config)
     derived["classes"] = f"{num_classes}{assumed}"
     derived["parameters"] = f"{count_parameters(model):,}"
-    derived["gflop_per_image"] = f"{gflop:.2f} forward, 2 for each multiply-add (papers count 1: {gflop / 2:.2f})"
+    derived["gflop_per_image"] = (
+        f"{gflop:.2f} forward, 2 for each multiply-add (papers count 1: {gflop / 2:.2f})"
+    )
     held = "weights, optimizer" + ("" if config.train.ema_decay is None else ", average")
     kept = f"{config.checkpoint.keep_last} are kept, and one more while it is written"
     derived["checkpoint_mb"] = f"{state / 1e6:,.1f} ({held}), {kept}"
     derived["parameters_gib"] = (
-        f"{(state + gradients) / 2**30:.2f} on each rank (a checkpoint's content and gradients), without activations"
+        f"{(state + gradients) / 2**30:.2f} on each rank (a checkpoint's content and gradients),"
+        " without activations"
     )
-    return config_io.dump_yaml(values, comments) + "\n# derived\n" + "".join(f"#   {key}: {value}\n" for key, value in derived.items())
+    return (
+        config_io.dump_yaml(values, comments)
+        + "\n# derived\n"
+        + "".join(f"#   {key}: {value}\n" for key, value in derived.items())
+    )
 
 
 def training_bytes(model: nn.Module, config: Config) -> tuple[int, int]:
-    """(bytes of the tensors in a checkpoint, bytes of the gradients): weights and buffers, once more for an average, and what the
-    optimizer keeps."""
+    """(bytes of the tensors in a checkpoint, bytes of the gradients): weights and buffers, once
+    more for an average, and what the optimizer keeps."""
     stored = sum(tensor.nbytes for tensor in model.state_dict().values())
     gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     loss_scale = 8  # and the steps since it overflowed
-    return stored * (1 if config.train.ema_decay is None else 2) + sum(state_bytes(config.optim, model)) + loss_scale, gradients
+    return (
+        stored * (1 if config.train.ema_decay is None else 2)
+        + sum(state_bytes(config.optim, model))
+        + loss_scale,
+        gradients,
+    )

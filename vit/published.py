@@ -1,9 +1,12 @@
-"""Published models: whose weights a file holds, how they want to see images, and the accuracy to expect of them.
+"""Published models: whose weights a file holds, how they want to see images, and the accuracy to
+expect of them.
 
-The data's story: a file, with a name where a person gave one, becomes a `KnownModel` by that name, by the `config.json` that Hugging Face
-keeps beside weights, or by the name of the file (`identify`). Its settings become a config (`to_config`), and the weights with that config
-are what a run of ours leaves behind (`adopt`), so that they are evaluated on the same way. The published accuracy then stands beside the
-measured one (`published`). Nothing is downloaded. timm, where it is installed, knows the settings of the models that are not in the table.
+The data's story: a file, with a name where a person gave one, becomes a `KnownModel` by that name,
+by the `config.json` that Hugging Face keeps beside weights, or by the name of the file
+(`identify`). Its settings become a config (`to_config`), and the weights with that config are what
+a run of ours leaves behind (`adopt`), so that they are evaluated on the same way. The published
+accuracy then stands beside the measured one (`published`). Nothing is downloaded. timm, where it is
+installed, knows the settings of the models that are not in the table.
 
     vit_base_patch16_224.augreg_in1k.safetensors             a file by its name, with timm's tag: several weights share the name before it
     deit_base_patch16_224-b5f2ef4d.pth                       a file under its author's name
@@ -40,7 +43,8 @@ class KnownModel:
     name: str
     """timm's name with its tag, or the authors' where timm has none."""
     model: dict[str, Any]
-    """The config's `model` section without image size and classes; `timm/<name>` where our own model computes something else."""
+    """The config's `model` section without image size and classes; `timm/<name>` where our own
+    model computes something else."""
     image_size: tuple[int, int]
     """Height and width in pixels."""
     mean: tuple[float, ...]
@@ -66,8 +70,11 @@ SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
 
 
 def own_model(architecture: str) -> dict[str, Any] | None:
-    """The `model` section with which our own model computes what timm's `architecture` (no tag) does; None where it does not."""
-    match = re.fullmatch(r"(vit|deit|deit3)_(tiny|small|medium|base|large|huge)_patch(\d+)_\d+(_miil)?", architecture)
+    """The `model` section with which our own model computes what timm's `architecture` (no tag)
+    does; None where it does not."""
+    match = re.fullmatch(
+        r"(vit|deit|deit3)_(tiny|small|medium|base|large|huge)_patch(\d+)_\d+(_miil)?", architecture
+    )
     if match is None or (match[2] == "medium" and match[1] != "deit3"):
         return None
     fields: dict[str, Any] = {"name": f"vit_{SIZES.get(match[2], 's')}{match[3]}"}
@@ -80,20 +87,48 @@ def own_model(architecture: str) -> dict[str, Any] | None:
     return fields
 
 
-def _row(name: str, channels: tuple[Channels, Channels], crop_pct: float, top1: float, top5: float, file: str = "") -> KnownModel:
+def _row(
+    name: str,
+    channels: tuple[Channels, Channels],
+    crop_pct: float,
+    top1: float,
+    top5: float,
+    file: str = "",
+) -> KnownModel:
     architecture = name.partition(".")[0]
     model = own_model(architecture)
     size = int(re.findall(r"\d+", architecture)[-1])
     assert model is not None, name
     files = (file,) if file else ()
-    return KnownModel(name, model, (size, size), *channels, crop_pct, top1=top1, top5=top5, source=TIMM, files=files)
+    return KnownModel(
+        name,
+        model,
+        (size, size),
+        *channels,
+        crop_pct,
+        top1=top1,
+        top5=top5,
+        source=TIMM,
+        files=files,
+    )
 
 
 def _mae(size: str, model: str, top1: float, top5: float) -> KnownModel:
-    """util/datasets.py there: ImageNet's mean and deviation, bicubic, 224 of 256; models_vit.py: the mean of the patches, then a norm."""
+    """util/datasets.py there: ImageNet's mean and deviation, bicubic, 224 of 256; models_vit.py:
+    the mean of the patches, then a norm."""
     name = f"mae_finetuned_vit_{size}"
     section = {"name": model, "global_pool": "avg"}
-    return KnownModel(name, section, (224, 224), *IMAGENET, 224 / 256, top1=top1, top5=top5, source=MAE, files=(f"{name}.pth",))
+    return KnownModel(
+        name,
+        section,
+        (224, 224),
+        *IMAGENET,
+        224 / 256,
+        top1=top1,
+        top5=top5,
+        source=MAE,
+        files=(f"{name}.pth",),
+    )
 
 
 KNOWN: tuple[KnownModel, ...] = (
@@ -106,21 +141,69 @@ KNOWN: tuple[KnownModel, ...] = (
     _row("vit_base_patch16_224.augreg_in21k_ft_in1k", HALF, 0.9, 84.534, 97.300),
     _row("vit_base_patch16_224.augreg2_in21k_ft_in1k", HALF, 0.9, 85.108, 97.530),
     _row("vit_base_patch16_384.augreg_in1k", HALF, 1.0, 81.102, 95.334),
-    _row("vit_base_patch16_384.orig_in21k_ft_in1k", HALF, 1.0, 84.212, 97.210, "jx_vit_base_p16_384-83fb41ba.pth"),
+    _row(
+        "vit_base_patch16_384.orig_in21k_ft_in1k",
+        HALF,
+        1.0,
+        84.212,
+        97.210,
+        "jx_vit_base_p16_384-83fb41ba.pth",
+    ),
     _row("vit_base_patch16_384.augreg_in21k_ft_in1k", HALF, 1.0, 86.010, 97.998),
     _row("vit_large_patch16_224.augreg_in21k_ft_in1k", HALF, 0.9, 85.856, 97.822),
     _row("vit_large_patch16_384.augreg_in21k_ft_in1k", HALF, 1.0, 87.096, 98.302),
-    _row("deit_tiny_patch16_224.fb_in1k", IMAGENET, 0.9, 72.190, 91.100, "deit_tiny_patch16_224-a1311bcf.pth"),
-    _row("deit_small_patch16_224.fb_in1k", IMAGENET, 0.9, 79.856, 95.056, "deit_small_patch16_224-cd65a155.pth"),
-    _row("deit_base_patch16_224.fb_in1k", IMAGENET, 0.9, 81.980, 95.740, "deit_base_patch16_224-b5f2ef4d.pth"),
-    _row("deit_base_patch16_384.fb_in1k", IMAGENET, 1.0, 83.108, 96.376, "deit_base_patch16_384-8de9b5d1.pth"),
-    _row("deit3_small_patch16_224.fb_in1k", IMAGENET, 0.9, 81.382, 95.454, "deit_3_small_224_1k.pth"),
+    _row(
+        "deit_tiny_patch16_224.fb_in1k",
+        IMAGENET,
+        0.9,
+        72.190,
+        91.100,
+        "deit_tiny_patch16_224-a1311bcf.pth",
+    ),
+    _row(
+        "deit_small_patch16_224.fb_in1k",
+        IMAGENET,
+        0.9,
+        79.856,
+        95.056,
+        "deit_small_patch16_224-cd65a155.pth",
+    ),
+    _row(
+        "deit_base_patch16_224.fb_in1k",
+        IMAGENET,
+        0.9,
+        81.980,
+        95.740,
+        "deit_base_patch16_224-b5f2ef4d.pth",
+    ),
+    _row(
+        "deit_base_patch16_384.fb_in1k",
+        IMAGENET,
+        1.0,
+        83.108,
+        96.376,
+        "deit_base_patch16_384-8de9b5d1.pth",
+    ),
+    _row(
+        "deit3_small_patch16_224.fb_in1k", IMAGENET, 0.9, 81.382, 95.454, "deit_3_small_224_1k.pth"
+    ),
     _row("deit3_base_patch16_224.fb_in1k", IMAGENET, 0.9, 83.800, 96.584, "deit_3_base_224_1k.pth"),
     _row("deit3_base_patch16_384.fb_in1k", IMAGENET, 1.0, 85.088, 97.252, "deit_3_base_384_1k.pth"),
-    _row("deit3_large_patch16_224.fb_in1k", IMAGENET, 0.9, 84.772, 97.048, "deit_3_large_224_1k.pth"),
-    _row("deit3_large_patch16_384.fb_in1k", IMAGENET, 1.0, 85.820, 97.602, "deit_3_large_384_1k.pth"),
+    _row(
+        "deit3_large_patch16_224.fb_in1k", IMAGENET, 0.9, 84.772, 97.048, "deit_3_large_224_1k.pth"
+    ),
+    _row(
+        "deit3_large_patch16_384.fb_in1k", IMAGENET, 1.0, 85.820, 97.602, "deit_3_large_384_1k.pth"
+    ),
     _row("deit3_huge_patch14_224.fb_in1k", IMAGENET, 0.9, 85.204, 97.364, "deit_3_huge_224_1k.pth"),
-    _row("deit3_huge_patch14_224.fb_in22k_ft_in1k", IMAGENET, 1.0, 87.180, 98.264, "deit_3_huge_224_21k_v1.pth"),
+    _row(
+        "deit3_huge_patch14_224.fb_in22k_ft_in1k",
+        IMAGENET,
+        1.0,
+        87.180,
+        98.264,
+        "deit_3_huge_224_21k_v1.pth",
+    ),
     _mae("base", "vit_b16", 83.664, 96.530),
     _mae("large", "vit_l16", 85.952, 97.570),
     _mae("huge", "vit_h14", 86.928, 98.088),
@@ -129,17 +212,18 @@ SEVERAL_TAGS = ("vit_", "deit3_")
 """How names begin that mean several weights as long as they have no tag."""
 
 
-# --- which model it is -------------------------------------------------------------------------------------------------
+# --- which model it is ----------------------------------------------------------------------------
 
 
 def identify(path: str | Path, name: str | None = None) -> KnownModel:
     """Whose weights the file or Hugging Face folder `path` holds.
 
-    By `name` if one is given: timm's, with or without `timm/` before it; without its tag it means timm's default settings. Else by
-    `config.json` beside the file. Else by the file's name, or its folder's.
+    By `name` if one is given: timm's, with or without `timm/` before it; without its tag it means
+    timm's default settings. Else by `config.json` beside the file. Else by the file's name, or its
+    folder's.
 
-    Raises:
-        ValueError: none of these leads to a model, or to several; says what was found, what to give, and the nearest names.
+    Raises: ValueError: none of these leads to a model, or to several; says what was found, what to
+        give, and the nearest names.
     """
     if name is not None:
         return _by_name(name, or_defaults=True)
@@ -149,24 +233,34 @@ def identify(path: str | Path, name: str | None = None) -> KnownModel:
 
 
 def _by_name(given: str, or_defaults: bool = False) -> KnownModel:
-    """`or_defaults`: a name without a tag that several weights share means timm's default settings, as it does in timm."""
+    """`or_defaults`: a name without a tag that several weights share means timm's default settings,
+    as it does in timm."""
     name = given.removeprefix("timm/")
-    rows = [row for row in KNOWN if row.name == name] or [row for row in KNOWN if row.name.partition(".")[0] == name]
+    rows = [row for row in KNOWN if row.name == name] or [
+        row for row in KNOWN if row.name.partition(".")[0] == name
+    ]
     if len(rows) == 1 and (rows[0].name == name or not name.startswith(SEVERAL_TAGS)):
         return rows[0]
     if rows and or_defaults and (found := _from_timm(name)):
         return _of_default_tag(found, given)
     if rows:
         tags = ", ".join(f"{row.name} ({row.top1:.1f} %)" for row in rows)
-        raise ValueError(f"{given} names several weights, which only a tag tells apart: give --model with one, such as {tags}")
+        raise ValueError(
+            f"{given} names several weights, which only a tag tells apart: give --model with one,"
+            f" such as {tags}"
+        )
     found = _from_timm(name)
     if found is None:
-        raise ValueError(f"{given} is in neither the table of vit/published.py nor {_timm_version()}{_nearest(name)}")
+        raise ValueError(
+            f"{given} is in neither the table of vit/published.py nor"
+            f" {_timm_version()}{_nearest(name)}"
+        )
     return _of_default_tag(found, given) if or_defaults else found
 
 
 def _of_default_tag(found: KnownModel, given: str) -> KnownModel:
-    """`found`, saying that its settings are timm's default ones where `given` named no tag and timm chose one."""
+    """`found`, saying that its settings are timm's default ones where `given` named no tag and timm
+    chose one."""
     tag = found.name.removeprefix(given.removeprefix("timm/"))
     if not tag.startswith("."):
         return found
@@ -175,17 +269,20 @@ def _of_default_tag(found: KnownModel, given: str) -> KnownModel:
 
 
 def _by_settings(path: Path) -> KnownModel | None:
-    """The model that a `config.json` of timm's describes; None for a file of that name that is something else."""
+    """The model that a `config.json` of timm's describes; None for a file of that name that is
+    something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}): copy it again, or give --model NAME") from None
+        raise ValueError(
+            f"{path}: cannot be read ({error}): copy it again, or give --model NAME"
+        ) from None
     if not isinstance(content, dict) or not {"architecture", "architectures"} & content.keys():
         return None
     if "architecture" not in content:
         raise ValueError(
-            f"{path} is of Hugging Face's transformers ({content['architectures']}), whose weights have other names: "
-            "use timm's copy of the model, https://huggingface.co/timm"
+            f"{path} is of Hugging Face's transformers ({content['architectures']}), whose weights"
+            " have other names: use timm's copy of the model, https://huggingface.co/timm"
         )
     architecture = content["architecture"]
     settings = content.get("pretrained_cfg") or content
@@ -194,7 +291,11 @@ def _by_settings(path: Path) -> KnownModel | None:
         made_with = {"global_pool": "avg", **made_with}
     found = _from_settings(architecture, settings.get("tag"), settings, made_with, str(path))
     row = next((row for row in KNOWN if row.name == found.name), None)
-    if row and content.get("num_classes", 1000) == 1000 and replace(row, top1=None, top5=None, source=NO_NUMBER, files=()) == found:
+    if (
+        row
+        and content.get("num_classes", 1000) == 1000
+        and replace(row, top1=None, top5=None, source=NO_NUMBER, files=()) == found
+    ):
         return row
     return found
 
@@ -205,8 +306,11 @@ def _by_file_name(file: Path) -> KnownModel:
         if file.name in row.files:
             return row
     texts = [file.name]
-    if file.name in HUB_FILES:  # a folder that was filled by hand, or models--timm--NAME/snapshots/HASH of the hub's cache
-        texts += [folder.name.removeprefix("models--timm--") for folder in file.absolute().parents[:3]]
+    # a folder that was filled by hand, or models--timm--NAME/snapshots/HASH of the hub's cache
+    if file.name in HUB_FILES:
+        texts += [
+            folder.name.removeprefix("models--timm--") for folder in file.absolute().parents[:3]
+        ]
     architectures = [row.name.partition(".")[0] for row in KNOWN]
     for text in texts:
         if full := _longest_prefix(text, [row.name for row in KNOWN]):
@@ -218,18 +322,23 @@ def _by_file_name(file: Path) -> KnownModel:
         if architecture := _longest_prefix(text, architectures):
             return _by_name(architecture)
     raise ValueError(
-        f"{file}: neither its name nor a config.json beside it says which model it is: give --model NAME, a name of timm's"
-        f"{_nearest(file.stem)}"
+        f"{file}: neither its name nor a config.json beside it says which model it is: give --model"
+        f" NAME, a name of timm's{_nearest(file.stem)}"
     )
 
 
 def _longest_prefix(text: str, names: Iterable[str]) -> str:
     """The longest of `names` with which `text` begins and where a word ends."""
-    return max((name for name in names if re.match(re.escape(name) + r"(?![A-Za-z0-9_])", text)), key=len, default="")
+    return max(
+        (name for name in names if re.match(re.escape(name) + r"(?![A-Za-z0-9_])", text)),
+        key=len,
+        default="",
+    )
 
 
 def _from_timm(name: str) -> KnownModel | None:
-    """The model `name` as timm describes it; None where timm does not know it, or is not installed."""
+    """The model `name` as timm describes it; None where timm does not know it, or is not
+    installed."""
     try:
         import timm
 
@@ -238,7 +347,9 @@ def _from_timm(name: str) -> KnownModel | None:
         return None
     if settings is None:
         return None
-    return _from_settings(settings.architecture or name, settings.tag, settings.to_dict(), {}, _timm_version())
+    return _from_settings(
+        settings.architecture or name, settings.tag, settings.to_dict(), {}, _timm_version()
+    )
 
 
 def _timm_version() -> str:
@@ -249,16 +360,30 @@ def _timm_version() -> str:
     return f"timm {timm.__version__}"
 
 
-# What timm may say a model was made with, in our words. Classes and channels are known otherwise, rates of dropout without effect here.
+# What timm may say a model was made with, in our words. Classes and channels are known otherwise,
+# rates of dropout without effect here.
 _MADE_WITH = {
-    "img_size": "image_size", "patch_size": "patch_size", "embed_dim": "embed_dim", "depth": "depth", "num_heads": "num_heads",
-    "mlp_ratio": "mlp_ratio", "qkv_bias": "qkv_bias", "class_token": "class_token", "global_pool": "global_pool",
-    "init_values": "init_values", "num_classes": None, "in_chans": None,
-}  # fmt: skip
+    "img_size": "image_size",
+    "patch_size": "patch_size",
+    "embed_dim": "embed_dim",
+    "depth": "depth",
+    "num_heads": "num_heads",
+    "mlp_ratio": "mlp_ratio",
+    "qkv_bias": "qkv_bias",
+    "class_token": "class_token",
+    "global_pool": "global_pool",
+    "init_values": "init_values",
+    "num_classes": None,
+    "in_chans": None,
+}
 
 
 def _from_settings(
-    architecture: str, tag: str | None, settings: Mapping[str, Any], made_with: Mapping[str, Any], origin: str
+    architecture: str,
+    tag: str | None,
+    settings: Mapping[str, Any],
+    made_with: Mapping[str, Any],
+    origin: str,
 ) -> KnownModel:
     """A model as timm's own settings describe it; `origin` says where they stand, for messages."""
     channels, height, width = settings.get("input_size") or (3, 224, 224)
@@ -270,10 +395,17 @@ def _from_settings(
     if interpolation not in ("bilinear", "bicubic"):
         problems.append(f"it resizes with {interpolation!r}, not with bilinear or bicubic")
     if problems:
-        raise ValueError(f"{name} ({origin}): {' and '.join(problems)}, which this project cannot do")
-    given = {ours: made_with[key] for key, ours in _MADE_WITH.items() if ours and made_with.get(key) is not None}
+        raise ValueError(
+            f"{name} ({origin}): {' and '.join(problems)}, which this project cannot do"
+        )
+    given = {
+        ours: made_with[key]
+        for key, ours in _MADE_WITH.items()
+        if ours and made_with.get(key) is not None
+    }
     size = given.pop("image_size", (height, width))
-    # timm also states what an architecture has anyway; where a guest's pooling has a name of its own, it is left to timm.
+    # timm also states what an architecture has anyway; where a guest's pooling has a name of its
+    # own, it is left to timm.
     if given.get("global_pool") not in (("avg",) if own_model(architecture) else ("token", "avg")):
         given.pop("global_pool", None)
     model |= given | ({"in_chans": channels} if channels != 3 else {})
@@ -288,7 +420,14 @@ def _from_settings(
         settings.get("crop_pct") or 0.875,
         interpolation,
         mode if mode == "squash" else "center",
-        source=NO_NUMBER if mode != "border" else f"{NO_NUMBER}; timm evaluates it with crop_mode={mode!r}, here the centre is cropped",
+        source=(
+            NO_NUMBER
+            if mode != "border"
+            else (
+                f"{NO_NUMBER}; timm evaluates it with crop_mode={mode!r}, here the centre is"
+                " cropped"
+            )
+        ),
         head=classifier if isinstance(classifier, str) else classifier[0],
     )
 
@@ -301,18 +440,27 @@ def _nearest(name: str) -> str:
         names += timm.list_models()
     except ImportError:
         pass
-    found = difflib.get_close_matches(name, dict.fromkeys((*names, *(known.partition(".")[0] for known in names))), n=3, cutoff=0.6)
+    found = difflib.get_close_matches(
+        name,
+        dict.fromkeys((*names, *(known.partition(".")[0] for known in names))),
+        n=3,
+        cutoff=0.6,
+    )
     return f"; nearest: {', '.join(found)}" if found else f", such as {KNOWN[5].name}"
 
 
-# --- evaluating it -----------------------------------------------------------------------------------------------------
+# --- evaluating it --------------------------------------------------------------------------------
 
 
-def to_config(known: KnownModel, data_root: str, val_split: str = "val", num_classes: int = 1000) -> dict[str, Any]:
-    """A complete config, as `config_io.to_dict` makes them, under which `known` is evaluated as it was where its number comes from.
+def to_config(
+    known: KnownModel, data_root: str, val_split: str = "val", num_classes: int = 1000
+) -> dict[str, Any]:
+    """A complete config, as `config_io.to_dict` makes them, under which `known` is evaluated as it
+    was where its number comes from.
 
-    fp32: the rounding of bf16 moves a few of 50,000 images. Pillow's resize, with which these numbers were measured: an image is then the
-    same to the pixel. `train` is there because a config has it.
+    fp32: the rounding of bf16 moves a few of 50,000 images. Pillow's resize, with which these
+    numbers were measured: an image is then the same to the pixel. `train` is there because a config
+    has it.
     """
     height, width = known.image_size
     size = height if height == width else [height, width]
@@ -331,8 +479,11 @@ def to_config(known: KnownModel, data_root: str, val_split: str = "val", num_cla
     return config_io.to_dict(config_io.from_dict(values, known.name))
 
 
-def adopt(trained: Trained, name: str | None, data_root: str | None, val_split: str = "val") -> tuple[Trained, KnownModel]:
-    """Weights that came without a config of ours, with one: `trained` as a run of ours would have left it, and the model it is.
+def adopt(
+    trained: Trained, name: str | None, data_root: str | None, val_split: str = "val"
+) -> tuple[Trained, KnownModel]:
+    """Weights that came without a config of ours, with one: `trained` as a run of ours would have
+    left it, and the model it is.
 
     The classes are the head's rows; the published number stands for 1,000 of them only.
 
@@ -341,26 +492,39 @@ def adopt(trained: Trained, name: str | None, data_root: str | None, val_split: 
     """
     known = identify(trained.path, name)
     if data_root is None:
-        raise ValueError(f"{trained.path} is {known.name}, trained elsewhere: name the folder of shards to evaluate it on with --data ROOT")
+        raise ValueError(
+            f"{trained.path} is {known.name}, trained elsewhere: name the folder of shards to"
+            " evaluate it on with --data ROOT"
+        )
     head = trained.weights.get(f"{known.head}.weight")
     if head is None:
         raise ValueError(
-            f"{trained.path} has no {known.head}.weight, so no classes: as {known.name} there is nothing to evaluate; "
-            "fine-tune it first (init.checkpoint, init.reset_head), or give --model NAME if it is another model"
+            f"{trained.path} has no {known.head}.weight, so no classes: as {known.name} there is"
+            " nothing to evaluate; fine-tune it first (init.checkpoint, init.reset_head), or give"
+            " --model NAME if it is another model"
         )
     num_classes = head.shape[0]
     if num_classes != 1000 and known.top1 is not None:
-        known = replace(known, top1=None, top5=None, source=f"{NO_NUMBER} for {num_classes} classes")
+        known = replace(
+            known, top1=None, top5=None, source=f"{NO_NUMBER} for {num_classes} classes"
+        )
     config = to_config(known, data_root, val_split, num_classes)
     return replace(trained, config=config, num_classes=num_classes), known
 
 
-def published(known: KnownModel, num_images: int, size: tuple[int, int], num_classes: int, head_classes: int) -> str:
-    """A line to stand below a result on `num_images` images of `num_classes` classes, seen at `size` (height, width).
+def published(
+    known: KnownModel, num_images: int, size: tuple[int, int], num_classes: int, head_classes: int
+) -> str:
+    """A line to stand below a result on `num_images` images of `num_classes` classes, seen at
+    `size` (height, width).
 
-    head_classes: rows of the model's head. Weights of others have no names of classes, so that only counts can be compared.
+    head_classes: rows of the model's head. Weights of others have no names of classes, so that only
+    counts can be compared.
     """
-    others = f"the data have {num_classes} classes, the model {head_classes}: labels are compared by number"
+    others = (
+        f"the data have {num_classes} classes, the model {head_classes}: labels are compared by"
+        " number"
+    )
     counts = f"; {others}" if num_classes != head_classes else ""
     if known.top1 is None or known.top5 is None:
         return f"{known.name}: {known.source}{counts}"
@@ -370,5 +534,7 @@ def published(known: KnownModel, num_images: int, size: tuple[int, int], num_cla
         f" (published, on the {VAL_IMAGES:,} of ILSVRC2012 val; here: {num_images:,} images)"
     )
     if size != known.image_size:
-        line += f"; published at {known.image_size[0]}x{known.image_size[1]}, here {size[0]}x{size[1]}"
+        line += (
+            f"; published at {known.image_size[0]}x{known.image_size[1]}, here {size[0]}x{size[1]}"
+        )
     return line + counts

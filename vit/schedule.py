@@ -1,7 +1,7 @@
 """Learning rate as a pure function of the step.
 
-The data's story: the step comes from the loop's one clock, the lengths from the plan; nothing here remembers anything, so a resumed run
-has the learning rates of the uninterrupted one.
+The data's story: the step comes from the loop's one clock, the lengths from the plan; nothing here
+remembers anything, so a resumed run has the learning rates of the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -9,12 +9,21 @@ from __future__ import annotations
 import math
 
 
-def lr_at(step: int, *, peak_lr: float, total_steps: int, warmup_steps: int = 0, name: str = "cosine", min_lr: float = 0.0) -> float:
+def lr_at(
+    step: int,
+    *,
+    peak_lr: float,
+    total_steps: int,
+    warmup_steps: int = 0,
+    name: str = "cosine",
+    min_lr: float = 0.0,
+) -> float:
     """Learning rate of the update at `step` in [0, total_steps).
 
-    Linear warm-up: the update at step s has (s + 1) / warmup_steps of the peak. Then `cosine` (Loshchilov & Hutter 2017, equation 5,
-    without restarts) or `linear` from the peak towards `min_lr`, which it would reach at `total_steps`, or `constant`. So no update is lost
-    on a rate of 0.
+    Linear warm-up: the update at step s has (s + 1) / warmup_steps of the peak. Then `cosine`
+    (Loshchilov & Hutter 2017, equation 5, without restarts) or `linear` from the peak towards
+    `min_lr`, which it would reach at `total_steps`, or `constant`. So no update is lost on a rate
+    of 0.
     """
     if step < warmup_steps:
         return peak_lr * (step + 1) / warmup_steps

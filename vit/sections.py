@@ -1,4 +1,5 @@
-"""The base of all groups of settings, and those that choose training samples, which stand in `data` and in each of `data.sources`."""
+"""The base of all groups of settings, and those that choose training samples, which stand in `data`
+and in each of `data.sources`."""
 
 from __future__ import annotations
 
@@ -12,39 +13,57 @@ from vit.data.row_filter import RowFilter
 class Section(BaseModel):
     """A frozen group of settings that refuses keys it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class Choice(Section):
     """Which samples of a split are trained on; evaluation counts every image."""
 
     exclude: str | None = None
-    """File of samples to leave out: a key, `label=NUMBER` or `class=NAME` in each line, or lines of a `quarantine.jsonl`."""
+    """File of samples to leave out: a key, `label=NUMBER` or `class=NAME` in each line, or lines of
+    a `quarantine.jsonl`."""
     filter: str | None = None
-    """Expression over columns of the index that is true for the samples to take: `min(width, height) >= 64 and size < 5_000_000`, with
-    `width`, `height`, `size` (bytes), `label`; `label == "class name"`, `label in (1, 2)`."""
+    """Expression over columns of the index that is true for the samples to take: `min(width,
+    height) >= 64 and size < 5_000_000`, with `width`, `height`, `size` (bytes), `label`; `label ==
+    "class name"`, `label in (1, 2)`."""
     fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of what is left to take, drawn by `subset_seed`; a smaller share is a part of a larger one."""
+    """Share of what is left to take, drawn by `subset_seed`; a smaller share is a part of a larger
+    one."""
     fraction_of: Literal["all", "class"] = "all"
     """`fraction` of all samples, or of those of each class, of which one at least is taken."""
     samples_per_class: Annotated[int, Field(gt=0)] | None = None
-    """So many of each class, drawn by `subset_seed` (few-shot); a class with fewer gives all. Smaller sets are parts of larger ones."""
+    """So many of each class, drawn by `subset_seed` (few-shot); a class with fewer gives all.
+    Smaller sets are parts of larger ones."""
     subset_seed: Annotated[int, Field(ge=0)] = 0
     """Draws `fraction` and `samples_per_class`; `train.seed` does not change them."""
 
     def chosen(self) -> list[str]:
         """The keys of this group that are given."""
-        return [key for key in Choice.model_fields if getattr(self, key) != Choice.model_fields[key].default]
+        return [
+            key
+            for key in Choice.model_fields
+            if getattr(self, key) != Choice.model_fields[key].default
+        ]
 
     def problems(self, prefix: str) -> list[str]:
         """What cannot be together or be read, with the keys' names behind `prefix`."""
         found = []
         if self.fraction is not None and self.samples_per_class is not None:
-            found.append(f"{prefix}fraction and {prefix}samples_per_class are both given: keep one of them")
+            found.append(
+                f"{prefix}fraction and {prefix}samples_per_class are both given: keep one of them"
+            )
         if self.fraction is None and self.fraction_of != "all":
-            found.append(f"{prefix}fraction_of has no effect without {prefix}fraction: give one, or remove it")
+            found.append(
+                f"{prefix}fraction_of has no effect without {prefix}fraction: give one, or"
+                " remove it"
+            )
         if self.fraction is None and self.samples_per_class is None and self.subset_seed:
-            found.append(f"{prefix}subset_seed has no effect without {prefix}fraction or {prefix}samples_per_class: remove it")
+            found.append(
+                f"{prefix}subset_seed has no effect without {prefix}fraction or"
+                f" {prefix}samples_per_class: remove it"
+            )
         if self.filter is not None:
             try:
                 RowFilter(self.filter)
@@ -61,17 +80,23 @@ class SourceConfig(Choice):
     split: str | None = None
     """`None`: `data.train_split`."""
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Its share of an epoch, over the sum of all weights. Without weights each sample of each source comes once in an epoch."""
+    """Its share of an epoch, over the sum of all weights. Without weights each sample of each
+    source comes once in an epoch."""
 
 
 def source_problems(data: Choice, sources: tuple[SourceConfig, ...]) -> list[str]:
     """What cannot be together in `data.sources`, and beside them in `data`."""
     if not sources:
         return []
-    problems = [f"data.{key} has no effect with data.sources: give it in each source that it is for" for key in data.chosen()]
+    problems = [
+        f"data.{key} has no effect with data.sources: give it in each source that it is for"
+        for key in data.chosen()
+    ]
     for number, source in enumerate(sources):
         problems += source.problems(f"data.sources[{number}].")
     weights = [source.weight for source in sources]
     if None in weights and any(weights):
-        problems.append("data.sources: some have a weight and some have none: give all of them one, or none")
+        problems.append(
+            "data.sources: some have a weight and some have none: give all of them one, or none"
+        )
     return problems

@@ -1,9 +1,11 @@
 """One training step: a global batch in, one update out.
 
-The data's story: a rank's batch is cut into micro-batches; each is augmented on the device, goes through the model under autocast, and its
-loss, divided by the global batch, adds to the gradients; only the last backward lets DDP sum them. Then one norm decides everything: it
-clips, it tells a non-finite gradient, which makes the fused optimizer skip its update on the device and, for fp16, lowers the loss scale.
-What happened goes into a small vector that is summed over the ranks and read by the host one step late: no step waits for Python.
+The data's story: a rank's batch is cut into micro-batches; each is augmented on the device, goes
+through the model under autocast, and its loss, divided by the global batch, adds to the gradients;
+only the last backward lets DDP sum them. Then one norm decides everything: it clips, it tells a
+non-finite gradient, which makes the fused optimizer skip its update on the device and, for fp16,
+lowers the loss scale. What happened goes into a small vector that is summed over the ranks and read
+by the host one step late: no step waits for Python.
 
 The gradients are the same on all ranks, so all ranks skip together.
 """
@@ -35,7 +37,11 @@ _SEED_DROPOUT = 0x0D0
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
     """Autocast for `precision` fp32, bf16 or fp16 on `device`."""
-    return torch.autocast(device.type, AUTOCAST_DTYPE[precision]) if precision in AUTOCAST_DTYPE else nullcontext()
+    return (
+        torch.autocast(device.type, AUTOCAST_DTYPE[precision])
+        if precision in AUTOCAST_DTYPE
+        else nullcontext()
+    )
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -65,8 +71,8 @@ class Slot(IntEnum):
     """Ranks that want to stop."""
     BAD_IMAGES = 3
     WAITS_S = 4
-    """And following, one for each rank: how long it waited for this batch. Only its own rank adds to it. Behind them stands, where metrics
-    are logged, what each rank tells of its loader."""
+    """And following, one for each rank: how long it waited for this batch. Only its own rank adds
+    to it. Behind them stands, where metrics are logged, what each rank tells of its loader."""
 
 
 class StepValues(NamedTuple):
@@ -88,9 +94,9 @@ class StepValues(NamedTuple):
 class StepResult:
     """What a step did, on its way to the host.
 
-    `sums`: (4 + ranks * (1 + num_told),) float32 on the device, by `Slot`, summed over the ranks. `grad_norm`: ().
-    On a GPU the copy is queued behind the step, with an event, so that reading waits for this step
-    and not for what was queued since.
+    `sums`: (4 + ranks * (1 + num_told),) float32 on the device, by `Slot`, summed over the ranks.
+    `grad_norm`: (). On a GPU the copy is queued behind the step, with an event, so that reading
+    waits for this step and not for what was queued since.
     """
 
     def __init__(self, sums: Tensor, grad_norm: Tensor, num_told: int = 0):
@@ -99,7 +105,9 @@ class StepResult:
         self._event: torch.cuda.Event | None = None
         self._values = values
         if values.device.type == "cuda":
-            self._values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
+            self._values = torch.empty(values.shape, pin_memory=True).copy_(
+                values, non_blocking=True
+            )
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -112,14 +120,25 @@ class StepResult:
         of_ranks = sums[Slot.WAITS_S :]
         each = self._num_told
         size = len(of_ranks) // (1 + each)
-        told = tuple(tuple(of_ranks[size + rank * each : size + (rank + 1) * each]) for rank in range(size if each else 0))
-        return StepValues(loss, grad_norm, sums[Slot.STOP], int(sums[Slot.BAD_IMAGES]), tuple(of_ranks[:size]), told)
+        told = tuple(
+            tuple(of_ranks[size + rank * each : size + (rank + 1) * each])
+            for rank in range(size if each else 0)
+        )
+        return StepValues(
+            loss,
+            grad_norm,
+            sums[Slot.STOP],
+            int(sums[Slot.BAD_IMAGES]),
+            tuple(of_ranks[:size]),
+            told,
+        )
 
 
 class TrainStep:
     """Everything an update changes: weights, optimizer, average, loss scale.
 
-    `model` is the module itself, `wrapped` the same under DDP and `torch.compile`; `lr_at` maps a step to its learning rate.
+    `model` is the module itself, `wrapped` the same under DDP and `torch.compile`; `lr_at` maps a
+    step to its learning rate.
     """
 
     def __init__(
@@ -158,26 +177,40 @@ class TrainStep:
     def settle(self, batch: Batch) -> None:
         """Throw-away passes that fix DDP's bucket layout, before the first step of a process.
 
-        DDP re-orders its buckets after the first synchronised backward; from 3 ranks on, another layout sums in another order. Without
-        this a resumed run would differ in the last bit from the run that went on. Two passes reach the fixed point.
+        DDP re-orders its buckets after the first synchronised backward; from 3 ranks on, another
+        layout sums in another order. Without this a resumed run would differ in the last bit from
+        the run that went on. Two passes reach the fixed point.
         """
         if self.world.size == 1:
             return
         micro = batch.rows(0, self.micro_batch_size).to(self.world.device)
-        before = [buffer.clone() for buffer in self.model.buffers()]  # a guest's batch norms would remember the passes
+        # a guest's batch norms would remember the passes
+        before = [buffer.clone() for buffer in self.model.buffers()]
         for _ in range(2):
             self._loss(micro).sum().backward()
         self._clear_gradients(batch)
         for buffer, value in zip(self.model.buffers(), before, strict=True):
             buffer.copy_(value)
 
-    def __call__(self, batch: Batch, step: int, stop: bool = False, waited_s: float = 0.0, told: tuple[float, ...] = ()) -> StepResult:
+    def __call__(
+        self,
+        batch: Batch,
+        step: int,
+        stop: bool = False,
+        waited_s: float = 0.0,
+        told: tuple[float, ...] = (),
+    ) -> StepResult:
         """The update at `step` with this rank's rows of the global batch, for which it has waited
-        `waited_s`. `stop`: this rank has been asked to end. `told`: numbers that all ranks get to know, as many on each."""
+        `waited_s`. `stop`: this rank has been asked to end. `told`: numbers that all ranks get to
+        know, as many on each.
+        """
         return StepResult(*self._values(batch, step, stop, waited_s, told), len(told))
 
-    def _values(self, batch: Batch, step: int, stop: bool, waited_s: float, told: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-        """All that is queued on the device, up to the numbers of the result. Nothing in it waits."""
+    def _values(
+        self, batch: Batch, step: int, stop: bool, waited_s: float, told: tuple[float, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """All that is queued on the device, up to the numbers of the result. Nothing in it
+        waits."""
         torch.manual_seed(int(fold(self.seed, self.world.rank, step, _SEED_DROPOUT) >> 1))
         rows = len(batch.labels)
         micro = self.micro_batch_size
@@ -189,8 +222,13 @@ class TrainStep:
             part = batch.rows(start, start + micro).to(self.world.device)
             with nullcontext() if start + micro >= rows else no_sync(self.wrapped):
                 losses = self._loss(part)
-                # DDP averages over the ranks, hence the factor; a row without a readable image has weight 0 and no gradient.
-                ((losses * part.weights).sum() * (self.world.size / global_rows) * self.loss_scale).backward()
+                # DDP averages over the ranks, hence the factor; a row without a readable image has
+                # weight 0 and no gradient.
+                (
+                    (losses * part.weights).sum()
+                    * (self.world.size / global_rows)
+                    * self.loss_scale
+                ).backward()
             sums[Slot.LOSS_SUM] += (losses.detach() * part.weights).sum()
             sums[Slot.ROW_WEIGHTS] += part.weights.sum()
         # As `sums[...] = ...` torch 2.11 would copy them from the host and wait for the device.
@@ -207,7 +245,8 @@ class TrainStep:
         """Make gradients None, or zero where several passes over `batch` add up under DDP.
 
         Zeros stay in DDP's buckets; without them the passes under `no_sync` would allocate a second
-        set (2.5 GB for H), which the last pass copies in. For a single pass the fill is not worth it.
+        set (2.5 GB for H), which the last pass copies in. For a single pass the fill is not worth
+        it.
         """
         adds_up = self.wrapped is not self.model and len(batch.labels) > self.micro_batch_size
         self.optimizer.zero_grad(set_to_none=not adds_up)
@@ -240,7 +279,8 @@ class TrainStep:
         return norm
 
     def _rescale(self, found_inf: Tensor) -> None:
-        """Halve the loss scale after an overflow, double it after 2,000 good steps (Micikevicius et al. 2018, section 3.2)."""
+        """Halve the loss scale after an overflow, double it after 2,000 good steps (Micikevicius et
+        al. 2018, section 3.2)."""
         self.steps_since_overflow.add_(1).mul_(1 - found_inf)
         grow = (self.steps_since_overflow >= FP16_GROWTH_STEPS).float()
         self.loss_scale.mul_(1 - 0.5 * found_inf).mul_(1 + grow)

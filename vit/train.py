@@ -1,8 +1,10 @@
-"""Everything together: `build` makes a `Run` of a config, `train` runs it. The only module that knows all the others.
+"""Everything together: `build` makes a `Run` of a config, `train` runs it. The only module that
+knows all the others.
 
-The data's story: shards are opened and checked, the plan derives every number; model, optimizer and step are built, and filled from the
-newest checkpoint if there is one. Then one loop with one clock: `step` counts global batches attempted, and order, learning rate and all
-seeds are functions of it. What a step did is read while the next one is already queued, so the device never waits for Python.
+The data's story: shards are opened and checked, the plan derives every number; model, optimizer and
+step are built, and filled from the newest checkpoint if there is one. Then one loop with one clock:
+`step` counts global batches attempted, and order, learning rate and all seeds are functions of it.
+What a step did is read while the next one is already queued, so the device never waits for Python.
 
     runs/<name>/
       config.yaml            the resolved config; command, commit and versions in its header
@@ -59,7 +61,16 @@ from vit.schedule import lr_at
 from vit.step import TrainStep, compile_blocks
 from vit.system.files import replacing
 from vit.system.meter import Meter
-from vit.weights import Trained, WeightsError, fingerprint, grid_size, load_weights, other_classes, read_trained, save_weights
+from vit.weights import (
+    Trained,
+    WeightsError,
+    fingerprint,
+    grid_size,
+    load_weights,
+    other_classes,
+    read_trained,
+    save_weights,
+)
 
 
 @dataclass
@@ -82,12 +93,20 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """However it ends, the record is closed, the terminal given back and the signals with it."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """However it ends, the record is closed, the terminal given back and the signals with
+        it."""
         try:
             if error is not None:
                 with suppress(ValueError):  # a full disk: the first error is the one to tell
-                    self.record.write("end", self.progress.step, outcome="error", reason=f"{type(error).__name__}: {error}")
+                    self.record.write(
+                        "end",
+                        self.progress.step,
+                        outcome="error",
+                        reason=f"{type(error).__name__}: {error}",
+                    )
         finally:
             self.record.close()
             self.signals.restore()
@@ -98,7 +117,7 @@ class Run:
         return {"model": self.train_step.model} | ({"ema": ema.module} if ema is not None else {})
 
 
-# --- making a run ------------------------------------------------------------------------------------------------------
+# --- making a run ---------------------------------------------------------------------------------
 
 
 def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run:
@@ -114,7 +133,9 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     signals = StopSignals()
     try:
         # A folder that is not there yet is locked by `_open_record`, which makes it.
-        lock = world.main_first(lambda: lock_run(folder) if world.is_main and folder.is_dir() else None)
+        lock = world.main_first(
+            lambda: lock_run(folder) if world.is_main and folder.is_dir() else None
+        )
         run = _build(config, world, folder, set(allow_change), signals, lock)
         signals.remember_only()
     except BaseException as error:
@@ -136,11 +157,19 @@ def _mark_stopped(folder: Path, step: int, received: str) -> None:
     (folder / "stopped_early").write_text(text + "\n")
 
 
-def _build(config: Config, world: World, folder: Path, allow_change: set[str], signals: StopSignals, lock: IO[str] | None) -> Run:
+def _build(
+    config: Config,
+    world: World,
+    folder: Path,
+    allow_change: set[str],
+    signals: StopSignals,
+    lock: IO[str] | None,
+) -> Run:
     """`build` in its order:
 
-    1. data and plan, 2. weights: seeded, or `init.checkpoint`, 3. everything that surrounds them, 4. a checkpoint over all of it.
-    `world.main_first`: rank 0 does it, then the others. `world.main_reports`: all do it, and a mistake on any rank ends all, told once.
+    1. data and plan, 2. weights: seeded, or `init.checkpoint`, 3. everything that surrounds them,
+    4. a checkpoint over all of it. `world.main_first`: rank 0 does it, then the others.
+    `world.main_reports`: all do it, and a mistake on any rank ends all, told once.
     """
     # 1. The cheap checks come first: a mistake should show in a second.
     val_split = open_indexed(config.data, config.data.val_split, world)
@@ -154,15 +183,28 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
         rows: dict[str, Any] = {**placed, "on_bad_image": config.data.on_bad_image}
         batches: TrainBatches | StreamBatches
         if config.data.reader == "index":
-            batches = TrainBatches(train_split, order, config.augment, image, num_batches=plan.total_steps, **rows)
+            batches = TrainBatches(
+                train_split, order, config.augment, image, num_batches=plan.total_steps, **rows
+            )
         else:
-            batches = StreamBatches(train_split, order, config.augment, image, num_workers=config.data.num_workers, **rows)
+            batches = StreamBatches(
+                train_split,
+                order,
+                config.augment,
+                image,
+                num_workers=config.data.num_workers,
+                **rows,
+            )
         val_batches = EvalBatches(val_split, image, config.eval, config.eval.batch_size, **placed)
         checked = preflight(config, world, plan, batches, val_batches)
     identity = world.check_same(train_split.identity, "training data")
     world.check_same(lambda: train_set.identity, "chosen samples")
     # What must be the same after a resume.
-    facts = {"num_samples": train_split.num_samples, "index_sha256": identity, "num_classes": num_classes}
+    facts = {
+        "num_samples": train_split.num_samples,
+        "index_sha256": identity,
+        "num_classes": num_classes,
+    }
     facts["class_names"] = train_split.class_names
     facts |= {"chosen": train_set.identity} if train_set.identity else {}
     found = find_checkpoint(folder, config, facts, allow_change, world)
@@ -173,14 +215,22 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
     # 2. All ranks draw the same weights.
     with world.main_reports():
         torch.manual_seed(config.train.seed)
-        model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
+        model = create_model(
+            config.model.name, config.model.image_size, num_classes, **config.model.fields()
+        )
         if config.init.checkpoint is not None and found is None:
             trained = read_trained(config.init.checkpoint)
             try:
-                notes = load_weights(model, trained.weights, trained.grid_size, config.init.reset_head)
+                notes = load_weights(
+                    model, trained.weights, trained.grid_size, config.init.reset_head
+                )
             except WeightsError as error:
-                raise WeightsError(f"{trained.path}: {error}{_other_model_settings(trained, config)}") from None
-            if not config.init.reset_head and (note := other_classes(trained, train_split.class_names, num_classes)):
+                raise WeightsError(
+                    f"{trained.path}: {error}{_other_model_settings(trained, config)}"
+                ) from None
+            if not config.init.reset_head and (
+                note := other_classes(trained, train_split.class_names, num_classes)
+            ):
                 notes.append(f"{note}; init.reset_head=true starts the head anew")
             for note in notes:
                 if world.is_main:
@@ -194,7 +244,9 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
         ema = Ema(model, config.train.ema_decay, config.train.ema_warmup)
     if config.train.compile:
         compile_blocks(model)
-    schedule = partial(lr_at, peak_lr=config.optim.lr, name=config.schedule.name, min_lr=config.schedule.min_lr)
+    schedule = partial(
+        lr_at, peak_lr=config.optim.lr, name=config.schedule.name, min_lr=config.schedule.min_lr
+    )
     train_step = TrainStep(
         model,
         wrap(model, world),
@@ -217,18 +269,41 @@ def _build(config: Config, world: World, folder: Path, allow_change: set[str], s
             progress = checkpoints.load_checkpoint(*found, train_step)
             if progress.step > plan.total_steps:
                 raise ValueError(
-                    f"{folder} has come to step {progress.step}, the run is to end at {plan.total_steps}: nothing is left to train"
+                    f"{folder} has come to step {progress.step}, the run is to end at"
+                    f" {plan.total_steps}: nothing is left to train"
                 )
         progress.restarts += 1
-    record = world.main_first(lambda: _open_record(config, world, folder, plan, checked, progress, model, lock, batches, train_set))
-    return Run(config, world, folder, plan, order, batches, val_split, image, train_step, record, progress, signals)
+    record = world.main_first(
+        lambda: _open_record(
+            config, world, folder, plan, checked, progress, model, lock, batches, train_set
+        )
+    )
+    return Run(
+        config,
+        world,
+        folder,
+        plan,
+        order,
+        batches,
+        val_split,
+        image,
+        train_step,
+        record,
+        progress,
+        signals,
+    )
 
 
 def _other_model_settings(trained: Trained, config: Config) -> str:
-    """What in `model` differs from the config inside the weights, where they have one; sizes of images and rates change no shapes."""
+    """What in `model` differs from the config inside the weights, where they have one; sizes of
+    images and rates change no shapes."""
     there, here = (trained.config or {}).get("model", {}), config_io.to_dict(config)["model"]
     changed = config_io.differences({"model": there}, {"model": here}) if there else {}
-    lines = [f"{key} is {old} there, {new} here" for key, (old, new) in changed.items() if not key.endswith(("image_size", "_rate"))]
+    lines = [
+        f"{key} is {old} there, {new} here"
+        for key, (old, new) in changed.items()
+        if not key.endswith(("image_size", "_rate"))
+    ]
     return f"; {', '.join(lines)}" if lines else ""
 
 
@@ -250,48 +325,86 @@ def _open_record(
     made_by = provenance()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        record = Record(folder, config.log, True, total_steps=plan.total_steps, first_step=progress.step, lock=lock)
+        record = Record(
+            folder,
+            config.log,
+            True,
+            total_steps=plan.total_steps,
+            first_step=progress.step,
+            lock=lock,
+        )
         header = "".join(f"# {key}: {value}\n" for key, value in made_by.items())
         with replacing(folder / "config.yaml") as file:
             file.write((header + config_io.dump_yaml(values)).encode())
     except OSError as error:
-        raise ValueError(f"run.dir={folder}: cannot be written ({error.strerror}): choose another folder, or make room for it") from None
-    start = {"restarts": progress.restarts, "world_size": world.size, "device": str(world.device), **made_by}
+        raise ValueError(
+            f"run.dir={folder}: cannot be written ({error.strerror}): choose another folder, or"
+            " make room for it"
+        ) from None
+    start = {
+        "restarts": progress.restarts,
+        "world_size": world.size,
+        "device": str(world.device),
+        **made_by,
+    }
     start["exact"] = isinstance(batches, TrainBatches)
-    mixing = measure_mixing(batches.order, batches.split.index["label"]) if isinstance(batches, TrainBatches) else None
+    mixing = (
+        measure_mixing(batches.order, batches.split.index["label"])
+        if isinstance(batches, TrainBatches)
+        else None
+    )
     shuffle = mixing and asdict(mixing)
     record.write(
-        "start", progress.step, **start, plan=asdict(plan), preflight=checked.numbers, shuffle=shuffle, chosen=train_set.identity or None
+        "start",
+        progress.step,
+        **start,
+        plan=asdict(plan),
+        preflight=checked.numbers,
+        shuffle=shuffle,
+        chosen=train_set.identity or None,
     )
     for line in train_set.told:
         record.say(f"chosen: {line}")
     for line in checked.lines:
         record.say(line)
-    accumulation = f" in {plan.accumulation_steps} micro-steps" if plan.accumulation_steps > 1 else ""
+    accumulation = (
+        f" in {plan.accumulation_steps} micro-steps" if plan.accumulation_steps > 1 else ""
+    )
     record.say(
-        f"{config.model.name}: {count_parameters(model):,} parameters, {flops_per_image(model) / 1e9:.2f} GFLOP per image;"
-        f" {world.size} rank(s) on {world.device.type}, {config.train.precision};"
-        f" {plan.total_steps} steps of {config.data.global_batch_size} images{accumulation}"
+        f"{config.model.name}: {count_parameters(model):,} parameters,"
+        f" {flops_per_image(model) / 1e9:.2f} GFLOP per image; {world.size} rank(s) on"
+        f" {world.device.type}, {config.train.precision}; {plan.total_steps} steps of"
+        f" {config.data.global_batch_size} images{accumulation}"
     )
     repeats = config.data.aug_repeats
-    shown = f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images in an epoch"
-    record.say(f"shuffle: {f'{shown}, {repeats} copies of each; ' if repeats > 1 else ''}{mixing}" if mixing else f"streamed, {NOT_EXACT}")
+    shown = (
+        f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images in an epoch"
+    )
+    record.say(
+        f"shuffle: {f'{shown}, {repeats} copies of each; ' if repeats > 1 else ''}{mixing}"
+        if mixing
+        else f"streamed, {NOT_EXACT}"
+    )
     if plan.warmup_steps >= plan.total_steps:
         record.say(
-            f"note: the warm-up takes {plan.warmup_steps} steps, the run has {plan.total_steps}: the peak learning rate is not reached"
+            f"note: the warm-up takes {plan.warmup_steps} steps, the run has {plan.total_steps}:"
+            " the peak learning rate is not reached"
         )
     decay = config.train.ema_decay
     if decay is not None and not config.train.ema_warmup and config.init.checkpoint is None:
         share = decay**plan.total_steps
         if share > 0.01:
             record.say(
-                f"note: train.ema_decay={decay} over {plan.total_steps} steps leaves {share:.0%} of the"
-                " initial weights in the average: train.ema_warmup=true, or a smaller decay"
+                f"note: train.ema_decay={decay} over {plan.total_steps} steps leaves {share:.0%} of"
+                " the initial weights in the average: train.ema_warmup=true, or a smaller decay"
             )
     if (filling := filling_note(batches, progress.step, plan)) is not None:
         record.say(filling)
     if progress.restarts:
-        record.say(f"resumed at step {progress.step} of {plan.total_steps} from {folder}/checkpoints (restart {progress.restarts})")
+        record.say(
+            f"resumed at step {progress.step} of {plan.total_steps} from {folder}/checkpoints"
+            f" (restart {progress.restarts})"
+        )
     if not _is_done(plan, progress):  # the same command again on a finished run shows nothing new
         record.start_wandb({**values, "provenance": made_by})
     return record
@@ -299,26 +412,36 @@ def _open_record(
 
 def _is_done(plan: Plan, progress: Progress) -> bool:
     """Whether nothing is left to train and to evaluate."""
-    return progress.step == plan.total_steps and (not plan.evaluates_at(progress.step) or progress.evaluated_step == progress.step)
+    return progress.step == plan.total_steps and (
+        not plan.evaluates_at(progress.step) or progress.evaluated_step == progress.step
+    )
 
 
-# --- running it --------------------------------------------------------------------------------------------------------
+# --- running it -----------------------------------------------------------------------------------
 
 
 def train(run: Run) -> str:
-    """Train to the end or to a signal; returns "finished" or "stopped". Saves at every ending that is in its hands."""
+    """Train to the end or to a signal; returns "finished" or "stopped". Saves at every ending that
+    is in its hands."""
     config = run.config
     plan = run.plan
     progress = run.progress
     first_step = progress.step
-    loading: dict[str, Any] = {"num_workers": config.data.num_workers, "prefetch_gib": config.data.prefetch_gib}
+    loading: dict[str, Any] = {
+        "num_workers": config.data.num_workers,
+        "prefetch_gib": config.data.prefetch_gib,
+    }
     loading |= {"device": run.world.device, "stall_timeout_s": config.data.stall_timeout_s}
     positions = first_step, plan.total_steps
     with run, Loader(run.batches, *positions, **loading) as loader, collecting_at_log_lines():
-        monitor = Monitor(config, plan, run.world, progress, run.record, loader, run.train_step.lr_at)
-        if run.world.is_main:  # forget an earlier stop; a signal in this attempt writes the file again
+        monitor = Monitor(
+            config, plan, run.world, progress, run.record, loader, run.train_step.lr_at
+        )
+        # forget an earlier stop; a signal in this attempt writes the file again
+        if run.world.is_main:
             (run.folder / "stopped_early").unlink(missing_ok=True)
-        if plan.evaluates_at(progress.step) and progress.evaluated_step < progress.step:  # broken off by a signal: made up for
+        # broken off by a signal: made up for
+        if plan.evaluates_at(progress.step) and progress.evaluated_step < progress.step:
             monitor.stop = not _evaluate(run)
             _save(run, monitor)
             monitor.resume_clock()
@@ -326,8 +449,8 @@ def train(run: Run) -> str:
             best = f", best top-1 {progress.best_top1:.2f} %" if progress.best_top1 >= 0 else ""
             length = "train.epochs" if config.train.steps is None else "train.steps"
             run.record.say(
-                f"{run.folder} is finished: {progress.step} steps{best}; for more: another run.dir, or a larger {length} with "
-                f"--allow-change {length}"
+                f"{run.folder} is finished: {progress.step} steps{best}; for more: another run.dir,"
+                f" or a larger {length} with --allow-change {length}"
             )
         run.train_step.model.train()
         order = run.order if isinstance(run.batches, TrainBatches) else None
@@ -340,13 +463,19 @@ def train(run: Run) -> str:
                 waited_s = 0.0  # that was the start of the process
                 run.train_step.settle(batch)
                 monitor.start_clock()
-            # Forward, backward, update: vit/step.py. That a signal came, how long this rank waited, and
-            # now and then what its loader did, travel with the sums that all ranks exchange.
+            # Forward, backward, update: vit/step.py. That a signal came, how long this rank waited,
+            # and now and then what its loader did, travel with the sums that all ranks exchange.
             stop = bool(run.signals.received)
-            result = run.train_step(batch, progress.step, stop, waited_s, monitor.tell(progress.step))
+            result = run.train_step(
+                batch, progress.step, stop, waited_s, monitor.tell(progress.step)
+            )
             for key in batch.bad_keys:
-                print(f"step {progress.step}: {key} could not be decoded and counts nowhere", file=sys.stderr)
-            monitor.take(progress.step, result)  # reads the step before this one, and sets monitor.stop
+                print(
+                    f"step {progress.step}: {key} could not be decoded and counts nowhere",
+                    file=sys.stderr,
+                )
+            # reads the step before this one, and sets monitor.stop
+            monitor.take(progress.step, result)
             progress.step += 1
 
             check.add(batch)
@@ -354,7 +483,10 @@ def train(run: Run) -> str:
                 check(progress.step)
 
             evaluation_due = plan.evaluates_at(progress.step)
-            save_due = progress.step % config.checkpoint.every_steps == 0 or progress.step == plan.total_steps
+            save_due = (
+                progress.step % config.checkpoint.every_steps == 0
+                or progress.step == plan.total_steps
+            )
             if evaluation_due or save_due or monitor.stop:
                 monitor.read()
                 if evaluation_due and not monitor.stop:
@@ -376,7 +508,9 @@ def _save(run: Run, monitor: Monitor) -> None:
     keep_last = run.config.checkpoint.keep_last
     with run.world.main_reports():
         _write_weights(run, "last")
-        folder = checkpoints.save_checkpoint(run.folder, run.train_step, run.progress, values, run.world, keep_last)
+        folder = checkpoints.save_checkpoint(
+            run.folder, run.train_step, run.progress, values, run.world, keep_last
+        )
     run.record.write("checkpoint", run.progress.step, folder=folder.name)
 
 
@@ -387,13 +521,17 @@ def _finish(run: Run, monitor: Monitor) -> str:
     if run.world.is_main:
         if outcome == "stopped":
             _mark_stopped(run.folder, step, run.signals.received)
-            run.record.say(f"stopped at step {step} of {run.plan.total_steps}, saved; the same command goes on from here")
+            run.record.say(
+                f"stopped at step {step} of {run.plan.total_steps}, saved; the same command goes on"
+                " from here"
+            )
         else:
             (run.folder / "stopped_early").unlink(missing_ok=True)
             if run.progress.evaluated_step < 0:
                 run.record.say(
-                    f"not evaluated: the run has {step} steps, and an evaluation comes each {run.plan.eval_every_steps} (eval.every_steps, "
-                    f"eval.every_epochs); python launch/eval.py {run.folder} evaluates its weights"
+                    f"not evaluated: the run has {step} steps, and an evaluation comes each"
+                    f" {run.plan.eval_every_steps} (eval.every_steps, eval.every_epochs); python"
+                    f" launch/eval.py {run.folder} evaluates its weights"
                 )
         run.record.write("end", step, outcome=outcome, elapsed_s=round(monitor.elapsed_s(), 1))
         if outcome == "finished" and run.config.log.report:
@@ -402,21 +540,31 @@ def _finish(run: Run, monitor: Monitor) -> str:
 
 
 def _report(run: Run) -> None:
-    """Pictures and page of a finished run, also for W&B. A stopped one may have seconds to live: `launch/report.py` makes them then."""
+    """Pictures and page of a finished run, also for W&B. A stopped one may have seconds to live:
+    `launch/report.py` makes them then."""
     run.signals.release_interrupt()
     try:
         report = make_report(run.folder, run.world.device, in_use=False)
     except (Exception, KeyboardInterrupt) as error:  # a view must not decide how the run ended
-        run.record.say(f"no report ({type(error).__name__}: {error}); python launch/report.py {run.folder} tries again")
+        run.record.say(
+            f"no report ({type(error).__name__}: {error}); python launch/report.py {run.folder}"
+            " tries again"
+        )
         return
     pictures = report.pictures
     run.record.log_pictures(pictures.paths)
-    run.record.log_table("most_confused", list(ConfusedPair._fields), [list(pair) for pair in pictures.confused_pairs])
-    run.record.log_table("classes", list(ClassAccuracy._fields), [list(row) for row in pictures.class_accuracies])
+    run.record.log_table(
+        "most_confused",
+        list(ConfusedPair._fields),
+        [list(pair) for pair in pictures.confused_pairs],
+    )
+    run.record.log_table(
+        "classes", list(ClassAccuracy._fields), [list(row) for row in pictures.class_accuracies]
+    )
     run.record.say(f"report: {report.page}")
 
 
-# --- evaluation and weights --------------------------------------------------------------------------------------------
+# --- evaluation and weights -----------------------------------------------------------------------
 
 
 class _Interrupted(Exception):
@@ -424,13 +572,16 @@ class _Interrupted(Exception):
 
 
 def _evaluate(run: Run) -> bool:
-    """Evaluate the weights and their average, and record it. False if a signal broke it off; a resumed run then does it again."""
+    """Evaluate the weights and their average, and record it. False if a signal broke it off; a
+    resumed run then does it again."""
     config = run.config
     progress = run.progress
     record = run.record
 
     into = (lambda text: record.progress(progress.step, text)) if record.is_live else None
-    meter = Meter("evaluating", run.val_split.num_samples, "images", shown=run.world.is_main, into=into)
+    meter = Meter(
+        "evaluating", run.val_split.num_samples, "images", shown=run.world.is_main, into=into
+    )
 
     def on_batch(done: int, total: int) -> None:
         meter.update(run.val_split.num_samples * done // total)
@@ -454,22 +605,37 @@ def _evaluate(run: Run) -> bool:
     except _Interrupted:
         return False
     values = {name: result.accuracy.to_dict() for name, result in results.items()}
-    suffixed = {name: ("" if name == "model" else f"_{name}") for name in results}
-    record.write("eval", progress.step, **{key + suffixed[name]: v for name, group in values.items() for key, v in group.items()})
-    parts = [f"{'' if name == 'model' else name + ' '}{result.accuracy}" for name, result in results.items()]
-    record.say(f"step {progress.step}: {'; '.join(parts)} on {run.val_split.num_samples} images of {config.data.val_split!r}")
+    suffixed = {name: "" if name == "model" else f"_{name}" for name in results}
+    record.write(
+        "eval",
+        progress.step,
+        **{key + suffixed[name]: v for name, group in values.items() for key, v in group.items()},
+    )
+    parts = [
+        f"{'' if name == 'model' else name + ' '}{result.accuracy}"
+        for name, result in results.items()
+    ]
+    record.say(
+        f"step {progress.step}: {'; '.join(parts)} on {run.val_split.num_samples} images of"
+        f" {config.data.val_split!r}"
+    )
     progress.evaluated_step = progress.step
-    is_best = progress.take_best(*((result.accuracy.top1, result.accuracy.loss) for result in results.values()))
+    is_best = progress.take_best(
+        *((result.accuracy.top1, result.accuracy.loss) for result in results.values())
+    )
     with run.world.main_reports():
         if run.world.is_main:
-            save_predictions(run.folder, results.get("ema", results["model"]), run.val_split, progress.step)
+            save_predictions(
+                run.folder, results.get("ema", results["model"]), run.val_split, progress.step
+            )
         if is_best:
             _write_weights(run, "best")
     return True
 
 
 def _write_weights(run: Run, name: str) -> None:
-    """`weights/<name>.safetensors` and, of the average, `weights/<name>_ema.safetensors`, which say themselves what they are."""
+    """`weights/<name>.safetensors` and, of the average, `weights/<name>_ema.safetensors`, which say
+    themselves what they are."""
     if not run.world.is_main:
         return
     facts = run.progress.facts

@@ -1,6 +1,8 @@
-"""A finished data set as `verify` has it: what is recorded of it, and what was found. Free of torch.
+"""A finished data set as `verify` has it: what is recorded of it, and what was found. Free of
+torch.
 
-The data's story: a data set in a folder is looked at where it lies; of one at a URL all but the shards is copied to a folder of our own.
+The data's story: a data set in a folder is looked at where it lies; of one at a URL all but the
+shards is copied to a folder of our own.
 """
 
 from __future__ import annotations
@@ -56,11 +58,17 @@ class Part:
     def sha256_of(self, name: str) -> str | None:
         """What is recorded of a shard's bytes."""
         recorded = self.described.get("shard_sha256")
-        return recorded[self.filenames.index(name)] if recorded else self.sidecars.get(name, {}).get("sha256")
+        return (
+            recorded[self.filenames.index(name)]
+            if recorded
+            else self.sidecars.get(name, {}).get("sha256")
+        )
 
     def quarantined(self) -> list[dict[str, Any]]:
         """The entries of all sidecars."""
-        return [entry for sidecar in self.sidecars.values() for entry in sidecar.get("quarantined", [])]
+        return [
+            entry for sidecar in self.sidecars.values() for entry in sidecar.get("quarantined", [])
+        ]
 
     def changed(self) -> Counter[str]:
         """Images that the writer converted, by reason."""
@@ -119,13 +127,23 @@ class DataSet:
         return f"class {self.class_names[label] if 0 <= label < len(self.class_names) else label}"
 
     def sample_name(self, part: Part, shard: int, row: int) -> str:
-        """A sample for people: its shard and its key, if the index leads to it, else its position."""
+        """A sample for people: its shard and its key, if the index leads to it, else its
+        position."""
         place = f"row {row}"
         if part.index is not None and self.tars_at is None:
             layout = recorded_layout(self.info, self.root / part.filenames[0])
             lengths = part.described["shard_lengths"]
             names = part.filenames
-            split = Split(self.root, part.name, names, lengths, part.index, self.num_classes or 0, [], layout=layout)
+            split = Split(
+                self.root,
+                part.name,
+                names,
+                lengths,
+                part.index,
+                self.num_classes or 0,
+                [],
+                layout=layout,
+            )
             with suppress(ShardError, OSError), closing(split):
                 place = split.key(part.firsts[shard] + row)
         return f"{part.filenames[shard]} {place}"
@@ -133,7 +151,8 @@ class DataSet:
 
 @contextmanager
 def opened_data_set(place: str) -> Iterator[DataSet]:
-    """The data set at `place`, a folder or a URL. Raises PrepError or ShardError if there is none that could be checked."""
+    """The data set at `place`, a folder or a URL. Raises PrepError or ShardError if there is none
+    that could be checked."""
     root = local_path(place)
     if root is not None:
         yield _opened(root, place, None)
@@ -142,9 +161,19 @@ def opened_data_set(place: str) -> Iterator[DataSet]:
         remote = RemoteFolder(place.rstrip("/"))
         write_json(folder / "_info.json", remote.read_info())
         info = read_info(folder)
-        tars = [name for described in info["splits"].values() for name in described.get("filenames", [])]
-        beside = [f"{name.removesuffix('.tar')}.{kind}" for name in tars for kind in ("idx", "json")]
-        names = [*beside, *(f"{split}.index.npy" for split in info["splits"]), "quarantine.jsonl", "dataset.md", "contact_sheet.png"]
+        tars = [
+            name for described in info["splits"].values() for name in described.get("filenames", [])
+        ]
+        beside = [
+            f"{name.removesuffix('.tar')}.{kind}" for name in tars for kind in ("idx", "json")
+        ]
+        names = [
+            *beside,
+            *(f"{split}.index.npy" for split in info["splits"]),
+            "quarantine.jsonl",
+            "dataset.md",
+            "contact_sheet.png",
+        ]
 
         def fetch(name: str, version: Version | str) -> None:
             if isinstance(version, Version):  # what is missing is told as in a folder
@@ -157,22 +186,39 @@ def opened_data_set(place: str) -> Iterator[DataSet]:
 
 def _opened(root: Path, shown: str, url: str | None) -> DataSet:
     if (root / "_writing.json").exists() and not (root / "_info.json").exists():
-        raise PrepError(f"{root}: not finished yet; run the command that writes it again, it continues")
+        raise PrepError(
+            f"{root}: not finished yet; run the command that writes it again, it continues"
+        )
     info = read_info(root)
-    tars_at = url if "shards_at" not in info or any((root / name).exists() for name in tars_of(info)) else info["shards_at"]
+    tars_at = (
+        url
+        if "shards_at" not in info or any((root / name).exists() for name in tars_of(info))
+        else info["shards_at"]
+    )
     parts = [Part(name, described) for name, described in info["splits"].items()]
     for part in parts:
         where = f"{root}/_info.json, split {part.name!r}"
         lists = {key: part.described.get(key) or [] for key in ("filenames", "shard_lengths")}
         if missing := [key for key, value in lists.items() if not value]:
-            raise PrepError(f"{where}: no {' and '.join(missing)}; move it away and run `python -m data_prep.index {root}`")
-        lists |= {key: part.described[key] for key in ("shard_bytes", "shard_sha256") if part.described.get(key)}
+            raise PrepError(
+                f"{where}: no {' and '.join(missing)}; move it away and run `python -m"
+                f" data_prep.index {root}`"
+            )
+        lists |= {
+            key: part.described[key]
+            for key in ("shard_bytes", "shard_sha256")
+            if part.described.get(key)
+        }
         if len({len(value) for value in lists.values()}) > 1:
             counts = ", ".join(f"{len(value)} {key}" for key, value in lists.items())
-            raise PrepError(f"{where}: {counts}, which should be equally many; restore it from its source")
+            raise PrepError(
+                f"{where}: {counts}, which should be equally many; restore it from its source"
+            )
     return DataSet(root, shown, tars_at, info, parts)
 
 
 def tars_of(info: Mapping[str, Any]) -> list[str]:
     """File names of all shards."""
-    return [name for described in info["splits"].values() for name in described.get("filenames", [])]
+    return [
+        name for described in info["splits"].values() for name in described.get("filenames", [])
+    ]

@@ -1,9 +1,11 @@
-"""Archives read where they lie: which members there are, and where their bytes begin. Nothing is ever unpacked.
+"""Archives read where they lie: which members there are, and where their bytes begin. Nothing is
+ever unpacked.
 
-The data's story: of a tar one header after the other is read and the data between them skipped; a tar inside a tar is a range of bytes of
-the outer one. A zip has its table of members at its end. Both give batches of names, offsets and sizes for the catalogue; later
-`read_zip_member` or `read_range` fetches one image. An archive with absolute names, `..` or links is refused as a whole: nothing here
-would follow them, but it is not what it says it is.
+The data's story: of a tar one header after the other is read and the data between them skipped; a
+tar inside a tar is a range of bytes of the outer one. A zip has its table of members at its end.
+Both give batches of names, offsets and sizes for the catalogue; later `read_zip_member` or
+`read_range` fetches one image. An archive with absolute names, `..` or links is refused as a whole:
+nothing here would follow them, but it is not what it says it is.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ BATCH = 4096
 class Members(NamedTuple):
     """Regular files of an archive, in its order.
 
-    offsets: (len(names),) int64, bytes from the start of the archive: of a tar where the data begin, of a zip the member's own header.
+    offsets: (len(names),) int64, bytes from the start of the archive: of a tar where the data
+        begin, of a zip the member's own header.
     sizes: (len(names),) int64, bytes of the file itself, not of its compressed form.
     """
 
@@ -46,7 +49,8 @@ class Members(NamedTuple):
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor for reading. Raises PrepError if the system refuses it, or there is nothing to read."""
+    """A descriptor for reading. Raises PrepError if the system refuses it, or there is nothing to
+    read."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError as error:
@@ -64,7 +68,8 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _check_name(path: Path, name: str) -> None:
-    """Raise PrepError for a name that leads out of the folder into which the archive would be unpacked."""
+    """Raise PrepError for a name that leads out of the folder into which the archive would be
+    unpacked."""
     if name[:1] not in ("", "/", "\\") and ".." not in name and ":" not in name[1:2]:  # nearly all
         return
     parts = re.split(r"[/\\]", name)
@@ -73,18 +78,23 @@ def _check_name(path: Path, name: str) -> None:
 
 
 def _refused(path: Path, name: str, what: str) -> PrepError:
-    return PrepError(f"{path}: member {name!r} {what}; such an archive is not taken: get it from its official source")
+    return PrepError(
+        f"{path}: member {name!r} {what}; such an archive is not taken: get it from its official"
+        " source"
+    )
 
 
-# ---- tar ----------------------------------------------------------------------------------------------------------------
+# ---- tar -----------------------------------------------------------------------------------------
 
 
 def walk_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Members]:
-    """The regular files of a tar, some thousands at a time; or of the tar that lies in the bytes [start, stop) of `path`.
+    """The regular files of a tar, some thousands at a time; or of the tar that lies in the bytes
+    [start, stop) of `path`.
 
-    Reads headers only. Names may be GNU's or pax's long ones; folders are passed over. Raises PrepError, naming file and byte, for what
-    is no tar, damaged, cut off (a missing end mark counts as that) or continued behind its end, and for a member that is a link, a
-    device, or has an absolute name or `..` in it.
+    Reads headers only. Names may be GNU's or pax's long ones; folders are passed over. Raises
+    PrepError, naming file and byte, for what is no tar, damaged, cut off (a missing end mark counts
+    as that) or continued behind its end, and for a member that is a link, a device, or has an
+    absolute name or `..` in it.
     """
     with _opened(path) as fd:
         members = walk(pread(fd), start, os.fstat(fd).st_size if stop is None else stop)
@@ -95,11 +105,14 @@ def walk_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Me
                 yield Members(list(names), np.array(offsets, np.int64), np.array(sizes, np.int64))
         except TarDamaged as error:
             within = "" if start == 0 else f" (in the tar inside it that begins at byte {start})"
-            raise PrepError(f"{path}: {error}{within}; copy or download it again and compare its md5") from error
+            raise PrepError(
+                f"{path}: {error}{within}; copy or download it again and compare its md5"
+            ) from error
 
 
 def _is_file(path: Path, member: TarMember) -> bool:
-    """Whether it is a file and no folder. Raises PrepError for all else, and for names that lead elsewhere."""
+    """Whether it is a file and no folder. Raises PrepError for all else, and for names that lead
+    elsewhere."""
     name, *_, kind = member
     if kind not in (FILE, FOLDER):
         raise _refused(path, name, f"is {kind}")
@@ -107,10 +120,11 @@ def _is_file(path: Path, member: TarMember) -> bool:
     return kind == FILE
 
 
-# ---- zip ----------------------------------------------------------------------------------------------------------------
+# ---- zip -----------------------------------------------------------------------------------------
 
 # Names of the fields as in APPNOTE.TXT (PKWARE), sections 4.3.7, 4.3.12, 4.3.14-16.
-LOCAL_HEADER = struct.Struct("<4s2xHH4xIII2H")  # signature, flags, method, crc, compressed, size, name bytes, extra bytes
+# signature, flags, method, crc, compressed, size, name bytes, extra bytes
+LOCAL_HEADER = struct.Struct("<4s2xHH4xIII2H")
 CENTRAL_HEADER = struct.Struct(
     "<4sBxxxHH4xIII3HHxxII"
 )  # signature, made by.., flags, method, crc, sizes, lengths, disk, attributes, offset
@@ -126,7 +140,8 @@ def _bad_zip(path: Path, what: str) -> PrepError:
 
 
 def _central_directory(fd: int, path: Path) -> tuple[int, int, int, int]:
-    """(offset, bytes, entries, shift) of the table of members; shift: bytes before the zip proper, which its offsets do not count."""
+    """(offset, bytes, entries, shift) of the table of members; shift: bytes before the zip proper,
+    which its offsets do not count."""
     end = os.fstat(fd).st_size
     tail_at = max(0, end - END.size - 65535)
     tail = os.pread(fd, end - tail_at, tail_at)
@@ -135,9 +150,13 @@ def _central_directory(fd: int, path: Path) -> tuple[int, int, int, int]:
         head = os.pread(fd, 256, 0)
         if head.startswith(b"PK"):
             raise _bad_zip(
-                path, "cut off: its table of members, at the end, is missing (one part of a split zip has none either: join the parts)"
+                path,
+                "cut off: its table of members, at the end, is missing (one part of a split zip has"
+                " none either: join the parts)",
             )
-        raise _bad_zip(path, f"not a zip but {what_it_is(head)}" if what_it_is(head) else "not a zip")
+        raise _bad_zip(
+            path, f"not a zip but {what_it_is(head)}" if what_it_is(head) else "not a zip"
+        )
     _, disk, first_disk, _, entries, num_bytes, offset, comment_bytes = END.unpack_from(tail, found)
     if found + END.size + comment_bytes > len(tail):
         raise _bad_zip(path, "cut off: its comment, at the end, is not whole")
@@ -151,29 +170,43 @@ def _central_directory(fd: int, path: Path) -> tuple[int, int, int, int]:
                 raise _bad_zip(path, "damaged: its zip64 record is missing")
             _, _, _, _, disk, first_disk, _, entries, num_bytes, offset = END_64.unpack(record)
     if disk or first_disk:
-        raise _bad_zip(path, f"one of {disk + 1} parts of a split zip; join them first (zip -s 0 SPLIT.zip --out WHOLE.zip)")
+        raise _bad_zip(
+            path,
+            f"one of {disk + 1} parts of a split zip; join them first (zip -s 0 SPLIT.zip --out"
+            " WHOLE.zip)",
+        )
     shift = behind - num_bytes - offset
     if shift < 0:
-        raise _bad_zip(path, f"cut off or damaged: its table of members should begin at byte {offset} and end before byte {behind}")
+        raise _bad_zip(
+            path,
+            f"cut off or damaged: its table of members should begin at byte {offset} and end before"
+            f" byte {behind}",
+        )
     return offset + shift, num_bytes, entries, shift
 
 
 def _zip64(extra: bytes, values: list[int]) -> list[int]:
-    """(size, compressed, offset) with those that are 0xFFFFFFFF taken from the zip64 extra field."""
+    """(size, compressed, offset) with those that are 0xFFFFFFFF taken from the zip64 extra
+    field."""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<HH", extra)
         if kind == 1:
             wide = [extra[at : at + 8] for at in range(4, 4 + length, 8)]
-            return [int.from_bytes(wide.pop(0), "little") if value == 0xFFFFFFFF and wide else value for value in values]
+            return [
+                int.from_bytes(wide.pop(0), "little") if value == 0xFFFFFFFF and wide else value
+                for value in values
+            ]
         extra = extra[4 + length :]
     return values
 
 
 def walk_zip(path: Path) -> Iterator[Members]:
-    """The files of a zip from its table of members, some thousands at a time, with little memory however many there are.
+    """The files of a zip from its table of members, some thousands at a time, with little memory
+    however many there are.
 
-    Raises PrepError for what is no zip, cut off, damaged or in parts, and for members that are encrypted, links, or have an absolute
-    name or `..` in it. The way in which members are compressed is looked at by `read_zip_member`.
+    Raises PrepError for what is no zip, cut off, damaged or in parts, and for members that are
+    encrypted, links, or have an absolute name or `..` in it. The way in which members are
+    compressed is looked at by `read_zip_member`.
     """
     with _opened(path) as fd:
         at, num_bytes, entries, shift = _central_directory(fd, path)
@@ -184,24 +217,51 @@ def walk_zip(path: Path) -> Iterator[Members]:
             position = page
             read = 0
             while read < entries:
-                members, position, count = _zip_batch(path, table, position, min(BATCH, entries - read), shift)
+                members, position, count = _zip_batch(
+                    path, table, position, min(BATCH, entries - read), shift
+                )
                 read += count
                 if members.names:
                     yield members
 
 
-def _zip_batch(path: Path, table: mmap.mmap, position: int, count: int, shift: int) -> tuple[Members, int, int]:
+def _zip_batch(
+    path: Path, table: mmap.mmap, position: int, count: int, shift: int
+) -> tuple[Members, int, int]:
     names: list[str] = []
     offsets: list[int] = []
     sizes: list[int] = []
     for _ in range(count):
-        if position + CENTRAL_HEADER.size > len(table) or table[position : position + 4] != b"PK\1\2":
-            raise _bad_zip(path, f"damaged: its table of members breaks off after {names[-1] if names else 'its beginning'!r}")
+        if (
+            position + CENTRAL_HEADER.size > len(table)
+            or table[position : position + 4] != b"PK\1\2"
+        ):
+            raise _bad_zip(
+                path,
+                "damaged: its table of members breaks off after"
+                f" {names[-1] if names else 'its beginning'!r}",
+            )
         fields = CENTRAL_HEADER.unpack_from(table, position)
-        _, _, flags, _, _, compressed, size, name_bytes, extra_bytes, comment_bytes, _, attributes, offset = fields
+        (
+            _,
+            _,
+            flags,
+            _,
+            _,
+            compressed,
+            size,
+            name_bytes,
+            extra_bytes,
+            comment_bytes,
+            _,
+            attributes,
+            offset,
+        ) = fields
         start = position + CENTRAL_HEADER.size
         position = start + name_bytes + extra_bytes + comment_bytes
-        name = table[start : start + name_bytes].decode("utf-8" if flags & 0x800 else "cp437", "surrogateescape")
+        name = table[start : start + name_bytes].decode(
+            "utf-8" if flags & 0x800 else "cp437", "surrogateescape"
+        )
         if 0xFFFFFFFF in (size, compressed, offset):
             extra = table[start + name_bytes : start + name_bytes + extra_bytes]
             size, compressed, offset = _zip64(extra, [size, compressed, offset])
@@ -210,30 +270,42 @@ def _zip_batch(path: Path, table: mmap.mmap, position: int, count: int, shift: i
         if stat.S_ISLNK(attributes >> 16):
             raise _refused(path, name, "is a link")
         if flags & 1:
-            raise PrepError(f"{path}: member {name!r} is encrypted; expected a zip without a password")
+            raise PrepError(
+                f"{path}: member {name!r} is encrypted; expected a zip without a password"
+            )
         names.append(name)
         offsets.append(offset + shift)
         sizes.append(size)
     for name in names:
         _check_name(path, name)
     files = [row for row, name in enumerate(names) if not name.endswith("/")]
-    found = Members([names[row] for row in files], np.array(offsets, np.int64)[files], np.array(sizes, np.int64)[files])
+    found = Members(
+        [names[row] for row in files],
+        np.array(offsets, np.int64)[files],
+        np.array(sizes, np.int64)[files],
+    )
     return found, position, count
 
 
 def read_zip_member(sample: Sample) -> bytes:
-    """The `size` bytes of the zip member whose own header is at `offset`, inflated if need be, their CRC compared.
+    """The `size` bytes of the zip member whose own header is at `offset`, inflated if need be,
+    their CRC compared.
 
-    Raises OSError, and ValueError(reason) for damage, another compression than deflate, or a member that is longer than the table of
-    members said, of which no more than `size` bytes are inflated.
+    Raises OSError, and ValueError(reason) for damage, another compression than deflate, or a member
+    that is longer than the table of members said, of which no more than `size` bytes are inflated.
     """
     if sample.size > MAX_IMAGE_BYTES:
-        raise ValueError(f"{sample.size:,} bytes; at most {MAX_IMAGE_BYTES:,} are taken for an image")
+        raise ValueError(
+            f"{sample.size:,} bytes; at most {MAX_IMAGE_BYTES:,} are taken for an image"
+        )
     fd = descriptor(sample.file)
-    guess = 30 + len(sample.name) + 64 + sample.size + sample.size // 1000 + 256  # deflate lengthens by less; most extra fields are short
+    # deflate lengthens by less; most extra fields are short
+    guess = 30 + len(sample.name) + 64 + sample.size + sample.size // 1000 + 256
     head = os.pread(fd, guess, sample.offset)
     if len(head) < LOCAL_HEADER.size or head[:4] != b"PK\3\4":
-        raise ValueError(f"{sample.file} has no member at byte {sample.offset}; it has changed or is damaged")
+        raise ValueError(
+            f"{sample.file} has no member at byte {sample.offset}; it has changed or is damaged"
+        )
     _, flags, method, crc, _, _, name_bytes, extra_bytes = LOCAL_HEADER.unpack_from(head)
     start = LOCAL_HEADER.size + name_bytes + extra_bytes
     if method == STORED:
@@ -245,7 +317,9 @@ def read_zip_member(sample: Sample) -> bytes:
     elif method == DEFLATED:
         data, behind = _inflate(fd, sample, head, start)
     else:
-        raise ValueError(f"compressed by method {method}; expected a zip with deflate (8) or none (0)")
+        raise ValueError(
+            f"compressed by method {method}; expected a zip with deflate (8) or none (0)"
+        )
     if flags & 8:  # sizes and CRC follow the data; their signature may be left out
         crc = int.from_bytes(behind[4:8] if behind[:4] == b"PK\7\x08" else behind[:4], "little")
     if len(data) != sample.size or zlib.crc32(data) != crc:

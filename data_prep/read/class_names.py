@@ -1,8 +1,8 @@
 """How `data_prep.index` is told to take samples: flags, a file of class names, and the record.
 
-The data's story: the flags and the file become a layout (vit/data/shards/members.py). An `_info.json` that
-is there says how the index in its folder was made; without flags it is made so again, and other
-flags are an error, as they would give other labels. Free of torch.
+The data's story: the flags and the file become a layout (vit/data/shards/members.py). An
+`_info.json` that is there says how the index in its folder was made; without flags it is made so
+again, and other flags are an error, as they would give other labels. Free of torch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class Asked(NamedTuple):
 NOTHING_ASKED = Asked()
 
 
-def choose_layout(asked: Asked, info: Mapping[str, Any] | None, place: str, first_tar: Path | None) -> tuple[SampleLayout, list[str]]:
+def choose_layout(
+    asked: Asked, info: Mapping[str, Any] | None, place: str, first_tar: Path | None
+) -> tuple[SampleLayout, list[str]]:
     """The layout, and the name of each class ([] if unknown). Raises PrepError.
 
-    info: the `_info.json` at `place`. first_tar: a shard in a folder, whose sidecar tells where that
-    file is of others.
+    info: the `_info.json` at `place`. first_tar: a shard in a folder, whose sidecar tells where
+    that file is of others.
     """
     known = [str(name) for name in (info or {}).get("class_names") or []]
     recorded = SampleLayout() if info is None else recorded_layout(info, first_tar)
@@ -41,15 +43,23 @@ def choose_layout(asked: Asked, info: Mapping[str, Any] | None, place: str, firs
         return recorded, known
     names = known if asked.classes is None else read_class_names(asked.classes)
     listed = tuple(names) if asked.classes is not None else recorded.class_names
-    layout = SampleLayout(_suffix(asked.image), _suffix(asked.label) or "cls", asked.keys_with_dots, listed)
+    layout = SampleLayout(
+        _suffix(asked.image), _suffix(asked.label) or "cls", asked.keys_with_dots, listed
+    )
     if problems := layout.problems(FLAGS):
         raise PrepError("; ".join(problems))
     if info is not None and names != known:
         had = f"{len(known):,} class names" if known else "no class names"
-        raise PrepError(f"{place}: its _info.json has {had}, and others than {asked.classes}; to index with these, move it away")
+        raise PrepError(
+            f"{place}: its _info.json has {had}, and others than {asked.classes}; to index with"
+            " these, move it away"
+        )
     if info is not None and "source" in info and layout.options() != recorded.options():
         was = recorded.told(FLAGS) or "the usual members"
-        raise PrepError(f"{place}: indexed with {was}, as its _info.json says; to do it otherwise, move that file away")
+        raise PrepError(
+            f"{place}: indexed with {was}, as its _info.json says; to do it otherwise, move that"
+            " file away"
+        )
     return layout, names
 
 
@@ -67,19 +77,28 @@ def read_class_names(path: Path) -> list[str]:
         text = path.read_text("utf-8-sig")
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise PrepError(f"--classes {path}: cannot be read ({reason}); expected a file with one class name a line, or JSON") from error
+        raise PrepError(
+            f"--classes {path}: cannot be read ({reason}); expected a file with one class name a"
+            " line, or JSON"
+        ) from error
     try:
-        names = _of_json(json.loads(text)) if text.lstrip().startswith(("[", "{")) else _of_lines(text)
+        names = (
+            _of_json(json.loads(text)) if text.lstrip().startswith(("[", "{")) else _of_lines(text)
+        )
     except ValueError as error:
         raise PrepError(
-            f"--classes {path}: {error}; expected one class name a line, a JSON list, or a JSON object of names and labels"
+            f"--classes {path}: {error}; expected one class name a line, a JSON list, or a JSON"
+            " object of names and labels"
         ) from error
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise PrepError(f"--classes {path}: {twice[0]!r} stands there twice; labels need names that differ")
+        raise PrepError(
+            f"--classes {path}: {twice[0]!r} stands there twice; labels need names that differ"
+        )
     for number, name in enumerate(names):
         if INTEGER.fullmatch(name) and int(name) != number:
             raise PrepError(
-                f"--classes {path}: class {number} is called {name!r}, and a label {name} could mean either; give it a name in words"
+                f"--classes {path}: class {number} is called {name!r}, and a label {name} could"
+                " mean either; give it a name in words"
             )
     return names
 
@@ -95,7 +114,10 @@ def _of_lines(text: str) -> list[str]:
 
 def _of_json(content: Any) -> list[str]:
     if isinstance(content, dict):
-        pairs = [(label, name) if INTEGER.fullmatch(label) else (name, label) for label, name in content.items()]
+        pairs = [
+            (label, name) if INTEGER.fullmatch(label) else (name, label)
+            for label, name in content.items()
+        ]
         if not all(INTEGER.fullmatch(str(label)) for label, _ in pairs):
             raise ValueError("neither names by label nor labels by name")
         pairs.sort(key=lambda pair: int(pair[0]))

@@ -1,7 +1,8 @@
 """Files from a web address: whole, checked, and continued after a cut. Free of torch.
 
-The data's story: bytes go to `<name>.part`; `vit.data.storage.http` asks for the rest when a connection is lost. What has come is compared with the
-size that the server told and with the md5 that is known; only then the file gets its name.
+The data's story: bytes go to `<name>.part`; `vit.data.storage.http` asks for the rest when a
+connection is lost. What has come is compared with the size that the server told and with the md5
+that is known; only then the file gets its name.
 """
 
 from __future__ import annotations
@@ -30,15 +31,25 @@ MOST_VERSIONS = 5
 """So many times a file may be replaced while it is fetched."""
 
 
-def download(url: str, path: Path, md5: str | None = None, *, name: str = "", on_bytes: Callable[[int], None] | None = None) -> None:
-    """Bring `url` (http or https) to `path`, with its progress on stderr and a line when it is there.
+def download(
+    url: str,
+    path: Path,
+    md5: str | None = None,
+    *,
+    name: str = "",
+    on_bytes: Callable[[int], None] | None = None,
+) -> None:
+    """Bring `url` (http or https) to `path`, with its progress on stderr and a line when it is
+    there.
 
     name: of the file, where `url` is its folder, whose login is for it, too.
-    md5: in hex. A file that is there already is kept if its md5 is this one, or none is known. What an earlier call left in `<path>.part`
-    is continued if the md5 is known: without it nobody would notice that the file at `url` is another one by now.
-    on_bytes: is told the number of each piece's bytes, and 0 in pauses, instead of a progress line; may raise to stop.
+    md5: in hex. A file that is there already is kept if its md5 is this one, or none is known. What
+    an earlier call left in `<path>.part` is continued if the md5 is known: without it nobody would
+    notice that the file at `url` is another one by now. on_bytes: is told the number of each
+    piece's bytes, and 0 in pauses, instead of a progress line; may raise to stop.
 
-    Raises PrepError: no such file, no such host, another md5, disk too small, a server that stays away. Ctrl-C leaves the part.
+    Raises PrepError: no such file, no such host, another md5, disk too small, a server that stays
+    away. Ctrl-C leaves the part.
     """
     where = shown(address(url, name))
     if not on_the_web(url):
@@ -66,19 +77,24 @@ def download(url: str, path: Path, md5: str | None = None, *, name: str = "", on
             size = part.stat().st_size
             part.unlink()
             raise PrepError(
-                f"{where}: md5 {found} ({size:,} bytes), expected {md5}: the file there is another one, or was changed on its way "
-                f"(a proxy's page?); nothing was kept. Try again, or fetch it from elsewhere and put it at {path}"
+                f"{where}: md5 {found} ({size:,} bytes), expected {md5}: the file there is another"
+                " one, or was changed on its way (a proxy's page?); nothing was kept. Try again,"
+                f" or fetch it from elsewhere and put it at {path}"
             )
         os.fsync(file.fileno())
         os.replace(part, path)
         elapsed_s = time.monotonic() - start_s
         if on_bytes is None:
-            _say(f"{path}: {_mb(path.stat().st_size)} in {elapsed_s:.1f} s{', md5 verified' if md5 else ''}")
+            _say(
+                f"{path}: {_mb(path.stat().st_size)} in {elapsed_s:.1f}"
+                f" s{', md5 verified' if md5 else ''}"
+            )
 
 
 @contextmanager
 def _locked(part: Path, path: Path) -> Iterator[BinaryIO]:
-    """The part, opened, while no other process has it: of several that want the same file one fetches it, and the others wait."""
+    """The part, opened, while no other process has it: of several that want the same file one
+    fetches it, and the others wait."""
     while True:
         file = open(part, "a+b")  # noqa: SIM115 (closed below, or here when another process renamed or removed the part)
         try:
@@ -106,23 +122,36 @@ def _locked(part: Path, path: Path) -> Iterator[BinaryIO]:
 
 def _check_existing(path: Path, md5: str | None, where: str) -> None:
     if md5 and (found := _md5(path)) != md5:
-        raise PrepError(f"{path}: md5 {found}, expected {md5}; truncated, or another file: remove it, and it is downloaded from {where}")
+        raise PrepError(
+            f"{path}: md5 {found}, expected {md5}; truncated, or another file: remove it, and it is"
+            f" downloaded from {where}"
+        )
 
 
-def _fetch(url: str, name: str, file: BinaryIO, have: int, on_bytes: Callable[[int], None] | None) -> None:
-    """Make `file`, of which `have` bytes are there, the whole of what is at `url`. Raises PrepError or ShardError if it cannot be had."""
+def _fetch(
+    url: str, name: str, file: BinaryIO, have: int, on_bytes: Callable[[int], None] | None
+) -> None:
+    """Make `file`, of which `have` bytes are there, the whole of what is at `url`. Raises PrepError
+    or ShardError if it cannot be had."""
     shown_name = Path(file.name).name.removesuffix(".part")
     where = shown(address(url, name))
     for _ in range(MOST_VERSIONS):
         file.truncate(have)
         try:
-            with WebFile(url, name, Patience(), start=have, while_waiting=on_bytes and partial(on_bytes, 0)) as source:
+            with WebFile(
+                url, name, Patience(), start=have, while_waiting=on_bytes and partial(on_bytes, 0)
+            ) as source:
                 size = source.open().size
                 if 0 <= size < have:
                     have = 0
                     continue
                 _check_disk(file, size - have)
-                with Meter(f"downloading {shown_name}", max(size - have, 0) // 1_000_000, "MB", shown=on_bytes is None) as meter:
+                with Meter(
+                    f"downloading {shown_name}",
+                    max(size - have, 0) // 1_000_000,
+                    "MB",
+                    shown=on_bytes is None,
+                ) as meter:
                     first = source.at
                     while piece := source.read1():
                         file.write(piece)
@@ -138,13 +167,18 @@ def _fetch(url: str, name: str, file: BinaryIO, have: int, on_bytes: Callable[[i
                 raise
             _say(f"{where}: {error.strerror}; starting again")
             have = 0
-    raise PrepError(f"{where}: replaced again and again while it is fetched; try again when it stays as it is")
+    raise PrepError(
+        f"{where}: replaced again and again while it is fetched; try again when it stays as it is"
+    )
 
 
 def _check_disk(file: BinaryIO, missing: int) -> None:
     free = shutil.disk_usage(Path(file.name).parent).free
     if missing > free:
-        raise PrepError(f"{file.name}: {_mb(missing)} are still to come and {_mb(free)} are free on this disk; make room")
+        raise PrepError(
+            f"{file.name}: {_mb(missing)} are still to come and {_mb(free)} are free on this disk;"
+            " make room"
+        )
 
 
 def _md5(path: Path) -> str:
@@ -161,7 +195,8 @@ def _say(text: str) -> None:
 
 
 class WebShards(WebFolder):
-    """What is at `<url>/<name>`, for functions that `run_jobs` runs. There is no list of names: nothing like a folder is known to HTTP."""
+    """What is at `<url>/<name>`, for functions that `run_jobs` runs. There is no list of names:
+    nothing like a folder is known to HTTP."""
 
     def size(self, name: str) -> int:
         """Bytes of a file, -1 if the server does not tell. Raises PrepError if it is not there."""
@@ -171,14 +206,16 @@ class WebShards(WebFolder):
             raise PrepError(f"{self}/{name}: {error.strerror}") from error
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """The object in a JSON file, None if there is no such file. Raises ShardError if it is something else."""
+        """The object in a JSON file, None if there is no such file. Raises ShardError if it is
+        something else."""
         try:
             with WebFile(self.url, name, self.patience) as file:
                 return parse_json(b"".join(iter(file.read1, b"")), f"{self}/{name}")
         except FileNotFoundError:
             return None
         except Refused as error:
-            if error.status == 403:  # what object stores say of a missing file to those who may not list
+            # what object stores say of a missing file to those who may not list
+            if error.status == 403:
                 return None
             raise
 

@@ -1,7 +1,9 @@
-"""Any tree of images: which files are images, and what is passed over, so that nothing is dropped without a word. Free of torch.
+"""Any tree of images: which files are images, and what is passed over, so that nothing is dropped
+without a word. Free of torch.
 
-The data's story: folders are listed one after the other. A file is taken by its suffix, or where it has none by its first bytes; all else
-is counted by suffix, apart for what looks like an image. Links are followed; those that lead out of the tree are counted, too.
+The data's story: folders are listed one after the other. A file is taken by its suffix, or where it
+has none by its first bytes; all else is counted by suffix, apart for what looks like an image.
+Links are followed; those that lead out of the tree are counted, too.
 """
 
 from __future__ import annotations
@@ -19,22 +21,66 @@ from data_prep.write.jobs import PrepError
 MAX_IMAGE_BYTES = 1 << 28
 """An encoded image of more than 256 MiB is refused: it would be a bomb, or no image."""
 EXTENSIONS = (
-    *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".bmp", ".dib", ".gif", ".tif", ".tiff"),
+    *(
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".mpo",
+        ".png",
+        ".apng",
+        ".webp",
+        ".bmp",
+        ".dib",
+        ".gif",
+        ".tif",
+        ".tiff",
+    ),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k"),
 )
 """Suffixes of what `vit.data.decode.images` reads."""
 NOT_READ = (
-    *(".heic", ".heif", ".hif", ".jxl", ".jpf", ".jpx", ".psd", ".svg", ".eps", ".tga", ".ico", ".qoi"),
-    *(".exr", ".hdr", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2", ".pef", ".srw"),
+    *(
+        ".heic",
+        ".heif",
+        ".hif",
+        ".jxl",
+        ".jpf",
+        ".jpx",
+        ".psd",
+        ".svg",
+        ".eps",
+        ".tga",
+        ".ico",
+        ".qoi",
+    ),
+    *(
+        ".exr",
+        ".hdr",
+        ".dng",
+        ".cr2",
+        ".cr3",
+        ".nef",
+        ".arw",
+        ".raf",
+        ".orf",
+        ".rw2",
+        ".pef",
+        ".srw",
+    ),
 )
 """Suffixes of other images: phones', cameras' raw data, drawings, rarities."""
 READ_MAGIC = re.compile(
-    rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|BM.{4}\0\0|II\*\0|MM\0\*|RIFF.{4}WEBP|P[1-6]\s|.{4}ftypavi[fs]|\0\0\0\x0cjP  ", re.DOTALL
+    rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|BM.{4}\0\0|II\*\0|MM\0\*|RIFF.{4}WEBP|P[1-6]\s|.{4}ftypavi[fs]|\0\0\0\x0cjP  ",
+    re.DOTALL,
 )
 """First bytes of what is read."""
-OTHER_MAGIC = re.compile(rb".{4}ftyp(?:hei|hev|mif|msf)|8BPS|\xff\x0a|\0\0\0\x0cJXL |v/1\x01|%!PS|qoif", re.DOTALL)
+OTHER_MAGIC = re.compile(
+    rb".{4}ftyp(?:hei|hev|mif|msf)|8BPS|\xff\x0a|\0\0\0\x0cJXL |v/1\x01|%!PS|qoif", re.DOTALL
+)
 LOOKED_AT = 3
-"""Files of a suffix nobody knows whose first bytes are looked at; annotations may be as many as images."""
+"""Files of a suffix nobody knows whose first bytes are looked at; annotations may be as many as
+images."""
 
 
 @dataclass
@@ -76,7 +122,11 @@ class PassedOver:
         """Note the images that lie in `folder` itself, beside its class folders."""
         try:
             with os.scandir(folder) as entries:
-                files = sorted(entry.path for entry in entries if not entry.name.startswith(".") and not entry.is_dir())
+                files = sorted(
+                    entry.path
+                    for entry in entries
+                    if not entry.name.startswith(".") and not entry.is_dir()
+                )
         except OSError as error:
             raise _cannot_list(error, str(folder)) from error
         for path in files:
@@ -90,28 +140,48 @@ class PassedOver:
         lines = [self.told_of_images()] if self.images else []
         if self.beside:
             images = "1 image" if len(self.beside) == 1 else f"{len(self.beside):,} images"
-            lines.append(f"{images} beside the class folders, of no class: {some(self.beside)}; not used")
+            lines.append(
+                f"{images} beside the class folders, of no class: {some(self.beside)}; not used"
+            )
         if self.others:
-            lines.append(f"{self.others.total():,} other files, no images: {_by_number(self.others)}")
+            lines.append(
+                f"{self.others.total():,} other files, no images: {_by_number(self.others)}"
+            )
         if self.outward:
-            lines.append(f"{len(self.outward):,} links lead out of {self.root} and were followed: {some(self.outward, 3)}")
+            lines.append(
+                f"{len(self.outward):,} links lead out of {self.root} and were followed:"
+                f" {some(self.outward, 3)}"
+            )
         return lines
 
     def told_of_images(self) -> str:
         """A line about images that are not read."""
         number = self.images.total()
-        first = next((suffix for suffix, _ in self.images.most_common() if suffix.startswith(".")), "")
+        first = next(
+            (suffix for suffix, _ in self.images.most_common() if suffix.startswith(".")), ""
+        )
         how = f"find . -iname '*{first.lower()}' -exec magick mogrify -format jpg {{}} +"
-        convert = f"convert them to JPEG, with ImageMagick, say, in their folder: {how}" if first else "convert them to JPEG"
-        return f"{number:,} file{'s' if number > 1 else ''} not read as images: {_by_number(self.images)}; {convert}"
+        convert = (
+            f"convert them to JPEG, with ImageMagick, say, in their folder: {how}"
+            if first
+            else "convert them to JPEG"
+        )
+        return (
+            f"{number:,} file{'s' if number > 1 else ''} not read as images:"
+            f" {_by_number(self.images)}; {convert}"
+        )
 
 
 def _by_number(counts: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+    return ", ".join(
+        f"{count:,} {suffix}"
+        for suffix, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    )
 
 
 def _looks_like(path: str, magic: re.Pattern[bytes]) -> bool:
-    """Whether a file begins so; a pipe, which would be waited for, and what cannot be read do not."""
+    """Whether a file begins so; a pipe, which would be waited for, and what cannot be read do
+    not."""
     if not os.path.isfile(path):
         return False
     try:
@@ -122,16 +192,18 @@ def _looks_like(path: str, magic: re.Pattern[bytes]) -> bool:
 
 
 def is_image(path: str) -> bool:
-    """Whether a file is taken for an image that is read: by its suffix, or, if it has none, by its first bytes."""
+    """Whether a file is taken for an image that is read: by its suffix, or, if it has none, by its
+    first bytes."""
     suffix = os.path.splitext(path)[1].lower()
     return suffix in EXTENSIONS or (not suffix and _looks_like(path, READ_MAGIC))
 
 
 def images_below(folder: Path, passed_over: PassedOver | None = None) -> Iterator[str]:
-    """Paths of the images below `folder`, relative to it, in the system's order; hidden files and folders are left out.
+    """Paths of the images below `folder`, relative to it, in the system's order; hidden files and
+    folders are left out.
 
-    passed_over: is told all other files, and links. Raises PrepError for a folder that cannot be listed, and for a link back to a folder
-    above it.
+    passed_over: is told all other files, and links. Raises PrepError for a folder that cannot be
+    listed, and for a link back to a folder above it.
     """
     waiting: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
     while waiting:
@@ -141,7 +213,9 @@ def images_below(folder: Path, passed_over: PassedOver | None = None) -> Iterato
             status = os.stat(here)
             identity = (status.st_dev, status.st_ino)
             if identity in above:
-                link = next((path for path in (Path(here), *Path(here).parents) if path.is_symlink()), here)
+                link = next(
+                    (path for path in (Path(here), *Path(here).parents) if path.is_symlink()), here
+                )
                 raise PrepError(f"{link}: a link back to a folder above it; remove the link")
             with os.scandir(here) as entries:
                 for entry in entries:
@@ -160,28 +234,39 @@ def images_below(folder: Path, passed_over: PassedOver | None = None) -> Iterato
 
 
 def folders_in(parent: Path) -> list[str]:
-    """Sorted names of the folders in `parent`, hidden ones left out. Raises PrepError if it cannot be listed."""
+    """Sorted names of the folders in `parent`, hidden ones left out. Raises PrepError if it cannot
+    be listed."""
     try:
         with os.scandir(parent) as entries:
-            return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+            return sorted(
+                entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()
+            )
     except OSError as error:
         raise _cannot_list(error, str(parent)) from error
 
 
 def _cannot_list(error: OSError, folder: str) -> PrepError:
-    return PrepError(f"{(error.filename or folder).rstrip('/')}: cannot be listed ({error.strerror}); set that right, or move it elsewhere")
+    return PrepError(
+        f"{(error.filename or folder).rstrip('/')}: cannot be listed ({error.strerror}); set that"
+        " right, or move it elsewhere"
+    )
 
 
 def unique_keys(paths: Sequence[str]) -> list[str]:
-    """The key of each path: without its extension. Those that would be equal (a.jpg and a.png) get a hash of the path at the end."""
+    """The key of each path: without its extension. Those that would be equal (a.jpg and a.png) get
+    a hash of the path at the end."""
     keys = [os.path.splitext(path)[0] for path in paths]
     safe = [safe_key(key) for key in keys]
     times = Counter(safe)
-    return [f"{key}_{stable_hash(path).hex()}" if times[same] > 1 else key for path, key, same in zip(paths, keys, safe, strict=True)]
+    return [
+        f"{key}_{stable_hash(path).hex()}" if times[same] > 1 else key
+        for path, key, same in zip(paths, keys, safe, strict=True)
+    ]
 
 
 def read(sample: Sample) -> bytes:
-    """Bytes of the image at `name` below the folder `file`. Raises OSError, and ValueError for what is no regular file."""
+    """Bytes of the image at `name` below the folder `file`. Raises OSError, and ValueError for what
+    is no regular file."""
     path = os.path.join(sample.file, sample.name)
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
         raise ValueError("not a regular file")

@@ -1,8 +1,9 @@
 """Which class each image of ImageNet's flat validation set belongs to. Free of torch.
 
-The data's story: one of several files tells it: the development kit, Kaggle's table, or a list of WordNet ids (WNIDs). All become one
-mapping, image name without extension -> WNID. The kit's own numbers (ILSVRC2012_ID, from 1) go through its WNIDs and no further: they
-are not the labels that published weights use, which are positions among the sorted WNIDs.
+The data's story: one of several files tells it: the development kit, Kaggle's table, or a list of
+WordNet ids (WNIDs). All become one mapping, image name without extension -> WNID. The kit's own
+numbers (ILSVRC2012_ID, from 1) go through its WNIDs and no further: they are not the labels that
+published weights use, which are positions among the sorted WNIDs.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ META = "meta.mat"
 TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 KAGGLE_TABLE = "LOC_val_solution.csv"
 SYNSET_LIST = "imagenet_2012_validation_synset_labels.txt"
-WHAT_SERVES = f"ILSVRC2012_devkit_t12.tar.gz (or its unpacked folder), {KAGGLE_TABLE}, {SYNSET_LIST}"
+WHAT_SERVES = (
+    f"ILSVRC2012_devkit_t12.tar.gz (or its unpacked folder), {KAGGLE_TABLE}, {SYNSET_LIST}"
+)
 MAX_BYTES = 1 << 26
 """The kit's largest file is some MB; a file of more than 64 MiB is none of these."""
 
 
 @dataclass(frozen=True)
 class ValLabels:
-    """A file that tells the classes: `read()` returns {image name without extension: WNID} and raises PrepError."""
+    """A file that tells the classes: `read()` returns {image name without extension: WNID} and
+    raises PrepError."""
 
     path: Path
     what: str
@@ -51,7 +55,9 @@ def val_name(number: int) -> str:
 def _content(path: Path) -> bytes:
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise PrepError(f"{path}: {path.stat().st_size:,} bytes; too large for a file of labels")
+            raise PrepError(
+                f"{path}: {path.stat().st_size:,} bytes; too large for a file of labels"
+            )
         return path.read_bytes()
     except OSError as error:
         raise PrepError(str(unreadable(path, error))) from error
@@ -67,15 +73,23 @@ def _text(content: bytes, where: str) -> str:
 
 
 def _wnids_by_id(meta: bytes, where: str) -> dict[int, str]:
-    """{ILSVRC2012_ID: WNID} of the kit's `meta.mat`, classes only: it lists 860 groups of classes as well."""
+    """{ILSVRC2012_ID: WNID} of the kit's `meta.mat`, classes only: it lists 860 groups of classes
+    as well."""
     from scipy.io import loadmat  # slow to import, and only needed here
 
     try:
         synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"].reshape(-1)
         leaves = synsets[synsets["num_children"].astype(int) == 0]
-        found = {int(number): str(wnid) for number, wnid in zip(leaves["ILSVRC2012_ID"], leaves["WNID"], strict=True)}
-    except Exception as error:  # scipy raises many kinds for a file that is not MATLAB's, or another one
-        raise PrepError(f"{where}: not the kit's table of classes ({type(error).__name__}: {error}); download the kit again") from error
+        found = {
+            int(number): str(wnid)
+            for number, wnid in zip(leaves["ILSVRC2012_ID"], leaves["WNID"], strict=True)
+        }
+    except Exception as error:
+        # scipy raises many kinds for a file that is not MATLAB's, or another one
+        raise PrepError(
+            f"{where}: not the kit's table of classes ({type(error).__name__}: {error}); download"
+            " the kit again"
+        ) from error
     if bad := [wnid for wnid in found.values() if not WNID.fullmatch(wnid)]:
         raise PrepError(f"{where}: {bad[0]!r} is no WordNet id; download the kit again")
     return found
@@ -104,7 +118,10 @@ def read_devkit_archive(path: Path) -> dict[str, str]:
         with tarfile.open(path, "r:gz") as kit:
             for member in kit:
                 if member.size > MAX_BYTES:
-                    raise PrepError(f"{path}: its member {member.name!r} has {member.size:,} bytes; not ImageNet's development kit")
+                    raise PrepError(
+                        f"{path}: its member {member.name!r} has {member.size:,} bytes; not"
+                        " ImageNet's development kit"
+                    )
                 if (name := Path(member.name).name) in (META, TRUTH) and member.isreg():
                     content = kit.extractfile(member)
                     assert content is not None
@@ -115,11 +132,21 @@ def read_devkit_archive(path: Path) -> dict[str, str]:
         with open(path, "rb") as file:
             kind = what_it_is(file.read(256))
         reason = f"it is {kind}" if kind and "gzip" not in kind else error
-        raise PrepError(f"{path}: not a readable .tar.gz ({reason}); download it again, its md5 is checked with --md5") from error
+        raise PrepError(
+            f"{path}: not a readable .tar.gz ({reason}); download it again, its md5 is checked with"
+            " --md5"
+        ) from error
     except OSError as error:
-        raise PrepError(str(unreadable(path, error)) if error.strerror else f"{path}: {error}; download it again") from error
+        raise PrepError(
+            str(unreadable(path, error))
+            if error.strerror
+            else f"{path}: {error}; download it again"
+        ) from error
     missing = [name for name in (META, TRUTH) if name not in found]
-    raise PrepError(f"{path}: has no {' and no '.join(missing)}; expected ImageNet's development kit of tasks 1 and 2")
+    raise PrepError(
+        f"{path}: has no {' and no '.join(missing)}; expected ImageNet's development kit of tasks 1"
+        " and 2"
+    )
 
 
 def _by_table(text: str, where: str) -> dict[str, str]:
@@ -131,17 +158,23 @@ def _by_table(text: str, where: str) -> dict[str, str]:
 
 def _rows_by_image(rows: csv.DictReader[str], where: str) -> dict[str, str]:
     if not {"ImageId", "PredictionString"} <= set(rows.fieldnames or ()):
-        raise PrepError(f"{where}: its columns are {', '.join(rows.fieldnames or ()) or 'none'}; expected ImageId,PredictionString")
+        raise PrepError(
+            f"{where}: its columns are {', '.join(rows.fieldnames or ()) or 'none'}; expected"
+            " ImageId,PredictionString"
+        )
     labels: dict[str, str] = {}
     for row in rows:
         name = row["ImageId"] or ""
         wnid = ((row["PredictionString"] or "").split() or [""])[0]
         if not WNID.fullmatch(wnid):
             raise PrepError(
-                f"{where}: line {rows.line_num}: expected a WordNet id and a box for {name!r}, found {row['PredictionString']!r}"
+                f"{where}: line {rows.line_num}: expected a WordNet id and a box for {name!r},"
+                f" found {row['PredictionString']!r}"
             )
         if labels.setdefault(name, wnid) != wnid:
-            raise PrepError(f"{where}: line {rows.line_num}: {name!r} is {wnid} here and {labels[name]} above")
+            raise PrepError(
+                f"{where}: line {rows.line_num}: {name!r} is {wnid} here and {labels[name]} above"
+            )
     return labels
 
 
@@ -166,7 +199,10 @@ def read_synset_list(path: Path) -> dict[str, str]:
     """Labels by a list of WNIDs, one a line, in the order of the images' names."""
     lines = _text(_content(path), str(path)).split()
     if bad := [n for n, line in enumerate(lines) if not WNID.fullmatch(line)]:
-        raise PrepError(f"{path}: line {bad[0] + 1} is {lines[bad[0]]!r}; expected a WordNet id a line, as n01440764")
+        raise PrepError(
+            f"{path}: line {bad[0] + 1} is {lines[bad[0]]!r}; expected a WordNet id a line, as"
+            " n01440764"
+        )
     return {val_name(number): wnid for number, wnid in enumerate(lines, 1)}
 
 
@@ -178,8 +214,9 @@ def read_all(files: list[ValLabels]) -> dict[str, str]:
         differ = [name for name, wnid in found.items() if labels.get(name, wnid) != wnid]
         if differ:
             raise PrepError(
-                f"{file.path}: says {found[differ[0]]} of {differ[0]}, and {files[0].path} says {labels[differ[0]]}: "
-                f"they differ on {len(differ):,} images; leave out the file that is wrong"
+                f"{file.path}: says {found[differ[0]]} of {differ[0]}, and {files[0].path} says"
+                f" {labels[differ[0]]}: they differ on {len(differ):,} images; leave out the file"
+                " that is wrong"
             )
         labels |= found
     return labels

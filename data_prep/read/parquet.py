@@ -1,8 +1,10 @@
-"""Images out of parquet files (Hugging Face's layout of ImageNet), which cannot be read one image at a time. Free of torch.
+"""Images out of parquet files (Hugging Face's layout of ImageNet), which cannot be read one image
+at a time. Free of torch.
 
-The data's story: rows `{image: {bytes, path}, label}` are compressed in groups, so each file is copied once: its images one after the
-other into `<name>.images`, and their names, labels and sizes into `<name>.json` beside it, which is written last. From then on an image is
-a range of bytes, as in a tar. Batch by batch, with the memory of one row group.
+The data's story: rows `{image: {bytes, path}, label}` are compressed in groups, so each file is
+copied once: its images one after the other into `<name>.images`, and their names, labels and sizes
+into `<name>.json` beside it, which is written last. From then on an image is a range of bytes, as
+in a tar. Batch by batch, with the memory of one row group.
 """
 
 from __future__ import annotations
@@ -46,27 +48,40 @@ def _open(path: Path) -> Any:
         file = pyarrow.parquet.ParquetFile(path)
         schema = file.schema_arrow
         image = schema.field("image").type if "image" in schema.names else None
-        fields = {image.field(n).name for n in range(image.num_fields)} if image is not None else set()
+        fields = (
+            {image.field(n).name for n in range(image.num_fields)} if image is not None else set()
+        )
     except (OSError, pyarrow.ArrowException) as error:
         raise PrepError(f"{path}: not a whole parquet file ({error}); download it again") from error
     if not {"bytes", "path"} <= fields or "label" not in schema.names:
-        raise PrepError(f"{path}: its columns are {', '.join(schema.names)}; expected image, with bytes and path, and label")
+        raise PrepError(
+            f"{path}: its columns are {', '.join(schema.names)}; expected image, with bytes and"
+            " path, and label"
+        )
     return file
 
 
 def _place(path: Path, spool: Path) -> Path:
     """Where the images of a parquet file go; another file of the same name goes elsewhere."""
     found = path.stat()
-    return spool / f"{path.stem}-{stable_hash(os.path.abspath(path), found.st_size, found.st_mtime_ns).hex()}.images"
+    return (
+        spool
+        / f"{path.stem}-{stable_hash(os.path.abspath(path), found.st_size, found.st_mtime_ns).hex()}.images"
+    )
 
 
 def _is_there(images: Path) -> bool:
     described = read_json(images.with_suffix(".json"))
-    return described is not None and images.is_file() and images.stat().st_size == sum(described["sizes"])
+    return (
+        described is not None
+        and images.is_file()
+        and images.stat().st_size == sum(described["sizes"])
+    )
 
 
 def spool_file(paths: tuple[Path, Path]) -> None:
-    """Copy the images of parquet file paths[0] to paths[1], unless they are there. Runs in a worker process."""
+    """Copy the images of parquet file paths[0] to paths[1], unless they are there. Runs in a worker
+    process."""
     path, images = paths
     if _is_there(images):  # another process that builds the same catalogue was here
         return
@@ -76,9 +91,19 @@ def spool_file(paths: tuple[Path, Path]) -> None:
     sizes: list[int] = []
     with replacing(images) as target:
         for batch in _batches(path):
-            for image, label in zip(batch.column("image").to_pylist(), batch.column("label").to_pylist(), strict=True):
-                if image is None or image["bytes"] is None or image["path"] is None or label is None:
-                    raise PrepError(f"{path}: row {len(names)} lacks its image, path or label; download it again")
+            for image, label in zip(
+                batch.column("image").to_pylist(), batch.column("label").to_pylist(), strict=True
+            ):
+                if (
+                    image is None
+                    or image["bytes"] is None
+                    or image["path"] is None
+                    or label is None
+                ):
+                    raise PrepError(
+                        f"{path}: row {len(names)} lacks its image, path or label; download it"
+                        " again"
+                    )
                 target.write(image["bytes"])
                 names.append(image["path"])
                 labels.append(label)
@@ -87,7 +112,9 @@ def spool_file(paths: tuple[Path, Path]) -> None:
     write_json(images.with_suffix(".json"), {"names": names, "labels": labels, "sizes": sizes})
 
 
-def _batches(path: Path, columns: Sequence[str] = ("image.bytes", "image.path", "label")) -> Iterator[Any]:
+def _batches(
+    path: Path, columns: Sequence[str] = ("image.bytes", "image.path", "label")
+) -> Iterator[Any]:
     import pyarrow
 
     try:
@@ -104,14 +131,18 @@ def _listed(path: Path) -> Spooled:
         names += batch.column("image").field("path").to_pylist()
         labels += batch.column("label").to_pylist()
     sizes = np.full(len(names), path.stat().st_size // max(1, len(names)))
-    return Spooled(path, path, names, np.array(labels, np.int64), np.zeros(len(names), np.int64), sizes)
+    return Spooled(
+        path, path, names, np.array(labels, np.int64), np.zeros(len(names), np.int64), sizes
+    )
 
 
 def spool(files: Sequence[Path], builder: Builder) -> Iterator[Spooled]:
-    """Copy the images of all parquet files to `builder.spool`, except those that are there already; yields the rows of each.
+    """Copy the images of all parquet files to `builder.spool`, except those that are there already;
+    yields the rows of each.
 
-    In a dry run nothing is copied, and sizes are the means of their files. Processes that share the work start at different files.
-    Raises PrepError if pyarrow is missing, the disk has too little room, or a file is not as expected.
+    In a dry run nothing is copied, and sizes are the means of their files. Processes that share the
+    work start at different files. Raises PrepError if pyarrow is missing, the disk has too little
+    room, or a file is not as expected.
     """
     if builder.dry:
         yield from map(_listed, files)
@@ -122,16 +153,28 @@ def spool(files: Sequence[Path], builder: Builder) -> Iterator[Spooled]:
         rows = sum(_open(path).metadata.num_rows for path in todo)
         need = sum(path.stat().st_size for path in todo)
         free = shutil.disk_usage(builder.spool).free
-        said = f"{len(todo)} parquet files are copied once to {builder.spool}: {need / 1e9:,.1f} GB of {free / 1e9:,.1f} GB free"
+        said = (
+            f"{len(todo)} parquet files are copied once to {builder.spool}: {need / 1e9:,.1f} GB of"
+            f" {free / 1e9:,.1f} GB free"
+        )
         if need > free:
             raise PrepError(f"{said}; make room, or put --out on a larger disk")
         print(f"{said}; removed when the shards are complete", flush=True)
         first = random.SystemRandom().randrange(len(todo))
         todo = todo[first:] + todo[:first]
         jobs = [(spool_file, (path, places[path]), path) for path in todo]
-        run_jobs(jobs, builder.workers, "copying", num_jobs=len(todo), num_images=rows, unit="files")
+        run_jobs(
+            jobs, builder.workers, "copying", num_jobs=len(todo), num_images=rows, unit="files"
+        )
     for path in files:
         described = read_json(places[path].with_suffix(".json"))
         assert described is not None, places[path]
         sizes = np.array(described["sizes"], np.int64)
-        yield Spooled(path, places[path], described["names"], np.array(described["labels"], np.int64), np.cumsum(sizes) - sizes, sizes)
+        yield Spooled(
+            path,
+            places[path],
+            described["names"],
+            np.array(described["labels"], np.int64),
+            np.cumsum(sizes) - sizes,
+            sizes,
+        )

@@ -1,11 +1,15 @@
-"""The image policy: encoded bytes of any source in, the bytes that go into a shard out. Free of torch.
+"""The image policy: encoded bytes of any source in, the bytes that go into a shard out. Free of
+torch.
 
-The data's story: the headers of a JPEG are read; if it is an ordinary one (8 bits, grey or colour) of which nothing else is wanted, its
-data are checked and its bytes pass untouched. All else is decoded and encoded anew: as an RGB JPEG of the policy's quality with full
-chroma resolution (4:4:4), or as a grey one if a grey JPEG is resized or turned. What no decoder takes is `Unreadable`, with the reason.
-Whatever came out gets restart markers if the policy wants them (data_prep/write/restart_markers.py). Equal bytes and policy give equal bytes.
+The data's story: the headers of a JPEG are read; if it is an ordinary one (8 bits, grey or colour)
+of which nothing else is wanted, its data are checked and its bytes pass untouched. All else is
+decoded and encoded anew: as an RGB JPEG of the policy's quality with full chroma resolution
+(4:4:4), or as a grey one if a grey JPEG is resized or turned. What no decoder takes is
+`Unreadable`, with the reason. Whatever came out gets restart markers if the policy wants them
+(data_prep/write/restart_markers.py). Equal bytes and policy give equal bytes.
 
-Readable is what the loader can decode, and pixels are those that it would see: `vit.data.decode.images` decodes for both.
+Readable is what the loader can decode, and pixels are those that it would see:
+`vit.data.decode.images` decodes for both.
 """
 
 from __future__ import annotations
@@ -25,8 +29,9 @@ from vit.data.decode.jpeg_header import JpegHeader, read_header
 CHECKS = ("decode", "headers")
 RESTART_MARKERS = ("off", "auto")
 REFUSED_BY_STRICT = "JPEG that strict decoders refuse"
-"""The `change` of a JPEG that only Pillow takes; its bytes are untouched unless another change is named. Stray bytes, bad Huffman codes,
-odd sampling: most training code does not notice, so published numbers come with such images, and the loader falls back on Pillow."""
+"""The `change` of a JPEG that only Pillow takes; its bytes are untouched unless another change is
+named. Stray bytes, bad Huffman codes, odd sampling: most training code does not notice, so
+published numbers come with such images, and the loader falls back on Pillow."""
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -39,7 +44,8 @@ UPRIGHT = {
 """What makes an image with this EXIF orientation upright."""
 ORIENTATION_TAG = 0x0112
 ASKS_TO_BE_TURNED = "asks_to_be_turned"
-"""Key of sidecars and `_info.json`: images whose EXIF orientation was not applied; absent for none."""
+"""Key of sidecars and `_info.json`: images whose EXIF orientation was not applied; absent for
+none."""
 
 
 class Unreadable(ValueError):
@@ -51,28 +57,40 @@ class ImagePolicy:
     """What is done to each image. Raises PrepError for values that make no sense."""
 
     check: str = "decode"
-    """One of CHECKS. decode: all data of each JPEG are decoded once. headers: its headers are read and its end mark is looked for."""
+    """One of CHECKS. decode: all data of each JPEG are decoded once. headers: its headers are read
+    and its end mark is looked for."""
     apply_exif: bool = False
-    """Turn images upright by their EXIF orientation. Published numbers come from images that were left as they are."""
+    """Turn images upright by their EXIF orientation. Published numbers come from images that were
+    left as they are."""
     resize_short_side: int | None = None
-    """Pixels of the shorter side of images that are larger; bicubic, antialiased. Smaller images stay as they are."""
+    """Pixels of the shorter side of images that are larger; bicubic, antialiased. Smaller images
+    stay as they are."""
     jpeg_quality: int = 95
     """Of what has to be encoded anew; libjpeg's scale, 1 to 100."""
     restart_markers: str = "off"
-    """One of RESTART_MARKERS. auto: give all JPEGs restart markers, which needs the C part of this package. Pixels stay the same."""
+    """One of RESTART_MARKERS. auto: give all JPEGs restart markers, which needs the C part of this
+    package. Pixels stay the same."""
 
     def __post_init__(self) -> None:
         problems = []
         if self.check not in CHECKS:
             problems.append(f"--check {self.check}: expected one of {', '.join(CHECKS)}")
         if self.resize_short_side is not None and self.resize_short_side < 1:
-            problems.append(f"--resize-short-side {self.resize_short_side}: expected 1 pixel or more")
+            problems.append(
+                f"--resize-short-side {self.resize_short_side}: expected 1 pixel or more"
+            )
         if not 1 <= self.jpeg_quality <= 100:
             problems.append(f"--jpeg-quality {self.jpeg_quality}: expected 1 to 100")
         if self.restart_markers not in RESTART_MARKERS:
-            problems.append(f"--restart-markers {self.restart_markers}: expected one of {', '.join(RESTART_MARKERS)}")
+            problems.append(
+                f"--restart-markers {self.restart_markers}: expected one of"
+                f" {', '.join(RESTART_MARKERS)}"
+            )
         elif self.restart_markers == "auto" and not native.AVAILABLE:
-            problems.append(f"--restart-markers auto: needs the C part of this package: {native.WHY_NOT or 'VIT_NATIVE=0 turns it off'}")
+            problems.append(
+                "--restart-markers auto: needs the C part of this package:"
+                f" {native.WHY_NOT or 'VIT_NATIVE=0 turns it off'}"
+            )
         if problems:
             raise PrepError("; ".join(problems))
 
@@ -88,7 +106,11 @@ class ImagePolicy:
         short = self.resize_short_side
         if short is None or min(width, height) <= short:
             return width, height
-        return (short, int(short * height / width)) if width <= height else (int(short * width / height), short)
+        return (
+            (short, int(short * height / width))
+            if width <= height
+            else (int(short * width / height), short)
+        )
 
     def is_turned(self, orientation: int) -> bool:
         """Whether pixels of this EXIF orientation are moved."""
@@ -104,14 +126,18 @@ class Prepared(NamedTuple):
     height: int
     """Pixels of `data`."""
     change: str | None
-    """What was done or is remarkable, in few words that can be counted: "CMYK JPEG", "PNG (RGBA), resized"; None for untouched bytes."""
+    """What was done or is remarkable, in few words that can be counted: "CMYK JPEG", "PNG (RGBA),
+    resized"; None for untouched bytes."""
     asks_to_be_turned: bool = False
     """Its EXIF orientation is not upright, and was left alone."""
 
 
 def told_of_turned(number: int, total: int) -> str:
     """A line about images whose EXIF orientation was left alone."""
-    return f"{number:,} of {total:,} images ask to be turned (EXIF orientation): --apply-exif turns them (published numbers do not)"
+    return (
+        f"{number:,} of {total:,} images ask to be turned (EXIF orientation): --apply-exif turns"
+        " them (published numbers do not)"
+    )
 
 
 def prepare(data: bytes, policy: ImagePolicy) -> Prepared:
@@ -120,15 +146,22 @@ def prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     if policy.restart_markers == "off":
         return prepared
     marked = restart_markers.with_restart_markers(prepared.data)
-    note = restart_markers.MARKED if marked.reason is None else f"{restart_markers.UNMARKED}{marked.reason}"
-    return prepared._replace(data=marked.data, change=f"{prepared.change}, {note}" if prepared.change else note)
+    note = (
+        restart_markers.MARKED
+        if marked.reason is None
+        else f"{restart_markers.UNMARKED}{marked.reason}"
+    )
+    return prepared._replace(
+        data=marked.data, change=f"{prepared.change}, {note}" if prepared.change else note
+    )
 
 
 def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     """`prepare` without restart markers."""
     try:
         header = read_header(data)
-    except ValueError:  # most likely another format; Pillow also knows some tricks with odd JPEG headers
+    except ValueError:
+        # most likely another format; Pillow also knows some tricks with odd JPEG headers
         return _by_pillow(data, policy)
     try:
         check_jpeg(header)
@@ -143,34 +176,57 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     if untouched and policy.check == "headers" and _looks_whole(data, header):
         return Prepared(data, *header.size, None, asks)
     try:
-        # An eighth of the size takes all the entropy decoding, hence finds all the damage, and little of the rest.
-        pixels = decode_jpeg(data, header.size, header.num_components, 8 if untouched else _reduction(header.size, target))
+        # An eighth of the size takes all the entropy decoding, hence finds all the damage, and
+        # little of the rest.
+        pixels = decode_jpeg(
+            data,
+            header.size,
+            header.num_components,
+            8 if untouched else _reduction(header.size, target),
+        )
     except ValueError as error:
         return _by_pillow(data, policy, jpeg_problem=error)
     if untouched:
         return Prepared(data, *header.size, None, asks)
     return _encode(
-        Image.fromarray(pixels.squeeze(2) if header.num_components == 1 else pixels), header.size, header.orientation, policy, []
+        Image.fromarray(pixels.squeeze(2) if header.num_components == 1 else pixels),
+        header.size,
+        header.orientation,
+        policy,
+        [],
     )
 
 
 def _looks_whole(data: bytes, header: JpegHeader) -> bool:
-    """Whether the image data end with the end mark. If not, they are cut off almost for certain; the decoders have the last word."""
+    """Whether the image data end with the end mark. If not, they are cut off almost for certain;
+    the decoders have the last word."""
     return header.process <= 2 and data.rfind(b"\xff\xd9", header.scan_offset) >= 0
 
 
 def _reduction(size: tuple[int, int], target: tuple[int, int]) -> int:
-    """By how much the decoder may reduce an image before the resize: it stays four times the target, which harms less than the encoding."""
-    return next((reduction for reduction in (8, 4, 2) if min(size) >= 4 * reduction * min(target)), 1)
+    """By how much the decoder may reduce an image before the resize: it stays four times the
+    target, which harms less than the encoding."""
+    return next(
+        (reduction for reduction in (8, 4, 2) if min(size) >= 4 * reduction * min(target)), 1
+    )
 
 
-def _by_pillow(data: bytes, policy: ImagePolicy, jpeg_problem: ValueError | None = None) -> Prepared:
-    """`prepare` for what is no ordinary and sound JPEG. jpeg_problem: the reason, should Pillow not be able to read it either."""
+def _by_pillow(
+    data: bytes, policy: ImagePolicy, jpeg_problem: ValueError | None = None
+) -> Prepared:
+    """`prepare` for what is no ordinary and sound JPEG. jpeg_problem: the reason, should Pillow not
+    be able to read it either."""
     try:
         image = open_image(data)
         is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG with further ones behind it
         kept = is_jpeg and image.mode in ("L", "RGB")
-        change = REFUSED_BY_STRICT if kept else f"{image.mode} JPEG" if is_jpeg else f"{image.format} ({image.mode})"
+        change = (
+            REFUSED_BY_STRICT
+            if kept
+            else f"{image.mode} JPEG"
+            if is_jpeg
+            else f"{image.format} ({image.mode})"
+        )
         converted = to_mode(image, image.mode if kept else "RGB")
     except ValueError as error:
         raise Unreadable(str(jpeg_problem or error)) from error
@@ -188,11 +244,20 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _encode(image: Image.Image, size: tuple[int, int], orientation: int, policy: ImagePolicy, changes: list[str]) -> Prepared:
-    """Resize, turn and encode. size: of the original, as the decoder may have reduced `image`. changes: what was done to it before."""
+def _encode(
+    image: Image.Image,
+    size: tuple[int, int],
+    orientation: int,
+    policy: ImagePolicy,
+    changes: list[str],
+) -> Prepared:
+    """Resize, turn and encode. size: of the original, as the decoder may have reduced `image`.
+    changes: what was done to it before."""
     target = policy.target_size(*size)
     if max(target) > MAX_JPEG_SIDE:
-        raise Unreadable(f"{target[0]} x {target[1]} pixels; sides of JPEGs have {MAX_JPEG_SIDE} at most")
+        raise Unreadable(
+            f"{target[0]} x {target[1]} pixels; sides of JPEGs have {MAX_JPEG_SIDE} at most"
+        )
     exif = b""
     if target != size:
         image = image.resize(target, Image.Resampling.BICUBIC)

@@ -1,8 +1,10 @@
-"""One shard that others wrote, for `data_prep.index`: its index rows, `.idx` and sidecar. Runs in a worker process; free of torch.
+"""One shard that others wrote, for `data_prep.index`: its index rows, `.idx` and sidecar. Runs in a
+worker process; free of torch.
 
-The data's story: a shard in a folder is scanned and hashed where it lies; one at a URL is fetched whole, unless an earlier command has left
-what is needed of it. Samples that do not fit are left out of the index. The sidecar, which is written last, lists them, says how samples
-were taken, if not as usual, and when the tar that was hashed had been changed last.
+The data's story: a shard in a folder is scanned and hashed where it lies; one at a URL is fetched
+whole, unless an earlier command has left what is needed of it. Samples that do not fit are left out
+of the index. The sidecar, which is written last, lists them, says how samples were taken, if not as
+usual, and when the tar that was hashed had been changed last.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from vit.system.urls import bare
 
 
 class Shard(NamedTuple):
-    """A shard to index: where it is, where its index goes, and the rows that an index of an earlier command has for it."""
+    """A shard to index: where it is, where its index goes, and the rows that an index of an earlier
+    command has for it."""
 
     source: Output | WebShards
     output: Output
@@ -44,31 +47,43 @@ def index_shard(shard: Shard) -> tuple[np.ndarray, dict[str, Any]]:
 
 
 def _index_in_place(shard: Shard, tar: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """Write the missing of `.idx` and sidecar. What an earlier sidecar says of the bytes holds while size and time are as they were."""
+    """Write the missing of `.idx` and sidecar. What an earlier sidecar says of the bytes holds
+    while size and time are as they were."""
     found = survey_tar(tar, shard.layout)
     status = tar.stat()
     about = _about(shard, found)
     sidecar = data_set.read_sidecar(tar)
-    of_writer = sidecar is not None and "plan" in sidecar  # lists images of its source, and no time: its bytes shall depend on nothing else
-    fits = sidecar is not None and (of_writer or {key: sidecar[key] for key in OF_SAMPLES if key in sidecar} == about)
+    # lists images of its source, and no time: its bytes shall depend on nothing else
+    of_writer = sidecar is not None and "plan" in sidecar
+    fits = sidecar is not None and (
+        of_writer or {key: sidecar[key] for key in OF_SAMPLES if key in sidecar} == about
+    )
     if not tar.with_suffix(".idx").exists() or (sidecar is not None and not fits):
         write_idx(tar, found.samples)
-    if sidecar is None or not fits or (sidecar["bytes"], sidecar.get("mtime_ns")) != (status.st_size, status.st_mtime_ns):
+    if (
+        sidecar is None
+        or not fits
+        or (sidecar["bytes"], sidecar.get("mtime_ns")) != (status.st_size, status.st_mtime_ns)
+    ):
         sha256 = sha256_of(tar)
         if not (of_writer and sidecar is not None and sidecar["sha256"] == sha256):
-            sidecar = data_set.write_sidecar(tar, len(found.samples), sha256, mtime_ns=status.st_mtime_ns, **about)
+            sidecar = data_set.write_sidecar(
+                tar, len(found.samples), sha256, mtime_ns=status.st_mtime_ns, **about
+            )
     return index_rows(found.samples), sidecar
 
 
 def _indexed_before(shard: Shard) -> tuple[np.ndarray, dict[str, Any]] | None:
-    """What an earlier command found out about a shard that is still the same, as far as its size tells."""
+    """What an earlier command found out about a shard that is still the same, as far as its size
+    tells."""
     name = stem(shard.name)
     sidecar = shard.output.read_json(f"{name}.json")
     if sidecar is None:
         return None
     if sidecar.get("filename") != shard.name or not is_sidecar(sidecar):
         raise ShardError(
-            f"{shard.output}/{name}.json: not a sidecar of ours, and its place is needed: move it away, or choose another --out"
+            f"{shard.output}/{name}.json: not a sidecar of ours, and its place is needed: move it"
+            " away, or choose another --out"
         )
     check_types(sidecar, SIDECAR, f"{shard.output}/{name}.json")
     rows = shard.rows
@@ -82,12 +97,16 @@ def _indexed_before(shard: Shard) -> tuple[np.ndarray, dict[str, Any]] | None:
         or sidecar.get("members", {}) != shard.layout.options()
     ):
         return None
-    unchanged = sidecar.get("shards_at") == _elsewhere(shard) and shard.source.size(shard.name) in (-1, sidecar["bytes"])
+    unchanged = sidecar.get("shards_at") == _elsewhere(shard) and shard.source.size(shard.name) in (
+        -1,
+        sidecar["bytes"],
+    )
     return (rows, sidecar) if unchanged else None
 
 
 def _index_fetched(shard: Shard, source: Output | WebShards) -> tuple[np.ndarray, dict[str, Any]]:
-    """Fetch a shard, scan and hash it, and publish what is to be known of it; the sidecar last, as it says that all is there."""
+    """Fetch a shard, scan and hash it, and publish what is to be known of it; the sidecar last, as
+    it says that all is there."""
     with temporary_folder() as folder:
         tar = source.fetch(shard.name, folder)
         with called(str(source), folder):
@@ -95,7 +114,9 @@ def _index_fetched(shard: Shard, source: Output | WebShards) -> tuple[np.ndarray
         rows = index_rows(found.samples)
         np.save(tar.with_suffix(".rows.npy"), rows)
         write_idx(tar, found.samples)
-        extra = _about(shard, found) | ({} if _elsewhere(shard) is None else {"shards_at": _elsewhere(shard)})
+        extra = _about(shard, found) | (
+            {} if _elsewhere(shard) is None else {"shards_at": _elsewhere(shard)}
+        )
         sidecar = data_set.write_sidecar(tar, len(found.samples), **extra)
         for extension in (".rows.npy", ".idx", ".json"):
             shard.output.publish(tar.with_suffix(extension))
@@ -109,7 +130,15 @@ OF_SAMPLES = ("members", "quarantined", "passed_over")
 def _about(shard: Shard, found: Survey) -> dict[str, Any]:
     """These, as far as there is something to say."""
     quarantined = [
-        {"split": shard.split, "key": key, "label": None, "name": name, "reason": reason, "file": shard.name, "tar_offset": offset}
+        {
+            "split": shard.split,
+            "key": key,
+            "label": None,
+            "name": name,
+            "reason": reason,
+            "file": shard.name,
+            "tar_offset": offset,
+        }
         for key, name, offset, _, reason in found.unfit
     ]
     about = (shard.layout.options(), quarantined, dict(sorted(found.passed_over.items())))

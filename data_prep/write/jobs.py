@@ -1,6 +1,7 @@
 """Work for several processes: run it, show how far it is, stop it. Free of torch.
 
-The data's story: a list of jobs, each a module-level function with one argument, goes to a pool of processes; results come back by name.
+The data's story: a list of jobs, each a module-level function with one argument, goes to a pool of
+processes; results come back by name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from vit.system.child_process import follow_parent, held_back
 from vit.system.meter import Meter
 
 JOBS_WAITING = 4
-"""Jobs handed to the pool for each worker: enough to keep it busy, so few that a million jobs need no memory."""
+"""Jobs handed to the pool for each worker: enough to keep it busy, so few that a million jobs need
+no memory."""
 
 
 class PrepError(ValueError):
@@ -35,11 +37,13 @@ def run_jobs(
 ) -> dict[Any, Any]:
     """Run (function, argument, name) jobs in worker processes and return {name: result}.
 
-    Shows the progress of `what`: of `num_images`, which the jobs count with `count_one`, or without it of the jobs, each one of `unit`.
-    `on_result(name, result)` is called as each one is ready, and the results are not kept. The first error stops all jobs, within an image
-    for those that count, and is raised.
+    Shows the progress of `what`: of `num_images`, which the jobs count with `count_one`, or without
+    it of the jobs, each one of `unit`. `on_result(name, result)` is called as each one is ready,
+    and the results are not kept. The first error stops all jobs, within an image for those that
+    count, and is raised.
     """
-    # Spawned, not forked: the caller may have threads (torch's, rich's), and those do not survive a fork.
+    # Spawned, not forked: the caller may have threads (torch's, rich's), and those do not survive a
+    # fork.
     context = multiprocessing.get_context("spawn")
     images_done = context.Value("Q", 0)
     bytes_done = context.Value("Q", 0)
@@ -50,12 +54,16 @@ def run_jobs(
     finished_jobs = 0
     workers = max(1, min(workers, num_jobs))
     others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(workers, context, _start_worker, (images_done, bytes_done, stopping)) as pool:
+    with ProcessPoolExecutor(
+        workers, context, _start_worker, (images_done, bytes_done, stopping)
+    ) as pool:
         try:
             with Meter(what, num_images or num_jobs, "images" if num_images else unit) as meter:
                 while True:
                     with held_back():  # the first submission starts the workers
-                        for function, argument, name in itertools.islice(waiting, JOBS_WAITING * workers - len(names)):
+                        for function, argument, name in itertools.islice(
+                            waiting, JOBS_WAITING * workers - len(names)
+                        ):
                             names[pool.submit(function, argument)] = name
                     if not names:
                         break
@@ -68,14 +76,20 @@ def run_jobs(
                         else:
                             results[name] = result
                     if num_images:
-                        meter.update(images_done.value, f"{finished_jobs} of {num_jobs} {unit}", bytes_done.value)
+                        meter.update(
+                            images_done.value,
+                            f"{finished_jobs} of {num_jobs} {unit}",
+                            bytes_done.value,
+                        )
                     else:
                         meter.update(finished_jobs)
         except BrokenProcessPool as error:
-            for worker in set(multiprocessing.active_children()) - others:  # one may have died with a lock that they wait for
+            # one may have died with a lock that they wait for
+            for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()
             raise PrepError(
-                "a worker process was killed (out of memory?); run the same command again, it continues, perhaps with fewer --workers"
+                "a worker process was killed (out of memory?); run the same command again, it"
+                " continues, perhaps with fewer --workers"
             ) from error
         except BaseException:
             stopping.value = 1  # and the pool waits for its workers, who clean up
@@ -85,7 +99,7 @@ def run_jobs(
     return results
 
 
-# ---- in a worker process ------------------------------------------------------------------------------------------------
+# ---- in a worker process -------------------------------------------------------------------------
 
 _counters: Any = None  # three multiprocessing.Value, in worker processes
 
@@ -95,7 +109,8 @@ class _Stopped(Exception):
 
 
 def count_one(num_bytes: int = 0) -> None:
-    """Tell the parent that one more image, of so many bytes, is done; in functions that `run_jobs` runs. Ends the job if all shall stop."""
+    """Tell the parent that one more image, of so many bytes, is done; in functions that `run_jobs`
+    runs. Ends the job if all shall stop."""
     images_done, bytes_done, stopping = _counters
     if stopping.value:
         raise _Stopped

@@ -1,9 +1,11 @@
 """Where shards go, or lie: a folder, or an object store by its URL. Free of torch.
 
-The data's story: a worker makes its files in a staging folder and publishes them one after the other. In a local folder they are at their
-place already, made under a temporary name and renamed. To a store (s3://bucket/folder, gs://...) each is uploaded whole and its size is
-compared; stores show an object when its last byte has arrived, so a kill in the middle of an upload leaves nothing to be seen. (What S3
-keeps of an upload in parts that was cut is invisible, but paid for: a lifecycle rule "AbortIncompleteMultipartUpload" clears it away.)
+The data's story: a worker makes its files in a staging folder and publishes them one after the
+other. In a local folder they are at their place already, made under a temporary name and renamed.
+To a store (s3://bucket/folder, gs://...) each is uploaded whole and its size is compared; stores
+show an object when its last byte has arrived, so a kill in the middle of an upload leaves nothing
+to be seen. (What S3 keeps of an upload in parts that was cut is invisible, but paid for: a
+lifecycle rule "AbortIncompleteMultipartUpload" clears it away.)
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from vit.system.urls import shown
 class Output:
     """A local folder or the URL of a folder in a store; the files directly in it go by their names.
 
-    Picklable, as workers get one. Errors of a store that may pass (a lost connection, "slow down") are tried again by `vit.data.storage.patience`;
-    ShardError says what is left to do. Errors of a local disk are raised as they are (OSError).
+    Picklable, as workers get one. Errors of a store that may pass (a lost connection, "slow down")
+    are tried again by `vit.data.storage.patience`; ShardError says what is left to do. Errors of a
+    local disk are raised as they are (OSError).
     """
 
     url: str
@@ -49,24 +52,36 @@ class Output:
         return shown(self.url)
 
     def make(self) -> None:
-        """Make the folder, and find out by an empty file whether it can be written. Raises PrepError."""
+        """Make the folder, and find out by an empty file whether it can be written. Raises
+        PrepError."""
         if self.local is not None:
             if self.local.is_file():
-                raise PrepError(f"{self}: cannot be written (is a file); choose another folder, or change this one")
+                raise PrepError(
+                    f"{self}: cannot be written (is a file); choose another folder, or change"
+                    " this one"
+                )
             try:
                 self.local.mkdir(parents=True, exist_ok=True)
                 with temporary_file(self.local / "writable"):
                     pass
             except OSError as error:
-                raise PrepError(f"{self}: cannot be written ({error.strerror}); choose another folder, or change this one") from error
+                raise PrepError(
+                    f"{self}: cannot be written ({error.strerror}); choose another folder, or"
+                    " change this one"
+                ) from error
             return
         if self._store.kind is None:
             kinds = ", ".join(f"{scheme}://" for scheme in KINDS)
-            raise PrepError(f"{self}: cannot be written, or shows files before they are whole; expected a folder or one of {kinds}")
+            raise PrepError(
+                f"{self}: cannot be written, or shows files before they are whole; expected a"
+                f" folder or one of {kinds}"
+            )
         try:
             self._store.try_writing(f".writable.{socket.gethostname()}.{os.getpid()}")
         except FileNotFoundError as error:
-            raise PrepError(f"{self}: no such bucket ({error}); create it first, or correct the URL") from error
+            raise PrepError(
+                f"{self}: no such bucket ({error}); create it first, or correct the URL"
+            ) from error
 
     def size(self, name: str) -> int:
         """Bytes of a file, -1 if there is none."""
@@ -83,13 +98,16 @@ class Output:
         try:
             if self.local is not None:
                 with os.scandir(self.local) as entries:
-                    return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+                    return {
+                        entry.name: entry.stat().st_size for entry in entries if entry.is_file()
+                    }
             return {name: version.size for name, version in self._store.list().items()}
         except FileNotFoundError:
             return {}
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """The object in a JSON file, None if there is no such file. Raises ShardError if it is something else."""
+        """The object in a JSON file, None if there is no such file. Raises ShardError if it is
+        something else."""
         if self.local is not None:
             return files.read_json(self.local / name)
         try:
@@ -105,7 +123,8 @@ class Output:
             self.publish(folder / name)
 
     def claim(self, name: str, content: dict[str, Any]) -> None:
-        """Write `content` as JSON unless the file is there: of several processes that do this at once in a folder, the first one's stays.
+        """Write `content` as JSON unless the file is there: of several processes that do this at
+        once in a folder, the first one's stays.
 
         Stores have no such thing: there the last one's does.
         """
@@ -125,7 +144,8 @@ class Output:
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """A folder in which to make files before `publish`: the folder itself, for a URL a temporary one (TMPDIR) that goes at the end."""
+        """A folder in which to make files before `publish`: the folder itself, for a URL a
+        temporary one (TMPDIR) that goes at the end."""
         if self.local is not None:
             yield self.local
             return
@@ -133,7 +153,8 @@ class Output:
             yield folder
 
     def publish(self, path: Path) -> None:
-        """Bring a whole file to its place, under its name; it is gone from where it was, unless that is its place."""
+        """Bring a whole file to its place, under its name; it is gone from where it was, unless
+        that is its place."""
         if self.local is not None:
             if path.parent != self.local:
                 with open(path, "rb") as source, replacing(self.local / path.name) as target:
@@ -147,7 +168,8 @@ class Output:
         path.unlink()
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """A file as a local path: where it is, or for a URL in `folder`, once it has come whole. Raises PrepError if there is none."""
+        """A file as a local path: where it is, or for a URL in `folder`, once it has come whole.
+        Raises PrepError if there is none."""
         if self.local is not None:
             return self.local / name
         try:
@@ -167,16 +189,22 @@ class Output:
             pass
 
     def free_bytes(self) -> int | None:
-        """Bytes that may still be written to the disk of a folder, which may be yet to make; None for a URL."""
+        """Bytes that may still be written to the disk of a folder, which may be yet to make; None
+        for a URL."""
         if self.local is None:
             return None
-        there = next(folder for folder in (self.local.absolute(), *self.local.absolute().parents) if folder.is_dir())
+        there = next(
+            folder
+            for folder in (self.local.absolute(), *self.local.absolute().parents)
+            if folder.is_dir()
+        )
         return shutil.disk_usage(there).free
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder of our own in TMPDIR, which goes at the end. What a killed process of this host left goes with the next."""
+    """A folder of our own in TMPDIR, which goes at the end. What a killed process of this host left
+    goes with the next."""
     host = socket.gethostname()
     for leftover in Path(tempfile.gettempdir()).glob(f".vit_staging.{glob.escape(host)}.*.tmp"):
         remove_if_abandoned(leftover)

@@ -1,11 +1,14 @@
-"""Restart markers: a JPEG written anew without loss, so that a reader can decode a part of it at the cost of the part. Free of torch.
+"""Restart markers: a JPEG written anew without loss, so that a reader can decode a part of it at
+the cost of the part. Free of torch.
 
-The data's story: the Huffman codes of a baseline JPEG are replaced by those that fit it best, and a restart marker is put behind every few
-blocks, at the same places in each row. The coefficients, hence the pixels in any decoder, stay what they were, which is proven for each
-file; so do all other headers: EXIF, ICC, comments. Photographs get a little smaller by it. What is not baseline, is damaged or cannot be
-proven keeps its bytes.
+The data's story: the Huffman codes of a baseline JPEG are replaced by those that fit it best, and a
+restart marker is put behind every few blocks, at the same places in each row. The coefficients,
+hence the pixels in any decoder, stay what they were, which is proven for each file; so do all other
+headers: EXIF, ICC, comments. Photographs get a little smaller by it. What is not baseline, is
+damaged or cannot be proven keeps its bytes.
 
-The native part of this package does it (vit/data/decode/c/transcode.c; 2 ms for 100 kB), and compares all coefficients of both files.
+The native part of this package does it (vit/data/decode/c/transcode.c; 2 ms for 100 kB), and
+compares all coefficients of both files.
 
 Source: ITU-T T.81, sections B.2.4.4 and F.1.2.3.
 """
@@ -47,19 +50,25 @@ _scratch = threading.local()
 
 
 def with_restart_markers(data: bytes) -> Marked:
-    """The JPEG `data` with a restart marker at a divisor of its rows. Needs `native.AVAILABLE`. Raises OSError if it fails, MemoryError."""
+    """The JPEG `data` with a restart marker at a divisor of its rows. Needs `native.AVAILABLE`.
+    Raises OSError if it fails, MemoryError."""
     assert native.LIBRARY is not None, "vit._native is not there: ask native.AVAILABLE first"
-    size = ctypes.c_size_t(3 * len(data) + (1 << 16))  # a guess that is too small only for images of next to nothing
+    # a guess that is too small only for images of next to nothing
+    size = ctypes.c_size_t(3 * len(data) + (1 << 16))
     while True:
         buffer: ctypes.Array[ctypes.c_char] | None = getattr(_scratch, "buffer", None)
         if buffer is None or len(buffer) < size.value:
             buffer = _scratch.buffer = ctypes.create_string_buffer(size.value)
-        status = native.LIBRARY.vit_jpeg_transcode(data, len(data), buffer, len(buffer), ctypes.byref(size))
+        status = native.LIBRARY.vit_jpeg_transcode(
+            data, len(data), buffer, len(buffer), ctypes.byref(size)
+        )
         if status == OK:
             return Marked(memoryview(buffer)[: size.value].tobytes(), None)
         if status in REASONS:
             return Marked(data, REASONS[status])
         if status != MEMORY:
-            raise OSError(f"vit/data/decode/c/transcode.c: status {status}; please report this image")
+            raise OSError(
+                f"vit/data/decode/c/transcode.c: status {status}; please report this image"
+            )
         if size.value <= len(buffer):
             raise MemoryError

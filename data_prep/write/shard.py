@@ -1,8 +1,10 @@
-"""One shard, from its samples to a whole tar with index and sidecar. Runs in a worker process; free of torch.
+"""One shard, from its samples to a whole tar with index and sidecar. Runs in a worker process; free
+of torch.
 
-The data's story: the samples of the shard are looked up in the catalogue; each one's bytes are read from the source, checked and, where
-needed, converted; tar headers are put between them, and all goes to the disk some MiB at a time, while a thread hashes it.
-What cannot be read is listed in the sidecar instead. Then `.idx`, then the sidecar, which says that the shard is whole.
+The data's story: the samples of the shard are looked up in the catalogue; each one's bytes are read
+from the source, checked and, where needed, converted; tar headers are put between them, and all
+goes to the disk some MiB at a time, while a thread hashes it. What cannot be read is listed in the
+sidecar instead. Then `.idx`, then the sidecar, which says that the shard is whole.
 """
 
 from __future__ import annotations
@@ -38,12 +40,21 @@ BUFFER_BYTES = 2 << 20
 NUM_BUFFERS = 3
 """One that is filled, one that is hashed, and one to spare."""
 EARLY_BYTES = 8 << 20
-"""So many bytes at a time are sent on to the disk while the shard is still being written: at its end little is left to wait for."""
+"""So many bytes at a time are sent on to the disk while the shard is still being written: at its
+end little is left to wait for."""
 READ_AHEAD = 16
-"""Images of an archive that the system is told of before they are read: it then reads several at once, far faster than one by one."""
+"""Images of an archive that the system is told of before they are read: it then reads several at
+once, far faster than one by one."""
 HAS_ADVICE = hasattr(os, "posix_fadvise")
 """macOS lacks it."""
-OWN_FAULTS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+OWN_FAULTS = (
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 """Errors that concern one file of a tree, such as a link that leads nowhere."""
 
 
@@ -74,13 +85,27 @@ class Work(NamedTuple):
 
 
 HEADER = struct.Struct("100s8s8s8s12s12s8s1s100s6s2s247x")
-"""ustar: name, mode, user, group, size, time, checksum, kind, link, magic, version, and all else."""
+"""ustar: name, mode, user, group, size, time, checksum, kind, link, magic, version, and all
+else."""
 ZEROS = bytes(TAR_BLOCK)
 
 
 def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
-    """A member's header. By hand, as `tarfile` fills unused fields differently from one Python to the next."""
-    return HEADER.pack(name, b"0000644", b"0000000", b"0000000", size, b"0" * 11, checksum, b"0", b"", b"ustar", b"00")
+    """A member's header. By hand, as `tarfile` fills unused fields differently from one Python to
+    the next."""
+    return HEADER.pack(
+        name,
+        b"0000644",
+        b"0000000",
+        b"0000000",
+        size,
+        b"0" * 11,
+        checksum,
+        b"0",
+        b"",
+        b"ustar",
+        b"00",
+    )
 
 
 CHECKSUM_OF_REST = sum(_header(b"", b"", b" " * 8))
@@ -90,8 +115,8 @@ CHECKSUM_OF_REST = sum(_header(b"", b"", b" " * 8))
 class TarStream:
     """Appends members to a file descriptor, some MiB at a time, and hashes what it wrote.
 
-    Bytes are copied into a few buffers that are used again and again: cheaper than to keep each image until it is written, as new memory
-    has to be mapped for it then.
+    Bytes are copied into a few buffers that are used again and again: cheaper than to keep each
+    image until it is written, as new memory has to be mapped for it then.
     """
 
     def __init__(self, descriptor: int):
@@ -114,7 +139,9 @@ class TarStream:
         """Append a ustar member of at most 100 bytes of name."""
         encoded = name.encode()
         size = b"%011o" % len(data)
-        self._append(_header(encoded, size, b"%06o\0 " % (CHECKSUM_OF_REST + sum(encoded) + sum(size))))
+        self._append(
+            _header(encoded, size, b"%06o\0 " % (CHECKSUM_OF_REST + sum(encoded) + sum(size)))
+        )
         offset = self.size
         self._append(data)
         self._append(ZEROS[: -len(data) % TAR_BLOCK])
@@ -166,9 +193,12 @@ class TarStream:
             try:
                 self._sha256.update(buffer[:filled])
                 written = self._written
-                if HAS_ADVICE and written - sent_on >= EARLY_BYTES:  # "not needed": Linux begins to write what it may then forget
+                # "not needed": Linux begins to write what it may then forget
+                if HAS_ADVICE and written - sent_on >= EARLY_BYTES:
                     with suppress(OSError):  # mere advice, and not every file system takes it
-                        os.posix_fadvise(self._descriptor, sent_on, written - sent_on, os.POSIX_FADV_DONTNEED)
+                        os.posix_fadvise(
+                            self._descriptor, sent_on, written - sent_on, os.POSIX_FADV_DONTNEED
+                        )
                     sent_on = written
             except BaseException as error:
                 self._failed = error
@@ -204,15 +234,21 @@ def write_shard(work: Work) -> dict[str, Any]:
                 if not scanned:
                     first = f"the first: {quarantined[0]['name']} ({quarantined[0]['reason']})"
                     raise PrepError(
-                        f"{shard.name}: none of its {len(quarantined)} images can be read, {first}; mend them, or take fewer shards"
+                        f"{shard.name}: none of its {len(quarantined)} images can be read, {first};"
+                        " mend them, or take fewer shards"
                     )
                 sha256 = stream.close()
             except BaseException:
                 stream.abandon()
                 raise
         write_idx(tar, scanned)
-        _save_rows(work, index_rows(scanned))  # before the sidecar: rows of an earlier attempt may lie there
-        extra: dict[str, Any] = {"plan": work.plan, "changed": dict(sorted(changed.items())), "quarantined": quarantined}
+        # before the sidecar: rows of an earlier attempt may lie there
+        _save_rows(work, index_rows(scanned))
+        extra: dict[str, Any] = {
+            "plan": work.plan,
+            "changed": dict(sorted(changed.items())),
+            "quarantined": quarantined,
+        }
         extra |= {ASKS_TO_BE_TURNED: num_turned} if num_turned else {}
         sidecar = data_set.write_sidecar(tar, len(scanned), sha256=sha256, **extra)
         for extension in (".tar", ".idx", ".json"):  # the sidecar says that all is there
@@ -227,40 +263,72 @@ def _is_file(path: str) -> bool:
 
 
 def _expect(sample: Sample) -> None:
-    """Tell the system that a sample of an archive is read soon. What may be wrong with it is found then."""
+    """Tell the system that a sample of an archive is read soon. What may be wrong with it is found
+    then."""
     if HAS_ADVICE and _is_file(sample.file):
         with suppress(OSError):
-            os.posix_fadvise(descriptor(sample.file), sample.offset, sample.size, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(
+                descriptor(sample.file), sample.offset, sample.size, os.POSIX_FADV_WILLNEED
+            )
 
 
 def _prepared(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
     """The image as it goes into the shard, or its line of `quarantine.jsonl`.
 
-    Raises OSError if the system cannot read an archive or a disk: that is not the image's fault, and may pass.
+    Raises OSError if the system cannot read an archive or a disk: that is not the image's fault,
+    and may pass.
     """
     data = None
     try:
         data = work.read(sample)
         return prepare(data, work.policy)
     except (Unreadable, ValueError, OSError) as error:
-        if isinstance(error, OSError) and not (error.errno in OWN_FAULTS and Path(sample.file).is_dir()):
+        if isinstance(error, OSError) and not (
+            error.errno in OWN_FAULTS and Path(sample.file).is_dir()
+        ):
             raise
-        entry = {"split": work.shard.split, "key": sample.key, "label": sample.label, "name": sample.name, "reason": str(error)}
+        entry = {
+            "split": work.shard.split,
+            "key": sample.key,
+            "label": sample.label,
+            "name": sample.name,
+            "reason": str(error),
+        }
         place = {"file": Path(sample.file).name, "offset": sample.offset, "size": sample.size}
-        return entry | place | {"sha256": None if data is None else hashlib.sha256(data).hexdigest()}
+        return (
+            entry | place | {"sha256": None if data is None else hashlib.sha256(data).hexdigest()}
+        )
 
 
 def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> ScannedSample:
     image = stream.add(f"{sample.key}.jpg", prepared.data)
     members = [image, stream.add(f"{sample.key}.cls", b"%d" % sample.label)]
     if work.with_json:
-        described = {"name": sample.name, "label": sample.label, "class": work.catalogue.class_names[sample.label]}
-        members.append(stream.add(f"{sample.key}.json", json.dumps(described, ensure_ascii=False).encode("utf-8", "backslashreplace")))
-    return ScannedSample(sample.key, sample.label, prepared.width, prepared.height, image, tuple(members), crc32c(prepared.data))
+        described = {
+            "name": sample.name,
+            "label": sample.label,
+            "class": work.catalogue.class_names[sample.label],
+        }
+        members.append(
+            stream.add(
+                f"{sample.key}.json",
+                json.dumps(described, ensure_ascii=False).encode("utf-8", "backslashreplace"),
+            )
+        )
+    return ScannedSample(
+        sample.key,
+        sample.label,
+        prepared.width,
+        prepared.height,
+        image,
+        tuple(members),
+        crc32c(prepared.data),
+    )
 
 
 def still_holds(work: Work, sidecar: dict[str, Any]) -> bool:
-    """Whether what a whole shard had to leave out is still as unreadable: images may have been mended since."""
+    """Whether what a whole shard had to leave out is still as unreadable: images may have been
+    mended since."""
     if not sidecar.get("quarantined"):
         return True
     samples = {sample.key: sample for sample in work.samples()}
@@ -274,12 +342,13 @@ def still_holds(work: Work, sidecar: dict[str, Any]) -> bool:
     return True
 
 
-# ---- index rows, kept beside the catalogue until the index is written ---------------------------------------------------
+# ---- index rows, kept beside the catalogue until the index is written ----------------------------
 
 
 def rows_path(catalogue: Catalogue, name: str) -> Path:
     """Where the index rows of shard `name` wait."""
-    return catalogue.folder / "rows" / f"{name}.index.npy"  # `{name}.npy`: of an earlier version, without checksums
+    # `{name}.npy`: of an earlier version, without checksums
+    return catalogue.folder / "rows" / f"{name}.index.npy"
 
 
 def _save_rows(work: Work, rows: np.ndarray) -> None:

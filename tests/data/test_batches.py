@@ -25,8 +25,11 @@ FORMAT = ImageFormat((16, 16), 3, "bilinear")
 AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, randaugment_layers=2)
 
 
-def global_batches(root, ranks: int, workers: int, start: int, stop: int) -> list[list[torch.Tensor]]:
-    """The batches at positions [start, stop) as all ranks together see them: ids, images, labels, table."""
+def global_batches(
+    root, ranks: int, workers: int, start: int, stop: int
+) -> list[list[torch.Tensor]]:
+    """The batches at positions [start, stop) as all ranks together see them: ids, images, labels,
+    table."""
     split = open_split(root, "train")
     order = make_order(split.num_samples, BATCH, seed=3)
     parts = []
@@ -34,38 +37,52 @@ def global_batches(root, ranks: int, workers: int, start: int, stop: int) -> lis
         batches = TrainBatches(split, order, AUGMENT, FORMAT, rank=rank, world_size=ranks)
         with Loader(batches, start, stop, num_workers=workers) as loader:
             parts.append([[b.ids, b.images, b.labels, b.table] for b in loader])
-    return [[torch.cat(pieces) for pieces in zip(*step, strict=True)] for step in zip(*parts, strict=True)]
+    return [
+        [torch.cat(pieces) for pieces in zip(*step, strict=True)]
+        for step in zip(*parts, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
 def reference(shards):
-    return global_batches(shards, 1, 0, 0, 12)  # six epochs of two batches, 12 of the 60 samples dropped in each
+    # six epochs of two batches, 12 of the 60 samples dropped in each
+    return global_batches(shards, 1, 0, 0, 12)
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 3), (2, 1), (3, 2), (4, 5)])
 def test_the_same_batches_on_any_ranks_and_workers(ranks, workers, shards, reference, monkeypatch):
     monkeypatch.setattr(slots, "PART_ROWS", 5)  # workers share a batch
-    for step, (ours, expected) in enumerate(zip(global_batches(shards, ranks, workers, 0, 12), reference, strict=True)):
+    for step, (ours, expected) in enumerate(
+        zip(global_batches(shards, ranks, workers, 0, 12), reference, strict=True)
+    ):
         for name, a, b in zip(("ids", "images", "labels", "table"), ours, expected, strict=True):
             assert torch.equal(a, b), f"{name} of batch {step} on {ranks} ranks x {workers} workers"
 
 
 @pytest.mark.parametrize("start", range(11))
 def test_a_loader_that_starts_at_any_step_goes_on_with_the_same_batches(start, shards, reference):
-    for ours, expected in zip(global_batches(shards, 2, 0, start, 12), reference[start:], strict=True):
+    for ours, expected in zip(
+        global_batches(shards, 2, 0, start, 12), reference[start:], strict=True
+    ):
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-def test_the_batch_that_is_needed_is_fetched_first_and_none_behind_the_end(shards, tmp_path, monkeypatch):
+def test_the_batch_that_is_needed_is_fetched_first_and_none_behind_the_end(
+    shards, tmp_path, monkeypatch
+):
     monkeypatch.setattr(tars, "BLOCK_BYTES", 4000)
     monkeypatch.setattr(tars, "NUM_THREADS", 1)
 
     def fetched(num_batches: int, cache: str) -> list[str]:
         """Ranges of shards, in the order in which they were asked for."""
-        with WebServer({f"/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}) as server:
+        with WebServer(
+            {f"/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
+        ) as server:
             split = open_split(server.url, "train", tmp_path / cache)
             num_before = len(server.requests)
-            batches = TrainBatches(split, make_order(60, 4), AugmentConfig(), FORMAT, num_batches=num_batches)
+            batches = TrainBatches(
+                split, make_order(60, 4), AugmentConfig(), FORMAT, num_batches=num_batches
+            )
             with Loader(batches, 0, 1) as loader:
                 next(loader)
             while split.tars._under_way:  # what was asked for ahead
@@ -75,7 +92,8 @@ def test_the_batch_that_is_needed_is_fetched_first_and_none_behind_the_end(shard
     of_the_first_alone = fetched(1, "a")
     with_a_later_one = fetched(100, "b")
     assert 1 <= len(of_the_first_alone) <= 4
-    # Which of the first batch's comes first is left to who waits: what is awaited goes before what is only asked for.
+    # Which of the first batch's comes first is left to who waits: what is awaited goes before what
+    # is only asked for.
     assert set(with_a_later_one[: len(of_the_first_alone)]) == set(of_the_first_alone)
     assert len(with_a_later_one) > len(of_the_first_alone)
 
@@ -87,7 +105,9 @@ def test_an_epoch_has_a_sample_at_most_once_and_with_its_own_label(shards, refer
     assert set(ids) <= set(range(60))
     labels = torch.cat([batch[2] for batch in reference[:2]]).numpy()
     assert (labels == split.index["label"][ids]).all()
-    assert all(split.key(int(i)).startswith(f"class{label}_") for i, label in zip(ids, labels, strict=True))
+    assert all(
+        split.key(int(i)).startswith(f"class{label}_") for i, label in zip(ids, labels, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 7), (2, 8), (3, 5), (8, 4)])
@@ -125,7 +145,10 @@ def test_an_unreadable_image_is_an_error_that_names_it(workers, shards, tmp_path
     split = open_split(corrupted(shards, tmp_path), "train")
     batches = TrainBatches(split, make_order(60, BATCH), AUGMENT, FORMAT)
     with (
-        pytest.raises(ShardError, match=rf"{split.key(4)!r} at byte \d+: cannot decode .*; data.on_bad_image=skip"),
+        pytest.raises(
+            ShardError,
+            match=rf"{split.key(4)!r} at byte \d+: cannot decode .*; data.on_bad_image=skip",
+        ),
         Loader(batches, 0, 5, num_workers=workers) as loader,
     ):
         list(loader)
@@ -133,9 +156,13 @@ def test_an_unreadable_image_is_an_error_that_names_it(workers, shards, tmp_path
 
 def test_a_skipped_image_keeps_its_row_with_weight_0_and_is_nobodys_partner(shards, tmp_path):
     split = open_split(corrupted(shards, tmp_path), "train")
-    with Loader(TrainBatches(split, make_order(60, BATCH), AUGMENT, FORMAT, on_bad_image="skip"), 0, 5) as loader:
+    with Loader(
+        TrainBatches(split, make_order(60, BATCH), AUGMENT, FORMAT, on_bad_image="skip"), 0, 5
+    ) as loader:
         batch = next(b for b in loader if 4 in b.ids)
     row = batch.ids.tolist().index(4)
     assert batch.bad_keys == (split.key(4),)
     assert np.flatnonzero(batch.weights == 0).tolist() == [row]
-    assert batch.table[row ^ 1, 1] == 1.0, "its partner in the group of two keeps its own image and label"
+    assert batch.table[row ^ 1, 1] == 1.0, (
+        "its partner in the group of two keeps its own image and label"
+    )

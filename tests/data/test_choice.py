@@ -1,4 +1,5 @@
-"""Runs on chosen samples and on several sources, by real processes: what is told, killed and resumed, and refused when it changes."""
+"""Runs on chosen samples and on several sources, by real processes: what is told, killed and
+resumed, and refused when it changes."""
 
 from __future__ import annotations
 
@@ -30,34 +31,65 @@ def sources(other: Path, weight: int = 1) -> str:
 
 
 def lines(run_dir: Path, kind: str) -> list[dict]:
-    return [line for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if line["kind"] == kind]
+    return [
+        line
+        for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        if line["kind"] == kind
+    ]
 
 
 @pytest.mark.slow
 def test_sources_killed_and_resumed_end_as_an_uninterrupted_run(tmp_path, config, other):
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"
-    first, second = re.findall(r"chosen: (.*)", train(config, whole, sources(other), ranks=2).stderr)
-    assert re.fullmatch(r"56 images an epoch \(75\.7%, 3\.73 times each\) of 15 of 60 samples of .* 'train': left out are 45 by .*", first)
+    first, second = re.findall(
+        r"chosen: (.*)", train(config, whole, sources(other), ranks=2).stderr
+    )
     assert re.fullmatch(
-        r"18 images an epoch \(24\.3%, 0\.305 times each\) of 59 of 60 samples of .*set 'train': left out are 1 by .*", second
+        r"56 images an epoch \(75\.7%, 3\.73 times each\) of 15 of 60 samples of .* 'train': left"
+        r" out are 45 by .*",
+        first,
+    )
+    assert re.fullmatch(
+        r"18 images an epoch \(24\.3%, 0\.305 times each\) of 59 of 60 samples of .*set 'train':"
+        r" left out are 1 by .*",
+        second,
     )
     [start] = lines(whole, "start")
-    assert re.fullmatch(r"56 draws of 15 of 60 samples \([0-9a-f]{16}\); 18 draws of 59 of 60 samples \([0-9a-f]{16}\)", start["chosen"])
+    assert re.fullmatch(
+        r"56 draws of 15 of 60 samples \([0-9a-f]{16}\); 18 draws of 59 of 60 samples"
+        r" \([0-9a-f]{16}\)",
+        start["chosen"],
+    )
 
     background = Background(config, killed, sources(other), ranks=2)
     background.wait_for_step(7)
     background.kill_all()
-    moved = shutil.copytree(other.parent, tmp_path / "moved") / "set"  # the same samples at another place
+    # the same samples at another place
+    moved = shutil.copytree(other.parent, tmp_path / "moved") / "set"
     train(config, killed, sources(moved), ranks=2)
     assert lines(killed, "start")[-1]["restarts"] == 1
     expected = final_state(whole, 12)
     state = final_state(killed, 12)
-    assert not [name for name in expected if state[name] != expected[name]], "these tensors differ from the uninterrupted run's"
+    assert not [name for name in expected if state[name] != expected[name]], (
+        "these tensors differ from the uninterrupted run's"
+    )
 
-    done = run("launch/train.py", "--config", config, f"run.dir={killed}", *TINY, sources(other, weight=2), "train.steps=13")
+    done = run(
+        "launch/train.py",
+        "--config",
+        config,
+        f"run.dir={killed}",
+        *TINY,
+        sources(other, weight=2),
+        "train.steps=13",
+    )
     assert done.returncode == 2
-    assert re.search(r"data: chosen 56 draws of 15 .*; 18 draws of .* there, 44 draws of 15 .*; 30 draws of .* here", done.stderr)
+    assert re.search(
+        r"data: chosen 56 draws of 15 .*; 18 draws of .* there, 44 draws of 15 .*; 30 draws of .*"
+        r" here",
+        done.stderr,
+    )
 
 
 def test_a_choice_is_told_by_print_config_and_may_not_change(tmp_path, config, shards):
@@ -71,10 +103,23 @@ def test_a_choice_is_told_by_print_config_and_may_not_change(tmp_path, config, s
     )
     short = ["train.steps=2", "eval.every_steps=2"]
     train(config, tmp_path / "run", *short, *chosen)
-    for other_choice, told in (([], "all samples here"), ([*chosen, "data.subset_seed=1"], r"20 of 60 samples \([0-9a-f]{16}\) here")):
-        done = run("launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *short, *other_choice)
+    for other_choice, told in (
+        ([], "all samples here"),
+        ([*chosen, "data.subset_seed=1"], r"20 of 60 samples \([0-9a-f]{16}\) here"),
+    ):
+        done = run(
+            "launch/train.py",
+            "--config",
+            config,
+            f"run.dir={tmp_path / 'run'}",
+            *TINY,
+            *short,
+            *other_choice,
+        )
         assert done.returncode == 2
-        assert re.search(rf"data: chosen 20 of 60 samples \([0-9a-f]{{16}}\) there, {told}", done.stderr), done.stderr
+        assert re.search(
+            rf"data: chosen 20 of 60 samples \([0-9a-f]{{16}}\) there, {told}", done.stderr
+        ), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -92,5 +137,7 @@ def test_print_config_tells_mistakes_in_the_choice(config, shards, override, tol
 
 
 def test_print_config_assumes_imagenet_where_there_are_no_data(config, tmp_path):
-    loaded = load_config(config, [*TINY, "run.dir=unused", f"data.root={tmp_path}/none", "data.filter=width < 0"])
+    loaded = load_config(
+        config, [*TINY, "run.dir=unused", f"data.root={tmp_path}/none", "data.filter=width < 0"]
+    )
     assert "1,281,167 (assumed" in describe(*loaded, world_size=1)

@@ -1,4 +1,5 @@
-"""Whole trainings, on two ranks, from servers with faults: they end with the same weights, or with an error that names the fault."""
+"""Whole trainings, on two ranks, from servers with faults: they end with the same weights, or with
+an error that names the fault."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def test_an_outage_in_the_middle_changes_nothing(kind, shards, tmp_path):
 
 @pytest.fixture
 def web(shards) -> WebServer:
-    with WebServer({f"/set/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}) as server:
+    with WebServer(
+        {f"/set/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
+    ) as server:
         yield server
 
 
@@ -34,17 +37,28 @@ def test_faults_together_change_nothing(web, shards, config, tmp_path):
     web.statuses = [rng.choice([503, 429, 500]) for _ in range(4)]
     web.wrong_ranges = 3
     web.fails_each = 7
-    train(config, tmp_path / "faults", *settings(f"{web.url}/set", shards, tmp_path / "cache", 60), ranks=2)
+    train(
+        config,
+        tmp_path / "faults",
+        *settings(f"{web.url}/set", shards, tmp_path / "cache", 60),
+        ranks=2,
+    )
     assert final_state(tmp_path / "faults", STEPS) == final_state(tmp_path / "whole", STEPS)
 
 
 @pytest.mark.full
 def test_a_shard_that_is_replaced_for_good_is_named(web, shards, config, tmp_path):
     run_dir = tmp_path / "run"
-    background = Background(config, run_dir, *settings(f"{web.url}/set", shards, tmp_path / "cache", 3), ranks=2)
+    background = Background(
+        config, run_dir, *settings(f"{web.url}/set", shards, tmp_path / "cache", 3), ranks=2
+    )
     background.wait_for_step(3)
     for name in [name for name in web.files if name.endswith(".tar") and "train" in name]:
         web.files[name] += bytes(512)
     said = background.end()
     assert background.process.returncode
-    assert re.search(r"error: http.*/set/train-0000\d.tar: .*it was replaced at its URL while it was in use \(it had \d+ bytes", said)
+    assert re.search(
+        r"error: http.*/set/train-0000\d.tar: .*it was replaced at its URL while it was in use \(it"
+        r" had \d+ bytes",
+        said,
+    )

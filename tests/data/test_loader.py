@@ -1,4 +1,5 @@
-"""Workers make what one process makes, in memory that is bounded and shared, and end when they should."""
+"""Workers make what one process makes, in memory that is bounded and shared, and end when they
+should."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from vit.data.shards.split import Split
 from vit.data.slots import PART_ROWS, Slots, plan_ring
 from vit.data.worker_pool import WorkerError
 
-# ---- what comes out ---------------------------------------------------------------------------------------------------
+# ---- what comes out ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -43,7 +44,9 @@ def test_batches_come_whole_and_in_order(workers):
             assert len(loader) == 53, "as of torch's DataLoader, it does not shrink"
             batches.check(position, batch)
             firsts = range(0, 300, PART_ROWS if workers else 300)
-            assert batch.bad_keys == tuple(f"key{position}-{first}" for first in firsts), "in the order of rows"
+            assert batch.bad_keys == tuple(f"key{position}-{first}" for first in firsts), (
+                "in the order of rows"
+            )
     assert position == 59
     assert loader.effort.num_made == 53 * 300
     assert loader.effort.busy_s > 0
@@ -63,10 +66,12 @@ class Held(Numbered):
 
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="Linux only")
 def test_parts_that_wait_fit_into_the_smallest_pipe():
-    """Linux gives small pipes to a user who has many; a trainer that waits for room there waits for ever, as its workers wait for it."""
+    """Linux gives small pipes to a user who has many; a trainer that waits for room there waits for
+    ever, as its workers wait for it."""
     batches = Held(40 * PART_ROWS, 1)
     with Loader(batches, 0, 40, num_workers=2) as loader:
-        fcntl.fcntl(loader._crew._put.fileno(), fcntl.F_SETPIPE_SZ, 4096)  # refused if there is more in it by now
+        # refused if there is more in it by now
+        fcntl.fcntl(loader._crew._put.fileno(), fcntl.F_SETPIPE_SZ, 4096)
         batches.go.set()
         for position, batch in enumerate(loader):
             batches.check(position, batch)
@@ -75,17 +80,25 @@ def test_parts_that_wait_fit_into_the_smallest_pipe():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_stays_as_it_is_for_as_long_as_it_is_held(workers):
-    """All of them at once, of which the ring has room for few; and a view of each fifth, of any of its tensors."""
+    """All of them at once, of which the ring has room for few; and a view of each fifth, of any of
+    its tensors."""
     batches = Numbered()
-    with Loader(batches, 0, 40, num_workers=workers, prefetch_gib=1.2e-4 if workers else None) as loader:
+    with Loader(
+        batches, 0, 40, num_workers=workers, prefetch_gib=1.2e-4 if workers else None
+    ) as loader:
         assert loader.ring.num_slots < 8
         for position, batch in enumerate(list(loader)):
             batches.check(position, batch)
     del batch
     with Loader(batches, 0, 40, num_workers=workers) as loader:
-        views = [batch.ids[10:20].numpy() if position % 10 else batch.images[3, 0] for position, batch in enumerate(loader)]
+        views = [
+            batch.ids[10:20].numpy() if position % 10 else batch.images[3, 0]
+            for position, batch in enumerate(loader)
+        ]
         for position, view in enumerate(views):
-            assert view.reshape(-1)[0] == (position * 300 + 10 if position % 10 else (position * 300 + 3) % 251)
+            assert view.reshape(-1)[0] == (
+                position * 300 + 10 if position % 10 else (position * 300 + 3) % 251
+            )
 
 
 def test_a_loop_that_holds_one_batch_gets_no_copies():
@@ -107,11 +120,16 @@ def test_mixing_with_a_partner_in_no_other_part(shards, monkeypatch):
     """Parts are whole groups, also where a group is longer than a part would be."""
     monkeypatch.setattr(slots, "PART_ROWS", 8)
     augment = AugmentConfig(mixup_alpha=0.8, mix_group_size=20)
-    batches = TrainBatches(open_split(shards, "train"), make_order(60, 60), augment, ImageFormat((8, 8), 3, "bilinear"))
+    batches = TrainBatches(
+        open_split(shards, "train"), make_order(60, 60), augment, ImageFormat((8, 8), 3, "bilinear")
+    )
     with Loader(batches, 0, 3, num_workers=2) as parts, Loader(batches, 0, 3) as whole:
         assert parts.ring.part_rows == 20
         for a, b in zip(parts, whole, strict=True):
-            assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("images", "labels", "weights", "table", "ids"))
+            assert all(
+                torch.equal(getattr(a, name), getattr(b, name))
+                for name in ("images", "labels", "weights", "table", "ids")
+            )
 
 
 @pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
@@ -126,7 +144,8 @@ def test_other_start_methods_map_the_same_memory(method, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a fork is not safe")
 def test_workers_are_forks_whatever_python_starts_by_default():
-    """Python 3.14 has forkserver: 340 MiB for each worker, every shard opened anew, seconds until the first batch."""
+    """Python 3.14 has forkserver: 340 MiB for each worker, every shard opened anew, seconds until
+    the first batch."""
     code = """
     import multiprocessing, os, sys
     from numbered import Numbered
@@ -137,12 +156,21 @@ def test_workers_are_forks_whatever_python_starts_by_default():
             [worker] = multiprocessing.active_children()
             print(open(f"/proc/{worker.pid}/cmdline").read() == open("/proc/self/cmdline").read(), len(list(loader)))
     """
-    env = {**environment(), "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests" / "helpers"), str(REPOSITORY)])}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, check=True)
+    env = {
+        **environment(),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests" / "helpers"), str(REPOSITORY)]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "True 4\n"
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
@@ -150,15 +178,28 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
     ring = plan_ring(layout, 4, 10**6, 4, None, False)
     assert ring.num_bytes <= 2**30
     assert ring.slot_bytes >= 128 * (224 * 224 * 3 + 8 + 8 + 4 + 8 * 4)
-    assert plan_ring(layout, 4, 10**6, 4, 0.2, False).num_slots == int(0.2 * 2**30) // ring.slot_bytes == 11
-    expected = r"data.prefetch_gib=0.05 holds 2 of a rank's batches \(128 images, 18.4 MiB\); 4 workers need"
+    assert (
+        plan_ring(layout, 4, 10**6, 4, 0.2, False).num_slots
+        == int(0.2 * 2**30) // ring.slot_bytes
+        == 11
+    )
+    expected = (
+        r"data.prefetch_gib=0.05 holds 2 of a rank's batches \(128 images, 18.4 MiB\); 4 workers"
+        r" need"
+    )
     with pytest.raises(ValueError, match=expected) as told:
         plan_ring(layout, 4, 10**6, 4, 0.05, False)
     enough = float(re.search("raise it to ([0-9.]+)", str(told.value))[1])
     assert plan_ring(layout, 4, 10**6, 4, enough, False).num_slots == 7
-    # A batch of thousands of images does not need one slot for each worker, nor do small ones take a gigabyte.
-    assert plan_ring(Layout(4096, ImageFormat((224, 224)), 8), 4, 10**6, 16, None, False).num_slots == 4
-    assert plan_ring(Layout(64, ImageFormat((32, 32)), 8), 1, 10**6, 16, None, False).num_slots == 35
+    # A batch of thousands of images does not need one slot for each worker, nor do small ones take
+    # a gigabyte.
+    assert (
+        plan_ring(Layout(4096, ImageFormat((224, 224)), 8), 4, 10**6, 16, None, False).num_slots
+        == 4
+    )
+    assert (
+        plan_ring(Layout(64, ImageFormat((32, 32)), 8), 1, 10**6, 16, None, False).num_slots == 35
+    )
     assert plan_ring(layout, 4, 2, 4, None, False).num_slots == 2, "no more slots than batches"
 
 
@@ -170,52 +211,82 @@ def test_slots_have_whole_pages_of_their_own():
         for name in ("images", "labels", "weights", "table", "ids"):
             getattr(batch, name).fill_(slot + 1)
     for slot in range(made.ring.num_slots):
-        assert all((getattr(made.batch(slot), name) == slot + 1).all() for name in ("images", "labels", "weights", "table", "ids"))
+        assert all(
+            (getattr(made.batch(slot), name) == slot + 1).all()
+            for name in ("images", "labels", "weights", "table", "ids")
+        )
     made.close_file()
 
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells the memory of its processes")
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(),
+    reason="only Linux tells the memory of its processes",
+)
 
 
 def memory_bytes(pid: int, *kinds: str) -> int:
     """Sum of `kinds` (Pss, Private_Dirty, ...) of a process."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    return sum(int(re.search(rf"^{kind}:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024 for kind in kinds)
+    return sum(
+        int(re.search(rf"^{kind}:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024 for kind in kinds
+    )
 
 
 @needs_proc
 def test_workers_share_one_index_whatever_its_length(shards, tmp_path):
-    """A worker's own memory with two million samples is that with sixty; the index alone would take more."""
+    """A worker's own memory with two million samples is that with sixty; the index alone would take
+    more."""
     small = open_split(shards, "train")
     own_bytes = {}
     for repeats in (1, 120_000):
         path = tmp_path / f"{repeats}.npy"
         np.save(path, np.tile(small.index[: small.lengths[0]], repeats))
-        split = Split(shards, "train", small.filenames[:1], [small.lengths[0] * repeats], open_index(path), small.num_classes, [])
-        batches = TrainBatches(split, make_order(split.num_samples, 20), AugmentConfig(), ImageFormat((16, 16), 3, "bilinear"))
+        split = Split(
+            shards,
+            "train",
+            small.filenames[:1],
+            [small.lengths[0] * repeats],
+            open_index(path),
+            small.num_classes,
+            [],
+        )
+        batches = TrainBatches(
+            split,
+            make_order(split.num_samples, 20),
+            AugmentConfig(),
+            ImageFormat((16, 16), 3, "bilinear"),
+        )
         with Loader(batches, 0, 50, num_workers=1) as loader:
             for _ in range(50):
                 next(loader)
             [worker] = multiprocessing.active_children()
-            own_bytes[repeats] = memory_bytes(worker.pid, "Pss_Anon")  # the index file counts as cache
+            # the index file counts as cache
+            own_bytes[repeats] = memory_bytes(worker.pid, "Pss_Anon")
     assert split.index.nbytes > 50 * 2**20
     assert own_bytes[120_000] - own_bytes[1] < 10 * 2**20, own_bytes
 
 
 @needs_proc
 def test_memory_is_flat_over_20_epochs(shards):
-    batches = TrainBatches(open_split(shards, "train"), make_order(60, 12), AugmentConfig(), ImageFormat((64, 64), 3, "bilinear"))
+    batches = TrainBatches(
+        open_split(shards, "train"),
+        make_order(60, 12),
+        AugmentConfig(),
+        ImageFormat((64, 64), 3, "bilinear"),
+    )
     used = []
     with Loader(batches, 0, 20 * 5, num_workers=2) as loader:
         for position, _ in enumerate(loader):
-            if position % 5 == 4:  # without files that are mapped, such as libraries, whose share depends on other processes
+            # without files that are mapped, such as libraries, whose share depends on other
+            # processes
+            if position % 5 == 4:
                 tree = [os.getpid(), *(worker.pid for worker in multiprocessing.active_children())]
                 used.append(sum(memory_bytes(pid, "Pss_Anon", "Pss_Shmem") for pid in tree))
     assert len(used) == 20
     assert max(used[5:]) - used[4] < 4 * 2**20, [round(u / 2**20, 1) for u in used]
 
 
-# ---- ends -------------------------------------------------------------------------------------------------------------
+# ---- ends ----------------------------------------------------------------------------------------
 
 
 class Dying(Numbered):
@@ -237,15 +308,36 @@ class Dying(Numbered):
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("SIGKILL", r"process \d+\) was killed by SIGKILL, by somebody, or by the kernel, .* when memory runs out \(.*\); if it did, low"),
-        ("SIGSEGV", r"process \d+\) was killed by SIGSEGV, so a library it uses crashed, perhaps on a damaged image: `python -m"),
-        ("SIGBUS", r"process \d+\) was killed by SIGBUS, as when a mapped file is cut short .*: was an index \(\*.index.npy\) written"),
+        (
+            "SIGKILL",
+            (
+                r"process \d+\) was killed by SIGKILL, by somebody, or by the kernel, .* when"
+                r" memory runs out \(.*\); if it did, low"
+            ),
+        ),
+        (
+            "SIGSEGV",
+            (
+                r"process \d+\) was killed by SIGSEGV, so a library it uses crashed, perhaps on a"
+                r" damaged image: `python -m"
+            ),
+        ),
+        (
+            "SIGBUS",
+            (
+                r"process \d+\) was killed by SIGBUS, as when a mapped file is cut short .*: was an"
+                r" index \(\*.index.npy\) written"
+            ),
+        ),
         ("exit", r"process \d+\) ended by itself with exit status 7"),
     ],
 )
 def test_a_dead_worker_is_an_error_at_once_that_says_of_what(how, told):
     began = time.monotonic()
-    with Loader(Dying(how), 0, 100, num_workers=2) as loader, pytest.raises(WorkerError, match=told):
+    with (
+        Loader(Dying(how), 0, 100, num_workers=2) as loader,
+        pytest.raises(WorkerError, match=told),
+    ):
         list(loader)
     assert time.monotonic() - began < 30, "it was noticed by a timeout"
     assert not multiprocessing.active_children()
@@ -263,7 +355,10 @@ def test_an_exception_arrives_with_its_stack_when_its_batch_is_due():
     with Loader(batches, 0, 100, num_workers=2) as loader:
         for position in range(3):
             batches.check(position, next(loader))
-        with pytest.raises(RuntimeError, match=r"(?s)in a loader worker:.*test_workers.py.*KeyError: 'a mistake of ours'"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"(?s)in a loader worker:.*test_workers.py.*KeyError: 'a mistake of ours'",
+        ):
             next(loader)
         for position in range(4, 100):
             batches.check(position, next(loader))
@@ -298,7 +393,10 @@ def script(code: str) -> subprocess.Popen[str]:
         print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
     """
     full = textwrap.dedent(head) + textwrap.indent(textwrap.dedent(code), "    ")
-    env = {**environment(), "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests" / "helpers"), str(REPOSITORY)])}
+    env = {
+        **environment(),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests" / "helpers"), str(REPOSITORY)]),
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", full], cwd=REPOSITORY, env=env, **pipes)
 
@@ -314,7 +412,8 @@ def test_a_killed_parent_leaves_no_workers():
     process = script("time.sleep(600)")
     workers = [int(pid) for pid in process.stdout.readline().split()]
     assert len(workers) == 2
-    os.kill(max(workers), signal.SIGSTOP)  # the later one has the pipe by which the other would hear of it
+    # the later one has the pipe by which the other would hear of it
+    os.kill(max(workers), signal.SIGSTOP)
     process.kill()
     process.wait()
     try:
@@ -327,7 +426,8 @@ def test_a_killed_parent_leaves_no_workers():
 
 
 def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
-    """Torchrun, Slurm and terminals signal every process of a job; the rank goes on and can save. It never closes its loader."""
+    """Torchrun, Slurm and terminals signal every process of a job; the rank goes on and can save.
+    It never closes its loader."""
     process = script("""
     heard = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

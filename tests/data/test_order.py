@@ -1,7 +1,8 @@
-"""The order of samples: hash, permutation, batches against a brute-force oracle (tests/helpers/order_oracle.py), sizes, and the golden file.
+"""The order of samples: hash, permutation, batches against a brute-force oracle
+(tests/helpers/order_oracle.py), sizes, and the golden file.
 
-`PYTHONPATH=tests/helpers python tests/data/test_order.py` writes golden_order.json anew: only for a change that is meant to break the resuming of
-runs.
+`PYTHONPATH=tests/helpers python tests/data/test_order.py` writes golden_order.json anew: only for a
+change that is meant to break the resuming of runs.
 """
 
 import json
@@ -20,12 +21,13 @@ from vit.data.order import Permutation, fold, hash64, make_order, sample_checksu
 GOLDEN = Path(__file__).with_name("golden_order.json")
 
 
-# --- the hash -----------------------------------------------------------------------------------------------------------------------------
+# --- the hash -------------------------------------------------------------------------------------
 
 
 def test_hash_is_the_published_splitmix64():
     steps = np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # the generator's first outputs from state 0
+    # the generator's first outputs from state 0
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert hash64(steps).tolist() == published
 
 
@@ -49,7 +51,7 @@ def test_uniform_numbers_are_uniform():
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
 
 
-# --- the permutation ----------------------------------------------------------------------------------------------------------------------
+# --- the permutation ------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -70,14 +72,16 @@ def test_each_sample_is_equally_likely_in_each_place():
     assert scipy.stats.chisquare(counts.ravel()).pvalue > 1e-3
 
 
-# --- the order ----------------------------------------------------------------------------------------------------------------------------
+# --- the order ------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
 @given(orders(), st.integers(0, 1000))
 def test_batches_are_those_of_the_description(order, shuffle):
     start = shuffle * order.steps_per_shuffle
-    assert [pairs(order, start + step) for step in range(order.steps_per_shuffle)] == brute_force(order, shuffle)
+    assert [pairs(order, start + step) for step in range(order.steps_per_shuffle)] == brute_force(
+        order, shuffle
+    )
 
 
 @settings(deadline=None)
@@ -85,7 +89,12 @@ def test_batches_are_those_of_the_description(order, shuffle):
 def test_samples_of_an_epoch_are_distinct_and_in_range(order, epoch):
     start = epoch * order.steps_per_epoch
     ids = np.concatenate([order.batch(start + step) for step in range(order.steps_per_epoch)])
-    assert len(np.unique(ids)) == len(ids) == order.num_samples - order.dropped_per_epoch == order.distinct_per_epoch
+    assert (
+        len(np.unique(ids))
+        == len(ids)
+        == order.num_samples - order.dropped_per_epoch
+        == order.distinct_per_epoch
+    )
     assert ids.min() >= 0
     assert ids.max() < order.num_samples
 
@@ -96,7 +105,9 @@ def test_ranks_share_a_batch_whatever_their_number(order, position, data):
     batch = pairs(order, position)
     for ranks in (r for r in range(1, len(batch) + 1) if len(batch) % r == 0):
         size = len(batch) // ranks
-        assert [row for r in range(ranks) for row in pairs(order, position, r * size, (r + 1) * size)] == batch
+        assert [
+            row for r in range(ranks) for row in pairs(order, position, r * size, (r + 1) * size)
+        ] == batch
     start = data.draw(st.integers(0, len(batch) - 1))
     stop = data.draw(st.integers(start + 1, len(batch)))
     assert pairs(order, position, start, stop) == batch[start:stop]
@@ -108,14 +119,19 @@ def test_ranks_share_a_batch_whatever_their_number(order, position, data):
 def test_any_batch_is_found_without_the_ones_before_it(order, positions):
     in_turn = anew(order)
     sequence = [in_turn.batch(position).tolist() for position in range(61)]
-    assert [order.batch(position).tolist() for position in positions] == [sequence[position] for position in positions]
+    assert [order.batch(position).tolist() for position in positions] == [
+        sequence[position] for position in positions
+    ]
 
 
 @pytest.mark.parametrize("block_samples", [1, 16])
 def test_epochs_and_seeds_differ_and_the_same_seed_repeats(block_samples):
     def epochs(seed: int) -> list[tuple[int, ...]]:
         order = make_order(1000, 48, seed, block_samples=block_samples, window_blocks=2)
-        return [tuple(order.batch(position)) for position in range(0, 10 * order.steps_per_epoch, order.steps_per_epoch)]
+        return [
+            tuple(order.batch(position))
+            for position in range(0, 10 * order.steps_per_epoch, order.steps_per_epoch)
+        ]
 
     assert epochs(5) == epochs(5)
     assert len({*epochs(5), *epochs(6), *epochs(5 + 2**40)}) == 30
@@ -123,7 +139,10 @@ def test_epochs_and_seeds_differ_and_the_same_seed_repeats(block_samples):
 
 def test_the_dropped_tail_differs_from_epoch_to_epoch():
     order = make_order(100, 32)
-    kept = [frozenset(np.concatenate([order.batch(3 * epoch + step) for step in range(3)]).tolist()) for epoch in range(50)]
+    kept = [
+        frozenset(np.concatenate([order.batch(3 * epoch + step) for step in range(3)]).tolist())
+        for epoch in range(50)
+    ]
     assert order.dropped_per_epoch == 4
     assert frozenset.union(*kept) == frozenset(range(100))
     assert len(set(kept)) == 50
@@ -134,13 +153,21 @@ def test_the_dropped_tail_differs_from_epoch_to_epoch():
 def test_checksum_of_the_plan_is_the_sum_over_the_ranks(order, position):
     size = order.global_batch_size // order.num_lanes
     ranks = [order.rows(position, r * size, (r + 1) * size) for r in range(order.num_lanes)]
-    assert sum(sample_checksum(rows) for rows in ranks) % 2**64 == sample_checksum(order.batch(position))
-    assert sample_checksum(order.batch(position)) == sum(mix(int(s)) for rows in ranks for s in rows) % 2**64
+    assert sum(sample_checksum(rows) for rows in ranks) % 2**64 == sample_checksum(
+        order.batch(position)
+    )
+    assert (
+        sample_checksum(order.batch(position))
+        == sum(mix(int(s)) for rows in ranks for s in rows) % 2**64
+    )
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_lanes": 16}, {"window_blocks": 4}, {"aug_repeats": 2}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_lanes": 16}, {"window_blocks": 4}, {"aug_repeats": 2}]
+)
 def test_a_cache_for_the_blocks_at_a_time_reads_each_once_and_a_smaller_one_many_times(settings):
-    """Simulated, without what is asked for ahead: the cache forgets the block that was used longest ago."""
+    """Simulated, without what is asked for ahead: the cache forgets the block that was used longest
+    ago."""
     order = make_order(300_000, 512, **settings)
 
     def fetched_for_each_used(capacity: int) -> float:
@@ -163,10 +190,14 @@ def test_a_cache_for_the_blocks_at_a_time_reads_each_once_and_a_smaller_one_many
 
 
 def test_checksum_notices_a_repeated_sample():
-    assert sample_checksum(np.array([3, 5, 7])) == sample_checksum(np.array([7, 3, 5])) != sample_checksum(np.array([3, 5, 5]))
+    assert (
+        sample_checksum(np.array([3, 5, 7]))
+        == sample_checksum(np.array([7, 3, 5]))
+        != sample_checksum(np.array([3, 5, 5]))
+    )
 
 
-# --- sizes and defaults -------------------------------------------------------------------------------------------------------------------
+# --- sizes and defaults ---------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(10)
@@ -181,7 +212,9 @@ def test_a_large_data_set_starts_anywhere_in_little_memory(num_samples, aug_repe
     tracemalloc.stop()
     assert len(np.unique(ids)) == 8192 // aug_repeats
     assert ids.max() < num_samples
-    assert peak < 8 * 2**20, "two windows of 1,024 in each of 64 lanes; a list of ImageNet's samples alone would be 10 MB"
+    assert peak < 8 * 2**20, (
+        "two windows of 1,024 in each of 64 lanes; a list of ImageNet's samples alone would be 10 MB"
+    )
 
 
 def test_blocks_keep_reads_together():
@@ -189,38 +222,57 @@ def test_blocks_keep_reads_together():
     position = 100
     window = 16 * 64
     ids = np.concatenate([order.rows(position + step, 0, 64) for step in range(3 * window // 64)])
-    assert len(np.unique(ids // 64)) < 4 * 16 + 2, "three windows of a lane read at most the blocks of four"
+    assert len(np.unique(ids // 64)) < 4 * 16 + 2, (
+        "three windows of a lane read at most the blocks of four"
+    )
 
 
 def test_defaults_are_a_true_permutation_for_small_data_and_blocks_for_large():
     small = make_order(262_143, 96)
     large = make_order(262_144, 96)
     assert (small.block_samples, large.block_samples) == (1, 64)
-    assert (small.num_lanes, make_order(10_000, 4096).num_lanes, make_order(1000, 130).num_lanes, make_order(1000, 67).num_lanes) == (
-        48,
-        64,
-        26,
-        1,
-    )
+    assert (
+        small.num_lanes,
+        make_order(10_000, 4096).num_lanes,
+        make_order(1000, 130).num_lanes,
+        make_order(1000, 67).num_lanes,
+    ) == (48, 64, 26, 1)
     assert make_order(1000, 67).steps_per_epoch == 14
 
 
 def test_impossible_sizes_are_refused_with_what_works():
-    with pytest.raises(ValueError, match=r"data\.global_batch_size=11 exceeds the 10 training samples: choose at most 10"):
+    with pytest.raises(
+        ValueError,
+        match=r"data\.global_batch_size=11 exceeds the 10 training samples: choose at most 10",
+    ):
         make_order(10, 11)
     with pytest.raises(
-        ValueError, match=r"data\.num_lanes=5 does not divide data\.global_batch_size=12: choose one of \[1, 2, 3, 4, 6, 12\]"
+        ValueError,
+        match=(
+            r"data\.num_lanes=5 does not divide data\.global_batch_size=12: choose one of \[1, 2,"
+            r" 3, 4, 6, 12\]"
+        ),
     ):
         make_order(100, 12, num_lanes=5)
-    message = r"data\.aug_repeats=3 does not divide data\.global_batch_size=16: use 15 or 18 images a batch, "
-    with pytest.raises(ValueError, match=message + r"data\.aug_repeats out of \[1, 2, 4, 8, 16\], or data\.aug_repeats_form=sampler"):
+    message = (
+        r"data\.aug_repeats=3 does not divide data\.global_batch_size=16: use 15 or 18 images a"
+        r" batch, "
+    )
+    with pytest.raises(
+        ValueError,
+        match=message
+        + r"data\.aug_repeats out of \[1, 2, 4, 8, 16\], or data\.aug_repeats_form=sampler",
+    ):
         make_order(100, 16, aug_repeats=3)
-    message = r"data\.num_lanes=3 does not divide the 4 distinct images of a batch \(data\.global_batch_size=12 / data\.aug_repeats=3\): "
+    message = (
+        r"data\.num_lanes=3 does not divide the 4 distinct images of a batch"
+        r" \(data\.global_batch_size=12 / data\.aug_repeats=3\): "
+    )
     with pytest.raises(ValueError, match=message + r"choose one of \[1, 2, 4\]"):
         make_order(100, 12, num_lanes=3, aug_repeats=3)
 
 
-# --- the golden file ----------------------------------------------------------------------------------------------------------------------
+# --- the golden file ------------------------------------------------------------------------------
 
 
 def golden_values() -> dict:
@@ -231,15 +283,25 @@ def golden_values() -> dict:
     return {
         "hash64": {str(x): int(hash64(x)) for x in (0, 1, 2, 2**32, 2**63, 2**64 - 1)},
         "uniform(42, 0..4, 3)": uniform(42, np.arange(5), 3).tolist(),
-        "permutation of 1000, batches of 24, seed 7": {str(p): permutation.batch(p).tolist() for p in (0, 1, 41, 10**6)},
-        "300000 in blocks of 64, batches of 32 in 4 lanes, seed 2**62 + 1": {str(p): blocks.batch(p).tolist() for p in (0, 9374, 10**6)},
-        "permutation of 1000, batches of 24 with 3 copies, seed 7": {str(p): pairs(whole, p) for p in (0, 41, 10**6)},
-        "300000 in blocks of 64, batches of 32 in 2 lanes with 3 copies by sampler, seed 7": {str(p): pairs(cut, p) for p in (0, 10**6)},
+        "permutation of 1000, batches of 24, seed 7": {
+            str(p): permutation.batch(p).tolist() for p in (0, 1, 41, 10**6)
+        },
+        "300000 in blocks of 64, batches of 32 in 4 lanes, seed 2**62 + 1": {
+            str(p): blocks.batch(p).tolist() for p in (0, 9374, 10**6)
+        },
+        "permutation of 1000, batches of 24 with 3 copies, seed 7": {
+            str(p): pairs(whole, p) for p in (0, 41, 10**6)
+        },
+        "300000 in blocks of 64, batches of 32 in 2 lanes with 3 copies by sampler, seed 7": {
+            str(p): pairs(cut, p) for p in (0, 10**6)
+        },
     }
 
 
 def test_the_order_is_the_one_of_all_earlier_releases():
-    message = "the stream of random numbers changed: every run that was started before would resume "
+    message = (
+        "the stream of random numbers changed: every run that was started before would resume "
+    )
     message += "with other batches. See the docstring of this file"
     assert json.loads(json.dumps(golden_values())) == json.loads(GOLDEN.read_text()), message
 

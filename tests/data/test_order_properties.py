@@ -1,4 +1,5 @@
-"""What users rely on: batches that depend on nothing but the order, from the arithmetic up to images, and exact counts with repeats."""
+"""What users rely on: batches that depend on nothing but the order, from the arithmetic up to
+images, and exact counts with repeats."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ FORMAT = ImageFormat((16, 16), 3, "bilinear")
 AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, randaugment_layers=2)
 
 
-# --- the same batches, however they are made ----------------------------------------------------------------------------------------------
+# --- the same batches, however they are made ------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=15)
@@ -43,7 +44,10 @@ def test_stopping_on_4_ranks_and_going_on_with_others_continues_the_batches(orde
     def train(ranks: int, steps: range) -> list[list[tuple[int, int]]]:
         share = order.global_batch_size // ranks
         own = [anew(order) for _ in range(ranks)]
-        return [[row for r in range(ranks) for row in pairs(own[r], step, r * share, (r + 1) * share)] for step in steps]
+        return [
+            [row for r in range(ranks) for row in pairs(own[r], step, r * share, (r + 1) * share)]
+            for step in steps
+        ]
 
     shuffles = range(11 // order.steps_per_shuffle + 1)
     expected = [batch for shuffle in shuffles for batch in brute_force(order, shuffle)][:12]
@@ -60,7 +64,9 @@ def test_resuming_at_every_step_of_an_epoch_goes_on_with_its_batches(order, epoc
     for step in range(order.steps_per_epoch):
         resumed = anew(order)
         rest = range(step, min(step + 3, order.steps_per_epoch))
-        assert [pairs(resumed, epoch * order.steps_per_epoch + later) for later in rest] == expected[rest.start : rest.stop]
+        assert [
+            pairs(resumed, epoch * order.steps_per_epoch + later) for later in rest
+        ] == expected[rest.start : rest.stop]
 
 
 def filled(batches: TrainBatches, position: int, first: int, num_rows: int) -> Batch:
@@ -79,10 +85,14 @@ def filled(batches: TrainBatches, position: int, first: int, num_rows: int) -> B
 
 @settings(deadline=None, max_examples=25)
 @given(st.data(), st.sampled_from([1, 3]), st.sampled_from(["batch", "sampler"]))
-def test_images_and_draws_are_the_same_on_any_ranks_and_in_any_parts(shards, data, aug_repeats, form):
+def test_images_and_draws_are_the_same_on_any_ranks_and_in_any_parts(
+    shards, data, aug_repeats, form
+):
     split = open_split(shards, "train")
     position = data.draw(st.integers(0, 30))
-    order = make_order(split.num_samples, 24, seed=3, num_lanes=2, aug_repeats=aug_repeats, aug_repeats_form=form)
+    order = make_order(
+        split.num_samples, 24, seed=3, num_lanes=2, aug_repeats=aug_repeats, aug_repeats_form=form
+    )
     shuffle, step = divmod(position, order.steps_per_shuffle)
     whole = filled(TrainBatches(split, order, AUGMENT, FORMAT), position, 0, 24)
     assert whole.ids.tolist() == [sample for sample, _ in brute_force(order, shuffle)[step]]
@@ -90,14 +100,22 @@ def test_images_and_draws_are_the_same_on_any_ranks_and_in_any_parts(shards, dat
 
     ranks = data.draw(st.sampled_from([1, 2, 3, 4, 6]))
     share = 24 // ranks
-    borders = sorted({0, share, *data.draw(st.lists(st.integers(0, share // 2).map(lambda pair: 2 * pair), max_size=3))})
+    borders = sorted(
+        {
+            0,
+            share,
+            *data.draw(st.lists(st.integers(0, share // 2).map(lambda pair: 2 * pair), max_size=3)),
+        }
+    )
     for rank in range(ranks):
         batches = TrainBatches(split, order, AUGMENT, FORMAT, rank=rank, world_size=ranks)
         for low, high in data.draw(st.permutations(list(pairwise(borders)))):
             part = filled(batches, position, low, high - low)
             rows = slice(rank * share + low, rank * share + high)
             for name in ("ids", "images", "labels", "weights", "table"):
-                assert torch.equal(getattr(part, name), getattr(whole, name)[rows]), f"{name} of rows {rows} at position {position}"
+                assert torch.equal(getattr(part, name), getattr(whole, name)[rows]), (
+                    f"{name} of rows {rows} at position {position}"
+                )
 
 
 def test_how_samples_lie_in_shards_changes_nothing(tmp_path):
@@ -113,24 +131,36 @@ def test_how_samples_lie_in_shards_changes_nothing(tmp_path):
                 for sample, image in (next(samples) for _ in range(length)):
                     encoded = io.BytesIO()
                     Image.fromarray(image).save(encoded, "JPEG")
-                    tar.write({"__key__": f"{sample:03d}", "jpg": encoded.getvalue(), "cls": sample % 5})
+                    tar.write(
+                        {"__key__": f"{sample:03d}", "jpg": encoded.getvalue(), "cls": sample % 5}
+                    )
         assert index.main([str(root)]) == 0
         roots.append(root)
     seen = []
     for root in roots:
         split = open_split(root, "train")
         order = make_order(split.num_samples, 12, seed=1, block_samples=4, window_blocks=2)
-        seen.append([filled(TrainBatches(split, order, AUGMENT, FORMAT), position, 0, 12) for position in range(4)])
+        seen.append(
+            [
+                filled(TrainBatches(split, order, AUGMENT, FORMAT), position, 0, 12)
+                for position in range(4)
+            ]
+        )
     for other in seen[1:]:
         for ours, theirs in zip(seen[0], other, strict=True):
-            assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in ("ids", "images", "labels", "table"))
+            assert all(
+                torch.equal(getattr(ours, name), getattr(theirs, name))
+                for name in ("ids", "images", "labels", "table")
+            )
 
 
-# --- repeated augmentation ----------------------------------------------------------------------------------------------------------------
+# --- repeated augmentation ------------------------------------------------------------------------
 
 
 def epoch_of(order: Order, epoch: int) -> list[list[tuple[int, int]]]:
-    return [pairs(order, epoch * order.steps_per_epoch + step) for step in range(order.steps_per_epoch)]
+    return [
+        pairs(order, epoch * order.steps_per_epoch + step) for step in range(order.steps_per_epoch)
+    ]
 
 
 @settings(deadline=None)
@@ -138,7 +168,9 @@ def epoch_of(order: Order, epoch: int) -> list[list[tuple[int, int]]]:
 def test_an_epoch_has_its_number_of_rows_and_of_distinct_images(order, epoch):
     rows = list(chain(*epoch_of(order, epoch)))
     assert len(rows) == order.num_samples // order.global_batch_size * order.global_batch_size
-    assert len(set(rows)) == len(rows), "a copy of a sample came twice: it would be augmented equally"
+    assert len(set(rows)) == len(rows), (
+        "a copy of a sample came twice: it would be augmented equally"
+    )
     assert len({sample for sample, _ in rows}) == order.distinct_per_epoch
     assert 0 <= order.distinct_per_epoch - len(rows) / order.aug_repeats < order.num_lanes
     assert {copy for _, copy in rows} <= set(range(order.aug_repeats))
@@ -146,8 +178,12 @@ def test_an_epoch_has_its_number_of_rows_and_of_distinct_images(order, epoch):
 
 @settings(deadline=None)
 @given(orders(forms=("batch",)), st.integers(0, 5))
-def test_by_batch_all_copies_of_an_image_are_in_one_batch_and_every_image_comes_equally_often(order, shuffle):
-    epochs = [epoch_of(order, shuffle * order.aug_repeats + number) for number in range(order.aug_repeats)]
+def test_by_batch_all_copies_of_an_image_are_in_one_batch_and_every_image_comes_equally_often(
+    order, shuffle
+):
+    epochs = [
+        epoch_of(order, shuffle * order.aug_repeats + number) for number in range(order.aug_repeats)
+    ]
     shown: Counter[int] = Counter()
     for batch in chain(*epochs):
         copies: dict[int, list[int]] = {}
@@ -166,14 +202,25 @@ def test_a_rank_has_all_copies_of_its_images_where_ranks_divide_the_lanes(order,
     """By sampler, all that the batch has: the others are in the batches beside it."""
     for ranks in (r for r in range(1, order.num_lanes + 1) if order.num_lanes % r == 0):
         size = order.global_batch_size // ranks
-        owners = [{sample for sample, _ in pairs(order, position, r * size, (r + 1) * size)} for r in range(ranks)]
+        owners = [
+            {sample for sample, _ in pairs(order, position, r * size, (r + 1) * size)}
+            for r in range(ranks)
+        ]
         assert sum(map(len, owners)) == len(set.union(*owners))
 
 
 @pytest.mark.parametrize(("num_samples", "repeats"), [(1024, 3), (1024, 2), (2560, 3)])
-def test_by_sampler_images_are_shown_as_often_as_by_timms_copy_of_deits_sampler(num_samples, repeats):
-    theirs = Counter(i for rank in range(4) for i in RepeatAugSampler(range(num_samples), 4, rank, num_repeats=repeats))
-    order = make_order(num_samples, 64, num_lanes=1, aug_repeats=repeats, aug_repeats_form="sampler")
+def test_by_sampler_images_are_shown_as_often_as_by_timms_copy_of_deits_sampler(
+    num_samples, repeats
+):
+    theirs = Counter(
+        i
+        for rank in range(4)
+        for i in RepeatAugSampler(range(num_samples), 4, rank, num_repeats=repeats)
+    )
+    order = make_order(
+        num_samples, 64, num_lanes=1, aug_repeats=repeats, aug_repeats_form="sampler"
+    )
     ours = Counter(sample for sample, _ in chain(*epoch_of(order, 3)))
     assert Counter(ours.values()) == Counter(theirs.values())
     assert order.distinct_per_epoch == len(theirs) == math.ceil(num_samples / repeats)
@@ -192,16 +239,24 @@ def test_copies_are_augmented_differently(shards):
 
 def config_of(tmp_path: Path, *overrides: str):
     path = tmp_path / "run.yaml"
-    path.write_text("data: {root: x, global_batch_size: 48}\naugment: {mixup_alpha: 0.8}\ntrain: {epochs: 2}\n")
+    path.write_text(
+        "data: {root: x, global_batch_size: 48}\naugment: {mixup_alpha: 0.8}\ntrain: {epochs: 2}\n"
+    )
     return load_config(path, list(overrides)).config
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(2, 600), st.sampled_from([2, 3, 4, 5]), st.sampled_from(["batch", "sampler"]), st.sampled_from([2, 4]))
+@given(
+    st.integers(2, 600),
+    st.sampled_from([2, 3, 4, 5]),
+    st.sampled_from(["batch", "sampler"]),
+    st.sampled_from([2, 4]),
+)
 def test_by_default_copies_of_an_image_never_mix_with_each_other(images, repeats, form, group):
     size = images * repeats * group if form == "batch" else images * group
     order = make_order(10**6, size, aug_repeats=repeats, aug_repeats_form=form, block_samples=1)
-    assume(size // repeats >= 4)  # fewer have no room between copies: `create_order` refuses what does not work
+    # fewer have no room between copies: `create_order` refuses what does not work
+    assume(size // repeats >= 4)
     for position in range(repeats):
         ids = order.batch(position)
         for mode in ("batch", "pair"):
@@ -211,13 +266,24 @@ def test_by_default_copies_of_an_image_never_mix_with_each_other(images, repeats
 
 def test_where_copies_would_mix_the_numbers_of_lanes_that_work_are_told(tmp_path):
     repeated = ("data.aug_repeats=3", "data.num_lanes=16")
-    with pytest.raises(ValueError, match="copies of an image would mix with each other in groups of 4") as caught:
+    with pytest.raises(
+        ValueError, match="copies of an image would mix with each other in groups of 4"
+    ) as caught:
         create_order(config_of(tmp_path, *repeated), 1000)
     assert "data.aug_repeats=3: with data.num_lanes=16" in str(caught.value)
-    assert str(caught.value).endswith("choose data.num_lanes out of [1, 2, 4, 8], or another augment.mix_group_size")
+    assert str(caught.value).endswith(
+        "choose data.num_lanes out of [1, 2, 4, 8], or another augment.mix_group_size"
+    )
     for lanes in (1, 2, 4, 8):
-        assert create_order(config_of(tmp_path, "data.aug_repeats=3", f"data.num_lanes={lanes}"), 1000).num_lanes == lanes
-    assert create_order(config_of(tmp_path, *repeated, "augment.mixup_alpha=0"), 1000).num_lanes == 16
+        assert (
+            create_order(
+                config_of(tmp_path, "data.aug_repeats=3", f"data.num_lanes={lanes}"), 1000
+            ).num_lanes
+            == lanes
+        )
+    assert (
+        create_order(config_of(tmp_path, *repeated, "augment.mixup_alpha=0"), 1000).num_lanes == 16
+    )
 
 
 def test_the_plan_tells_the_distinct_images_of_an_epoch(tmp_path):

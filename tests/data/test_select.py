@@ -1,4 +1,5 @@
-"""Which samples are trained on: the filter's language, files that exclude, subsets; each compared with Python on the same rows."""
+"""Which samples are trained on: the filter's language, files that exclude, subsets; each compared
+with Python on the same rows."""
 
 from __future__ import annotations
 
@@ -27,21 +28,31 @@ ROWS["size"] = np.arange(400) * 997 % 5000
 ROWS["label"] = np.arange(400) % 7
 NAMES = [*"abcdefg"]
 
-numbers = st.one_of(st.sampled_from([*COLUMNS]), st.integers(0, 300).map(str), st.floats(0.5, 9).map("{:.2f}".format))
+numbers = st.one_of(
+    st.sampled_from([*COLUMNS]),
+    st.integers(0, 300).map(str),
+    st.floats(0.5, 9).map("{:.2f}".format),
+)
 arithmetic = st.recursive(
     numbers,
     lambda part: st.one_of(
         st.tuples(part, st.sampled_from("+-*"), part).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
-        st.tuples(st.sampled_from(["min", "max"]), part, part).map(lambda t: f"{t[0]}({t[1]}, {t[2]})"),
+        st.tuples(st.sampled_from(["min", "max"]), part, part).map(
+            lambda t: f"{t[0]}({t[1]}, {t[2]})"
+        ),
         part.map(lambda inner: f"-{inner}"),
     ),
     max_leaves=4,
 )
-compared = st.tuples(arithmetic, st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), arithmetic).map(" ".join)
+compared = st.tuples(
+    arithmetic, st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), arithmetic
+).map(" ".join)
 truth = st.recursive(
     st.one_of(compared, st.just("label in (1, 3)"), st.just("10 < width <= 200")),
     lambda part: st.one_of(
-        st.tuples(part, st.sampled_from(["and", "or"]), part).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        st.tuples(part, st.sampled_from(["and", "or"]), part).map(
+            lambda t: f"({t[0]} {t[1]} {t[2]})"
+        ),
         part.map(lambda inner: f"not {inner}"),
     ),
     max_leaves=4,
@@ -52,19 +63,31 @@ truth = st.recursive(
 @given(truth)
 def test_a_filter_is_what_python_says_of_each_row(text):
     code = compile(text, "filter", "eval")
-    by_row = [bool(eval(code, {"min": min, "max": max}, {name: int(row[name]) for name in COLUMNS})) for row in ROWS]
+    by_row = [
+        bool(eval(code, {"min": min, "max": max}, {name: int(row[name]) for name in COLUMNS}))
+        for row in ROWS
+    ]
     assert RowFilter(text)(ROWS, NAMES).tolist() == by_row
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("heigth > 3", r"'heigth' at character 1 of 'heigth > 3': no column, did you mean height\?; there are width, height, size, label"),
+        (
+            "heigth > 3",
+            (
+                r"'heigth' at character 1 of 'heigth > 3': no column, did you mean height\?; there"
+                r" are width, height, size, label"
+            ),
+        ),
         ("width > 3 and", "'width > 3 and' cannot be read: expected a comparison such as"),
         ("width", "'width' gives numbers: expected a comparison"),
         ("width and height > 2", "'width' at character 1 .*: expected a comparison"),
         ("(width > 2) + 1 > 1", r"'width > 2' at character 2 .*: expected a number or a column"),
-        ("__import__('os').system('true') == 0", "at character 1 .*: not allowed; columns, numbers"),
+        (
+            "__import__('os').system('true') == 0",
+            "at character 1 .*: not allowed; columns, numbers",
+        ),
         ("width.real > 2", "'width.real' at character 1 .*: not allowed"),
         ("width ** 99999999 > 1", "not allowed"),
         ("[x for x in (1,)] == 1", "not allowed"),
@@ -75,7 +98,10 @@ def test_a_filter_is_what_python_says_of_each_row(text):
         ("(" * 500 + "width" + ")" * 500 + " > 1", "cannot be read"),
         ("width" + " + 1" * 450 + " > 1", "has parts in parts more than 100 deep"),
         ("-" * 1900 + "width < 1", "more than 100 deep|cannot be read"),
-        ("width + 99999999999999999999999 > 1", r"'9{23}' at character 9 of .*: numbers up to 2\*\*53 \(9,007,199,254,740,992\) are"),
+        (
+            "width + 99999999999999999999999 > 1",
+            r"'9{23}' at character 9 of .*: numbers up to 2\*\*53 \(9,007,199,254,740,992\) are",
+        ),
         ("label in ()", "expected values in brackets behind `in`"),
         ("1 <" * 3000 + "2", "9,001 characters, at most 2,000 are read"),
     ],
@@ -87,7 +113,9 @@ def test_what_is_no_filter_is_told_with_its_place(text, told):
 
 def test_divisions_by_zero_and_large_numbers_compare_as_numbers_do():
     assert RowFilter("1 / 0 > width and size / 0 != 1")(ROWS, NAMES).all()
-    assert RowFilter("size * size * size * size * size * size >= 0")(ROWS, NAMES).all(), "no integer that wraps"
+    assert RowFilter("size * size * size * size * size * size >= 0")(ROWS, NAMES).all(), (
+        "no integer that wraps"
+    )
     assert RowFilter("label * 9007199254740992 * 9007199254740992 >= 0")(ROWS, NAMES).all()
 
 
@@ -95,8 +123,13 @@ def test_classes_are_told_by_name():
     for one in ("label in ('c')", "label in (2)", "label in ['c']", "label in ('c',)"):
         assert RowFilter(one)(ROWS, NAMES).tolist() == (ROWS["label"] == 2).tolist()
     assert RowFilter("label == 'c'")(ROWS, NAMES).tolist() == (ROWS["label"] == 2).tolist()
-    assert RowFilter("label not in ('a', 'g', 3)")(ROWS, NAMES).tolist() == (~np.isin(ROWS["label"], (0, 6, 3))).tolist()
-    with pytest.raises(ValueError, match=r"'\"apple\"' at character 10 .*: no class, did you mean 'apples'\?"):
+    assert (
+        RowFilter("label not in ('a', 'g', 3)")(ROWS, NAMES).tolist()
+        == (~np.isin(ROWS["label"], (0, 6, 3))).tolist()
+    )
+    with pytest.raises(
+        ValueError, match=r"'\"apple\"' at character 10 .*: no class, did you mean 'apples'\?"
+    ):
         RowFilter('label == "apple"')(ROWS, ["pears", "apples"])
 
 
@@ -116,14 +149,16 @@ def test_keys_and_classes_are_excluded(shards, tmp_path, with_idx, split):
         for path in root.glob("*.idx"):
             path.unlink()
     keys = [split.key(number) for number in (3, 40, 59)]
-    (tmp_path / "bad.txt").write_text("# broken\n" + "\n".join(keys) + f"\nlabel=0\nclass={split.class_names[2]}\nnobody\n")
+    (tmp_path / "bad.txt").write_text(
+        "# broken\n" + "\n".join(keys) + f"\nlabel=0\nclass={split.class_names[2]}\nnobody\n"
+    )
     chosen = choose(open_split(root, "train"), Wanted(exclude=str(tmp_path / "bad.txt")))
     expected = [n for n in range(60) if split.index["label"][n] == 1 and n not in (3, 40, 59)]
     assert chosen.numbers.tolist() == expected
     gone = 60 - len(expected)
     assert (
-        f"{len(expected)} of 60 samples of {root} 'train': left out are {gone} by data.exclude (1 of its keys is not there: nobody); "
-        "2 classes have no image left" in (chosen.told)
+        f"{len(expected)} of 60 samples of {root} 'train': left out are {gone} by data.exclude (1"
+        " of its keys is not there: nobody); 2 classes have no image left" in (chosen.told)
     )
 
 
@@ -133,24 +168,34 @@ def test_a_quarantine_list_excludes_its_splits_keys(split, tmp_path):
         {"split": "val", "key": split.key(6)},
         {"split": "train", "key": "left out already"},
     ]
-    (tmp_path / "quarantine.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (tmp_path / "quarantine.jsonl").write_text(
+        "".join(json.dumps(entry) + "\n" for entry in entries)
+    )
     chosen = choose(split, Wanted(exclude=str(tmp_path / "quarantine.jsonl")))
     assert chosen.numbers.tolist() == [n for n in range(60) if n != 5]
 
 
 def test_what_cannot_be_excluded_is_told(split, tmp_path):
     path = tmp_path / "bad.txt"
-    with pytest.raises(ShardError, match=r"data\.exclude=.*bad\.txt: cannot be read \(No such file"):
+    with pytest.raises(
+        ShardError, match=r"data\.exclude=.*bad\.txt: cannot be read \(No such file"
+    ):
         choose(split, Wanted(exclude=str(path)))
     path.write_text("label=x\nclass=nobody\nlabel=3\n")
-    told = r"expected a key, label=NUMBER \(0 to 2\) or .*; line 1 is 'label=x', line 2 is 'class=nobody', line 3 is 'label=3'"
+    told = (
+        r"expected a key, label=NUMBER \(0 to 2\) or .*; line 1 is 'label=x', line 2 is"
+        r" 'class=nobody', line 3 is 'label=3'"
+    )
     with pytest.raises(ShardError, match=told):
         choose(split, Wanted(exclude=str(path)))
     path.write_text("label=-1\n")
     with pytest.raises(ShardError, match="line 1 is 'label=-1'"):
         choose(split, Wanted(exclude=str(path)))
     path.write_text("these\nare other keys\n")
-    with pytest.raises(ShardError, match=rf"'train', these, are other keys; expected keys as '{split.key(0)}' is one: no"):
+    with pytest.raises(
+        ShardError,
+        match=rf"'train', these, are other keys; expected keys as '{split.key(0)}' is one: no",
+    ):
         choose(split, Wanted(exclude=str(path)))
     path.write_text("label=0\nlabel=1\nlabel=2\n")
     with pytest.raises(ShardError, match=r"0 of 60 samples .*; nothing is left to train on"):
@@ -186,7 +231,13 @@ def test_keys_that_idx_writes_alike_are_told_apart(tmp_path, shards):
                 tar.addfile(member, io.BytesIO(content))
     index.main([str(root)])
     own = open_split(root, "train")
-    for keys, gone in ((["a b3"], [0]), (["a_b3"], [1]), (["a b3", "a_b3"], [0, 1]), (["a b4"], [2]), (["a_b4"], [2])):
+    for keys, gone in (
+        (["a b3"], [0]),
+        (["a_b3"], [1]),
+        (["a b3", "a_b3"], [0, 1]),
+        (["a b4"], [2]),
+        (["a_b4"], [2]),
+    ):
         (tmp_path / "bad.txt").write_text("\n".join(keys))
         chosen = choose(own, Wanted(exclude=str(tmp_path / "bad.txt")))
         assert sorted({*range(3)} - {*chosen.numbers.tolist()}) == gone, keys
@@ -204,16 +255,23 @@ def test_subsets_are_parts_of_larger_ones_and_of_the_size_asked_for(split):
         chosen = set(numbers_of(Wanted(fraction=fraction)))
         assert before <= chosen
         assert len(chosen) == round(60 * fraction)
-        by_class = Counter(labels[numbers_of(Wanted(fraction=fraction, fraction_of="class"))].tolist())
+        by_class = Counter(
+            labels[numbers_of(Wanted(fraction=fraction, fraction_of="class"))].tolist()
+        )
         assert by_class == {label: max(round(size * fraction), 1) for label, size in sizes.items()}
         before = chosen
     before = set()
     for count in (1, 2, 7, 1000):
         chosen = numbers_of(Wanted(samples_per_class=count))
-        assert Counter(labels[chosen].tolist()) == {label: min(size, count) for label, size in sizes.items()}
+        assert Counter(labels[chosen].tolist()) == {
+            label: min(size, count) for label, size in sizes.items()
+        }
         assert before <= set(chosen)
         before = set(chosen)
-    drawn = {tuple(choose(split, Wanted(samples_per_class=2, subset_seed=seed)).numbers.tolist()) for seed in range(5)}
+    drawn = {
+        tuple(choose(split, Wanted(samples_per_class=2, subset_seed=seed)).numbers.tolist())
+        for seed in range(5)
+    }
     assert len(drawn) == 5
 
 

@@ -1,4 +1,5 @@
-"""The two figures of a shuffle against a brute-force count, a perfect shuffle, and webdataset's buffer over real shards."""
+"""The two figures of a shuffle against a brute-force count, a perfect shuffle, and webdataset's
+buffer over real shards."""
 
 from __future__ import annotations
 
@@ -19,17 +20,31 @@ BY_CLASS = np.repeat(np.arange(1000, dtype=np.int32), 300)  # large enough for b
 def test_figures_are_those_of_counting():
     labels = np.array([0, 0, 0, 1, 1, 2])
     batches = [np.array([0, 1]), np.array([5, 2]), np.array([3, 4])]
-    mixing = mixing_of([(labels[ids], ids) for ids in batches], np.arange(3) / 3, 1 / 3, len(labels), np.bincount(labels))
+    mixing = mixing_of(
+        [(labels[ids], ids) for ids in batches],
+        np.arange(3) / 3,
+        1 / 3,
+        len(labels),
+        np.bincount(labels),
+    )
     assert mixing.classes_per_batch == pytest.approx((1 + 2 + 1) / 3)
-    assert mixing.distance == pytest.approx((0 + 0 + 3 + 1 + 1 + 1) / 6 / 6)  # places in time: 0 1 5 2 3 4
+    # places in time: 0 1 5 2 3 4
+    assert mixing.distance == pytest.approx((0 + 0 + 3 + 1 + 1 + 1) / 6 / 6)
     hits = [1 - scipy.stats.hypergeom(6, size, 2).pmf(0) for size in (3, 2, 1)]
     assert mixing.perfect_classes_per_batch == pytest.approx(sum(hits))
 
 
 def test_a_perfect_shuffle_has_the_figures_of_one():
-    labels = np.random.default_rng(0).choice(50, 20_000, p=np.arange(1, 51) / 1275).astype(np.int32)  # classes of many sizes, two unused
+    # classes of many sizes, two unused
+    labels = np.random.default_rng(0).choice(50, 20_000, p=np.arange(1, 51) / 1275).astype(np.int32)
     shuffled = np.random.default_rng(1).permutation(len(labels)).reshape(-1, 40)
-    mixing = mixing_of([(labels[ids], ids) for ids in shuffled], np.arange(500) / 500, 1 / 500, len(labels), np.bincount(labels))
+    mixing = mixing_of(
+        [(labels[ids], ids) for ids in shuffled],
+        np.arange(500) / 500,
+        1 / 500,
+        len(labels),
+        np.bincount(labels),
+    )
     assert mixing.classes_per_batch == pytest.approx(mixing.perfect_classes_per_batch, rel=0.01)
     assert mixing.distance == pytest.approx(PERFECT_DISTANCE, rel=0.02)
 
@@ -39,11 +54,14 @@ def test_blocks_of_class_sorted_shards_are_found_and_the_remedy_helps(aug_repeat
     poor = measure_mixing(make_order(len(BY_CLASS), 1024, aug_repeats=aug_repeats), BY_CLASS)
     assert poor.classes_per_batch < 0.95 * poor.perfect_classes_per_batch
     assert str(poor).endswith(
-        "neighbours in the shards are of one class and stay together in blocks of 64: data.block_samples=1 parts them"
+        "neighbours in the shards are of one class and stay together in blocks of 64:"
+        " data.block_samples=1 parts them"
     )
     dealt = np.random.default_rng(0).permutation(BY_CLASS)
     for block, labels in ((1, BY_CLASS), (64, dealt)):
-        good = measure_mixing(make_order(len(BY_CLASS), 1024, block_samples=block, aug_repeats=aug_repeats), labels)
+        good = measure_mixing(
+            make_order(len(BY_CLASS), 1024, block_samples=block, aug_repeats=aug_repeats), labels
+        )
         assert good.classes_per_batch == pytest.approx(good.perfect_classes_per_batch, rel=0.02)
         assert good.distance == pytest.approx(PERFECT_DISTANCE, abs=0.02)
         assert str(good).endswith("samples moved by 33 % of the data set (33 %)"), "and no remedy"
@@ -58,8 +76,14 @@ def test_webdatasets_buffer_mixes_class_sorted_shards_worse(tmp_path):
     """30 real shards of 50 samples and a buffer of two shards, its usual size beside ImageNet's."""
     labels = np.repeat(np.arange(30), 50)
     paths = SHUFFLE["write_shards"](tmp_path / "shards", labels, 50)
-    theirs = {shuffled: SHUFFLE["mixing_of_webdataset"](paths, labels, 100, shuffled, 60) for shuffled in (False, True)}
+    theirs = {
+        shuffled: SHUFFLE["mixing_of_webdataset"](paths, labels, 100, shuffled, 60)
+        for shuffled in (False, True)
+    }
     ours = measure_mixing(make_order(len(labels), 60), labels)
     assert ours.classes_per_batch > 0.95 * ours.perfect_classes_per_batch
-    assert max(mixing.classes_per_batch for mixing in theirs.values()) < 0.6 * ours.perfect_classes_per_batch
+    assert (
+        max(mixing.classes_per_batch for mixing in theirs.values())
+        < 0.6 * ours.perfect_classes_per_batch
+    )
     assert theirs[False].distance < 0.1 < 0.25 < ours.distance

@@ -1,4 +1,5 @@
-"""Chosen samples and several sources in one order: against an oracle in Python's integers, and by what an order promises."""
+"""Chosen samples and several sources in one order: against an oracle in Python's integers, and by
+what an order promises."""
 
 from __future__ import annotations
 
@@ -28,9 +29,13 @@ from vit.system.files import ShardError
 
 
 def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int]:
-    """Pass `number` over a source, sample by sample: its shuffled blocks, cut where the endless sequence's blocks are cut."""
+    """Pass `number` over a source, sample by sample: its shuffled blocks, cut where the endless
+    sequence's blocks are cut."""
     whole = num_samples // block
-    blocks = [range(b * block, (b + 1) * block) for b in (feistel(max(whole, 1), key_of(key, number), i) for i in range(whole))]
+    blocks = [
+        range(b * block, (b + 1) * block)
+        for b in (feistel(max(whole, 1), key_of(key, number), i) for i in range(whole))
+    ]
     rest = [*range(whole * block, num_samples)]
     lead = min(-number * num_samples % block, num_samples)
     if (num_samples - lead) // block < whole:  # its borders leave no room for all whole blocks
@@ -60,7 +65,13 @@ def mixtures(draw):
     for _ in range(draw(st.integers(1, 3))):
         num_samples = draw(st.integers(1, 40))
         skipped = draw(st.integers(0, 5))
-        chosen = np.sort(np.random.default_rng(num_samples).permutation(num_samples + skipped)[:num_samples]) if skipped else None
+        chosen = (
+            np.sort(
+                np.random.default_rng(num_samples).permutation(num_samples + skipped)[:num_samples]
+            )
+            if skipped
+            else None
+        )
         num_draws = draw(st.one_of(st.just(num_samples), st.integers(1, 90)))
         shares.append(Share(num_draws, num_samples, first, chosen))
         first += num_samples + skipped
@@ -72,7 +83,12 @@ def mixtures(draw):
         lanes = 1
         repeats = 1
         batch = 1
-    sizes = {"num_lanes": lanes, "block_samples": draw(st.integers(1, 9)), "window_blocks": 2, "aug_repeats": repeats}
+    sizes = {
+        "num_lanes": lanes,
+        "block_samples": draw(st.integers(1, 9)),
+        "window_blocks": 2,
+        "aug_repeats": repeats,
+    }
     return make_order(total, batch, draw(SEEDS), shares=tuple(shares), **sizes)
 
 
@@ -87,12 +103,16 @@ def test_an_order_of_several_sources_is_the_oracles(order):
             for pair in oracle(share, shuffle, order.block_samples, key_of(order.seed, 4, number))
         ]
         for step, rows in enumerate(brute_force(plain, shuffle)):
-            expected = [(drawn[draw][0], copy + order.aug_repeats * drawn[draw][1]) for draw, copy in rows]
+            expected = [
+                (drawn[draw][0], copy + order.aug_repeats * drawn[draw][1]) for draw, copy in rows
+            ]
             position = shuffle * order.steps_per_shuffle + step
             ids, copies = order.rows_and_copies(position, 0, order.global_batch_size)
             assert list(zip(ids.tolist(), copies.tolist(), strict=True)) == expected
             part = order.rows(position, order.global_batch_size // 2, order.global_batch_size)
-            assert part.tolist() == [sample for sample, _ in expected[order.global_batch_size // 2 :]], "some rows of a batch"
+            assert part.tolist() == [
+                sample for sample, _ in expected[order.global_batch_size // 2 :]
+            ], "some rows of a batch"
 
 
 @settings(deadline=None, max_examples=100)
@@ -102,14 +122,17 @@ def test_each_sample_of_a_source_comes_equally_often(num_samples, num_draws, blo
     counts = Counter[int]()
     for shuffle in range(5):
         samples, times = share(np.arange(num_draws), shuffle, block, np.uint64(seed))
-        assert len(set(zip(samples.tolist(), times.tolist(), strict=True))) == num_draws, "each with another augmentation"
+        assert len(set(zip(samples.tolist(), times.tolist(), strict=True))) == num_draws, (
+            "each with another augmentation"
+        )
         counts.update(samples.tolist())
         often = [counts[sample] for sample in range(num_samples)]
         assert max(often) - min(often) <= 1
 
 
 def test_blocks_stay_whole_in_every_pass():
-    """What lies together in a shard is read together: of 64 draws of one block at most one border is inside."""
+    """What lies together in a shard is read together: of 64 draws of one block at most one border
+    is inside."""
     share = Share(640, 1000)
     for shuffle in range(20):
         samples, _ = share(np.arange(640), shuffle, 64, np.uint64(7))
@@ -132,15 +155,24 @@ def test_without_weights_each_sample_comes_once_and_with_them_blocks_hold_one_so
     assert shares_of([100, 300], [3, 1]) == [300, 100]
     assert shares_of([300_000, 100_001], [1.0, 2.0]) == [133_312, 266_688]
     assert all(draws % 64 == 0 for draws in shares_of([300_000, 100_001], [1.0, 2.0]))
-    with pytest.raises(ValueError, match=r"weight 1e-05 of 1.00001 is less than 64 of 400,000 draws: give 0\.00016 or more"):
+    with pytest.raises(
+        ValueError,
+        match=r"weight 1e-05 of 1.00001 is less than 64 of 400,000 draws: give 0\.00016 or more",
+    ):
         shares_of([200_000, 200_000], [0.00001, 1.0])
 
 
 def test_golden_rows_of_a_mixture():
     """Runs on several sources go on only while these stay."""
-    shares = (Share(300_032, 100_003), Share(99_968, 500_000, 100_003, np.arange(0, 1_000_000, 2, dtype=np.uint32)))
+    shares = (
+        Share(300_032, 100_003),
+        Share(99_968, 500_000, 100_003, np.arange(0, 1_000_000, 2, dtype=np.uint32)),
+    )
     order = make_order(400_000, 8, 11, shares=shares)
-    found = [[part.tolist() for part in order.rows_and_copies(position, 0, 8)] for position in (0, 50_000)]
+    found = [
+        [part.tolist() for part in order.rows_and_copies(position, 0, 8)]
+        for position in (0, 50_000)
+    ]
     assert found == [
         [[87923, 35721, 20974, 1066959, 583055, 38185, 35599, 779657], [1, 0, 2, 0, 0, 0, 0, 0]],
         [[458941, 34535, 83143, 43518, 697397, 11775, 525637, 1039471], [0, 2, 1, 1, 0, 2, 0, 0]],
@@ -149,7 +181,7 @@ def test_golden_rows_of_a_mixture():
     assert small.rows(1000, 0, 8).tolist() == [8, 9, 16, 1, 8, 0, 7, 5]
 
 
-# ---- with real shards -----------------------------------------------------------------------------------------------
+# ---- with real shards ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -167,16 +199,25 @@ def test_classes_are_mapped_by_name(shards, other):
     splits = [open_split(shards, "train"), open_split(other, "train")]
     val = open_split(shards, "val")
     with pytest.raises(
-        ShardError, match=r"data\.sources\[1\] \(.*set 'train'\): 1 class that .* 'val' lacks: 'new'; leave them out with its filter"
+        ShardError,
+        match=(
+            r"data\.sources\[1\] \(.*set 'train'\): 1 class that .* 'val' lacks: 'new'; leave them"
+            r" out with its filter"
+        ),
     ):
         train_set_of_sources(splits, [Wanted(), Wanted()], [None, None], val, None)
-    of = train_set_of_sources(splits, [Wanted(), Wanted(filter="label != 'new'")], [None, None], val, None)
+    of = train_set_of_sources(
+        splits, [Wanted(), Wanted(filter="label != 'new'")], [None, None], val, None
+    )
     labels = of.split.index["label"]
     own = splits[1].index["label"]
     assert labels[:60].tolist() == splits[0].index["label"].tolist()
     kept = of.shares[1].chosen
     assert labels[60 + kept].tolist() == [{0: 2, 2: 0}[int(label)] for label in own[kept]]
-    assert of.split.index[np.array([0, 60 + kept[0]])]["label"].tolist() == labels[[0, 60 + kept[0]]].tolist()
+    assert (
+        of.split.index[np.array([0, 60 + kept[0]])]["label"].tolist()
+        == labels[[0, 60 + kept[0]]].tolist()
+    )
     assert (of.split.num_samples, of.num_draws, of.split.num_classes) == (120, 60 + len(kept), 3)
     assert of.split.read(60 + int(kept[0])) == splits[1].read(int(kept[0]))
     assert "by data.filter" in of.told[1]
@@ -200,29 +241,49 @@ def test_the_printed_filter_leaves_lacking_classes_out(shards, other):
 
 
 def test_names_that_contradict_each_other_are_refused_where_no_others_decide(shards, tmp_path):
-    cats, eels = (renamed(shards, tmp_path / names[0], names) for names in (["cat", "dog", "eel"], ["eel", "dog", "cat"]))
+    cats, eels = (
+        renamed(shards, tmp_path / names[0], names)
+        for names in (["cat", "dog", "eel"], ["eel", "dog", "cat"])
+    )
     val = renamed(shards, tmp_path / "nameless", [])
-    told = r"sources\[2\] .*: label 0 is 'eel', of data\.sources\[1\] .* it is 'cat', and .*nameless 'train' has no names that say which"
+    told = (
+        r"sources\[2\] .*: label 0 is 'eel', of data\.sources\[1\] .* it is 'cat', and .*nameless"
+        r" 'train' has no names that say which"
+    )
     with pytest.raises(ShardError, match=told):
         train_set_of_sources([val, cats, eels], [Wanted()] * 3, [None] * 3, val, None)
     by_number = train_set_of_sources([val, cats], [Wanted()] * 2, [None] * 2, val, None)
     assert "by number" not in by_number.told[0]
-    assert by_number.told[1].endswith(f"its labels are taken by number, for {val.root} 'train' names no classes")
+    assert by_number.told[1].endswith(
+        f"its labels are taken by number, for {val.root} 'train' names no classes"
+    )
     by_number = train_set_of_sources([val, eels], [Wanted()] * 2, [None] * 2, eels, None)
-    assert by_number.told[0].endswith(f"its labels are taken by number, for {val.root} 'train' names no classes")
+    assert by_number.told[0].endswith(
+        f"its labels are taken by number, for {val.root} 'train' names no classes"
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_of_weighted_sources_are_the_same_on_any_ranks_from_anywhere_and_a_sample_drawn_twice_is_augmented_twice(shards, workers):
+def test_batches_of_weighted_sources_are_the_same_on_any_ranks_from_anywhere_and_a_sample_drawn_twice_is_augmented_twice(
+    shards, workers
+):
     split = open_split(shards, "train")
     val = open_split(shards, "val")
-    of = train_set_of_sources([split, open_split(shards, "val")], [Wanted(samples_per_class=2), Wanted()], [3.0, 1.0], val, None)
+    of = train_set_of_sources(
+        [split, open_split(shards, "val")],
+        [Wanted(samples_per_class=2), Wanted()],
+        [3.0, 1.0],
+        val,
+        None,
+    )
     assert [share.num_draws for share in of.shares] == [22, 7]
     order = make_order(of.num_draws, 12, 5, shares=of.shares)
     image = ImageFormat((16, 16), 3, "bilinear")
 
     def batches(first: int, rank: int, world_size: int) -> list:
-        made = TrainBatches(of.split, order, AugmentConfig(), image, rank=rank, world_size=world_size)
+        made = TrainBatches(
+            of.split, order, AugmentConfig(), image, rank=rank, world_size=world_size
+        )
         with Loader(made, first, 6, num_workers=workers) as loader:
             return [batch.clone() for batch in loader]
 

@@ -1,4 +1,5 @@
-"""Streams give whole samples with their own labels, without end, and say that they are not exact."""
+"""Streams give whole samples with their own labels, without end, and say that they are not
+exact."""
 
 from __future__ import annotations
 
@@ -35,10 +36,14 @@ PATIENCE = Patience(0.5, 0.01, 0.05)
 WHOLE = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0), hflip_prob=0.0)
 
 
-def batches(stream: str, *, num_samples=60, workers=0, ranks=1, rank=0, augment=WHOLE, **options) -> StreamBatches:
+def batches(
+    stream: str, *, num_samples=60, workers=0, ranks=1, rank=0, augment=WHOLE, **options
+) -> StreamBatches:
     order = make_order(num_samples, 12, seed=3)
     opened = open_stream(stream, num_samples, 3, [], patience=PATIENCE)
-    return StreamBatches(opened, order, augment, FORMAT, rank=rank, world_size=ranks, num_workers=workers, **options)
+    return StreamBatches(
+        opened, order, augment, FORMAT, rank=rank, world_size=ranks, num_workers=workers, **options
+    )
 
 
 def read(made: StreamBatches, *, steps=5, workers=0, start=0) -> list:
@@ -55,16 +60,25 @@ def test_all_samples_come_with_their_own_labels(workers, ranks, shards):
     """3 shards for 1 and 3 readers, and for 4, which take each fourth sample of all."""
     seen = Counter()
     for rank in range(ranks):
-        for batch in read(batches(tars(shards), workers=workers, ranks=ranks, rank=rank), steps=15, workers=workers):
+        for batch in read(
+            batches(tars(shards), workers=workers, ranks=ranks, rank=rank),
+            steps=15,
+            workers=workers,
+        ):
             assert batch.images.shape == (12 // ranks, 3, 16, 16)
             assert (batch.weights == 1).all()
             seen.update(zip(batch.ids.tolist(), batch.labels.tolist(), strict=True))
     split = open_split(shards, "train")
-    numbers = [int.from_bytes(hashlib.blake2b(split.key(i).encode(), digest_size=8).digest()) >> 1 for i in range(60)]
+    numbers = [
+        int.from_bytes(hashlib.blake2b(split.key(i).encode(), digest_size=8).digest()) >> 1
+        for i in range(60)
+    ]
     assert seen.keys() <= set(zip(numbers, split.index["label"].tolist(), strict=True))
     if not workers:
         assert len(seen) == 60
-        assert max(seen.values()) <= 4, "three epochs of one reader: only what waits in the buffer comes too late"
+        assert max(seen.values()) <= 4, (
+            "three epochs of one reader: only what waits in the buffer comes too late"
+        )
 
 
 def test_images_are_those_of_the_samples_with_that_key(shards):
@@ -75,13 +89,19 @@ def test_images_are_those_of_the_samples_with_that_key(shards):
         keys.setdefault(split.index["label"][i], []).append(i)
     for batch in read(made, steps=2):
         for image, label in zip(batch.images, batch.labels.tolist(), strict=True):
-            views = [decode_views(split.read(i), [(0, 2, 20, 20)], FORMAT.size, FORMAT.interpolation)[0] for i in keys[label]]
+            views = [
+                decode_views(split.read(i), [(0, 2, 20, 20)], FORMAT.size, FORMAT.interpolation)[0]
+                for i in keys[label]
+            ]
             near = min((view.float() - image.float()).abs().mean() for view in views)
             assert near < 12, "the image is none of its class"
 
 
 def test_passes_differ_and_a_later_start_is_another_pass(shards):
-    ids = [torch.cat([b.ids for b in read(batches(tars(shards)), steps=5, start=start)]).tolist() for start in (0, 0, 5)]
+    ids = [
+        torch.cat([b.ids for b in read(batches(tars(shards)), steps=5, start=start)]).tolist()
+        for start in (0, 0, 5)
+    ]
     assert ids[0] == ids[1]
     assert ids[0] != ids[2]
     long = torch.cat([b.ids for b in read(batches(tars(shards)), steps=10)])
@@ -97,7 +117,9 @@ def test_streams_over_the_web_without_ranges_and_from_commands(kind, shards):
             "pipe": f"pipe:cat {tars(shards)}",
             "several": f"{shards}/train-00000.tar::pipe:cat {shards}/train-{{00001,00002}}.tar",
         }
-        ids = torch.cat([batch.ids for batch in read(batches(streams[kind], workers=2), steps=20, workers=2)])
+        ids = torch.cat(
+            [batch.ids for batch in read(batches(streams[kind], workers=2), steps=20, workers=2)]
+        )
         assert len(set(ids.tolist())) == 60
 
 
@@ -115,15 +137,36 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
     ("stream", "told"),
     [
         ("pipe:exit 3", "pipe:exit 3: the stream broke"),
-        ("pipe:head -c 5000 {shards}/train-00000.tar", "head -c 5000 .*: the stream broke .*cut off: .* at byte"),
-        ("pipe:cat {folder}/empty.tar", "empty.tar: no samples came, expected tars of <key>.jpg and <key>.cls"),
+        (
+            "pipe:head -c 5000 {shards}/train-00000.tar",
+            "head -c 5000 .*: the stream broke .*cut off: .* at byte",
+        ),
+        (
+            "pipe:cat {folder}/empty.tar",
+            "empty.tar: no samples came, expected tars of <key>.jpg and <key>.cls",
+        ),
         ("{folder}/nowhere.tar", "nowhere.tar: the stream broke .*No such file"),
-        ("http://127.0.0.1:9/train.tar", r"http://127.0.0.1:9/train.tar: nothing answers at this port \(connection refused\); correct"),
-        ("{folder}/unlabelled.tar", r"unlabelled.tar: sample 'a' has no .cls with the label .* Found .jpg \(1\), as in a.jpg"),
+        (
+            "http://127.0.0.1:9/train.tar",
+            (
+                r"http://127.0.0.1:9/train.tar: nothing answers at this port \(connection"
+                r" refused\); correct"
+            ),
+        ),
+        (
+            "{folder}/unlabelled.tar",
+            (
+                r"unlabelled.tar: sample 'a' has no .cls with the label .* Found .jpg \(1\), as in"
+                r" a.jpg"
+            ),
+        ),
         ("{folder}/labels.tar", "labels.tar: sample 'a': label 7; expected 0 to 2"),
-        ("{folder}/broken.tar", "image 'a' of the stream: .*; data.on_bad_image=skip trains without it"),
+        (
+            "{folder}/broken.tar",
+            "image 'a' of the stream: .*; data.on_bad_image=skip trains without it",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_stream_is_told(stream, told, workers, shards, tmp_path):
     image = open_split(shards, "train").read(0)
     write_tar(tmp_path / "empty.tar", {"README": b""})
@@ -137,9 +180,13 @@ def test_what_is_wrong_with_a_stream_is_told(stream, told, workers, shards, tmp_
 
 @pytest.fixture
 def twenty(shards, tmp_path) -> Path:
-    """A tar of 20 samples; `<folder>/first.tar` ends, and in `damaged.tar` and `hole.tar` a header lies damaged, where the 11th begins."""
+    """A tar of 20 samples; `<folder>/first.tar` ends, and in `damaged.tar` and `hole.tar` a header
+    lies damaged, where the 11th begins."""
     image = open_split(shards, "train").read(0)
-    path = write_tar(tmp_path / "twenty.tar", {f"{i:02}.{ext}": data for i in range(20) for ext, data in (("jpg", image), ("cls", b"1"))})
+    path = write_tar(
+        tmp_path / "twenty.tar",
+        {f"{i:02}.{ext}": data for i in range(20) for ext, data in (("jpg", image), ("cls", b"1"))},
+    )
     data = path.read_bytes()
     with tarfile.open(path) as tar:
         cut = tar.getmember("10.jpg").offset
@@ -153,15 +200,33 @@ def twenty(shards, tmp_path) -> Path:
 BROKEN = [
     ("{folder}/first.tar", r"broke \(cut off: a header or the end mark is missing at byte \d+\)"),
     ("{folder}/first.tar.gz", "first.tar.gz: the stream broke .*the end mark is missing at byte"),
-    ("pipe:cat {folder}/first.tar", "first.tar: the stream broke .*the end mark is missing at byte"),
-    ("pipe:cat {folder}/first.tar; exit 3", r"exit 3: the stream broke \(its command ended with status 3\)"),
+    (
+        "pipe:cat {folder}/first.tar",
+        "first.tar: the stream broke .*the end mark is missing at byte",
+    ),
+    (
+        "pipe:cat {folder}/first.tar; exit 3",
+        r"exit 3: the stream broke \(its command ended with status 3\)",
+    ),
     ("pipe:cat {folder}/first.tar; sleep 0.2; kill -9 $$", "the stream broke .*status -9"),
-    ("pipe:cat {folder}/twenty.tar; sleep 0.2; exit 3", r"exit 3: the stream broke \(its command ended with status 3\)"),
-    ("{folder}/damaged.tar", r"damaged.tar: the stream broke \(damaged: no tar header \(bad checksum\) at byte \d+\)"),
+    (
+        "pipe:cat {folder}/twenty.tar; sleep 0.2; exit 3",
+        r"exit 3: the stream broke \(its command ended with status 3\)",
+    ),
+    (
+        "{folder}/damaged.tar",
+        r"damaged.tar: the stream broke \(damaged: no tar header \(bad checksum\) at byte \d+\)",
+    ),
     ("pipe:cat {folder}/damaged.tar", "damaged.tar: the stream broke .*bad checksum.* at byte"),
-    ("{folder}/hole.tar", "hole.tar: the stream broke .*zeros instead of a header, with data after them .* at byte"),
-    ("pipe:cat {folder}/twenty.tar {folder}/twenty.tar", "the stream broke .*or several tars as one"),
-]  # fmt: skip
+    (
+        "{folder}/hole.tar",
+        "hole.tar: the stream broke .*zeros instead of a header, with data after them .* at byte",
+    ),
+    (
+        "pipe:cat {folder}/twenty.tar {folder}/twenty.tar",
+        "the stream broke .*or several tars as one",
+    ),
+]
 
 
 @pytest.mark.parametrize(("stream", "told"), BROKEN, ids=[stream for stream, _ in BROKEN])
@@ -171,7 +236,9 @@ def test_a_tar_that_does_not_come_to_its_end_is_told(stream, told, twenty):
         read(batches(stream.format(folder=twenty.parent)))
 
 
-@pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "gnu tar", "webdataset", "long names", "a mark behind"])
+@pytest.mark.parametrize(
+    "kind", ["gz", "bz2", "xz", "gnu tar", "webdataset", "long names", "a mark behind"]
+)
 def test_whole_tars_of_all_writers_are_read_to_their_end(kind, twenty, tmp_path):
     stream = str(tmp_path / "other.tar")
     folder = tmp_path / "files"
@@ -184,7 +251,9 @@ def test_whole_tars_of_all_writers_are_read_to_their_end(kind, twenty, tmp_path)
     elif kind == "webdataset":
         with webdataset.TarWriter(stream) as writer:
             for key in sorted({name[:2] for name in names}):
-                writer.write({"__key__": key, "jpg": (folder / f"{key}.jpg").read_bytes(), "cls": b"1"})
+                writer.write(
+                    {"__key__": key, "jpg": (folder / f"{key}.jpg").read_bytes(), "cls": b"1"}
+                )
     elif kind == "a mark behind":
         stream = f"pipe:cat {tmp_path}/first.tar && head -c 1024 /dev/zero"
         count = 10
@@ -198,7 +267,8 @@ def test_whole_tars_of_all_writers_are_read_to_their_end(kind, twenty, tmp_path)
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_each_sample_comes_once_however_often_the_web_breaks_off(ranges, twenty, monkeypatch):
-    """Refusals, cuts, and a server that falls silent in the middle of a tar; one without ranges gives all of it again."""
+    """Refusals, cuts, and a server that falls silent in the middle of a tar; one without ranges
+    gives all of it again."""
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     data = twenty.read_bytes()
     with WebServer({"/a.tar": data}) as server:
@@ -210,16 +280,31 @@ def test_each_sample_comes_once_however_often_the_web_breaks_off(ranges, twenty,
         asked = list(server.requests)
     assert sorted(sample.key for sample in samples) == [f"{i:02}" for i in range(20)]
     assert all(sample.data == samples[0].data for sample in samples)
-    starts = [100, 5100, 5100, 5100 + len(data) // 2] if ranges else [100, 5000, 5000, len(data) // 2]
-    assert [wanted for _, _, wanted in asked] == [None, None, None, *(f"bytes={start}-{len(data) - 1}" for start in starts)]
+    starts = (
+        [100, 5100, 5100, 5100 + len(data) // 2] if ranges else [100, 5000, 5000, len(data) // 2]
+    )
+    assert [wanted for _, _, wanted in asked] == [
+        None,
+        None,
+        None,
+        *(f"bytes={start}-{len(data) - 1}" for start in starts),
+    ]
 
 
 def test_what_fails_over_the_web_each_time_is_told(twenty):
     with WebServer({"/a.tar": b"no tar"}) as server:
-        with pytest.raises(ShardError, match=r"b.tar: the stream broke \(no such file on the server\)"):
+        with pytest.raises(
+            ShardError, match=r"b.tar: the stream broke \(no such file on the server\)"
+        ):
             read(batches(f"{server.url}/b.tar"))
         server.statuses = [503] * 1000
-        with pytest.raises(ShardError, match=r"a.tar: the server answers 503 Service Unavailable, \d+ times in \d s; check the address"):
+        with pytest.raises(
+            ShardError,
+            match=(
+                r"a.tar: the server answers 503 Service Unavailable, \d+ times in \d s; check the"
+                r" address"
+            ),
+        ):
             read(batches(f"{server.url}/a.tar"))
         server.statuses = []
         server.requests[:] = []
@@ -231,7 +316,15 @@ def test_what_fails_over_the_web_each_time_is_told(twenty):
 def test_bad_images_are_skipped_where_that_is_asked_for(shards, tmp_path):
     image = open_split(shards, "train").read(0)
     path = write_tar(
-        tmp_path / "some.tar", {"a.jpg": b"no image", "a.cls": b"1", "b.jpg": image[:300], "b.cls": b"1", "c.jpg": image, "c.cls": b"2"}
+        tmp_path / "some.tar",
+        {
+            "a.jpg": b"no image",
+            "a.cls": b"1",
+            "b.jpg": image[:300],
+            "b.cls": b"1",
+            "c.jpg": image,
+            "c.cls": b"2",
+        },
     )
     [batch] = read(batches(str(path), on_bad_image="skip"), steps=1)
     assert {"a", "b"} == set(batch.bad_keys)
@@ -239,25 +332,48 @@ def test_bad_images_are_skipped_where_that_is_asked_for(shards, tmp_path):
 
 
 def test_fewer_samples_than_readers(shards, tmp_path):
-    path = write_tar(tmp_path / "one.tar", {"a.jpg": open_split(shards, "train").read(0), "a.cls": b"1"})
-    with pytest.raises(ShardError, match=r"1 samples came, .*; its 2 readers \(ranks times data.num_workers\) need one each"):
-        read(batches(str(path), workers=2), steps=1000, workers=2)  # so many that both workers get to make one
+    path = write_tar(
+        tmp_path / "one.tar", {"a.jpg": open_split(shards, "train").read(0), "a.cls": b"1"}
+    )
+    with pytest.raises(
+        ShardError,
+        match=r"1 samples came, .*; its 2 readers \(ranks times data.num_workers\) need one each",
+    ):
+        # so many that both workers get to make one
+        read(batches(str(path), workers=2), steps=1000, workers=2)
 
 
 def test_braces_and_the_package(shards, monkeypatch):
-    assert open_stream("a-{0..2}.tar::pipe:x {1,2}", 1, 1, []).filenames == ["a-0.tar", "a-1.tar", "a-2.tar", "pipe:x 1", "pipe:x 2"]
+    assert open_stream("a-{0..2}.tar::pipe:x {1,2}", 1, 1, []).filenames == [
+        "a-0.tar",
+        "a-1.tar",
+        "a-2.tar",
+        "pipe:x 1",
+        "pipe:x 2",
+    ]
     monkeypatch.setitem(sys.modules, "webdataset", None)
     with pytest.raises(ShardError, match=r"pip install webdataset"):
         open_stream("a.tar", 1, 1, [])
 
 
 @pytest.mark.slow
-def test_training_on_a_stream_says_that_it_is_not_exact_and_evaluates_exactly(config, shards, tmp_path):
-    streamed = ["data.reader=webdataset", f"data.stream={tars(shards)}", "data.num_samples=60", "data.num_workers=1"]
-    done = run("launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *streamed)
+def test_training_on_a_stream_says_that_it_is_not_exact_and_evaluates_exactly(
+    config, shards, tmp_path
+):
+    streamed = [
+        "data.reader=webdataset",
+        f"data.stream={tars(shards)}",
+        "data.num_samples=60",
+        "data.num_workers=1",
+    ]
+    done = run(
+        "launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *streamed
+    )
     assert done.returncode == 0, done.stderr
     assert "not exact: samples may repeat or be missed, resume starts a new pass" in done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["exact"] for line in lines if line["kind"] in ("start", "epoch")] == [False] * 4
     assert [line["num_images"] for line in lines if line["kind"] == "eval"] == [23, 23]
     shown = run("launch/train.py", "--config", config, "--print-config", *TINY, *streamed)

@@ -29,13 +29,19 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture
 def web(shards):
-    with WebServer({f"/set/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}) as server:
+    with WebServer(
+        {f"/set/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
+    ) as server:
         yield server
 
 
 def asked(web) -> list[tuple[str, str]]:
     """(shard, range) of the requests for blocks."""
-    return [(path, wanted) for _, path, wanted in web.requests if path.endswith(".tar") and wanted != "bytes=0-0"]
+    return [
+        (path, wanted)
+        for _, path, wanted in web.requests
+        if path.endswith(".tar") and wanted != "bytes=0-0"
+    ]
 
 
 def test_a_job_after_it_asks_the_store_for_nothing(web, tmp_path, shards, capsys):
@@ -49,18 +55,25 @@ def test_a_job_after_it_asks_the_store_for_nothing(web, tmp_path, shards, capsys
     assert requests == len(set(asked(web))) == len(list(cache.rglob("*.block")))
     for name in ("train", "val"):
         here, there = open_split(shards, name), open_split(url, name, cache)
-        assert [there.read(i) for i in range(len(there))] == [here.read(i) for i in range(len(here))]
+        assert [there.read(i) for i in range(len(there))] == [
+            here.read(i) for i in range(len(here))
+        ]
     assert len(asked(web)) == requests
     assert warm.main([url, "--cache-dir", str(cache), "--split", "val"]) == 0
     assert capsys.readouterr().out.endswith(f"are in {cache}, 0.0 MB of them fetched now\n")
     assert len(asked(web)) == requests
 
 
-def test_shards_and_a_fraction_of_a_mounted_folder_as_a_config_says(shards, tmp_path, config, capsys):
+def test_shards_and_a_fraction_of_a_mounted_folder_as_a_config_says(
+    shards, tmp_path, config, capsys
+):
     cache = tmp_path / "near"
     settings = ["--config", str(config), f"data.root={shards}", f"data.cache_dir={cache}"]
     assert warm.main([*settings, "--split", "train", "--shards", "1-2"]) == 0
-    assert sorted({path.name.split(".")[0] for path in cache.rglob("*.block")}) == ["train-00001", "train-00002"]
+    assert sorted({path.name.split(".")[0] for path in cache.rglob("*.block")}) == [
+        "train-00001",
+        "train-00002",
+    ]
     assert len(list(cache.rglob("*.block"))) == 10
     assert warm.main([*settings, "--split", "train", "--fraction", "0.4"]) == 0
     assert len(list(cache.rglob("train-00000*.block"))) == 5
@@ -70,12 +83,45 @@ def test_shards_and_a_fraction_of_a_mounted_folder_as_a_config_says(shards, tmp_
 def test_it_stops_where_the_cache_is_full_and_takes_nothing_away(web, tmp_path, capsys):
     url = f"{web.url}/set"
     cache = tmp_path / "cache"
-    assert warm.main([url, "--cache-dir", str(cache), "--split", "train", "--cache-gib", str(60_000 / GIB), "--threads", "2"]) == 0
+    assert (
+        warm.main(
+            [
+                url,
+                "--cache-dir",
+                str(cache),
+                "--split",
+                "train",
+                "--cache-gib",
+                str(60_000 / GIB),
+                "--threads",
+                "2",
+            ]
+        )
+        == 0
+    )
     blocks = set(cache.rglob("*.block"))
     assert 2 <= len(blocks) <= 6
-    assert "; the cache is full (0.1 MB): --cache-gib, or data.cache_gib, gives it more room" in capsys.readouterr().out
+    assert (
+        "; the cache is full (0.1 MB): --cache-gib, or data.cache_gib, gives it more room"
+        in capsys.readouterr().out
+    )
     requests = len(asked(web))
-    assert warm.main([url, "--cache-dir", str(cache), "--split", "train", "--cache-gib", str(60_000 / GIB), "--threads", "1"]) == 0
+    assert (
+        warm.main(
+            [
+                url,
+                "--cache-dir",
+                str(cache),
+                "--split",
+                "train",
+                "--cache-gib",
+                str(60_000 / GIB),
+                "--threads",
+                "1",
+            ]
+        )
+        == 0
+    )
     assert blocks <= set(cache.rglob("*.block"))
     assert len(asked(web)) <= requests + 1
 
@@ -91,33 +137,67 @@ def test_damaged_blocks_are_counted_and_the_others_are_fetched(web, tmp_path, sh
     out, error = capsys.readouterr()
     assert out.startswith("val: "), "what comes after it is fetched"
     assert error.count("error: ") == 1
-    assert f"; 1 block of {web.url}/set/{name}: other bytes than indexed; copy what is damaged again (`python -m data_prep.verify" in error
+    assert (
+        f"; 1 block of {web.url}/set/{name}: other bytes than indexed; copy what is damaged again"
+        " (`python -m data_prep.verify" in error
+    )
     assert len(list(cache.rglob("train*.block"))) == 14
 
 
 def test_a_shard_that_is_replaced_meanwhile_is_told_and_waited_for_by_nobody(web, tmp_path):
     """Its other threads still wait for a server that is away."""
     code = (
-        "import runpy, sys; from vit.data.storage import http, patience, tars; tars.BLOCK_BYTES = 16_000; patience.NUM_REFUSALS = 1\n"
-        "real = tars.RemoteTars.blocks\n"
-        "def blocks(self, shards):\n"
-        "    self.versions[0] = http.Version(5, 'another')\n"
-        "    return real(self, shards)\n"
-        "storage.RemoteTars.blocks = blocks\n"
-        "runpy.run_module('vit.data.warm', run_name='__main__')\n"
+        "import runpy, sys; from vit.data.storage import http, patience, tars; tars.BLOCK_BYTES ="
+        " 16_000; patience.NUM_REFUSALS = 1\nreal = tars.RemoteTars.blocks\ndef blocks(self,"
+        " shards):\n    self.versions[0] = http.Version(5, 'another')\n    return real(self,"
+        " shards)\nstorage.RemoteTars.blocks = blocks\nrunpy.run_module('vit.data.warm',"
+        " run_name='__main__')\n"
     )
-    command = [sys.executable, "-c", code, f"{web.url}/set", "--cache-dir", str(tmp_path / "cache"), "--split", "train"]
-    done = subprocess.run(command, env={**environment(), "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=60)
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        f"{web.url}/set",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "--split",
+        "train",
+    ]
+    done = subprocess.run(
+        command,
+        env={**environment(), "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"error: {web.url}/set/train-00000.tar: it was replaced at its URL while it was in use")
+    assert done.stderr.splitlines()[-1].startswith(
+        f"error: {web.url}/set/train-00000.tar: it was replaced at its URL while it was in use"
+    )
 
 
 def test_several_at_once_share_the_work(web, tmp_path):
     web.delay_s = 0.1
-    code = "import sys; from vit.data import warm; from vit.data.storage import tars; tars.BLOCK_BYTES = 16_000; sys.exit(warm.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, f"{web.url}/set", "--cache-dir", str(tmp_path / "cache"), "--split", "train", "--threads", "2"]
+    code = (
+        "import sys; from vit.data import warm; from vit.data.storage import tars; tars.BLOCK_BYTES"
+        " = 16_000; sys.exit(warm.main(sys.argv[1:]))"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        f"{web.url}/set",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "--split",
+        "train",
+        "--threads",
+        "2",
+    ]
     env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
-    processes = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    processes = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
     told = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], told
     assert set(Counter(asked(web)).values()) == {1}
@@ -127,11 +207,23 @@ def test_several_at_once_share_the_work(web, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["ROOT"], "is a folder, which is read in place: --cache-dir says where copies of its blocks go"),
+        (
+            ["ROOT"],
+            "is a folder, which is read in place: --cache-dir says where copies of its blocks go",
+        ),
         ([], "one data set is wanted: its folder or URL, or --config FILE"),
-        (["ROOT", "--cache-dir", "CACHE", "--shards", "5"], "--shards 5: expected a number or a range, as 0-2, of 3 shards"),
-        (["ROOT", "--cache-dir", "CACHE", "--fraction", "2"], "--fraction lies above 0 and is at most 1"),
-        (["ROOT", "--cache-dir", "CACHE", "--split", "trian"], "no split 'trian'; there are train, val (did you mean 'train'?)"),
+        (
+            ["ROOT", "--cache-dir", "CACHE", "--shards", "5"],
+            "--shards 5: expected a number or a range, as 0-2, of 3 shards",
+        ),
+        (
+            ["ROOT", "--cache-dir", "CACHE", "--fraction", "2"],
+            "--fraction lies above 0 and is at most 1",
+        ),
+        (
+            ["ROOT", "--cache-dir", "CACHE", "--split", "trian"],
+            "no split 'trian'; there are train, val (did you mean 'train'?)",
+        ),
         (["ROOT", "--cache", "CACHE"], "unknown: --cache; did you mean --cache-gib?"),
     ],
 )
@@ -147,12 +239,17 @@ def test_what_is_wrong_is_told_in_a_line(arguments, told, shards, tmp_path, caps
 def test_a_run_with_an_empty_cache_says_what_it_will_fetch_first(web, tmp_path, monkeypatch):
     monkeypatch.setattr("vit.run.preflight.TELL_MISSING_BYTES", 10_000)
     split = open_split(f"{web.url}/set", "train", tmp_path / "cache")
-    batches = TrainBatches(split, make_order(60, 12), AugmentConfig(), ImageFormat((16, 16), 3, "bilinear"))
+    batches = TrainBatches(
+        split, make_order(60, 12), AugmentConfig(), ImageFormat((16, 16), 3, "bilinear")
+    )
     plan = Plan(**{**dict.fromkeys(Plan.__dataclass_fields__, 1), "total_steps": 50})
     told = filling_note(batches, 3, plan)
     all_bytes = sum(block.num_bytes for block in split.tars.blocks(range(3)))
     gb = f"{all_bytes / 1e9:.2f} GB"
-    expected = f"filling the cache: the next 8 batches of a rank lie in {gb} of blocks, of which {gb} are not in {tmp_path}/cache yet"
+    expected = (
+        f"filling the cache: the next 8 batches of a rank lie in {gb} of blocks, of which {gb} are"
+        f" not in {tmp_path}/cache yet"
+    )
     assert told.startswith(expected)
     assert filling_note(batches, 50, plan) is None
     split.prefetch(np.arange(60))

@@ -1,4 +1,5 @@
-"""A worker that hangs is named with what it hangs at, and replaced; what training waits for is never a secret."""
+"""A worker that hangs is named with what it hangs at, and replaced; what training waits for is
+never a secret."""
 
 from __future__ import annotations
 
@@ -82,9 +83,17 @@ def test_a_stopped_worker_is_named_and_replaced_and_no_batch_differs(caplog):
             batches.check(position, batch)
         assert loader._crew.num_replaced == 1
     assert not is_alive(stopped)
-    what = rf"loader worker \d \(process {stopped}, stopped\) has been reading \(sample 7 of shard-1.tar\) since \d\d:\d\d:\d\d"
-    assert re.search(rf"training has waited \d s for its next batch: {what}", caplog.text), caplog.text
-    killed = rf"{what}, without progress for \d s \(data.stall_timeout_s\): it is killed, and another makes its part of the batch again"
+    what = (
+        rf"loader worker \d \(process {stopped}, stopped\) has been reading \(sample 7 of"
+        r" shard-1.tar\) since \d\d:\d\d:\d\d"
+    )
+    assert re.search(rf"training has waited \d s for its next batch: {what}", caplog.text), (
+        caplog.text
+    )
+    killed = (
+        rf"{what}, without progress for \d s \(data.stall_timeout_s\): it is killed, and another"
+        r" makes its part of the batch again"
+    )
     assert len(re.findall(killed, caplog.text)) == 1, caplog.text
 
 
@@ -93,7 +102,8 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
     with Loader(batches, 0, 40, num_workers=1, stall_timeout_s=0.6) as loader:
         while loader._crew.num_queued:
             loader._note(loader._crew.results(wait=True))
-        while loader._crew.rows[0].stage != Stage.IDLE:  # what it made is there a moment before it waits again
+        # what it made is there a moment before it waits again
+        while loader._crew.rows[0].stage != Stage.IDLE:
             time.sleep(0.001)
         stopped = loader._crew._workers[0][0].pid
         os.kill(stopped, signal.SIGSTOP)
@@ -101,14 +111,20 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
             batches.check(position, batch)
         assert loader._crew.num_replaced == 1
     assert not is_alive(stopped)
-    assert f"next batch: loader worker 0 (process {stopped}, stopped) takes no work\n" in caplog.text
-    assert f"loader worker 0 (process {stopped}, stopped) takes no work, for 1 s (data.stall_timeout_s), and " in caplog.text
+    assert (
+        f"next batch: loader worker 0 (process {stopped}, stopped) takes no work\n" in caplog.text
+    )
+    assert (
+        f"loader worker 0 (process {stopped}, stopped) takes no work, for 1 s"
+        " (data.stall_timeout_s), and " in caplog.text
+    )
 
 
 def test_a_part_that_a_worker_took_and_did_not_begin_is_made_by_another(caplog):
     batches = Reading(pause_s=0.01)
     with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=0.6) as loader:
-        os.read(loader._crew._parts.fileno(), worker_pool._PART.size)  # as a worker does that is stopped right after it
+        # as a worker does that is stopped right after it
+        os.read(loader._crew._parts.fileno(), worker_pool._PART.size)
         for position, batch in enumerate(loader):
             batches.check(position, batch)
         assert loader._crew.num_replaced == 2
@@ -146,7 +162,13 @@ def test_without_a_timeout_it_is_told_and_nobody_is_killed(caplog, monkeypatch):
 
 def test_a_part_at_which_two_workers_hang_ends_the_run(caplog):
     with Loader(Hanging(2), 0, 40, num_workers=2, stall_timeout_s=0.6) as loader:
-        with pytest.raises(WorkerError, match=r"sample 7 of shard-1.tar\) since .*, where another worker hung before; look at what it"):
+        with pytest.raises(
+            WorkerError,
+            match=(
+                r"sample 7 of shard-1.tar\) since .*, where another worker hung before; look at"
+                r" what it"
+            ),
+        ):
             list(loader)
     assert not multiprocessing.active_children()
     batches = Hanging(1)
@@ -159,7 +181,10 @@ def test_what_cannot_be_made_again_ends_the_run():
     class Stream(Hanging):
         repeatable = False
 
-    with Loader(Stream(1), 0, 40, num_workers=2, stall_timeout_s=0.6) as loader, pytest.raises(WorkerError, match=r"without progress"):
+    with (
+        Loader(Stream(1), 0, 40, num_workers=2, stall_timeout_s=0.6) as loader,
+        pytest.raises(WorkerError, match=r"without progress"),
+    ):
         list(loader)
 
 
@@ -177,9 +202,14 @@ with Loader(batches, 0, 16, num_workers=2, stall_timeout_s=1.0) as loader:
         print(position, flush=True)
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=REPOSITORY, env={**environment(), "PYTHONPATH": str(REPOSITORY)}, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env={**environment(), "PYTHONPATH": str(REPOSITORY)},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout.readline() == "0\n"
     os.killpg(process.pid, signal.SIGSTOP)
     time.sleep(2.5)
@@ -199,7 +229,11 @@ def test_who_makes_its_batches_itself_is_told_too(caplog):
 
     with Loader(Slow(), 0, 3, stall_timeout_s=1.0) as loader:
         list(loader)
-    assert re.search(r"waited 0 s for its next batch: this process has been reading \(sample 7 of shard-1.tar\) since", caplog.text)
+    assert re.search(
+        r"waited 0 s for its next batch: this process has been reading \(sample 7 of shard-1.tar\)"
+        r" since",
+        caplog.text,
+    )
 
 
 def test_what_is_decoded_between_batches_is_no_wait_of_training(caplog):
@@ -213,7 +247,8 @@ def test_what_is_decoded_between_batches_is_no_wait_of_training(caplog):
 
 
 class Trickling(Reading):
-    """Nobody hangs: what is read for a part comes in time, and for all parts of a batch too late."""
+    """Nobody hangs: what is read for a part comes in time, and for all parts of a batch too
+    late."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         stages.mine.read(7)
@@ -228,10 +263,14 @@ def test_a_wait_is_told_though_parts_of_the_batch_trickle_in(workers, caplog, mo
     monkeypatch.setattr("vit.data.worker_pool.TELL_AFTER_S", 0.4)
     with Loader(Trickling(), 0, 1, num_workers=workers) as loader:
         list(loader)
-    assert re.search(r"training has waited 0 s for its next batch: .* has been reading \(sample 7 of shard-1.tar\)", caplog.text)
+    assert re.search(
+        r"training has waited 0 s for its next batch: .* has been reading \(sample 7 of"
+        r" shard-1.tar\)",
+        caplog.text,
+    )
 
 
-# ---- what they have done ---------------------------------------------------------------------------------------------
+# ---- what they have done -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -241,13 +280,21 @@ def test_the_time_of_the_workers_is_that_of_their_stages(workers, shards):
         for _ in loader:
             before = loader.tally()
         deadline = time.monotonic() + 20
-        while any(row.stage != Stage.IDLE for row in loader._rows()) and time.monotonic() < deadline:
+        while (
+            any(row.stage != Stage.IDLE for row in loader._rows()) and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         tally = since(loader.tally(), dict.fromkeys(TALLIED, 0.0))
         busy_s = sum(tally[f"{stage.name.lower()}_s"] for stage in Stage if stage != Stage.IDLE)
         assert busy_s >= 0.9 * loader.effort.busy_s, "no time of theirs is without a stage"
-        assert tally["read_bytes"] == sum(int(batches.split.index["size"][i]) for n in range(20) for i in batches.order.rows(n, 0, 12))
-        assert all(tally[name] > 0 for name in ("order_s", "read_s", "decode_s", "resize_s", "draw_s"))
+        assert tally["read_bytes"] == sum(
+            int(batches.split.index["size"][i])
+            for n in range(20)
+            for i in batches.order.rows(n, 0, 12)
+        )
+        assert all(
+            tally[name] > 0 for name in ("order_s", "read_s", "decode_s", "resize_s", "draw_s")
+        )
         assert tally["store_s"] == tally["lock_s"] == tally["retries"] == 0
         assert add_up([before, since(tally, before)]) == pytest.approx(tally)
 
@@ -281,7 +328,9 @@ def test_who_pauses_because_a_store_asked_for_it_does_not_hang():
 
     before = num_retries()
     row = Row(memoryview(bytearray(ROW_BYTES)))
-    waiting = threading.Thread(target=Patience(30.0, 0.1).keep_trying, args=("memory://bucket", attempt))
+    waiting = threading.Thread(
+        target=Patience(30.0, 0.1).keep_trying, args=("memory://bucket", attempt)
+    )
     waiting.start()
     turns = []
     while waiting.is_alive():

@@ -1,4 +1,5 @@
-"""The card's numbers are those of the images, its picture shows them, and making it again gives the same bytes."""
+"""The card's numbers are those of the images, its picture shows them, and making it again gives the
+same bytes."""
 
 from __future__ import annotations
 
@@ -16,15 +17,33 @@ from PIL import Image
 from servers import S3Server
 
 from data_prep import imagefolder, index
-from data_prep.card import CELL, GAP, MARGIN, TEXT_HEIGHT, escaped, histogram, main, markdown_table, shortened, spread, write_card
+from data_prep.card import (
+    CELL,
+    GAP,
+    MARGIN,
+    TEXT_HEIGHT,
+    escaped,
+    histogram,
+    main,
+    markdown_table,
+    shortened,
+    spread,
+    write_card,
+)
 from vit.data.shards.data_set import open_split
 
-COLOURS = {"blue": (20, 40, 220), "green": (30, 200, 60), "red | rouge": (230, 30, 20), "Übergröße_die_viel_zu_lang_ist": (120, 120, 120)}
+COLOURS = {
+    "blue": (20, 40, 220),
+    "green": (30, 200, 60),
+    "red | rouge": (230, 30, 20),
+    "Übergröße_die_viel_zu_lang_ist": (120, 120, 120),
+}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A data set of plain colours with a lighter middle, of different sizes; one CMYK image, one that is cut off."""
+    """A data set of plain colours with a lighter middle, of different sizes; one CMYK image, one
+    that is cut off."""
     folder = tmp_path_factory.mktemp("card")
     for name, colour in COLOURS.items():
         (folder / "images" / name).mkdir(parents=True)
@@ -36,7 +55,17 @@ def made(tmp_path_factory) -> Path:
     whole = (folder / "images" / "blue" / "3.jpg").read_bytes()
     (folder / "images" / "blue" / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     (folder / "images" / "green" / "11.jpg").unlink()
-    command = [str(folder / "images"), "--out", str(folder / "set"), "--workers", "1", "--max-unreadable", "0.1", "--val-fraction", "0.3"]
+    command = [
+        str(folder / "images"),
+        "--out",
+        str(folder / "set"),
+        "--workers",
+        "1",
+        "--max-unreadable",
+        "0.1",
+        "--val-fraction",
+        "0.3",
+    ]
     assert imagefolder.main(command) == 0
     return folder / "set"
 
@@ -53,30 +82,47 @@ def samples(root: Path, split: str) -> list[tuple[Image.Image, int, int]]:
     for path in sorted(root.glob(f"{split}-*.tar")):
         with tarfile.open(path) as tar:
             contents = [tar.extractfile(member).read() for member in tar.getmembers()]
-        found += [(Image.open(io.BytesIO(data)), len(data), int(label)) for data, label in zip(contents[::2], contents[1::2], strict=True)]
+        found += [
+            (Image.open(io.BytesIO(data)), len(data), int(label))
+            for data, label in zip(contents[::2], contents[1::2], strict=True)
+        ]
     return found
 
 
 def table(text: str, heading: str) -> list[list[str]]:
     """Cells of the first table under a heading, without head and rule."""
     lines = text.split(f"## {heading}\n")[1].split("\n## ")[0].splitlines()
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("|")][2:]
+    return [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in lines
+        if line.startswith("|")
+    ][2:]
 
 
 def test_the_card_tells_what_the_shards_hold(made):
     text = (made / "dataset.md").read_text()
     train = samples(made, "train")
     val = samples(made, "val")
-    assert f"{len(train) + len(val)} images of 4 classes: {len(train)} in `train`, {len(val)} in `val`." in text
+    assert (
+        f"{len(train) + len(val)} images of 4 classes: {len(train)} in `train`, {len(val)} in"
+        " `val`." in text
+    )
 
-    counts = {name: Counter(label for _, _, label in found) for name, found in (("train", train), ("val", val))}
+    counts = {
+        name: Counter(label for _, _, label in found)
+        for name, found in (("train", train), ("val", val))
+    }
     rows = table(text, "Splits")
-    assert [row[:2] + row[5:] for row in rows] == [["train", str(len(train)), "1"], ["val", str(len(val)), "0"]]
+    assert [row[:2] + row[5:] for row in rows] == [
+        ["train", str(len(train)), "1"],
+        ["val", str(len(val)), "0"],
+    ]
     fewest, most = (choose(counts["val"].values()) for choose in (min, max))
     assert rows[1][2] == f"{fewest} to {most}"
     assert rows[0][4] == f"{sum(size for _, size, _ in train) / 1e6:,.1f}"
     expected = [
-        [str(n), name.replace("|", r"\|"), str(counts["train"][n]), str(counts["val"][n])] for n, name in enumerate(sorted(COLOURS))
+        [str(n), name.replace("|", r"\|"), str(counts["train"][n]), str(counts["val"][n])]
+        for n, name in enumerate(sorted(COLOURS))
     ]
     assert table(text, "Classes") == expected
 
@@ -91,7 +137,9 @@ def test_the_card_tells_what_the_shards_hold(made):
         strict=True,
     ):
         ordered = sorted(values)
-        assert [row[1], row[3], row[5]] == [f"{value:,}" for value in (ordered[0], ordered[(len(ordered) - 1) // 2], ordered[-1])], row[0]
+        assert [row[1], row[3], row[5]] == [
+            f"{value:,}" for value in (ordered[0], ordered[(len(ordered) - 1) // 2], ordered[-1])
+        ], row[0]
     assert "| CMYK JPEG | 1 |" in text
     assert re.search(r"\| train \| [^|]+ \| 1 \|", text)
     assert "[quarantine.jsonl](quarantine.jsonl)" in text
@@ -100,11 +148,16 @@ def test_the_card_tells_what_the_shards_hold(made):
 
 
 def test_colours_are_those_of_the_pixels(made):
-    pixels = [np.asarray(image.convert("RGB"), np.float64).reshape(-1, 3) / 255 for image, *_ in samples(made, "train")]
+    pixels = [
+        np.asarray(image.convert("RGB"), np.float64).reshape(-1, 3) / 255
+        for image, *_ in samples(made, "train")
+    ]
     mean = np.mean([image.mean(0) for image in pixels], 0)
     std = np.sqrt(np.mean([((image - mean) ** 2).mean(0) for image in pixels], 0))
     rows = table((made / "dataset.md").read_text(), "Colours")
-    assert [[float(cell) for cell in row[1:]] for row in rows] == [[pytest.approx(x, abs=6e-4) for x in found] for found in (mean, std)]
+    assert [[float(cell) for cell in row[1:]] for row in rows] == [
+        [pytest.approx(x, abs=6e-4) for x in found] for found in (mean, std)
+    ]
 
 
 def test_the_sheet_shows_every_class(made):
@@ -117,7 +170,9 @@ def test_the_sheet_shows_every_class(made):
         for column in range(10):
             left = MARGIN + column * (CELL + GAP)
             middle = sheet.getpixel((left + CELL // 2, top + CELL // 2))
-            text = np.asarray(sheet.crop((left, top + CELL + 1, left + CELL, top + CELL + TEXT_HEIGHT - 1)))
+            text = np.asarray(
+                sheet.crop((left, top + CELL + 1, left + CELL, top + CELL + TEXT_HEIGHT - 1))
+            )
             if middle == (255, 255, 255):
                 assert text.min() == 255
                 continue
@@ -144,7 +199,10 @@ def test_shards_of_others(tmp_path):
         for n in range(130):
             encoded = io.BytesIO()
             Image.new("L" if n % 2 else "RGB", (8 + n, 5)).save(encoded, "PNG" if n % 3 else "JPEG")
-            for name, data in ((f"k{n:03d}.{'png' if n % 3 else 'jpg'}", encoded.getvalue()), (f"k{n:03d}.cls", b"%d" % n)):
+            for name, data in (
+                (f"k{n:03d}.{'png' if n % 3 else 'jpg'}", encoded.getvalue()),
+                (f"k{n:03d}.cls", b"%d" % n),
+            ):
                 member = tarfile.TarInfo(name)
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
@@ -155,7 +213,10 @@ def test_shards_of_others(tmp_path):
     assert "made elsewhere and indexed" in text
     assert table(text, "Classes")[129] == ["129", "class 129", "1"]
     with Image.open(root / "contact_sheet.png") as sheet:
-        assert sheet.size == (2 * MARGIN + 10 * (CELL + GAP) - GAP, 2 * MARGIN + 6 * (CELL + TEXT_HEIGHT + GAP) - GAP)
+        assert sheet.size == (
+            2 * MARGIN + 10 * (CELL + GAP) - GAP,
+            2 * MARGIN + 6 * (CELL + TEXT_HEIGHT + GAP) - GAP,
+        )
 
 
 def test_a_data_set_in_a_store(made, tmp_path):
@@ -164,7 +225,12 @@ def test_a_data_set_in_a_store(made, tmp_path):
     with S3Server() as server:
         bucket = server.new_bucket()
         fsspec.filesystem("s3").put(
-            [str(path) for path in made.iterdir() if path.name not in ("dataset.md", "contact_sheet.png")], f"{bucket}/set/"
+            [
+                str(path)
+                for path in made.iterdir()
+                if path.name not in ("dataset.md", "contact_sheet.png")
+            ],
+            f"{bucket}/set/",
         )
         write_card(f"{bucket}/set")
         objects = server.objects(bucket)
@@ -177,10 +243,15 @@ def test_a_data_set_in_a_store(made, tmp_path):
     [
         (lambda root: shutil.rmtree(root), "no such directory"),
         (lambda root: (root / "_info.json").unlink(), "no _info.json"),
-        (lambda root: (root / "train.index.npy").unlink(), "train.index.npy: no such file; run `python -m data_prep.index"),
+        (
+            lambda root: (root / "train.index.npy").unlink(),
+            "train.index.npy: no such file; run `python -m data_prep.index",
+        ),
         (lambda root: (root / "train-00003.tar").unlink(), "train-00003.tar"),
         (
-            lambda root: (root / "train-00003.tar").write_bytes(bytes((root / "train-00003.tar").stat().st_size)),
+            lambda root: (root / "train-00003.tar").write_bytes(
+                bytes((root / "train-00003.tar").stat().st_size)
+            ),
             "image 15 of train: cannot decode",
         ),
     ],
@@ -196,15 +267,19 @@ def test_what_cannot_be_drawn_is_one_line_and_leaves_the_old_card(root, prepare,
     assert {path.name: path.stat().st_mtime_ns for path in root.glob("*")} == before
 
 
-# ---- its parts ----------------------------------------------------------------------------------------------------------
+# ---- its parts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_rows", "num_chosen"), [(0, 3), (1, 1), (10, 3), (10, 10), (10, 99), (1_281_167, 1000)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_chosen"), [(0, 3), (1, 1), (10, 3), (10, 10), (10, 99), (1_281_167, 1000)]
+)
 def test_spread_takes_one_of_each_stretch(num_rows, num_chosen):
     rows = spread(num_rows, num_chosen)
     assert len(rows) == min(num_rows, num_chosen)
     if num_chosen < num_rows:
-        assert [row * num_chosen // num_rows for row in rows] == pytest.approx(range(num_chosen), abs=1)
+        assert [row * num_chosen // num_rows for row in rows] == pytest.approx(
+            range(num_chosen), abs=1
+        )
     assert rows == sorted(set(rows))
     assert all(0 <= row < num_rows for row in rows)
     assert spread(num_rows, num_chosen) == rows
@@ -238,7 +313,12 @@ def test_names_mean_nothing_to_markdown():
 def test_the_histogram_counts_every_image():
     lines = histogram(np.array([1, 20, 20, 20, 40, 65535])).splitlines()
     assert len(lines) == 16  # from the first to the last that are not empty
-    assert [float(line.split()[3]) for line in lines if not line.endswith("0.0 %")] == [16.7, 50.0, 16.7, 16.7]
+    assert [float(line.split()[3]) for line in lines if not line.endswith("0.0 %")] == [
+        16.7,
+        50.0,
+        16.7,
+        16.7,
+    ]
     assert max(lines, key=lambda line: line.count("█")).split()[0] == "16"
 
 

@@ -1,4 +1,5 @@
-"""CIFAR-10 and -100 in their binary form: every record against a reader of this file's own, archives, damage, refusals."""
+"""CIFAR-10 and -100 in their binary form: every record against a reader of this file's own,
+archives, damage, refusals."""
 
 import gzip
 import hashlib
@@ -28,14 +29,19 @@ def contents(classes: int) -> dict[str, bytes]:
     """All files of a data set: gradients, brighter from one label to the next."""
     kind = cifar.KINDS[classes]
     y, x = np.mgrid[:32, :32].astype(np.uint8)
-    files = {kind.class_names: "".join(f"{name}\n" for name in CLASSES[classes]).encode() + b"\n"}  # a blank line ends the original
+    # a blank line ends the original
+    files = {kind.class_names: "".join(f"{name}\n" for name in CLASSES[classes]).encode() + b"\n"}
     for seed, (name, (_, count)) in enumerate(kind.files.items()):
-        labels = np.random.default_rng(seed).permutation(np.arange(count) % classes).astype(np.uint8)
+        labels = (
+            np.random.default_rng(seed).permutation(np.arange(count) % classes).astype(np.uint8)
+        )
         records = np.empty((len(labels), kind.label_bytes + 3072), np.uint8)
         records[:, 0] = labels // 5  # CIFAR-100's coarse label; overwritten where there is none
         records[:, kind.label_bytes - 1] = labels
         for channel in range(3):
-            plane = records[:, kind.label_bytes + 1024 * channel : kind.label_bytes + 1024 * (channel + 1)]
+            plane = records[
+                :, kind.label_bytes + 1024 * channel : kind.label_bytes + 1024 * (channel + 1)
+            ]
             plane[:] = (3 * x + channel * y).reshape(-1)
             plane += (labels * (1 + channel) % 90)[:, None]
         files[name] = records.tobytes()
@@ -85,11 +91,16 @@ def test_all_records_are_there_with_their_labels(full10, tmp_path):
             record = full10[name][int(number) * 3073 :][:3073]
             assert record[0] == sample.label
             assert sample.key == f"{name.removesuffix('.bin')}-{int(number):05d}"
-            planes = [[record[1 + 1024 * channel + 32 * row :][:32] for row in range(32)] for channel in range(3)]
+            planes = [
+                [record[1 + 1024 * channel + 32 * row :][:32] for row in range(32)]
+                for channel in range(3)
+            ]
             image = Image.open(io.BytesIO(found.read(sample)))
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (32, 32))
             assert [(h, v) for _, h, v, _ in image.layer] == [(1, 1)] * 3, "no chroma subsampling"
-            expected = np.stack([np.array([list(row) for row in plane]) for plane in planes], axis=-1)
+            expected = np.stack(
+                [np.array([list(row) for row in plane]) for plane in planes], axis=-1
+            )
             assert np.abs(np.asarray(image, np.int64) - expected).max() <= 4
 
 
@@ -103,18 +114,31 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
         pack(tmp_path / "an.tar.gz", files),
         pack(tmp_path / "a.tar", files, prefix="./deep/er/", mode="w"),
         pack(tmp_path / "with_archive" / kind.archive, files).parent,
-        put(put(tmp_path / "two" / kind.folder, files).parent / cifar.KINDS[110 - classes].folder, small[110 - classes]).parent,
+        put(
+            put(tmp_path / "two" / kind.folder, files).parent / cifar.KINDS[110 - classes].folder,
+            small[110 - classes],
+        ).parent,
     ]
     pack(tmp_path / "extracted" / kind.archive, {})  # what is extracted comes first
-    everything = [images_of(cifar.source(source, classes), tmp_path / f"c{number}") for number, source in enumerate(sources)]
+    everything = [
+        images_of(cifar.source(source, classes), tmp_path / f"c{number}")
+        for number, source in enumerate(sources)
+    ]
     assert all(found == everything[0] for found in everything)
-    assert cifar.main([str(sources[2]), "--out", str(tmp_path / "out"), "--num-shards", "2", "--workers", "1"]) == 0
+    assert (
+        cifar.main(
+            [str(sources[2]), "--out", str(tmp_path / "out"), "--num-shards", "2", "--workers", "1"]
+        )
+        == 0
+    )
     train = open_split(tmp_path / "out", "train")
     val = open_split(tmp_path / "out", "val")
     assert (train.num_samples, val.num_samples) == (500, 100)
     assert train.class_names == CLASSES[classes]
     assert np.bincount(train.index["label"]).tolist() == [500 // classes] * classes, "fine labels"
-    assert {split.key(i): split.read(i) for split in (train, val) for i in range(split.num_samples)} == everything[0][1]
+    assert {
+        split.key(i): split.read(i) for split in (train, val) for i in range(split.num_samples)
+    } == everything[0][1]
     assert not list((tmp_path / "out").glob("[._]*atalogue*")), "what was unpacked is gone"
     assert cifar.main([str(tmp_path / "two"), "--out", str(tmp_path / "none")]) == 2
     assert "there are CIFAR-10 in " in capsys.readouterr().err
@@ -123,22 +147,44 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
 def images_of(found: Source, folder: Path) -> tuple[str, dict[str, bytes]]:
     """The catalogue's hash, of keys and labels, and the images by key."""
     catalogue = open_catalogue(found, folder, seed=0)
-    tables = [catalogue.table(split).samples(range(total)) for split, total in catalogue.splits.items()]
-    return catalogue.sha256, {sample.key: found.read(sample) for samples in tables for sample in samples}
+    tables = [
+        catalogue.table(split).samples(range(total)) for split, total in catalogue.splits.items()
+    ]
+    return catalogue.sha256, {
+        sample.key: found.read(sample) for samples in tables for sample in samples
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda files: files.pop("data_batch_3.bin"), "CIFAR-10's data_batch_3.bin are missing; the archive cifar-10-binary.tar.gz has"),
-        (lambda files: files.pop("batches.meta.txt"), "CIFAR-10's batches.meta.txt are missing"),
-        (lambda files: files.clear(), "no CIFAR files; expected cifar-10-binary.tar.gz or its data_batch_1.bin, "),
-        (lambda files: files.update({"test_batch.bin": files["test_batch.bin"][:-1]}), "test_batch.bin: 307,299 bytes; expected 100 rec"),
         (
-            lambda files: files.update({"test_batch.bin": bytes(3073 * 7) + b"\x0a" + files["test_batch.bin"][3073 * 7 + 1 :]}),
+            lambda files: files.pop("data_batch_3.bin"),
+            "CIFAR-10's data_batch_3.bin are missing; the archive cifar-10-binary.tar.gz has",
+        ),
+        (lambda files: files.pop("batches.meta.txt"), "CIFAR-10's batches.meta.txt are missing"),
+        (
+            lambda files: files.clear(),
+            "no CIFAR files; expected cifar-10-binary.tar.gz or its data_batch_1.bin, ",
+        ),
+        (
+            lambda files: files.update({"test_batch.bin": files["test_batch.bin"][:-1]}),
+            "test_batch.bin: 307,299 bytes; expected 100 rec",
+        ),
+        (
+            lambda files: files.update(
+                {
+                    "test_batch.bin": (
+                        bytes(3073 * 7) + b"\x0a" + files["test_batch.bin"][3073 * 7 + 1 :]
+                    )
+                }
+            ),
             "test_batch.bin: record 7 has label 10; expected 0 to 9",
         ),
-        (lambda files: files.update({"batches.meta.txt": b"cat\ncat\n"}), "batches.meta.txt: 2 names, 1 of them different; expected those"),
+        (
+            lambda files: files.update({"batches.meta.txt": b"cat\ncat\n"}),
+            "batches.meta.txt: 2 names, 1 of them different; expected those",
+        ),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -158,7 +204,10 @@ def test_hostile_and_damaged_archives(small, tmp_path):
     plain = gzip.decompress(whole)
     for content, message in (
         (whole[: len(whole) // 2], r"damaged or cut off"),
-        (whole[:1000] + bytes(1000) + whole[2000:], r"not a whole tar or tar.gz|damaged or cut off"),
+        (
+            whole[:1000] + bytes(1000) + whole[2000:],
+            r"not a whole tar or tar.gz|damaged or cut off",
+        ),
         (gzip.compress(plain[:700_000], 1), r"damaged or cut off"),
         (b"PK\3\4" + bytes(600), r"not a whole tar or tar.gz"),
         (b"", r"not a whole tar or tar.gz"),
@@ -178,7 +227,13 @@ def test_hostile_and_damaged_archives(small, tmp_path):
         member = tarfile.TarInfo("data_batch_1.bin")
         member.size = 1 << 40
         tar.addfile(member)
-    with pytest.raises(PrepError, match=r"has 'data_batch_1.bin' of 1,099,511,627,776 bytes and 0 more; that is no CIFAR archive"):
+    with pytest.raises(
+        PrepError,
+        match=(
+            r"has 'data_batch_1.bin' of 1,099,511,627,776 bytes and 0 more; that is no CIFAR"
+            r" archive"
+        ),
+    ):
         cifar.source(tmp_path / "bomb.tar")
     many = pack(tmp_path / "many.tar", {f"{number}.txt": b"" for number in range(101)}, mode="w")
     with pytest.raises(PrepError, match="that is no CIFAR archive"):
@@ -207,14 +262,28 @@ def test_pickles_are_refused_unopened(tmp_path):
         pack(tmp_path / "renamed.tar.gz", batch),
     ]
     for source in sources:
-        with pytest.raises(PrepError, match=r"the Python version, made of pickles.*take the binary version \(cifar-10-binary.tar.gz or"):
+        with pytest.raises(
+            PrepError,
+            match=(
+                r"the Python version, made of pickles.*take the binary version"
+                r" \(cifar-10-binary.tar.gz or"
+            ),
+        ):
             cifar.source(source)
     assert not (tmp_path / "sprung").exists()
 
 
 def test_download_from_a_mirror(small, tmp_path, capsys, monkeypatch):
     archive = pack(tmp_path / "made.tar.gz", small[100]).read_bytes()
-    command = [str(tmp_path / "new"), "--out", str(tmp_path / "out"), "--workers", "1", "--num-shards", "2"]
+    command = [
+        str(tmp_path / "new"),
+        "--out",
+        str(tmp_path / "out"),
+        "--workers",
+        "1",
+        "--num-shards",
+        "2",
+    ]
     with WebServer({"/kriz/cifar-100-binary.tar.gz": archive}) as server:
         assert cifar.main([*command, "--url", f"{server.url}/kriz"]) == 2
         assert "--download needs --classes 10 or --classes 100" in capsys.readouterr().err
@@ -228,5 +297,8 @@ def test_download_from_a_mirror(small, tmp_path, capsys, monkeypatch):
 
 
 def test_a_path_that_is_not_there(tmp_path):
-    with pytest.raises(PrepError, match=r"nowhere: no such file or folder; expected cifar-100-binary.tar.gz or its train"):
+    with pytest.raises(
+        PrepError,
+        match=r"nowhere: no such file or folder; expected cifar-100-binary.tar.gz or its train",
+    ):
         cifar.source(tmp_path / "nowhere", 100)

@@ -1,4 +1,5 @@
-"""The digits: real ones, legible ones, each original in one split only, the same bytes every time."""
+"""The digits: real ones, legible ones, each original in one split only, the same bytes every
+time."""
 
 import io
 import json
@@ -19,13 +20,32 @@ FIRST_VERSION = [84.5, 77.4, 92.6]
 def listed(found: Source, folder: Path, seed: int = 0) -> dict[str, list[Sample]]:
     """The samples of each split; their pixels are in `folder`."""
     catalogue = open_catalogue(found, folder / f"seed{seed}", seed)
-    return {split: catalogue.table(split).samples(range(total)) for split, total in catalogue.splits.items()}
+    return {
+        split: catalogue.table(split).samples(range(total))
+        for split, total in catalogue.splits.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("digits") / "root"
-    assert main(["--out", str(root), "--renderings", "1", "--val-renderings", "1", "--image-size", "40", "--workers", "1"]) == 0
+    assert (
+        main(
+            [
+                "--out",
+                str(root),
+                "--renderings",
+                "1",
+                "--val-renderings",
+                "1",
+                "--image-size",
+                "40",
+                "--workers",
+                "1",
+            ]
+        )
+        == 0
+    )
     return root
 
 
@@ -50,18 +70,38 @@ def test_originals_are_in_one_split_only(root):
 
 def test_default_counts_and_balance(tmp_path):
     splits = listed(source(), tmp_path)
-    assert {split: len(samples) for split, samples in splits.items()} == {"train": 8628, "val": 1795}
+    assert {split: len(samples) for split, samples in splits.items()} == {
+        "train": 8628,
+        "val": 1795,
+    }
     val = Counter(sample.label for sample in splits["val"])
     assert min(val.values()) == 175
     assert max(val.values()) == 185
     assert not {s.name for s in splits["train"]} & {s.name for s in splits["val"]}
-    assert {s.key for s in listed(source(seed=1), tmp_path, 1)["val"]} != {s.key for s in splits["val"]}
+    assert {s.key for s in listed(source(seed=1), tmp_path, 1)["val"]} != {
+        s.key for s in splits["val"]
+    }
 
 
 def test_same_options_same_bytes(root, tmp_path):
-    main(["--out", str(tmp_path / "b"), "--renderings", "1", "--val-renderings", "1", "--image-size", "40", "--workers", "2"])
+    main(
+        [
+            "--out",
+            str(tmp_path / "b"),
+            "--renderings",
+            "1",
+            "--val-renderings",
+            "1",
+            "--image-size",
+            "40",
+            "--workers",
+            "2",
+        ]
+    )
     for path in root.iterdir():
-        assert path.read_bytes().replace(b"root", b"b") == (tmp_path / "b" / path.name).read_bytes().replace(b"root", b"b"), path.name
+        assert path.read_bytes().replace(b"root", b"b") == (
+            tmp_path / "b" / path.name
+        ).read_bytes().replace(b"root", b"b"), path.name
     options = json.loads((root / "_info.json").read_text())["options"]
     assert options["renderings"] == 1
     assert options["image_size"] == 40
@@ -73,9 +113,19 @@ def test_renderings_differ_by_copy_and_seed_alone(tmp_path):
     pixels.write_bytes(bytes(range(16)) * 8)
 
     def rendered(original: int, copy: int, seed: int, offset: int = 0) -> bytes:
-        return read(Sample(f"digit{original:04d}_{copy:02d}", 3, str(original), str(pixels), offset, 64), 48, seed)
+        return read(
+            Sample(f"digit{original:04d}_{copy:02d}", 3, str(original), str(pixels), offset, 64),
+            48,
+            seed,
+        )
 
-    images = [rendered(7, 0, 0), rendered(7, 1, 0), rendered(7, 0, 1), rendered(8, 0, 0), rendered(7, 0, 0, offset=64)]
+    images = [
+        rendered(7, 0, 0),
+        rendered(7, 1, 0),
+        rendered(7, 0, 1),
+        rendered(8, 0, 0),
+        rendered(7, 0, 0, offset=64),
+    ]
     assert len(set(images)) == 4
     assert images[0] == images[4]
 
@@ -92,8 +142,11 @@ def test_pixels_are_those_of_the_first_version(tmp_path):
 
 def test_uniform_numbers_are_splitmix64():
     uniform = Uniform((1234567).to_bytes(8, "little"))
-    first = [6457827717110365317, 3203168211198807973, 9817491932198370423]  # the reference C program's, seed 1234567
-    assert uniform.array(2).tolist() + uniform.array(1).tolist() == [(z >> 11) * 2.0**-53 for z in first]
+    # the reference C program's, seed 1234567
+    first = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert uniform.array(2).tolist() + uniform.array(1).tolist() == [
+        (z >> 11) * 2.0**-53 for z in first
+    ]
 
 
 @pytest.mark.parametrize("kind", TEXTURES)
@@ -112,7 +165,8 @@ def luminance_of(data: bytes) -> np.ndarray:
 
 
 def test_digits_stand_out_and_lie_inside(tmp_path):
-    """Ink and ground differ clearly in luminance, whatever colours and texture were drawn; the border is ground."""
+    """Ink and ground differ clearly in luminance, whatever colours and texture were drawn; the
+    border is ground."""
     found = source(seed=3)
     for sample in listed(found, tmp_path, 3)["val"][::20]:
         luminance = luminance_of(found.read(sample))
@@ -127,4 +181,4 @@ def test_digits_stand_out_and_lie_inside(tmp_path):
         assert 0.03 < mask.mean() < 0.5
 
 
-# ---- MNIST's digits, photographs --------------------------------------------------------------------------------------
+# ---- MNIST's digits, photographs -----------------------------------------------------------------

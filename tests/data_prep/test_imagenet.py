@@ -1,4 +1,5 @@
-"""ImageNet in all its layouts: the same catalogue and bytes from each, torchvision's labels, the counts."""
+"""ImageNet in all its layouts: the same catalogue and bytes from each, torchvision's labels, the
+counts."""
 
 import hashlib
 import os
@@ -48,12 +49,17 @@ def catalogue(folder: Path, *paths: Path) -> Catalogue:
 def contents(found: Catalogue, split: str) -> dict[str, tuple[int, str, int, bytes]]:
     """{key: (label, name, size, bytes)}"""
     table = found.table(split)
-    return {s.key: (s.label, s.name, s.size, imagenet.read(s)) for s in table.samples(range(len(table)))}
+    return {
+        s.key: (s.label, s.name, s.size, imagenet.read(s)) for s in table.samples(range(len(table)))
+    }
 
 
 def expected(fake: Fake, split: str) -> dict[str, tuple[int, str, int, bytes]]:
     images = fake.images(split)
-    return {key: (label, f"{key}.JPEG", len(images[key]), images[key]) for key, label in fake.labels(split).items()}
+    return {
+        key: (label, f"{key}.JPEG", len(images[key]), images[key])
+        for key, label in fake.labels(split).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +69,9 @@ def reference(fake, tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_all_layouts_give_the_same(tmp_path, fake, reference, layout: Callable[[Fake, Path], list[Path]]):
+def test_all_layouts_give_the_same(
+    tmp_path, fake, reference, layout: Callable[[Fake, Path], list[Path]]
+):
     found = catalogue(tmp_path, *layout(fake, tmp_path))
     assert found.class_names == fake.wnids
     assert list(found.splits) == ["train", "val"]
@@ -84,7 +92,8 @@ def test_the_layout_is_said(tmp_path, fake, capsys):
 
 
 def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
-    """torchvision unpacks the same archives and reads the same kit; its labels are those of published weights."""
+    """torchvision unpacks the same archives and reads the same kit; its labels are those of
+    published weights."""
     from torchvision.datasets import ImageNet
     from torchvision.datasets import imagenet as theirs
 
@@ -97,7 +106,13 @@ def test_labels_are_torchvisions(tmp_path, fake, monkeypatch):
         labels = {Path(path).stem: label for path, label in ImageNet(str(folder), split).samples}
         assert labels == {key: label for key, (label, *_) in contents(ours, split).items()}
         assert labels == fake.labels(split)
-    with pytest.raises(PrepError, match=r"train is there 2 times: .*ILSVRC2012_img_train.tar \(a tar of tars.*/train \(12 class folders\)"):
+    with pytest.raises(
+        PrepError,
+        match=(
+            r"train is there 2 times: .*ILSVRC2012_img_train.tar \(a tar of tars.*/train \(12 class"
+            r" folders\)"
+        ),
+    ):
         source([folder], allow_partial=True)  # now archives and trees lie side by side
 
 
@@ -115,9 +130,25 @@ def test_shards_do_not_depend_on_the_layout(tmp_path, fake):
         (tmp_path / name).mkdir()
         paths = layout(fake, tmp_path / name)
         out = tmp_path / name / "out"
-        flags = ["--out", str(out), "--partial", "--num-shards", "3", "--with-json", "--max-unreadable", "0.5", "--workers", "2"]
+        flags = [
+            "--out",
+            str(out),
+            "--partial",
+            "--num-shards",
+            "3",
+            "--with-json",
+            "--max-unreadable",
+            "0.5",
+            "--workers",
+            "2",
+        ]
         assert main([*map(str, paths), *flags]) == 0
-        hashes.append({tar.name: hashlib.sha256(tar.read_bytes()).hexdigest() for tar in sorted(out.glob("*.tar"))})
+        hashes.append(
+            {
+                tar.name: hashlib.sha256(tar.read_bytes()).hexdigest()
+                for tar in sorted(out.glob("*.tar"))
+            }
+        )
         assert not (out / "_spool").exists()
     assert len(hashes[0]) == 5
     assert all(found == hashes[0] for found in hashes)
@@ -125,7 +156,9 @@ def test_shards_do_not_depend_on_the_layout(tmp_path, fake):
     labels = {train.key(n): int(train.index["label"][n]) for n in range(train.num_samples)}
     missing = fake.labels("train").keys() - labels.keys()
     assert len(missing) == 1  # the truncated one, in quarantine
-    assert labels == {key: label for key, label in fake.labels("train").items() if key not in missing}
+    assert labels == {
+        key: label for key, label in fake.labels("train").items() if key not in missing
+    }
 
 
 def test_a_thousand_tars_are_read_in_any_order(tmp_path):
@@ -133,7 +166,9 @@ def test_a_thousand_tars_are_read_in_any_order(tmp_path):
     write_inner_tars(fake, tmp_path / "train")
     write_flat_val(fake, tmp_path / "val")
     write_devkit(fake, tmp_path / "ILSVRC2012_devkit_t12.tar.gz")
-    found = catalogue(tmp_path, tmp_path / "train", tmp_path / "val", tmp_path / "ILSVRC2012_devkit_t12.tar.gz")
+    found = catalogue(
+        tmp_path, tmp_path / "train", tmp_path / "val", tmp_path / "ILSVRC2012_devkit_t12.tar.gz"
+    )
     assert found.class_names == WNIDS
     assert found.sha256 == catalogue(tmp_path / "x", _archives_of(fake, tmp_path / "x")).sha256
     for split in ("train", "val"):
@@ -144,12 +179,17 @@ def _archives_of(fake: Fake, folder: Path) -> Path:
     return write_archives(fake, folder / "downloads")
 
 
-# ---- what does not belong ------------------------------------------------------------------------------------------------
+# ---- what does not belong ------------------------------------------------------------------------
 
 
 def test_files_of_macos_are_passed_over(tmp_path, fake, reference):
     tree = write_torchvision_tree(fake, tmp_path / "tree")
-    for folder in (tree, tree / "train", tree / "train" / fake.wnids[0], tree / "val" / fake.wnids[1]):
+    for folder in (
+        tree,
+        tree / "train",
+        tree / "train" / fake.wnids[0],
+        tree / "val" / fake.wnids[1],
+    ):
         (folder / ".DS_Store").write_bytes(b"x")
         (folder / f"._{fake.wnids[0]}_1.JPEG").write_bytes(b"x")
     (tree / "__MACOSX" / "train").mkdir(parents=True)
@@ -160,7 +200,11 @@ def test_files_of_macos_are_passed_over(tmp_path, fake, reference):
     files |= {f"ILSVRC/Data/CLS-LOC/train/{fake.wnids[0]}/._{fake.wnids[0]}_1.JPEG": b"x"}
     assert catalogue(tmp_path / "b", write_zip(files, tmp_path / "a.zip")).sha256 == reference
     dirty = Fake(
-        fake.wnids, {w: {f"./._{w}_1.JPEG": b"x"} | images for w, images in fake.train.items()}, fake.val, fake.val_wnids, fake.ids
+        fake.wnids,
+        {w: {f"./._{w}_1.JPEG": b"x"} | images for w, images in fake.train.items()},
+        fake.val,
+        fake.val_wnids,
+        fake.ids,
     )
     assert catalogue(tmp_path / "c", write_archives(dirty, tmp_path / "d")).sha256 == reference
 
@@ -168,18 +212,21 @@ def test_files_of_macos_are_passed_over(tmp_path, fake, reference):
 def test_other_files_among_the_images_are_told(tmp_path, fake):
     folder = write_torchvision_tree(fake, tmp_path / "in")
     first = fake.wnids[0]
-    (tmp_path / "in.tar").write_bytes(tar_of([(f"{first}.tar", tar_of([(f"{first}_1.JPEG", b"x"), ("readme", b"")]))]))
+    (tmp_path / "in.tar").write_bytes(
+        tar_of([(f"{first}.tar", tar_of([(f"{first}_1.JPEG", b"x"), ("readme", b"")]))])
+    )
     found = catalogue(tmp_path, tmp_path / "in.tar", folder / "val")
     assert "train: 1 files that are no images are left out: readme" in found.notes
 
 
-# ---- counts ---------------------------------------------------------------------------------------------------------------
+# ---- counts --------------------------------------------------------------------------------------
 
 
 def test_whole_counts_differ_in_nothing():
     train = np.full(1000, 1300)
     train[0] = 732
-    train[1:] -= np.diff(np.linspace(0, 18_833 - 568, 1000).astype(int))  # all 1,300 would be 18,833 too many
+    # all 1,300 would be 18,833 too many
+    train[1:] -= np.diff(np.linspace(0, 18_833 - 568, 1000).astype(int))
     assert train.sum() == 1_281_167
     assert differences("train", WNIDS, train) == []
     assert differences("val", WNIDS, np.full(1000, 50)) == []
@@ -213,7 +260,9 @@ def test_less_needs_partial(tmp_path, fake, capsys):
     (folder / "train").rmdir()
     assert main([str(folder), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert "3 classes instead of 1,000; missing: " + ", ".join(fake.wnids[3:8]) + " and 4 more" in said
+    assert (
+        "3 classes instead of 1,000; missing: " + ", ".join(fake.wnids[3:8]) + " and 4 more" in said
+    )
     assert "train: 6 images instead of 1,281,167" in said
     assert "val: 27 images of unknown classes: " in said
     assert "val: 9 images instead of 50,000" in said
@@ -227,23 +276,28 @@ def test_less_needs_partial(tmp_path, fake, capsys):
 
 def test_one_split_alone(tmp_path, fake):
     folder = as_official(fake, tmp_path)[0]
-    with pytest.raises(PrepError, match=r"no images of train found; expected one of ILSVRC2012_img_train\.tar"):
+    with pytest.raises(
+        PrepError, match=r"no images of train found; expected one of ILSVRC2012_img_train\.tar"
+    ):
         source([folder / "ILSVRC2012_img_val.tar", folder / "ILSVRC2012_devkit_t12.tar.gz"])
-    val = catalogue(tmp_path / "v", folder / "ILSVRC2012_img_val.tar", folder / "ILSVRC2012_devkit_t12.tar.gz")
+    val = catalogue(
+        tmp_path / "v", folder / "ILSVRC2012_img_val.tar", folder / "ILSVRC2012_devkit_t12.tar.gz"
+    )
     assert contents(val, "val") == expected(fake, "val")
     assert (val.class_names, list(val.splits)) == (fake.wnids, ["val"])
     train = catalogue(tmp_path / "t", folder / "ILSVRC2012_img_train.tar")
     assert contents(train, "train") == expected(fake, "train")
 
 
-# ---- once, and again ----------------------------------------------------------------------------------------------------------
+# ---- once, and again -----------------------------------------------------------------------------
 
 
 def test_parquets_are_copied_once_and_again_when_they_change(tmp_path, fake, capsys):
     folder = as_parquet(fake, tmp_path)[0]
     spooled = {path.name: path.stat().st_ino for path in _spooled(tmp_path, folder, 0)}
     assert len(spooled) == 10
-    assert {path.name: path.stat().st_ino for path in _spooled(tmp_path, folder, 1)} == spooled  # another seed, the same images
+    # another seed, the same images
+    assert {path.name: path.stat().st_ino for path in _spooled(tmp_path, folder, 1)} == spooled
     victim = sorted(tmp_path.glob("_spool/train-00000*.json"))[0]
     victim.unlink()  # as if a kill came between the images and their table
     assert {path.name for path in _spooled(tmp_path, folder, 2)} == spooled.keys()
@@ -271,7 +325,10 @@ def test_a_catalogue_is_made_anew_only_when_something_changed(tmp_path, fake):
     made = next(tmp_path.glob("_catalogue-*/catalogue.json")).stat().st_mtime_ns
     catalogue(tmp_path, tree)
     assert next(tmp_path.glob("_catalogue-*/catalogue.json")).stat().st_mtime_ns == made
-    shutil.copy(next((tree / "train" / fake.wnids[0]).iterdir()), tree / "train" / fake.wnids[0] / f"{fake.wnids[0]}_77777.JPEG")
+    shutil.copy(
+        next((tree / "train" / fake.wnids[0]).iterdir()),
+        tree / "train" / fake.wnids[0] / f"{fake.wnids[0]}_77777.JPEG",
+    )
     assert catalogue(tmp_path, tree).splits["train"] == 68
 
 
@@ -281,7 +338,10 @@ def test_md5_on_request(tmp_path, fake, monkeypatch, capsys):
         source([folder], allow_partial=True, md5=True)
     for name, md5 in imagenet.MD5.items():
         found = hashlib.md5((folder / name).read_bytes()).hexdigest()
-        assert f"{name} ({(folder / name).stat().st_size:,} bytes) has md5 {found}; expected {md5}" in str(error.value)
+        assert (
+            f"{name} ({(folder / name).stat().st_size:,} bytes) has md5 {found}; expected {md5}"
+            in str(error.value)
+        )
         monkeypatch.setitem(imagenet.MD5, name, found)
     source([folder], allow_partial=True, md5=True)
     assert capsys.readouterr().out.count(": as published") == 3

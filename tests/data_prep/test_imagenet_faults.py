@@ -53,7 +53,9 @@ def _flat_val_without_labels(fake: Fake, folder: Path) -> list[Path]:
 
 
 def _web_page(fake: Fake, folder: Path) -> list[Path]:
-    (as_official(fake, folder)[0] / "ILSVRC2012_img_train.tar").write_bytes(b"<!DOCTYPE html><html>Please log in</html>" * 100)
+    (as_official(fake, folder)[0] / "ILSVRC2012_img_train.tar").write_bytes(
+        b"<!DOCTYPE html><html>Please log in</html>" * 100
+    )
     return [folder / "downloads"]
 
 
@@ -84,7 +86,9 @@ def _foreign_tar(fake: Fake, folder: Path) -> list[Path]:
 
 
 def _foreign_train_tar(fake: Fake, folder: Path) -> list[Path]:
-    (as_official(fake, folder)[0] / "ILSVRC2012_img_train.tar").write_bytes(tar_of([("readme.txt", b"x")]))
+    (as_official(fake, folder)[0] / "ILSVRC2012_img_train.tar").write_bytes(
+        tar_of([("readme.txt", b"x")])
+    )
     return [folder / "downloads"]
 
 
@@ -122,7 +126,9 @@ def _folders_by_another_rule(fake: Fake, folder: Path) -> list[Path]:
     return [tree]
 
 
-def _kit(change: Callable[[dict[str, bytes]], dict[str, bytes]]) -> Callable[[Fake, Path], list[Path]]:
+def _kit(
+    change: Callable[[dict[str, bytes]], dict[str, bytes]],
+) -> Callable[[Fake, Path], list[Path]]:
     def write(fake: Fake, folder: Path) -> list[Path]:
         path = as_official(fake, folder)[0] / "ILSVRC2012_devkit_t12.tar.gz"
         with tarfile.open(path, "w:gz") as kit:
@@ -137,7 +143,9 @@ def _kit(change: Callable[[dict[str, bytes]], dict[str, bytes]]) -> Callable[[Fa
 
 def _parquets_numbered_otherwise(fake: Fake, folder: Path) -> list[Path]:
     order = fake.wnids[::-1]
-    return [write_parquets(Fake(order, fake.train, fake.val, fake.val_wnids, fake.ids), folder / "in")]
+    return [
+        write_parquets(Fake(order, fake.train, fake.val, fake.val_wnids, fake.ids), folder / "in")
+    ]
 
 
 def _cut_parquet(fake: Fake, folder: Path) -> list[Path]:
@@ -147,66 +155,140 @@ def _cut_parquet(fake: Fake, folder: Path) -> list[Path]:
 
 
 def _parquet_of_something_else(fake: Fake, folder: Path) -> list[Path]:
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"], "label": [1]}), folder / "train-00000-of-00001.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["x"], "label": [1]}), folder / "train-00000-of-00001.parquet"
+    )
     return [folder / "train-00000-of-00001.parquet"]
 
 
 TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 WRONG = {
-    "nothing there": (lambda fake, folder: [folder / "missing"], r"missing: no such file or folder"),
-    "empty folder": (lambda fake, folder: [folder], r"an empty folder; expected ImageNet's archives"),
+    "nothing there": (
+        lambda fake, folder: [folder / "missing"],
+        r"missing: no such file or folder",
+    ),
+    "empty folder": (
+        lambda fake, folder: [folder],
+        r"an empty folder; expected ImageNet's archives",
+    ),
     "other folders": (lambda fake, folder: [_other_folder(folder)], "holds cat, dog"),
     "classes not WNIDs": (
         lambda fake, folder: _tree_with(fake, folder, "train/tench/1.JPEG"),
-        r"in/train: 1 class folders are not named by WordNet ids \(as n01440764\): tench; .*data_prep.imagefolder",
+        (
+            r"in/train: 1 class folders are not named by WordNet ids \(as n01440764\): tench;"
+            r" .*data_prep.imagefolder"
+        ),
     ),
-    "no class is a WNID": (lambda fake, folder: [_other_folder(folder / "train").parent], r"train: 2 class folders .* cat, dog"),
+    "no class is a WNID": (
+        lambda fake, folder: [_other_folder(folder / "train").parent],
+        r"train: 2 class folders .* cat, dog",
+    ),
     "foreign image": (
         lambda fake, folder: _tree_with(fake, folder, f"train/{fake.wnids[0]}/cat.jpg"),
         r"train: 1 images are not named as ImageNet's of their class: cat\.jpg",
     ),
     "two layouts": (
-        lambda fake, folder: [*as_torchvision(fake, folder), write_train_tar(fake, folder / "t.tar")],
+        lambda fake, folder: [
+            *as_torchvision(fake, folder),
+            write_train_tar(fake, folder / "t.tar"),
+        ],
         r"train is there 2 times: .*in/train \(12 class folders\).*t\.tar \(a tar of tars",
     ),
     "no labels of val": (
         _flat_val_without_labels,
-        r"(?s)val lies flat .* any one of these serves: ILSVRC2012_devkit_t12\.tar\.gz .*LOC_val_solution\.csv, imagenet_.*meta\.bin is",
+        (
+            r"(?s)val lies flat .* any one of these serves: ILSVRC2012_devkit_t12\.tar\.gz"
+            r" .*LOC_val_solution\.csv, imagenet_.*meta\.bin is"
+        ),
     ),
     "a web page": (_web_page, r"ILSVRC2012_img_train\.tar: not a tar but a web page"),
-    "train cut off": (_cut_off("ILSVRC2012_img_train.tar", 0.5), r"ILSVRC2012_img_train\.tar: cut off: .*tar' of \d+ bytes begins at byte"),
+    "train cut off": (
+        _cut_off("ILSVRC2012_img_train.tar", 0.5),
+        r"ILSVRC2012_img_train\.tar: cut off: .*tar' of \d+ bytes begins at byte",
+    ),
     "val cut off": (_cut_off("ILSVRC2012_img_val.tar", 0.3), r"ILSVRC2012_img_val\.tar: cut off"),
-    "kit cut off": (_cut_off("ILSVRC2012_devkit_t12.tar.gz", 0.5), r"ILSVRC2012_devkit_t12\.tar\.gz: not a readable \.tar\.gz"),
+    "kit cut off": (
+        _cut_off("ILSVRC2012_devkit_t12.tar.gz", 0.5),
+        r"ILSVRC2012_devkit_t12\.tar\.gz: not a readable \.tar\.gz",
+    ),
     "inner tar cut off": (_cut_inner_tar, r"n\d+\.tar: cut off"),
-    "image in a wrong tar": (_image_in_a_wrong_tar, r"2 images are not named .*: n\d+_1\.JPEG \(in n\d+\), cat\.jpg"),
+    "image in a wrong tar": (
+        _image_in_a_wrong_tar,
+        r"2 images are not named .*: n\d+_1\.JPEG \(in n\d+\), cat\.jpg",
+    ),
     "compressed tar": (
         lambda fake, folder: [write_devkit(fake, folder / "train_images_0.tar.gz")],
-        r"(?s)no images of train found.*train_images_0\.tar\.gz is compressed and cannot be read in place: unpack it first",
+        (
+            r"(?s)no images of train found.*train_images_0\.tar\.gz is compressed and cannot be"
+            r" read in place: unpack it first"
+        ),
     ),
     "foreign tar": (_foreign_tar, r"foreign\.tar: begins with 'readme\.txt'; expected ImageNet's"),
-    "foreign train tar": (_foreign_train_tar, r"holds 'readme\.txt'; expected tars named by WordNet ids"),
+    "foreign train tar": (
+        _foreign_train_tar,
+        r"holds 'readme\.txt'; expected tars named by WordNet ids",
+    ),
     "hostile tar": (_hostile_inner_tar, r"member '\.\./\.\./etc/passwd' leads out of the archive"),
     "table without an image": (
-        _other_table(lambda text: "\n".join(line for line in text.splitlines() if "val_00000003," not in line)),
+        _other_table(
+            lambda text: "\n".join(
+                line for line in text.splitlines() if "val_00000003," not in line
+            )
+        ),
         r"val: 1 images have no class in the file of labels: ILSVRC2012_val_00000003\.JPEG",
     ),
-    "table with an unknown class": (_other_table(lambda text: text.replace(WNIDS[2], "n99999999")), r"unknown classes: n99999999 \(3\)"),
-    "table without WNIDs": (_other_table(lambda text: text.replace(WNIDS[2], "tench")), r"line \d+: expected a WordNet id and a box"),
-    "table with other columns": (_other_table(lambda text: text.replace("ImageId", "id")), "columns are id, Pred.*; expected ImageId"),
+    "table with an unknown class": (
+        _other_table(lambda text: text.replace(WNIDS[2], "n99999999")),
+        r"unknown classes: n99999999 \(3\)",
+    ),
+    "table without WNIDs": (
+        _other_table(lambda text: text.replace(WNIDS[2], "tench")),
+        r"line \d+: expected a WordNet id and a box",
+    ),
+    "table with other columns": (
+        _other_table(lambda text: text.replace("ImageId", "id")),
+        "columns are id, Pred.*; expected ImageId",
+    ),
     "table that contradicts itself": (
-        _other_table(lambda text: text + f"ILSVRC2012_val_00000001,{WNIDS[0]} 1\nILSVRC2012_val_00000001,{WNIDS[1]} 1\n"),
+        _other_table(
+            lambda text: (
+                text
+                + f"ILSVRC2012_val_00000001,{WNIDS[0]} 1\nILSVRC2012_val_00000001,{WNIDS[1]} 1\n"
+            )
+        ),
         r"line \d+: 'ILSVRC2012_val_00000001' is n\d+ here and n\d+ above",
     ),
-    "labels that differ": (_labels_that_differ, r"they differ on \d+ images; leave out the file that is wrong"),
-    "folders by the kit's ids": (_folders_by_another_rule, r"images have another class .*: ILSVRC2012_val_.* \(in n\d+\)"),
-    "kit without its table": (_kit(lambda files: {TRUTH: files[TRUTH]}), r"has no meta\.mat; expected ImageNet's development kit"),
-    "kit with another table": (_kit(lambda files: files | {"data/meta.mat": b"x" * 200}), r"not the kit's table of classes"),
-    "kit with other ids": (_kit(lambda files: files | {TRUTH: b"1\n2\n13\n"}), r"line 3 is '13'; expected an ILSVRC2012_ID of one"),
+    "labels that differ": (
+        _labels_that_differ,
+        r"they differ on \d+ images; leave out the file that is wrong",
+    ),
+    "folders by the kit's ids": (
+        _folders_by_another_rule,
+        r"images have another class .*: ILSVRC2012_val_.* \(in n\d+\)",
+    ),
+    "kit without its table": (
+        _kit(lambda files: {TRUTH: files[TRUTH]}),
+        r"has no meta\.mat; expected ImageNet's development kit",
+    ),
+    "kit with another table": (
+        _kit(lambda files: files | {"data/meta.mat": b"x" * 200}),
+        r"not the kit's table of classes",
+    ),
+    "kit with other ids": (
+        _kit(lambda files: files | {TRUTH: b"1\n2\n13\n"}),
+        r"line 3 is '13'; expected an ILSVRC2012_ID of one",
+    ),
     "kit with a group's id": (_kit(lambda files: files | {TRUTH: b"14\n"}), r"line 1 is '14'"),
-    "parquets numbered otherwise": (_parquets_numbered_otherwise, "labels are not in the order of the WordNet ids"),
+    "parquets numbered otherwise": (
+        _parquets_numbered_otherwise,
+        "labels are not in the order of the WordNet ids",
+    ),
     "parquet cut off": (_cut_parquet, r"train-00001-of-00003\.parquet: not a whole parquet file"),
-    "parquet of something else": (_parquet_of_something_else, r"its columns are text, label; expected image"),
-}  # fmt: skip
+    "parquet of something else": (
+        _parquet_of_something_else,
+        r"its columns are text, label; expected image",
+    ),
+}
 
 
 def _other_folder(folder: Path) -> Path:

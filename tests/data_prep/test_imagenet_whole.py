@@ -1,5 +1,5 @@
-"""ImageNet's own archives with all 1,000 classes, killed again and again: the same shards as an undisturbed run, that every other reader
-understands. VIT_KILLS sets the number of kills."""
+"""ImageNet's own archives with all 1,000 classes, killed again and again: the same shards as an
+undisturbed run, that every other reader understands. VIT_KILLS sets the number of kills."""
 
 import io
 import json
@@ -47,7 +47,9 @@ def undisturbed(archives, tmp_path_factory) -> tuple[Path, str, float]:
     """The shards, what was printed, and the seconds it took."""
     out = tmp_path_factory.mktemp("undisturbed") / "imagenet"
     began = time.monotonic()
-    done = subprocess.run(command(archives, out, workers=1), check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command(archives, out, workers=1), check=True, capture_output=True, text=True
+    )
     return out, done.stdout, time.monotonic() - began
 
 
@@ -76,7 +78,9 @@ def test_killed_at_random_moments_and_continued(archives, undisturbed, tmp_path)
     out = tmp_path / "imagenet"
     moments = random.Random(0)
     for kill in range(KILLS):
-        process = subprocess.Popen(command(archives, out, workers=2), start_new_session=True, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command(archives, out, workers=2), start_new_session=True, stdout=subprocess.DEVNULL
+        )
         time.sleep(moments.uniform(0.2, seconds))
         if kill % 2:
             os.killpg(process.pid, signal.SIGKILL)  # a machine that goes down
@@ -91,22 +95,37 @@ def test_killed_at_random_moments_and_continued(archives, undisturbed, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tars", "parquet"])
-def test_tasks_of_an_array_at_once_share_one_catalogue_and_all_end_well(fake, archives, undisturbed, tmp_path, layout):
+def test_tasks_of_an_array_at_once_share_one_catalogue_and_all_end_well(
+    fake, archives, undisturbed, tmp_path, layout
+):
     source = archives if layout == "tars" else write_parquets(fake, tmp_path / "parquet")
     expected = undisturbed[0]
     out = tmp_path / "imagenet"
     tasks = [
-        subprocess.Popen([*command(source, out, workers=1), "--shards", part], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*command(source, out, workers=1), "--shards", part],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for part in ("0/3", "1/3", "2/3", "2/3")
     ]
     printed = [task.communicate()[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0] * 4, printed
     written = contents(out)
-    tars = {name: data for name, data in contents(expected).items() if name.endswith((".tar", ".idx", ".npy", ".jsonl"))}
+    tars = {
+        name: data
+        for name, data in contents(expected).items()
+        if name.endswith((".tar", ".idx", ".npy", ".jsonl"))
+    }
     if layout == "parquet":  # the place in the source differs
         tars.pop("quarantine.jsonl")
     assert {name: written[name] for name in tars} == tars
-    assert not [name for name in os.listdir(out) if name.startswith(("_catalogue", "_spool", "_writing", "."))]
+    assert not [
+        name
+        for name in os.listdir(out)
+        if name.startswith(("_catalogue", "_spool", "_writing", "."))
+    ]
 
 
 def test_verify_passes(undisturbed, capsys):
@@ -128,10 +147,14 @@ def test_the_reader_of_this_project_sees_the_same_labels_and_bytes(undisturbed, 
     split = open_split(root, "train")
     images = fake.images("train")
     assert {split.key(i): int(split.index["label"][i]) for i in range(split.num_samples)} == labels
-    changed = [split.key(i) for i in range(split.num_samples) if split.read(i) != images[split.key(i)]]
+    changed = [
+        split.key(i) for i in range(split.num_samples) if split.read(i) != images[split.key(i)]
+    ]
     assert len(changed) == 2  # CMYK, PNG
     val = open_split(root, "val")
-    assert {val.key(i): int(val.index["label"][i]) for i in range(val.num_samples)} == fake.labels("val")
+    assert {val.key(i): int(val.index["label"][i]) for i in range(val.num_samples)} == fake.labels(
+        "val"
+    )
 
 
 def test_plain_tar_and_webdataset_see_the_same_labels(undisturbed, labels):
@@ -141,7 +164,9 @@ def test_plain_tar_and_webdataset_see_the_same_labels(undisturbed, labels):
     for path in sorted(root.glob("train-*.tar")):
         subprocess.run(["tar", "-tf", path], check=True, stdout=subprocess.DEVNULL)
         with tarfile.open(path) as tar:
-            by_tar |= {m.name[:-4]: int(tar.extractfile(m).read()) for m in tar if m.name.endswith(".cls")}
+            by_tar |= {
+                m.name[:-4]: int(tar.extractfile(m).read()) for m in tar if m.name.endswith(".cls")
+            }
         for sample in webdataset.WebDataset(str(path), shardshuffle=False).decode("pil"):
             assert sample["jpg"].mode == "RGB"
             by_webdataset[sample["__key__"]] = sample["cls"]
@@ -155,7 +180,10 @@ def test_timm_sees_the_same_labels(undisturbed, fake):
     dataset = create_dataset("wds/", root=str(root), split="val", is_training=False, batch_size=1)
     assert np.bincount([label for _, label in dataset], minlength=1000).tolist() == [1] * 1000
     images = fake.images("val")
-    by_pixels = {Image.open(io.BytesIO(images[key])).tobytes(): label for key, label in fake.labels("val").items()}
+    by_pixels = {
+        Image.open(io.BytesIO(images[key])).tobytes(): label
+        for key, label in fake.labels("val").items()
+    }
     assert all(by_pixels[image.tobytes()] == label for image, label in dataset)
 
 
@@ -164,7 +192,9 @@ def test_hugging_face_datasets_sees_the_same_labels(undisturbed, labels, tmp_pat
 
     root, _, _ = undisturbed
     tars = {"train": [str(path) for path in sorted(root.glob("train-*.tar"))]}
-    loaded = datasets.load_dataset("webdataset", data_files=tars, split="train", streaming=True, cache_dir=str(tmp_path))
+    loaded = datasets.load_dataset(
+        "webdataset", data_files=tars, split="train", streaming=True, cache_dir=str(tmp_path)
+    )
     assert {row["__key__"]: int(row["cls"]) for row in loaded} == labels
 
 

@@ -34,7 +34,8 @@ def jpeg(number: int) -> bytes:
 
 @pytest.fixture
 def foreign(tmp_path) -> Path:
-    """Shards by webdataset's own writer, named as timm's ImageNet shards are; labels up to 4 in train, 2 in validation."""
+    """Shards by webdataset's own writer, named as timm's ImageNet shards are; labels up to 4 in
+    train, 2 in validation."""
     root = tmp_path / "foreign"
     root.mkdir()
     for split, num_shards in (("train", 3), ("validation", 1)):
@@ -54,7 +55,10 @@ def foreign(tmp_path) -> Path:
 
 
 def tars(root: Path) -> dict[str, tuple[str, int]]:
-    return {path.name: (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in root.glob("*.tar")}
+    return {
+        path.name: (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in root.glob("*.tar")
+    }
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -65,10 +69,15 @@ def test_foreign_shards_become_readable(foreign, capsys):
     before = tars(foreign)
     assert main([str(foreign), "--workers", "2"]) == 0
     assert tars(foreign) == before
-    assert "train: 12 samples in 3 shards\nvalidation: 4 samples in 1 shards" in capsys.readouterr().out
+    assert (
+        "train: 12 samples in 3 shards\nvalidation: 4 samples in 1 shards"
+        in capsys.readouterr().out
+    )
     train = open_split(foreign, "train")
     validation = open_split(foreign, "validation")
-    assert [(train.key(i), train.read(i)) for i in range(12)] == [(f"train{n}", jpeg(n)) for n in range(12)]
+    assert [(train.key(i), train.read(i)) for i in range(12)] == [
+        (f"train{n}", jpeg(n)) for n in range(12)
+    ]
     assert train.index["label"].tolist() == [n % 5 for n in range(12)]
     assert train.num_classes == validation.num_classes == 5  # of all splits, not of each
     first = contents(foreign)
@@ -80,13 +89,25 @@ def test_timm_reads_them_too(foreign):
     from timm.data import create_dataset
 
     assert main([str(foreign), "--workers", "1"]) == 0
-    dataset = create_dataset("wds/", root=str(foreign), split="validation", is_training=False, batch_size=2)
+    dataset = create_dataset(
+        "wds/", root=str(foreign), split="validation", is_training=False, batch_size=2
+    )
     assert [label for _, label in dataset] == [0, 1, 2, 0]
 
 
 def test_info_of_others_is_kept(foreign, capsys):
     names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]  # in their order, one left out
-    theirs = {"splits": {"train": {"name": "train", "filenames": names, "shard_lengths": [4, 4], "num_samples": 8}}, "note": "x"}
+    theirs = {
+        "splits": {
+            "train": {
+                "name": "train",
+                "filenames": names,
+                "shard_lengths": [4, 4],
+                "num_samples": 8,
+            }
+        },
+        "note": "x",
+    }
     (foreign / "_info.json").write_text(json.dumps(theirs))
     assert main([str(foreign), "--workers", "1"]) == 0
     assert json.loads((foreign / "_info.json").read_text()) == theirs
@@ -118,7 +139,12 @@ def test_our_own_shards_stay_as_they_are(tmp_path):
     (tmp_path / "images" / "train").rename(tmp_path / "images" / "val")
     shutil.copytree(tmp_path / "images" / "val", tmp_path / "images" / "train")
     root = tmp_path / "own"
-    assert imagefolder.main([str(tmp_path / "images"), "--out", str(root), "--num-shards", "2", "--workers", "1"]) == 0
+    assert (
+        imagefolder.main(
+            [str(tmp_path / "images"), "--out", str(root), "--num-shards", "2", "--workers", "1"]
+        )
+        == 0
+    )
     whole = contents(root)
     (root / "train-00000.idx").unlink()
     (root / "train.index.npy").unlink()
@@ -126,7 +152,7 @@ def test_our_own_shards_stay_as_they_are(tmp_path):
     assert contents(root) == whole
 
 
-# ---- what does not fit ---------------------------------------------------------------------------------------------
+# ---- what does not fit ---------------------------------------------------------------------------
 
 
 def write_members(path: Path, members: list[tuple[str, bytes | None]]) -> None:
@@ -155,7 +181,9 @@ BAD: dict[str, list[tuple[str, bytes | None]]] = {
 }
 
 
-def shard_with(root: Path, bad: list[tuple[str, bytes | None]], name: str = "train-0000.tar") -> Path:
+def shard_with(
+    root: Path, bad: list[tuple[str, bytes | None]], name: str = "train-0000.tar"
+) -> Path:
     """Three samples that fit around one that does not."""
     root.mkdir(exist_ok=True)
     good = [[(f"s{n}.jpg", jpeg(n)), (f"s{n}.cls", b"%d" % (n % 2))] for n in range(3)]
@@ -169,16 +197,22 @@ def test_a_sample_that_does_not_fit_is_left_out_and_listed(kind, tmp_path, capsy
     assert main([str(tar.parent), "--workers", "1"]) == 0
     told = capsys.readouterr().out
     assert (
-        f"left out: 1 sample that does not fit, listed in {tar.parent}/quarantine.jsonl; the first: train-0000.tar: sample 'bad' " in told
+        f"left out: 1 sample that does not fit, listed in {tar.parent}/quarantine.jsonl; the first:"
+        " train-0000.tar: sample 'bad' " in told
     )
-    assert [json.loads(line)["key"] for line in (tar.parent / "quarantine.jsonl").read_text().splitlines()] == ["bad"]
+    assert [
+        json.loads(line)["key"]
+        for line in (tar.parent / "quarantine.jsonl").read_text().splitlines()
+    ] == ["bad"]
     info = json.loads((tar.parent / "_info.json").read_text())
     assert (info["quarantined"], info["splits"]["train"]["shard_lengths"]) == (1, [3])
     for again in (False, True):
         if again:  # made anew of the tars, it leaves out the same
             (tar.parent / "train.index.npy").unlink()
         split = open_split(tar.parent, "train")
-        assert [(split.key(i), split.read(i)) for i in range(len(split))] == [(f"s{n}", jpeg(n)) for n in range(3)]
+        assert [(split.key(i), split.read(i)) for i in range(len(split))] == [
+            (f"s{n}", jpeg(n)) for n in range(3)
+        ]
     before = contents(tar.parent)
     assert main([str(tar.parent), "--workers", "1"]) == 0
     assert contents(tar.parent) == before
@@ -190,7 +224,10 @@ def test_more_than_may_be_left_out_is_an_error(tmp_path, capsys):
     assert main([str(tar.parent), "--workers", "1", "--max-unreadable", "0"]) == 2
     error = capsys.readouterr().err
     assert "1 of 4 samples do not fit, more than the 0 that --max-unreadable 0" in error
-    assert "have them left out (--max-unreadable 0.25):\n  train-0000.tar: sample 'bad' has an image of 0 bytes, 'bad.jpg'" in error
+    assert (
+        "have them left out (--max-unreadable 0.25):\n  train-0000.tar: sample 'bad' has an image"
+        " of 0 bytes, 'bad.jpg'" in error
+    )
     assert not (tar.parent / "_info.json").exists()
 
 
@@ -198,7 +235,13 @@ def test_more_than_may_be_left_out_is_an_error(tmp_path, capsys):
     ("members", "told"),
     [
         (BAD["empty image"], "Mend these, or move the shard away"),
-        ([("README", b"x")], "holds no samples; expected pairs of <key>.jpg and <key>.cls .*; copy it again, or move it away"),
+        (
+            [("README", b"x")],
+            (
+                "holds no samples; expected pairs of <key>.jpg and <key>.cls .*; copy it again, or"
+                " move it away"
+            ),
+        ),
     ],
     ids=["all unfit", "none"],
 )
@@ -214,13 +257,19 @@ def test_a_shard_without_samples_that_fit_can_be_moved_away(members, told, tmp_p
 def test_what_belongs_to_no_sample_is_told(tmp_path, capsys):
     tar = shard_with(tmp_path / "root", [("README", b"x"), ("LICENSE", b"y")])
     assert main([str(tar.parent), "--workers", "1"]) == 0
-    assert "note: passed over, as part of no sample: a file without key and suffix (2 times)" in capsys.readouterr().out
+    assert (
+        "note: passed over, as part of no sample: a file without key and suffix (2 times)"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_label_that_would_make_more_classes_than_samples_is_refused(tmp_path, capsys):
     tar = shard_with(tmp_path / "root", [("far.jpg", jpeg(1)), ("far.cls", b"999999999")])
     assert main([str(tar.parent), "--workers", "1"]) == 2
-    assert "a label 999,999,999 (in train-0000.tar) would make 1,000,000,000 classes of 4 samples" in capsys.readouterr().err
+    assert (
+        "a label 999,999,999 (in train-0000.tar) would make 1,000,000,000 classes of 4 samples"
+        in capsys.readouterr().err
+    )
     (tmp_path / "names.txt").write_text("".join(f"class{n}\n" for n in range(100)))
     write_members(tar, [("a.jpg", jpeg(0)), ("a.cls", b"99"), ("b.jpg", jpeg(1)), ("b.cls", b"0")])
     assert main([str(tar.parent), "--workers", "1", "--classes", str(tmp_path / "names.txt")]) == 0
@@ -248,7 +297,10 @@ def test_split_from_the_command_line(foreign, capsys):
         tar.rename(foreign / f"{n:05d}.tar")  # as img2dataset names its shards
     (foreign / "imagenet1k-validation-0000.tar").unlink()
     assert main([str(foreign), "--workers", "1"]) == 2
-    assert "no split in the name of 00000.tar, 00001.tar, 00002.tar; if they are all of one split" in capsys.readouterr().err
+    assert (
+        "no split in the name of 00000.tar, 00001.tar, 00002.tar; if they are all of one split"
+        in capsys.readouterr().err
+    )
     assert main([str(foreign), "--workers", "1", "--split", "train"]) == 0
     assert open_split(foreign, "train").num_samples == 12
     assert main([str(foreign), "--workers", "1", "--split", "train"]) == 0
@@ -258,29 +310,61 @@ def test_split_from_the_command_line(foreign, capsys):
 
 def test_split_against_the_names(foreign, capsys):
     assert main([str(foreign), "--workers", "1", "--split", "train"]) == 2
-    assert "--split train, but another split is in the name of imagenet1k-validation-0000.tar" in capsys.readouterr().err
+    assert (
+        "--split train, but another split is in the name of imagenet1k-validation-0000.tar"
+        in capsys.readouterr().err
+    )
 
 
 def test_shards_without_labels(tmp_path, capsys):
-    with webdataset.TarWriter(str(tmp_path / "00000.tar")) as tar:  # the members that img2dataset writes
+    # the members that img2dataset writes
+    with webdataset.TarWriter(str(tmp_path / "00000.tar")) as tar:
         for n in range(8):
-            tar.write({"__key__": f"{n:09d}", "jpg": jpeg(n), "json": {"caption": "a cat"}, "txt": "a cat"})
+            tar.write(
+                {
+                    "__key__": f"{n:09d}",
+                    "jpg": jpeg(n),
+                    "json": {"caption": "a cat"},
+                    "txt": "a cat",
+                }
+            )
     assert main([str(tmp_path), "--split", "train", "--workers", "1"]) == 2
     error = capsys.readouterr().err
-    assert "00000.tar: sample '000000000' has no .cls with the label (its members: jpg, json, txt) (all 8 samples are so)" in error
-    assert "Found .jpg (8), .json (8, with fields caption), .txt (8), as in 000000000.jpg, 000000000.json, 000000000.txt: nothing" in error
-    assert "Images without labels, as img2dataset's with captions, can be sorted into class folders" in error
+    assert (
+        "00000.tar: sample '000000000' has no .cls with the label (its members: jpg, json, txt)"
+        " (all 8 samples are so)" in error
+    )
+    assert (
+        "Found .jpg (8), .json (8, with fields caption), .txt (8), as in 000000000.jpg,"
+        " 000000000.json, 000000000.txt: nothing" in error
+    )
+    assert (
+        "Images without labels, as img2dataset's with captions, can be sorted into class folders"
+        in error
+    )
 
 
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
         (lambda root: root.rename(root.with_name("gone")), "foreign: no such folder"),
-        (lambda root: [tar.unlink() for tar in root.glob("*.tar")], "no .tar files; expected <split>-00000.tar"),
+        (
+            lambda root: [tar.unlink() for tar in root.glob("*.tar")],
+            "no .tar files; expected <split>-00000.tar",
+        ),
         (lambda root: (root / "0001.tar").write_bytes(b"x"), "no split in the name of 0001.tar"),
-        (lambda root: (root / "imagenet1k-train-0000.tar").write_bytes(b"x" * 600), "imagenet1k-train-0000.tar: not a tar"),
-        (lambda root: (root / "_writing.json").write_text('{"source": "x"}'), "a writer has not finished here"),
-        (lambda root: (root / "imagenet1k-train-0002.json").write_text("[]"), "imagenet1k-train-0002.json: expected a JSON object"),
+        (
+            lambda root: (root / "imagenet1k-train-0000.tar").write_bytes(b"x" * 600),
+            "imagenet1k-train-0000.tar: not a tar",
+        ),
+        (
+            lambda root: (root / "_writing.json").write_text('{"source": "x"}'),
+            "a writer has not finished here",
+        ),
+        (
+            lambda root: (root / "imagenet1k-train-0002.json").write_text("[]"),
+            "imagenet1k-train-0002.json: expected a JSON object",
+        ),
     ],
 )
 def test_errors_are_one_line_and_status_2(foreign, prepare, message, capsys):
@@ -294,18 +378,34 @@ def test_errors_are_one_line_and_status_2(foreign, prepare, message, capsys):
 
 
 def test_split_names():
-    names = {"train-00000.tar": "train", "imagenet1k-train-0000.tar": "train", "val-0.tar": "val", "a-b-validation-17.tar": "validation"}
-    names |= {"train-00000-of-00100.tar": "train", "cc3m-heldout-000.tar": "heldout", "00000.tar": None, "data.tar": None, "x-y.tar": None}
+    names = {
+        "train-00000.tar": "train",
+        "imagenet1k-train-0000.tar": "train",
+        "val-0.tar": "val",
+        "a-b-validation-17.tar": "validation",
+    }
+    names |= {
+        "train-00000-of-00100.tar": "train",
+        "cc3m-heldout-000.tar": "heldout",
+        "00000.tar": None,
+        "data.tar": None,
+        "x-y.tar": None,
+    }
     assert {name: split_of(name) for name in names} == names
 
 
 def test_help_is_readable():
-    done = subprocess.run([sys.executable, "-m", "data_prep.index", "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "data_prep.index", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "ROOT" in done.stdout
     assert "--workers N" in done.stdout
 
 
-# ---- shards at a URL ------------------------------------------------------------------------------------------------
+# ---- shards at a URL -----------------------------------------------------------------------------
 
 BRACES = "imagenet1k-{train-{0000..0002},validation-0000}.tar"
 
@@ -331,7 +431,9 @@ def web(foreign, monkeypatch, tmp_path):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with WebServer({f"/shards/{tar.name}": tar.read_bytes() for tar in foreign.glob("*.tar")}) as server:
+    with WebServer(
+        {f"/shards/{tar.name}": tar.read_bytes() for tar in foreign.glob("*.tar")}
+    ) as server:
         yield server
 
 
@@ -340,7 +442,8 @@ def without(info: dict, *keys: str) -> dict:
 
 
 def assert_indexed_as_if_local(out: Path, foreign: Path, url: str) -> None:
-    """`out` holds all that indexing the shards where they lie gives, but no tar and no README of tars; with the tars it is a data set."""
+    """`out` holds all that indexing the shards where they lie gives, but no tar and no README of
+    tars; with the tars it is a data set."""
     assert main([str(foreign), "--workers", "1"]) == 0
     local = contents(foreign)
     remote = contents(out)
@@ -349,14 +452,18 @@ def assert_indexed_as_if_local(out: Path, foreign: Path, url: str) -> None:
         assert remote[name] == local[name]
     for name in (name for name in remote if name.endswith(".json")):
         assert json.loads(remote[name])["shards_at"] == url
-        assert without(json.loads(remote[name]), "shards_at", "info_sha256") == without(json.loads(local[name]), "mtime_ns", "info_sha256")
+        assert without(json.loads(remote[name]), "shards_at", "info_sha256") == without(
+            json.loads(local[name]), "mtime_ns", "info_sha256"
+        )
     for tar in foreign.glob("*.tar"):
         shutil.copy(tar, out)
     assert [open_split(out, "train").key(i) for i in range(12)] == [f"train{n}" for n in range(12)]
 
 
 def fetched(web: WebServer) -> list[str]:
-    return sorted(path.removeprefix("/shards/") for _, path, wanted in web.requests if wanted != "bytes=0-0")
+    return sorted(
+        path.removeprefix("/shards/") for _, path, wanted in web.requests if wanted != "bytes=0-0"
+    )
 
 
 def test_shards_on_the_web(foreign, web, tmp_path):
@@ -377,12 +484,26 @@ def test_shards_on_the_web_and_their_index_in_a_store(web, s3):
     bucket = s3.new_bucket()
     assert main([f"{web.url}/shards/{BRACES}", "--out", f"{bucket}/index", "--workers", "1"]) == 0
     assert Output(f"{bucket}/index").read_json("_info.json")["shards_at"] == f"{web.url}/shards"
-    assert {name.rpartition(".")[2] for name in Output(f"{bucket}/index").sizes()} == {"json", "idx", "npy"}
+    assert {name.rpartition(".")[2] for name in Output(f"{bucket}/index").sizes()} == {
+        "json",
+        "idx",
+        "npy",
+    }
 
 
 def test_shards_on_the_web_with_an_info(foreign, web, tmp_path, capsys):
     names = [f"imagenet1k-train-{k:04d}.tar" for k in (2, 0)]
-    theirs = {"splits": {"train": {"name": "train", "filenames": names, "shard_lengths": [4, 4], "num_samples": 8}}, "num_classes": 9}
+    theirs = {
+        "splits": {
+            "train": {
+                "name": "train",
+                "filenames": names,
+                "shard_lengths": [4, 4],
+                "num_samples": 8,
+            }
+        },
+        "num_classes": 9,
+    }
     web.files["/shards/_info.json"] = json.dumps(theirs).encode()
     assert main([f"{web.url}/shards", "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
     info = json.loads((tmp_path / "out" / "_info.json").read_text())
@@ -396,9 +517,21 @@ def test_shards_on_the_web_with_an_info(foreign, web, tmp_path, capsys):
 def test_killed_and_continued(foreign, web, tmp_path):
     out = tmp_path / "out"
     url = f"{web.url}/shards"
-    names = [f"{url}/imagenet1k-train-{k:04d}.tar" for k in range(3)] + [f"{url}/imagenet1k-validation-0000.tar"]
-    last = web.files.pop("/shards/imagenet1k-validation-0000.tar")  # so it cannot be complete before the kill
-    arguments = [sys.executable, "-m", "data_prep.index", *names, "--out", str(out), "--workers", "1"]
+    names = [f"{url}/imagenet1k-train-{k:04d}.tar" for k in range(3)] + [
+        f"{url}/imagenet1k-validation-0000.tar"
+    ]
+    # so it cannot be complete before the kill
+    last = web.files.pop("/shards/imagenet1k-validation-0000.tar")
+    arguments = [
+        sys.executable,
+        "-m",
+        "data_prep.index",
+        *names,
+        "--out",
+        str(out),
+        "--workers",
+        "1",
+    ]
     with subprocess.Popen(arguments, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
         while not (out / "imagenet1k-train-0001.json").exists() and time.monotonic() < deadline:
@@ -435,7 +568,10 @@ def test_a_shard_that_was_replaced_on_the_web(foreign, web, tmp_path, capsys):
     (out / "_info.json").unlink()
     assert main(arguments) == 0
     described = json.loads((out / "_info.json").read_text())["splits"]["train"]
-    assert described["shard_sha256"][1] == hashlib.sha256(web.files["/shards/imagenet1k-train-0001.tar"]).hexdigest()
+    assert (
+        described["shard_sha256"][1]
+        == hashlib.sha256(web.files["/shards/imagenet1k-train-0001.tar"]).hexdigest()
+    )
 
 
 def test_shards_in_a_store_that_can_be_written(foreign, bucket):
@@ -446,7 +582,8 @@ def test_shards_in_a_store_that_can_be_written(foreign, bucket):
     assert output.sizes().keys() == local.keys()
     for name, content in local.items():
         there = output.fetch(name, foreign.parent).read_bytes()
-        if name.startswith("imagenet1k") and name.endswith(".json"):  # a sidecar tells when its tar was changed, where that can be told
+        # a sidecar tells when its tar was changed, where that can be told
+        if name.startswith("imagenet1k") and name.endswith(".json"):
             assert json.loads(there) == without(json.loads(content), "mtime_ns")
         else:
             assert there == content
@@ -459,7 +596,9 @@ def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path,
         assert main([bucket, "--workers", "1"]) == 2
         error = capsys.readouterr().err
         assert "no permission to do this" in error
-        assert error.endswith("Where nothing can be written, give a folder for the index with --out\n")
+        assert error.endswith(
+            "Where nothing can be written, give a folder for the index with --out\n"
+        )
         assert main([bucket, "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
     assert_indexed_as_if_local(tmp_path / "out", foreign, bucket)
 
@@ -467,29 +606,75 @@ def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (f"<url>/{BRACES}", "nothing can be written beside shards on the web; give a folder for their index with --out"),
+        (
+            f"<url>/{BRACES}",
+            (
+                "nothing can be written beside shards on the web; give a folder for their index"
+                " with --out"
+            ),
+        ),
         (
             "<url> --out <out>",
-            "no _info.json there, and the web has no lists of files: name the shards, as in '<url>/train-{0000..0099}.tar'",
+            (
+                "no _info.json there, and the web has no lists of files: name the shards, as in"
+                " '<url>/train-{0000..0099}.tar'"
+            ),
         ),
-        ("<url>/x-train-{0,0}.tar --out <out>", "<url>/x-train-0.tar: no such file on the server; correct the address"),
-        ("<url>/train-0.tar <folder> --out <out>", "<folder>: expected one folder, or URLs of shards, which end in .tar"),
-        ("<url>/{a,b}/train-0.tar --out <out>", "shards of several folders (<url>/a, <url>/b); a data set lies in one"),
-        ("<folder> --out <out>", "--out <out> is for shards at a URL; the index of a folder (<folder>) is written beside its shards"),
-        ("<url>/train-0.tar --out <folder>", "<folder>: holds shards itself (imagenet1k-train-0000.tar, imagenet1k-train-0001.tar, "),
+        (
+            "<url>/x-train-{0,0}.tar --out <out>",
+            "<url>/x-train-0.tar: no such file on the server; correct the address",
+        ),
+        (
+            "<url>/train-0.tar <folder> --out <out>",
+            "<folder>: expected one folder, or URLs of shards, which end in .tar",
+        ),
+        (
+            "<url>/{a,b}/train-0.tar --out <out>",
+            "shards of several folders (<url>/a, <url>/b); a data set lies in one",
+        ),
+        (
+            "<folder> --out <out>",
+            (
+                "--out <out> is for shards at a URL; the index of a folder (<folder>) is written"
+                " beside its shards"
+            ),
+        ),
+        (
+            "<url>/train-0.tar --out <folder>",
+            "<folder>: holds shards itself (imagenet1k-train-0000.tar, imagenet1k-train-0001.tar, ",
+        ),
         ("<url>/damaged-train-0000.tar --out <out>", "<url>/damaged-train-0000.tar: cut off"),
-        ("<url>/hostile --out <out>", "../../etc/train-0.tar in _info.json: expected names of tars in this very folder"),
-        ("<url>/train-0.tar --out <other>", "<other>: holds the index of http://elsewhere/shards, not of <url>; choose another --out"),
+        (
+            "<url>/hostile --out <out>",
+            "../../etc/train-0.tar in _info.json: expected names of tars in this very folder",
+        ),
+        (
+            "<url>/train-0.tar --out <other>",
+            (
+                "<other>: holds the index of http://elsewhere/shards, not of <url>; choose another"
+                " --out"
+            ),
+        ),
     ],
 )
 def test_errors_with_urls(arguments, message, foreign, web, tmp_path, capsys):
-    web.files["/shards/damaged-train-0000.tar"] = web.files["/shards/imagenet1k-train-0000.tar"][:5000]
+    web.files["/shards/damaged-train-0000.tar"] = web.files["/shards/imagenet1k-train-0000.tar"][
+        :5000
+    ]
     hostile = {"splits": {"train": {"filenames": ["../../etc/train-0.tar"], "shard_lengths": [1]}}}
     web.files["/shards/hostile/_info.json"] = json.dumps(hostile).encode()
     (tmp_path / "other").mkdir()
-    other = {"splits": {"train": {"filenames": ["train-0.tar"], "shard_lengths": [1]}}, "shards_at": "http://elsewhere/shards"}
+    other = {
+        "splits": {"train": {"filenames": ["train-0.tar"], "shard_lengths": [1]}},
+        "shards_at": "http://elsewhere/shards",
+    }
     (tmp_path / "other" / "_info.json").write_text(json.dumps(other))
-    for word, place in {"url": f"{web.url}/shards", "out": tmp_path / "out", "folder": foreign, "other": tmp_path / "other"}.items():
+    for word, place in {
+        "url": f"{web.url}/shards",
+        "out": tmp_path / "out",
+        "folder": foreign,
+        "other": tmp_path / "other",
+    }.items():
         arguments = arguments.replace(f"<{word}>", str(place))
         message = message.replace(f"<{word}>", str(place))
     assert main([*arguments.split(), "--workers", "1"]) == 2

@@ -1,4 +1,5 @@
-"""MNIST and its like: what torchvision reads in the same files, every damage named, downloads checked, and the recipe trains."""
+"""MNIST and its like: what torchvision reads in the same files, every damage named, downloads
+checked, and the recipe trains."""
 
 import gzip
 import hashlib
@@ -23,7 +24,10 @@ COUNTS = {"train": 60_000, "t10k": 10_000}
 
 
 def idx(values: np.ndarray) -> bytes:
-    return struct.pack(f">{1 + values.ndim}I", 0x0800 + values.ndim, *values.shape) + values.astype(np.uint8).tobytes()
+    return (
+        struct.pack(f">{1 + values.ndim}I", 0x0800 + values.ndim, *values.shape)
+        + values.astype(np.uint8).tobytes()
+    )
 
 
 def contents(counts: dict[str, int] = COUNTS) -> dict[str, bytes]:
@@ -33,7 +37,9 @@ def contents(counts: dict[str, int] = COUNTS) -> dict[str, bytes]:
     for part, count in counts.items():
         numbers = np.arange(count)
         labels = (7 * numbers % 10).astype(np.uint8)
-        rows = (x[None] // (1 + labels[:, None]) % 2) * (100 + numbers[:, None] % 150).astype(np.uint8)
+        rows = (x[None] // (1 + labels[:, None]) % 2) * (100 + numbers[:, None] % 150).astype(
+            np.uint8
+        )
         files[f"{part}-images-idx3-ubyte"] = idx(np.repeat(rows[:, None], 28, axis=1))
         files[f"{part}-labels-idx1-ubyte"] = idx(labels)
     return files
@@ -61,7 +67,9 @@ def small(monkeypatch) -> dict[str, bytes]:
 def put(folder: Path, files: dict[str, bytes], compressed: bool = False) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        (folder / f"{name}{'.gz' if compressed else ''}").write_bytes(gzip.compress(content, 1, mtime=0) if compressed else content)
+        (folder / f"{name}{'.gz' if compressed else ''}").write_bytes(
+            gzip.compress(content, 1, mtime=0) if compressed else content
+        )
     return folder
 
 
@@ -76,7 +84,9 @@ def test_all_images_and_labels_are_torchvisions(torchvision_root, tmp_path):
         numbers = [int(sample.name.partition("/")[2]) for sample in samples]
         assert sorted(numbers) == list(range(len(expected)))
         assert [sample.label for sample in samples] == expected.targets[numbers].tolist()
-        assert [sample.key for sample in samples[:9]] == [f"{'train' if train else 't10k'}-{number:05d}" for number in numbers[:9]]
+        assert [sample.key for sample in samples[:9]] == [
+            f"{'train' if train else 't10k'}-{number:05d}" for number in numbers[:9]
+        ]
         for sample, number in list(zip(samples, numbers, strict=True))[::2000]:
             image = Image.open(io.BytesIO(found.read(sample)))
             assert (image.format, image.mode, image.size) == ("JPEG", "L", (28, 28))
@@ -107,13 +117,38 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
     for number, source in enumerate(sources):
         found = mnist.source(source, "fashion")
         catalogue = open_catalogue(found, tmp_path / f"c{number}", seed=0)
-        tables = [catalogue.table(split).samples(range(total)) for split, total in catalogue.splits.items()]
-        everything.append((catalogue.sha256, {sample.key: found.read(sample) for samples in tables for sample in samples}))
+        tables = [
+            catalogue.table(split).samples(range(total))
+            for split, total in catalogue.splits.items()
+        ]
+        everything.append(
+            (
+                catalogue.sha256,
+                {sample.key: found.read(sample) for samples in tables for sample in samples},
+            )
+        )
     assert all(found == everything[0] for found in everything)
-    assert mnist.main([str(sources[1]), "--out", str(tmp_path / "out"), "--variant", "fashion", "--num-shards", "2", "--workers", "1"]) == 0
+    assert (
+        mnist.main(
+            [
+                str(sources[1]),
+                "--out",
+                str(tmp_path / "out"),
+                "--variant",
+                "fashion",
+                "--num-shards",
+                "2",
+                "--workers",
+                "1",
+            ]
+        )
+        == 0
+    )
     train = open_split(tmp_path / "out", "train")
     val = open_split(tmp_path / "out", "val")
-    assert {split.key(i): split.read(i) for split in (train, val) for i in range(split.num_samples)} == everything[0][1]
+    assert {
+        split.key(i): split.read(i) for split in (train, val) for i in range(split.num_samples)
+    } == everything[0][1]
     assert val.class_names[9] == "Ankle boot"
     labels = {int(val.key(i).partition("-")[2]): int(val.index["label"][i]) for i in range(50)}
     assert [labels[i] for i in range(50)] == [7 * i % 10 for i in range(50)]
@@ -122,17 +157,39 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda files: files.pop("t10k-labels-idx1-ubyte"), "missing: t10k-labels-idx1-ubyte (with .gz or without); fetch them from https"),
-        (lambda files: files.clear(), "missing: train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images"),
         (
-            lambda files: files.update({"train-images-idx3-ubyte": files["t10k-images-idx3-ubyte"]}),
-            "expected an idx file of unsigned bytes, 200 x 28 x 28, found unsigned bytes, 50 x 28 x 28; is it the right file?",
+            lambda files: files.pop("t10k-labels-idx1-ubyte"),
+            "missing: t10k-labels-idx1-ubyte (with .gz or without); fetch them from https",
         ),
-        (lambda files: files.update({"train-labels-idx1-ubyte": b""}), "found no idx header (an empty file)"),
-        (lambda files: files.update({"train-labels-idx1-ubyte": b"<html>Not found"}), "found no idx header (3c 68 74 6d)"),
-        (lambda files: files.update({"t10k-labels-idx1-ubyte": idx(np.arange(50) % 11)}), "a label of 10; expected 0 to 9"),
         (
-            lambda files: files.update({"t10k-images-idx3-ubyte": struct.pack(">IIII", 0x0D03, 50, 28, 28) + bytes(99)}),
+            lambda files: files.clear(),
+            "missing: train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images",
+        ),
+        (
+            lambda files: files.update(
+                {"train-images-idx3-ubyte": files["t10k-images-idx3-ubyte"]}
+            ),
+            (
+                "expected an idx file of unsigned bytes, 200 x 28 x 28, found unsigned bytes, 50 x"
+                " 28 x 28; is it the right file?"
+            ),
+        ),
+        (
+            lambda files: files.update({"train-labels-idx1-ubyte": b""}),
+            "found no idx header (an empty file)",
+        ),
+        (
+            lambda files: files.update({"train-labels-idx1-ubyte": b"<html>Not found"}),
+            "found no idx header (3c 68 74 6d)",
+        ),
+        (
+            lambda files: files.update({"t10k-labels-idx1-ubyte": idx(np.arange(50) % 11)}),
+            "a label of 10; expected 0 to 9",
+        ),
+        (
+            lambda files: files.update(
+                {"t10k-images-idx3-ubyte": struct.pack(">IIII", 0x0D03, 50, 28, 28) + bytes(99)}
+            ),
             "found numbers of type 0x0d",
         ),
     ],
@@ -141,7 +198,10 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
 def test_wrong_files_are_one_line(small, tmp_path, capsys, change, message, compressed):
     change(small)
     put(tmp_path / "source", small, compressed)
-    assert mnist.main([str(tmp_path / "source"), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
+    assert (
+        mnist.main([str(tmp_path / "source"), "--out", str(tmp_path / "out"), "--workers", "1"])
+        == 2
+    )
     error = capsys.readouterr().err
     assert re.match(r"error: .*\n\Z", error)
     assert message in error
@@ -158,7 +218,11 @@ def test_cut_long_and_hostile_files_are_told(small, tmp_path):
         (plain, whole + b"\0", r"its header tells 156,816 bytes, there are more; copy"),
         (packed, gzip.compress(whole)[:-100], r"not a whole gzip file \(Compressed file ended"),
         (packed, whole, r"not a whole gzip file \(Not a gzipped file"),
-        (packed, gzip.compress(whole)[:50] + b"\0" * 50 + gzip.compress(whole)[100:], r"not a whole gzip file \("),
+        (
+            packed,
+            gzip.compress(whole)[:50] + b"\0" * 50 + gzip.compress(whole)[100:],
+            r"not a whole gzip file \(",
+        ),
         (packed, gzip.compress(whole + bytes(20_000_000), 1), r"there are more"),  # a small bomb
     ):
         path.write_bytes(content)
@@ -171,48 +235,85 @@ def test_cut_long_and_hostile_files_are_told(small, tmp_path):
 
 
 def test_folders_that_are_ambiguous_or_another_variants(small, tmp_path, monkeypatch):
-    with pytest.raises(PrepError, match="nowhere: no such folder; expected the folder of the four idx files"):
+    with pytest.raises(
+        PrepError, match="nowhere: no such folder; expected the folder of the four idx files"
+    ):
         mnist.source(tmp_path / "nowhere")
     put(tmp_path / "KMNIST" / "raw", small, compressed=True)
     with pytest.raises(PrepError, match="or use --variant kmnist, which is there"):
         mnist.source(tmp_path)
-    monkeypatch.setitem(mnist.VARIANTS, "kmnist", mnist.VARIANTS["kmnist"]._replace(md5=md5_of(small)))
-    with pytest.raises(PrepError, match=r"train-images-idx3-ubyte.gz: this is KMNIST's; use --variant kmnist"):
+    monkeypatch.setitem(
+        mnist.VARIANTS, "kmnist", mnist.VARIANTS["kmnist"]._replace(md5=md5_of(small))
+    )
+    with pytest.raises(
+        PrepError, match=r"train-images-idx3-ubyte.gz: this is KMNIST's; use --variant kmnist"
+    ):
         mnist.source(tmp_path / "KMNIST", "fashion")
     put(tmp_path, small)
-    with pytest.raises(PrepError, match=f"idx files in {tmp_path} and in {tmp_path}/KMNIST/raw; give the one"):
+    with pytest.raises(
+        PrepError, match=f"idx files in {tmp_path} and in {tmp_path}/KMNIST/raw; give the one"
+    ):
         mnist.source(tmp_path, "kmnist")
 
 
 def md5_of(files: dict[str, bytes]) -> dict[str, str]:
-    return {name: hashlib.md5(gzip.compress(content, 1, mtime=0)).hexdigest() for name, content in files.items()}
+    return {
+        name: hashlib.md5(gzip.compress(content, 1, mtime=0)).hexdigest()
+        for name, content in files.items()
+    }
 
 
 def test_download_from_a_mirror(small, tmp_path, capsys, monkeypatch):
-    """The md5s of the generated files in place of MNIST's; then MNIST's own, which must refuse them."""
-    served = {f"/m/{name}.gz": gzip.compress(content, 1, mtime=0) for name, content in small.items()}
-    command = [str(tmp_path / "new" / "folder"), "--out", str(tmp_path / "out"), "--download", "--workers", "1"]
+    """The md5s of the generated files in place of MNIST's; then MNIST's own, which must refuse
+    them."""
+    served = {
+        f"/m/{name}.gz": gzip.compress(content, 1, mtime=0) for name, content in small.items()
+    }
+    command = [
+        str(tmp_path / "new" / "folder"),
+        "--out",
+        str(tmp_path / "out"),
+        "--download",
+        "--workers",
+        "1",
+    ]
     with WebServer(served) as server:
         assert mnist.main([*command, "--url", f"{server.url}/m/"]) == 2
         assert "expected f68b3c2dcbeaaa9fbdd348bbdeb94873" in capsys.readouterr().err
-        monkeypatch.setitem(mnist.VARIANTS, "mnist", mnist.VARIANTS["mnist"]._replace(md5=md5_of(small)))
+        monkeypatch.setitem(
+            mnist.VARIANTS, "mnist", mnist.VARIANTS["mnist"]._replace(md5=md5_of(small))
+        )
         server.cuts = [1000]
         assert mnist.main([*command, "--url", f"{server.url}/m"]) == 0
         num_requests = len(server.requests)
         assert mnist.main([*command, "--url", f"{server.url}/m"]) == 0
         assert len(server.requests) == num_requests, "what is there is not fetched again"
     assert open_split(tmp_path / "out", "train").num_samples == 200
-    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == sorted(f"{name}.gz" for name in small)
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == sorted(
+        f"{name}.gz" for name in small
+    )
 
 
 def test_the_recipe_trains_on_it(small, tmp_path):
     put(tmp_path / "source", small, compressed=True)
-    assert mnist.main([str(tmp_path / "source"), "--out", str(tmp_path / "root"), "--workers", "1"]) == 0
-    overrides = ["train.steps=3", "train.epochs=null", "eval.every_epochs=null", "log.every_steps=1", "log.wandb=off", "log.report=false"]
+    assert (
+        mnist.main([str(tmp_path / "source"), "--out", str(tmp_path / "root"), "--workers", "1"])
+        == 0
+    )
+    overrides = [
+        "train.steps=3",
+        "train.epochs=null",
+        "eval.every_epochs=null",
+        "log.every_steps=1",
+        "log.wandb=off",
+        "log.report=false",
+    ]
     where = [f"data.root={tmp_path / 'root'}", f"run.dir={tmp_path / 'run'}"]
     done = run("launch/train.py", "--config", "configs/mnist.yaml", *where, *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
-    assert losses[0] == pytest.approx(np.log(10), abs=2e-3), "a zero head of ten classes starts at ln 10"
+    assert losses[0] == pytest.approx(np.log(10), abs=2e-3), (
+        "a zero head of ten classes starts at ln 10"
+    )
     assert len(losses) == 3
     assert [line["num_images"] for line in metrics(tmp_path / "run", "eval")] == [50]

@@ -1,8 +1,10 @@
-"""The section "Data preparation" of docs/errors.md is true: each row is provoked with the real command on files of the true format.
+"""The section "Data preparation" of docs/errors.md is true: each row is provoked with the real
+command on files of the true format.
 
-A row's first cell names its scenario. Besides text and exit status each row is checked for what was left behind: nothing at all for what is
-found before the first shard is written, else whole shards only; what "continues" is continued. Commands run in this process, but for those
-that need a signal or a user of their own, or that come again.
+A row's first cell names its scenario. Besides text and exit status each row is checked for what was
+left behind: nothing at all for what is found before the first shard is written, else whole shards
+only; what "continues" is continued. Commands run in this process, but for those that need a signal
+or a user of their own, or that come again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,17 @@ import prep_wrong_sources  # noqa: F401 (registers scenarios)
 import pytest
 from error_rows import WITHOUT_PRIVILEGES, Row, leave_free, pattern_of, rows, small_disk, snapshot
 from fake_imagenet import make_fake, tar_of, write_train_tar
-from prep_place import BEGUN, SCENARIOS, TRAIN_TAR, Place, command, images, official, scenario, whole_shards_only
+from prep_place import (
+    BEGUN,
+    SCENARIOS,
+    TRAIN_TAR,
+    Place,
+    command,
+    images,
+    official,
+    scenario,
+    whole_shards_only,
+)
 from processes import REPOSITORY, environment, jpeg
 from servers import S3Server, WebServer
 
@@ -34,7 +46,7 @@ from vit.data.shards.index_file import left_out
 from vit.data.shards.tar import scan_tar
 from vit.data.storage.patience import Patience
 
-# ---- the output folder ------------------------------------------------------------------------------------------------
+# ---- the output folder ---------------------------------------------------------------------------
 
 
 @scenario("a folder with shards of unknown origin")
@@ -61,7 +73,9 @@ def _(place):
 @scenario("another archive than the one with which the folder was begun")
 def _(place):
     place.prepare("imagenet", official(place), "--partial", "--shards", "0-2")
-    write_train_tar(make_fake(num_classes=10, train_per_class=5, seed=1), place.folder / "downloads" / TRAIN_TAR)
+    write_train_tar(
+        make_fake(num_classes=10, train_per_class=5, seed=1), place.folder / "downloads" / TRAIN_TAR
+    )
     place.prepare("imagenet", place.folder / "downloads", "--partial")
 
 
@@ -111,7 +125,8 @@ def _(place):
 def _(place):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "s3fs", None)
-        patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # an earlier test of this process may have loaded it
+        # an earlier test of this process may have loaded it
+        patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
         place.run("imagefolder", images(place), "--out", "s3://bucket/shards")
 
 
@@ -132,10 +147,12 @@ def _(place):
 
 @scenario("`--restart-markers auto` without the C part")
 def _(place):
-    place.prepare("imagefolder", images(place), "--restart-markers", "auto", prefix=("env", "VIT_NATIVE=0"))
+    place.prepare(
+        "imagefolder", images(place), "--restart-markers", "auto", prefix=("env", "VIT_NATIVE=0")
+    )
 
 
-# ---- images, and what happens meanwhile -------------------------------------------------------------------------------
+# ---- images, and what happens meanwhile ----------------------------------------------------------
 
 
 @scenario("an unreadable image: it is left out, told and listed", begun=True)
@@ -144,10 +161,14 @@ def _(place):
     place.prepare("imagefolder", place.folder / "images", "--num-shards", 2)
     [entry] = map(json.loads, (place.out / "quarantine.jsonl").read_text().splitlines())
     assert entry["key"] == "cat_7"
-    assert re.fullmatch(r"no image; expected one of JPEG, .*, and it begins with b'no image'", entry["reason"])
+    assert re.fullmatch(
+        r"no image; expected one of JPEG, .*, and it begins with b'no image'", entry["reason"]
+    )
 
 
-@scenario("too many unreadable images: whole shards stay; mended, the same command continues", begun=True)
+@scenario(
+    "too many unreadable images: whole shards stay; mended, the same command continues", begun=True
+)
 def _(place):
     folder = images(place)
     names = [f"{name}/{number}.jpg" for name in ("cat", "dog") for number in (3, 5, 8)]
@@ -179,14 +200,29 @@ class Background:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(photograph())
         place.before = snapshot(place.folder)
-        arguments = [self.source, "--resize-short-side", 800, "--num-shards", 10, "--workers", 2, "--out", place.out]
+        arguments = [
+            self.source,
+            "--resize-short-side",
+            800,
+            "--num-shards",
+            10,
+            "--workers",
+            2,
+            "--out",
+            place.out,
+        ]
         self.line = [*command("imagefolder"), *map(str, arguments)]
         piped = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen(self.line, cwd=REPOSITORY, env=environment(), text=True, **piped)
+        self.process = subprocess.Popen(
+            self.line, cwd=REPOSITORY, env=environment(), text=True, **piped
+        )
 
     def wait_for_shard(self) -> None:
         """Until a shard is whole and the next ones are being written."""
-        while not (list(self.place.out.glob("train-*.json")) and list(self.place.out.glob(".train-*.tar.*.tmp"))):
+        while not (
+            list(self.place.out.glob("train-*.json"))
+            and list(self.place.out.glob(".train-*.tar.*.tmp"))
+        ):
             assert self.process.poll() is None, f"ended too early: {self.process.communicate()[1]}"
             time.sleep(0.001)
 
@@ -198,7 +234,14 @@ class Background:
 
     def again(self) -> None:
         """The same command, to the end."""
-        done = subprocess.run(self.line, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            self.line,
+            cwd=REPOSITORY,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, done.stderr
         assert "shards are there already and are kept" in done.stdout
 
@@ -212,7 +255,8 @@ def photograph() -> bytes:
 def stopped(place: Place, number: signal.Signals) -> None:
     background = Background(place)
     background.wait_for_shard()
-    background.process.send_signal(number)  # that the same command continues is shown in test_writer.py
+    # that the same command continues is shown in test_writer.py
+    background.process.send_signal(number)
     background.end()
 
 
@@ -232,22 +276,40 @@ def _(place):
         pytest.skip("finds the worker in /proc")
     background = Background(place)
     background.wait_for_shard()
-    children = Path(f"/proc/{background.process.pid}/task/{background.process.pid}/children").read_text().split()
-    os.kill(next(int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()), signal.SIGKILL)
+    children = (
+        Path(f"/proc/{background.process.pid}/task/{background.process.pid}/children")
+        .read_text()
+        .split()
+    )
+    os.kill(
+        next(
+            int(child)
+            for child in children
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ),
+        signal.SIGKILL,
+    )
     background.end()
-    for sidecar in place.out.glob("train-*.json"):  # it is written last; what the killed worker left behind goes with the next command
+    # it is written last; what the killed worker left behind goes with the next command
+    for sidecar in place.out.glob("train-*.json"):
         assert (
-            len(scan_tar(sidecar.with_suffix(".tar"), left_out=left_out(sidecar.with_suffix(".tar"))))
+            len(
+                scan_tar(
+                    sidecar.with_suffix(".tar"), left_out=left_out(sidecar.with_suffix(".tar"))
+                )
+            )
             == json.loads(sidecar.read_text())["num_samples"]
         )
     background.again()
     whole_shards_only(place.out, complete=True)
 
 
-# ---- index ------------------------------------------------------------------------------------------------------------
+# ---- index ---------------------------------------------------------------------------------------
 
 
-def shards_in(place: Place, name: str = "train-00000.tar", members: dict[str, bytes] | None = None) -> Path:
+def shards_in(
+    place: Place, name: str = "train-00000.tar", members: dict[str, bytes] | None = None
+) -> Path:
     """A folder with a shard that somebody else wrote."""
     folder = place.folder / "shards"
     folder.mkdir()
@@ -269,23 +331,38 @@ def _(place):
 
 @scenario("samples without a label")
 def _(place):
-    place.run("index", shards_in(place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.txt": b"a cat"}))
+    place.run(
+        "index",
+        shards_in(place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.txt": b"a cat"}),
+    )
 
 
 @scenario("image and label under other names")
 def _(place):
     image = jpeg(np.zeros((8, 8, 3), np.uint8))
-    place.run("index", shards_in(place, members={"a.image.jpg": image, "a.json": b'{"label": 3}'}), "--workers", 1)
+    place.run(
+        "index",
+        shards_in(place, members={"a.image.jpg": image, "a.json": b'{"label": 3}'}),
+        "--workers",
+        1,
+    )
 
 
 @scenario("labels that are names")
 def _(place):
-    place.run("index", shards_in(place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.cls": b"cat"}), "--workers", 1)
+    place.run(
+        "index",
+        shards_in(place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.cls": b"cat"}),
+        "--workers",
+        1,
+    )
 
 
 @scenario("a label that would make more classes than there are samples", begun=True)
 def _(place):
-    place.out = shards_in(place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.cls": b"999999999"})
+    place.out = shards_in(
+        place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.cls": b"999999999"}
+    )
     place.run("index", place.out, "--workers", 1)
 
 
@@ -349,7 +426,7 @@ def _(place):
         place.run("index", f"{server.url}/train-0000.tar", "--out", place.folder / "index")
 
 
-# ---- verify -----------------------------------------------------------------------------------------------------------
+# ---- verify --------------------------------------------------------------------------------------
 
 
 DATA_SET: dict[str, bytes] = {}
@@ -418,15 +495,18 @@ def _(place):
     place.run("verify", place.out, "--workers", 1)
 
 
-# ---- the table and what happened ------------------------------------------------------------------------------------
+# ---- the table and what happened -----------------------------------------------------------------
 
 
 ROWS = rows("Data preparation")
 
 
 @pytest.fixture
-def place(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A place of its own for everything, temporary files too; what waits for a network waits shortly."""
+def place(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Place:
+    """A place of its own for everything, temporary files too; what waits for a network waits
+    shortly."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -442,16 +522,26 @@ def test_the_row_is_what_happens(row: Row, place: Place):
     is_error = row.printed.startswith("error: ")
     output = place.stderr if is_error else place.stdout + place.stderr
     assert place.status == row.status, place.stdout + place.stderr
-    assert re.search(f"^{pattern_of(row.printed)}$", output, re.MULTILINE), f"expected\n{row.printed}\nbut this was printed:\n{output}"
+    assert re.search(f"^{pattern_of(row.printed)}$", output, re.MULTILINE), (
+        f"expected\n{row.printed}\nbut this was printed:\n{output}"
+    )
     assert "Traceback" not in place.stderr
     if is_error:
         assert len(re.findall("^error: ", output, re.MULTILINE)) == 1, output
-        assert re.search(f"^{pattern_of(row.printed)}\\s*\\Z", output, re.MULTILINE), f"more was printed behind it:\n{output}"
+        assert re.search(f"^{pattern_of(row.printed)}\\s*\\Z", output, re.MULTILINE), (
+            f"more was printed behind it:\n{output}"
+        )
     if row.what not in BEGUN:
         assert place.after == place.before, "files were written or changed"
         return
-    changed = {name for name in place.before.keys() | place.after.keys() if place.before.get(name) != place.after.get(name)}
-    assert all((place.folder / name).is_relative_to(place.out) for name in changed), "files outside the output folder have changed"
+    changed = {
+        name
+        for name in place.before.keys() | place.after.keys()
+        if place.before.get(name) != place.after.get(name)
+    }
+    assert all((place.folder / name).is_relative_to(place.out) for name in changed), (
+        "files outside the output folder have changed"
+    )
     whole_shards_only(place.out)
 
 

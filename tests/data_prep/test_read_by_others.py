@@ -1,4 +1,5 @@
-"""The lines in docs/data.md under "Read by others" are run as they stand, over shards of ours and of webdataset's writer."""
+"""The lines in docs/data.md under "Read by others" are run as they stand, over shards of ours and
+of webdataset's writer."""
 
 from __future__ import annotations
 
@@ -26,14 +27,18 @@ def photo(number: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory) -> Path:
-    """8 shards to train on and one of val; an image that cannot be read, so that there is a list of these."""
+    """8 shards to train on and one of val; an image that cannot be read, so that there is a list of
+    these."""
     folder = tmp_path_factory.mktemp("others")
     for n in range(18):
         path = folder / "images" / ("cat", "dog")[n % 2] / f"{n}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(photo(n))
     (folder / "images" / "cat" / "broken.jpg").write_bytes(b"no image")
-    assert imagefolder.main([str(folder / "images"), "--out", str(folder / "set"), "--workers", "1"]) == 0
+    assert (
+        imagefolder.main([str(folder / "images"), "--out", str(folder / "set"), "--workers", "1"])
+        == 0
+    )
     assert (folder / "set" / "quarantine.jsonl").exists()
     return folder / "set"
 
@@ -63,16 +68,23 @@ def read(reader: str, root: Path, tmp_path: Path) -> list[tuple[tuple[int, int],
     if reader == "Hugging Face":
         import datasets
 
-        found = eval(f"{line.removesuffix(')')}, cache_dir={str(tmp_path)!r})", {"datasets": datasets})
+        found = eval(
+            f"{line.removesuffix(')')}, cache_dir={str(tmp_path)!r})", {"datasets": datasets}
+        )
         assert found.keys() == {"train", "val"}
-        by_files = datasets.load_dataset("webdataset", data_files={"train": f"{root}/train-*.tar"}, cache_dir=str(tmp_path / "2"))
+        by_files = datasets.load_dataset(
+            "webdataset", data_files={"train": f"{root}/train-*.tar"}, cache_dir=str(tmp_path / "2")
+        )
         assert by_files["train"]["cls"] == found["train"]["cls"]
         return [(sample["jpg"].size, sample["cls"]) for sample in found["train"]]
     if reader == "timm":
         import timm.data
 
         # Training repeats its shards without end; one pass in order shows the same samples.
-        dataset = eval(line.replace("is_training=True, batch_size=64", "is_training=False, batch_size=1"), {"timm": timm})
+        dataset = eval(
+            line.replace("is_training=True, batch_size=64", "is_training=False, batch_size=1"),
+            {"timm": timm},
+        )
         return [(image.size, label) for image, label in dataset]
     return [(image.size, label) for image, label in eval(line, {"webdataset": webdataset})]
 
@@ -105,8 +117,15 @@ def test_the_page_has_a_line_for_each():
 def test_a_readme_that_is_there_stays(ours, tmp_path):
     from data_prep.card import readme, write_readme
 
-    info = {"splits": {"train": {"filenames": ["x-train-0.tar", "x-train-1.tar"]}, "val": {"filenames": ["x-train-val-0.tar"]}}}
-    assert '    - "x-train-0.tar"\n    - "x-train-1.tar"\n' in readme(info), "a pattern would take those of val, too"
+    info = {
+        "splits": {
+            "train": {"filenames": ["x-train-0.tar", "x-train-1.tar"]},
+            "val": {"filenames": ["x-train-val-0.tar"]},
+        }
+    }
+    assert '    - "x-train-0.tar"\n    - "x-train-1.tar"\n' in readme(info), (
+        "a pattern would take those of val, too"
+    )
     (tmp_path / "README.md").write_text("mine")
     write_readme(Output(tmp_path), info)
     assert (tmp_path / "README.md").read_text() == "mine"

@@ -34,7 +34,9 @@ from vit.system.files import ShardError
 PER_CLASS = {"apple": 10, "pear": 11, "plum": 9}
 
 
-def image_bytes(seed: int, format: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (32, 24)) -> bytes:
+def image_bytes(
+    seed: int, format: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (32, 24)
+) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
     encoded = io.BytesIO()
     Image.fromarray(pixels).convert(mode).save(encoded, format)
@@ -54,7 +56,8 @@ def edit(path: Path, change: Callable[[bytearray], object]) -> None:
 def edit_json(path: Path, change: Callable[[dict], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
-    if path.name == "_info.json" and "info_sha256" in content:  # by somebody who knows of it: what else tells is tested
+    # by somebody who knows of it: what else tells is tested
+    if path.name == "_info.json" and "info_sha256" in content:
         content["info_sha256"] = info_sha256(content)
     path.write_text(json.dumps(content))
 
@@ -72,7 +75,8 @@ def members_of(tar: Path) -> list[tarfile.TarInfo]:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
-    """A data set of ours: 3 classes, 7 + 1 shards; a PNG that was converted, an unreadable image."""
+    """A data set of ours: 3 classes, 7 + 1 shards; a PNG that was converted, an unreadable
+    image."""
     folder = tmp_path_factory.mktemp("sound")
     for label, (name, count) in enumerate(PER_CLASS.items()):
         (folder / "images" / name).mkdir(parents=True)
@@ -112,7 +116,7 @@ def pair(key: str, data: bytes, label: int) -> list[tuple[str, bytes]]:
     return [(f"{key}.jpg", data), (f"{key}.cls", b"%d" % label)]
 
 
-# ---- sound ones -----------------------------------------------------------------------------------------------------
+# ---- sound ones ----------------------------------------------------------------------------------
 
 
 def test_a_sound_data_set_passes(root, capsys):
@@ -121,7 +125,10 @@ def test_a_sound_data_set_passes(root, capsys):
     told = capsys.readouterr().out
     assert "PROBLEMS" not in told
     assert "Notes" not in told
-    num_train, num_val = (sum(len(members_of(tar)) // 2 for tar in root.glob(f"{split}-*.tar")) for split in ("train", "val"))
+    num_train, num_val = (
+        sum(len(members_of(tar)) // 2 for tar in root.glob(f"{split}-*.tar"))
+        for split in ("train", "val")
+    )
     assert num_train + num_val == sum(PER_CLASS.values()) + 1
     for row in (
         ("shards", 7, 1),
@@ -139,7 +146,9 @@ def test_a_sound_data_set_passes(root, capsys):
 def test_a_quick_check_says_what_it_left_out(root, capsys):
     assert verify(root, "--quick", "--sample", "10") == 0
     told = capsys.readouterr().out
-    decoded = [int(number) for number in re.findall(r"\d+", re.search(r"images checked(.*)", told)[1])]
+    decoded = [
+        int(number) for number in re.findall(r"\d+", re.search(r"images checked(.*)", told)[1])
+    ]
     assert sum(decoded) in range(10, 18)
     assert f"{sum(decoded)} images, spread over all shards" in told
     assert "NOT checked, leave out --quick" in told
@@ -156,12 +165,21 @@ def test_the_command_ends_with_its_status_and_writes_plain_lines(root):
 
 
 def test_shards_of_others_pass(tmp_path, capsys):
-    shards = [[member for n in range(3) for member in pair(f"{s}_{n}", image_bytes(10 * s + n), n)] for s in range(2)]
+    shards = [
+        [member for n in range(3) for member in pair(f"{s}_{n}", image_bytes(10 * s + n), n)]
+        for s in range(2)
+    ]
     root = foreign(tmp_path / "foreign", *shards)
     assert verify(root) == 0
     assert verify(root, "--quick") == 0
-    described = {"name": "train", "filenames": ["train-000.tar", "train-001.tar"], "shard_lengths": [3, 3], "num_samples": 6}
-    (root / "_info.json").write_text(json.dumps({"splits": {"train": described}}))  # timm's, without our keys
+    described = {
+        "name": "train",
+        "filenames": ["train-000.tar", "train-001.tar"],
+        "shard_lengths": [3, 3],
+        "num_samples": 6,
+    }
+    # timm's, without our keys
+    (root / "_info.json").write_text(json.dumps({"splits": {"train": described}}))
     assert verify(root) == 0
     edit(root / "train-001.tar", lambda data: data.__setitem__(700, data[700] ^ 1))
     capsys.readouterr()
@@ -169,7 +187,7 @@ def test_shards_of_others_pass(tmp_path, capsys):
     assert "train-001.tar: altered or replaced: its sha256" in capsys.readouterr().out
 
 
-# ---- damage ---------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
 
 def reverse_samples(tar: Path) -> None:
@@ -183,7 +201,13 @@ def reverse_samples(tar: Path) -> None:
 
 def overwrite_image(tar: Path, number: int) -> None:
     image = members_of(tar)[2 * number]
-    edit(tar, lambda data: data.__setitem__(slice(image.offset_data + 300, image.offset_data + image.size), b"?" * (image.size - 300)))
+    edit(
+        tar,
+        lambda data: data.__setitem__(
+            slice(image.offset_data + 300, image.offset_data + image.size),
+            b"?" * (image.size - 300),
+        ),
+    )
 
 
 def line_of_idx(path: Path, old: str, new: str) -> None:
@@ -200,12 +224,19 @@ def one_sample_less(info: dict) -> None:
 TARS: list[tuple[Callable[[Path], object], list[str]]] = [
     (lambda root: (root / "train-00000.tar").unlink(), ["train-00000.tar: missing"]),
     (
-        lambda root: edit(root / "train-00001.tar", lambda data: data.__delitem__(slice(-3000, None))),
+        lambda root: edit(
+            root / "train-00001.tar", lambda data: data.__delitem__(slice(-3000, None))
+        ),
         ["train-00001.tar: .* 3,000 bytes shorter"],
     ),
-    (lambda root: edit(root / "train-00002.tar", lambda data: data.extend(bytes(512))), ["train-00002.tar: .* 512 bytes longer"]),
     (
-        lambda root: edit(root / "train-00003.tar", lambda data: data.__setitem__(slice(0, 512), b"\7" * 512)),
+        lambda root: edit(root / "train-00002.tar", lambda data: data.extend(bytes(512))),
+        ["train-00002.tar: .* 512 bytes longer"],
+    ),
+    (
+        lambda root: edit(
+            root / "train-00003.tar", lambda data: data.__setitem__(slice(0, 512), b"\7" * 512)
+        ),
         ["train-00003.tar: altered or replaced", "train-00003.tar: not a tar"],
     ),
     (
@@ -224,32 +255,58 @@ TARS: list[tuple[Callable[[Path], object], list[str]]] = [
             "train-00005.tar: .*: cannot be decoded",
         ],
     ),
-    (lambda root: (root / "train-00009.tar").write_bytes(b""), ["train-00009.tar: not in _info.json"]),
     (
-        lambda root: edit(root / "train-00006.tar", lambda data: data.__setitem__(1200, data[1200] ^ 1)),
-        ["train-00006.tar: altered or replaced: its sha256", r"train-00006.tar: 1 image has not the bytes that were indexed: \w+;"],
+        lambda root: (root / "train-00009.tar").write_bytes(b""),
+        ["train-00009.tar: not in _info.json"],
+    ),
+    (
+        lambda root: edit(
+            root / "train-00006.tar", lambda data: data.__setitem__(1200, data[1200] ^ 1)
+        ),
+        [
+            "train-00006.tar: altered or replaced: its sha256",
+            r"train-00006.tar: 1 image has not the bytes that were indexed: \w+;",
+        ],
     ),
 ]
 BESIDE: list[tuple[Callable[[Path], object], list[str]]] = [
     (
-        lambda root: edit_json(root / "train-00000.json", lambda sidecar: sidecar.update(sha256="0")),
+        lambda root: edit_json(
+            root / "train-00000.json", lambda sidecar: sidecar.update(sha256="0")
+        ),
         ["train-00000.json: sha256 is '0', _info.json says '"],
     ),
     (lambda root: (root / "train-00001.json").unlink(), ["train-00001.json: absent"]),
-    (lambda root: (root / "train-00002.json").write_text("{}"), ["train-00002.json: not a sidecar of ours"]),
     (
-        lambda root: edit_json(root / "train-00003.json", lambda sidecar: sidecar.update(quarantined=[1])),
+        lambda root: (root / "train-00002.json").write_text("{}"),
+        ["train-00002.json: not a sidecar of ours"],
+    ),
+    (
+        lambda root: edit_json(
+            root / "train-00003.json", lambda sidecar: sidecar.update(quarantined=[1])
+        ),
         [r"train-00003.json: quarantined\[0\] is '1', expected a valid dictionary"],
     ),
     (lambda root: (root / "train-00004.idx").unlink(), ["train-00004.idx: absent"]),
-    (lambda root: line_of_idx(root / "train-00005.idx", "jpg 512 ", "jpg 513 "), ["train-00005.idx: line 2"]),
-    (lambda root: line_of_idx(root / "train-00006.idx", "v1.2 ", "v1.2 1"), ["train-00006.idx: (begins with|line 1:) 'v1.2 1"]),
     (
-        lambda root: edit_rows(root / "val.index.npy", lambda rows: rows["label"].__setitem__(0, (rows["label"][0] + 1) % 3)),
+        lambda root: line_of_idx(root / "train-00005.idx", "jpg 512 ", "jpg 513 "),
+        ["train-00005.idx: line 2"],
+    ),
+    (
+        lambda root: line_of_idx(root / "train-00006.idx", "v1.2 ", "v1.2 1"),
+        ["train-00006.idx: (begins with|line 1:) 'v1.2 1"],
+    ),
+    (
+        lambda root: edit_rows(
+            root / "val.index.npy",
+            lambda rows: rows["label"].__setitem__(0, (rows["label"][0] + 1) % 3),
+        ),
         [r"val.index.npy: 1 row of val-00000.tar, the first is row 0 \(key \w+\): label "],
     ),
     (
-        lambda root: edit_rows(root / "train.index.npy", lambda rows: rows["width"].__setitem__(slice(0, 2), 99)),
+        lambda root: edit_rows(
+            root / "train.index.npy", lambda rows: rows["width"].__setitem__(slice(0, 2), 99)
+        ),
         ["train.index.npy: 2 rows of train-00000.tar, .*: width 99, the tar says 32"],
     ),
     (
@@ -267,18 +324,32 @@ BESIDE: list[tuple[Callable[[Path], object], list[str]]] = [
 ]
 NO_INDEX: list[tuple[Callable[[Path], object], list[str]]] = [
     (lambda root: (root / "train.index.npy").unlink(), ["train.index.npy: absent"]),
-    (lambda root: np.save(root / "val.index.npy", np.zeros(3)), ["val.index.npy: unreadable .of another format"]),
-    (lambda root: (root / "quarantine.jsonl").unlink(), ["quarantine.jsonl: absent, but the sidecars have 1"]),
+    (
+        lambda root: np.save(root / "val.index.npy", np.zeros(3)),
+        ["val.index.npy: unreadable .of another format"],
+    ),
+    (
+        lambda root: (root / "quarantine.jsonl").unlink(),
+        ["quarantine.jsonl: absent, but the sidecars have 1"],
+    ),
     (
         lambda root: edit_json(root / "_info.json", lambda info: info.update(changed={})),
         ["_info.json: changed is {}, the sidecars have {'PNG"],
     ),
 ]
 TORN_INDEX: list[tuple[Callable[[Path], object], list[str]]] = [
-    (lambda root: edit(root / "train.index.npy", lambda data: data.__delitem__(slice(50, None))), ["train.index.npy: unreadable"]),
-    (lambda root: np.save(root / "val.index.npy", np.load(root / "val.index.npy")[:-1]), ["val.index.npy: .* rows, _info.json has"]),
     (
-        lambda root: edit_json(root / "_info.json", lambda info: info["splits"]["train"].update(num_samples=1)),
+        lambda root: edit(root / "train.index.npy", lambda data: data.__delitem__(slice(50, None))),
+        ["train.index.npy: unreadable"],
+    ),
+    (
+        lambda root: np.save(root / "val.index.npy", np.load(root / "val.index.npy")[:-1]),
+        ["val.index.npy: .* rows, _info.json has"],
+    ),
+    (
+        lambda root: edit_json(
+            root / "_info.json", lambda info: info["splits"]["train"].update(num_samples=1)
+        ),
         ["_info.json: train: num_samples is 1, shard_lengths add up to "],
     ),
     (
@@ -288,13 +359,22 @@ TORN_INDEX: list[tuple[Callable[[Path], object], list[str]]] = [
 ]
 TOO_FEW_CLASSES: list[tuple[Callable[[Path], object], list[str]]] = [
     (
-        lambda root: edit_json(root / "_info.json", lambda info: info.update(num_classes=2, class_names=["apple", "pear"])),
-        [r"train: \d+ labels outside 0 to 1: 2", r"val: \d+ labels? outside 0 to 1: 2", "_info.json: class names, keys or labels are not"],
+        lambda root: edit_json(
+            root / "_info.json",
+            lambda info: info.update(num_classes=2, class_names=["apple", "pear"]),
+        ),
+        [
+            r"train: \d+ labels outside 0 to 1: 2",
+            r"val: \d+ labels? outside 0 to 1: 2",
+            "_info.json: class names, keys or labels are not",
+        ],
     )
 ]
 TOO_MANY_CLASSES: list[tuple[Callable[[Path], object], list[str]]] = [
     (
-        lambda root: edit_json(root / "_info.json", lambda info: info.update(num_classes=5, class_names=[*"abcde"])),
+        lambda root: edit_json(
+            root / "_info.json", lambda info: info.update(num_classes=5, class_names=[*"abcde"])
+        ),
         ["train: 2 classes without an image: d, e"],
     ),
     (
@@ -312,10 +392,17 @@ DAMAGES = [TARS, BESIDE, NO_INDEX, TORN_INDEX, TOO_FEW_CLASSES, TOO_MANY_CLASSES
 
 def problems_in(told: str) -> list[str]:
     """The lines of a report's problems."""
-    return re.findall(r"(?m)^    (\S.*)$", told[told.index("PROBLEMS") : (told + "Notes").index("Notes")].split("\n\n")[0])
+    return re.findall(
+        r"(?m)^    (\S.*)$",
+        told[told.index("PROBLEMS") : (told + "Notes").index("Notes")].split("\n\n")[0],
+    )
 
 
-@pytest.mark.parametrize("damages", DAMAGES, ids=["tars", "beside", "no index", "torn index", "too few classes", "too many classes"])
+@pytest.mark.parametrize(
+    "damages",
+    DAMAGES,
+    ids=["tars", "beside", "no index", "torn index", "too few classes", "too many classes"],
+)
 def test_every_damage_is_named_and_nothing_else(root, damages, capsys):
     for break_it, _ in damages:
         break_it(root)
@@ -323,7 +410,9 @@ def test_every_damage_is_named_and_nothing_else(root, damages, capsys):
     told = capsys.readouterr().out
     expected = [text for _, texts in damages for text in texts]
     assert [text for text in expected if not re.search(rf"(?m)^    {text}", told)] == []
-    assert [line for line in problems_in(told) if not any(re.match(text, line) for text in expected)] == []
+    assert [
+        line for line in problems_in(told) if not any(re.match(text, line) for text in expected)
+    ] == []
     assert f"{len(problems_in(told))} problem" in told.splitlines()[-1]
 
 
@@ -333,19 +422,25 @@ def test_a_quick_check_names_most_of_it(root, damages, capsys):
         break_it(root)
     assert verify(root, "--quick") == 1
     told = capsys.readouterr().out
-    named = {texts[0].split(":")[0] for _, texts in damages} - {"train-00006.tar"}  # one bit, which only sha256 tells
+    # one bit, which only sha256 tells
+    named = {texts[0].split(":")[0] for _, texts in damages} - {"train-00006.tar"}
     assert [name for name in named if f"    {name}: " not in told] == []
 
 
 def test_a_shard_of_which_only_a_header_is_damaged(root, capsys):
     second = members_of(root / "train-00002.tar")[2].offset
-    edit(root / "train-00002.tar", lambda data: data.__setitem__(slice(second, second + 512), bytes(512)))
+    edit(
+        root / "train-00002.tar",
+        lambda data: data.__setitem__(slice(second, second + 512), bytes(512)),
+    )
     assert verify(root) == 1
     assert "train-00002.tar: damaged: zeros instead of a header" in capsys.readouterr().out
 
 
 def test_many_lines_about_one_shard_are_cut(tmp_path, capsys):
-    members = [member for n in range(15) for member in pair(f"k{n:02d}", image_bytes(n)[:-200], n % 2)]
+    members = [
+        member for n in range(15) for member in pair(f"k{n:02d}", image_bytes(n)[:-200], n % 2)
+    ]
     assert verify(foreign(tmp_path / "foreign", members)) == 1
     told = capsys.readouterr().out
     assert "train-000.tar: k09: cannot be decoded" in told
@@ -355,16 +450,29 @@ def test_many_lines_about_one_shard_are_cut(tmp_path, capsys):
 
 def test_samples_that_are_in_neither_shard_nor_quarantine(root, capsys):
     tar = root / "train-00000.tar"
-    kept = [member for member in members_of(tar) if member.name not in {m.name for m in members_of(tar)[2:8]}]
+    kept = [
+        member
+        for member in members_of(tar)
+        if member.name not in {m.name for m in members_of(tar)[2:8]}
+    ]
     with tarfile.open(tar) as opened:
         contents = [(member.name, opened.extractfile(member).read()) for member in kept]
     write_tar(tar, contents)
-    for path in (tar.with_suffix(".idx"), tar.with_suffix(".json"), root / "train.index.npy", root / "_info.json"):
+    for path in (
+        tar.with_suffix(".idx"),
+        tar.with_suffix(".json"),
+        root / "train.index.npy",
+        root / "_info.json",
+    ):
         path.rename(path.with_name(f"{path.name}.before"))
-    assert index.main([str(root), "--workers", "1"]) == 0  # everything fits again, the three samples are gone
+    # everything fits again, the three samples are gone
+    assert index.main([str(root), "--workers", "1"]) == 0
     before = json.loads((root / "_info.json.before").read_text())
     edit_json(
-        root / "_info.json", lambda info: info.update({key: before[key] for key in ("catalogue", "changed", "quarantined", "class_names")})
+        root / "_info.json",
+        lambda info: info.update(
+            {key: before[key] for key in ("catalogue", "changed", "quarantined", "class_names")}
+        ),
     )
     assert verify(root) == 1
     assert "in neither shard nor sidecar" in capsys.readouterr().out
@@ -395,7 +503,7 @@ def test_stray_files_and_another_readme_are_notes(root, capsys):
     assert "right, as far as checked, 4 notes" in told
 
 
-# ---- what somebody altered by hand, hashes and all ---------------------------------------------------------------------
+# ---- what somebody altered by hand, hashes and all -----------------------------------------------
 
 
 def swap_classes(info: dict) -> None:
@@ -416,7 +524,10 @@ def reseal(root: Path) -> None:
             sidecars = []
             for number, name in enumerate(described["filenames"]):
                 sha256 = hashlib.sha256((root / name).read_bytes()).hexdigest()
-                edit_json((root / name).with_suffix(".json"), lambda sidecar, sha256=sha256: sidecar.update(sha256=sha256))
+                edit_json(
+                    (root / name).with_suffix(".json"),
+                    lambda sidecar, sha256=sha256: sidecar.update(sha256=sha256),
+                )
                 described["shard_sha256"][number] = sha256
                 sidecars.append(json.loads((root / name).with_suffix(".json").read_text()))
             described["sidecars_sha256"] = sidecars_sha256(sidecars)
@@ -463,19 +574,33 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
         False,
     ),
     "a class name misspelt": (
-        lambda root: edit_json(root / "_info.json", lambda info: info["class_names"].__setitem__(0, "aple")),
+        lambda root: edit_json(
+            root / "_info.json", lambda info: info["class_names"].__setitem__(0, "aple")
+        ),
         "_info.json: class names, keys or labels are not those that the data set was made of",
         False,
     ),
-    "a label changed": (change_a_label, "_info.json: class names, keys or labels are not those that the data set was made of", False),
+    "a label changed": (
+        change_a_label,
+        "_info.json: class names, keys or labels are not those that the data set was made of",
+        False,
+    ),
     "catalogue": (
         lambda root: edit_json(root / "_info.json", lambda info: info.update(catalogue="0" * 64)),
-        "train: 7 shards, the first is train-00000.tar: source, options or catalogue in _info.json are not those",
+        (
+            "train: 7 shards, the first is train-00000.tar: source, options or catalogue in"
+            " _info.json are not those"
+        ),
         True,
     ),
     "options": (
-        lambda root: edit_json(root / "_info.json", lambda info: info["options"].update(jpeg_quality=1)),
-        "val: 1 shard, the first is val-00000.tar: source, options or catalogue in _info.json are not those",
+        lambda root: edit_json(
+            root / "_info.json", lambda info: info["options"].update(jpeg_quality=1)
+        ),
+        (
+            "val: 1 shard, the first is val-00000.tar: source, options or catalogue in _info.json"
+            " are not those"
+        ),
         True,
     ),
     "listed": (
@@ -483,23 +608,45 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
         "_info.json: listed is 9 for val, shards and quarantine have 3",
         True,
     ),
-    "a sidecar's plan": (edit_plan, "train: 1 shard, the first is train-00001.tar: source, options or catalogue", True),
+    "a sidecar's plan": (
+        edit_plan,
+        "train: 1 shard, the first is train-00001.tar: source, options or catalogue",
+        True,
+    ),
     "a sidecar": (
-        lambda root: edit_json(root / "train-00001.json", lambda sidecar: sidecar.update(asks_to_be_turned=3)),
+        lambda root: edit_json(
+            root / "train-00001.json", lambda sidecar: sidecar.update(asks_to_be_turned=3)
+        ),
         "train: sidecars are altered",
         True,
     ),
-    "sha256 missing": (forget_hashes, "val: 1 shard, the first is val-00000.tar: no sha256 is recorded", True),
+    "sha256 missing": (
+        forget_hashes,
+        "val: 1 shard, the first is val-00000.tar: no sha256 is recorded",
+        True,
+    ),
     "bytes behind the index": (
         lambda root: edit(root / "val.index.npy", lambda data: data.extend(b"12345")),
         "val.index.npy: 5 bytes behind its last row",
         True,
     ),
     "a hidden tar": (lambda root: hide(root, ".more.tar"), ".more.tar: not in _info.json", True),
-    "a nested tar": (lambda root: hide(root, "more/val-00001.tar"), "more/val-00001.tar: not in _info.json", True),
-    "the card": (lambda root: edit(root / "dataset.md", lambda data: data.__setitem__(5, data[5] ^ 1)), "dataset.md: altered", True),
+    "a nested tar": (
+        lambda root: hide(root, "more/val-00001.tar"),
+        "more/val-00001.tar: not in _info.json",
+        True,
+    ),
+    "the card": (
+        lambda root: edit(root / "dataset.md", lambda data: data.__setitem__(5, data[5] ^ 1)),
+        "dataset.md: altered",
+        True,
+    ),
     "no card": (lambda root: (root / "dataset.md").unlink(), "dataset.md: absent", True),
-    "no contact sheet": (lambda root: (root / "contact_sheet.png").unlink(), "dataset.md: contact_sheet.png, which it shows", True),
+    "no contact sheet": (
+        lambda root: (root / "contact_sheet.png").unlink(),
+        "dataset.md: contact_sheet.png, which it shows",
+        True,
+    ),
 }
 
 
@@ -507,17 +654,23 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
 def test_what_was_altered_by_hand_is_noticed(kind, root, capsys):
     alter, text, even_quickly = BY_HAND[kind]
     alter(root)
-    assert verify(root, *(["--quick"] if even_quickly else [])) == 1  # what a quick check does, a full one does, too
+    # what a quick check does, a full one does, too
+    assert verify(root, *(["--quick"] if even_quickly else [])) == 1
     assert f"    {text}" in capsys.readouterr().out
 
 
 def test_what_is_printed_was_compared(root, capsys):
     assert verify(root) == 0
     assert "every byte of 8 of 8 shards against its sha256\n" in (told := capsys.readouterr().out)
-    assert "class names, keys and labels against the hash of those the data set was made of\n" in told
+    assert (
+        "class names, keys and labels against the hash of those the data set was made of\n" in told
+    )
     forget_hashes(root)
     assert verify(root) == 1
-    assert "every byte of 0 of 8 shards against its sha256; of the others none is recorded" in capsys.readouterr().out
+    assert (
+        "every byte of 0 of 8 shards against its sha256; of the others none is recorded"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -547,7 +700,9 @@ def test_values_of_another_json_type_are_told(key, value, root, capsys):
     edit_json(root / "_info.json", change)
     assert verify(root) == 2
     error = capsys.readouterr().err
-    assert re.search(rf"_info.json: {re.escape(key)} is .*, expected .*; restore it from its source\n$", error), error
+    assert re.search(
+        rf"_info.json: {re.escape(key)} is .*, expected .*; restore it from its source\n$", error
+    ), error
     with pytest.raises(ShardError, match=rf"_info.json: {re.escape(key)} is "):
         open_split(root, "val")
     assert index.main([str(root), "--workers", "1"]) == 2
@@ -562,7 +717,10 @@ def test_values_of_another_json_type_are_told(key, value, root, capsys):
             r"quarantined\[0\].tar_offset is '\[1\]', expected a valid integer",
         ),
         ([{"key": "a", "label": None}], r"quarantined\[0\].split is missing"),
-        ([{"split": "val", "key": 1, "label": None}], r"quarantined\[0\].key is '1', expected a valid string"),
+        (
+            [{"split": "val", "key": 1, "label": None}],
+            r"quarantined\[0\].key is '1', expected a valid string",
+        ),
     ],
     ids=["no list", "offset", "no split", "key"],
 )
@@ -577,11 +735,16 @@ def test_values_of_another_type_in_a_sidecar_are_told(entries, told, root, capsy
 
 
 def test_every_flipped_bit_beside_the_tars_is_noticed(root):
-    """One at a time, at random places of all files that describe the shards; headers of indexes included."""
+    """One at a time, at random places of all files that describe the shards; headers of indexes
+    included."""
     rng = np.random.default_rng(3)
     unnoticed = []
     samples = {tar.name: scan_tar(tar) for tar in root.glob("*.tar")}
-    for path in sorted(path for kind in ("*[0-9o].json", "*.jsonl", "*.npy", "*.idx", "dataset.md") for path in root.glob(kind)):
+    for path in sorted(
+        path
+        for kind in ("*[0-9o].json", "*.jsonl", "*.npy", "*.idx", "dataset.md")
+        for path in root.glob(kind)
+    ):
         whole = path.read_bytes()
         for _ in range(8):
             place = int(rng.integers(len(whole)))
@@ -592,7 +755,10 @@ def test_every_flipped_bit_beside_the_tars_is_noticed(root):
                 found = [*check_folder(data), *check_quarantine(data)]
                 for part in data.parts if not found else []:
                     for shard in (shard_of(data, part, number) for number in part.present):
-                        found += [*_check_idx(shard, samples[shard.name]), *_check_index(shard, samples[shard.name], is_intact=True)]
+                        found += [
+                            *_check_idx(shard, samples[shard.name]),
+                            *_check_index(shard, samples[shard.name], is_intact=True),
+                        ]
             if not found:
                 unnoticed.append((path.name, place, bit))
         path.write_bytes(whole)
@@ -602,19 +768,29 @@ def test_every_flipped_bit_beside_the_tars_is_noticed(root):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda rows: rows["crc32c"].__setitem__(1, rows["crc32c"][1] ^ 4), r"1 row of val-00000.tar, the first is row 1 .*: crc32c "),
-        (lambda rows: rows["crc32c"].__setitem__(slice(None), 0), r"3 rows of val-00000.tar, .*: crc32c 0, the tar says "),
+        (
+            lambda rows: rows["crc32c"].__setitem__(1, rows["crc32c"][1] ^ 4),
+            r"1 row of val-00000.tar, the first is row 1 .*: crc32c ",
+        ),
+        (
+            lambda rows: rows["crc32c"].__setitem__(slice(None), 0),
+            r"3 rows of val-00000.tar, .*: crc32c 0, the tar says ",
+        ),
     ],
     ids=["one flipped bit", "all unknown"],
 )
-def test_a_wrong_checksum_in_the_index_is_no_fault_of_a_shard_with_its_sha256(change, told, root, capsys):
+def test_a_wrong_checksum_in_the_index_is_no_fault_of_a_shard_with_its_sha256(
+    change, told, root, capsys
+):
     edit_rows(root / "val.index.npy", change)
     assert verify(root) == 1
     [line] = problems_in(capsys.readouterr().out)
-    assert re.match(rf"val.index.npy: {told}.*; delete val.index.npy and run `python -m data_prep.index ", line), line
+    assert re.match(
+        rf"val.index.npy: {told}.*; delete val.index.npy and run `python -m data_prep.index ", line
+    ), line
 
 
-# ---- at a URL --------------------------------------------------------------------------------------------------------
+# ---- at a URL ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -643,13 +819,26 @@ def test_a_data_set_on_the_web(web, root, capsys):
 def test_a_quick_look_at_the_web_reads_ranges_of_shards_only(web, capsys):
     assert main([f"{web.url}/set", "--workers", "1", "--quick", "--sample", "8"]) == 0
     assert "right, as far as checked" in capsys.readouterr().out
-    asked = [asked for method, path, asked in web.requests if method == "GET" and path.endswith(".tar")]
+    asked = [
+        asked for method, path, asked in web.requests if method == "GET" and path.endswith(".tar")
+    ]
     assert asked
     assert all(asked)
 
 
 def test_an_index_of_shards_on_the_web(web, root, tmp_path, capsys):
-    assert index.main([f"{web.url}/set/{{train-0000{{0..6}},val-00000}}.tar", "--out", str(tmp_path / "index"), "--workers", "1"]) == 0
+    assert (
+        index.main(
+            [
+                f"{web.url}/set/{{train-0000{{0..6}},val-00000}}.tar",
+                "--out",
+                str(tmp_path / "index"),
+                "--workers",
+                "1",
+            ]
+        )
+        == 0
+    )
     assert main([str(tmp_path / "index"), "--workers", "1"]) == 0
     assert "every byte of 8 of 8 shards against its sha256" in capsys.readouterr().out
 
@@ -664,7 +853,7 @@ def test_a_data_set_in_a_store(root, capsys):
         assert capsys.readouterr().out.count(f"{output}: right") == 2
 
 
-# ---- what only foreign shards have --------------------------------------------------------------------------------------
+# ---- what only foreign shards have ---------------------------------------------------------------
 
 
 def member(name: str, type: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
@@ -684,7 +873,14 @@ def test_hostile_members(tmp_path, capsys):
     }
     tar = tmp_path / "foreign" / "train-000.tar"
     paths = ["/etc/evil", "../evil", "fine/evil"]
-    write_tar(tar, [member for number, path in enumerate(paths) for member in pair(path, image_bytes(number), 0)])
+    write_tar(
+        tar,
+        [
+            member
+            for number, path in enumerate(paths)
+            for member in pair(path, image_bytes(number), 0)
+        ],
+    )
     with tarfile.open(tar, "a") as opened:
         for extra in hostile:
             opened.addfile(extra)
@@ -693,7 +889,9 @@ def test_hostile_members(tmp_path, capsys):
     assert verify(tar.parent) == 1
     told = capsys.readouterr().out
     for path in ("/etc/evil", "../evil"):
-        assert f"train-000.tar: '{path}.jpg' leads out of the folder where somebody unpacks it" in told
+        assert (
+            f"train-000.tar: '{path}.jpg' leads out of the folder where somebody unpacks it" in told
+        )
     for expected in filter(None, hostile.values()):
         assert f"train-000.tar: {expected}" in told
     assert "'folder'" not in told
@@ -701,16 +899,31 @@ def test_hostile_members(tmp_path, capsys):
 
 
 def test_broken_tars_of_others(tmp_path, capsys):
-    root = foreign(tmp_path / "foreign", *([*pair(f"k{s}", image_bytes(s), 0), *pair(f"l{s}", image_bytes(9 + s), 1)] for s in range(5)))
-    write_tar(root / "train-000.tar", [*pair("a.b", image_bytes(0), 0), *pair("c", image_bytes(1), 0)])
+    root = foreign(
+        tmp_path / "foreign",
+        *(
+            [*pair(f"k{s}", image_bytes(s), 0), *pair(f"l{s}", image_bytes(9 + s), 1)]
+            for s in range(5)
+        ),
+    )
+    write_tar(
+        root / "train-000.tar", [*pair("a.b", image_bytes(0), 0), *pair("c", image_bytes(1), 0)]
+    )
     write_tar(root / "train-001.tar", [("k.jpg", image_bytes(0)), *pair("c", image_bytes(1), 0)])
-    write_tar(root / "train-002.tar", [*pair("k", image_bytes(0), 0), *pair("k", image_bytes(1), 0)])
+    write_tar(
+        root / "train-002.tar", [*pair("k", image_bytes(0), 0), *pair("k", image_bytes(1), 0)]
+    )
     edit(root / "train-003.tar", lambda data: data.__delitem__(slice(1000, None)))
     (root / "train-004.tar").write_bytes(b"\x1f\x8b" + bytes(2000))
     for path in (*root.glob("*.json"), *root.glob("*.idx"), *root.glob("*.npy")):
         path.unlink()
     filenames = [f"train-{n:03d}.tar" for n in range(5)]
-    described = {"name": "train", "filenames": filenames, "shard_lengths": [2] * 5, "num_samples": 10}
+    described = {
+        "name": "train",
+        "filenames": filenames,
+        "shard_lengths": [2] * 5,
+        "num_samples": 10,
+    }
     (root / "_info.json").write_text(json.dumps({"splits": {"train": described}, "num_classes": 2}))
     assert verify(root) == 1
     told = capsys.readouterr().out
@@ -725,7 +938,10 @@ def test_broken_tars_of_others(tmp_path, capsys):
 
 
 def test_names_cannot_confuse_the_terminal(tmp_path, capsys):
-    members = [*pair("k\x1b[31m\nall right\udcff", image_bytes(0)[:-300], 0), *pair("犬", image_bytes(1)[:-300], 1)]
+    members = [
+        *pair("k\x1b[31m\nall right\udcff", image_bytes(0)[:-300], 0),
+        *pair("犬", image_bytes(1)[:-300], 1),
+    ]
     assert verify(foreign(tmp_path / "foreign", members)) == 1
     told = capsys.readouterr().out
     assert r"train-000.tar: k\x1b[31m\nall right\udcff: cannot be decoded" in told
@@ -733,13 +949,26 @@ def test_names_cannot_confuse_the_terminal(tmp_path, capsys):
 
 
 def test_a_key_in_two_shards_is_a_problem(tmp_path, capsys):
-    root = foreign(tmp_path / "foreign", *([*pair("same", image_bytes(s), 0), *pair(f"k{s}", image_bytes(9 + s), 1)] for s in range(2)))
+    root = foreign(
+        tmp_path / "foreign",
+        *(
+            [*pair("same", image_bytes(s), 0), *pair(f"k{s}", image_bytes(9 + s), 1)]
+            for s in range(2)
+        ),
+    )
     assert verify(root) == 1
-    assert "train: a key that is there 2 times: train-000.tar same and train-001.tar same" in capsys.readouterr().out
+    assert (
+        "train: a key that is there 2 times: train-000.tar same and train-001.tar same"
+        in capsys.readouterr().out
+    )
 
 
 def test_what_the_loader_converts_is_a_note_and_in_our_own_shards_a_problem(tmp_path, capsys):
-    members = [*pair("cmyk", image_bytes(0, mode="CMYK"), 0), *pair("png", image_bytes(1, "PNG"), 1), *pair("rgb", image_bytes(2), 1)]
+    members = [
+        *pair("cmyk", image_bytes(0, mode="CMYK"), 0),
+        *pair("png", image_bytes(1, "PNG"), 1),
+        *pair("rgb", image_bytes(2), 1),
+    ]
     root = foreign(tmp_path / "foreign", members)
     assert verify(root) == 0
     told = capsys.readouterr().out
@@ -752,7 +981,7 @@ def test_what_the_loader_converts_is_a_note_and_in_our_own_shards_a_problem(tmp_
     assert "rgb:" not in told
 
 
-# ---- equal images -------------------------------------------------------------------------------------------------------
+# ---- equal images --------------------------------------------------------------------------------
 
 
 def test_equal_images_are_counted_and_named(tmp_path, capsys):
@@ -807,7 +1036,7 @@ def test_repeated_values_are_all_found(num_values):
     assert sorted(groups.values()) == sorted(n for n in count.values() if n > 1)
 
 
-# ---- what cannot be checked ---------------------------------------------------------------------------------------------
+# ---- what cannot be checked ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -816,10 +1045,21 @@ def test_repeated_values_are_all_found(num_values):
         (lambda root: shutil.rmtree(root), "no such directory; expected a folder of shards"),
         (lambda root: (shutil.rmtree(root), root.write_text("")), "not a directory"),
         (lambda root: (root / "_info.json").unlink(), "no _info.json; if the shards are complete"),
-        (lambda root: (root / "_info.json").rename(root / "_writing.json"), "not finished yet; run the command that writes it again"),
+        (
+            lambda root: (root / "_info.json").rename(root / "_writing.json"),
+            "not finished yet; run the command that writes it again",
+        ),
         (lambda root: (root / "_info.json").write_text("{"), "_info.json: not valid JSON"),
-        (lambda root: (root / "_info.json").write_text('{"splits": {"train": {}}}'), "split 'train': no filenames and shard_lengths"),
-        (lambda root: edit_json(root / "_info.json", lambda info: info["splits"]["val"]["shard_bytes"].append(1)), "2 shard_bytes"),
+        (
+            lambda root: (root / "_info.json").write_text('{"splits": {"train": {}}}'),
+            "split 'train': no filenames and shard_lengths",
+        ),
+        (
+            lambda root: edit_json(
+                root / "_info.json", lambda info: info["splits"]["val"]["shard_bytes"].append(1)
+            ),
+            "2 shard_bytes",
+        ),
     ],
 )
 def test_what_cannot_be_checked_is_one_line_and_status_2(root, prepare, message, capsys):

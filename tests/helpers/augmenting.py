@@ -18,13 +18,17 @@ def keys_of(num: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
     return sample_keys(seed, epoch, np.arange(num))
 
 
-def table_of(config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), first: int = 0) -> np.ndarray:
+def table_of(
+    config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), first: int = 0
+) -> np.ndarray:
     """Rows `first` and following of originals of 300 x 200 pixels, mixing at rest."""
     keys = sample_keys(0, 0, np.arange(first, first + num))
     return draw_table(config, keys, np.full(num, 300), np.full(num, 200), size)
 
 
-def mixed_table(config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), seed: int = 0) -> np.ndarray:
+def mixed_table(
+    config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), seed: int = 0
+) -> np.ndarray:
     table = table_of(config, num, size)
     draw_mix(config, table, np.ones(num, np.float32), seed, 0, 0, size)
     return table
@@ -38,12 +42,17 @@ def on_pixels(config: AugmentConfig, channels: int = 3) -> Augment:
 def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.ndarray:
     """Whole levels of (B, C, H, W) uint8 images after `table`."""
     labels = torch.zeros(len(images), dtype=torch.int64)
-    inputs, _ = on_pixels(config, images.shape[1])(torch.from_numpy(images), labels, torch.from_numpy(table))
+    inputs, _ = on_pixels(config, images.shape[1])(
+        torch.from_numpy(images), labels, torch.from_numpy(table)
+    )
     return inputs.numpy().round().astype(int)
 
 
-def one_op(config: AugmentConfig, images: np.ndarray, op: int, *values: float | np.ndarray) -> np.ndarray:
-    """Whole levels of images after operation number `op` of a config with one layer, at a strength (and place) for all or for each."""
+def one_op(
+    config: AugmentConfig, images: np.ndarray, op: int, *values: float | np.ndarray
+) -> np.ndarray:
+    """Whole levels of images after operation number `op` of a config with one layer, at a strength
+    (and place) for all or for each."""
     table = table_of(config, len(images), images.shape[2:])
     table[:, FLIP] = 0
     table[:, FIRST_OP] = op
@@ -52,18 +61,25 @@ def one_op(config: AugmentConfig, images: np.ndarray, op: int, *values: float | 
     return changed(config, images, table)
 
 
-def at_strengths(config: AugmentConfig, images: np.ndarray, op: int, strengths: Sequence[float]) -> Iterator[np.ndarray]:
+def at_strengths(
+    config: AugmentConfig, images: np.ndarray, op: int, strengths: Sequence[float]
+) -> Iterator[np.ndarray]:
     """`one_op` for each strength, in one batch."""
-    levels = one_op(config, np.concatenate([images] * len(strengths)), op, np.repeat(strengths, len(images)))
+    levels = one_op(
+        config, np.concatenate([images] * len(strengths)), op, np.repeat(strengths, len(images))
+    )
     yield from levels.reshape(len(strengths), *images.shape)
 
 
 def random_images(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def photographs() -> np.ndarray:
-    """(7, 3, 40, 120): waves and edges, low contrast, dark, bright, noise, one flat channel, one flat image."""
+    """(7, 3, 40, 120): waves and edges, low contrast, dark, bright, noise, one flat channel, one
+    flat image."""
     generator = np.random.default_rng(0)
     y, x = np.mgrid[:40, :120]
     waves = np.stack([np.sin(x / 9 + k) + np.cos(y / 7 - k) for k in range(3)]) * 50 + 128

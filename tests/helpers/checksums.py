@@ -1,4 +1,5 @@
-"""Images that were bad before they were indexed: their bytes are changed, and the index says what they are now."""
+"""Images that were bad before they were indexed: their bytes are changed, and the index says what
+they are now."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from vit.data.shards.tar import crc32c
 
 
 def indexed_as_it_is(split: Split, *samples: int) -> None:
-    """Write the checksum of the bytes that samples have now into the index file, as if they had been so when it was made."""
+    """Write the checksum of the bytes that samples have now into the index file, as if they had
+    been so when it was made."""
     path = Path(split.root) / f"{split.name}.index.npy"
     rows = np.load(path)
     for sample in samples:

@@ -1,4 +1,5 @@
-"""The tables of docs/errors.md for tests that provoke their rows, and what commands are started under to make them fail."""
+"""The tables of docs/errors.md for tests that provoke their rows, and what commands are started
+under to make them fail."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ NEEDS_MOUNT = "needs Linux and the right to mount a file system"
 
 
 class Row(NamedTuple):
-    """A row of a table: what is wrong, the lines that are printed, with <placeholders>, and the exit status."""
+    """A row of a table: what is wrong, the lines that are printed, with <placeholders>, and the
+    exit status."""
 
     what: str
     printed: str
@@ -32,7 +34,11 @@ def rows(heading: str) -> list[Row]:
     text = dict(zip(section[1::2], section[2::2], strict=True))[heading]
     cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return [
-        Row(row[0], "\n".join(part.strip().strip("`").rstrip() for part in row[1].split("<br>")), int(row[2]))
+        Row(
+            row[0],
+            "\n".join(part.strip().strip("`").rstrip() for part in row[1].split("<br>")),
+            int(row[2]),
+        )
         for row in cells
         if len(row) == 3 and row[2].isdigit()
     ]
@@ -45,10 +51,14 @@ def pattern_of(printed: str) -> str:
 
 def snapshot(folder: Path) -> dict[str, bytes]:
     """Every file below `folder`; the lock of a run only says which process had it last."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file() and p.name != ".lock"
+    }
 
 
-# ---- what a command can be started under ----------------------------------------------------------------------------
+# ---- what a command can be started under ---------------------------------------------------------
 
 
 def python(code: str) -> tuple[object, ...]:
@@ -57,14 +67,22 @@ def python(code: str) -> tuple[object, ...]:
 
 
 # Root passes over permission bits by two capabilities; without them it is told like anybody else.
-WITHOUT_PRIVILEGES = python("import ctypes, sys\nif sys.platform == 'linux':\n [ctypes.CDLL(None).prctl(24, c, 0, 0, 0) for c in (1, 2)]")
+WITHOUT_PRIVILEGES = python(
+    "import ctypes, sys\nif sys.platform == 'linux':\n [ctypes.CDLL(None).prctl(24, c, 0, 0, 0) for"
+    " c in (1, 2)]"
+)
 
 
 @contextmanager
 def small_disk(place: Path, options: str = "size=8m") -> Iterator[Path]:
     """A file system of 8 MiB, or what `options` of mount say."""
     place.mkdir()
-    if sys.platform != "linux" or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True).returncode:
+    if (
+        sys.platform != "linux"
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True
+        ).returncode
+    ):
         pytest.skip(NEEDS_MOUNT)
     try:
         yield place

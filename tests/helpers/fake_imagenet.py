@@ -1,11 +1,12 @@
-"""ImageNet in small: its files in their true formats, with real WordNet ids and images of some pixels.
+"""ImageNet in small: its files in their true formats, with real WordNet ids and images of some
+pixels.
 
     fake = make_fake(num_classes=10, train_per_class=5, val_per_class=2)
     write_archives(fake, folder)          # ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz
 
-The data's story: images are made once, then written in whatever layout is asked for. As in the original the kit's ids
-(ILSVRC2012_ID) are in another order than the WNIDs, numbers in the names have gaps and no fixed width, and validation
-images are not in the order of their classes.
+The data's story: images are made once, then written in whatever layout is asked for. As in the
+original the kit's ids (ILSVRC2012_ID) are in another order than the WNIDs, numbers in the names
+have gaps and no fixed width, and validation images are not in the order of their classes.
 """
 
 from __future__ import annotations
@@ -45,15 +46,23 @@ class Fake:
         """{key: label}"""
         if split == "val":
             return {name[:-5]: self.wnids.index(wnid) for name, wnid in self.val_wnids.items()}
-        return {name[:-5]: self.wnids.index(wnid) for wnid, images in self.train.items() for name in images}
+        return {
+            name[:-5]: self.wnids.index(wnid)
+            for wnid, images in self.train.items()
+            for name in images
+        }
 
     def images(self, split: str) -> dict[str, bytes]:
         """{key: encoded image}"""
-        named = self.val if split == "val" else {name: data for images in self.train.values() for name, data in images.items()}
+        named = (
+            self.val
+            if split == "val"
+            else {name: data for images in self.train.values() for name, data in images.items()}
+        )
         return {name[:-5]: data for name, data in named.items()}
 
 
-# ---- images -----------------------------------------------------------------------------------------------------------
+# ---- images --------------------------------------------------------------------------------------
 
 
 def _jpeg(pixels: np.ndarray) -> bytes:
@@ -67,7 +76,8 @@ def _saved(image: Image.Image, format: str = "JPEG", **how: object) -> bytes:
 
 
 def odd_images(seed: int = 0) -> dict[str, bytes]:
-    """The kinds of odd files that lie among ImageNet's, all to be named .JPEG; "truncated" alone cannot be read."""
+    """The kinds of odd files that lie among ImageNet's, all to be named .JPEG; "truncated" alone
+    cannot be read."""
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
     image = Image.fromarray(pixels)
     turned = Image.Exif()
@@ -83,8 +93,15 @@ def odd_images(seed: int = 0) -> dict[str, bytes]:
     }
 
 
-def make_fake(num_classes: int = 10, train_per_class: int = 5, val_per_class: int = 2, odd: bool = False, seed: int = 0) -> Fake:
-    """Images of the first classes; with `odd`, the last training images of the first classes are odd ones, one kind a class."""
+def make_fake(
+    num_classes: int = 10,
+    train_per_class: int = 5,
+    val_per_class: int = 2,
+    odd: bool = False,
+    seed: int = 0,
+) -> Fake:
+    """Images of the first classes; with `odd`, the last training images of the first classes are
+    odd ones, one kind a class."""
     rng = np.random.default_rng(seed)
     shuffle = random.Random(seed)
     wnids = WNIDS[:num_classes]
@@ -92,7 +109,11 @@ def make_fake(num_classes: int = 10, train_per_class: int = 5, val_per_class: in
     def image() -> bytes:
         height, width = (int(side) for side in rng.integers(20, 33, 2))
         tile = rng.integers(0, 256, (4, 4, 3), np.uint8)
-        return _jpeg(np.ascontiguousarray(np.tile(tile.repeat(3, 0).repeat(3, 1), (3, 3, 1))[:height, :width]))
+        return _jpeg(
+            np.ascontiguousarray(
+                np.tile(tile.repeat(3, 0).repeat(3, 1), (3, 3, 1))[:height, :width]
+            )
+        )
 
     train = {}
     for wnid in wnids:
@@ -107,10 +128,16 @@ def make_fake(num_classes: int = 10, train_per_class: int = 5, val_per_class: in
     shuffle.shuffle(ids)
     if ids == sorted(ids):
         ids.reverse()
-    return Fake(wnids, train, {name: image() for name in names}, dict(zip(names, members, strict=True)), dict(zip(wnids, ids, strict=True)))
+    return Fake(
+        wnids,
+        train,
+        {name: image() for name in names},
+        dict(zip(names, members, strict=True)),
+        dict(zip(wnids, ids, strict=True)),
+    )
 
 
-# ---- the official archives --------------------------------------------------------------------------------------------
+# ---- the official archives -----------------------------------------------------------------------
 
 
 def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:
@@ -152,23 +179,49 @@ def write_val_tar(fake: Fake, path: Path) -> Path:
 
 
 def meta_mat(fake: Fake) -> bytes:
-    """`meta.mat` of the development kit: classes by ILSVRC2012_ID, then the groups they belong to."""
+    """`meta.mat` of the development kit: classes by ILSVRC2012_ID, then the groups they belong
+    to."""
     from scipy.io import savemat
 
-    dtype = [(name, "O") for name in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children")]
+    dtype = [
+        (name, "O")
+        for name in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children")
+    ]
     dtype += [(name, "O") for name in ("wordnet_height", "num_train_images")]
     none = np.zeros((1, 0), np.uint8)
     number = lambda value: np.array([[float(value)]])
     by_id = sorted(fake.ids, key=fake.ids.__getitem__)
     rows = [
-        (number(fake.ids[w]), w, f"word of {w}, other word", f"gloss of {w}", number(0), none, number(0), number(len(fake.train[w])))
+        (
+            number(fake.ids[w]),
+            w,
+            f"word of {w}, other word",
+            f"gloss of {w}",
+            number(0),
+            none,
+            number(0),
+            number(len(fake.train[w])),
+        )
         for w in by_id
     ]
     root = len(by_id) + 1
     group = len(by_id) + 2
     children = np.array([[fake.ids[w] for w in by_id]], np.float64)
-    rows.append((number(root), "n00001740", "entity", "all", number(1), number(group), number(2), number(0)))
-    rows.append((number(group), "n00021939", "artifact", "things", number(len(by_id)), children, number(1), number(0)))
+    rows.append(
+        (number(root), "n00001740", "entity", "all", number(1), number(group), number(2), number(0))
+    )
+    rows.append(
+        (
+            number(group),
+            "n00021939",
+            "artifact",
+            "things",
+            number(len(by_id)),
+            children,
+            number(1),
+            number(0),
+        )
+    )
     synsets = np.empty((len(rows), 1), dtype)
     for place, row in enumerate(rows):
         synsets[place, 0] = row
@@ -207,12 +260,13 @@ def write_archives(fake: Fake, folder: Path) -> Path:
 
 
 def write_synset_list(fake: Fake, path: Path) -> Path:
-    """imagenet_2012_validation_synset_labels.txt: one WNID a line, in the order of the images' names."""
+    """imagenet_2012_validation_synset_labels.txt: one WNID a line, in the order of the images'
+    names."""
     path.write_text("".join(f"{fake.val_wnids[name]}\n" for name in sorted(fake.val)))
     return path
 
 
-# ---- what others made of them -----------------------------------------------------------------------------------------
+# ---- what others made of them --------------------------------------------------------------------
 
 
 def write_files(files: Iterable[tuple[str, bytes]], folder: Path) -> Path:
@@ -235,7 +289,11 @@ def write_flat_val(fake: Fake, folder: Path) -> Path:
 
 def torchvision_files(fake: Fake) -> dict[str, bytes]:
     """train/<wnid>/ and val/<wnid>/."""
-    files = {f"train/{wnid}/{name}": data for wnid, images in fake.train.items() for name, data in images.items()}
+    files = {
+        f"train/{wnid}/{name}": data
+        for wnid, images in fake.train.items()
+        for name, data in images.items()
+    }
     return files | {f"val/{fake.val_wnids[name]}/{name}": data for name, data in fake.val.items()}
 
 
@@ -254,16 +312,30 @@ def _table(rows: Iterable[tuple[str, str]]) -> bytes:
 
 def kaggle_files(fake: Fake) -> dict[str, bytes]:
     """All of imagenet-object-localization-challenge; the rows of the tables are in no order."""
-    files = {f"ILSVRC/Data/CLS-LOC/train/{wnid}/{name}": data for wnid, images in fake.train.items() for name, data in images.items()}
+    files = {
+        f"ILSVRC/Data/CLS-LOC/train/{wnid}/{name}": data
+        for wnid, images in fake.train.items()
+        for name, data in images.items()
+    }
     files |= {f"ILSVRC/Data/CLS-LOC/val/{name}": data for name, data in fake.val.items()}
     files["ILSVRC/Data/CLS-LOC/test/ILSVRC2012_test_00000001.JPEG"] = next(iter(fake.val.values()))
     for wnid, images in fake.train.items():
-        files[f"ILSVRC/Annotations/CLS-LOC/train/{wnid}/{next(iter(images))[:-5]}.xml"] = b"<annotation></annotation>"
-    files["ILSVRC/ImageSets/CLS-LOC/val.txt"] = "".join(f"{n[:-5]} {i}\n" for i, n in enumerate(fake.val, 1)).encode()
-    files["LOC_synset_mapping.txt"] = "".join(f"{wnid} word of {wnid}\n" for wnid in fake.wnids).encode()
+        files[f"ILSVRC/Annotations/CLS-LOC/train/{wnid}/{next(iter(images))[:-5]}.xml"] = (
+            b"<annotation></annotation>"
+        )
+    files["ILSVRC/ImageSets/CLS-LOC/val.txt"] = "".join(
+        f"{n[:-5]} {i}\n" for i, n in enumerate(fake.val, 1)
+    ).encode()
+    files["LOC_synset_mapping.txt"] = "".join(
+        f"{wnid} word of {wnid}\n" for wnid in fake.wnids
+    ).encode()
     in_no_order = sorted(fake.val, key=lambda name: name[::-1], reverse=True)
-    files["LOC_val_solution.csv"] = _table((n[:-5], f"{fake.val_wnids[n]} 1 2 3 4 {fake.val_wnids[n]} 5 6 7 8 ") for n in in_no_order)
-    files["LOC_train_solution.csv"] = _table((n[:-5], f"{w} 1 2 3 4 ") for w, images in fake.train.items() for n in images)
+    files["LOC_val_solution.csv"] = _table(
+        (n[:-5], f"{fake.val_wnids[n]} 1 2 3 4 {fake.val_wnids[n]} 5 6 7 8 ") for n in in_no_order
+    )
+    files["LOC_train_solution.csv"] = _table(
+        (n[:-5], f"{w} 1 2 3 4 ") for w, images in fake.train.items() for n in images
+    )
     files["LOC_sample_submission.csv"] = _table([("ILSVRC2012_test_00000001", "1 1 1 1 1")])
     return files
 
@@ -281,8 +353,11 @@ def write_zip(files: dict[str, bytes], path: Path, compression: int = zipfile.ZI
     return path
 
 
-def write_parquets(fake: Fake, folder: Path, num_train: int = 3, num_val: int = 2, rows_per_group: int = 7) -> Path:
-    """data/train-*-of-*.parquet and data/validation-*: rows {image: {bytes, path}, label} in no order of classes, names with their WNID."""
+def write_parquets(
+    fake: Fake, folder: Path, num_train: int = 3, num_val: int = 2, rows_per_group: int = 7
+) -> Path:
+    """data/train-*-of-*.parquet and data/validation-*: rows {image: {bytes, path}, label} in no
+    order of classes, names with their WNID."""
     import pyarrow
     import pyarrow.parquet
 
@@ -296,15 +371,23 @@ def write_parquets(fake: Fake, folder: Path, num_train: int = 3, num_val: int = 
         random.Random(1).shuffle(keys)
         for part in range(count):
             rows = [
-                {"image": {"bytes": images[key], "path": f"{key}_{fake.wnids[labels[key]]}.JPEG"}, "label": labels[key]}
+                {
+                    "image": {
+                        "bytes": images[key],
+                        "path": f"{key}_{fake.wnids[labels[key]]}.JPEG",
+                    },
+                    "label": labels[key],
+                }
                 for key in keys[part::count]
             ]
             path = folder / "data" / f"{name}-{part:05d}-of-{count:05d}.parquet"
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path, row_group_size=rows_per_group)
+            pyarrow.parquet.write_table(
+                pyarrow.Table.from_pylist(rows, schema), path, row_group_size=rows_per_group
+            )
     return folder
 
 
-# ---- as users have them: (fake, folder) -> paths for the command line ----------------------------------------------------
+# ---- as users have them: (fake, folder) -> paths for the command line ----------------------------
 
 
 def as_official(fake: Fake, folder: Path) -> list[Path]:
@@ -340,7 +423,10 @@ def as_kaggle_tree(fake: Fake, folder: Path) -> list[Path]:
 
 def as_kaggle_inner_folder_and_devkit(fake: Fake, folder: Path) -> list[Path]:
     write_devkit_folder(fake, folder / "ILSVRC2012_devkit_t12")
-    return [write_kaggle_tree(fake, folder / "in") / "ILSVRC" / "Data" / "CLS-LOC", folder / "ILSVRC2012_devkit_t12"]
+    return [
+        write_kaggle_tree(fake, folder / "in") / "ILSVRC" / "Data" / "CLS-LOC",
+        folder / "ILSVRC2012_devkit_t12",
+    ]
 
 
 def as_kaggle_zip(fake: Fake, folder: Path) -> list[Path]:
@@ -348,7 +434,13 @@ def as_kaggle_zip(fake: Fake, folder: Path) -> list[Path]:
 
 
 def as_zipped_tree(fake: Fake, folder: Path) -> list[Path]:
-    return [write_zip({f"imagenet/{name}": data for name, data in torchvision_files(fake).items()}, folder / "a.zip", zipfile.ZIP_STORED)]
+    return [
+        write_zip(
+            {f"imagenet/{name}": data for name, data in torchvision_files(fake).items()},
+            folder / "a.zip",
+            zipfile.ZIP_STORED,
+        )
+    ]
 
 
 def as_parquet(fake: Fake, folder: Path) -> list[Path]:
@@ -356,8 +448,15 @@ def as_parquet(fake: Fake, folder: Path) -> list[Path]:
 
 
 def as_train_tar_and_val_tree(fake: Fake, folder: Path) -> list[Path]:
-    return [write_train_tar(fake, folder / "ILSVRC2012_img_train.tar"), write_torchvision_tree(fake, folder / "in") / "val"]
+    return [
+        write_train_tar(fake, folder / "ILSVRC2012_img_train.tar"),
+        write_torchvision_tree(fake, folder / "in") / "val",
+    ]
 
 
-LAYOUTS = {name.removeprefix("as_"): function for name, function in sorted(globals().items()) if name.startswith("as_")}
+LAYOUTS = {
+    name.removeprefix("as_"): function
+    for name, function in sorted(globals().items())
+    if name.startswith("as_")
+}
 """All of the above by name: they must give the same shards."""

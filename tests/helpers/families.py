@@ -1,12 +1,12 @@
-"""What a test starts ends with it: also what that starts in sessions of its own, as torchrun does, and
-also if pytest itself is killed.
+"""What a test starts ends with it: also what that starts in sessions of its own, as torchrun does,
+and also if pytest itself is killed.
 
 Every process that comes from a test bears a mark in its environment, which its children inherit, in
 whatever session they are and whoever becomes their parent. `Family` gives its process a mark of its
-own, and ends whatever bears it. Whatever a test starts also bears the name of the test, which pytest
-puts into the environment: if the test fails, it is ended. At the end of the session nothing may be
-left; a guard, a small process beside pytest, sees to the same when pytest is killed. Only Linux shows
-the environment of processes; elsewhere a `Family` ends its own process alone.
+own, and ends whatever bears it. Whatever a test starts also bears the name of the test, which
+pytest puts into the environment: if the test fails, it is ended. At the end of the session nothing
+may be left; a guard, a small process beside pytest, sees to the same when pytest is killed. Only
+Linux shows the environment of processes; elsewhere a `Family` ends its own process alone.
 """
 
 from __future__ import annotations
@@ -31,18 +31,26 @@ _numbers = itertools.count()
 
 
 def bearing(mark: str, name: str = "") -> dict[int, str]:
-    """Live processes whose mark begins with `mark`, this one excepted: process id -> command line and
-    test. With `name`: those of that test."""
+    """Live processes whose mark begins with `mark`, this one excepted: process id -> command line
+    and test. With `name`: those of that test."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
-            if not any(variable.startswith(f"{MARK}={mark}".encode()) for variable in variables) or int(folder.name) == os.getpid():
+            if (
+                not any(variable.startswith(f"{MARK}={mark}".encode()) for variable in variables)
+                or int(folder.name) == os.getpid()
+            ):
                 continue
-            test = next((variable for variable in variables if variable.startswith(f"{NAME}=".encode())), b"").decode(errors="replace")
+            test = next(
+                (variable for variable in variables if variable.startswith(f"{NAME}=".encode())),
+                b"",
+            ).decode(errors="replace")
             state, parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
             line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if int(parent) == os.getpid() and re.search("multiprocessing.(resource_tracker|forkserver) import", line):
+            if int(parent) == os.getpid() and re.search(
+                "multiprocessing.(resource_tracker|forkserver) import", line
+            ):
                 continue  # ours, as long as we live
             if state != b"Z" and (not name or test == f"{NAME}={name}"):
                 found[int(folder.name)] = f"{line[:200].strip()} [{test}]"
@@ -52,8 +60,8 @@ def bearing(mark: str, name: str = "") -> dict[int, str]:
 
 
 def kill(mark: str, name: str = "") -> None:
-    """SIGKILL for all that `bearing` finds, until there is none: a process may start another one while
-    it is looked for."""
+    """SIGKILL for all that `bearing` finds, until there is none: a process may start another one
+    while it is looked for."""
     deadline = time.monotonic() + ENDS_WITHIN_S
     while found := bearing(mark, name):
         for pid in found:
@@ -75,10 +83,12 @@ def left_over(mark: str) -> dict[int, str]:
 
 
 class Family:
-    """A process and all that it starts, to the end of the block; takes what `subprocess.Popen` takes.
+    """A process and all that it starts, to the end of the block; takes what `subprocess.Popen`
+    takes.
 
-    The block's end waits for nobody: if the process lives, or the block was left by an exception, all
-    are killed. If the process has ended, so must its children, soon: AssertionError names the others.
+    The block's end waits for nobody: if the process lives, or the block was left by an exception,
+    all are killed. If the process has ended, so must its children, soon: AssertionError names the
+    others.
     """
 
     def __init__(self, command: list[str], env: Mapping[str, str], **options):
@@ -88,22 +98,33 @@ class Family:
     def __enter__(self) -> Family:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        stack: TracebackType | None,
+    ) -> None:
         orphans = left_over(self.mark) if kind is None and self.process.poll() is not None else {}
         self.kill()
         assert not orphans, f"{self.process.args} has ended and left {orphans}"
 
     def communicate(self, timeout_s: float) -> tuple[str, str]:
-        """stdout and stderr, when it has ended. Children that outlive it hold its streams open: they are
-        not waited for until the time is up."""
+        """stdout and stderr, when it has ended. Children that outlive it hold its streams open:
+        they are not waited for until the time is up."""
         deadline = time.monotonic() + timeout_s
         while True:
             had_ended = self.process.poll() is not None
             try:
-                return self.process.communicate(timeout=max(min(ENDS_WITHIN_S, deadline - time.monotonic()), 0))
+                return self.process.communicate(
+                    timeout=max(min(ENDS_WITHIN_S, deadline - time.monotonic()), 0)
+                )
             except subprocess.TimeoutExpired:
-                if had_ended:  # before the wait: one that ended in its last moment has its streams closed by the next
-                    raise AssertionError(f"{self.process.args} has ended and left {bearing(self.mark)}") from None
+                # before the wait: one that ended in its last moment has its streams closed by the
+                # next
+                if had_ended:
+                    raise AssertionError(
+                        f"{self.process.args} has ended and left {bearing(self.mark)}"
+                    ) from None
                 if time.monotonic() > deadline:
                     raise
 
@@ -118,17 +139,20 @@ class Family:
 
 
 def inherited() -> dict[str, str]:
-    """The environment for a process. Threads work for several tests at a time, so what they start bears no test's name."""
+    """The environment for a process. Threads work for several tests at a time, so what they start
+    bears no test's name."""
     hidden = () if threading.current_thread() is threading.main_thread() else (NAME,)
     return {key: value for key, value in os.environ.items() if key not in hidden}
 
 
-# ---- for conftest.py ------------------------------------------------------------------------------------------------
+# ---- for conftest.py -----------------------------------------------------------------------------
 
 
 def begin_session() -> None:
-    """Mark what this pytest, or this worker of pytest-xdist, will start, and set the guard beside it."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's `&`: what tests start would inherit it, and Ctrl-C is tested
+    """Mark what this pytest, or this worker of pytest-xdist, will start, and set the guard beside
+    it."""
+    # a shell's `&`: what tests start would inherit it, and Ctrl-C is tested
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ[MARK] = f"vit-{os.getpid()}-{time.time_ns()}"
     without_mark = {key: value for key, value in os.environ.items() if key != MARK}

@@ -1,4 +1,5 @@
-"""The order of samples read out of its description one sample at a time: Python's integers and lists, no numpy, nothing of ours.
+"""The order of samples read out of its description one sample at a time: Python's integers and
+lists, no numpy, nothing of ours.
 
 Only `orders`, which draws what is to be compared, makes our `Order`.
 """
@@ -40,7 +41,8 @@ def feistel(n: int, key: int, value: int) -> int:
 
 
 def brute_force(order: Order, shuffle: int) -> list[list[tuple[int, int]]]:
-    """All batches of (sample, copy) of one shuffle: an epoch, or as many epochs as there are copies in the form `batch`."""
+    """All batches of (sample, copy) of one shuffle: an epoch, or as many epochs as there are copies
+    in the form `batch`."""
     n = order.num_samples
     block = order.block_samples
     seed = order.seed
@@ -63,10 +65,17 @@ def brute_force(order: Order, shuffle: int) -> list[list[tuple[int, int]]]:
             windows = [places[low:high] for low, high in pairwise(borders)]
             places = []
             for number, members in enumerate(windows):
-                by_hash = sorted(range(len(members)), key=lambda i: key_of(seed, shuffle, 3, lane, number, i))
+                by_hash = sorted(
+                    range(len(members)), key=lambda i: key_of(seed, shuffle, 3, lane, number, i)
+                )
                 places += [members[i] for i in by_hash]
         rows = [(sample, copy) for sample in places for copy in range(repeats)]
-        lanes.append([sorted(rows[step * share : (step + 1) * share], key=lambda row: row[1]) for step in range(steps)])
+        lanes.append(
+            [
+                sorted(rows[step * share : (step + 1) * share], key=lambda row: row[1])
+                for step in range(steps)
+            ]
+        )
     return [[row for lane in lanes for row in lane[step]] for step in range(steps)]
 
 
@@ -91,11 +100,22 @@ def orders(
 def anew(order: Order) -> Order:
     """The same order as another process makes it."""
     o = order
-    sizes = (o.num_samples, o.global_batch_size, o.seed, o.num_lanes, o.block_samples, o.window_blocks)
+    sizes = (
+        o.num_samples,
+        o.global_batch_size,
+        o.seed,
+        o.num_lanes,
+        o.block_samples,
+        o.window_blocks,
+    )
     return make_order(*sizes, o.aug_repeats, o.aug_repeats_form)
 
 
-def pairs(order: Order, position: int, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
+def pairs(
+    order: Order, position: int, start: int = 0, stop: int | None = None
+) -> list[tuple[int, int]]:
     """(sample, copy) of rows [start, stop) of the batch at `position`."""
-    ids, copies = order.rows_and_copies(position, start, order.global_batch_size if stop is None else stop)
+    ids, copies = order.rows_and_copies(
+        position, start, order.global_batch_size if stop is None else stop
+    )
     return list(zip(ids.tolist(), copies.tolist(), strict=True))

@@ -1,4 +1,5 @@
-"""Where a scenario of tests/data_prep/test_prep_errors.py takes place: a folder, commands of data_prep in it, and what they left behind."""
+"""Where a scenario of tests/data_prep/test_prep_errors.py takes place: a folder, commands of
+data_prep in it, and what they left behind."""
 
 from __future__ import annotations
 
@@ -27,20 +28,28 @@ KIT = "ILSVRC2012_devkit_t12.tar.gz"
 
 
 class Place:
-    """A folder for one scenario; runs commands of data_prep there, and remembers the last one and what it changed."""
+    """A folder for one scenario; runs commands of data_prep there, and remembers the last one and
+    what it changed."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):
         self.folder = folder
         self.out = folder / "out"
         self.captured = captured
 
-    def run(self, module: str, *arguments: object, prefix: tuple[object, ...] = (), alone: bool = False) -> None:
+    def run(
+        self, module: str, *arguments: object, prefix: tuple[object, ...] = (), alone: bool = False
+    ) -> None:
         """`python -m data_prep.<module>`; `alone` or with a prefix in a process of its own."""
-        self.before, self.again = snapshot(self.folder), lambda: self.run(module, *arguments, prefix=prefix, alone=True)
+        self.before, self.again = (
+            snapshot(self.folder),
+            lambda: self.run(module, *arguments, prefix=prefix, alone=True),
+        )
         self.captured.readouterr()
         line = [str(argument) for argument in arguments]
         if prefix or alone:
-            self.status = subprocess.run([*prefix, *command(module), *line], cwd=REPOSITORY, env=environment(), timeout=120).returncode
+            self.status = subprocess.run(
+                [*prefix, *command(module), *line], cwd=REPOSITORY, env=environment(), timeout=120
+            ).returncode
         else:
             try:
                 self.status = importlib.import_module(f"data_prep.{module}").main(line)
@@ -54,7 +63,8 @@ class Place:
         self.run(module, *arguments, "--out", self.out, "--workers", 1, **how)
 
     def continues(self) -> None:
-        """The same command, once more, completes the data set; what the first one did and printed is what counts afterwards."""
+        """The same command, once more, completes the data set; what the first one did and printed
+        is what counts afterwards."""
         told = dict(self.__dict__)
         self.again()
         assert self.status == 0, self.stderr
@@ -67,8 +77,11 @@ def command(module: str) -> list[str]:
 
 
 def whole_shards_only(out: Path, complete: bool = False) -> None:
-    """Nothing half-written: each tar can be read to its end and is the one its sidecar tells of. With `complete`, none is missing."""
-    assert not [path.name for path in out.rglob("*") if path.name.endswith((".tmp", ".part"))], "half-written files were left"
+    """Nothing half-written: each tar can be read to its end and is the one its sidecar tells of.
+    With `complete`, none is missing."""
+    assert not [path.name for path in out.rglob("*") if path.name.endswith((".tmp", ".part"))], (
+        "half-written files were left"
+    )
     for tar in out.glob("*.tar"):
         sidecar = read_sidecar(tar)
         assert sidecar is not None, f"{tar.name} without a sidecar"
@@ -76,8 +89,14 @@ def whole_shards_only(out: Path, complete: bool = False) -> None:
         assert tar.stat().st_size == sidecar["bytes"]
     if complete:
         info = json.loads((out / "_info.json").read_text())
-        assert {name for split in info["splits"].values() for name in split["filenames"]} == {tar.name for tar in out.glob("*.tar")}
-        assert not [path.name for path in out.iterdir() if path.name.startswith(("_catalogue", "_spool", "_writing"))]
+        assert {name for split in info["splits"].values() for name in split["filenames"]} == {
+            tar.name for tar in out.glob("*.tar")
+        }
+        assert not [
+            path.name
+            for path in out.iterdir()
+            if path.name.startswith(("_catalogue", "_spool", "_writing"))
+        ]
 
 
 SCENARIOS: dict[str, Callable[[Place], None]] = {}
@@ -95,7 +114,7 @@ def scenario(what: str, *, begun: bool = False):
     return register
 
 
-# ---- what is prepared -------------------------------------------------------------------------------------------------
+# ---- what is prepared ----------------------------------------------------------------------------
 
 
 @functools.cache
@@ -108,7 +127,9 @@ def official(place: Place, fake: Fake | None = None) -> Path:
     return as_official(fake or imagenet(), place.folder)[0]
 
 
-def images(place: Place, classes: tuple[str, ...] = ("cat", "dog"), each: int = 12, side: int = 24) -> Path:
+def images(
+    place: Place, classes: tuple[str, ...] = ("cat", "dog"), each: int = 12, side: int = 24
+) -> Path:
     """Class folders of noise."""
     rng = np.random.default_rng(0)
     for name, number in itertools.product(classes, range(each)):

@@ -1,4 +1,5 @@
-"""What can be wrong with the archives and folders that data preparation is given, and with downloads: scenarios of test_prep_errors.py."""
+"""What can be wrong with the archives and folders that data preparation is given, and with
+downloads: scenarios of test_prep_errors.py."""
 
 from __future__ import annotations
 
@@ -13,16 +14,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 from error_rows import WITHOUT_PRIVILEGES
-from fake_imagenet import Fake, as_torchvision, kaggle_files, tar_of, torchvision_files, write_parquets, write_train_tar, write_zip
+from fake_imagenet import (
+    Fake,
+    as_torchvision,
+    kaggle_files,
+    tar_of,
+    torchvision_files,
+    write_parquets,
+    write_train_tar,
+    write_zip,
+)
 from prep_place import KIT, TRAIN_TAR, VAL_TAR, Place, imagenet, images, official, scenario
 from processes import jpeg
 from servers import WebServer
 
 from data_prep.animals10 import ENGLISH
 
-MNIST = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
+MNIST = [
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+]
 
-# ---- archives and folders -------------------------------------------------------------------------------------------
+# ---- archives and folders ------------------------------------------------------------------------
 
 
 @scenario("an archive that is not there")
@@ -50,12 +65,16 @@ def _(place):
 
 @scenario("a zip of something else")
 def _(place):
-    place.prepare("imagenet", write_zip({"raw-img/cane/1.jpeg": b"x"}, place.folder / "archive.zip"))
+    place.prepare(
+        "imagenet", write_zip({"raw-img/cane/1.jpeg": b"x"}, place.folder / "archive.zip")
+    )
 
 
 @scenario("a zip that is cut off")
 def _(place):
-    path = write_zip(kaggle_files(imagenet()), place.folder / "imagenet-object-localization-challenge.zip")
+    path = write_zip(
+        kaggle_files(imagenet()), place.folder / "imagenet-object-localization-challenge.zip"
+    )
     os.truncate(path, path.stat().st_size // 2)
     place.prepare("imagenet", path)
 
@@ -79,7 +98,9 @@ def _(place):
     wnids = imagenet().wnids
     whole = {wnid: tar_of(imagenet().train[wnid].items()) for wnid in wnids}
     cut = {wnid: data[:1500] if wnid == wnids[4] else data for wnid, data in whole.items()}
-    (official(place) / TRAIN_TAR).write_bytes(tar_of((f"{wnid}.tar", data) for wnid, data in cut.items()))
+    (official(place) / TRAIN_TAR).write_bytes(
+        tar_of((f"{wnid}.tar", data) for wnid, data in cut.items())
+    )
     place.prepare("imagenet", place.folder / "downloads")
 
 
@@ -109,14 +130,22 @@ def _(place):
 
 @scenario("an image that the file of labels does not know")
 def _(place):
-    (official(place) / VAL_TAR).write_bytes(tar_of([*imagenet().val.items(), ("ILSVRC2012_val_00000021.JPEG", b"x")]))
+    (official(place) / VAL_TAR).write_bytes(
+        tar_of([*imagenet().val.items(), ("ILSVRC2012_val_00000021.JPEG", b"x")])
+    )
     place.prepare("imagenet", place.folder / "downloads", "--partial")
 
 
 @scenario("a class of val that train has not, and other counts than ImageNet's")
 def _(place):
     fake = imagenet()
-    fewer = Fake(fake.wnids, {wnid: fake.train[wnid] for wnid in fake.wnids[1:]}, fake.val, fake.val_wnids, fake.ids)
+    fewer = Fake(
+        fake.wnids,
+        {wnid: fake.train[wnid] for wnid in fake.wnids[1:]},
+        fake.val,
+        fake.val_wnids,
+        fake.ids,
+    )
     official(place)
     write_train_tar(fewer, place.folder / "downloads" / TRAIN_TAR)
     place.prepare("imagenet", place.folder / "downloads")
@@ -191,7 +220,7 @@ def _(place):
     place.prepare("imagenet", place.out)
 
 
-# ---- hostile archives -----------------------------------------------------------------------------------------------
+# ---- hostile archives ----------------------------------------------------------------------------
 
 
 def with_inner_tar(place: Place, data: bytes) -> Path:
@@ -201,7 +230,9 @@ def with_inner_tar(place: Place, data: bytes) -> Path:
 
 @scenario("a member with an absolute path")
 def _(place):
-    place.prepare("imagenet", with_inner_tar(place, tar_of([("/etc/cron.d/n01440764_1.JPEG", b"x")])))
+    place.prepare(
+        "imagenet", with_inner_tar(place, tar_of([("/etc/cron.d/n01440764_1.JPEG", b"x")]))
+    )
 
 
 @scenario("a member with `..` in its path")
@@ -214,7 +245,9 @@ def _(place):
     link = tarfile.TarInfo("n01440764_1.JPEG")
     link.type = tarfile.SYMTYPE
     link.linkname = "/etc/passwd"
-    place.prepare("imagenet", with_inner_tar(place, link.tobuf(tarfile.GNU_FORMAT) + bytes(10240 - 512)))
+    place.prepare(
+        "imagenet", with_inner_tar(place, link.tobuf(tarfile.GNU_FORMAT) + bytes(10240 - 512))
+    )
 
 
 @scenario("an encrypted zip")
@@ -242,26 +275,33 @@ def _(place):
     place.prepare("imagenet", with_stated_size(path, next(iter(files)), 4_000_000_000), "--partial")
 
 
-@scenario("a zip bomb that hides it: the image is left out, and with it the rest of the bomb", begun=True)
+@scenario(
+    "a zip bomb that hides it: the image is left out, and with it the rest of the bomb", begun=True
+)
 def _(place):
     files = torchvision_files(imagenet())
     files[next(iter(files))] = bytes(50_000_000)
-    path = with_stated_size(write_zip(files, place.folder / "imagenet.zip"), next(iter(files)), 1000)
+    path = with_stated_size(
+        write_zip(files, place.folder / "imagenet.zip"), next(iter(files)), 1000
+    )
     place.prepare("imagenet", path, "--partial", "--max-unreadable", 0.1)
     place.stdout += (place.out / "quarantine.jsonl").read_text()
 
 
-# ---- MNIST, CIFAR, Animals-10, digits, parquet ------------------------------------------------------------------------
+# ---- MNIST, CIFAR, Animals-10, digits, parquet ---------------------------------------------------
 
 
 def idx_files(place: Place, **contents: bytes) -> Path:
-    """MNIST's labels as they should be, and images as given by the first word of their names, else of nothing."""
+    """MNIST's labels as they should be, and images as given by the first word of their names, else
+    of nothing."""
     folder = place.folder / "mnist"
     folder.mkdir()
     for name in MNIST:
         count = 60_000 if name.startswith("train") else 10_000
         labels = struct.pack(">2I", 0x801, count) + bytes(count)
-        (folder / name).write_bytes(labels if "labels" in name else contents.get(name.partition("-")[0], b""))
+        (folder / name).write_bytes(
+            labels if "labels" in name else contents.get(name.partition("-")[0], b"")
+        )
     return folder
 
 
@@ -278,12 +318,17 @@ def _(place):
 
 @scenario("an idx file with another number of images")
 def _(place):
-    place.prepare("mnist", idx_files(place, train=struct.pack(">4I", 0x803, 59_999, 28, 28) + bytes(784)))
+    place.prepare(
+        "mnist", idx_files(place, train=struct.pack(">4I", 0x803, 59_999, 28, 28) + bytes(784))
+    )
 
 
 @scenario("an idx file that is cut off")
 def _(place):
-    place.prepare("mnist", idx_files(place, train=struct.pack(">4I", 0x803, 60_000, 28, 28) + bytes(1_000_000)))
+    place.prepare(
+        "mnist",
+        idx_files(place, train=struct.pack(">4I", 0x803, 60_000, 28, 28) + bytes(1_000_000)),
+    )
 
 
 @scenario("an idx file whose compressed form is cut off")
@@ -305,7 +350,9 @@ def _(place):
 @scenario("CIFAR's archive is cut off")
 def _(place):
     path = place.folder / "cifar-10-binary.tar.gz"
-    packed = gzip.compress(tar_of([("cifar-10-batches-bin/data_batch_1.bin", np.random.default_rng(0).bytes(30_000))]))
+    packed = gzip.compress(
+        tar_of([("cifar-10-batches-bin/data_batch_1.bin", np.random.default_rng(0).bytes(30_000))])
+    )
     path.write_bytes(packed[: len(packed) // 2])
     place.prepare("cifar", path)
 
@@ -333,25 +380,32 @@ def _(place):
 
 @scenario("fractions of the split that do not sum to 1")
 def _(place):
-    place.prepare("animals10", write_zip(animals(), place.folder / "archive.zip"), "--fractions", 0.8, 0.1)
+    place.prepare(
+        "animals10", write_zip(animals(), place.folder / "archive.zip"), "--fractions", 0.8, 0.1
+    )
 
 
 @scenario("parquet files where pyarrow is not installed")
 def _(place):
     folder = write_parquets(imagenet(), place.folder / "imagenet-1k")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "pyarrow", None)  # `import pyarrow` now fails as it does where it is not installed
+        # `import pyarrow` now fails as it does where it is not installed
+        patch.setitem(sys.modules, "pyarrow", None)
         place.prepare("imagenet", folder)
 
 
 @scenario("a parquet file that is cut off")
 def _(place):
-    path = write_parquets(imagenet(), place.folder / "imagenet-1k") / "data" / "train-00001-of-00003.parquet"
+    path = (
+        write_parquets(imagenet(), place.folder / "imagenet-1k")
+        / "data"
+        / "train-00001-of-00003.parquet"
+    )
     os.truncate(path, path.stat().st_size // 2)
     place.prepare("imagenet", place.folder / "imagenet-1k")
 
 
-# ---- downloads ------------------------------------------------------------------------------------------------------
+# ---- downloads -----------------------------------------------------------------------------------
 
 
 def download_mnist(place: Place, url: str) -> None:

@@ -1,6 +1,7 @@
 """Helpers for tests with real processes: tiny shards, torchrun, kills.
 
-Runs are small on purpose (a dimension of 32, images of 16 px), so that starting Python dominates; what they test does not depend on size.
+Runs are small on purpose (a dimension of 32, images of 16 px), so that starting Python dominates;
+what they test does not depend on size.
 """
 
 from __future__ import annotations
@@ -44,9 +45,16 @@ TINY = [
 
 
 def make_shards(
-    folder: Path, *, num_train: int = 60, num_val: int = 23, num_classes: int = 3, size: tuple[int, int] = (24, 20), seed: int = 0
+    folder: Path,
+    *,
+    num_train: int = 60,
+    num_val: int = 23,
+    num_classes: int = 3,
+    size: tuple[int, int] = (24, 20),
+    seed: int = 0,
 ) -> Path:
-    """Shards of noise around a colour for each class, through the real writer. Returns their root."""
+    """Shards of noise around a colour for each class, through the real writer. Returns their
+    root."""
     rng = np.random.default_rng(seed)
     for split, total in (("train", num_train), ("val", num_val)):
         for number in range(total):
@@ -55,12 +63,28 @@ def make_shards(
             path = folder / "images" / split / f"class{label}" / f"{number:04d}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).save(path, quality=92)
-    assert imagefolder.main([str(folder / "images"), "--out", str(folder / "shards"), "--num-shards", "3", "--workers", "1"]) == 0
+    assert (
+        imagefolder.main(
+            [
+                str(folder / "images"),
+                "--out",
+                str(folder / "shards"),
+                "--num-shards",
+                "3",
+                "--workers",
+                "1",
+            ]
+        )
+        == 0
+    )
     return folder / "shards"
 
 
-def write_config(folder: Path, root: Path, name: str = "tiny.yaml", *, steps: int = 12, batch: int = 12) -> Path:
-    """A config that trains on `root`, with dropout, drop path, mixing and an average, so that all of them are resumed."""
+def write_config(
+    folder: Path, root: Path, name: str = "tiny.yaml", *, steps: int = 12, batch: int = 12
+) -> Path:
+    """A config that trains on `root`, with dropout, drop path, mixing and an average, so that all
+    of them are resumed."""
     path = folder / name
     path.write_text(f"""
 model: {{drop_path_rate: 0.2, proj_drop_rate: 0.1}}
@@ -77,17 +101,32 @@ eval: {{every_steps: 6}}
 
 def environment() -> dict[str, str]:
     """Ours, with one thread a process and nothing that points to W&B."""
-    kept = {key: value for key, value in inherited().items() if not key.startswith(("WANDB", "RANK", "WORLD_SIZE", "LOCAL_RANK"))}
+    kept = {
+        key: value
+        for key, value in inherited().items()
+        if not key.startswith(("WANDB", "RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    }
     return {**kept, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
 
 
-def command(script: str, *arguments: object, ranks: int = 1, python: str = sys.executable) -> list[str]:
+def command(
+    script: str, *arguments: object, ranks: int = 1, python: str = sys.executable
+) -> list[str]:
     """The command line of a script under torchrun, or of plain Python for `ranks` 0."""
-    launcher = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else [python]
+    launcher = (
+        [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        if ranks
+        else [python]
+    )
     return [*launcher, str(REPOSITORY / script), *map(str, arguments)]
 
 
-def call(line: list[str], env: dict[str, str] | None = None, cwd: Path = REPOSITORY, timeout_s: float = 240) -> subprocess.CompletedProcess:
+def call(
+    line: list[str],
+    env: dict[str, str] | None = None,
+    cwd: Path = REPOSITORY,
+    timeout_s: float = 240,
+) -> subprocess.CompletedProcess:
     """Run a command line to the end, its family with it; stdout and stderr as text."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Family(line, env=environment() if env is None else env, cwd=cwd, **pipes) as family:
@@ -96,14 +135,21 @@ def call(line: list[str], env: dict[str, str] | None = None, cwd: Path = REPOSIT
 
 
 def run(
-    script: str, *arguments: object, ranks: int = 0, cwd: Path | None = None, timeout_s: float = 240, cold: bool = False
+    script: str,
+    *arguments: object,
+    ranks: int = 0,
+    cwd: Path | None = None,
+    timeout_s: float = 240,
+    cold: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end; stdout and stderr as text. The interpreters are warm (tests/helpers/warm_python.py),
     torchrun's and its ranks', too; `cold`: they are started as a user's are."""
     env = environment()
     python = sys.executable if cold else warm_python.python(env)
     env["PYTHON_EXEC"] = python  # torchrun's name for it
-    return call(command(script, *arguments, ranks=ranks, python=python), env, cwd or REPOSITORY, timeout_s)
+    return call(
+        command(script, *arguments, ranks=ranks, python=python), env, cwd or REPOSITORY, timeout_s
+    )
 
 
 @contextmanager
@@ -124,28 +170,57 @@ def _typed(script: str, words: Sequence[object]) -> Iterator[None]:
 
 
 def run_here(script: str, *words: object) -> None:
-    """Run a command of launch/ in this process, which has torch already; what ends a command with status 2 is a ValueError."""
+    """Run a command of launch/ in this process, which has torch already; what ends a command with
+    status 2 is a ValueError."""
     with _typed(script, words):
         runpy.run_path(str(REPOSITORY / script))["main"]()
 
 
-def train(config: Path, run_dir: Path, *overrides: str, ranks: int = 0, cold: bool = False) -> subprocess.CompletedProcess[str]:
+def train(
+    config: Path, run_dir: Path, *overrides: str, ranks: int = 0, cold: bool = False
+) -> subprocess.CompletedProcess[str]:
     """A whole training; fails the test with its output if it does not exit with 0."""
-    done = run("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *overrides, ranks=ranks, cold=cold)
+    done = run(
+        "launch/train.py",
+        "--config",
+        config,
+        f"run.dir={run_dir}",
+        *TINY,
+        *overrides,
+        ranks=ranks,
+        cold=cold,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
 class Background:
-    """A training to be killed. Its ranks are warm under torchrun (they end with `trainers`, which pass
-    signals on to them), unless `cold`: real children of torchrun."""
+    """A training to be killed. Its ranks are warm under torchrun (they end with `trainers`, which
+    pass signals on to them), unless `cold`: real children of torchrun."""
 
-    def __init__(self, config: Path, run_dir: Path, *overrides: str, ranks: int = 2, cold: bool = False):
+    def __init__(
+        self, config: Path, run_dir: Path, *overrides: str, ranks: int = 2, cold: bool = False
+    ):
         self.run_dir = run_dir
         env = environment()
-        line = command("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *overrides, ranks=ranks)
+        line = command(
+            "launch/train.py",
+            "--config",
+            config,
+            f"run.dir={run_dir}",
+            *TINY,
+            *overrides,
+            ranks=ranks,
+        )
         env["PYTHON_EXEC"] = sys.executable if cold or not ranks else warm_python.python(env)
-        self._family = Family(line, env=env, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._family = Family(
+            line,
+            env=env,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         self.process = self._family.process
 
     def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
@@ -157,11 +232,15 @@ class Background:
             time.sleep(0.01)
 
     def trainers(self) -> list[int]:
-        """Process ids of the ranks: torchrun gives each a session of its own, so only the family tree tells."""
-        return [pid for pid in children(self.process.pid) if "launch/train.py" in _command_line(pid)]
+        """Process ids of the ranks: torchrun gives each a session of its own, so only the family
+        tree tells."""
+        return [
+            pid for pid in children(self.process.pid) if "launch/train.py" in _command_line(pid)
+        ]
 
     def kill_all(self) -> None:
-        """SIGKILL for torchrun and every rank at once: a power cut, as far as processes can feel one."""
+        """SIGKILL for torchrun and every rank at once: a power cut, as far as processes can feel
+        one."""
         for pid in [*self.trainers(), self.process.pid]:
             os.kill(pid, signal.SIGKILL)
         self.process.communicate()
@@ -178,7 +257,9 @@ class Background:
 def children(pid: int) -> list[int]:
     """Process ids of those that a process has started: of a rank its loader workers."""
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:
         return []
 
@@ -211,7 +292,11 @@ def final_state(run_dir: Path, step: int) -> dict[str, bytes]:
 
 def metrics(run_dir: Path, kind: str) -> list[dict]:
     """Lines of one kind of the record."""
-    return [line for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if line["kind"] == kind]
+    return [
+        line
+        for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        if line["kind"] == kind
+    ]
 
 
 def jpeg(pixels: np.ndarray) -> bytes:

@@ -1,5 +1,6 @@
-"""Helpers for tests: real servers on 127.0.0.1. One for files over HTTP, whose faults a test writes down beforehand; one for FTP; one for
-S3; and a cable between client and server that a test can cut."""
+"""Helpers for tests: real servers on 127.0.0.1. One for files over HTTP, whose faults a test writes
+down beforehand; one for FTP; one for S3; and a cable between client and server that a test can
+cut."""
 
 from __future__ import annotations
 
@@ -32,15 +33,18 @@ class WebServer:
             server.cuts = [1000, 5000]     # the first two answers to GET end after so many bytes
             download(f"{server.url}/a.bin", path)
 
-    `statuses`: answered instead, one for each GET; `ranges`: False for a server that ignores Range; `lengths`: False for one that does not
-    tell sizes; `claimed_length`: told instead of the true one; `hang_after`: an answer pauses after so many bytes until this is None again;
+    `statuses`: answered instead, one for each GET; `ranges`: False for a server that ignores Range;
+    `lengths`: False for one that does not tell sizes; `claimed_length`: told instead of the true
+    one; `hang_after`: an answer pauses after so many bytes until this is None again;
     `whole_if_empty`: an empty file is answered with 200 and not with 416, as servers in Go do;
-    `fails_each`: of so many GETs one is answered 503, and the next time one is cut in its middle; `delay_s`: in front of each answer;
-    `retry_after`: told with each status; `away_until_s` (of time.monotonic): 503 until then; `wrong_ranges`: so many answers give
-    another part than the one asked for; `endless`: answers go on for ever; `drip`: (bytes, seconds), so many come, then a pause;
-    `tags`: given to answers in turn, as mirrors do.
-    `login` ("user:password"), `header` (name, value), `signature`: a query: without it the answer is 401, or 403 for the last.
-    `redirects`: path -> address. `requests` holds (method, path, Range or None) of each, `headers` their headers.
+    `fails_each`: of so many GETs one is answered 503, and the next time one is cut in its middle;
+    `delay_s`: in front of each answer; `retry_after`: told with each status; `away_until_s` (of
+    time.monotonic): 503 until then; `wrong_ranges`: so many answers give another part than the one
+    asked for; `endless`: answers go on for ever; `drip`: (bytes, seconds), so many come, then a
+    pause; `tags`: given to answers in turn, as mirrors do. `login` ("user:password"), `header`
+    (name, value), `signature`: a query: without it the answer is 401, or 403 for the last.
+    `redirects`: path -> address. `requests` holds (method, path, Range or None) of each, `headers`
+    their headers.
     """
 
     def __init__(self, files: dict[str, bytes]):
@@ -65,12 +69,16 @@ class WebServer:
         self.endless = False
         self.drip: tuple[int, float] | None = None
         self.tags: list[str] = []
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_FileHandler,), {"web": self}))
+        self._server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Handler", (_FileHandler,), {"web": self})
+        )
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> WebServer:
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,7 +117,10 @@ class _FileHandler(BaseHTTPRequestHandler):
         if time.monotonic() < web.away_until_s:
             self._refuse(503)
             return
-        name, value = web.header or ("Authorization", f"Basic {base64.b64encode(web.login.encode()).decode()}" if web.login else "")
+        name, value = web.header or (
+            "Authorization",
+            f"Basic {base64.b64encode(web.login.encode()).decode()}" if web.login else "",
+        )
         if (value and self.headers[name] != value) or query != (web.signature or query):
             self.send_error(401 if query == (web.signature or query) else 403)
             return
@@ -126,7 +137,12 @@ class _FileHandler(BaseHTTPRequestHandler):
         stop = len(content)
         if web.tags:
             tag = web.tags[len(web.requests) % len(web.tags)]
-        if wanted and web.ranges and not (web.whole_if_empty and not content) and self.headers["If-Range"] in (None, tag):
+        if (
+            wanted
+            and web.ranges
+            and not (web.whole_if_empty and not content)
+            and self.headers["If-Range"] in (None, tag)
+        ):
             first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted).groups()
             start, stop = int(first), min(int(last) + 1, len(content)) if last else len(content)
             if start >= len(content):
@@ -144,7 +160,10 @@ class _FileHandler(BaseHTTPRequestHandler):
             self.send_response(200)
         self.send_header("ETag", tag)
         if web.lengths:
-            self.send_header("Content-Length", str(1 << 40 if web.endless else web.claimed_length or stop - start))
+            self.send_header(
+                "Content-Length",
+                str(1 << 40 if web.endless else web.claimed_length or stop - start),
+            )
         self.send_header("Connection", "close")
         self.close_connection = True
         self.end_headers()
@@ -174,7 +193,8 @@ class _FileHandler(BaseHTTPRequestHandler):
 
 
 class FtpServer:
-    """Serves `files` ({"/folder/name": bytes}) to anybody until the block ends; it knows no versions of files.
+    """Serves `files` ({"/folder/name": bytes}) to anybody until the block ends; it knows no
+    versions of files.
 
     `commands_each`: a connection ends after so many commands.
     """
@@ -182,12 +202,16 @@ class FtpServer:
     def __init__(self, files: dict[str, bytes], commands_each: int | None = None):
         self.files = files
         self.commands_each = commands_each
-        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), type("Handler", (_FtpHandler,), {"ftp": self}))
+        self._server = socketserver.ThreadingTCPServer(
+            ("127.0.0.1", 0), type("Handler", (_FtpHandler,), {"ftp": self})
+        )
         self._server.daemon_threads = True
         self.address = f"127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> FtpServer:
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -196,7 +220,11 @@ class FtpServer:
 
     def listing(self, folder: str) -> bytes:
         """What MLSD says."""
-        inside = [(path.rsplit("/", 1)[1], data) for path, data in self.files.items() if path.rsplit("/", 1)[0] == folder]
+        inside = [
+            (path.rsplit("/", 1)[1], data)
+            for path, data in self.files.items()
+            if path.rsplit("/", 1)[0] == folder
+        ]
         return "".join(f"type=file;size={len(data)}; {name}\r\n" for name, data in inside).encode()
 
 
@@ -220,7 +248,11 @@ class _FtpHandler(socketserver.StreamRequestHandler):
                     start = int(argument)
                     self._say("350 go on")
                 elif command in ("MLSD", "RETR"):
-                    content = self.ftp.listing(argument) if command == "MLSD" else self.ftp.files[argument]
+                    content = (
+                        self.ftp.listing(argument)
+                        if command == "MLSD"
+                        else self.ftp.files[argument]
+                    )
                     self._say("150 here it comes")
                     with listener.accept()[0] as connection, suppress(ConnectionError):
                         connection.sendall(content[start:])
@@ -238,7 +270,8 @@ _NUMBERS = itertools.count()
 
 
 class S3Server:
-    """An S3 server in this process; until the block ends the environment holds its address and credentials, for other processes too."""
+    """An S3 server in this process; until the block ends the environment holds its address and
+    credentials, for other processes too."""
 
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -247,7 +280,8 @@ class S3Server:
     def __enter__(self) -> S3Server:
         self._server.start()
         self.port = self._server.get_host_and_port()[1]
-        self._environment = pytest.MonkeyPatch()  # undoes these alone: tests that began before the server set variables of their own
+        # undoes these alone: tests that began before the server set variables of their own
+        self._environment = pytest.MonkeyPatch()
         for name, value in {
             "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test",
@@ -280,16 +314,25 @@ class S3Server:
         client = boto3.client("s3")
         bucket = url.split("/")[2]
         found = client.list_objects_v2(Bucket=bucket).get("Contents", [])
-        return {entry["Key"]: client.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read() for entry in found}
+        return {
+            entry["Key"]: client.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read()
+            for entry in found
+        }
 
     @contextmanager
     def only(self, *actions: str) -> Iterator[None]:
-        """The environment holds the keys of a user who may do these actions only; the server asks for them until the block ends."""
+        """The environment holds the keys of a user who may do these actions only; the server asks
+        for them until the block ends."""
         iam = boto3.client("iam")
         environment = pytest.MonkeyPatch()
-        policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": [*actions], "Resource": "*"}]}
+        policy = {
+            "Version": "2012-10-17",
+            "Statement": [{"Effect": "Allow", "Action": [*actions], "Resource": "*"}],
+        }
         iam.create_user(UserName="somebody")
-        iam.put_user_policy(UserName="somebody", PolicyName="only", PolicyDocument=json.dumps(policy))
+        iam.put_user_policy(
+            UserName="somebody", PolicyName="only", PolicyDocument=json.dumps(policy)
+        )
         key = iam.create_access_key(UserName="somebody")["AccessKey"]
         self._ask_for_credentials(after_requests=0)
         environment.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
@@ -307,16 +350,20 @@ class S3Server:
 
     def _ask_for_credentials(self, after_requests: int) -> None:
         url = f"http://127.0.0.1:{self.port}/moto-api/reset-auth"
-        urllib.request.urlopen(urllib.request.Request(url, b"%d" % after_requests, {"Content-Type": "text/plain"})).close()
+        urllib.request.urlopen(
+            urllib.request.Request(url, b"%d" % after_requests, {"Content-Type": "text/plain"})
+        ).close()
 
 
 def forget_clients() -> None:
-    """fsspec keeps a client for each kind of URL, with the address and the credentials of its first use."""
+    """fsspec keeps a client for each kind of URL, with the address and the credentials of its first
+    use."""
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 class Gate:
-    """A port that leads to `port` of this machine; while it is `closed`, connections end, and new ones are told 503 and no more."""
+    """A port that leads to `port` of this machine; while it is `closed`, connections end, and new
+    ones are told 503 and no more."""
 
     def __init__(self, port: int):
         # type: int, set[socket.socket], bool
@@ -350,14 +397,20 @@ class Gate:
         with suppress(OSError):  # the listener was closed
             while True:
                 client = self._listener.accept()[0]
-                threading.Thread(target=self._refuse if self.closed else self._connect, args=(client,), daemon=True).start()
+                threading.Thread(
+                    target=self._refuse if self.closed else self._connect,
+                    args=(client,),
+                    daemon=True,
+                ).start()
 
     def _refuse(self, client: socket.socket) -> None:
         self.num_refused += 1
         with client, suppress(OSError):
             client.settimeout(5)
             client.recv(1 << 16)
-            client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            client.sendall(
+                b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+            )
 
     def _connect(self, client: socket.socket) -> None:
         server = socket.create_connection(("127.0.0.1", self._behind))
@@ -376,9 +429,12 @@ class Gate:
 
 
 @contextmanager
-def cable(port: int, *, carries: int, then: str, times: int = 1) -> Iterator[tuple[int, threading.Event]]:
-    """A port that leads to `port` of this machine. Each of the first `times` connections stops after `carries` bytes to the server, which
-    the event tells: `then` it is "cut", or it "hangs". The others are good."""
+def cable(
+    port: int, *, carries: int, then: str, times: int = 1
+) -> Iterator[tuple[int, threading.Event]]:
+    """A port that leads to `port` of this machine. Each of the first `times` connections stops
+    after `carries` bytes to the server, which the event tells: `then` it is "cut", or it "hangs".
+    The others are good."""
     listener = socket.create_server(("127.0.0.1", 0))
     stopped = threading.Event()
     over = threading.Event()
@@ -405,7 +461,10 @@ def cable(port: int, *, carries: int, then: str, times: int = 1) -> Iterator[tup
             except OSError:
                 return
             server = socket.create_connection(("127.0.0.1", port))
-            for ends in ((client, server, carries if number < times else math.inf), (server, client, math.inf)):
+            for ends in (
+                (client, server, carries if number < times else math.inf),
+                (server, client, math.inf),
+            ):
                 threading.Thread(target=carry, args=ends, daemon=True).start()
 
     threading.Thread(target=serve, daemon=True).start()

@@ -1,4 +1,5 @@
-"""Nothing that a test starts outlives it, and what is missing is told: tests/helpers/families.py, tests/conftest.py."""
+"""Nothing that a test starts outlives it, and what is missing is told: tests/helpers/families.py,
+tests/conftest.py."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ import families
 import pytest
 from processes import REPOSITORY, environment, run
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="only Linux tells the environment of processes")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="only Linux tells the environment of processes"
+)
 
 SESSIONS = """
 import os, signal, subprocess, sys, time
@@ -29,7 +32,8 @@ time.sleep(600 if len(sys.argv) == 2 else 0)
 
 @pytest.fixture
 def sessions(tmp_path: Path) -> Path:
-    """A script that starts three processes in sessions of their own, writes their ids to the file it is given, and stays or ends."""
+    """A script that starts three processes in sessions of their own, writes their ids to the file
+    it is given, and stays or ends."""
     (tmp_path / "sessions.py").write_text(SESSIONS)
     return tmp_path / "sessions.py"
 
@@ -70,7 +74,10 @@ def test_a_run_that_is_timed_out_leaves_no_process(sessions, tmp_path, cold):
 
 def test_a_process_that_outlives_its_command_is_told(sessions, tmp_path, monkeypatch):
     monkeypatch.setattr(families, "ENDS_WITHIN_S", 0.2)
-    with pytest.raises(AssertionError, match=r"has ended and left .*time.sleep\(600\).*test_a_process_that_outlives"):
+    with pytest.raises(
+        AssertionError,
+        match=r"has ended and left .*time.sleep\(600\).*test_a_process_that_outlives",
+    ):
         run(sessions, tmp_path / "pids", "end", cold=True)
     assert not any(map(is_alive, pids_in(tmp_path / "pids")))
 
@@ -104,14 +111,43 @@ def test_is_killed():
 
 def test_a_failed_test_a_timed_out_one_and_a_killed_pytest_leave_nothing(sessions, tmp_path):
     """The hooks of tests/conftest.py, in a pytest of their own."""
-    (tmp_path / "test_inner.py").write_text(INNER.format(sessions=str(sessions), folder=str(tmp_path)))
-    plain = ["-p", "no:cacheprovider", "-p", "no:xdist", "-c", os.devnull, "--rootdir", str(tmp_path), "--noconftest", "-p", "conftest"]
-    inner = {**environment(), "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests" / "helpers"), str(REPOSITORY)])}
-    line = [sys.executable, "-m", "pytest", *plain, "--timeout=3", "-q", str(tmp_path / "test_inner.py")]
-    with families.Family(line, env=inner, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as family:
+    (tmp_path / "test_inner.py").write_text(
+        INNER.format(sessions=str(sessions), folder=str(tmp_path))
+    )
+    plain = [
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(tmp_path),
+        "--noconftest",
+        "-p",
+        "conftest",
+    ]
+    inner = {
+        **environment(),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests" / "helpers"), str(REPOSITORY)]),
+    }
+    line = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *plain,
+        "--timeout=3",
+        "-q",
+        str(tmp_path / "test_inner.py"),
+    ]
+    with families.Family(
+        line, env=inner, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as family:
         killed = pids_in(tmp_path / "killed")
         assert all(map(is_alive, killed))
-        assert not any(is_alive(pid) for name in ("failed", "timed_out") for pid in pids_in(tmp_path / name))
+        assert not any(
+            is_alive(pid) for name in ("failed", "timed_out") for pid in pids_in(tmp_path / name)
+        )
         family.process.kill()
         family.process.wait()
         assert are_gone(killed), "the guard ends what a killed pytest leaves"
@@ -121,10 +157,16 @@ def test_what_skipped_tests_lack_is_one_line():
     reasons = [
         "Skipped: no jpegtran: apt-get install libjpeg-turbo-progs",
         "no Chromium: apt-get install chromium",
-        "no real Slurm here: missing munged (apt-get install slurmctld munge, and run the tests as root)",
+        (
+            "no real Slurm here: missing munged (apt-get install slurmctld munge, and run the tests"
+            " as root)"
+        ),
         "no Chromium: apt-get install chromium",
         "only Linux tells",
     ]
-    told = "4 tests were skipped for missing programs: apt-get install chromium libjpeg-turbo-progs munge slurmctld"
+    told = (
+        "4 tests were skipped for missing programs: apt-get install chromium libjpeg-turbo-progs"
+        " munge slurmctld"
+    )
     assert conftest.remedy(reasons) == told
     assert conftest.remedy(["only Linux tells"]) == ""

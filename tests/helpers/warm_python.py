@@ -2,14 +2,15 @@
 imported already.
 
 Most commands that tests start do a second's work after importing torch for three. `python()` is the
-path of a program that takes what `python [-u] SCRIPT ...` and `python -m MODULE ...` take. The script
-runs in a process of its own, with the caller's arguments, environment, folder and streams; exit status
-and signals pass through. What only a real start can tell takes `sys.executable`: versions, missing
-packages, limits of a process, who is whose parent. Where a variable that Python, torch or ours read
-while they are imported has another value than at the server's start, a real interpreter is started.
+path of a program that takes what `python [-u] SCRIPT ...` and `python -m MODULE ...` take. The
+script runs in a process of its own, with the caller's arguments, environment, folder and streams;
+exit status and signals pass through. What only a real start can tell takes `sys.executable`:
+versions, missing packages, limits of a process, who is whose parent. Where a variable that Python,
+torch or ours read while they are imported has another value than at the server's start, a real
+interpreter is started.
 
-The program sends its streams over a socket to the server, which forks; it stays until the fork ends,
-and the fork is killed if the program is.
+The program sends its streams over a socket to the server, which forks; it stays until the fork
+ends, and the fork is killed if the program is.
 """
 
 from __future__ import annotations
@@ -36,7 +37,20 @@ from typing import NoReturn
 
 import families
 
-READ_EARLY = ("PYTHON", "VIT_", "OMP_", "MKL_", "OPENBLAS_", "ATEN_", "ONEDNN_", "DNNL_", "TORCH_", "KMP_", "LD_", "MPL")
+READ_EARLY = (
+    "PYTHON",
+    "VIT_",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "ATEN_",
+    "ONEDNN_",
+    "DNNL_",
+    "TORCH_",
+    "KMP_",
+    "LD_",
+    "MPL",
+)
 NOT_EARLY = ("VIT_TEST_ID", "PYTHON_EXEC", "TORCH_NCCL", "TORCH_CPP_LOG_LEVEL")
 PROGRAM = """#!{interpreter} -IS
 import os, signal, socket, sys
@@ -73,17 +87,23 @@ _starting = threading.Lock()
 
 def python(environment: dict[str, str]) -> str:
     """Path of the program. The server starts at the first call, with `environment`, and runs until
-    `stop`. Where forks of a process that has used system libraries are not safe: the real interpreter."""
+    `stop`. Where forks of a process that has used system libraries are not safe: the real
+    interpreter.
+    """
     if sys.platform != "linux":
         return sys.executable
     with _starting:
         if not _started:
-            folder = tempfile.mkdtemp(prefix="vit-warm-")  # short: a socket's path has a limit of 107 bytes
+            # short: a socket's path has a limit of 107 bytes
+            folder = tempfile.mkdtemp(prefix="vit-warm-")
             program = Path(folder) / "python"
             program.write_text(PROGRAM.format(interpreter=sys.executable))
             program.chmod(0o755)
-            env = {key: value for key, value in environment.items() if key != families.NAME}  # it serves all tests
-            server = subprocess.Popen([sys.executable, __file__, folder], env=env, stdout=subprocess.PIPE, text=True)
+            # it serves all tests
+            env = {key: value for key, value in environment.items() if key != families.NAME}
+            server = subprocess.Popen(
+                [sys.executable, __file__, folder], env=env, stdout=subprocess.PIPE, text=True
+            )
             assert server.stdout.readline() == "ready\n"
             _started.append((folder, server))
         return os.path.join(_started[0][0], "python")
@@ -98,7 +118,7 @@ def stop() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# ---- the server -----------------------------------------------------------------------------------------------------
+# ---- the server ----------------------------------------------------------------------------------
 
 
 Request = tuple[list[str], dict[str, str], str]
@@ -106,7 +126,11 @@ Request = tuple[list[str], dict[str, str], str]
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
-    return {key: value for key, value in environment.items() if key.startswith(READ_EARLY) and not key.startswith(NOT_EARLY)}
+    return {
+        key: value
+        for key, value in environment.items()
+        if key.startswith(READ_EARLY) and not key.startswith(NOT_EARLY)
+    }
 
 
 def _receive(client: socket.socket) -> tuple[Request, list[int]]:
@@ -117,13 +141,14 @@ def _receive(client: socket.socket) -> tuple[Request, list[int]]:
 
 
 def _serve(folder: str) -> tuple[Request, list[int]] | None:
-    """Fork for each request until SIGTERM or the end of the parent. Returns None in the server; in a fork, its request and streams."""
+    """Fork for each request until SIGTERM or the end of the parent. Returns None in the server; in
+    a fork, its request and streams."""
     expected = _early(dict(os.environ))
     parent = os.getppid()
     clients: dict[int, socket.socket] = {}
     ended: list[int] = []
     listener = socket.socket(socket.AF_UNIX)
-    (wake, awake) = socket.socketpair()
+    wake, awake = socket.socketpair()
     awake.setblocking(False)
     signal.set_wakeup_fd(awake.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -204,7 +229,8 @@ def _become(request: Request, streams: list[int]) -> NoReturn:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
-    threading._shutdown()  # as Python ends, but for taking all modules apart, which would copy the memory that is shared
+    # as Python ends, but for taking all modules apart, which would copy the memory that is shared
+    threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

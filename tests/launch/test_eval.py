@@ -1,4 +1,5 @@
-"""`launch/eval.py` as people type it, in this process: a run by its path, and data of other classes."""
+"""`launch/eval.py` as people type it, in this process: a run by its path, and data of other
+classes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from vit.weights import read_trained
 def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     """A run of three steps on three classes."""
     folder = tmp_path_factory.mktemp("base")
-    run_here("launch/train.py", "--config", write_config(folder, shards, steps=3), *TINY, f"run.dir={folder / 'run'}")
+    run_here(
+        "launch/train.py",
+        "--config",
+        write_config(folder, shards, steps=3),
+        *TINY,
+        f"run.dir={folder / 'run'}",
+    )
     return folder / "run"
 
 
@@ -40,29 +47,51 @@ def evaluated(capfd, *words: object) -> tuple[dict, str]:
 def test_a_run_may_stand_without_its_flag(base, capfd):
     plain, said = evaluated(capfd, "--checkpoint", base)
     assert evaluated(capfd, base)[0] == plain
-    assert set(plain) == {"num_images", "correct_top1", "correct_top5", "top1", "top5", "loss", "top1_low", "top1_high"}
+    assert set(plain) == {
+        "num_images",
+        "correct_top1",
+        "correct_top5",
+        "top1",
+        "top5",
+        "loss",
+        "top1_low",
+        "top1_high",
+    }
     assert plain["top1_low"] < plain["top1"] < plain["top1_high"]
-    assert f"({plain['correct_top1']} of 23; 95 % interval {plain['top1_low']:.1f} to {plain['top1_high']:.1f})" in said
+    assert (
+        f"({plain['correct_top1']} of 23; 95 % interval {plain['top1_low']:.1f} to"
+        f" {plain['top1_high']:.1f})" in said
+    )
     assert "note" not in said
 
 
 def test_data_of_other_classes_are_told(base, colours, capfd):
     result, said = evaluated(capfd, base, "--data", colours)
     assert result["note"].startswith(
-        "the data's classes are not the model's: label 0 is 'red' in the data, 'class0' in the model, label 1 is 'green' in the data, "
+        "the data's classes are not the model's: label 0 is 'red' in the data, 'class0' in the"
+        " model, label 1 is 'green' in the data, "
     )
-    assert result["note"].endswith("(0 of 3 names agree): the accuracy means nothing, unless only the names are others")
+    assert result["note"].endswith(
+        "(0 of 3 names agree): the accuracy means nothing, unless only the names are others"
+    )
     assert f"  note: {result['note']}\n" in said
 
 
 def test_fewer_classes_of_the_same_names_are_told_as_such(base, tmp_path, capfd):
     root = make_shards(tmp_path, num_train=6, num_val=6, num_classes=2)
-    assert evaluated(capfd, base, "--data", root)[0]["note"] == "2 classes in the data, the first of the model's 3"
+    assert (
+        evaluated(capfd, base, "--data", root)[0]["note"]
+        == "2 classes in the data, the first of the model's 3"
+    )
 
 
 def test_a_checkpoint_knows_its_classes_too_and_an_older_one_is_read(base, tmp_path):
     [folder] = (base / "checkpoints").glob("step_*3")
-    assert read_trained(folder).class_names == read_trained(base).class_names == ["class0", "class1", "class2"]
+    assert (
+        read_trained(folder).class_names
+        == read_trained(base).class_names
+        == ["class0", "class1", "class2"]
+    )
     older = shutil.copytree(folder, tmp_path / "step_00000003")
     info = json.loads((older / "checkpoint.json").read_text())
     del info["facts"]["class_names"]
@@ -71,9 +100,19 @@ def test_a_checkpoint_knows_its_classes_too_and_an_older_one_is_read(base, tmp_p
 
 
 @pytest.mark.parametrize("reset_head", ["false", "true"])
-def test_fine_tuning_on_other_classes_with_the_old_head_is_told(reset_head, base, colours, tmp_path, capfd):
+def test_fine_tuning_on_other_classes_with_the_old_head_is_told(
+    reset_head, base, colours, tmp_path, capfd
+):
     config = write_config(tmp_path, colours, steps=1)
-    settings = [*TINY, f"run.dir={tmp_path / 'run'}", f"init.checkpoint={base}", f"init.reset_head={reset_head}"]
+    settings = [
+        *TINY,
+        f"run.dir={tmp_path / 'run'}",
+        f"init.checkpoint={base}",
+        f"init.reset_head={reset_head}",
+    ]
     run_here("launch/train.py", "--config", config, *settings)
-    told = "unless only the names are others; init.reset_head=true starts the head anew\n" in capfd.readouterr().err
+    told = (
+        "unless only the names are others; init.reset_head=true starts the head anew\n"
+        in capfd.readouterr().err
+    )
     assert told == (reset_head == "false")

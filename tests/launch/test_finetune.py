@@ -1,4 +1,5 @@
-"""Fine-tuning as people type it: `launch/eval.py --finetune`, on one rank and two, stopped and gone on with, for other classes."""
+"""Fine-tuning as people type it: `launch/eval.py --finetune`, on one rank and two, stopped and gone
+on with, for other classes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,18 @@ import time
 import numpy as np
 import pytest
 from families import Family
-from processes import TINY, command, environment, final_state, last_step, make_shards, metrics, run, train, write_config
+from processes import (
+    TINY,
+    command,
+    environment,
+    final_state,
+    last_step,
+    make_shards,
+    metrics,
+    run,
+    train,
+    write_config,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -22,20 +34,35 @@ HIGHER = [setting for setting in TINY if "image_size" not in setting] + ["model.
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, shards):
     folder = tmp_path_factory.mktemp("base")
-    train(write_config(folder, shards), folder / "run", "train.ema_decay=null", "model.drop_path_rate=0")
+    train(
+        write_config(folder, shards),
+        folder / "run",
+        "train.ema_decay=null",
+        "model.drop_path_rate=0",
+    )
     return folder / "run"
 
 
 def finetune(base, folder, shards, *arguments, steps=6, ranks=0):
     config = write_config(folder, shards, "higher.yaml", steps=steps)
     return run(
-        "launch/eval.py", "--checkpoint", base, "--finetune", config, f"run.dir={folder / 'tuned'}", *HIGHER, *arguments, ranks=ranks
+        "launch/eval.py",
+        "--checkpoint",
+        base,
+        "--finetune",
+        config,
+        f"run.dir={folder / 'tuned'}",
+        *HIGHER,
+        *arguments,
+        ranks=ranks,
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_accuracy_before_at_both_sizes_and_after_and_the_paired_difference(ranks, base, tmp_path, shards):
+def test_accuracy_before_at_both_sizes_and_after_and_the_paired_difference(
+    ranks, base, tmp_path, shards
+):
     done = finetune(base, tmp_path, shards, "--json", ranks=ranks)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -49,7 +76,10 @@ def test_accuracy_before_at_both_sizes_and_after_and_the_paired_difference(ranks
     assert {key: result[key] for key in after} == after
     for name in ("before", "before_resized"):
         difference = result["difference"][name]
-        assert difference["only_second"] - difference["only_first"] == after["correct_top1"] - result[name]["correct_top1"]
+        assert (
+            difference["only_second"] - difference["only_first"]
+            == after["correct_top1"] - result[name]["correct_top1"]
+        )
         assert difference["points"] == pytest.approx(after["top1"] - result[name]["top1"])
         assert difference["low"] <= difference["points"] <= difference["high"]
     assert "against the base at 16x16:" in done.stderr
@@ -59,9 +89,22 @@ def test_accuracy_before_at_both_sizes_and_after_and_the_paired_difference(ranks
 def test_flags_are_settings_of_the_fine_tuning(base, tmp_path, shards):
     config = write_config(tmp_path, shards, "higher.yaml", steps=2)
     small = make_shards(tmp_path / "other", num_train=36, num_val=7)
-    settings = [setting for setting in TINY if not setting.startswith(("model.image_size", "eval.batch_size"))]
+    settings = [
+        setting
+        for setting in TINY
+        if not setting.startswith(("model.image_size", "eval.batch_size"))
+    ]
     flags = ["--image-size", 32, 24, "--data", small, "--batch-size", 5, "--device", "cpu"]
-    done = run("launch/eval.py", "--checkpoint", base, "--finetune", config, *flags, f"run.dir={tmp_path / 'tuned'}", *settings)
+    done = run(
+        "launch/eval.py",
+        "--checkpoint",
+        base,
+        "--finetune",
+        config,
+        *flags,
+        f"run.dir={tmp_path / 'tuned'}",
+        *settings,
+    )
     assert done.returncode == 0, done.stderr
     assert re.findall(r"7 images at (\w+)$", done.stdout, re.M) == ["16x16", "32x24", "32x24"]
     written = (tmp_path / "tuned" / "config.yaml").read_text()
@@ -73,17 +116,24 @@ def test_other_classes_get_a_new_head_and_no_accuracy_before(base, tmp_path):
     root = make_shards(tmp_path / "other", num_train=40, num_val=8, num_classes=4)
     refused = finetune(base, tmp_path, root)
     assert refused.returncode == 2
-    assert "the source has 3 classes, the model 4: for a new head set init.reset_head=true" in refused.stderr
+    assert (
+        "the source has 3 classes, the model 4: for a new head set init.reset_head=true"
+        in refused.stderr
+    )
     done = finetune(base, tmp_path, root, "init.reset_head=true", "--json")
     assert done.returncode == 0, done.stderr
     assert "knows 3 classes" in done.stderr
     result = json.loads(done.stdout)
     assert result["num_images"] == 8
     assert "before" not in result
-    assert metrics(tmp_path / "tuned", "train")[0]["loss"] == pytest.approx(np.log(4), abs=1e-3), "a zero head over four classes"
+    assert metrics(tmp_path / "tuned", "train")[0]["loss"] == pytest.approx(np.log(4), abs=1e-3), (
+        "a zero head over four classes"
+    )
 
 
-def test_a_mistake_in_the_fine_tuning_config_shows_before_anything_is_evaluated(base, tmp_path, shards):
+def test_a_mistake_in_the_fine_tuning_config_shows_before_anything_is_evaluated(
+    base, tmp_path, shards
+):
     done = finetune(base, tmp_path, shards, "optim.lrr=1")
     assert (done.returncode, done.stdout) == (2, "")
     assert "did you mean optim.lr?" in done.stderr
@@ -95,8 +145,19 @@ def test_stopped_fine_tuning_exits_with_0_and_the_same_command_goes_on(base, tmp
     whole.mkdir()
     assert finetune(base, whole, shards, steps=60).returncode == 0
     config = write_config(tmp_path, shards, "higher.yaml", steps=60)
-    line = command("launch/eval.py", "--checkpoint", base, "--finetune", config, f"run.dir={tmp_path / 'tuned'}", *HIGHER, ranks=0)
-    with Family(line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as family:
+    line = command(
+        "launch/eval.py",
+        "--checkpoint",
+        base,
+        "--finetune",
+        config,
+        f"run.dir={tmp_path / 'tuned'}",
+        *HIGHER,
+        ranks=0,
+    )
+    with Family(
+        line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as family:
         while last_step(tmp_path / "tuned") < 5 and family.process.poll() is None:
             time.sleep(0.01)
         family.process.send_signal(signal.SIGTERM)
@@ -116,7 +177,11 @@ def test_another_base_under_the_same_path_is_noticed(base, tmp_path, shards):
     weights = load_file(mine / "weights" / "last.safetensors")
     with safe_open(mine / "weights" / "last.safetensors", framework="pt") as file:
         metadata = file.metadata()
-    save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, mine / "weights" / "last.safetensors", metadata)
+    save_file(
+        {name: tensor + 1e-3 for name, tensor in weights.items()},
+        mine / "weights" / "last.safetensors",
+        metadata,
+    )
     before = (tmp_path / "tuned" / "metrics.jsonl").read_bytes()
     done = finetune(mine, tmp_path, shards, steps=2)
     assert done.returncode == 2

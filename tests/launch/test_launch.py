@@ -1,4 +1,5 @@
-"""The training command's small promises; what it says to mistakes is in tests/project/test_errors.py."""
+"""The training command's small promises; what it says to mistakes is in
+tests/project/test_errors.py."""
 
 from __future__ import annotations
 
@@ -24,7 +25,15 @@ def test_two_ranks_tell_it_once(config, tmp_path):
         ("data.root=nowhere", "no such directory"),
         ("model.name=vit_x", "unknown model"),
     ):
-        done = run("launch/train.py", "--config", config, f"run.dir={tmp_path / 'refused'}", *TINY, override, ranks=2)
+        done = run(
+            "launch/train.py",
+            "--config",
+            config,
+            f"run.dir={tmp_path / 'refused'}",
+            *TINY,
+            override,
+            ranks=2,
+        )
         assert done.returncode != 0
         ours, report = done.stderr.split(" failed (exitcode: 2)")
         assert ours.count(expected) == 1
@@ -37,18 +46,33 @@ def test_two_ranks_tell_it_once(config, tmp_path):
 def test_without_any_run_evaluation_says_what_it_needs(tmp_path):
     done = run("launch/eval.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: no --checkpoint given and no run with weights under runs/")
+    assert done.stderr.startswith(
+        "error: no --checkpoint given and no run with weights under runs/"
+    )
 
 
 def test_a_new_head_starts_from_weights_for_other_classes(config, tmp_path):
     for run_dir, settings in (
         ("base", []),
-        ("tuned", [f"init.checkpoint={tmp_path / 'base'}", "model.num_classes=7", "init.reset_head=true"]),
+        (
+            "tuned",
+            [f"init.checkpoint={tmp_path / 'base'}", "model.num_classes=7", "init.reset_head=true"],
+        ),
     ):
-        run_here("launch/train.py", "--config", config, *TINY, "train.steps=1", f"run.dir={tmp_path / run_dir}", *settings)
+        run_here(
+            "launch/train.py",
+            "--config",
+            config,
+            *TINY,
+            "train.steps=1",
+            f"run.dir={tmp_path / run_dir}",
+            *settings,
+        )
 
 
-def test_print_config_shows_origins_and_derived_numbers_and_trains_nothing(tmp_path, shards, capsys, monkeypatch):
+def test_print_config_shows_origins_and_derived_numbers_and_trains_nothing(
+    tmp_path, shards, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     config = write_config(tmp_path, shards)
     capsys.readouterr()
@@ -72,17 +96,28 @@ def test_print_config_shows_origins_and_derived_numbers_and_trains_nothing(tmp_p
 def test_without_the_data_print_config_assumes_imagenets_size_and_says_so(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "64")
     monkeypatch.chdir(REPOSITORY)
-    run_here("launch/train.py", "--config", "configs/vit_b16.yaml", "--print-config", "data.root=nowhere")
-    shown = dict(line.removeprefix("#   ").split(": ", 1) for line in capsys.readouterr().out.splitlines() if line.startswith("#   "))
+    run_here(
+        "launch/train.py", "--config", "configs/vit_b16.yaml", "--print-config", "data.root=nowhere"
+    )
+    shown = dict(
+        line.removeprefix("#   ").split(": ", 1)
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("#   ")
+    )
     assert shown["training_images"].startswith(
-        "1,281,167 (assumed, ImageNet-1k's; so are all steps, for the data cannot be opened: nowhere: no"
+        "1,281,167 (assumed, ImageNet-1k's; so are all steps, for the data cannot be opened:"
+        " nowhere: no"
     )
     assert shown["total_steps"] == str(300 * (1_281_167 // 4096))
     assert shown["classes"] == "1000 (assumed)"
-    assert shown["gflop_per_image"] == "35.13 forward, 2 for each multiply-add (papers count 1: 17.56)"
+    assert (
+        shown["gflop_per_image"] == "35.13 forward, 2 for each multiply-add (papers count 1: 17.56)"
+    )
     assert shown["checkpoint_mb"].startswith("1,385.1 (weights, optimizer, average)")
     assert shown["parameters_gib"].startswith("1.61 on each rank")
-    run_here("launch/train.py", "--config", "configs/demo.yaml", "--print-config", "data.root=nowhere")
+    run_here(
+        "launch/train.py", "--config", "configs/demo.yaml", "--print-config", "data.root=nowhere"
+    )
     assert "(weights, optimizer), 2 are kept" in capsys.readouterr().out, "the demo has no average"
 
 
@@ -90,43 +125,75 @@ def test_print_config_does_not_wait_for_a_server_that_is_away(capsys, monkeypatc
     monkeypatch.chdir(REPOSITORY)
     with WebServer({}) as web:
         web.away_until_s = time.monotonic() + 3600
-        run_here("launch/train.py", "--config", "configs/demo.yaml", "--print-config", f"data.root={web.url}/set")
+        run_here(
+            "launch/train.py",
+            "--config",
+            "configs/demo.yaml",
+            "--print-config",
+            f"data.root={web.url}/set",
+        )
         assert len(web.requests) == 1
-    assert f"for the data cannot be opened: {web.url}/set/_info.json: the server answers 503" in capsys.readouterr().out
+    assert (
+        f"for the data cannot be opened: {web.url}/set/_info.json: the server answers 503"
+        in capsys.readouterr().out
+    )
 
 
-@pytest.mark.parametrize("overrides", [["train.ema_decay=null"], ["train.ema_decay=0.9"], ["optim={name: sgd}"]])
+@pytest.mark.parametrize(
+    "overrides", [["train.ema_decay=null"], ["train.ema_decay=0.9"], ["optim={name: sgd}"]]
+)
 def test_the_size_of_a_checkpoint_is_that_of_the_file(overrides, tmp_path, shards):
     """But for the header of safetensors."""
     config = write_config(tmp_path, shards, steps=2)
-    settings = [*TINY, "optim.name=sgd" if "sgd" in overrides[0] else overrides[0], f"run.dir={tmp_path / 'run'}"]
+    settings = [
+        *TINY,
+        "optim.name=sgd" if "sgd" in overrides[0] else overrides[0],
+        f"run.dir={tmp_path / 'run'}",
+    ]
     run_here("launch/train.py", "--config", config, *settings)
-    written = (tmp_path / "run" / "checkpoints" / "step_00000002" / "state.safetensors").read_bytes()
+    written = (
+        tmp_path / "run" / "checkpoints" / "step_00000002" / "state.safetensors"
+    ).read_bytes()
     loaded = load_config(config, settings).config
     with torch.device("meta"):
         model = create_model(loaded.model.name, loaded.model.image_size, 3, **loaded.model.fields())
-    assert training_bytes(model, loaded)[0] == len(written) - 8 - int.from_bytes(written[:8], "little")
+    assert training_bytes(model, loaded)[0] == len(written) - 8 - int.from_bytes(
+        written[:8], "little"
+    )
 
 
 def test_a_short_run_shows_what_it_did_and_that_it_was_not_evaluated(tmp_path, shards, capfd):
-    """28 steps with the defaults: more lines than one, and a word on the evaluation that did not come."""
+    """28 steps with the defaults: more lines than one, and a word on the evaluation that did not
+    come."""
     config = write_config(tmp_path, shards, steps=28)
     settings = [setting for setting in TINY if "log.every" not in setting]
-    run_here("launch/train.py", "--config", config, *settings, f"run.dir={tmp_path / 'run'}", "eval.every_steps=29")
+    run_here(
+        "launch/train.py",
+        "--config",
+        config,
+        *settings,
+        f"run.dir={tmp_path / 'run'}",
+        "eval.every_steps=29",
+    )
     assert [line["step"] for line in metrics(tmp_path / "run", "train")] == list(range(1, 29))
     assert not metrics(tmp_path / "run", "eval")
     said = capfd.readouterr().err
     assert (
-        "not evaluated: the run has 28 steps, and an evaluation comes each 29 (eval.every_steps, eval.every_epochs); "
-        f"python launch/eval.py {tmp_path / 'run'} evaluates its weights\n"
-    ) in said
+        "not evaluated: the run has 28 steps, and an evaluation comes each 29 (eval.every_steps,"
+        f" eval.every_epochs); python launch/eval.py {tmp_path / 'run'} evaluates its weights\n"
+        in said
+    )
 
 
-@pytest.mark.parametrize(("steps", "every"), [(1, 1), (19, 1), (40, 2), (999, 49), (1000, 50), (300_000, 50)])
+@pytest.mark.parametrize(
+    ("steps", "every"), [(1, 1), (19, 1), (40, 2), (999, 49), (1000, 50), (300_000, 50)]
+)
 def test_a_run_has_twenty_lines_or_one_each_fifty_steps(steps, every, tmp_path):
     config = load_config(write_config(tmp_path, tmp_path, steps=steps)).config
     assert make_plan(config, 60, 1)[0].log_every_steps == every
-    config = load_config(write_config(tmp_path, tmp_path, steps=steps), ["log.every_steps=7"]).config
+    config = load_config(
+        write_config(tmp_path, tmp_path, steps=steps), ["log.every_steps=7"]
+    ).config
     assert make_plan(config, 60, 1)[0].log_every_steps == 7, "as it was asked for"
 
 

@@ -1,4 +1,5 @@
-"""The C part on files that lie, with sanitizers: nothing outside of what it is given is touched, and it says the same on every way.
+"""The C part on files that lie, with sanitizers: nothing outside of what it is given is touched,
+and it says the same on every way.
 
 Longer: `python tests/native/fuzz.py --minutes 10`.
 """
@@ -38,7 +39,10 @@ def program(tmp_path_factory) -> Path:
 def test_a_minute_of_changed_files(program, seeds):
     status, printed = fuzz.run(program, seeds, seed=1, seconds=60)
     assert status == 0, printed
-    counts = {what: dict(re.findall(r"(\d+):(\d+)", line)) for what, line in re.findall(r"(windows|transcoded) by status(.*)", printed)}
+    counts = {
+        what: dict(re.findall(r"(\d+):(\d+)", line))
+        for what, line in re.findall(r"(windows|transcoded) by status(.*)", printed)
+    }
     for what, least in (("windows", 1_000), ("transcoded", 100)):  # on a machine that is busy
         assert int(counts[what]["0"]) > least, printed
         assert int(counts[what]["1"]) > least, printed
@@ -53,9 +57,24 @@ def test_nothing_depends_on_what_memory_held_before(program, seeds):
 @pytest.mark.parametrize(
     ("file", "right", "wrong", "told"),
     [
-        ("jpeg.h", "JPEG_PADDING = 64 * 31 / 8 + 8 + 8", "JPEG_PADDING = 64 * 31 / 8", "AddressSanitizer"),
-        ("pixels.h", "_mm256_set1_epi16(7)), 4)", "_mm256_set1_epi16(8)), 4)", "FAILED: other pixels"),
-        ("transcode.c", "if (n && place == 63 &&", "if (n && place >= 60 &&", "FAILED: transcoding"),
+        (
+            "jpeg.h",
+            "JPEG_PADDING = 64 * 31 / 8 + 8 + 8",
+            "JPEG_PADDING = 64 * 31 / 8",
+            "AddressSanitizer",
+        ),
+        (
+            "pixels.h",
+            "_mm256_set1_epi16(7)), 4)",
+            "_mm256_set1_epi16(8)), 4)",
+            "FAILED: other pixels",
+        ),
+        (
+            "transcode.c",
+            "if (n && place == 63 &&",
+            "if (n && place >= 60 &&",
+            "FAILED: transcoding",
+        ),
     ],
 )
 def test_it_finds_bugs_that_are_put_in(tmp_path, seeds, file, right, wrong, told):

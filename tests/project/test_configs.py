@@ -1,4 +1,5 @@
-"""Every recipe fits the schema, says where it comes from, has its source's values, and does its first steps."""
+"""Every recipe fits the schema, says where it comes from, has its source's values, and does its
+first steps."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ PUBLISHED = [path for path in RECIPES if not path.stem.startswith(OWN)]
 HEADER = ("source", "command")
 IMAGENET_TRAIN = 1_281_167
 
-# He et al. 2022 (arXiv 2111.06377), Table 11, "Training ViT from scratch on ImageNet": the column of ViT-B.
+# He et al. 2022 (arXiv 2111.06377), Table 11, "Training ViT from scratch on ImageNet": the column
+# of ViT-B.
 MAE_TABLE_11 = {
     "optim.name": "adamw",
     "optim.lr": 1e-4 * 4096 / 256,
@@ -45,8 +47,9 @@ MAE_TABLE_11 = {
 }
 # The same table's values for ViT-L and ViT-H.
 MAE_TABLE_11_LARGE = {**MAE_TABLE_11, "train.epochs": 200, "model.drop_path_rate": 0.2}
-# facebookresearch/deit@7e160fe4:README_revenge.md, "finetuning for ViT-S, B and L at resolution 384x384": the options of the commands,
-# and main.py's and timm's defaults for options that they leave out.
+# facebookresearch/deit@7e160fe4:README_revenge.md, "finetuning for ViT-S, B and L at resolution
+# 384x384": the options of the commands, and main.py's and timm's defaults for options that they
+# leave out.
 DEIT3_FINETUNE_384 = {
     "optim.name": "adamw",  # --opt adamw
     "optim.lr": 1e-5,  # --lr 1e-5 --unscale-lr
@@ -82,20 +85,34 @@ TABLES = {
     # Drop path: the base's own, as affjljoo3581/deit3-jax@753d01ba:config/deit3/in1k fine-tunes.
     "vit_b16_ft384": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.1, "model.image_size": 384},
     "vit_l16_ft384": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 384},
-    "vit_h14_ft392": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 392},  # 392 = 28 * 14
+    # 392 = 28 * 14
+    "vit_h14_ft392": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 392},
 }
 # What a recipe may set beyond its source: where things are, hardware, and how often it looks.
 OURS = {
-    "model.name", "model.image_size", "init.checkpoint", "data.root", "data.micro_batch_size", "data.num_workers", "train.precision",
-    "eval.every_epochs", "eval.batch_size", "checkpoint.every_steps",
-}  # fmt: skip
+    "model.name",
+    "model.image_size",
+    "init.checkpoint",
+    "data.root",
+    "data.micro_batch_size",
+    "data.num_workers",
+    "train.precision",
+    "eval.every_epochs",
+    "eval.batch_size",
+    "checkpoint.every_steps",
+}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits_the_schema_builds_and_names_its_source(path):
     config = load_config(path).config
     with torch.device("meta"):
-        create_model(config.model.name, config.model.image_size, config.model.num_classes or 10, **config.model.fields())
+        create_model(
+            config.model.name,
+            config.model.image_size,
+            config.model.num_classes or 10,
+            **config.model.fields(),
+        )
     header = re.match(r"(#.*\n)+", path.read_text())
     assert header, "a recipe opens with a header"
     for word in HEADER:
@@ -105,7 +122,9 @@ def test_a_recipe_fits_the_schema_builds_and_names_its_source(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_command_in_a_recipe_names_that_recipe(path):
-    assert re.search(rf"^# command .*(--config|--finetune) configs/{path.name}", path.read_text(), re.M)
+    assert re.search(
+        rf"^# command .*(--config|--finetune) configs/{path.name}", path.read_text(), re.M
+    )
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
@@ -115,14 +134,17 @@ def test_a_recipe_has_the_values_of_its_sources_table_and_no_others(path):
     table = TABLES[path.stem]
     for key, expected in table.items():
         section, name = key.split(".")
-        assert values[section][name] == (pytest.approx(expected) if isinstance(expected, float) else expected), key
+        assert values[section][name] == (
+            pytest.approx(expected) if isinstance(expected, float) else expected
+        ), key
     given = {key for key, where in origins.items() if where.startswith(str(path))}
     assert given <= table.keys() | OURS, "a value without a source"
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
 def test_what_a_header_derives_follows_from_its_recipe(path):
-    """Steps on ImageNet, and hours: forward and backward take 3 forward passes, at 60 % of 790 TFLOP/s."""
+    """Steps on ImageNet, and hours: forward and backward take 3 forward passes, at 60 % of 790
+    TFLOP/s."""
     config = load_config(path).config
     header = " ".join(re.match(r"(#.*\n)+", path.read_text())[0].split())
     plans = {ranks: make_plan(config, IMAGENET_TRAIN, ranks)[0] for ranks in (1, 8, 64)}
@@ -131,9 +153,18 @@ def test_what_a_header_derives_follows_from_its_recipe(path):
     if stated := re.search(r"# a ceiling.*: (\d+) micro-steps", path.read_text()):
         assert int(stated[1]) == plans[8].accumulation_steps
     with torch.device("meta"):
-        model = create_model(config.model.name, config.model.image_size, 1000, **config.model.fields())
-    hours = config.train.epochs * IMAGENET_TRAIN * 3 * flops_per_image(model) / (0.6 * 790e12) / 3600
-    assert int(re.search(r"about (\d+) H200-hours at 60 % of 790 TFLOP/s \(arithmetic, not a measurement\)", header)[1]) == round(hours)
+        model = create_model(
+            config.model.name, config.model.image_size, 1000, **config.model.fields()
+        )
+    hours = (
+        config.train.epochs * IMAGENET_TRAIN * 3 * flops_per_image(model) / (0.6 * 790e12) / 3600
+    )
+    assert int(
+        re.search(
+            r"about (\d+) H200-hours at 60 % of 790 TFLOP/s \(arithmetic, not a measurement\)",
+            header,
+        )[1]
+    ) == round(hours)
 
 
 def test_the_page_has_every_recipe_and_its_published_result():
@@ -141,7 +172,9 @@ def test_the_page_has_every_recipe_and_its_published_result():
     for path in PUBLISHED:
         (row,) = re.findall(rf"^\| `{path.stem}` \|.*$", page, re.M)
         published = re.search(r"^# published (.*)$", path.read_text(), re.M)[1]
-        assert set(re.findall(r"\d+\.\d", published)) == set(re.findall(r"\d\d\.\d", row.split("|")[4])), path.stem
+        assert set(re.findall(r"\d+\.\d", published)) == set(
+            re.findall(r"\d\d\.\d", row.split("|")[4])
+        ), path.stem
     for path in RECIPES:
         assert f"`{path.stem}`" in page
 
@@ -154,15 +187,28 @@ def test_a_finetuning_recipe_starts_from_the_run_of_its_base(path):
     config = load_config(path).config
     base = load_config(ROOT / "configs" / f"{path.stem.partition('_ft')[0]}.yaml").config
     assert config.init.checkpoint == base.run.dir
-    assert (config.model.name, config.model.drop_path_rate) == (base.model.name, base.model.drop_path_rate)
+    assert (config.model.name, config.model.drop_path_rate) == (
+        base.model.name,
+        base.model.drop_path_rate,
+    )
     assert f"--checkpoint {base.run.dir} --finetune configs/{path.name}" in path.read_text()
     assert config.model.image_size == int(path.stem.partition("_ft")[2])
 
 
 SMALL = [
-    "model.embed_dim=32", "model.depth=2", "model.num_heads=2", "data.global_batch_size=8", "data.num_workers=0", "train.steps=2",
-    "train.precision=fp32", "train.device=cpu", "eval.every_steps=2", "eval.batch_size=8", "log.every_steps=1", "log.wandb=off",
-]  # fmt: skip
+    "model.embed_dim=32",
+    "model.depth=2",
+    "model.num_heads=2",
+    "data.global_batch_size=8",
+    "data.num_workers=0",
+    "train.steps=2",
+    "train.precision=fp32",
+    "train.device=cpu",
+    "eval.every_steps=2",
+    "eval.batch_size=8",
+    "log.every_steps=1",
+    "log.wandb=off",
+]
 
 
 def patches(name: str, side: int) -> str:
@@ -181,7 +227,12 @@ def bases(tmp_path_factory, shards):
             folder = tmp_path_factory.mktemp("bases") / name
             overrides = [*SMALL, patches(name, 2), f"data.root={shards}", f"run.dir={folder}"]
             assert (
-                train(build(load_config(ROOT / "configs" / f"{name}.yaml", overrides).config, World(0, 1, torch.device("cpu"))))
+                train(
+                    build(
+                        load_config(ROOT / "configs" / f"{name}.yaml", overrides).config,
+                        World(0, 1, torch.device("cpu")),
+                    )
+                )
                 == "finished"
             )
             made[name] = folder
@@ -195,7 +246,9 @@ def test_a_small_one_trains_and_is_evaluated(name, bases):
     folder = bases(name)
     losses = [line["loss"] for line in metrics(folder, "train")]
     assert len(losses) == 2
-    assert losses[0] == pytest.approx(1.0986, abs=2e-3), "a zero head of three classes starts at ln 3"
+    assert losses[0] == pytest.approx(1.0986, abs=2e-3), (
+        "a zero head of three classes starts at ln 3"
+    )
     (last,) = metrics(folder, "eval")
     assert last["num_images"] == last["num_images_ema"] == 23
 
@@ -203,20 +256,42 @@ def test_a_small_one_trains_and_is_evaluated(name, bases):
 @pytest.mark.parametrize("path", FINETUNED, ids=lambda path: path.stem)
 def test_a_small_one_is_finetuned_from_its_base(path, bases, tmp_path, shards, capsys):
     base = bases(path.stem.partition("_ft")[0])
-    overrides = [*SMALL, patches(path.stem, 3), f"data.root={shards}", f"run.dir={tmp_path / 'run'}", f"init.checkpoint={base}"]
+    overrides = [
+        *SMALL,
+        patches(path.stem, 3),
+        f"data.root={shards}",
+        f"run.dir={tmp_path / 'run'}",
+        f"init.checkpoint={base}",
+    ]
     capsys.readouterr()
-    assert train(build(load_config(path, overrides).config, World(0, 1, torch.device("cpu")))) == "finished"
-    assert f"{base}/weights/last_ema.safetensors: positions resampled from 2x2 to 3x3" in capsys.readouterr().err
+    assert (
+        train(build(load_config(path, overrides).config, World(0, 1, torch.device("cpu"))))
+        == "finished"
+    )
+    assert (
+        f"{base}/weights/last_ema.safetensors: positions resampled from 2x2 to 3x3"
+        in capsys.readouterr().err
+    )
     assert [line["num_images"] for line in metrics(tmp_path / "run", "eval")] == [23]
     assert len(metrics(tmp_path / "run", "train")) == 2
 
 
 @pytest.mark.slow
-def test_the_second_command_of_a_finetuning_recipe_evaluates_before_and_after(bases, tmp_path, shards):
+def test_the_second_command_of_a_finetuning_recipe_evaluates_before_and_after(
+    bases, tmp_path, shards
+):
     base = bases("vit_b16")
     name = "vit_b16_ft384"
     overrides = [*SMALL, patches(name, 3), f"data.root={shards}", f"run.dir={tmp_path / 'run'}"]
-    done = run("launch/eval.py", "--checkpoint", base, "--finetune", f"configs/{name}.yaml", "--json", *overrides)
+    done = run(
+        "launch/eval.py",
+        "--checkpoint",
+        base,
+        "--finetune",
+        f"configs/{name}.yaml",
+        "--json",
+        *overrides,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["num_images"] == 23
     assert (tmp_path / "run" / "weights" / "last.safetensors").exists()
@@ -227,18 +302,37 @@ def test_the_second_command_of_a_finetuning_recipe_evaluates_before_and_after(ba
 def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path):
     """In bf16 where the CPU has instructions for it: elsewhere that takes minutes for a step."""
     precision = "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
-    done = run("launch/train.py", "--config", "configs/vit_b16.yaml", f"data.root={shards}", "train.steps=2", "data.global_batch_size=8",
-               f"run.dir={tmp_path / 'run'}", f"train.precision={precision}", "log.wandb=off", "log.every_steps=1", ranks=2,
-               timeout_s=500)  # fmt: skip
+    done = run(
+        "launch/train.py",
+        "--config",
+        "configs/vit_b16.yaml",
+        f"data.root={shards}",
+        "train.steps=2",
+        "data.global_batch_size=8",
+        f"run.dir={tmp_path / 'run'}",
+        f"train.precision={precision}",
+        "log.wandb=off",
+        "log.every_steps=1",
+        ranks=2,
+        timeout_s=500,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
-    assert losses[0] == pytest.approx(1.0986, abs=2e-3), "a zero head of three classes starts at ln 3"
+    assert losses[0] == pytest.approx(1.0986, abs=2e-3), (
+        "a zero head of three classes starts at ln 3"
+    )
     assert len(losses) == 2
 
 
 def test_what_recipes_say_of_deit_are_settings(tmp_path):
-    """Each `section.key: value` of its table; a key without its section belongs to the one before."""
-    table = (ROOT / "docs" / "recipes.md").read_text().partition("| DeiT `main.py` |")[2].partition("\n\n")[0]
+    """Each `section.key: value` of its table; a key without its section belongs to the one
+    before."""
+    table = (
+        (ROOT / "docs" / "recipes.md")
+        .read_text()
+        .partition("| DeiT `main.py` |")[2]
+        .partition("\n\n")[0]
+    )
     given = {}
     section = ""
     for words in re.findall(r"`([\w.]+: [^`]+)`", table):
@@ -246,6 +340,16 @@ def test_what_recipes_say_of_deit_are_settings(tmp_path):
         section = key.partition(".")[0] if "." in key else section
         given[key if "." in key else f"{section}.{key}"] = value
     assert len(given) == 13
-    config = load_config(ROOT / "configs" / "vit_b16.yaml", [f"{key}={value}" for key, value in given.items()]).config
-    assert (config.optim.lr, config.optim.clip_grad_norm, config.optim.betas) == (1e-3, None, (0.9, 0.999))
-    assert (config.data.aug_repeats, config.data.aug_repeats_form, config.train.ema_decay) == (3, "sampler", 0.99996)
+    config = load_config(
+        ROOT / "configs" / "vit_b16.yaml", [f"{key}={value}" for key, value in given.items()]
+    ).config
+    assert (config.optim.lr, config.optim.clip_grad_norm, config.optim.betas) == (
+        1e-3,
+        None,
+        (0.9, 0.999),
+    )
+    assert (config.data.aug_repeats, config.data.aug_repeats_form, config.train.ema_decay) == (
+        3,
+        "sampler",
+        0.99996,
+    )

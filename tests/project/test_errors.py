@@ -1,8 +1,10 @@
-"""docs/errors.md is true: each row of its first table is provoked with the real command, and what is printed is compared with the row.
+"""docs/errors.md is true: each row of its first table is provoked with the real command, and what
+is printed is compared with the row.
 
-A row's first cell names its scenario. Besides text and exit status each row is checked for what was left behind: nothing for a mistake
-that is found before the start; for one that shows later, only whole files. Scenarios run at once in as many threads as there are cores,
-for nearly all of their time is spent on starting Python.
+A row's first cell names its scenario. Besides text and exit status each row is checked for what was
+left behind: nothing for a mistake that is found before the start; for one that shows later, only
+whole files. Scenarios run at once in as many threads as there are cores, for nearly all of their
+time is spent on starting Python.
 """
 
 from __future__ import annotations
@@ -30,7 +32,17 @@ import pytest
 import torch
 import warm_python
 from checksums import indexed_as_it_is
-from error_rows import NEEDS_MOUNT, WITHOUT_PRIVILEGES, Row, leave_free, pattern_of, python, rows, small_disk, snapshot
+from error_rows import (
+    NEEDS_MOUNT,
+    WITHOUT_PRIVILEGES,
+    Row,
+    leave_free,
+    pattern_of,
+    python,
+    rows,
+    small_disk,
+    snapshot,
+)
 from processes import REPOSITORY, TINY, Background, call, command, environment, write_config
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -47,7 +59,8 @@ ROWS = rows("When something is wrong")
 
 
 class Place:
-    """A folder with a config of its own; runs commands there and remembers the last one and what it changed."""
+    """A folder with a config of its own; runs commands there and remembers the last one and what it
+    changed."""
 
     def __init__(self, folder: Path, shards: Path, finished: Path):
         self.folder = folder
@@ -62,15 +75,41 @@ class Place:
         self.done = call([str(part) for part in line], env)
         self.after = snapshot(self.folder)
 
-    def train(self, *overrides: object, prefix: tuple[object, ...] = (), config: Path | None = None, **variables: str) -> None:
-        """`launch/train.py` on one rank. With a prefix, which changes what a process may do, or variables a real interpreter starts."""
-        arguments = ["--config", config or self.config, f"run.dir={self.run_dir}", *TINY, *overrides]
+    def train(
+        self,
+        *overrides: object,
+        prefix: tuple[object, ...] = (),
+        config: Path | None = None,
+        **variables: str,
+    ) -> None:
+        """`launch/train.py` on one rank. With a prefix, which changes what a process may do, or
+        variables a real interpreter starts."""
+        arguments = [
+            "--config",
+            config or self.config,
+            f"run.dir={self.run_dir}",
+            *TINY,
+            *overrides,
+        ]
         python = sys.executable if prefix or variables else warm_python.python(environment())
-        self.run(*prefix, *command("launch/train.py", *arguments, ranks=0, python=python), **variables)
+        self.run(
+            *prefix, *command("launch/train.py", *arguments, ranks=0, python=python), **variables
+        )
 
     def evaluate(self, checkpoint: Path, *flags: object) -> None:
         python = warm_python.python(environment())
-        self.run(*command("launch/eval.py", "--checkpoint", checkpoint, "--num-workers", 0, *flags, ranks=0, python=python))
+        self.run(
+            *command(
+                "launch/eval.py",
+                "--checkpoint",
+                checkpoint,
+                "--num-workers",
+                0,
+                *flags,
+                ranks=0,
+                python=python,
+            )
+        )
 
     def own_shards(self) -> Path:
         """A copy of the shards that may be spoilt."""
@@ -85,7 +124,8 @@ SLOW: set[str] = set()
 
 
 def scenario(what: str, *, begun: bool = False, slow: bool = False):
-    """Register the scenario of the row `what`. `begun`: training was under way. `slow`: over five seconds."""
+    """Register the scenario of the row `what`. `begun`: training was under way. `slow`: over five
+    seconds."""
 
     def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
         SCENARIOS[what] = function
@@ -96,7 +136,7 @@ def scenario(what: str, *, begun: bool = False, slow: bool = False):
     return register
 
 
-# ---- what a command can be started under ----------------------------------------------------------------------------
+# ---- what a command can be started under ---------------------------------------------------------
 
 
 WITH_6_GIB = python("import resource\nresource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))")
@@ -110,7 +150,7 @@ def taken_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-# ---- configuration --------------------------------------------------------------------------------------------------
+# ---- configuration -------------------------------------------------------------------------------
 
 
 @scenario("an unknown or misspelt key")
@@ -185,7 +225,18 @@ def _(place):
 @scenario("a contact sheet of more images than there are")
 def _(place):
     python = warm_python.python(environment())
-    place.run(*command("launch/visualize.py", "augment", "--config", place.config, "--images", "64", ranks=0, python=python))
+    place.run(
+        *command(
+            "launch/visualize.py",
+            "augment",
+            "--config",
+            place.config,
+            "--images",
+            "64",
+            ranks=0,
+            python=python,
+        )
+    )
 
 
 @scenario("a global batch that cannot be divided")
@@ -198,7 +249,7 @@ def _(place):
     place.train("data.global_batch_size=64")
 
 
-# ---- data -----------------------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
 @scenario("no such dataset folder")
@@ -245,7 +296,9 @@ def _(place):
 def _(place):
     root = place.own_shards()
     shutil.copy(root / "train-00001.tar", root / "train-00000.tar")
-    assert (root / "train-00000.tar").stat().st_size == json.loads((root / "train-00000.json").read_text())["bytes"]
+    assert (root / "train-00000.tar").stat().st_size == json.loads(
+        (root / "train-00000.json").read_text()
+    )["bytes"]
     place.train()
 
 
@@ -257,7 +310,8 @@ def _(place):
     offset = [int(row["offset"]) for row in index[:3]]
     a, b, c = (start - 512 for start in offset)
     assert index["size"][0] != index["size"][1]
-    (root / "train-00000.tar").write_bytes(data[:a] + data[b:c] + data[a:b] + data[c:])  # the first two samples change places
+    # the first two samples change places
+    (root / "train-00000.tar").write_bytes(data[:a] + data[b:c] + data[a:b] + data[c:])
     place.train("train.steps=5")
 
 
@@ -330,7 +384,9 @@ def _(place):
     key = spoil_an_image(place.own_shards())
     place.train("train.steps=5", "data.on_bad_image=skip")
     assert f"{key} could not" in place.done.stderr
-    lines = [json.loads(line) for line in (place.run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (place.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["bad_images"] for line in lines if line["kind"] == "train"][-1] == 1
 
 
@@ -392,7 +448,11 @@ def _(place):
         server.login = "me:pa55word"
         config = json.loads(file.metadata()["config"])
         config["data"]["root"] = f"{server.url.replace('://', '://***@')}/shards"
-        save_file({name: file.get_tensor(name) for name in file.keys()}, weights, {**file.metadata(), "config": json.dumps(config)})  # noqa: SIM118
+        save_file(
+            {name: file.get_tensor(name) for name in file.keys()},
+            weights,
+            {**file.metadata(), "config": json.dumps(config)},
+        )  # noqa: SIM118
         place.evaluate(weights)
 
 
@@ -446,7 +506,7 @@ def _(place):
     place.train("model.num_classes=2")
 
 
-# ---- checkpoints and run folders ------------------------------------------------------------------------------------
+# ---- checkpoints and run folders -----------------------------------------------------------------
 
 
 @scenario("`init.checkpoint` of another architecture")
@@ -484,7 +544,9 @@ def _(place):
     os.truncate(state, state.stat().st_size - 10)
     place.train("train.steps=3")
     # set aside for a person to look at, not deleted: under another name the files are the same
-    place.after = {re.sub(r"damaged_(step_\d+)_\d+", r"\1", name): data for name, data in place.after.items()}
+    place.after = {
+        re.sub(r"damaged_(step_\d+)_\d+", r"\1", name): data for name, data in place.after.items()
+    }
 
 
 @scenario("a checkpoint of a newer release")
@@ -503,9 +565,12 @@ def _(place):
 
 @scenario("a run folder that a live run is using", slow=True)
 def _(place):
-    background = Background(place.config, place.run_dir, "train.steps=100000", "log.every_steps=100", ranks=0)
+    background = Background(
+        place.config, place.run_dir, "train.steps=100000", "log.every_steps=100", ranks=0
+    )
     background.wait_for_step(100)
-    os.kill(background.process.pid, signal.SIGSTOP)  # holds still, so that what is compared does not change
+    # holds still, so that what is compared does not change
+    os.kill(background.process.pid, signal.SIGSTOP)
     try:
         place.train("train.steps=100000", "log.every_steps=100")
     finally:
@@ -527,7 +592,9 @@ def _(place):
         place.train()
 
 
-@scenario("others have filled the disk since: no room for the next checkpoint", begun=True, slow=True)
+@scenario(
+    "others have filled the disk since: no room for the next checkpoint", begun=True, slow=True
+)
 def _(place):
     fill_the_disk_meanwhile(place, leave_kib=1200)
 
@@ -537,7 +604,12 @@ def _(place):
     fill_the_disk_meanwhile(place, leave_kib=100)
 
 
-ENDLESS = ("train.steps=1000000", "eval.every_steps=1000000", "checkpoint.every_steps=100", "log.every_steps=50")
+ENDLESS = (
+    "train.steps=1000000",
+    "eval.every_steps=1000000",
+    "checkpoint.every_steps=100",
+    "log.every_steps=50",
+)
 
 
 def fill_the_disk_meanwhile(place: Place, leave_kib: int, ranks: int = 0) -> None:
@@ -558,15 +630,24 @@ def fill_the_disk_meanwhile(place: Place, leave_kib: int, ranks: int = 0) -> Non
         steps = f"train.steps={newest[1]['step'] + 2}"
         allowed = ("--allow-change", "train.steps")
         full = command(
-            "launch/train.py", "--config", place.config, f"run.dir={place.run_dir}", *TINY,
-            *ENDLESS, steps, *allowed, ranks=ranks,
-        )  # fmt: skip
-        again = subprocess.run(full, capture_output=True, text=True, cwd=REPOSITORY, env=environment())
+            "launch/train.py",
+            "--config",
+            place.config,
+            f"run.dir={place.run_dir}",
+            *TINY,
+            *ENDLESS,
+            steps,
+            *allowed,
+            ranks=ranks,
+        )
+        again = subprocess.run(
+            full, capture_output=True, text=True, cwd=REPOSITORY, env=environment()
+        )
         assert again.returncode == 0, again.stderr
         assert f"resumed at step {newest[1]['step']} of" in again.stderr
 
 
-# ---- machine --------------------------------------------------------------------------------------------------------
+# ---- machine -------------------------------------------------------------------------------------
 
 
 @scenario("a GPU asked for where none is")
@@ -583,12 +664,19 @@ def _(place):
 def _(place):
     if sys.platform != "linux":
         pytest.skip("only Linux limits a process's memory")
-    place.train("model.patch_size=1", "model.mlp_ratio=10000.0", "train.device=cpu", prefix=WITH_6_GIB)
+    place.train(
+        "model.patch_size=1", "model.mlp_ratio=10000.0", "train.device=cpu", prefix=WITH_6_GIB
+    )
 
 
 @scenario("a loader worker was killed, perhaps as memory ran out", begun=True)
 def _(place):
-    endless = ["train.steps=100000", "eval.every_steps=100000", "checkpoint.every_steps=100000", "log.every_steps=10"]
+    endless = [
+        "train.steps=100000",
+        "eval.every_steps=100000",
+        "checkpoint.every_steps=100000",
+        "log.every_steps=10",
+    ]
     background = Background(place.config, place.run_dir, *endless, "data.num_workers=1", ranks=0)
     background.wait_for_step(10)
     place.before = {}
@@ -601,10 +689,26 @@ def _(place):
 
 @scenario("hardly any room in /dev/shm (Docker gives 64 MiB): training needs none", begun=True)
 def _(place):
-    mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"', "sh"]
-    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
+    mount = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"',
+        "sh",
+    ]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*mount, "true"], capture_output=True).returncode
+    ):
         pytest.skip(NEEDS_MOUNT)
-    place.train("data.num_workers=1", "model.image_size=256", "train.steps=2", "eval.every_steps=2", prefix=tuple(mount))
+    place.train(
+        "data.num_workers=1",
+        "model.image_size=256",
+        "train.steps=2",
+        "eval.every_steps=2",
+        prefix=tuple(mount),
+    )
 
 
 @scenario("more memory for batches than the machine has")
@@ -622,26 +726,65 @@ def _(place):
 @scenario("the port is taken, ranks started by hand")
 def _(place):
     with taken_port() as port:
-        place.train(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        place.train(
+            RANK="0",
+            WORLD_SIZE="2",
+            LOCAL_WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
 
 
-@scenario("the port is taken, `torchrun --master_port`: torchrun's own words, below its stack; `--standalone` finds a free port")
+@scenario(
+    "the port is taken, `torchrun --master_port`: torchrun's own words, below its stack;"
+    " `--standalone` finds a free port"
+)
 def _(place):
     with taken_port() as port:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-        place.run(*launcher, REPOSITORY / "launch/train.py", "--config", place.config, f"run.dir={place.run_dir}", *TINY)
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node=2",
+            f"--master_port={port}",
+        ]
+        place.run(
+            *launcher,
+            REPOSITORY / "launch/train.py",
+            "--config",
+            place.config,
+            f"run.dir={place.run_dir}",
+            *TINY,
+        )
 
 
 @scenario("Python is too old")
 def _(place):
     names = [f"python3.{minor}" for minor in range(8, 11)]
-    found = [shutil.which(name) for name in names] + [str(p) for p in Path(sys.base_prefix).parent.glob("*/bin/python3")]
+    found = [shutil.which(name) for name in names] + [
+        str(p) for p in Path(sys.base_prefix).parent.glob("*/bin/python3")
+    ]
     is_old = "import sys; sys.exit(not (3, 8) <= sys.version_info < (3, 11))"
-    old = next((path for path in found if path and subprocess.run([path, "-c", is_old], capture_output=True).returncode == 0), None)
+    old = next(
+        (
+            path
+            for path in found
+            if path and subprocess.run([path, "-c", is_old], capture_output=True).returncode == 0
+        ),
+        None,
+    )
     if old is not None:
-        place.run(old, REPOSITORY / "launch/train.py", "--config", place.config, f"run.dir={place.run_dir}")
+        place.run(
+            old,
+            REPOSITORY / "launch/train.py",
+            "--config",
+            place.config,
+            f"run.dir={place.run_dir}",
+        )
     else:  # ours, under a false name
-        (place.folder / "sitecustomize.py").write_text("import sys\nsys.version_info = (3, 9, 18)\n")
+        (place.folder / "sitecustomize.py").write_text(
+            "import sys\nsys.version_info = (3, 9, 18)\n"
+        )
         place.train(PYTHONPATH=str(place.folder), PYTHONDONTWRITEBYTECODE="1")
 
 
@@ -655,10 +798,17 @@ def _(place):
 @scenario("the environment is not active")
 def _(place):
     interpreter = Path(sys.base_prefix) / "bin" / "python3"
-    place.run(interpreter, "-S", REPOSITORY / "launch/train.py", "--config", place.config, f"run.dir={place.run_dir}")
+    place.run(
+        interpreter,
+        "-S",
+        REPOSITORY / "launch/train.py",
+        "--config",
+        place.config,
+        f"run.dir={place.run_dir}",
+    )
 
 
-# ---- the table and what happened ------------------------------------------------------------------------------------
+# ---- the table and what happened -----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -671,7 +821,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def happened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shards: Path, finished: Path):
+def happened(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    shards: Path,
+    finished: Path,
+):
     """Row -> the future of its scenario, for the rows that were chosen on pytest's command line."""
     base = tmp_path_factory.mktemp("errors")
 
@@ -680,31 +835,53 @@ def happened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         SCENARIOS[what](place)
         return place
 
-    here = [item for item in request.session.items if item.module is request.module and "row" in item.fixturenames]
-    chosen = [item.callspec.params["row"].what for item in here if item.callspec.params["row"].what in SCENARIOS]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as pool:
+    here = [
+        item
+        for item in request.session.items
+        if item.module is request.module and "row" in item.fixturenames
+    ]
+    chosen = [
+        item.callspec.params["row"].what
+        for item in here
+        if item.callspec.params["row"].what in SCENARIOS
+    ]
+    with ThreadPoolExecutor(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    ) as pool:
         by_length = sorted(chosen, key=lambda what: what not in SLOW)
         futures: dict[str, Future[Place]] = {what: pool.submit(provoke, what) for what in by_length}
         yield futures
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.what, marks=[pytest.mark.slow] if row.what in SLOW else []) for row in ROWS])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.what, marks=[pytest.mark.slow] if row.what in SLOW else [])
+        for row in ROWS
+    ],
+)
 def test_the_row_is_what_happens(row: Row, happened: dict[str, Future[Place]]):
     assert row.what in SCENARIOS, "this row has no scenario"
     place = happened[row.what].result()
     output = place.done.stderr
     assert place.done.returncode == row.status, output
-    assert re.search(f"^{pattern_of(row.printed)}$", output, re.MULTILINE), f"expected\n{row.printed}\nbut this was printed:\n{output}"
+    assert re.search(f"^{pattern_of(row.printed)}$", output, re.MULTILINE), (
+        f"expected\n{row.printed}\nbut this was printed:\n{output}"
+    )
     if row.printed.startswith("error: "):
         assert "Traceback" not in output
         assert len(re.findall(r"^(rank \d+: )?error: ", output, re.MULTILINE)) == 1, output
-        assert re.search(f"^{pattern_of(row.printed)}\\s*\\Z", output, re.MULTILINE), f"more was printed behind it:\n{output}"
+        assert re.search(f"^{pattern_of(row.printed)}\\s*\\Z", output, re.MULTILINE), (
+            f"more was printed behind it:\n{output}"
+        )
     if row.what not in BEGUN:
         assert place.after == place.before, "files were written or changed"
         return
     changed = {name for name in place.before if place.after.get(name) != place.before[name]}
-    assert {Path(name).name for name in changed} <= {"metrics.jsonl", "config.yaml"}, "what was there before has changed"
+    assert {Path(name).name for name in changed} <= {"metrics.jsonl", "config.yaml"}, (
+        "what was there before has changed"
+    )
     left_over = [name for name in place.after if name.endswith(".tmp") or "/.tmp_" in name]
     assert not left_over, "half-written files were left"
     for checkpoint in complete_checkpoints(place.run_dir):
@@ -751,7 +928,9 @@ def test_whichever_memory_runs_out_the_setting_is_named(allocate):
         with Loader(TooLarge(allocate), 0, 1, num_workers=num_workers) as loader:
             with pytest.raises((MemoryError, RuntimeError)) as caught:
                 next(loader)
-        assert not multiprocessing.active_children(), "a worker outlives its loader while a traceback holds the iterator"
+        assert not multiprocessing.active_children(), (
+            "a worker outlives its loader while a traceback holds the iterator"
+        )
         assert "while loading a batch. Lower data.num_workers" in exit.out_of_memory(caught.value)
 
 
@@ -766,6 +945,14 @@ def test_old_pythons_can_read_the_commands_far_enough_to_be_told():
         ast.parse(path.read_text(), feature_version=(3, 8))
     for path in (REPOSITORY / "launch").glob("*.py"):
         if path.name != "check_versions.py":
-            imports = [line for line in path.read_text().splitlines() if re.match(r"(import|from) ", line)]
-            ours = [line for line in imports if line.split()[1].split(".")[0] not in sys.stdlib_module_names]
-            assert ours[0].startswith("import check_versions"), f"{path.name}: another import may fail before it can tell"
+            imports = [
+                line for line in path.read_text().splitlines() if re.match(r"(import|from) ", line)
+            ]
+            ours = [
+                line
+                for line in imports
+                if line.split()[1].split(".")[0] not in sys.stdlib_module_names
+            ]
+            assert ours[0].startswith("import check_versions"), (
+                f"{path.name}: another import may fail before it can tell"
+            )

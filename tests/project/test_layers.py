@@ -121,9 +121,13 @@ def test_imports_go_down_and_never_in_a_circle(path):
     name = name_of(path)
     assert name in LEVEL, f"{name} has no layer: give it one here and in docs/design.md"
     for imported in imports_of(path):
-        assert LEVEL[imported] <= LEVEL[name], f"{name} (layer {LEVEL[name]}) imports {imported} (layer {LEVEL[imported]})"
+        assert LEVEL[imported] <= LEVEL[name], (
+            f"{name} (layer {LEVEL[name]}) imports {imported} (layer {LEVEL[imported]})"
+        )
         if LEVEL[imported] == LEVEL[name]:
-            assert name not in imports_of(ROOT / (imported.replace(".", "/") + ".py")), f"{name} and {imported} import each other"
+            assert name not in imports_of(ROOT / (imported.replace(".", "/") + ".py")), (
+                f"{name} and {imported} import each other"
+            )
 
 
 @pytest.mark.parametrize("path", modules("data_prep"), ids=name_of)
@@ -187,7 +191,9 @@ def test_data_prep_knows_the_format_and_itself_only(path):
 )
 def test_works_where_torch_is_not_installed(name):
     code = f"import sys; sys.modules['torch'] = None; import {name}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

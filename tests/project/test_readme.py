@@ -1,4 +1,5 @@
-"""What the pages show works: commands are understood by the real ones, their files exist, their settings fit the schema, Python runs."""
+"""What the pages show works: commands are understood by the real ones, their files exist, their
+settings fit the schema, Python runs."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ from vit.config_io import load_config
 from vit.train import build, train
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "slurm" / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "slurm" / "README.md",
+    ROOT / "CONTRIBUTING.md",
+]
 PAGES += [ROOT / "benchmarks" / "README.md"]
 README = ROOT / "README.md"
 BEGINNINGS = r"(?:\w+=\S+ )?(?:python3?|torchrun|sbatch|make|bash)"
@@ -42,24 +48,35 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Of shell blocks, of indented lines and of what stands in backticks; not what has a <placeholder> in it."""
+    """Of shell blocks, of indented lines and of what stands in backticks; not what has a
+    <placeholder> in it."""
     text = page.read_text()
     lines = "\n".join(blocks(page, "sh")).replace("\\\n", "").splitlines()
     lines += re.findall(rf"^    ({BEGINNINGS} .*)", re.sub("```.*?```", "", text, flags=re.S), re.M)
     lines += re.findall(rf"(?<!`)`({BEGINNINGS} [^`\n]+)`(?!`)", text)
     plain = [re.split(r"\s{2,}(?:#|\S+ \S)", line)[0].strip() for line in lines]
-    parts = [part for line in plain for part in line.split(" && ") if re.match(BEGINNINGS, part) and not re.search(r"<|\.\.\.", part)]
+    parts = [
+        part
+        for line in plain
+        for part in line.split(" && ")
+        if re.match(BEGINNINGS, part) and not re.search(r"<|\.\.\.", part)
+    ]
     return list(dict.fromkeys(parts))
 
 
-SHOWN = [pytest.param(line, id=f"{name_of(page)}: {line}") for page in PAGES for line in commands(page)]
+SHOWN = [
+    pytest.param(line, id=f"{name_of(page)}: {line}") for page in PAGES for line in commands(page)
+]
 
 
 def test_there_are_commands_to_test():
     assert {"make demo", "make test"} <= set(commands(README))
     assert len(commands(README)) > 20
     assert "sbatch slurm/prep.sh verify /data/imagenet" in commands(ROOT / "slurm" / "README.md")
-    assert any(line.startswith("python launch/train.py --config configs/animals10.yaml") for line in commands(ROOT / "docs" / "data.md"))
+    assert any(
+        line.startswith("python launch/train.py --config configs/animals10.yaml")
+        for line in commands(ROOT / "docs" / "data.md")
+    )
     assert "make check" in commands(ROOT / "CONTRIBUTING.md")
 
 
@@ -80,36 +97,53 @@ def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
         if script.startswith("launch/"):
             monkeypatch.syspath_prepend(str(ROOT / "launch"))
             args = runpy.run_path(str(ROOT / script))["read_command_line"](words)
-            for config in filter(None, (getattr(args, "config", None), getattr(args, "finetune", None))):
+            for config in filter(
+                None, (getattr(args, "config", None), getattr(args, "finetune", None))
+            ):
                 if config != "FILE":
                     load_config(ROOT / config, args.overrides)
         elif script.startswith("data_prep/"):
             monkeypatch.setattr(data_prep.command.Parser, "parse_args", parse_only)
             with pytest.raises(Understood):
-                importlib.import_module(script.removesuffix(".py").replace("/", ".")).main(list(words))
+                importlib.import_module(script.removesuffix(".py").replace("/", ".")).main(
+                    list(words)
+                )
         else:
-            assert all(word in (ROOT / script).read_text() for word in words if word.startswith("--"))
+            assert all(
+                word in (ROOT / script).read_text() for word in words if word.startswith("--")
+            )
 
     return read
 
 
 @pytest.mark.parametrize("line", SHOWN)
 def test_a_command_of_a_page_is_one_that_works(line, understand):
-    words = [word for word in shlex.split(line) if not re.match(r"[A-Z_]+=", word) or word.startswith("RANKS=")]
+    words = [
+        word
+        for word in shlex.split(line)
+        if not re.match(r"[A-Z_]+=", word) or word.startswith("RANKS=")
+    ]
     launcher = words.pop(0)
     if launcher == "make":
         targets = [word for word in words if "=" not in word]
-        assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in targets)
+        assert all(
+            re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in targets
+        )
         return
     if launcher in ("torchrun", "sbatch"):  # its own options come before the script
-        words = words[next((i for i, word in enumerate(words) if not word.startswith("--")), len(words)) :]
+        words = words[
+            next((i for i, word in enumerate(words) if not word.startswith("--")), len(words)) :
+        ]
     if launcher == "sbatch" and words:
         script = words.pop(0)
         assert (ROOT / script).is_file()
         if script == "slurm/prep.sh":
             words = ["-m", f"data_prep.{words[0]}", *words[1:]]
         else:
-            words = [{"slurm/train.sh": "launch/train.py", "slurm/eval.sh": "launch/eval.py"}[script], *words]
+            words = [
+                {"slurm/train.sh": "launch/train.py", "slurm/eval.sh": "launch/eval.py"}[script],
+                *words,
+            ]
             if "--config" not in words and script == "slurm/train.sh":  # the script's own
                 words += ["--config", "configs/vit_b16.yaml"]
     if words[:2] in (["-m", "venv"], ["-m", "data_prep"]) or not words:
@@ -131,7 +165,8 @@ def test_the_python_of_a_page_runs(page):
 
 
 def write_digits(root: Path) -> None:
-    """scikit-learn's 1,797 digits as white on black, every fifth for evaluation: shards as any program makes them."""
+    """scikit-learn's 1,797 digits as white on black, every fifth for evaluation: shards as any
+    program makes them."""
     root.mkdir()
     digits = load_digits()
     splits = {}
@@ -140,21 +175,35 @@ def write_digits(root: Path) -> None:
         name = f"{split}-00000.tar"
         with tarfile.open(root / name, "w", format=tarfile.USTAR_FORMAT) as tar:
             for n in numbers:
-                image = Image.fromarray(np.uint8(digits.images[n] * 15)).resize((32, 32), Image.Resampling.BICUBIC)
+                image = Image.fromarray(np.uint8(digits.images[n] * 15)).resize(
+                    (32, 32), Image.Resampling.BICUBIC
+                )
                 file = io.BytesIO()
                 image.convert("RGB").save(file, "JPEG", quality=95)
-                for suffix, content in (("jpg", file.getvalue()), ("cls", str(digits.target[n]).encode())):
+                for suffix, content in (
+                    ("jpg", file.getvalue()),
+                    ("cls", str(digits.target[n]).encode()),
+                ):
                     member = tarfile.TarInfo(f"{n:04d}.{suffix}")
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
-        splits[split] = {"name": split, "num_samples": len(numbers), "filenames": [name], "shard_lengths": [len(numbers)]}
-    (root / "_info.json").write_text(json.dumps({"splits": splits, "class_names": [str(digit) for digit in range(10)]}))
+        splits[split] = {
+            "name": split,
+            "num_samples": len(numbers),
+            "filenames": [name],
+            "shard_lengths": [len(numbers)],
+        }
+    (root / "_info.json").write_text(
+        json.dumps({"splits": splits, "class_names": [str(digit) for digit in range(10)]})
+    )
 
 
 def test_the_loop_of_the_docs_learns(tmp_path):
-    """The page as it stands, but for the data: real digits that are easier than the demo's, so that four epochs take seconds.
+    """The page as it stands, but for the data: real digits that are easier than the demo's, so that
+    four epochs take seconds.
 
-    With the settings that the page had before (batches of 16, learning rate 1e-3) they are guessed: loss 2.21, 12 % right.
+    With the settings that the page had before (batches of 16, learning rate 1e-3) they are guessed:
+    loss 2.21, 12 % right.
     """
     (code,) = blocks(ROOT / "docs" / "own_loop.md", "python")
     assert code.count("data/digits") == 2
@@ -164,13 +213,20 @@ def test_the_loop_of_the_docs_learns(tmp_path):
     assert done.returncode == 0, done.stderr
     *lines, accuracy = done.stdout.splitlines()
     found = [re.fullmatch(r"step (\d+) of 176: mean loss ([\d.]+)", line) for line in lines]
-    assert [int(match[1]) for match in found] == [100, 176], "a line for each hundred steps, and the end"
+    assert [int(match[1]) for match in found] == [100, 176], (
+        "a line for each hundred steps, and the end"
+    )
     first, last = (float(match[2]) for match in found)
     assert last < 1.8 < first < np.log(10), "well below chance, and falling"
     assert float(re.fullmatch(r"top-1 ([\d.]+) % \(\d+ of 360; .*", accuracy)[1]) > 40
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "launch").glob("*.py") if path.name != "check_versions.py"))
+@pytest.mark.parametrize(
+    "script",
+    sorted(
+        path.name for path in (ROOT / "launch").glob("*.py") if path.name != "check_versions.py"
+    ),
+)
 def test_a_command_starts_as_its_users_start_it(script):
     """In an interpreter that has imported nothing before."""
     done = run(f"launch/{script}", "--help", cold=True)
@@ -181,13 +237,24 @@ def test_a_command_starts_as_its_users_start_it(script):
 def test_a_model_of_ones_own_trains_by_its_name(shards, tmp_path):
     """As docs/own_loop.md says: registered with timm, it is one of timm's."""
 
-    def own_for_this_test(num_classes: int = 1000, in_chans: int = 3, **others: object) -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(in_chans * 16 * 16, num_classes))
+    def own_for_this_test(
+        num_classes: int = 1000, in_chans: int = 3, **others: object
+    ) -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(in_chans * 16 * 16, num_classes)
+        )
 
     timm.models.register_model(own_for_this_test)
     ours = [setting for setting in TINY if not setting.startswith("model.")]
-    settings = ["model.name=timm/own_for_this_test", "model.image_size=16", "model.drop_path_rate=null", "model.proj_drop_rate=null"]
-    config = load_config(write_config(tmp_path, shards, steps=6), [*settings, *ours, f"run.dir={tmp_path / 'run'}"]).config
+    settings = [
+        "model.name=timm/own_for_this_test",
+        "model.image_size=16",
+        "model.drop_path_rate=null",
+        "model.proj_drop_rate=null",
+    ]
+    config = load_config(
+        write_config(tmp_path, shards, steps=6), [*settings, *ours, f"run.dir={tmp_path / 'run'}"]
+    ).config
     assert train(build(config, distributed.start("cpu"))) == "finished"
     assert metrics(tmp_path / "run", "eval")[-1]["num_images"] == 23
 
@@ -199,7 +266,9 @@ def test_links_and_pictures_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "configs").glob("*.yaml"))], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "configs").glob("*.yaml"))], ids=lambda page: page.name
+)
 def test_no_number_is_still_to_be_filled_in(page):
     assert not re.search(r"\b[A-Z]+_(TIME|RESULT)\b|\bRESULT\b|\bTODO\b", page.read_text())
 

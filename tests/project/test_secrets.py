@@ -1,4 +1,5 @@
-"""Logins are used, and found nowhere afterwards: one of each kind is planted, and all that a command leaves and prints is searched."""
+"""Logins are used, and found nowhere afterwards: one of each kind is planted, and all that a
+command leaves and prints is searched."""
 
 from __future__ import annotations
 
@@ -20,22 +21,39 @@ HEADER = "tok-5ecr3t"
 FOR_OTHERS = "0ther-t0ken"
 IN_NETRC = "netrc-pa55word"
 SECRETS = {
-    "password": PASSWORD, "signature": SIGNATURE, "header": HEADER, "header of the environment": FOR_OTHERS, ".netrc": IN_NETRC,
-    "HF_TOKEN": "hf_AbCdEfGhIjKl", "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG", "AWS_SESSION_TOKEN": "FwoGZXIvYXdzEJr",
-}  # fmt: skip
+    "password": PASSWORD,
+    "signature": SIGNATURE,
+    "header": HEADER,
+    "header of the environment": FOR_OTHERS,
+    ".netrc": IN_NETRC,
+    "HF_TOKEN": "hf_AbCdEfGhIjKl",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG",
+    "AWS_SESSION_TOKEN": "FwoGZXIvYXdzEJr",
+}
 LOGIN = f"me:{urllib.parse.quote(PASSWORD, safe='')}@"
 
 
 def forms(secret: str) -> set[bytes]:
     """How a secret may be written."""
-    plain = {secret, urllib.parse.quote(secret), urllib.parse.quote(secret, safe=""), base64.b64encode(f"me:{secret}".encode()).decode()}
-    return {form.encode() for text in plain for form in (text, json.dumps(text)[1:-1], text.replace("/", "\\/"))}
+    plain = {
+        secret,
+        urllib.parse.quote(secret),
+        urllib.parse.quote(secret, safe=""),
+        base64.b64encode(f"me:{secret}".encode()).decode(),
+    }
+    return {
+        form.encode()
+        for text in plain
+        for form in (text, json.dumps(text)[1:-1], text.replace("/", "\\/"))
+    }
 
 
 def found(place: Path, *printed: str) -> list[str]:
     """Where a secret is: `name in file`."""
     contents = {
-        str(path.relative_to(place)): path.read_bytes() for path in sorted(place.rglob("*")) if path.is_file() and not path.is_symlink()
+        str(path.relative_to(place)): path.read_bytes()
+        for path in sorted(place.rglob("*"))
+        if path.is_file() and not path.is_symlink()
     }
     contents |= {f"output {number}": text.encode() for number, text in enumerate(printed)}
     return [
@@ -62,10 +80,11 @@ def place(tmp_path, monkeypatch) -> Path:
     """An empty folder, and an environment that is full of secrets."""
     (tmp_path / "netrc").write_text(f"machine elsewhere.example.org login me password {IN_NETRC}\n")
     for name, value in {
-        "NETRC": str(tmp_path / "netrc"), "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "NETRC": str(tmp_path / "netrc"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "VIT_HTTP_HEADER": f"elsewhere.example.org X-Key: {FOR_OTHERS}",
         **{name: value for name, value in SECRETS.items() if name.isupper()},
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "left").mkdir()
@@ -73,7 +92,9 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def trained(config: Path, run_dir: Path, *settings: str, ranks: int = 0, cold: bool = False):
-    wanted = [setting for setting in TINY if setting.partition("=")[0] not in ("log.wandb", "log.report")]
+    wanted = [
+        setting for setting in TINY if setting.partition("=")[0] not in ("log.wandb", "log.report")
+    ]
     given = {"train.steps": 2, "log.wandb": "offline", "log.report": "true", "run.dir": run_dir}
     return run(
         "launch/train.py",
@@ -98,8 +119,13 @@ def test_a_run_from_an_address_with_a_login(web, place, shards):
     done = trained(config, place / "run", f"data.root={with_login(web)}", ranks=1)
     assert done.returncode == 0, done.stderr
     assert found(place, done.stdout, done.stderr) == []
-    assert f"root: {json.dumps(web.url.replace('://', '://***@') + '/p')}" in (place / "run" / "config.yaml").read_text()
-    assert (place / "run" / "report" / "augmented.png").exists(), "drawn with the login, which is no longer in config.yaml"
+    assert (
+        f"root: {json.dumps(web.url.replace('://', '://***@') + '/p')}"
+        in (place / "run" / "config.yaml").read_text()
+    )
+    assert (place / "run" / "report" / "augmented.png").exists(), (
+        "drawn with the login, which is no longer in config.yaml"
+    )
 
     refused = run("launch/eval.py", place / "run")
     assert refused.returncode == 2
@@ -110,23 +136,45 @@ def test_a_run_from_an_address_with_a_login(web, place, shards):
         netrc.write(f"machine 127.0.0.1 login me password {PASSWORD}\n")
     from_netrc = run("launch/eval.py", place / "run")
     assert from_netrc.returncode == 0, from_netrc.stderr
-    assert found(place, *(text for one in (refused, evaluated, from_netrc) for text in (one.stdout, one.stderr))) == []
+    assert (
+        found(
+            place,
+            *(
+                text
+                for one in (refused, evaluated, from_netrc)
+                for text in (one.stdout, one.stderr)
+            ),
+        )
+        == []
+    )
 
 
 @pytest.mark.slow
-def test_a_signed_address_in_the_environment_and_another_signature_for_the_same_run(web, place, shards, monkeypatch):
+def test_a_signed_address_in_the_environment_and_another_signature_for_the_same_run(
+    web, place, shards, monkeypatch
+):
     config = write_config(place, shards, steps=2)
     for number, signature in enumerate((SIGNATURE, f"another-{SIGNATURE}")):
         web.signature = f"X-Amz-Credential=AKIA%2F1&X-Amz-Signature={signature}"
         monkeypatch.setenv("SIGNED_QUERY", web.signature)
-        done = trained(config, place / "run", f"data.root={web.url}/p?${{SIGNED_QUERY}}", f"checkpoint.keep_last={number + 1}")
+        done = trained(
+            config,
+            place / "run",
+            f"data.root={web.url}/p?${{SIGNED_QUERY}}",
+            f"checkpoint.keep_last={number + 1}",
+        )
         assert done.returncode == 0, done.stderr
         assert found(place, done.stdout, done.stderr) == []
-    assert f"root: {json.dumps(web.url + '/p?${SIGNED_QUERY}')}" in (place / "run" / "config.yaml").read_text()
+    assert (
+        f"root: {json.dumps(web.url + '/p?${SIGNED_QUERY}')}"
+        in (place / "run" / "config.yaml").read_text()
+    )
     done = run("launch/eval.py", place / "run")
     assert done.returncode == 0, done.stderr
     monkeypatch.delenv("SIGNED_QUERY")
-    unset = trained(config, place / "run", f"data.root={web.url}/p?${{SIGNED_QUERY}}", "model.dept=3")
+    unset = trained(
+        config, place / "run", f"data.root={web.url}/p?${{SIGNED_QUERY}}", "model.dept=3"
+    )
     assert unset.returncode == 2
     assert "data.root: ${SIGNED_QUERY} not set in the environment; export it" in unset.stderr
     assert "unknown key 'model.dept'" in unset.stderr, "all at once"
@@ -134,7 +182,12 @@ def test_a_signed_address_in_the_environment_and_another_signature_for_the_same_
 
 def streaming(web: WebServer, name: str = "train-{00000..00002}.tar") -> list[str]:
     command = f'pipe:curl -fsS -H "Authorization: Bearer {HEADER}" {web.url}/p/{name}'
-    return ["data.reader=webdataset", f"data.stream={command}", "data.num_samples=24", "data.num_workers=1"]
+    return [
+        "data.reader=webdataset",
+        f"data.stream={command}",
+        "data.num_samples=24",
+        "data.num_workers=1",
+    ]
 
 
 @pytest.mark.slow
@@ -143,7 +196,9 @@ def test_a_run_from_a_command_with_a_header(web, place, shards):
     config = write_config(place, shards, steps=2)
     done = trained(config, place / "run", *streaming(web))
     assert done.returncode == 0, done.stderr
-    again = trained(config, place / "run", *(text.replace(HEADER, f"{HEADER}-2") for text in streaming(web)))
+    again = trained(
+        config, place / "run", *(text.replace(HEADER, f"{HEADER}-2") for text in streaming(web))
+    )
     assert again.returncode == 0, again.stderr
     printed = run("launch/train.py", "--config", config, "--print-config", *TINY, *streaming(web))
     assert printed.returncode == 0, printed.stderr
@@ -151,15 +206,26 @@ def test_a_run_from_a_command_with_a_header(web, place, shards):
     assert failed.returncode == 1
     assert "the stream broke" in failed.stderr
     assert "Authorization: ***" in failed.stderr
-    assert found(place, *(text for one in (done, again, printed, failed) for text in (one.stdout, one.stderr))) == []
+    assert (
+        found(
+            place,
+            *(text for one in (done, again, printed, failed) for text in (one.stdout, one.stderr)),
+        )
+        == []
+    )
 
 
 @pytest.mark.slow
 def test_an_address_that_is_refused_under_torchrun(web, place, shards):
     web.login, address = "somebody:else", f"{with_login(web)}?X-Amz-Signature={SIGNATURE}"
-    done = trained(write_config(place, shards), place / "run", f"data.root={address}", ranks=2, cold=True)
+    done = trained(
+        write_config(place, shards), place / "run", f"data.root={address}", ranks=2, cold=True
+    )
     assert done.returncode == 1
-    assert "the server answers 401 Unauthorized; the login that was sent is not accepted" in done.stderr
+    assert (
+        "the server answers 401 Unauthorized; the login that was sent is not accepted"
+        in done.stderr
+    )
     assert "traceback : error: http://127.0.0.1" in done.stderr, "what torchrun reports"
     assert found(place, done.stdout, done.stderr) == []
 
@@ -185,12 +251,22 @@ def test_what_commands_say_of_mistakes(web, place):
 def test_an_index_of_shards_at_an_address_with_a_login(web, place):
     web.login = f"me:{PASSWORD}"
     web.signature = f"X-Amz-Credential=AKIA&X-Amz-Signature={SIGNATURE}"
-    tars = [f"{with_login(web, '/p')}/{name}.tar?{web.signature}" for name in ("train-{00000..00002}", "val-{00000..00001}")]
+    tars = [
+        f"{with_login(web, '/p')}/{name}.tar?{web.signature}"
+        for name in ("train-{00000..00002}", "val-{00000..00001}")
+    ]
     done = prepared("data_prep.index", *tars, "--out", place / "index")
     assert done.returncode == 0, done.stderr
     assert json.loads((place / "index" / "_info.json").read_text())["shards_at"] == f"{web.url}/p"
-    again = prepared("data_prep.index", *(tar.replace(SIGNATURE, f"{SIGNATURE}2") for tar in tars), "--out", place / "index")
-    assert "the server answers 403 Forbidden; the login that was sent is not accepted" in again.stderr, "the address is the same data set's"
+    again = prepared(
+        "data_prep.index",
+        *(tar.replace(SIGNATURE, f"{SIGNATURE}2") for tar in tars),
+        "--out",
+        place / "index",
+    )
+    assert (
+        "the server answers 403 Forbidden; the login that was sent is not accepted" in again.stderr
+    ), "the address is the same data set's"
     assert found(place, *(text for one in (done, again) for text in (one.stdout, one.stderr))) == []
 
     web.signature = ""

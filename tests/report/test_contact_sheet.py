@@ -1,4 +1,5 @@
-"""The contact sheet: its rows are the first images, its columns their draws, and the command writes it."""
+"""The contact sheet: its rows are the first images, its columns their draws, and the command writes
+it."""
 
 from __future__ import annotations
 
@@ -19,17 +20,29 @@ CPU = torch.device("cpu")
 def sheets(monkeypatch):
     """What is about to be drawn, in place of the drawing."""
     caught = []
-    monkeypatch.setattr(contact_sheet, "_plot", lambda columns, heading, picture: caught.append(columns) or picture)
+    monkeypatch.setattr(
+        contact_sheet, "_plot", lambda columns, heading, picture: caught.append(columns) or picture
+    )
     return caught
 
 
 def test_each_row_shows_one_image_and_what_was_done_to_it(config, sheets, tmp_path):
-    """The whole image is taken and flipped, and in half of the draws a box is erased: outside it a draw is the original, mirrored."""
-    chosen = ["augment.crop_scale=[1,1]", "augment.crop_ratio=[1,1]", "augment.hflip_prob=1.0", "augment.erasing_prob=0.5"]
-    contact_sheet.make_contact_sheet(load_config(config, chosen).config, 3, 2, tmp_path / "sheet.png", CPU)
+    """The whole image is taken and flipped, and in half of the draws a box is erased: outside it a
+    draw is the original, mirrored."""
+    chosen = [
+        "augment.crop_scale=[1,1]",
+        "augment.crop_ratio=[1,1]",
+        "augment.hflip_prob=1.0",
+        "augment.erasing_prob=0.5",
+    ]
+    contact_sheet.make_contact_sheet(
+        load_config(config, chosen).config, 3, 2, tmp_path / "sheet.png", CPU
+    )
     (columns,) = sheets
     assert [title for title, _ in columns] == ["original", "draw 1", "draw 2", "as mixed"]
-    assert {len(cells) for _, cells in columns} == {4}, "three, and one more to make whole groups of two"
+    assert {len(cells) for _, cells in columns} == {4}, (
+        "three, and one more to make whole groups of two"
+    )
     originals, first, second, mixed = (cells for _, cells in columns)
     for row, original in enumerate(originals):
         for drawn in (first[row], second[row]):
@@ -41,20 +54,40 @@ def test_each_row_shows_one_image_and_what_was_done_to_it(config, sheets, tmp_pa
 
 
 def test_without_mixing_there_is_no_mixed_column(config, sheets, tmp_path):
-    contact_sheet.make_contact_sheet(load_config(config, ["augment.mixup_alpha=0", "augment.cutmix_alpha=0"]).config, 3, 1, tmp_path, CPU)
+    contact_sheet.make_contact_sheet(
+        load_config(config, ["augment.mixup_alpha=0", "augment.cutmix_alpha=0"]).config,
+        3,
+        1,
+        tmp_path,
+        CPU,
+    )
     assert [(title, len(cells)) for title, cells in sheets[0]] == [("original", 3), ("draw 1", 3)]
 
 
 def test_the_command_writes_a_picture(config, tmp_path):
     picture = tmp_path / "new" / "sheet.png"
-    done = run("launch/visualize.py", "augment", "--config", config, "augment.three_augment=true", "--out", picture, "--images", "2")
+    done = run(
+        "launch/visualize.py",
+        "augment",
+        "--config",
+        config,
+        "augment.three_augment=true",
+        "--out",
+        picture,
+        "--images",
+        "2",
+    )
     assert (done.returncode, done.stdout.strip()) == (0, str(picture)), done.stderr
     assert Image.open(picture).width == 1400
     assert np.std(pixels(picture)) > 10
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [(["--images", "0"], "--images 0: give a number from 1 to 64"), (["--what"], "unknown: --what")]
+    ("arguments", "words"),
+    [
+        (["--images", "0"], "--images 0: give a number from 1 to 64"),
+        (["--what"], "unknown: --what"),
+    ],
 )
 def test_a_wrong_argument_is_told(config, arguments, words):
     done = run("launch/visualize.py", "augment", "--config", config, *arguments)

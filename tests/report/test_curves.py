@@ -26,16 +26,37 @@ def record(folder: Path, *lines: dict) -> Path:
 
 
 def train_line(step: int, **values) -> dict:
-    return {"kind": "train", "step": step, "epoch": step / 20, "loss": 2.0, "lr": 0.1, "images_per_s": 60.0, "data_wait_s": 0.5, **values}
+    return {
+        "kind": "train",
+        "step": step,
+        "epoch": step / 20,
+        "loss": 2.0,
+        "lr": 0.1,
+        "images_per_s": 60.0,
+        "data_wait_s": 0.5,
+        **values,
+    }
 
 
 def troubled_run(folder: Path) -> Path:
-    evals = {"kind": "eval", "num_images": 1234, "top1": 50.0, "loss": 1.5, "top1_ema": 51.0, "loss_ema": None}
+    evals = {
+        "kind": "eval",
+        "num_images": 1234,
+        "top1": 50.0,
+        "loss": 1.5,
+        "top1_ema": 51.0,
+        "loss_ema": None,
+    }
     return record(
         folder,
         {"kind": "start", "step": 0, "restarts": 0, "plan": PLAN},
         *(train_line(step) for step in range(10, 1000, 10)),
-        {"kind": "fault", "step": 15, "reason": "gradient not finite, update skipped", "loss": None},
+        {
+            "kind": "fault",
+            "step": 15,
+            "reason": "gradient not finite, update skipped",
+            "loss": None,
+        },
         {"kind": "start", "step": 500, "restarts": 1, "plan": PLAN},
         *(train_line(step, loss=None if step == 510 else 2.0) for step in range(510, 800, 10)),
         evals | {"step": 400},
@@ -47,18 +68,28 @@ def test_the_share_of_waiting_follows_from_the_record(tmp_path):
     path = record(
         tmp_path,
         {"kind": "start", "step": 0, "restarts": 0, "plan": PLAN},
-        train_line(10),  # 10 steps of 12 images at 60 a second are 2 s, of which half a second was spent waiting
+        # 10 steps of 12 images at 60 a second are 2 s, of which half a second was spent waiting
+        train_line(10),
         train_line(30, data_wait_s=4.0),
         train_line(50, data_wait_s=1.0),  # replaced by the restart
-        {"kind": "start", "step": 40, "restarts": 1, "plan": {**PLAN, "world_size": 1, "accumulation_steps": 4}},
+        {
+            "kind": "start",
+            "step": 40,
+            "restarts": 1,
+            "plan": {**PLAN, "world_size": 1, "accumulation_steps": 4},
+        },
         train_line(50, data_wait_s=0.4),  # 10 steps, not 20
         train_line(60, data_wait_s=99.0),
         train_line(70, images_per_s=None),
     )
     found = curves._read_curves(path)
-    assert [line.get("data_wait_percent") for line in found.train] == pytest.approx([25.0, 100.0, 20.0, 100.0, None])
+    assert [line.get("data_wait_percent") for line in found.train] == pytest.approx(
+        [25.0, 100.0, 20.0, 100.0, None]
+    )
     assert (found.resumed, found.last_step) == ([40], 70)
-    without_plan = curves._read_curves(record(tmp_path, {"kind": "start", "step": 0, "restarts": 0}, train_line(10)))
+    without_plan = curves._read_curves(
+        record(tmp_path, {"kind": "start", "step": 0, "restarts": 0}, train_line(10))
+    )
     assert "data_wait_percent" not in without_plan.train[0]
 
 
@@ -74,7 +105,9 @@ def test_many_points_are_averaged_and_gaps_stay():
 
 
 def test_curves(tmp_path):
-    troubled = pixels(curves.plot_curves(troubled_run(tmp_path), tmp_path / "report" / "curves.png"))
+    troubled = pixels(
+        curves.plot_curves(troubled_run(tmp_path), tmp_path / "report" / "curves.png")
+    )
     for color in (plots.BLUE, plots.ORANGE, plots.GREEN):
         assert places(troubled, color).sum() > 100
     start = {"kind": "start", "step": 0, "restarts": 0, "plan": PLAN}
@@ -90,12 +123,19 @@ def test_curves(tmp_path):
 
 def test_the_axis_of_accuracy_ends_at_100(tmp_path):
     evals = {"kind": "eval", "num_images": 20, "loss": 1.5}
-    path = record(tmp_path, train_line(10), evals | {"step": 5, "top1": 40.0}, evals | {"step": 10, "top1": 100.0})
+    path = record(
+        tmp_path,
+        train_line(10),
+        evals | {"step": 5, "top1": 40.0},
+        evals | {"step": 10, "top1": 100.0},
+    )
     axes = Figure().subplots()
     curves._draw_panel(axes, curves._read_curves(path), "accuracy")
     assert axes.get_ylim()[1] == 100
     assert 0 < axes.get_ylim()[0] < 40
-    assert not any(line.get_clip_on() for line in axes.get_lines()), "half of the marker at 100 would be cut off"
+    assert not any(line.get_clip_on() for line in axes.get_lines()), (
+        "half of the marker at 100 would be cut off"
+    )
 
 
 def test_panels_can_stand_in_one_page(tmp_path):
@@ -109,7 +149,9 @@ def test_panels_can_stand_in_one_page(tmp_path):
         assert not {"width", "height"} & set(root.attrib), "CSS says how large"
         tags = {element.tag.split("}")[1] for element in root.iter()}
         assert "path" in tags
-        assert not {"style", "text", "metadata"} & tags, "fonts and rules of the page would change them"
+        assert not {"style", "text", "metadata"} & tags, (
+            "fonts and rules of the page would change them"
+        )
         own = {element.get("id") for element in root.iter()} - {None}
         references = set(re.findall(r"(?:href=\"|url\()#([^\")]+)", panel))
         assert references
@@ -117,7 +159,9 @@ def test_panels_can_stand_in_one_page(tmp_path):
         ids.update(element.get("id") for element in root.iter() if element.get("id"))
     assert set(ids.values()) == {1}
     assert "best 77.70 %" in panels["accuracy"].split(">")[0]
-    assert panels == curves.curve_panels(tmp_path / "metrics.jsonl"), "the same record gives the same bytes"
+    assert panels == curves.curve_panels(tmp_path / "metrics.jsonl"), (
+        "the same record gives the same bytes"
+    )
 
 
 def test_a_users_settings_change_nothing(tmp_path):

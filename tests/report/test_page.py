@@ -1,4 +1,5 @@
-"""The report: one page that needs nothing, says what the record says, and is there for every kind of run."""
+"""The report: one page that needs nothing, says what the record says, and is there for every kind
+of run."""
 
 from __future__ import annotations
 
@@ -30,12 +31,19 @@ from vit.report.pictures import PAINTERS, Pictures, draw_pictures, pick_images
 from vit.run.record import is_in_use
 
 CPU = torch.device("cpu")
-HOSTILE = ["</script><script>alert(1)</script>", "\"'><img src=http://evil.example/x onerror=alert(1)>", "{{ 7 * 191 }} & <b>bold</b> é"]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "\"'><img src=http://evil.example/x onerror=alert(1)>",
+    "{{ 7 * 191 }} & <b>bold</b> é",
+]
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 class Page(HTMLParser):
-    """A page taken apart: its tags with their attributes, its text, and the attributes of each <data> by its text."""
+    """A page taken apart: its tags with their attributes, its text, and the attributes of each
+    <data> by its text."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -64,19 +72,36 @@ class Page(HTMLParser):
 
 
 def check_self_contained(page: Page) -> list[Image.Image]:
-    """Fail if anything points outside, or is run that is not the page's own; returns the pictures."""
+    """Fail if anything points outside, or is run that is not the page's own; returns the
+    pictures."""
     pictures = []
     for tag, attributes in page.tags:
-        assert tag not in ("link", "iframe", "object", "embed", "base", "form", "audio", "video"), tag
+        assert tag not in ("link", "iframe", "object", "embed", "base", "form", "audio", "video"), (
+            tag
+        )
         for name, value in attributes.items():
             assert not name.startswith("on"), f"<{tag} {name}>"
             where = f"<{tag} {name}={value[:80]}>"
-            if name in ("src", "href", "xlink:href", "srcset", "action", "data", "poster", "background"):
-                assert value.startswith("#") or (tag == "img" and value.startswith("data:image/png;base64,")), where
-            if name not in ("xmlns", "xmlns:xlink", "alt", "aria-label", "title"):  # namespaces are names; the others are only shown
+            if name in (
+                "src",
+                "href",
+                "xlink:href",
+                "srcset",
+                "action",
+                "data",
+                "poster",
+                "background",
+            ):
+                assert value.startswith("#") or (
+                    tag == "img" and value.startswith("data:image/png;base64,")
+                ), where
+            # namespaces are names; the others are only shown
+            if name not in ("xmlns", "xmlns:xlink", "alt", "aria-label", "title"):
                 assert not re.search("https?:|javascript:", value), where
     for attributes in page.attributes("img"):
-        with Image.open(io.BytesIO(base64.b64decode(attributes["src"].partition(",")[2], validate=True))) as image:
+        with Image.open(
+            io.BytesIO(base64.b64decode(attributes["src"].partition(",")[2], validate=True))
+        ) as image:
             image.load()
             assert image.format == "PNG"
             pictures.append(image)
@@ -111,7 +136,8 @@ def finished(hostile: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     config = write_config(folder, hostile, batch=48, steps=12)
     run_dir = folder / "a run <i>&amp; more"
     for _ in range(2):
-        train(config, run_dir, "optim.lr=0.5", ranks=0)  # far too high: there must be mistakes to show
+        # far too high: there must be mistakes to show
+        train(config, run_dir, "optim.lr=0.5", ranks=0)
     return run_dir, report_of(run_dir)
 
 
@@ -128,7 +154,11 @@ def copied(run_dir: Path, to: Path) -> Path:
 def set_key(run_dir: Path, key: str, value: str) -> None:
     """Change a line of config.yaml."""
     path = run_dir / "config.yaml"
-    path.write_text(re.sub(rf"^  {key}: .*$", lambda _: f"  {key}: {value}", path.read_text(), flags=re.MULTILINE))
+    path.write_text(
+        re.sub(
+            rf"^  {key}: .*$", lambda _: f"  {key}: {value}", path.read_text(), flags=re.MULTILINE
+        )
+    )
 
 
 def test_one_file_holds_everything(finished):
@@ -152,10 +182,16 @@ def test_the_numbers_are_those_of_the_record(finished):
             assert repr(line[name]) in page.values(), name
     best = max(max(line["top1"], line["top1_ema"]) for line in evaluations)
     last = evaluations[-1]
-    assert f"Top-1, at the end {last['top1_ema']:.2f} % {last['correct_top1_ema']} of 23 images" in page.text
+    assert (
+        f"Top-1, at the end {last['top1_ema']:.2f} % {last['correct_top1_ema']} of 23 images"
+        in page.text
+    )
     assert f"Top-1, best {best:.2f} %" in page.text
     low, high = interval95(last["correct_top1_ema"], 23)
-    assert f"{last['correct_top1_ema']} of 23 images; 95 % interval {low:.1f} to {high:.1f}" in page.text
+    assert (
+        f"{last['correct_top1_ema']} of 23 images; 95 % interval {low:.1f} to {high:.1f}"
+        in page.text
+    )
     assert "Finished at step 12 of 12." in page.text
     assert "576 images" in page.text  # 12 steps of 48
 
@@ -176,11 +212,21 @@ def test_every_restart_is_told(finished):
 def test_every_setting_is_there_and_what_differs_comes_first(finished):
     run_dir, page = finished
     config = load_config(run_dir / "config.yaml").config
-    keys = [f"{section}.{key}" for section in type(config).model_fields for key in type(getattr(config, section)).model_fields]
+    keys = [
+        f"{section}.{key}"
+        for section in type(config).model_fields
+        for key in type(getattr(config, section)).model_fields
+    ]
     assert set(keys) <= set(page.code)
     assert set(keys) <= set(all_keys())
     first = page.html.partition("Different from the defaults")[2].partition("All settings")[0]
-    for key in ("model.embed_dim", "data.root", "train.ema_decay", "augment.mixup_alpha", "run.dir"):
+    for key in (
+        "model.embed_dim",
+        "data.root",
+        "train.ema_decay",
+        "augment.mixup_alpha",
+        "run.dir",
+    ):
         assert f"<code>{key}</code>" in first, key
     for key in ("optim.eps", "augment.hflip_prob", "train.seed"):
         assert f"<code>{key}</code>" not in first, key
@@ -192,7 +238,10 @@ def test_names_are_text_and_nothing_else(finished):
         assert re.sub(r"\s+", " ", name) in page.text
     assert "1337" not in page.text
     assert "a run <i>&amp; more" in page.text
-    assert not page.attributes("i") or all("style" in attributes for attributes in page.attributes("i"))  # bars, not the folder's name
+    # bars, not the folder's name
+    assert not page.attributes("i") or all(
+        "style" in attributes for attributes in page.attributes("i")
+    )
     assert not page.attributes("b") or HOSTILE[2] not in page.html
 
 
@@ -200,13 +249,23 @@ def test_the_augmented_images_are_those_of_training(finished, monkeypatch, tmp_p
     """Against the whole batch of one rank: the report decodes only a part of it."""
     run_dir, _ = finished
     seen = {}
-    monkeypatch.setattr(plots, "plot_augmented", lambda inputs, targets, *others: seen.update(inputs=inputs, targets=targets))
+    monkeypatch.setattr(
+        plots,
+        "plot_augmented",
+        lambda inputs, targets, *others: seen.update(inputs=inputs, targets=targets),
+    )
     draw_pictures(copied(run_dir, tmp_path), CPU)
     config = load_config(run_dir / "config.yaml").config
     split = open_split(config.data.root, "train")
     order = make_order(split.num_samples, 48, config.train.seed)
-    batch = next(Loader(TrainBatches(split, order, config.augment, ImageFormat((16, 16), 3, "bilinear")), 0, 1))
-    inputs, targets = Augment(config.augment, 3, config.data.mean, config.data.std, CPU)(batch.images, batch.labels, batch.table)
+    batch = next(
+        Loader(
+            TrainBatches(split, order, config.augment, ImageFormat((16, 16), 3, "bilinear")), 0, 1
+        )
+    )
+    inputs, targets = Augment(config.augment, 3, config.data.mean, config.data.std, CPU)(
+        batch.images, batch.labels, batch.table
+    )
     assert seen["inputs"].shape == (24, 3, 16, 16)
     assert torch.equal(seen["inputs"], inputs[:24])
     assert torch.equal(seen["targets"], targets[:24])
@@ -259,18 +318,25 @@ def test_a_run_without_evaluation(config, tmp_path):
     shutil.rmtree(tmp_path / "run" / "weights")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     reasons = make_report(tmp_path / "run", CPU).pictures.reasons
-    assert {reasons[name] for name in ("attention", "positions", "augmented")} == {"The run has not saved any weights yet."}
+    assert {reasons[name] for name in ("attention", "positions", "augmented")} == {
+        "The run has not saved any weights yet."
+    }
 
 
 def test_a_guest_without_attention(shards, tmp_path):
     pytest.importorskip("timm")
     config = tmp_path / "guest.yaml"
     config.write_text(
-        f"model: {{name: timm/resnet10t, image_size: 32}}\ndata: {{root: {shards}, global_batch_size: 12}}\n"
-        "train: {steps: 2}\neval: {every_steps: 2}\n"
+        f"model: {{name: timm/resnet10t, image_size: 32}}\ndata: {{root: {shards},"
+        " global_batch_size: 12}\ntrain: {steps: 2}\neval: {every_steps: 2}\n"
     )
     others = [setting for setting in TINY if not setting.startswith("model.")]
-    assert run("launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *others).returncode == 0
+    assert (
+        run(
+            "launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *others
+        ).returncode
+        == 0
+    )
     page = remade(tmp_path / "run")
     mistaken = metrics(tmp_path / "run", "eval")[-1]["correct_top1"] < 23
     assert len(check_self_contained(page)) == 2 + mistaken  # augmented, confusion
@@ -282,7 +348,9 @@ def test_a_guest_without_attention(shards, tmp_path):
 @pytest.mark.slow
 def test_a_run_that_is_going_on_and_one_that_was_killed(config, tmp_path):
     run_dir = tmp_path / "run"
-    training = Background(config, tmp_path / "run", "train.steps=100000", "eval.every_steps=2", ranks=0)
+    training = Background(
+        config, tmp_path / "run", "train.steps=100000", "eval.every_steps=2", ranks=0
+    )
     try:
         training.wait_for_step(31)
         assert is_in_use(run_dir) is True
@@ -291,12 +359,22 @@ def test_a_run_that_is_going_on_and_one_that_was_killed(config, tmp_path):
     finally:
         training.kill_all()
     check_self_contained(page)
-    assert re.search(r"going on Going on, at step \d+ of 100,000; the newest line of the record was 0:0\d:\d\d old\.", page.text)
-    assert "All" in page.text.partition("Where it looks")[0].partition("averaged weights")[2], "many evaluations are folded away"
+    assert re.search(
+        r"going on Going on, at step \d+ of 100,000; the newest line of the record was 0:0\d:\d\d"
+        r" old\.",
+        page.text,
+    )
+    assert "All" in page.text.partition("Where it looks")[0].partition("averaged weights")[2], (
+        "many evaluations are folded away"
+    )
     assert is_in_use(run_dir) is False
     page = report_of(run_dir)
     check_self_contained(page)
-    assert re.search(r"killed Killed after step \d+ of 100,000; the same command goes on from its newest checkpoint\.", page.text)
+    assert re.search(
+        r"killed Killed after step \d+ of 100,000; the same command goes on from its newest"
+        r" checkpoint\.",
+        page.text,
+    )
 
 
 def told(folder: Path, *lines: dict | str, in_use: bool | None = None) -> str:
@@ -310,27 +388,64 @@ def told(folder: Path, *lines: dict | str, in_use: bool | None = None) -> str:
 
 
 PLAN = {"total_steps": 90}
-START = {"kind": "start", "step": 0, "time": 1e9, "restarts": 0, "world_size": 2, "device": "cpu", "git": "one", "plan": PLAN}
-TRAIN = {"kind": "train", "step": 10, "time": 1e9 + 9, "loss": 1.0, "lr": 0.1, "images_per_s": 50.0, "data_wait_s": 1.0, "elapsed_s": 9.0}
+START = {
+    "kind": "start",
+    "step": 0,
+    "time": 1e9,
+    "restarts": 0,
+    "world_size": 2,
+    "device": "cpu",
+    "git": "one",
+    "plan": PLAN,
+}
+TRAIN = {
+    "kind": "train",
+    "step": 10,
+    "time": 1e9 + 9,
+    "loss": 1.0,
+    "lr": 0.1,
+    "images_per_s": 50.0,
+    "data_wait_s": 1.0,
+    "elapsed_s": 9.0,
+}
 
 
 def test_how_attempts_end(tmp_path):
     again = {**START, "step": 6, "time": 1e9 + 20, "restarts": 1, "git": "two", "world_size": 3}
-    failed = {"kind": "end", "step": 8, "time": 1e9 + 30, "outcome": "error", "reason": "OSError: disk <full>"}
+    failed = {
+        "kind": "end",
+        "step": 8,
+        "time": 1e9 + 30,
+        "outcome": "error",
+        "reason": "OSError: disk <full>",
+    }
     text = told(tmp_path / "run", START, TRAIN, again, failed)
     assert "failed Failed at step 8 of 90: OSError: disk <full>" in text
     attempts = text.partition("Attempts")[2].partition("Faults")[0]
-    assert "killed 0 – 10 2 on cpu 0:00:09 50 no farewell in the record; 4 steps done again by the next attempt" in attempts
+    assert (
+        "killed 0 – 10 2 on cpu 0:00:09 50 no farewell in the record; 4 steps done again by the"
+        " next attempt" in attempts
+    )
     assert "failed 6 – 8 3 on cpu 0:00:10 – OSError: disk <full>" in attempts
     assert "one attempt 1 two attempt 2" in text
     stopped = {"kind": "end", "step": 10, "time": 1e9 + 10, "outcome": "stopped", "elapsed_s": 10.0}
     assert "Stopped at step 10 of 90 and saved" in told(tmp_path / "run", START, TRAIN, stopped)
-    for in_use, expected in ((True, "Going on, at"), (False, "Killed after"), (None, "Going on or killed, at")):
+    for in_use, expected in (
+        (True, "Going on, at"),
+        (False, "Killed after"),
+        (None, "Going on or killed, at"),
+    ):
         assert f"{expected} step 10 of 90" in told(tmp_path / "run", START, TRAIN, in_use=in_use)
 
 
 def test_faults_are_told(tmp_path):
-    fault = {"kind": "fault", "step": 7, "time": 1e9 + 5, "reason": "gradient not finite, update skipped", "loss": None}
+    fault = {
+        "kind": "fault",
+        "step": 7,
+        "time": 1e9 + 5,
+        "reason": "gradient not finite, update skipped",
+        "loss": None,
+    }
     (tmp_path / "run" / "checkpoints" / "damaged_step_00000003_17").mkdir(parents=True)
     text = told(tmp_path / "run", START, fault, {**TRAIN, "updates_skipped": 1, "bad_images": 2})
     assert "1 update skipped" in text
@@ -363,7 +478,10 @@ def test_a_config_that_cannot_be_read_is_shown_as_it_is(tmp_path):
 
 
 def test_mistakes_of_people(tmp_path):
-    for folder, expected in ((tmp_path / "no", "is no folder"), (tmp_path, "has neither config.yaml nor metrics.jsonl")):
+    for folder, expected in (
+        (tmp_path / "no", "is no folder"),
+        (tmp_path, "has neither config.yaml nor metrics.jsonl"),
+    ):
         done = run("launch/report.py", folder)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith(f"error: {folder}: not a run folder, it {expected}")
@@ -399,11 +517,38 @@ def test_images_are_picked_over_all_classes_always_the_same():
 
 
 def chromium(page: Path, width: int, folder: Path) -> list[str]:
-    """What the browser's console says of a page in a window `width` pixels wide; looking at it leaves a picture in `folder`."""
-    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr"]
-    view = ["--hide-scrollbars", f"--window-size={width},900", "--virtual-time-budget=5000", f"--screenshot={folder / 'page.png'}"]
-    command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", *quiet, *view]
-    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=False, env=environment())
+    """What the browser's console says of a page in a window `width` pixels wide; looking at it
+    leaves a picture in `folder`."""
+    quiet = [
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--enable-logging=stderr",
+    ]
+    view = [
+        "--hide-scrollbars",
+        f"--window-size={width},900",
+        "--virtual-time-budget=5000",
+        f"--screenshot={folder / 'page.png'}",
+    ]
+    command = [
+        str(CHROMIUM),
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={folder / 'profile'}",
+        *quiet,
+        *view,
+    ]
+    done = subprocess.run(
+        [*command, page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment(),
+    )
     assert done.returncode == 0, done.stderr
     assert (folder / "page.png").is_file()
     return [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -418,13 +563,15 @@ def test_a_browser_shows_it_without_overflow_and_without_complaints(finished, tm
 
     # What is not ours must not run: the policy refuses it, and the browser says so.
     foreign = tmp_path / "foreign.html"
-    foreign.write_text(page.html.replace("</body>", "<script>console.log('taken over')</script></body>"))
+    foreign.write_text(
+        page.html.replace("</body>", "<script>console.log('taken over')</script></body>")
+    )
     refused = chromium(foreign, width, tmp_path)
     assert len(refused) == 1
     assert "Content Security Policy" in refused[0]
 
-    # Measured by a script that a copy without the policy lets run; everything that can be unfolded is. A frame can be narrower than
-    # the narrowest window.
+    # Measured by a script that a copy without the policy lets run; everything that can be unfolded
+    # is. A frame can be narrower than the narrowest window.
     measure = """<script>
     for (const details of document.querySelectorAll("details")) details.open = true;
     const wide = [...document.querySelectorAll("body *")].filter((e) => !e.closest(".scroll, nav, svg, pre")
@@ -435,8 +582,14 @@ def test_a_browser_shows_it_without_overflow_and_without_complaints(finished, tm
     console.log("MEASURED" + JSON.stringify([innerWidth, document.documentElement.scrollWidth, wide.slice(0, 5), rows]) + "END");
     </script></body>"""
     copy = tmp_path / "copy.html"
-    copy.write_text(re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.html).replace("</body>", measure))
-    (tmp_path / "frame.html").write_text(f'<iframe src="copy.html" style="width: {width}px; height: 900px; border: 0"></iframe>')
+    copy.write_text(
+        re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.html).replace(
+            "</body>", measure
+        )
+    )
+    (tmp_path / "frame.html").write_text(
+        f'<iframe src="copy.html" style="width: {width}px; height: 900px; border: 0"></iframe>'
+    )
     said = "".join(chromium(tmp_path / "frame.html", 1400, tmp_path))
     inner_width, scroll_width, wide, found = json.loads(re.search(r"MEASURED(.*)END", said)[1])
     assert (inner_width, scroll_width) == (width, width), wide
@@ -445,7 +598,16 @@ def test_a_browser_shows_it_without_overflow_and_without_complaints(finished, tm
 
 
 def test_of_equal_accuracies_the_smaller_loss_is_the_best():
-    row = {"epoch": 1.0, "num_images": 20, "correct_top1": 20, "top5": 100.0, "num_images_ema": None}
+    row = {
+        "epoch": 1.0,
+        "num_images": 20,
+        "correct_top1": 20,
+        "top5": 100.0,
+        "num_images_ema": None,
+    }
     row |= {"top1_ema": None, "top5_ema": None, "correct_top1_ema": None, "loss_ema": None}
-    rows = [row | {"step": step, "top1": top1, "loss": loss} for step, top1, loss in ((4, 100.0, 1.35), (8, 100.0, 0.43), (12, 95.0, 0.1))]
+    rows = [
+        row | {"step": step, "top1": top1, "loss": loss}
+        for step, top1, loss in ((4, 100.0, 1.35), (8, 100.0, 0.43), (12, 95.0, 0.1))
+    ]
     assert page._headline(rows)["best"]["step"] == 8

@@ -1,4 +1,5 @@
-"""Pictures of a run: the numbers behind them against independent oracles, and that the pictures show them."""
+"""Pictures of a run: the numbers behind them against independent oracles, and that the pictures
+show them."""
 
 from __future__ import annotations
 
@@ -54,16 +55,19 @@ def pixels(picture: Path) -> np.ndarray:
 
 
 def places(shown: np.ndarray, color: str | tuple, tolerance: int = 2) -> np.ndarray:
-    """(H, W) bool: where a picture has a color, given as #rrggbb or as (red, green, blue) in 0..255."""
+    """(H, W) bool: where a picture has a color, given as #rrggbb or as (red, green, blue) in
+    0..255."""
     if isinstance(color, str):
         color = tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
     return (np.abs(shown - np.array(color)) <= tolerance).all(2)
 
 
-# --- where it looks --------------------------------------------------------------------------------------------------------------------
+# --- where it looks -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{}, {"class_token": False, "global_pool": "avg"}, {"qkv_bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"class_token": False, "global_pool": "avg"}, {"qkv_bias": False}], ids=str
+)
 def test_attention_of_our_model_is_that_of_timm_with_its_softmax_spelled_out(fields):
     ours = randomised(VisionTransformer((32, 24), **SMALL, **fields)).eval()
     theirs = TimmVisionTransformer((32, 24), **SMALL, **fields)
@@ -77,7 +81,11 @@ def test_attention_of_our_model_is_that_of_timm_with_its_softmax_spelled_out(fie
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("fields", [{}, {"qk_norm": True, "reg_tokens": 4}, {"global_pool": "avg", "class_token": False}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"qk_norm": True, "reg_tokens": 4}, {"global_pool": "avg", "class_token": False}],
+    ids=str,
+)
 def test_attention_of_guests(fields):
     theirs = randomised(TimmVisionTransformer((32, 24), **SMALL, **fields)).eval()
     found = plots.attention_maps(theirs, images())
@@ -89,10 +97,14 @@ def test_attention_of_guests(fields):
 
 
 def test_attention_applied_to_the_values_is_what_the_module_gives():
-    model = randomised(VisionTransformer((32, 24), attn_drop_rate=0.5, drop_path_rate=0.5, **SMALL)).train()
+    model = randomised(
+        VisionTransformer((32, 24), attn_drop_rate=0.5, drop_path_rate=0.5, **SMALL)
+    ).train()
     seen = []
     for block in model.blocks:
-        block.attn.register_forward_hook(lambda module, inputs, output: seen.append((module, inputs[0], output)))
+        block.attn.register_forward_hook(
+            lambda module, inputs, output: seen.append((module, inputs[0], output))
+        )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         maps = plots.attention_maps(model, images())
     assert all(map.dtype == torch.float32 and map.shape == (2, 4, 13, 13) for map in maps)
@@ -101,7 +113,9 @@ def test_attention_applied_to_the_values_is_what_the_module_gives():
     for weights, (module, tokens, output) in zip(maps, seen, strict=True):
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 13))
         values = module.qkv(tokens).view(2, 13, 3, 4, 8)[:, :, 2].transpose(1, 2)
-        torch.testing.assert_close(module.proj((weights @ values).transpose(1, 2).flatten(2)), output, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            module.proj((weights @ values).transpose(1, 2).flatten(2)), output, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +124,14 @@ def test_attention_applied_to_the_values_is_what_the_module_gives():
         lambda: timm.create_model("test_resnet"),
         lambda: timm.create_model("test_efficientnet"),  # it has blocks, of another kind
         lambda: Beit((32, 24), use_rel_pos_bias=True, **SMALL),
-        lambda: Eva((32, 24), use_abs_pos_emb=False, use_rot_pos_emb=True, qkv_fused=True, qkv_bias=False, **SMALL),
+        lambda: Eva(
+            (32, 24),
+            use_abs_pos_emb=False,
+            use_rot_pos_emb=True,
+            qkv_fused=True,
+            qkv_bias=False,
+            **SMALL,
+        ),
         lambda: TimmVisionTransformer((32, 24), attn_layer="diff", **SMALL),
         lambda: nn.Linear(2, 2),
     ],
@@ -124,17 +145,25 @@ def test_models_whose_attention_is_something_else_are_refused(make):
 
 def random_maps(num_layers: int, batch: int, heads: int, tokens: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return [(4 * torch.randn(batch, heads, tokens, tokens, generator=generator)).softmax(-1) for _ in range(num_layers)]
+    return [
+        (4 * torch.randn(batch, heads, tokens, tokens, generator=generator)).softmax(-1)
+        for _ in range(num_layers)
+    ]
 
 
-@pytest.mark.parametrize(("num_prefix_tokens", "global_pool"), [(1, "token"), (5, "token"), (0, "avg"), (1, "avg")])
+@pytest.mark.parametrize(
+    ("num_prefix_tokens", "global_pool"), [(1, "token"), (5, "token"), (0, "avg"), (1, "avg")]
+)
 def test_rollout_is_a_sum_over_all_paths(num_prefix_tokens, global_pool):
-    """Brute force: every path from an output token through one token of each layer to an input token."""
+    """Brute force: every path from an output token through one token of each layer to an input
+    token."""
     tokens = num_prefix_tokens + 3
     maps = random_maps(3, 2, 2, num_prefix_tokens + 3)
     found = plots.attention_rollout(maps, num_prefix_tokens, global_pool)
     for image in range(2):
-        first, second, third = (0.5 * map[image].double().numpy().mean(0) + 0.5 * np.eye(tokens) for map in maps)
+        first, second, third = (
+            0.5 * map[image].double().numpy().mean(0) + 0.5 * np.eye(tokens) for map in maps
+        )
         reach = np.zeros((tokens, tokens))
         for end, b, a, begin in np.ndindex(*(tokens,) * 4):
             reach[end, begin] += third[end, b] * second[b, a] * first[a, begin]
@@ -150,10 +179,15 @@ def one_hot_rows(*targets: int) -> torch.Tensor:
 def test_rollout_of_handmade_attention():
     identity = one_hot_rows(0, 1, 2, 3)
     rollout = plots.attention_rollout
-    assert rollout([identity] * 3, 0, "avg").tolist() == [[1, 1, 1, 1]], "everybody looks at himself: all count the same"
-    assert rollout([identity] * 3, 1, "token").tolist() == [[0, 0, 0]], "nothing reaches the class token"
+    assert rollout([identity] * 3, 0, "avg").tolist() == [[1, 1, 1, 1]], (
+        "everybody looks at himself: all count the same"
+    )
+    assert rollout([identity] * 3, 1, "token").tolist() == [[0, 0, 0]], (
+        "nothing reaches the class token"
+    )
     assert rollout([one_hot_rows(2, 2, 2, 2)], 1, "token").tolist() == [[0, 1, 0]]
-    # Layers in order: patch 1 goes into patch 2, then patch 2 into the class token; the other way round patch 1 stays outside.
+    # Layers in order: patch 1 goes into patch 2, then patch 2 into the class token; the other way
+    # round patch 1 stays outside.
     into_patch = one_hot_rows(0, 1, 1, 3)
     into_class = one_hot_rows(2, 1, 2, 3)
     assert rollout([into_patch, into_class], 1, "token").tolist() == [[1, 1, 0]]
@@ -173,10 +207,14 @@ def test_attention_picture(tmp_path, channels):
 
     def draw(predictions: list[int], names: list[str]) -> np.ndarray:
         arguments = (black, relevance, torch.tensor([3, 7]), predictions, [0.5, 0.25])
-        return pixels(plots.plot_attention(*arguments, names, tmp_path / "new" / "folder" / "a.png"))
+        return pixels(
+            plots.plot_attention(*arguments, names, tmp_path / "new" / "folder" / "a.png")
+        )
 
     right = draw([3, 7], NAMES)
-    violet, yellow = (places(right, tuple(0.55 * 255 * np.array(colormaps["viridis"](x)[:3]))) for x in (0.0, 1.0))
+    violet, yellow = (
+        places(right, tuple(0.55 * 255 * np.array(colormaps["viridis"](x)[:3]))) for x in (0.0, 1.0)
+    )
     assert yellow.sum() > 5000 < violet.sum()
     middle = violet[:, :700].nonzero()[1].min()
     assert 300 < yellow.nonzero()[1].min() < middle - 100, "in the overlay"
@@ -187,20 +225,32 @@ def test_attention_picture(tmp_path, channels):
         assert places(wrong, plots.ORANGE).sum() > 50 < places(wrong, plots.BLUE).sum()
 
 
-@pytest.mark.parametrize(("grid", "tiles"), [((4, 4), 16), ((14, 14), 196), ((27, 27), 196), ((16, 3), 42), ((2, 3), 6)])
+@pytest.mark.parametrize(
+    ("grid", "tiles"), [((4, 4), 16), ((14, 14), 196), ((27, 27), 196), ((16, 3), 42), ((2, 3), 6)]
+)
 def test_positions_that_resemble_themselves_only(tmp_path, grid, tiles):
-    shown = pixels(plots.plot_position_similarity(torch.eye(grid[0] * grid[1]), grid, tmp_path / "p.png"))
-    violet, yellow = (places(shown, tuple(255 * np.array(colormaps["viridis"](x)[:3]))) for x in (0.0, 1.0))
-    sizes = [(y.stop - y.start, x.stop - x.start) for y, x in ndimage.find_objects(ndimage.label(yellow)[0])]
-    patches = [size for size in sizes if size[1] <= 2 * size[0]]  # the end of the colour bar is flat
+    shown = pixels(
+        plots.plot_position_similarity(torch.eye(grid[0] * grid[1]), grid, tmp_path / "p.png")
+    )
+    violet, yellow = (
+        places(shown, tuple(255 * np.array(colormaps["viridis"](x)[:3]))) for x in (0.0, 1.0)
+    )
+    sizes = [
+        (y.stop - y.start, x.stop - x.start)
+        for y, x in ndimage.find_objects(ndimage.label(yellow)[0])
+    ]
+    # the end of the colour bar is flat
+    patches = [size for size in sizes if size[1] <= 2 * size[0]]
     assert len(patches) == tiles, "one bright patch in each tile"
-    (all_y, all_x) = (violet | yellow).nonzero()
-    (y, x) = yellow.nonzero()
+    all_y, all_x = (violet | yellow).nonzero()
+    y, x = yellow.nonzero()
     corners = (y.min(), x.min(), y.max())
-    assert corners == (all_y.min(), all_x.min(), all_y.max()), "the corner's patch is in the corner of its tile"
+    assert corners == (all_y.min(), all_x.min(), all_y.max()), (
+        "the corner's patch is in the corner of its tile"
+    )
 
 
-# --- what it mistakes ------------------------------------------------------------------------------------------------------------------
+# --- what it mistakes -----------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:A single label was found")
@@ -208,7 +258,9 @@ def test_positions_that_resemble_themselves_only(tmp_path, grid, tiles):
 @settings(max_examples=50, deadline=None)
 def test_confusion_against_scikit_learn(num_classes, data):
     labels, predictions = (
-        data.draw(st_numpy.arrays(np.int64, 40, elements=st.integers(low, num_classes - 1)), label=name)
+        data.draw(
+            st_numpy.arrays(np.int64, 40, elements=st.integers(low, num_classes - 1)), label=name
+        )
         for name, low in (("labels", 0), ("predictions", -1))
     )
     matrix = plots.confusion_matrix(labels, predictions, num_classes)
@@ -216,17 +268,25 @@ def test_confusion_against_scikit_learn(num_classes, data):
     assert matrix.dtype == np.int64
     assert matrix.sum() == seen.sum(), "what has no prediction is in no cell"
     if seen.any():  # scikit-learn refuses nothing at all
-        expected = sklearn_metrics.confusion_matrix(labels[seen], predictions[seen], labels=np.arange(num_classes))
+        expected = sklearn_metrics.confusion_matrix(
+            labels[seen], predictions[seen], labels=np.arange(num_classes)
+        )
         np.testing.assert_array_equal(matrix, expected)
 
 
-@pytest.mark.parametrize(("labels", "predictions"), [([0, 3], [0, 0]), ([-1], [0]), ([0], [3]), ([0], [-2]), ([0, 1], [0])])
+@pytest.mark.parametrize(
+    ("labels", "predictions"),
+    [([0, 3], [0, 0]), ([-1], [0]), ([0], [3]), ([0], [-2]), ([0, 1], [0])],
+)
 def test_confusion_refuses_what_belongs_to_other_classes(labels, predictions):
     with pytest.raises(ValueError, match="expected the labels and predictions of one evaluation"):
         plots.confusion_matrix(np.array(labels), np.array(predictions), 3)
 
 
-@given(st_numpy.arrays(np.int64, st.integers(1, 7).map(lambda n: (n, n)), elements=st.integers(0, 4)), st.integers(0, 12))
+@given(
+    st_numpy.arrays(np.int64, st.integers(1, 7).map(lambda n: (n, n)), elements=st.integers(0, 4)),
+    st.integers(0, 12),
+)
 @settings(max_examples=100, deadline=None)
 def test_most_confused_against_brute_force(matrix, num):
     found = plots.most_confused(matrix, num)
@@ -234,7 +294,10 @@ def test_most_confused_against_brute_force(matrix, num):
     for true in range(len(matrix)):
         for predicted in range(len(matrix)):
             if true != predicted and matrix[true][predicted] > 0:
-                left[true, predicted] = (matrix[true][predicted], matrix[true][predicted] / sum(matrix[true]))
+                left[true, predicted] = (
+                    matrix[true][predicted],
+                    matrix[true][predicted] / sum(matrix[true]),
+                )
     assert len(found) == min(num, len(left))
     for true, predicted, count, total in found:
         best = max(left.values())
@@ -246,7 +309,8 @@ def test_most_confused_against_brute_force(matrix, num):
 
 @pytest.mark.parametrize("num_classes", [3, 20, 21, 1000])
 def test_confusion_pictures_show_where_the_mistakes_are(tmp_path, num_classes):
-    """A mistake that is moved from the diagonal's side to the left leaves a mark there, in the row of its true class."""
+    """A mistake that is moved from the diagonal's side to the left leaves a mark there, in the row
+    of its true class."""
     true = int(0.9 * num_classes)
     far = int(0.1 * num_classes)
     near = int(0.9 * num_classes) - 1
@@ -264,7 +328,10 @@ def test_confusion_pictures_show_where_the_mistakes_are(tmp_path, num_classes):
 @pytest.mark.parametrize("num_classes", [1, 3, 30])
 def test_confusion_pictures_of_perfect_and_of_no_results(tmp_path, num_classes):
     perfect = 5 * np.eye(num_classes, dtype=np.int64)
-    shown = [pixels(plots.plot_confusion(matrix, [], tmp_path / "c.png")) for matrix in (perfect, 0 * perfect)]
+    shown = [
+        pixels(plots.plot_confusion(matrix, [], tmp_path / "c.png"))
+        for matrix in (perfect, 0 * perfect)
+    ]
     assert (shown[0] != shown[1]).any()
 
 
@@ -276,26 +343,35 @@ def test_most_confused_picture(tmp_path):
     shown = pixels(plots.plot_most_confused(pairs, [[red] * 9, [grey]], NAMES, tmp_path / "m.png"))
     assert ndimage.label(places(shown, (201, 0, 0)))[1] == 6, "six examples at most"
     assert ndimage.label(places(shown, (77, 77, 77), 0))[1] >= 1
-    bars, num_bars = ndimage.label(ndimage.binary_opening(places(shown, plots.ORANGE), np.ones((9, 9))))
+    bars, num_bars = ndimage.label(
+        ndimage.binary_opening(places(shown, plots.ORANGE), np.ones((9, 9)))
+    )
     widths = [place[1].stop - place[1].start for place in ndimage.find_objects(bars)]
     assert num_bars == 2
     assert widths[0] == pytest.approx(2 * widths[1], abs=3)
 
 
-# --- what the model sees ---------------------------------------------------------------------------------------------------------------
+# --- what the model sees --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_augmented_inputs_are_shown_in_their_own_colors(tmp_path, channels):
     mean, std = (0.4, 0.5, 0.6)[:channels], (0.2, 0.25, 0.3)[:channels]
     colors = torch.tensor([[200, 100, 50], [20, 120, 220]])[:, :channels] / 255
-    inputs = ((colors - torch.tensor(mean)) / torch.tensor(std))[..., None, None].expand(-1, -1, 24, 48)
-    inputs = torch.cat((inputs, 100 * torch.ones(1, channels, 24, 48)))  # brighter than white is white
+    inputs = ((colors - torch.tensor(mean)) / torch.tensor(std))[..., None, None].expand(
+        -1, -1, 24, 48
+    )
+    # brighter than white is white
+    inputs = torch.cat((inputs, 100 * torch.ones(1, channels, 24, 48)))
     targets = torch.eye(1000)[[0, 1, 2]]
     shown = pixels(plots.plot_augmented(inputs, targets, mean, std, NAMES, tmp_path / "a.png"))
     for color in (colors * 255).tolist():
         assert places(shown, tuple(color * (3 // channels))).sum() > 10_000
-    mixed = pixels(plots.plot_augmented(inputs, targets.roll(1, 0).lerp(targets, 0.72), mean, std, NAMES, tmp_path / "m.png"))
+    mixed = pixels(
+        plots.plot_augmented(
+            inputs, targets.roll(1, 0).lerp(targets, 0.72), mean, std, NAMES, tmp_path / "m.png"
+        )
+    )
     assert mixed.shape[0] > shown.shape[0], "a second line tells the other class"
 
 
@@ -311,14 +387,25 @@ def test_augmented_inputs_are_shown_in_their_own_colors(tmp_path, channels):
     ],
 )
 def test_shares(target, expected):
-    assert plots.share_lines(torch.tensor(target, dtype=torch.float32), ["cat", "dog"], 2.0) == expected
+    assert (
+        plots.share_lines(torch.tensor(target, dtype=torch.float32), ["cat", "dog"], 2.0)
+        == expected
+    )
 
 
-@given(st.text(st.characters(max_codepoint=0x24F, exclude_categories=["C"]), min_size=1, max_size=60), st.floats(0.5, 3.0))
+@given(
+    st.text(st.characters(max_codepoint=0x24F, exclude_categories=["C"]), min_size=1, max_size=60),
+    st.floats(0.5, 3.0),
+)
 @settings(max_examples=100, deadline=None)
 def test_names_fit_their_room(text, width_in):
     def width(text: str) -> float:
-        return text_to_path.get_text_width_height_descent(text, FontProperties(family="DejaVu Sans", size=10.5), False)[0] / 72
+        return (
+            text_to_path.get_text_width_height_descent(
+                text, FontProperties(family="DejaVu Sans", size=10.5), False
+            )[0]
+            / 72
+        )
 
     shown = plots.shorten(text, width_in)
     assert width(shown) <= width_in

@@ -29,7 +29,9 @@ def test_of_equal_accuracies_the_smaller_loss_wins(before, found, expected):
 
 def test_progress_of_an_older_checkpoint_takes_part():
     """It has no loss: the next evaluation as good takes its place."""
-    older = {key: value for key, value in asdict(Progress(best_top1=100.0)).items() if key != "best_loss"}
+    older = {
+        key: value for key, value in asdict(Progress(best_top1=100.0)).items() if key != "best_loss"
+    }
     progress = Progress(**older)
     assert not progress.take_best((99.0, 0.1))
     assert progress.take_best((100.0, 2.0))

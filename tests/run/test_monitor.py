@@ -41,7 +41,9 @@ class Slow(Batches):
 
 
 @pytest.mark.parametrize(("computing_s", "is_told"), [(0.0, True), (0.6, False)])
-def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do(computing_s, is_told, config, tmp_path, capsys):
+def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do(
+    computing_s, is_told, config, tmp_path, capsys
+):
     settings = load_config(config, TINY)[0]
     plan, _ = make_plan(settings, 60, 1)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
@@ -61,7 +63,10 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
             monitor.take(step, StepResult(sums, torch.tensor(1.0)))
         monitor.read()
     record.close()
-    line = r"^data-bound: (\d+)% of the time was spent on waiting for images; the loader makes (\d+) images/s; (.*)"
+    line = (
+        r"^data-bound: (\d+)% of the time was spent on waiting for images; the loader makes (\d+)"
+        r" images/s; (.*)"
+    )
     told = re.findall(line, capsys.readouterr().err, re.MULTILINE)
     lines = metrics(tmp_path, "train")
     assert len(lines) == 5
@@ -76,7 +81,9 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
         assert all(abs(a - b) >= 9 for a, b in pairwise(shares)), "the same was said again"
         for _, rate, remedy in told:
             assert 0 < int(rate) <= ROWS / PAUSE_S
-            assert remedy == f"raise data.num_workers (0 for each of 1 rank(s), {num_cores()} cores)"
+            assert (
+                remedy == f"raise data.num_workers (0 for each of 1 rank(s), {num_cores()} cores)"
+            )
     else:
         assert not told
 
@@ -106,7 +113,9 @@ def test_waits_of_all_ranks_are_summed_up():
 
 
 @pytest.mark.parametrize(("others_s", "words"), [(0.0, "of rank 2 on far"), (0.3, "; the loader")])
-def test_a_rank_that_others_wait_for_is_named_with_its_host(others_s, words, config, tmp_path, capsys):
+def test_a_rank_that_others_wait_for_is_named_with_its_host(
+    others_s, words, config, tmp_path, capsys
+):
     settings = load_config(config, TINY)[0]
     plan, _ = make_plan(settings, 60, 3)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
@@ -136,7 +145,9 @@ def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(confi
     """The other ranks wait for it in the sum of the gradients, and for no data of their own."""
     run_dir = tmp_path / "run"
     endless = ["train.steps=1000000", "eval.every_steps=1000000", "checkpoint.every_steps=1000000"]
-    background = Background(config, run_dir, *endless, "data.num_workers=1", "log.every_steps=10", ranks=3, cold=True)
+    background = Background(
+        config, run_dir, *endless, "data.num_workers=1", "log.every_steps=10", ranks=3, cold=True
+    )
     background.wait_for_step(20)
     [rank] = [pid for pid in background.trainers() if environment_of(pid, "RANK") == "2"]
     [worker] = children(rank)
@@ -153,14 +164,23 @@ def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(confi
     for line in lines[1:]:
         assert line["loader_slowest"]["rank"] == line["data_wait_rank"]
         for name in TALLIED:
-            assert line[f"loader_{name}"] >= line["loader_slowest"][name] >= 0, "of all ranks, and of one of them"
-    assert sum(line["loader_decode_s"] for line in lines) > 1.3 * sum(line["loader_slowest"]["decode_s"] for line in lines) > 0
+            assert line[f"loader_{name}"] >= line["loader_slowest"][name] >= 0, (
+                "of all ranks, and of one of them"
+            )
+    assert (
+        sum(line["loader_decode_s"] for line in lines)
+        > 1.3 * sum(line["loader_slowest"]["decode_s"] for line in lines)
+        > 0
+    )
     assert sum(line["loader_read_bytes"] for line in lines) > 0
     assert max(line["loader_worker_mib"] for line in lines) > 1
     assert [line["loader_replaced"] for line in lines] == [0] * len(lines)
     assert (slowest["data_wait_rank"], slowest["data_wait_host"]) == (2, socket.gethostname())
     assert slowest["data_wait_max_s"] > 0.9
     assert slowest["data_wait_s"] >= slowest["data_wait_max_s"] > 1.5 * slowest["data_wait_mean_s"]
-    said = r"data-bound: \d+% of the time was spent on waiting for images of rank 2 on .* s\); its time: .*; look at its disk"
+    said = (
+        r"data-bound: \d+% of the time was spent on waiting for images of rank 2 on .* s\); its"
+        r" time: .*; look at its disk"
+    )
     assert re.search(said, output), output
     assert re.search(r"data wait \d+% \(rank 2\) \| loss", output), output

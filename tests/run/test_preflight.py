@@ -40,7 +40,8 @@ def machine(root: Path, files: dict[str, object]) -> Path:
     return root
 
 
-MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailable:   41943040 kB"  # 40 GiB
+# 40 GiB
+MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailable:   41943040 kB"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,9 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
                 "sys/fs/cgroup/slurm/job_7/step_0/memory.current": 5 * GIB,
                 "sys/fs/cgroup/slurm/job_7/memory.max": 8 * GIB,
                 "sys/fs/cgroup/slurm/job_7/memory.current": 6 * GIB,
-                "sys/fs/cgroup/slurm/job_7/memory.stat": f"anon {4 * GIB}\ninactive_file {GIB}\nactive_file {GIB}",
+                "sys/fs/cgroup/slurm/job_7/memory.stat": (
+                    f"anon {4 * GIB}\ninactive_file {GIB}\nactive_file {GIB}"
+                ),
             },
             3 * GIB,
         ),
@@ -77,7 +80,9 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
                 "sys/fs/cgroup/memory/a/b/memory.usage_in_bytes": GIB,
                 "sys/fs/cgroup/memory/a/memory.limit_in_bytes": 4 * GIB,
                 "sys/fs/cgroup/memory/a/memory.usage_in_bytes": 3 * GIB,
-                "sys/fs/cgroup/memory/a/memory.stat": f"cache {2 * GIB}\ninactive_file 1\ntotal_inactive_file {GIB}",
+                "sys/fs/cgroup/memory/a/memory.stat": (
+                    f"cache {2 * GIB}\ninactive_file 1\ntotal_inactive_file {GIB}"
+                ),
             },
             2 * GIB,
         ),
@@ -100,7 +105,14 @@ def test_free_memory_is_the_least_of_all_limits(files, expected, tmp_path):
     ("files", "expected"),
     [
         ({}, HERE),
-        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "max 100000", "sys/fs/cgroup/a/cpu.max": "150000 100000"}, 1),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b",
+                "sys/fs/cgroup/a/b/cpu.max": "max 100000",
+                "sys/fs/cgroup/a/cpu.max": "150000 100000",
+            },
+            1,
+        ),
         ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "50000 100000"}, 1),
         ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "max 100000"}, HERE),
         ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "99900000 100000"}, HERE),
@@ -112,7 +124,14 @@ def test_free_memory_is_the_least_of_all_limits(files, expected, tmp_path):
             },
             1,
         ),
-        ({"proc/self/cgroup": "3:cpu:/", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": -1, "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000}, HERE),
+        (
+            {
+                "proc/self/cgroup": "3:cpu:/",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": -1,
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000,
+            },
+            HERE,
+        ),
     ],
 )
 def test_cores_are_the_affinity_or_the_quota(files, expected, tmp_path):
@@ -130,8 +149,21 @@ def test_this_machine_has_memory_and_cores():
     [
         ({}, None),
         ({"proc/vmstat": "pgfault 7\noom_kill 3\n"}, 3),
-        ({"proc/self/cgroup": "0::/job", "sys/fs/cgroup/job/memory.events": "low 0\noom 2\noom_kill 5\n", "proc/vmstat": "oom_kill 4"}, 5),
-        ({"proc/self/cgroup": "4:memory:/job", "sys/fs/cgroup/memory/job/memory.oom_control": "under_oom 0\noom_kill 2"}, 2),
+        (
+            {
+                "proc/self/cgroup": "0::/job",
+                "sys/fs/cgroup/job/memory.events": "low 0\noom 2\noom_kill 5\n",
+                "proc/vmstat": "oom_kill 4",
+            },
+            5,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/job",
+                "sys/fs/cgroup/memory/job/memory.oom_control": "under_oom 0\noom_kill 2",
+            },
+            2,
+        ),
     ],
 )
 def test_the_kernel_counts_whom_it_has_killed_for_memory(files, expected, tmp_path):
@@ -141,10 +173,15 @@ def test_the_kernel_counts_whom_it_has_killed_for_memory(files, expected, tmp_pa
 def check(config: Config, root: Path) -> Preflight:
     world = World(0, 1, torch.device("cpu"))
     image = image_format(config)
-    splits = [open_split(config.data.root, name, config.data.cache_dir, config.data.cache_gib) for name in ("train", "val")]
+    splits = [
+        open_split(config.data.root, name, config.data.cache_dir, config.data.cache_gib)
+        for name in ("train", "val")
+    ]
     plan, order = make_plan(config, splits[0].num_samples, 1)
     val = EvalBatches(splits[1], image, config.eval, config.eval.batch_size)
-    return preflight(config, world, plan, TrainBatches(splits[0], order, config.augment, image), val, root)
+    return preflight(
+        config, world, plan, TrainBatches(splits[0], order, config.augment, image), val, root
+    )
 
 
 def tiny(path: Path, *overrides: str) -> Config:
@@ -159,13 +196,21 @@ def test_a_cache_that_is_too_small(config, shards, tmp_path):
     empty = machine(tmp_path / "host", {})
 
     def notes(*overrides: str) -> str:
-        return "".join(check(tiny(config, f"data.cache_dir={tmp_path / 'cache'}", *overrides), empty).numbers["notes"])
+        return "".join(
+            check(tiny(config, f"data.cache_dir={tmp_path / 'cache'}", *overrides), empty).numbers[
+                "notes"
+            ]
+        )
 
     there = "data.root=memory://preflight"
     small = "data.cache_gib=0.0001"
     assert "set data.block_samples=64" in notes(there, small)
     assert "lower data.num_lanes" in notes(there, small, "data.block_samples=8")
-    assert notes(there, "data.cache_gib=1") == notes(there, "data.cache_gib=1", "data.block_samples=8") == ""
+    assert (
+        notes(there, "data.cache_gib=1")
+        == notes(there, "data.cache_gib=1", "data.block_samples=8")
+        == ""
+    )
     assert "set data.block_samples=64" in notes(small), "a mounted folder"
     assert notes("data.cache_dir=null") == ""
 
@@ -182,26 +227,48 @@ def test_memory_that_suffices_and_that_does_not(config, tmp_path):
     assert found.numbers["decoder"] == ("native" if native.AVAILABLE else "simplejpeg")
     assert "3.0 GiB of memory free" in found.lines[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "WHY_NOT", "_native.so is of another version of this package; build it again: pip install -e .")
-        told = "JPEGs are decoded by simplejpeg, at 0.6 of the speed: _native.so is of another version"
+        patch.setattr(
+            native,
+            "WHY_NOT",
+            "_native.so is of another version of this package; build it again: pip install -e .",
+        )
+        told = (
+            "JPEGs are decoded by simplejpeg, at 0.6 of the speed: _native.so is of another version"
+        )
         assert any(note.startswith(told) for note in check(tiny(config), enough).numbers["notes"])
-    told = r"1 rank\(s\) with 2 loader workers each need 0.50 GiB .* 0.25 GiB are free: lower data.num_workers"
+    told = (
+        r"1 rank\(s\) with 2 loader workers each need 0.50 GiB .* 0.25 GiB are free: lower"
+        r" data.num_workers"
+    )
     with pytest.raises(ValueError, match=told):
-        check(tiny(config, "data.num_workers=2"), machine(tmp_path / "little", {"proc/meminfo": "MemAvailable: 262144 kB"}))
+        check(
+            tiny(config, "data.num_workers=2"),
+            machine(tmp_path / "little", {"proc/meminfo": "MemAvailable: 262144 kB"}),
+        )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "8")
         with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 4.0\d GiB"):
             check(tiny(config, "data.num_workers=2"), enough)
         cached = tiny(config, "data.num_workers=2", f"data.cache_dir={tmp_path / 'cache'}")
-        with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 5.7\d GiB .* 184 MiB a worker"):  # each has four requests under way
+        # each has four requests under way
+        with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 5.7\d GiB .* 184 MiB a worker"):
             check(cached, enough)
-    assert check(tiny(config, "data.num_workers=2"), tmp_path / "nothing is known").numbers["free_memory_gib"] is None
+    assert (
+        check(tiny(config, "data.num_workers=2"), tmp_path / "nothing is known").numbers[
+            "free_memory_gib"
+        ]
+        is None
+    )
 
 
 def test_more_workers_than_cores_are_told(config, tmp_path):
-    one_core = machine(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "100000 100000"})
+    one_core = machine(
+        tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "100000 100000"}
+    )
     found = check(tiny(config, "data.num_workers=4"), one_core)
-    assert found.numbers["notes"] == ["4 loader workers on 1 core(s) take turns: data.num_workers=1 is as fast, in less memory"]
+    assert found.numbers["notes"] == [
+        "4 loader workers on 1 core(s) take turns: data.num_workers=1 is as fast, in less memory"
+    ]
     assert found.lines[2] == f"note: {found.numbers['notes'][0]}"
     assert check(tiny(config, "data.num_workers=1"), one_core).numbers["notes"] == []
 
@@ -230,7 +297,9 @@ from vit.system.host import raise_open_files
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))
 print(raise_open_files(50), raise_open_files(150), resource.getrlimit(resource.RLIMIT_NOFILE)[0], raise_open_files(1000))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True
+    )
     assert done.stdout.split() == ["64", "150", "150", "200"]
 
 
@@ -238,14 +307,19 @@ def test_too_few_open_files_are_a_note_with_the_command(config, tmp_path, monkey
     monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 200))
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
     assert check(tiny(config), tmp_path).numbers["notes"] == [
-        "the limit of 200 open files is low for 4 shards, some of which are opened anew for each image: `ulimit -n 264` before the start, "
-        "or ask the administrator"
+        "the limit of 200 open files is low for 4 shards, some of which are opened anew for each"
+        " image: `ulimit -n 264` before the start, or ask the administrator"
     ]
 
 
 def test_a_run_tells_and_records_its_preflight_and_the_rate_of_its_loader(config, tmp_path):
-    done = train(config, tmp_path / "run", "data.num_workers=1", "train.steps=3", "eval.every_steps=100")
-    host = r"^host: (\d+) core\(s\) for 1 rank\(s\) with 1 loader worker\(s\) each.*; batches take [\d.]+ MiB a rank"
+    done = train(
+        config, tmp_path / "run", "data.num_workers=1", "train.steps=3", "eval.every_steps=100"
+    )
+    host = (
+        r"^host: (\d+) core\(s\) for 1 rank\(s\) with 1 loader worker\(s\) each.*; batches take"
+        r" [\d.]+ MiB a rank"
+    )
     told = re.search(host, done.stderr, re.MULTILINE)
     [start], lines = (metrics(tmp_path / "run", kind) for kind in ("start", "train"))
     assert start["preflight"]["cores"] == int(told[1])
@@ -256,16 +330,24 @@ def test_a_run_tells_and_records_its_preflight_and_the_rate_of_its_loader(config
 
 
 def test_a_precision_that_the_cpu_emulates_is_told_with_the_remedy():
-    """Two steps of ViT-B in bf16 take minutes there, which looks like a hang. Limits on what torch may use make such a CPU of any."""
+    """Two steps of ViT-B in bf16 take minutes there, which looks like a hang. Limits on what torch
+    may use make such a CPU of any."""
     code = (
         "import torch; from vit.run.preflight import precision_note; device = torch.device('cpu');"
         "print(precision_note('bf16', device)); print(precision_note('fp32', device))"
     )
     limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment() | limits, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment() | limits,
+        check=True,
+    )
     bf16, fp32 = done.stdout.splitlines()
     assert re.fullmatch(
-        r"this CPU \(\w+\) has no instructions for bf16, which is emulated: matrix products take about \d+ times as long as in fp32: "
+        r"this CPU \(\w+\) has no instructions for bf16, which is emulated: matrix products take"
+        r" about \d+ times as long as in fp32: "
         "set train.precision=fp32",
         bf16,
     )
@@ -298,7 +380,10 @@ def test_the_room_that_a_run_takes_is_known_before_it_is_built(overrides, shards
     needs = disk_needs(settings, plan, 3)
     train_run(build(settings, World(0, 1, torch.device("cpu"))))
     assert needs.num_checkpoints == 1
-    for expected, pattern in ((needs.checkpoint_bytes, "checkpoints/step_*/*"), (needs.weights_bytes, "weights/*")):
+    for expected, pattern in (
+        (needs.checkpoint_bytes, "checkpoints/step_*/*"),
+        (needs.weights_bytes, "weights/*"),
+    ):
         found = sum(file.stat().st_size for file in folder.glob(pattern))
         assert expected == pytest.approx(found, rel=0.02, abs=20_000)
 

@@ -29,7 +29,7 @@ def written(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
-# --- metrics.jsonl ------------------------------------------------------------------------------------------------------------------------
+# --- metrics.jsonl --------------------------------------------------------------------------------
 
 
 def test_each_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
@@ -110,8 +110,14 @@ def test_a_second_restart_from_an_older_checkpoint_replaces_more(tmp_path):
             record.write("train", step, attempt=attempt)
     record.close()
     lines = read_metrics(tmp_path / METRICS_FILE)
-    assert [(line["step"], line["attempt"]) for line in lines if line["kind"] == "train"] == [(1, 1), (2, 1), (3, 3)]
-    assert [line["attempt"] for line in lines if line["kind"] == "start"] == [1, 2, 3], "every start stays on record"
+    assert [(line["step"], line["attempt"]) for line in lines if line["kind"] == "train"] == [
+        (1, 1),
+        (2, 1),
+        (3, 3),
+    ]
+    assert [line["attempt"] for line in lines if line["kind"] == "start"] == [1, 2, 3], (
+        "every start stays on record"
+    )
 
 
 def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
@@ -153,7 +159,7 @@ def test_lines_for_people_go_to_stderr_as_they_are(tmp_path, capsys):
     assert err.splitlines() == ["[bold]no markup[/bold] " + "long " * 50, "step 3"]
 
 
-# --- one writer ---------------------------------------------------------------------------------------------------------------------------
+# --- one writer -----------------------------------------------------------------------------------
 
 HOLD = """
 import sys, time
@@ -167,7 +173,12 @@ time.sleep(float(sys.argv[2]))
 
 def hold(folder: Path, seconds: float) -> subprocess.Popen:
     """Another process that has the run folder."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), str(seconds)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
@@ -180,14 +191,21 @@ def test_a_run_that_is_ending_is_waited_for(tmp_path, capsys):
     record.write("start", 0)
     record.close()
     (said,) = capsys.readouterr().err.splitlines()
-    assert said == f"{tmp_path}: waiting up to 15 s for process {other.pid} on {socket.gethostname()} to end"
+    assert (
+        said == f"{tmp_path}: waiting up to 15 s for process {other.pid} on {socket.gethostname()}"
+        " to end"
+    )
 
 
 def test_a_run_that_goes_on_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("vit.run.record.LOCK_WAIT_S", 0.5)
     with hold(tmp_path, 60) as other:
         with pytest.raises(
-            ValueError, match=rf"in use by a live run \(process {other.pid} on .*\): wait for its end, stop it, or use another"
+            ValueError,
+            match=(
+                rf"in use by a live run \(process {other.pid} on .*\): wait for its end, stop it,"
+                r" or use another"
+            ),
         ):
             record_in(tmp_path)
         other.kill()

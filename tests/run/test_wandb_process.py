@@ -1,6 +1,8 @@
-"""W&B shows what the record holds, and nothing that W&B or its server does can harm or hold up a run.
+"""W&B shows what the record holds, and nothing that W&B or its server does can harm or hold up a
+run.
 
-Real wandb, real processes, real sockets. The server is as much of W&B's API as wandb-core asks for, and can leave in mid-run.
+Real wandb, real processes, real sockets. The server is as much of W&B's API as wandb-core asks for,
+and can leave in mid-run.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from vit.run.record import METRICS_FILE, Record
 ROOT = Path(__file__).parents[2]
 KEY = "0123456789abcdef" * 2 + "01234567"
 WAITING_S = 7.0
-"""The promise: whatever the server does, a start and an end together wait for no more than this, and start W&B no more than twice."""
+"""The promise: whatever the server does, a start and an end together wait for no more than this,
+and start W&B no more than twice."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +47,8 @@ def no_account(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(scope="session")
 def limit_s(tmp_path_factory) -> float:
-    """What the promise means on this machine as it is now: alone, 2 cores start and end W&B in 1.5 s."""
+    """What the promise means on this machine as it is now: alone, 2 cores start and end W&B in 1.5
+    s."""
     return 2 * one_run(tmp_path_factory.mktemp("clock") / "run", setting="offline") + WAITING_S
 
 
@@ -54,7 +58,8 @@ def use_server(monkeypatch, url: str) -> None:
 
 
 def read_wandb(path: Path) -> tuple[str, dict, list[dict]]:
-    """Run id, config and history of a .wandb file: LevelDB's log framing (blocks of 32 KiB) around W&B's protobufs."""
+    """Run id, config and history of a .wandb file: LevelDB's log framing (blocks of 32 KiB) around
+    W&B's protobufs."""
     from wandb.proto.wandb_internal_pb2 import Record as Message
 
     data = path.read_bytes()
@@ -84,7 +89,12 @@ def read_wandb(path: Path) -> tuple[str, dict, list[dict]]:
             run_id = message.run.run_id
             config |= {item.key: json.loads(item.value_json) for item in message.run.config.update}
         if message.HasField("history"):
-            history.append({".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in message.history.item})
+            history.append(
+                {
+                    ".".join(item.nested_key) or item.key: json.loads(item.value_json)
+                    for item in message.history.item
+                }
+            )
     return run_id, config, history
 
 
@@ -95,18 +105,27 @@ def parts(folder: Path) -> list[Path]:
 
 def numbers(history: list[dict]) -> list[dict]:
     """What was logged, without W&B's own columns and without pictures and tables."""
-    lines = [{key: value for key, value in line.items() if not key.startswith(("_", "report/"))} for line in history]
+    lines = [
+        {key: value for key, value in line.items() if not key.startswith(("_", "report/"))}
+        for line in history
+    ]
     return [line for line in lines if len(line) > 1]
 
 
 def expected(steps: range, restarts: int = 0) -> list[dict]:
     """The same of a `one_run`."""
-    trained = [{"global_step": step, "restarts": restarts, "train/loss": 1 / (step + 1)} for step in steps]
+    trained = [
+        {"global_step": step, "restarts": restarts, "train/loss": 1 / (step + 1)} for step in steps
+    ]
     return [*trained, {"global_step": steps[-1], "restarts": restarts, "eval/top1": 50.0}]
 
 
 def one_run(
-    folder: Path, steps: range = range(3), setting: str = "auto", restarts: int = 0, meanwhile: Callable[[], object] = lambda: None
+    folder: Path,
+    steps: range = range(3),
+    setting: str = "auto",
+    restarts: int = 0,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> float:
     """A short training; returns the seconds that W&B took of its time, in the end and otherwise."""
     folder.mkdir(exist_ok=True)
@@ -143,20 +162,21 @@ def ours() -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes()
-            if (b"tracking.py" in words or b"wandb-core" in words) and f"HOME={os.environ['HOME']}".encode() in (
-                process / "environ"
-            ).read_bytes():
+            if (
+                b"tracking.py" in words or b"wandb-core" in words
+            ) and f"HOME={os.environ['HOME']}".encode() in (process / "environ").read_bytes():
                 found.append(int(process.name))
         except OSError:
             continue
     return found
 
 
-# --- servers ------------------------------------------------------------------------------------------------------------------------------
+# --- servers --------------------------------------------------------------------------------------
 
 
 class Server:
-    """W&B's server as far as a run without tables needs it. `mode`: ok, hang, or hang after sign of life."""
+    """W&B's server as far as a run without tables needs it. `mode`: ok, hang, or hang after sign of
+    life."""
 
     def __init__(self, mode: str = "ok") -> None:
         self.mode = mode
@@ -174,7 +194,9 @@ class Server:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 sign_of_life = b"{ viewer { id } }" in body
-                if server.mode == "hang" or (server.mode == "hang after sign of life" and not sign_of_life):
+                if server.mode == "hang" or (
+                    server.mode == "hang after sign of life" and not sign_of_life
+                ):
                     server.released.wait()
                     return
                 answer = json.dumps(server.answer(self.path, body)).encode()
@@ -193,7 +215,9 @@ class Server:
         if path.startswith("/put/"):
             self.files[path.removeprefix("/put/")] = body
         elif path.endswith("/file_stream"):
-            for line in json.loads(body).get("files", {}).get("wandb-history.jsonl", {}).get("content", []):
+            for line in (
+                json.loads(body).get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
+            ):
                 self.history.append(json.loads(line))
         elif path == "/graphql":
             query = json.loads(body)
@@ -203,17 +227,38 @@ class Server:
 
     def query(self, query: str, variables: dict) -> dict:
         project = {"id": "p", "name": "vit", "entity": {"id": "e", "name": "me"}}
-        bucket = {"id": "b", "name": variables.get("name"), "displayName": "run", "config": "{}", "project": project}
+        bucket = {
+            "id": "b",
+            "name": variables.get("name"),
+            "displayName": "run",
+            "config": "{}",
+            "project": project,
+        }
         if "upsertBucket" in query:
             self.names.append(variables["name"])
-            return {"upsertBucket": {"bucket": {**bucket, "historyLineCount": len(self.history)}, "inserted": not self.history}}
+            return {
+                "upsertBucket": {
+                    "bucket": {**bucket, "historyLineCount": len(self.history)},
+                    "inserted": not self.history,
+                }
+            }
         if "RunResumeStatus" in query and self.history:
-            counts = {"historyLineCount": len(self.history), "logLineCount": 0, "eventsLineCount": 0}
-            tails = {"historyTail": json.dumps([json.dumps(self.history[-1])]), "eventsTail": "[]", "summaryMetrics": "{}"}
+            counts = {
+                "historyLineCount": len(self.history),
+                "logLineCount": 0,
+                "eventsLineCount": 0,
+            }
+            tails = {
+                "historyTail": json.dumps([json.dumps(self.history[-1])]),
+                "eventsTail": "[]",
+                "summaryMetrics": "{}",
+            }
             config = {"wandbConfig": '{"t": 1}', "tags": [], "notes": ""}
             return {"model": {**project, "bucket": {**bucket, **counts, **tails, **config}}}
         if "createRunFiles" in query:
-            files = [{"name": name, "uploadUrl": f"{self.url}/put/{name}"} for name in variables["files"]]
+            files = [
+                {"name": name, "uploadUrl": f"{self.url}/put/{name}"} for name in variables["files"]
+            ]
             return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
         return {"viewer": {"id": "u"}} if "viewer" in query else {}
 
@@ -262,15 +307,18 @@ def answering() -> Iterator[Callable[[list[bytes]], str]]:
         listener.close()
 
 
-# --- what W&B is shown --------------------------------------------------------------------------------------------------------------------
+# --- what W&B is shown ----------------------------------------------------------------------------
 
 
-def test_an_offline_run_holds_config_numbers_pictures_and_tables_on_our_step_under_one_id(tmp_path, capfd):
+def test_an_offline_run_holds_config_numbers_pictures_and_tables_on_our_step_under_one_id(
+    tmp_path, capfd
+):
     folder = tmp_path / "my run"
     folder.mkdir()
     Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
     rows = [["seven", 1.5], ["nine", None]]
-    for restarts, steps in enumerate((range(0, 4), range(2, 6))):  # the second goes on from a checkpoint at step 2
+    # the second goes on from a checkpoint at step 2
+    for restarts, steps in enumerate((range(0, 4), range(2, 6))):
         record = Record(folder, LogConfig(), True, total_steps=6, first_step=steps.start)
         record.write("start", steps.start, restarts=restarts)
         record.start_wandb({"optim": {"lr": 0.1}, "provenance": {"git": "abc"}})
@@ -282,24 +330,42 @@ def test_an_offline_run_holds_config_numbers_pictures_and_tables_on_our_step_und
         record.log_table("uneven", ["class", "loss"], [["one"]])
         record.log_table("classes", ["class", "loss"], rows)
         record.close()
-        time.sleep(1.1 - time.time() % 1 if restarts == 0 else 0)  # W&B names its folders by the second
+        # W&B names its folders by the second
+        time.sleep(1.1 - time.time() % 1 if restarts == 0 else 0)
 
     said = capfd.readouterr().err.splitlines()
     command = f"wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
-    assert sum(line.startswith("wandb: offline (no API key); upload ") and line.endswith(f"with: {command}") for line in said) == 2
-    assert sum(line.startswith("wandb: cannot show report/gone (FileNotFoundError") for line in said) == 2
-    assert sum(line.startswith("wandb: cannot show report/uneven (ValueError") for line in said) == 2
+    assert (
+        sum(
+            line.startswith("wandb: offline (no API key); upload ")
+            and line.endswith(f"with: {command}")
+            for line in said
+        )
+        == 2
+    )
+    assert (
+        sum(line.startswith("wandb: cannot show report/gone (FileNotFoundError") for line in said)
+        == 2
+    )
+    assert (
+        sum(line.startswith("wandb: cannot show report/uneven (ValueError") for line in said) == 2
+    )
     assert all(line.startswith("wandb: ") for line in said), "W&B itself prints nothing here"
 
     read = [read_wandb(path) for path in parts(folder)]
     assert [run_id for run_id, _, _ in read] == [(folder / "wandb_id").read_text()] * 2
     for _, config, _ in read:
         assert (config["optim"], config["provenance"]) == ({"lr": 0.1}, {"git": "abc"})
-    assert [numbers(history) for _, _, history in read] == [expected(range(0, 4)), expected(range(2, 6), restarts=1)]
+    assert [numbers(history) for _, _, history in read] == [
+        expected(range(0, 4)),
+        expected(range(2, 6), restarts=1),
+    ]
     for part, (_, _, history) in zip(parts(folder), read, strict=True):
         (picture,) = (line for line in history if line.get("report/curves._type") == "image-file")
         assert picture["global_step"] in (3, 5)
-        assert (part.parent / "files" / picture["report/curves.path"]).read_bytes() == (tmp_path / "red.png").read_bytes()
+        assert (part.parent / "files" / picture["report/curves.path"]).read_bytes() == (
+            tmp_path / "red.png"
+        ).read_bytes()
         (table,) = (line for line in history if line.get("report/classes._type") == "table-file")
         assert json.loads((part.parent / "files" / table["report/classes.path"]).read_text()) == {
             "columns": ["class", "loss"],
@@ -321,7 +387,8 @@ def test_online_all_steps_arrive_under_one_id_over_restarts(tmp_path, server, ca
     record.log_pictures({"curves": tmp_path / "red.png"})
     record.close()
     run_id = (tmp_path / "wandb_id").read_text()
-    said = [line for line in capfd.readouterr().err.splitlines() if "uploading" not in line]  # which is said where it takes seconds
+    # which is said where it takes seconds
+    said = [line for line in capfd.readouterr().err.splitlines() if "uploading" not in line]
     assert said == [f"wandb: {server.url}/me/vit/runs/{run_id}"] * 2
     assert set(server.names) == {run_id}
     assert numbers(server.history) == expected(range(0, 4)) + expected(range(2, 6), restarts=1)
@@ -344,7 +411,7 @@ def test_the_command_that_is_said_uploads_all_parts(tmp_path, monkeypatch, capfd
     assert len(list((tmp_path / "my run").glob("wandb/offline-run-*/*.wandb.synced"))) == 2
 
 
-# --- servers that do harm -----------------------------------------------------------------------------------------------------------------
+# --- servers that do harm -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -373,17 +440,25 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
     elif case == "has no such name":
         url = "http://no.such.host.invalid"
     elif case in ("drops packets", "accepts and is silent"):
-        held.append(socket.create_server(("127.0.0.1", 0), backlog=0 if case == "drops packets" else 9))
+        held.append(
+            socket.create_server(("127.0.0.1", 0), backlog=0 if case == "drops packets" else 9)
+        )
         url = f"http://127.0.0.1:{held[0].getsockname()[1]}"
-        for _ in range(8 if case == "drops packets" else 0):  # a full queue: Linux drops what comes after
+        # a full queue: Linux drops what comes after
+        for _ in range(8 if case == "drops packets" else 0):
             held.append(socket.socket())
             held[-1].setblocking(False)
             held[-1].connect_ex(held[0].getsockname())
     else:
-        page = {"a login page": b"<html>log in</html>", "a stranger": b'{"data": {"viewer": null}}'}.get(case, b"")
+        page = {
+            "a login page": b"<html>log in</html>",
+            "a stranger": b'{"data": {"viewer": null}}',
+        }.get(case, b"")
         status = f"{case} No" if case.isdigit() else "200 OK"
         pieces = [f"HTTP/1.1 {status}\r\nContent-Length: {len(page)}\r\n\r\n".encode() + page]
-        pieces = {"another protocol": [b"SSH-2.0\n"], "answers a byte at a time": [b"H"] * 40}.get(case, pieces)
+        pieces = {"another protocol": [b"SSH-2.0\n"], "answers a byte at a time": [b"H"] * 40}.get(
+            case, pieces
+        )
         url = answering(pieces)
     use_server(monkeypatch, url)
     spent_s = one_run(tmp_path)
@@ -393,12 +468,16 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
 
     host = re.escape(url.removeprefix("http://"))
     (said,) = capfd.readouterr().err.splitlines()
-    assert re.match(rf"wandb: offline \({host} {re.escape(reason)}.*\); upload with: wandb sync ", said), said
+    assert re.match(
+        rf"wandb: offline \({host} {re.escape(reason)}.*\); upload with: wandb sync ", said
+    ), said
     (part,) = parts(tmp_path)
     assert numbers(read_wandb(part)[2]) == expected(range(3))
     monkeypatch.setenv("WANDB_MODE", "disabled")
     one_run(tmp_path / "off")
-    assert record_of(tmp_path) == record_of(tmp_path / "off"), "W&B is a view: the record is the same"
+    assert record_of(tmp_path) == record_of(tmp_path / "off"), (
+        "W&B is a view: the record is the same"
+    )
     wait_for(lambda: not ours())
 
 
@@ -423,14 +502,18 @@ def test_a_server_lost_in_mid_run_costs_seconds_and_no_data(tmp_path, server, ca
     assert one_run(tmp_path, range(5), meanwhile=lose) < limit_s
     first, last = capfd.readouterr().err.splitlines()
     assert first.startswith(f"wandb: {server.url}/me/vit/runs/")
-    assert re.match(r"wandb: offline \(127.0.0.1:\d+ (cannot be reached|does not answer).*\); upload with: wandb sync ", last), last
+    assert re.match(
+        r"wandb: offline \(127.0.0.1:\d+ (cannot be reached|does not answer).*\); upload with:"
+        r" wandb sync ",
+        last,
+    ), last
     assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(5))
     assert len(record_of(tmp_path)) == 7
     server.released.set()
     wait_for(lambda: not ours())
 
 
-# --- processes that die -------------------------------------------------------------------------------------------------------------------
+# --- processes that die ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", ["tracking.py", "wandb-core"])
@@ -443,7 +526,9 @@ def test_if_a_process_of_wandb_dies_all_of_the_run_is_shown_again(tmp_path, capf
         time.sleep(1.1)  # W&B names its folders by the second
 
     one_run(tmp_path, range(4), setting="offline", meanwhile=kill)
-    assert re.search(r"^wandb: offline \(.*\); upload with: wandb sync ", capfd.readouterr().err, re.M)
+    assert re.search(
+        r"^wandb: offline \(.*\); upload with: wandb sync ", capfd.readouterr().err, re.M
+    )
     assert numbers(read_wandb(parts(tmp_path)[-1])[2]) == expected(range(4))
     assert len(record_of(tmp_path)) == 6
 
@@ -464,7 +549,13 @@ assert "wandb" not in sys.modules
 print("written", flush=True)
 time.sleep(60)
 """
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.DEVNULL,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "written\n"
     process.kill()
@@ -475,7 +566,8 @@ time.sleep(60)
 
 
 def test_signals_to_all_processes_of_a_job_leave_wandb_its_time(tmp_path):
-    """Slurm sends SIGTERM to every process; the training saves and closes the record, and W&B has to wait for that."""
+    """Slurm sends SIGTERM to every process; the training saves and closes the record, and W&B has
+    to wait for that."""
 
     def terminate() -> None:
         wait_for(lambda: parts(tmp_path))
@@ -494,12 +586,15 @@ def test_without_wandb_one_line_says_so(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     one_run(tmp_path / "run")
     (said,) = capfd.readouterr().err.splitlines()
-    assert said == "wandb: not installed: metrics.jsonl only (pip install wandb, or log.wandb=off to silence this)"
+    assert (
+        said == "wandb: not installed: metrics.jsonl only (pip install wandb, or log.wandb=off to"
+        " silence this)"
+    )
     assert len(record_of(tmp_path / "run")) == 5
     assert (tmp_path / "run" / "wandb" / "console.log").read_text() == "noise on stdout\n"
 
 
-# --- settings -----------------------------------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -514,7 +609,9 @@ def test_without_wandb_one_line_says_so(tmp_path, monkeypatch, capfd):
         ("offline", "online", "offline"),
     ],
 )
-def test_the_mode_follows_the_config_and_then_wandbs_own_variable(monkeypatch, setting, variable, mode):
+def test_the_mode_follows_the_config_and_then_wandbs_own_variable(
+    monkeypatch, setting, variable, mode
+):
     monkeypatch.setenv("WANDB_MODE", variable)
     assert wandb_process.wanted_mode(setting) == mode
 
@@ -523,10 +620,15 @@ def test_a_key_is_found_where_wandb_finds_it(monkeypatch):
     url = "http://127.0.0.1:8080"
     assert wandb_process.api_key(url, None) == ""
     netrc = Path(os.environ["HOME"]) / ".netrc"
-    netrc.write_text("machine 127.0.0.1:8080\n  login user\n  password netrc-key\nmachine api.wandb.ai login user password old-key\n")
+    netrc.write_text(
+        "machine 127.0.0.1:8080\n  login user\n  password netrc-key\nmachine api.wandb.ai login"
+        " user password old-key\n"
+    )
     netrc.chmod(0o600)
     assert wandb_process.api_key(url, None) == "netrc-key"
-    assert wandb_process.api_key("https://api.forge.coreweave.com", None) == "old-key", "W&B's servers know each other's keys"
+    assert wandb_process.api_key("https://api.forge.coreweave.com", None) == "old-key", (
+        "W&B's servers know each other's keys"
+    )
     assert wandb_process.api_key("https://evil.example", None) == ""
     assert wandb_process.api_key(url, "settings-key") == "settings-key"
     monkeypatch.setenv("WANDB_API_KEY", KEY)

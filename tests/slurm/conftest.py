@@ -1,7 +1,8 @@
-"""A real Slurm with two nodes on this machine: Debian's own daemons, started by the tests and taken down by them.
+"""A real Slurm with two nodes on this machine: Debian's own daemons, started by the tests and taken
+down by them.
 
-Debian's slurmd may run several times on a host (`slurmd -N n1`). The daemons need root. Where they are missing the tests are skipped and
-say so; with VIT_REQUIRE_SLURM=1, as in CI, that is an error.
+Debian's slurmd may run several times on a host (`slurmd -N n1`). The daemons need root. Where they
+are missing the tests are skipped and say so; with VIT_REQUIRE_SLURM=1, as in CI, that is an error.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from processes import REPOSITORY, environment
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 
-# Times are short, all else is as Slurm has it. A GPU that is a number only: scripts that ask for one are taken as they are.
+# Times are short, all else is as Slurm has it. A GPU that is a number only: scripts that ask for
+# one are taken as they are.
 CONFIGURATION = """
 ClusterName=tests
 FirstJobId={first_job}
@@ -66,7 +68,15 @@ PartitionName=urgent Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF
 """
 
 
-UNFINISHED = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "PREEMPTED")
+UNFINISHED = (
+    "PENDING",
+    "RUNNING",
+    "COMPLETING",
+    "CONFIGURING",
+    "SUSPENDED",
+    "REQUEUED",
+    "PREEMPTED",
+)
 
 
 class Cluster:
@@ -88,20 +98,36 @@ class Cluster:
 
     def call(self, *command: object) -> str:
         """Output of one of Slurm's commands, which must succeed."""
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=self.environment, cwd=REPOSITORY, check=False)
+        done = subprocess.run(
+            [*map(str, command)],
+            capture_output=True,
+            text=True,
+            env=self.environment,
+            cwd=REPOSITORY,
+            check=False,
+        )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
     def submit(self, log: Path, *arguments: object, **variables: str) -> Job:
-        """sbatch with options, script and its arguments. `variables` are added to the environment, which sbatch hands to the job."""
-        command = ["env", *(f"{key}={value}" for key, value in variables.items()), "sbatch", "--parsable", f"--output={log}"]
+        """sbatch with options, script and its arguments. `variables` are added to the environment,
+        which sbatch hands to the job."""
+        command = [
+            "env",
+            *(f"{key}={value}" for key, value in variables.items()),
+            "sbatch",
+            "--parsable",
+            f"--output={log}",
+        ]
         self.submitted.append(Job(self, self.call(*command, *arguments), log))
         return self.submitted[-1]
 
     def end(self, jobs: list[Job]) -> None:
         """Cancel those that are not over, and wait for their end."""
         numbers = {job.number for job in jobs}
-        subprocess.run(["scancel", *sorted(numbers)], env=self.environment, capture_output=True, check=False)
+        subprocess.run(
+            ["scancel", *sorted(numbers)], env=self.environment, capture_output=True, check=False
+        )
         deadline = time.monotonic() + 60
         while numbers & set(self.call("squeue", "--noheader", "--format=%F").split()):
             assert time.monotonic() < deadline, f"jobs {sorted(numbers)} do not end"
@@ -117,7 +143,8 @@ class Job:
         self.path = log
 
     def facts(self) -> dict[str, str]:
-        """What `scontrol show job` says; of an array, about a task that is not over, as long as there is one."""
+        """What `scontrol show job` says; of an array, about a task that is not over, as long as
+        there is one."""
         lines = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number).splitlines()
         tasks = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
         return next((task for task in tasks if task["JobState"] in UNFINISHED), tasks[-1])
@@ -126,7 +153,9 @@ class Job:
     def log(self) -> str:
         return self.path.read_text() if self.path.exists() else ""
 
-    def wait(self, happened: Callable[[dict[str, str]], bool] | None = None, timeout_s: float = 240) -> dict[str, str]:
+    def wait(
+        self, happened: Callable[[dict[str, str]], bool] | None = None, timeout_s: float = 240
+    ) -> dict[str, str]:
         """Until `happened(facts)`, by default until the job is over; returns the facts."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -135,7 +164,9 @@ class Job:
             if happened(facts) if happened else over:
                 return facts
             if (over and happened) or time.monotonic() > deadline:
-                raise AssertionError(f"{facts['JobState']}, Restarts={facts['Restarts']}\n{self.log}")
+                raise AssertionError(
+                    f"{facts['JobState']}, Restarts={facts['Restarts']}\n{self.log}"
+                )
             time.sleep(0.2)
 
     def cancel(self, *options: str) -> None:
@@ -145,30 +176,48 @@ class Job:
 def free_ports(count: int) -> list[int]:
     """Ports that are free now."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
         return [opened.getsockname()[1] for opened in sockets]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes, n1 and n2, and three partitions: main, grace (30 s of notice before a preemption) and urgent, which preempts both."""
-    missing = [name for name in DAEMONS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
+    """Two nodes, n1 and n2, and three partitions: main, grace (30 s of notice before a preemption)
+    and urgent, which preempts both."""
+    missing = [
+        name
+        for name in DAEMONS
+        if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None
+    ]
     if missing or os.geteuid() != 0 or not sys.platform.startswith("linux"):
-        why = f"no real Slurm here: {'missing ' + ', '.join(missing) if missing else 'its daemons need root on Linux'}"
+        why = (
+            "no real Slurm here:"
+            f" {'missing ' + ', '.join(missing) if missing else 'its daemons need root on Linux'}"
+        )
         remedy = "apt-get install slurmctld slurmd slurm-client munge, and run the tests as root"
         if os.environ.get("VIT_REQUIRE_SLURM") == "1":
             pytest.fail(f"{why}, and VIT_REQUIRE_SLURM=1 requires it: {remedy}")
         pytest.skip(f"{why} ({remedy})")
-    folder = Path(tempfile.mkdtemp(prefix="vit-slurm-"))  # short: a socket's path has a limit of 107 bytes
+    # short: a socket's path has a limit of 107 bytes
+    folder = Path(tempfile.mkdtemp(prefix="vit-slurm-"))
     os.chmod(folder, 0o755)
     for name in ("state", "spool-n1", "spool-n2"):
         (folder / name).mkdir()
     controller_port, first_port, second_port = free_ports(3)
     host = socket.gethostname().split(".")[0]
-    numbers = {"controller_port": controller_port, "first_port": first_port, "second_port": second_port}
-    numbers["first_job"] = random.randrange(1000, 60000)  # jobs choose their ports by their numbers: two test runs on one machine
+    numbers = {
+        "controller_port": controller_port,
+        "first_port": first_port,
+        "second_port": second_port,
+    }
+    # jobs choose their ports by their numbers: two test runs on one machine
+    numbers["first_job"] = random.randrange(1000, 60000)
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, **numbers))
-    (folder / "gres.conf").write_text("".join(f"Name=gpu File=/dev/{device}\n" for device in ("null", "zero", "full", "random")))
+    (folder / "gres.conf").write_text(
+        "".join(f"Name=gpu File=/dev/{device}\n" for device in ("null", "zero", "full", "random"))
+    )
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
     cluster = Cluster(folder)
@@ -176,8 +225,19 @@ def cluster() -> Iterator[Cluster]:
 
     def start(*command: object) -> None:
         with open(folder / "daemons.log", "ab") as log:
-            environ = {**cluster.environment, "PATH": f"{cluster.environment['PATH']}:/usr/sbin:/sbin"}
-            started.append(subprocess.Popen([*map(str, command)], env=environ, stdout=log, stderr=log, start_new_session=True))
+            environ = {
+                **cluster.environment,
+                "PATH": f"{cluster.environment['PATH']}:/usr/sbin:/sbin",
+            }
+            started.append(
+                subprocess.Popen(
+                    [*map(str, command)],
+                    env=environ,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
 
     def wait_until(true: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + 30
@@ -188,7 +248,9 @@ def cluster() -> Iterator[Cluster]:
             time.sleep(0.05)
 
     try:
-        files = [f"--{name}-file={folder / 'munge'}.{name}" for name in ("key", "pid", "seed", "log")]
+        files = [
+            f"--{name}-file={folder / 'munge'}.{name}" for name in ("key", "pid", "seed", "log")
+        ]
         start("munged", "--foreground", "--force", f"--socket={folder / 'munge.socket'}", *files)
         wait_until((folder / "munge.socket").exists, "munged does not start")
         start("slurmctld", "-D", "-f", folder / "slurm.conf")
@@ -197,7 +259,8 @@ def cluster() -> Iterator[Cluster]:
         wait_until(lambda: idle_nodes(cluster) == 2, "the nodes do not come up")
         yield cluster
         subprocess.run(["scancel", "--user=root"], env=cluster.environment, check=False)
-        wait_until(lambda: not cluster.call("squeue", "--noheader"), "jobs do not end")  # before the daemons, or they would be orphans
+        # before the daemons, or they would be orphans
+        wait_until(lambda: not cluster.call("squeue", "--noheader"), "jobs do not end")
     finally:
         for daemon in reversed(started):
             daemon.send_signal(signal.SIGTERM)
@@ -213,8 +276,9 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def jobs_end_with_their_test(cluster: Cluster) -> Iterator[None]:
-    """A test that failed has not come to the line that cancels; its job would hold the nodes against the
-    next one. Jobs of fixtures for several tests were submitted before this fixture is made."""
+    """A test that failed has not come to the line that cancels; its job would hold the nodes
+    against the next one. Jobs of fixtures for several tests were submitted before this fixture is
+    made."""
     before = len(cluster.submitted)
     yield
     if jobs := cluster.submitted[before:]:

@@ -1,6 +1,8 @@
-"""slurm/*.sh as their users run them, on a real Slurm with two nodes: to the end, to the time limit, cancelled, preempted, mistaken.
+"""slurm/*.sh as their users run them, on a real Slurm with two nodes: to the end, to the time
+limit, cancelled, preempted, mistaken.
 
-Both nodes are this machine, and what Slurm takes for GPUs are none: each job has one rank for each of them, on the CPU.
+Both nodes are this machine, and what Slurm takes for GPUs are none: each job has one rank for each
+of them, on the CPU.
 """
 
 from __future__ import annotations
@@ -23,11 +25,21 @@ STEPS = 300
 OFTEN = ("log.every_steps=10", "checkpoint.every_steps=50", "eval.every_steps=1000000")
 
 
-def submit_training(cluster, folder: Path, shards: Path, *overrides: str, steps: int = STEPS, options=TWO_NODES):
+def submit_training(
+    cluster, folder: Path, shards: Path, *overrides: str, steps: int = STEPS, options=TWO_NODES
+):
     """A job that trains in `folder`/run, with its log beside it."""
     config = write_config(folder, shards, steps=steps)
     return cluster.submit(
-        folder / "log", *options, "slurm/train.sh", "--config", config, f"run.dir={folder / 'run'}", *TINY, *OFTEN, *overrides
+        folder / "log",
+        *options,
+        "slurm/train.sh",
+        "--config",
+        config,
+        f"run.dir={folder / 'run'}",
+        *TINY,
+        *OFTEN,
+        *overrides,
     )
 
 
@@ -36,7 +48,10 @@ def wait_for_step(job, run_dir: Path, step: int, timeout_s: float = 180) -> None
     deadline = time.monotonic() + timeout_s
     while last_step(run_dir) < step:
         state = job.facts()["JobState"]
-        if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") or time.monotonic() > deadline:
+        if (
+            state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+            or time.monotonic() > deadline
+        ):
             raise AssertionError(f"{state} before step {step}\n{job.log}")
         time.sleep(0.1)
 
@@ -66,7 +81,9 @@ def finished(cluster, shards, tmp_path_factory):
 def test_two_nodes_train_one_run_to_the_end(finished):
     job, run_dir = finished
     facts = job.facts()
-    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), (
+        job.log
+    )
     assert [line["world_size"] for line in metrics(run_dir, "start")] == [2]
     assert metrics(run_dir, "end")[-1]["outcome"] == "finished"
     assert "2 node(s) (n[1-2]) with 1 rank(s) each" in job.log
@@ -76,55 +93,73 @@ def test_two_nodes_train_one_run_to_the_end(finished):
 
 def test_evaluation_on_two_nodes_counts_what_one_process_counts(cluster, finished, tmp_path):
     run_dir = finished[1]
-    job = cluster.submit(tmp_path / "log", *TWO_NODES, "slurm/eval.sh", "--checkpoint", run_dir, "--json")
+    job = cluster.submit(
+        tmp_path / "log", *TWO_NODES, "slurm/eval.sh", "--checkpoint", run_dir, "--json"
+    )
     here = run("launch/eval.py", "--checkpoint", run_dir, "--json")
     assert job.wait()["JobState"] == "COMPLETED", job.log
     there = [json.loads(line) for line in job.log.splitlines() if line.startswith("{")]
     assert there == [json.loads(here.stdout)]
 
 
-def test_signalled_before_the_time_limit_it_saves_and_is_queued_again_and_ends_as_if_nothing_had_been(cluster, shards, tmp_path, whole):
+def test_signalled_before_the_time_limit_it_saves_and_is_queued_again_and_ends_as_if_nothing_had_been(
+    cluster, shards, tmp_path, whole
+):
     job = submit_training(cluster, tmp_path, shards)
     run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 20)
     job.cancel("--batch", "--signal=USR1")  # what Slurm sends when the limit is near
     facts = job.wait()
-    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), job.log
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), (
+        job.log
+    )
     first, second = metrics(run_dir, "end")
     assert (first["outcome"], second["outcome"]) == ("stopped", "finished")
     assert starts(run_dir) == [0, first["step"]]
     assert not (run_dir / "stopped_early").exists()
     assert final_state(run_dir, STEPS) == whole
-    assert f'stopped and saved: {{"step": {first["step"]}, "signal": "SIGUSR1"}}. Queueing job {job.number} again' in job.log
+    assert (
+        f'stopped and saved: {{"step": {first["step"]}, "signal": "SIGUSR1"}}. Queueing job'
+        f" {job.number} again" in job.log
+    )
     assert "restart 1: 2 node(s)" in job.log
     assert "Traceback" not in job.log
 
 
 def test_after_an_accident_it_goes_on_in_the_same_job_of_one_node(cluster, shards, tmp_path, whole):
-    options = ("--nodes=1", "--gpus-per-node=2", "--cpus-per-task=2", "--time=10")  # two GPUs, two ranks
+    # two GPUs, two ranks
+    options = ("--nodes=1", "--gpus-per-node=2", "--cpus-per-task=2", "--time=10")
     job = submit_training(cluster, tmp_path, shards, options=options)
     run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 60)
     os.kill(next(iter(trainers(run_dir))), signal.SIGKILL)
     facts = job.wait()
-    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), (
+        job.log
+    )
     assert [line["world_size"] for line in metrics(run_dir, "start")] == [2, 2]
     assert starts(run_dir)[1] % 50 == 0
     assert "starting again from there" in job.log
     assert final_state(run_dir, STEPS) == whole
 
 
-def test_where_one_node_fails_the_step_ends_on_the_other_which_stands_still(cluster, shards, tmp_path, whole):
+def test_where_one_node_fails_the_step_ends_on_the_other_which_stands_still(
+    cluster, shards, tmp_path, whole
+):
     """As GPUs do that wait for a dead one; here the rank is stopped. SRUN_ARGS come to srun."""
     config = write_config(tmp_path, shards, steps=STEPS)
     arguments = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *OFTEN)
-    job = cluster.submit(tmp_path / "log", *TWO_NODES, "slurm/train.sh", *arguments, SRUN_ARGS="--label")
+    job = cluster.submit(
+        tmp_path / "log", *TWO_NODES, "slurm/train.sh", *arguments, SRUN_ARGS="--label"
+    )
     wait_for_step(job, tmp_path / "run", 60)
     still, other = trainers(tmp_path / "run")
     os.kill(still, signal.SIGSTOP)
     os.kill(other, signal.SIGKILL)
     facts = job.wait()
-    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), (
+        job.log
+    )
     assert starts(tmp_path / "run")[1] % 50 == 0
     assert "starting again from there" in job.log
     assert final_state(tmp_path / "run", STEPS) == whole
@@ -133,7 +168,8 @@ def test_where_one_node_fails_the_step_ends_on_the_other_which_stands_still(clus
 
 
 def trainers(run_dir: Path) -> list[int]:
-    """Process ids of the ranks that train in `run_dir`: of the launchers' and srun's command lines theirs is the one without torchrun."""
+    """Process ids of the ranks that train in `run_dir`: of the launchers' and srun's command lines
+    theirs is the one without torchrun."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -152,7 +188,9 @@ def trainers(run_dir: Path) -> list[int]:
         ("data.root=/nowhere", "/nowhere: no such directory", True),  # only the trainer can tell
     ],
 )
-def test_a_mistake_fails_once_with_its_reason(cluster, shards, tmp_path, override, message, started):
+def test_a_mistake_fails_once_with_its_reason(
+    cluster, shards, tmp_path, override, message, started
+):
     job = submit_training(cluster, tmp_path, shards, override)
     facts = job.wait()
     assert (facts["JobState"], facts["Restarts"]) == ("FAILED", "0"), job.log
@@ -165,17 +203,25 @@ def test_a_mistake_fails_once_with_its_reason(cluster, shards, tmp_path, overrid
 
 
 def test_a_node_that_cannot_reach_the_head_says_so_at_once(cluster, shards, tmp_path):
-    (tmp_path / "getent").write_text("#!/bin/sh\n# every name resolves, says the head node; the other one finds out\n")
+    (tmp_path / "getent").write_text(
+        "#!/bin/sh\n# every name resolves, says the head node; the other one finds out\n"
+    )
     (tmp_path / "getent").chmod(0o755)
     path = f"{tmp_path}:{cluster.environment['PATH']}"
-    job = cluster.submit(tmp_path / "log", *TWO_NODES, "slurm/eval.sh", "--checkpoint", "/nowhere", PATH=path)
+    job = cluster.submit(
+        tmp_path / "log", *TWO_NODES, "slurm/eval.sh", "--checkpoint", "/nowhere", PATH=path
+    )
     assert job.wait()["JobState"] == "FAILED"
-    assert re.search(r"^n2 cannot reach n1:\d+: .*(not known|resolution|address)", job.log, re.M), job.log
+    assert re.search(r"^n2 cannot reach n1:\d+: .*(not known|resolution|address)", job.log, re.M), (
+        job.log
+    )
     assert "error: not started: not every node reaches n1 at n1:" in job.log
 
 
 def test_a_port_in_use_is_left_to_its_user(cluster, tmp_path):
-    job = cluster.submit(tmp_path / "log", "--hold", *TWO_NODES, "slurm/eval.sh", "--checkpoint", "/nowhere")
+    job = cluster.submit(
+        tmp_path / "log", "--hold", *TWO_NODES, "slurm/eval.sh", "--checkpoint", "/nowhere"
+    )
     port = 20000 + int(job.number) % 12000
     with socket.create_server(("", port)):
         cluster.call("scontrol", "release", job.number)
@@ -186,12 +232,24 @@ def test_a_port_in_use_is_left_to_its_user(cluster, tmp_path):
 
 
 def test_an_array_of_tasks_writes_the_shards_that_one_process_writes(cluster, shards, tmp_path):
-    command = ("slurm/prep.sh", "imagefolder", shards.parent / "images", "--out", tmp_path / "out", "--num-shards", 3)
+    command = (
+        "slurm/prep.sh",
+        "imagefolder",
+        shards.parent / "images",
+        "--out",
+        tmp_path / "out",
+        "--num-shards",
+        3,
+    )
     alone = cluster.submit(tmp_path / "alone", "--cpus-per-task=1", "--array=3", *command)
     assert alone.wait()["JobState"] == "FAILED"
     assert "an array of 1 tasks, 3 to 3: submit --array=0-N again" in alone.log
-    repeated = cluster.submit(tmp_path / "log-2", "--cpus-per-task=1", "--array=2", *command, PARTS="4")
-    array = cluster.submit(tmp_path / "log-%a", "--cpus-per-task=1", "--array=0-1,3", *command, PARTS="4")
+    repeated = cluster.submit(
+        tmp_path / "log-2", "--cpus-per-task=1", "--array=2", *command, PARTS="4"
+    )
+    array = cluster.submit(
+        tmp_path / "log-%a", "--cpus-per-task=1", "--array=0-1,3", *command, PARTS="4"
+    )
     for job in (repeated, array):
         job.wait(lambda facts: facts["JobState"] in ("COMPLETED", "FAILED"))
     logs = "".join(path.read_text() for path in sorted(tmp_path.glob("log-*")))
@@ -202,23 +260,41 @@ def test_an_array_of_tasks_writes_the_shards_that_one_process_writes(cluster, sh
 
 @pytest.fixture(scope="module")
 def limited(cluster, shards, tmp_path_factory):
-    """A job that meets its time limit of a minute, again and again, in a partition whose jobs are not preempted; and its run folder."""
+    """A job that meets its time limit of a minute, again and again, in a partition whose jobs are
+    not preempted; and its run folder."""
     folder = tmp_path_factory.mktemp("limited")
     options = (*TWO_NODES[:-1], "--time=1", "--signal=B:USR1@20", "--partition=urgent")
-    return submit_training(cluster, folder, shards, steps=1_000_000, options=options), folder / "run"
+    return (
+        submit_training(cluster, folder, shards, steps=1_000_000, options=options),
+        folder / "run",
+    )
 
 
 def test_preempted_jobs_save_and_come_back(cluster, shards, tmp_path, limited):
-    """Without notice Slurm ends and queues a job again by itself; with notice only the script can."""
+    """Without notice Slurm ends and queues a job again by itself; with notice only the script
+    can."""
     jobs = {}
     for partition in ("main", "grace"):
         (tmp_path / partition).mkdir()
-        options = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=6", "--time=10", f"--partition={partition}")
-        jobs[partition] = submit_training(cluster, tmp_path / partition, shards, steps=1_000_000, options=options)
+        options = (
+            "--nodes=2",
+            "--gpus-per-node=1",
+            "--cpus-per-task=6",
+            "--time=10",
+            f"--partition={partition}",
+        )
+        jobs[partition] = submit_training(
+            cluster, tmp_path / partition, shards, steps=1_000_000, options=options
+        )
     for partition, job in jobs.items():
         wait_for_step(job, tmp_path / partition / "run", 20)
     cluster.submit(
-        tmp_path / "urgent", "--partition=urgent", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=14", "--wrap=true"
+        tmp_path / "urgent",
+        "--partition=urgent",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=14",
+        "--wrap=true",
     ).wait()
     for partition, job in jobs.items():
         run_dir = tmp_path / partition / "run"
@@ -234,8 +310,15 @@ def test_preempted_jobs_save_and_come_back(cluster, shards, tmp_path, limited):
 
 def test_at_its_time_limit_a_job_is_saved_and_queued_again_and_after_scancel_it_is_not(limited):
     job, run_dir = limited
-    # Young: a job of a minute saves and queues itself again at 40 s, and to be cancelled there is another story.
-    job.wait(lambda facts: int(facts["Restarts"]) > 0 and facts["JobState"] == "RUNNING" and facts["RunTime"] < "00:00:10")
+    # Young: a job of a minute saves and queues itself again at 40 s, and to be cancelled there is
+    # another story.
+    job.wait(
+        lambda facts: (
+            int(facts["Restarts"]) > 0
+            and facts["JobState"] == "RUNNING"
+            and facts["RunTime"] < "00:00:10"
+        )
+    )
     stopped = metrics(run_dir, "end")
     assert {line["outcome"] for line in stopped} == {"stopped"}, job.log
     assert "SIGUSR1: the time limit is near" in job.log
@@ -245,7 +328,8 @@ def test_at_its_time_limit_a_job_is_saved_and_queued_again_and_after_scancel_it_
     facts = job.wait(lambda facts: facts["JobState"] == "CANCELLED")
     restarts = facts["Restarts"]
     deadline = time.monotonic() + 60
-    ended = ("as the job itself was asked to end", "not started")  # the second if it was cancelled while it began once more
+    # the second if it was cancelled while it began once more
+    ended = ("as the job itself was asked to end", "not started")
     while not any(words in job.log.splitlines()[-1] for words in ended):
         assert time.monotonic() < deadline, job.log
         time.sleep(0.2)

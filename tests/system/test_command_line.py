@@ -1,4 +1,5 @@
-"""Mistakes on the command lines of launch/: one line each, with what was meant. The commands run in this process."""
+"""Mistakes on the command lines of launch/: one line each, with what was meant. The commands run in
+this process."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ def refusal(capsys):
     """What a command of launch/ says to a command line that it refuses."""
 
     def refused(script: str, *words: str) -> str:
-        with pytest.raises(ValueError, match=rf"\(python launch/{script}.py .*--help lists the options\)") as caught:
+        with pytest.raises(
+            ValueError, match=rf"\(python launch/{script}.py .*--help lists the options\)"
+        ) as caught:
             run_here(f"launch/{script}.py", *words)
         printed = capsys.readouterr()
         assert (printed.out, printed.err) == ("", ""), "argparse's usage is no help"
@@ -26,32 +29,78 @@ def refusal(capsys):
 @pytest.mark.parametrize(
     ("script", "words", "expected"),
     [
-        ("train", ["--confg", "configs/demo.yaml"], "unknown: --confg configs/demo.yaml; did you mean --config?"),
-        ("train", [*CONFIG, "--prin-config"], "unknown: --prin-config; did you mean --print-config?"),
+        (
+            "train",
+            ["--confg", "configs/demo.yaml"],
+            "unknown: --confg configs/demo.yaml; did you mean --config?",
+        ),
+        (
+            "train",
+            [*CONFIG, "--prin-config"],
+            "unknown: --prin-config; did you mean --print-config?",
+        ),
         ("train", [*CONFIG, "--lr", "1e-3"], "unknown: --lr 1e-3; did you mean optim.lr=1e-3?"),
-        ("train", [*CONFIG, "--optim.lr=1e-3"], "unknown: --optim.lr=1e-3; did you mean optim.lr=1e-3?"),
-        ("train", [*CONFIG, "--resume"], "unknown: --resume; the same command again resumes, nothing else is needed"),
+        (
+            "train",
+            [*CONFIG, "--optim.lr=1e-3"],
+            "unknown: --optim.lr=1e-3; did you mean optim.lr=1e-3?",
+        ),
+        (
+            "train",
+            [*CONFIG, "--resume"],
+            "unknown: --resume; the same command again resumes, nothing else is needed",
+        ),
         (
             "train",
             ["--batch-size", "64", "--epochs=5", *CONFIG, "train.seed=1"],
-            "unknown: --batch-size 64 --epochs=5; did you mean data.global_batch_size=64?; did you mean train.epochs=5?",
+            (
+                "unknown: --batch-size 64 --epochs=5; did you mean data.global_batch_size=64?; did"
+                " you mean train.epochs=5?"
+            ),
         ),
-        ("train", [*CONFIG, "--amp", "optim.lr=1"], "unknown: --amp; did you mean train.precision=VALUE?"),
+        (
+            "train",
+            [*CONFIG, "--amp", "optim.lr=1"],
+            "unknown: --amp; did you mean train.precision=VALUE?",
+        ),
         ("train", [], "the following arguments are required: --config"),
         (
             "train",
             ["configs/demo.yaml", "optim.lr=1"],
-            "the following arguments are required: --config; did you mean --config configs/demo.yaml?",
+            (
+                "the following arguments are required: --config; did you mean --config"
+                " configs/demo.yaml?"
+            ),
         ),
         ("train", ["optim.lr=1", "--config"], "argument --config: expected one argument"),
-        ("eval", ["--chekpoint", "runs/demo"], "unknown: --chekpoint runs/demo; did you mean --checkpoint?"),
-        ("eval", ["runs/demo", "runs/b16"], "runs/demo and runs/b16: give one run or file to evaluate"),
-        ("eval", ["runs/demo", "--checkpoint", "runs/b16"], "runs/demo and runs/b16: give one run or file to evaluate"),
-        ("eval", ["runs/demo", "eval.batch_size=3"], "eval.batch_size=3: settings belong to --finetune"),
+        (
+            "eval",
+            ["--chekpoint", "runs/demo"],
+            "unknown: --chekpoint runs/demo; did you mean --checkpoint?",
+        ),
+        (
+            "eval",
+            ["runs/demo", "runs/b16"],
+            "runs/demo and runs/b16: give one run or file to evaluate",
+        ),
+        (
+            "eval",
+            ["runs/demo", "--checkpoint", "runs/b16"],
+            "runs/demo and runs/b16: give one run or file to evaluate",
+        ),
+        (
+            "eval",
+            ["runs/demo", "eval.batch_size=3"],
+            "eval.batch_size=3: settings belong to --finetune",
+        ),
         ("eval", ["runs/demo", "--lr", "1"], "unknown: --lr 1; did you mean optim.lr=1?"),
         ("report", ["runs/demo", "more"], "unknown: more"),
         ("report", ["--devise", "cpu"], "unknown: --devise; did you mean --device?"),
-        ("visualize", ["augment", *CONFIG, "--image", "3"], "unknown: --image 3; did you mean --images?"),
+        (
+            "visualize",
+            ["augment", *CONFIG, "--image", "3"],
+            "unknown: --image 3; did you mean --images?",
+        ),
         ("visualize", ["augment", "--confg", "x"], "unknown: --confg x; did you mean --config?"),
     ],
 )

@@ -14,11 +14,15 @@ from vit.system.files import remove_leftovers, replacing, temporary_beside, temp
 
 ROOT = Path(__file__).parents[2]
 OWN_PIDS = ["unshare", "--pid", "--fork", "--mount-proc"]
-"""A process-id namespace of its own, as a container with the host's network has: same host name, same small process ids."""
+"""A process-id namespace of its own, as a container with the host's network has: same host name,
+same small process ids."""
 
 
 def can_unshare() -> bool:
-    return shutil.which("unshare") is not None and not subprocess.run([*OWN_PIDS, "true"], capture_output=True).returncode
+    return (
+        shutil.which("unshare") is not None
+        and not subprocess.run([*OWN_PIDS, "true"], capture_output=True).returncode
+    )
 
 
 def test_no_two_temporary_names_are_equal(tmp_path):
@@ -38,7 +42,13 @@ with replacing(Path({str(tmp_path)!r}) / "a.tar") as file:
     sys.stdin.readline()
 """
     processes = [
-        subprocess.Popen([*OWN_PIDS, sys.executable, "-c", writer], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        subprocess.Popen(
+            [*OWN_PIDS, sys.executable, "-c", writer],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
         for _ in range(2)
     ]
     for process in processes:
@@ -46,7 +56,13 @@ with replacing(Path({str(tmp_path)!r}) / "a.tar") as file:
         assert process.stdout.readline() == "begun\n"
     assert len(list(tmp_path.glob(".a.tar.*.tmp"))) == 2
     subprocess.run(
-        [*OWN_PIDS, sys.executable, "-c", f"from vit.system.files import *; remove_leftovers(Path({str(tmp_path)!r}))"], cwd=ROOT
+        [
+            *OWN_PIDS,
+            sys.executable,
+            "-c",
+            f"from vit.system.files import *; remove_leftovers(Path({str(tmp_path)!r}))",
+        ],
+        cwd=ROOT,
     )
     for process in processes:
         process.communicate("\n")

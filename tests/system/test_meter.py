@@ -1,4 +1,5 @@
-"""Progress: rate and remaining time, a line now and then in a log file, silence where nobody looks."""
+"""Progress: rate and remaining time, a line now and then in a log file, silence where nobody
+looks."""
 
 import math
 import re
@@ -10,7 +11,14 @@ from vit.system.meter import Meter, duration
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0:00:00"), (59.9, "0:00:59"), (3661, "1:01:01"), (360_000, "100:00:00"), (math.nan, "-:--:--"), (math.inf, "-:--:--")],
+    [
+        (0, "0:00:00"),
+        (59.9, "0:00:59"),
+        (3661, "1:01:01"),
+        (360_000, "100:00:00"),
+        (math.nan, "-:--:--"),
+        (math.inf, "-:--:--"),
+    ],
 )
 def test_durations_are_hours_minutes_and_seconds(seconds, text):
     assert duration(seconds) == text
@@ -30,7 +38,11 @@ def test_a_log_file_gets_a_line_with_rate_and_remaining_time_every_ten_seconds(c
 
 
 def test_what_is_not_shown_or_short_says_nothing(capfd):
-    for meter in (Meter("a", 10, "images", shown=False), Meter("b", 0, "images"), Meter("c", 10, "images")):
+    for meter in (
+        Meter("a", 10, "images", shown=False),
+        Meter("b", 0, "images"),
+        Meter("c", 10, "images"),
+    ):
         with meter:
             for done in range(11):
                 meter.update(done)

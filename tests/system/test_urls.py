@@ -29,7 +29,9 @@ def nobody_logs_in(monkeypatch, tmp_path):
 
 def test_what_is_shown_of_a_text():
     for text, expected in {
-        "https://user:p%40ss@host:8080/p/{0..9}.tar?sv=1&sig=x%3D": "https://***@host:8080/p/{0..9}.tar?***",
+        "https://user:p%40ss@host:8080/p/{0..9}.tar?sv=1&sig=x%3D": (
+            "https://***@host:8080/p/{0..9}.tar?***"
+        ),
         SIGNED: "https://bucket.s3.amazonaws.com/p/train-{0..9}.tar?***",
         "https://p@ss:w@rd@host/x": "https://***@host/x",
         "https://user:p/w@host/x": "https://***@host/x",
@@ -37,16 +39,30 @@ def test_what_is_shown_of_a_text():
         "/x?Signature=abc: no such file": "/x?Signature=***: no such file",
         "s3://key:secret@bucket/x::https://token@host": "s3://***@bucket/x::https://***@host",
         '{"root": "https://u:p@h/x?y=z", "n": 1}': '{"root": "https://***@h/x?***", "n": 1}',
-        "exceeded with url: /a.tar?X-Amz-Signature=abc (Caused by": "exceeded with url: /a.tar?X-Amz-Signature=*** (Caused by",
-        "no such file (https://h/a.tar?sig=abc); see https://h/b?c=d.": "no such file (https://h/a.tar?***); see https://h/b?***.",
-        """pipe:curl -H "Authorization: Bearer abc" https://h/a""": """pipe:curl -H "Authorization: ***" https://h/a""",
-        """pipe:curl -H 'X-Api-Key: abc' https://h/a""": """pipe:curl -H 'X-Api-Key: ***' https://h/a""",
+        "exceeded with url: /a.tar?X-Amz-Signature=abc (Caused by": (
+            "exceeded with url: /a.tar?X-Amz-Signature=*** (Caused by"
+        ),
+        "no such file (https://h/a.tar?sig=abc); see https://h/b?c=d.": (
+            "no such file (https://h/a.tar?***); see https://h/b?***."
+        ),
+        """pipe:curl -H "Authorization: Bearer abc" https://h/a""": (
+            """pipe:curl -H "Authorization: ***" https://h/a"""
+        ),
+        """pipe:curl -H 'X-Api-Key: abc' https://h/a""": (
+            """pipe:curl -H 'X-Api-Key: ***' https://h/a"""
+        ),
         "pipe:curl -H Authorization:abc https://h/a": "pipe:curl -H Authorization:*** https://h/a",
-        r"curl -H Authorization:\ Bearer\ abc https://h/a": r"curl -H Authorization:\ Bearer\ *** https://h/a",
+        r"curl -H Authorization:\ Bearer\ abc https://h/a": (
+            r"curl -H Authorization:\ Bearer\ *** https://h/a"
+        ),
         "{'Authorization': 'Basic YWJj'}": "{'Authorization': '***'}",
         "pipe:curl -u me:pw https://h/a": "pipe:curl -u *** https://h/a",
-        "pipe:curl --user=me:pw --cookie 'a=b' https://h/a": "pipe:curl --user=*** --cookie *** https://h/a",
-        "pipe:AWS_SECRET_ACCESS_KEY=abc aws s3 cp s3://b/a -": "pipe:AWS_SECRET_ACCESS_KEY=*** aws s3 cp s3://b/a -",
+        "pipe:curl --user=me:pw --cookie 'a=b' https://h/a": (
+            "pipe:curl --user=*** --cookie *** https://h/a"
+        ),
+        "pipe:AWS_SECRET_ACCESS_KEY=abc aws s3 cp s3://b/a -": (
+            "pipe:AWS_SECRET_ACCESS_KEY=*** aws s3 cp s3://b/a -"
+        ),
     }.items():
         assert urls.shown(text) == expected
         assert urls.shown(expected) == expected, "shown twice is shown once"
@@ -56,10 +72,18 @@ def test_what_is_shown_of_a_text():
 
 def test_what_is_no_secret_stays():
     for text in (
-        "https://host:8080/a@b/c.tar", "http://[::1]:8000/x", "/data/imagenet", "model.num_tokens=196 token: 5", "did you mean optim.lr?",
-        "https://${NAME}:${PASSWORD}@host/a?sig=${SAS}", 'pipe:curl -H "Authorization: Bearer $TOKEN" https://h/a', "data.root=s3://a/b",
-        "python -u launch/train.py --config a.yaml data.root=/x", "step 604800: loss 1.5, 3 keys", "see https://docs.x.org/page?)",
-    ):  # fmt: skip
+        "https://host:8080/a@b/c.tar",
+        "http://[::1]:8000/x",
+        "/data/imagenet",
+        "model.num_tokens=196 token: 5",
+        "did you mean optim.lr?",
+        "https://${NAME}:${PASSWORD}@host/a?sig=${SAS}",
+        'pipe:curl -H "Authorization: Bearer $TOKEN" https://h/a',
+        "data.root=s3://a/b",
+        "python -u launch/train.py --config a.yaml data.root=/x",
+        "step 604800: loss 1.5, 3 keys",
+        "see https://docs.x.org/page?)",
+    ):
         assert urls.shown(text) == text
 
 
@@ -68,16 +92,29 @@ def test_what_was_used_once_is_shown_nowhere(monkeypatch):
     told = base64.b64encode(b"me:pass/word").decode()
     assert urls.shown(f"pass/word pass%2Fword abcdefghijklmnop {told}") == "*** *** *** ***"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUt/nFEMI")
-    assert urls.shown("signed by wJalrXUt/nFEMI, wJalrXUt%2FnFEMI") == "signed by ${AWS_SECRET_ACCESS_KEY}, ${AWS_SECRET_ACCESS_KEY}"
+    assert (
+        urls.shown("signed by wJalrXUt/nFEMI, wJalrXUt%2FnFEMI")
+        == "signed by ${AWS_SECRET_ACCESS_KEY}, ${AWS_SECRET_ACCESS_KEY}"
+    )
 
 
 def test_names_of_variables_become_their_values(monkeypatch):
     monkeypatch.setenv("SAS", "sig=1")
     monkeypatch.delenv("LOST", raising=False)
-    assert urls.resolve("https://host/${SAS}/x?${SAS}::/data/$${SAS}") == "https://host/sig=1/x?sig=1::/data/${SAS}"
-    assert urls.resolve("pipe:for f in a b; do cat ${f}; done") == "pipe:for f in a b; do cat ${f}; done", "the shell's own variables"
-    assert urls.resolve("https://***@host/a?***::https://host/b") == "https://host/a::https://host/b", "as it was recorded"
-    with pytest.raises(ShardError, match="its login is recorded nowhere; give the command once more"):
+    assert (
+        urls.resolve("https://host/${SAS}/x?${SAS}::/data/$${SAS}")
+        == "https://host/sig=1/x?sig=1::/data/${SAS}"
+    )
+    assert (
+        urls.resolve("pipe:for f in a b; do cat ${f}; done")
+        == "pipe:for f in a b; do cat ${f}; done"
+    ), "the shell's own variables"
+    assert (
+        urls.resolve("https://***@host/a?***::https://host/b") == "https://host/a::https://host/b"
+    ), "as it was recorded"
+    with pytest.raises(
+        ShardError, match="its login is recorded nowhere; give the command once more"
+    ):
         urls.resolve("pipe:curl -u *** https://host/a")
     with pytest.raises(ShardError, match=r"\$\{LOST\}, \$\{GONE\} not set in the environment"):
         urls.resolve("https://${LOST}:${SAS}@${GONE}/${LOST}")
@@ -89,7 +126,10 @@ def test_one_data_set_has_one_name_with_any_login():
 
 
 def test_a_server_is_asked_without_userinfo_and_with_the_signature_behind_the_name():
-    assert urls.address("https://me:pw@host:81/a/b/?sig=1%3D", "train-0.tar") == "https://host:81/a/b/train-0.tar?sig=1%3D"
+    assert (
+        urls.address("https://me:pw@host:81/a/b/?sig=1%3D", "train-0.tar")
+        == "https://host:81/a/b/train-0.tar?sig=1%3D"
+    )
     assert urls.address("https://host/a.tar?x=1") == "https://host/a.tar?x=1"
 
 
@@ -98,10 +138,15 @@ def basic(login: str) -> dict[str, str]:
 
 
 def test_the_first_login_found_for_a_host_counts(monkeypatch, tmp_path):
-    (tmp_path / "netrc").write_text("machine host login net password rc-secret\nmachine host:81 login other password port-secret\n")
+    (tmp_path / "netrc").write_text(
+        "machine host login net password rc-secret\nmachine host:81 login other password"
+        " port-secret\n"
+    )
     assert urls.credentials("https://host/x") == basic("net:rc-secret")
     assert urls.credentials("https://host:81/x") == basic("other:port-secret")
-    monkeypatch.setenv("VIT_HTTP_HEADER", "host Authorization: Bearer abcdef\n*.host X-Key: ghijkl\n")
+    monkeypatch.setenv(
+        "VIT_HTTP_HEADER", "host Authorization: Bearer abcdef\n*.host X-Key: ghijkl\n"
+    )
     assert urls.credentials("https://host/x") == {"Authorization": "Bearer abcdef"}
     assert urls.credentials("https://a.host/x") == {"X-Key": "ghijkl"}
     assert urls.credentials("https://me:p%40w@host/x") == basic("me:p@w")
@@ -110,7 +155,9 @@ def test_the_first_login_found_for_a_host_counts(monkeypatch, tmp_path):
 
 
 def test_no_other_host_gets_a_login(monkeypatch, tmp_path):
-    (tmp_path / "netrc").write_text("machine host login net password rc-secret\ndefault login any password thing\n")
+    (tmp_path / "netrc").write_text(
+        "machine host login net password rc-secret\ndefault login any password thing\n"
+    )
     monkeypatch.setenv("VIT_HTTP_HEADER", "data.host Authorization: Bearer abc")
     monkeypatch.setenv("HF_TOKEN", "hf_abc")
     for url in (
@@ -121,15 +168,22 @@ def test_no_other_host_gets_a_login(monkeypatch, tmp_path):
         "http://huggingface.co/x",
     ):
         assert urls.credentials(url) == {}, url
-    assert urls.credentials("https://huggingface.co/datasets/x") == {"Authorization": "Bearer hf_abc"}
+    assert urls.credentials("https://huggingface.co/datasets/x") == {
+        "Authorization": "Bearer hf_abc"
+    }
 
 
 def test_what_was_meant_by_an_address(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     for given, meant in {
-        "htps://host/x": "https://host/x", "http:/host/x": "http://host/x", "s3:/bucket/x": "s3://bucket/x", "htp:/host/x": "http://host/x",
-        "127.0.0.1:8000/x": "https://127.0.0.1:8000/x", "data.example.org/x": "https://data.example.org/x", "~/data": "/home/me/data",
-    }.items():  # fmt: skip
+        "htps://host/x": "https://host/x",
+        "http:/host/x": "http://host/x",
+        "s3:/bucket/x": "s3://bucket/x",
+        "htp:/host/x": "http://host/x",
+        "127.0.0.1:8000/x": "https://127.0.0.1:8000/x",
+        "data.example.org/x": "https://data.example.org/x",
+        "~/data": "/home/me/data",
+    }.items():
         assert urls.did_you_mean(given) == f"; did you mean {meant}?"
     for given in (
         "https://host/x",
@@ -146,7 +200,9 @@ def test_what_was_meant_by_an_address(monkeypatch):
 
 def test_a_login_that_cannot_be_read_is_told_without_it(monkeypatch, tmp_path):
     monkeypatch.setenv("VIT_HTTP_HEADER", "Authorization: Bearer topsecret")
-    with pytest.raises(ShardError, match="expected lines of a host, a header and its value") as told:
+    with pytest.raises(
+        ShardError, match="expected lines of a host, a header and its value"
+    ) as told:
         urls.credentials("https://host/x")
     assert "topsecret" not in str(told.value)
     monkeypatch.delenv("VIT_HTTP_HEADER")
@@ -161,14 +217,19 @@ def test_a_login_in_plain_text_is_warned_of_once(caplog):
         urls.credentials("http://me:pw@plain.example.org/x")
         urls.credentials("http://me:pw@localhost:80/x")
     assert [record.getMessage() for record in caplog.records] == [
-        "http://plain.example.org: a login is sent to it that anybody on the way can read; use https://"
+        "http://plain.example.org: a login is sent to it that anybody on the way can read; use"
+        " https://"
     ]
 
 
 def test_what_to_do_where_a_server_wants_a_login():
-    assert "recorded nowhere: give data.root=..." in urls.login_hint(urls.resolve("https://***@recorded/x"))
+    assert "recorded nowhere: give data.root=..." in urls.login_hint(
+        urls.resolve("https://***@recorded/x")
+    )
     assert "is not accepted" in urls.login_hint("https://me:pw@localhost/x")
-    assert "VIT_HTTP_HEADER='host Authorization: Bearer ...' (docs/data.md)" in urls.login_hint("https://host/x")
+    assert "VIT_HTTP_HEADER='host Authorization: Bearer ...' (docs/data.md)" in urls.login_hint(
+        "https://host/x"
+    )
 
 
 @pytest.mark.parametrize("kind", ["address", "header", ".netrc"])
@@ -207,7 +268,9 @@ thread = threading.Thread(target=fail); thread.start(); thread.join()
 sys.stdout.flush()
 fail()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.stdout == "out https://***@host/x?***\n"
     assert "Retrying: /x?Signature=*** of https://***@host/x" in done.stderr
     assert done.stderr.count("ValueError: https://***@host/x?***") == 2

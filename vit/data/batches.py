@@ -1,10 +1,12 @@
-"""What a batch is: any rows of any batch of one rank, made in place. Who makes them, and where: `vit.data.loader`.
+"""What a batch is: any rows of any batch of one rank, made in place. Who makes them, and where:
+`vit.data.loader`.
 
-The data's story: the order says which samples stand in this rank's rows of the batch at a position; the index says where their bytes and
-how big their images are; crops are drawn before decoding; images are decoded into the rows of memory that is there already. Some rows
-are made like all of them: what is in a row depends neither on who makes it nor on what was made before, and starting at position p costs
-nothing but the arithmetic for p. Evaluation deals all samples of a split over the ranks in batches of one shape, filled up with rows of
-weight 0.
+The data's story: the order says which samples stand in this rank's rows of the batch at a position;
+the index says where their bytes and how big their images are; crops are drawn before decoding;
+images are decoded into the rows of memory that is there already. Some rows are made like all of
+them: what is in a row depends neither on who makes it nor on what was made before, and starting at
+position p costs nothing but the arithmetic for p. Evaluation deals all samples of a split over the
+ranks in batches of one shape, filled up with rows of weight 0.
 """
 
 from __future__ import annotations
@@ -48,20 +50,40 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """The micro-batch of rows [start, stop)."""
-        return replace(self, **{f.name: getattr(self, f.name)[start:stop] for f in fields(self) if f.name != "bad_keys"})
+        return replace(
+            self,
+            **{
+                f.name: getattr(self, f.name)[start:stop]
+                for f in fields(self)
+                if f.name != "bad_keys"
+            },
+        )
 
     def to(self, device: torch.device) -> Batch:
         """Images, labels and weights on `device`, queued; table and ids stay on the host."""
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("images", "labels", "weights")}
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("images", "labels", "weights")
+        }
         return replace(self, **moved)
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory, from which copies to a GPU do not make the host wait."""
-        return replace(self, **{f.name: getattr(self, f.name).pin_memory() for f in fields(self) if f.name != "bad_keys"})
+        return replace(
+            self,
+            **{
+                f.name: getattr(self, f.name).pin_memory()
+                for f in fields(self)
+                if f.name != "bad_keys"
+            },
+        )
 
     def clone(self) -> Batch:
         """The same in memory of its own."""
-        return replace(self, **{f.name: getattr(self, f.name).clone() for f in fields(self) if f.name != "bad_keys"})
+        return replace(
+            self,
+            **{f.name: getattr(self, f.name).clone() for f in fields(self) if f.name != "bad_keys"},
+        )
 
 
 @dataclass(frozen=True)
@@ -82,7 +104,12 @@ def image_format(config: Config) -> ImageFormat:
     """What the model of `config` takes."""
     size = config.model.image_size
     data = config.data
-    return ImageFormat((size, size) if isinstance(size, int) else size, config.model.in_chans, data.interpolation, data.scaled_decode)
+    return ImageFormat(
+        (size, size) if isinstance(size, int) else size,
+        config.model.in_chans,
+        data.interpolation,
+        data.scaled_decode,
+    )
 
 
 @dataclass(frozen=True)
@@ -100,17 +127,21 @@ class Layout:
         return sum(num_bytes for _, _, num_bytes in self._pieces().values())
 
     def batch_in(self, memory: memoryview) -> Batch:
-        """The batch whose tensors are views of `memory`, `num_bytes` long; whatever lies there is its content."""
+        """The batch whose tensors are views of `memory`, `num_bytes` long; whatever lies there is
+        its content."""
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         at = 0
         tensors: dict[str, Any] = {}
         for name, (dtype, shape, num_bytes) in self._pieces().items():
-            tensors[name] = whole[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            tensors[name] = (
+                whole[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            )
             at += num_bytes
         return Batch(**{**tensors, "images": tensors["images"].permute(0, 3, 1, 2)})
 
     def _pieces(self) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:
-        """dtype, shape in memory and bytes of each tensor, the latter rounded up so that the next one is aligned."""
+        """dtype, shape in memory and bytes of each tensor, the latter rounded up so that the next
+        one is aligned."""
         rows = self.num_rows
         shapes = {
             "images": (torch.uint8, (rows, *self.image.size, self.image.channels)),
@@ -119,7 +150,10 @@ class Layout:
             "table": (torch.float32, (rows, self.num_columns)),
             "ids": (torch.int64, (rows,)),
         }
-        return {name: (dtype, shape, -(-math.prod(shape) * dtype.itemsize // 64) * 64) for name, (dtype, shape) in shapes.items()}
+        return {
+            name: (dtype, shape, -(-math.prod(shape) * dtype.itemsize // 64) * 64)
+            for name, (dtype, shape) in shapes.items()
+        }
 
 
 class Batches:
@@ -132,10 +166,12 @@ class Batches:
     """Whether the same rows come again when they are made again, by whomever."""
 
     def prepare(self, num_processes: int) -> None:
-        """Called before workers start, which inherit what this leaves. num_processes: of this host that will make batches at once."""
+        """Called before workers start, which inherit what this leaves. num_processes: of this host
+        that will make batches at once."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Write rows `first` and following of the batch at `position` into all tensors of `rows`; returns the keys of bad images."""
+        """Write rows `first` and following of the batch at `position` into all tensors of `rows`;
+        returns the keys of bad images."""
         raise NotImplementedError
 
     def where(self, sample: int) -> str:
@@ -144,7 +180,8 @@ class Batches:
 
 
 class TrainBatches(Batches):
-    """This rank's rows of the batch at a position. Pickles small: workers map the index themselves."""
+    """This rank's rows of the batch at a position. Pickles small: workers map the index
+    themselves."""
 
     def __init__(
         self,
@@ -168,7 +205,8 @@ class TrainBatches(Batches):
         self.on_bad_image = on_bad_image
         self.num_batches = num_batches
         self.layout = Layout(share, image, table_layout(augment).width)
-        lane = order.global_batch_size // order.num_lanes if order.aug_repeats > 1 else 1  # holds all copies of its images
+        # holds all copies of its images
+        lane = order.global_batch_size // order.num_lanes if order.aug_repeats > 1 else 1
         self.row_unit = math.lcm(augment.mix_group_size if mixes(augment) else 1, lane)
 
     def prepare(self, num_processes: int) -> None:
@@ -180,9 +218,10 @@ class TrainBatches(Batches):
         return self.split.where(sample)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Make rows `first` and following of the batch at `position` in the tensors of `rows`, all of which are written; multiples of
-        `row_unit`, so that no group that mixes is torn, and copies of an image need one decoding. Returns the key of each row that could
-        not be decoded, with `on_bad_image: skip`.
+        """Make rows `first` and following of the batch at `position` in the tensors of `rows`, all
+        of which are written; multiples of `row_unit`, so that no group that mixes is torn, and
+        copies of an image need one decoding. Returns the key of each row that could not be decoded,
+        with `on_bad_image: skip`.
         """
         is_beginning = first == 0
         first += self.first_row
@@ -190,8 +229,11 @@ class TrainBatches(Batches):
         self.split.prefetch(ids)
         if self.split.read_ahead_batches:
             later = position + self.split.read_ahead_batches
-            if is_beginning and (self.num_batches is None or later < self.num_batches):  # who makes it asks for all of a later batch
-                self.split.prefetch(self.order.rows(later, self.first_row, self.first_row + self.layout.num_rows))
+            # who makes it asks for all of a later batch
+            if is_beginning and (self.num_batches is None or later < self.num_batches):
+                self.split.prefetch(
+                    self.order.rows(later, self.first_row, self.first_row + self.layout.num_rows)
+                )
         entries = self.split.index[ids]
         keys = sample_keys(self.order.seed, position // self.order.steps_per_epoch, ids, copies)
         crops = draw_crops(self.augment, keys, entries["width"], entries["height"], self.image.size)
@@ -208,18 +250,28 @@ class TrainBatches(Batches):
                 data = self.split.read(sample)
                 stages.mine.enter(Stage.DECODE)
                 decode_views(
-                    data, [windows[number] for number in numbers], self.image.size, self.image.interpolation,
-                    self.image.channels, out=images, image_size=size, scaled=self.image.scaled_decode,
-                )  # fmt: skip
+                    data,
+                    [windows[number] for number in numbers],
+                    self.image.size,
+                    self.image.interpolation,
+                    self.image.channels,
+                    out=images,
+                    image_size=size,
+                    scaled=self.image.scaled_decode,
+                )
             except ShardError:
                 raise
             except ValueError as error:
                 if self.on_bad_image == "error":
-                    raise ShardError(_describe(self.split, sample, error) + "; data.on_bad_image=skip trains without it") from None
+                    raise ShardError(
+                        _describe(self.split, sample, error)
+                        + "; data.on_bad_image=skip trains without it"
+                    ) from None
                 for image in images:
                     image[:] = 0
                 weights[numbers] = 0.0
-                bad_keys += [self.split.key(sample)] * len(numbers)  # rows, whose number does not depend on how a batch is divided
+                # rows, whose number does not depend on how a batch is divided
+                bad_keys += [self.split.key(sample)] * len(numbers)
         stages.mine.enter(Stage.DRAW)
         table = draw_table(self.augment, keys, entries["width"], entries["height"], self.image.size)
         draw_mix(self.augment, table, weights, self.order.seed, position, first, self.image.size)
@@ -228,9 +280,19 @@ class TrainBatches(Batches):
 
 
 class EvalBatches(Batches):
-    """All samples of a split once, dealt over the ranks in the same number of batches of one shape; fillers have weight 0."""
+    """All samples of a split once, dealt over the ranks in the same number of batches of one shape;
+    fillers have weight 0."""
 
-    def __init__(self, split: Split, image: ImageFormat, view: EvalConfig, batch_size: int, *, rank: int = 0, world_size: int = 1):
+    def __init__(
+        self,
+        split: Split,
+        image: ImageFormat,
+        view: EvalConfig,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
         self.split = split
         self.image = image
         self.view = view
@@ -254,11 +316,14 @@ class EvalBatches(Batches):
         return self.split.where(sample)
 
     def fill(self, number: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Make rows `first` and following of batch `number` in the tensors of `rows`, all of which are written. Returns ()."""
+        """Make rows `first` and following of batch `number` in the tensors of `rows`, all of which
+        are written. Returns ()."""
         ids = self._start(number) + first + np.arange(len(rows.labels))
         valid = ids < self.split.num_samples
         later = ids + self.split.read_ahead_batches * self.layout.num_rows * self.world_size
-        self.split.prefetch(np.unique(np.concatenate([ids[valid], later[later < self.split.num_samples]])))
+        self.split.prefetch(
+            np.unique(np.concatenate([ids[valid], later[later < self.split.num_samples]]))
+        )
         ids = np.where(valid, ids, 0)
         for row, sample in enumerate(ids.tolist()):
             if not valid[row]:
@@ -269,11 +334,21 @@ class EvalBatches(Batches):
                 data = self.split.read(sample)
                 out = rows.images[row]
                 stages.mine.enter(Stage.DECODE)
-                decode_center(data, self.image.size, self.view, self.image.interpolation, self.image.channels, out=out)
+                decode_center(
+                    data,
+                    self.image.size,
+                    self.view,
+                    self.image.interpolation,
+                    self.image.channels,
+                    out=out,
+                )
             except ShardError:
                 raise
             except ValueError as error:
-                remedy = "evaluation counts every image: restore the shard, or write it again without this one"
+                remedy = (
+                    "evaluation counts every image: restore the shard, or write it again without"
+                    " this one"
+                )
                 raise ShardError(f"{_describe(self.split, sample, error)}; {remedy}") from None
         stages.mine.enter(Stage.DRAW)
         write_rows(rows, self.split.index["label"][ids], valid, np.empty((len(ids), 0)), ids)
@@ -284,16 +359,24 @@ class EvalBatches(Batches):
 
 
 def _rows_of(ids: NDArray[np.int64]) -> dict[int, list[int]]:
-    """Sample -> the rows that show it, several with repeated augmentation: they are views of one decoding."""
+    """Sample -> the rows that show it, several with repeated augmentation: they are views of one
+    decoding."""
     found: dict[int, list[int]] = {}
     for row, sample in enumerate(ids.tolist()):
         found.setdefault(sample, []).append(row)
     return found
 
 
-def write_rows(rows: Batch, labels: ArrayLike, weights: ArrayLike, table: ArrayLike, ids: ArrayLike) -> None:
+def write_rows(
+    rows: Batch, labels: ArrayLike, weights: ArrayLike, table: ArrayLike, ids: ArrayLike
+) -> None:
     """Everything but the images, into the tensors of `rows`."""
-    for tensor, values in ((rows.labels, labels), (rows.weights, weights), (rows.table, table), (rows.ids, ids)):
+    for tensor, values in (
+        (rows.labels, labels),
+        (rows.weights, weights),
+        (rows.table, table),
+        (rows.ids, ids),
+    ):
         tensor.numpy()[:] = values
 
 

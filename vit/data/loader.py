@@ -1,15 +1,19 @@
-"""Who makes the batches, and how they get here: worker processes that write into shared memory, and a copy to the GPU behind the step.
+"""Who makes the batches, and how they get here: worker processes that write into shared memory, and
+a copy to the GPU behind the step.
 
-The data's story: training puts parts of batches (some rows of a position, and the slot for it) into one pipe; whoever is free takes the
-next part, writes its rows where they belong and says so in a few bytes. When all parts are there, the batch is handed out: nothing was
-copied, pickled or allocated on the way. Several workers share a batch, so that few slots keep many workers busy and the first batch is
-soon there. What is in a batch depends neither on their number nor on who is faster.
+The data's story: training puts parts of batches (some rows of a position, and the slot for it) into
+one pipe; whoever is free takes the next part, writes its rows where they belong and says so in a
+few bytes. When all parts are there, the batch is handed out: nothing was copied, pickled or
+allocated on the way. Several workers share a batch, so that few slots keep many workers busy and
+the first batch is soon there. What is in a batch depends neither on their number nor on who is
+faster.
 
     training                                       workers
     free slot, next position  -> (parts) pipe  ->  whoever is free writes rows into the slot
     batch when it is complete <- result pipes  <-  slot, row, seconds, keys of bad images
 
-Processes and not threads, because threads that decode make a training step wait for the interpreter's lock (docs/experiments.md).
+Processes and not threads, because threads that decode make a training step wait for the
+interpreter's lock (docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from vit.distributed import local_world_size
 from vit.system.files import ShardError
 
 STALL_TIMEOUT_S = 240.0
-"""Twice that, for a worker and for who takes its place, is less than the ten minutes for which ranks wait for each other."""
+"""Twice that, for a worker and for who takes its place, is less than the ten minutes for which
+ranks wait for each other."""
 
 
 class Effort(NamedTuple):
@@ -55,16 +60,20 @@ class _Growing:
 
 
 class Loader:
-    """Iterates over the batches at positions [start, stop), made by workers, or here where there are none.
+    """Iterates over the batches at positions [start, stop), made by workers, or here where there
+    are none.
 
-    A wait that is long is told, with what the workers are at; a worker without progress for `stall_timeout_s` is replaced (None: never).
+    A wait that is long is told, with what the workers are at; a worker without progress for
+    `stall_timeout_s` is replaced (None: never).
 
-    A batch stays as it is for as long as any of its tensors, or a view of one, is held. Whoever holds more than two batches (three on a
-    GPU) gets copies, which are slower. With a GPU as `device`, images, labels and weights arrive there, copied while the step before
-    computes; table and ids stay on the host. `prefetch_gib`: see `slots.plan_ring`.
+    A batch stays as it is for as long as any of its tensors, or a view of one, is held. Whoever
+    holds more than two batches (three on a GPU) gets copies, which are slower. With a GPU as
+    `device`, images, labels and weights arrive there, copied while the step before computes; table
+    and ids stay on the host. `prefetch_gib`: see `slots.plan_ring`.
 
-    Raises ShardError in the training process for what a worker found, once its batch is due; `vit.data.worker_pool.WorkerError` at once when a
-    worker has died, and when one hangs that cannot be replaced. Close it, or leave it as a context. For one thread.
+    Raises ShardError in the training process for what a worker found, once its batch is due;
+    `vit.data.worker_pool.WorkerError` at once when a worker has died, and when one hangs that
+    cannot be replaced. Close it, or leave it as a context. For one thread.
     """
 
     def __init__(
@@ -82,7 +91,9 @@ class Loader:
         self.num_workers = num_workers
         self.effort = Effort()
         self._batches = batches
-        self.ring = plan_ring(batches.layout, batches.row_unit, stop - start, num_workers, prefetch_gib, on_gpu)
+        self.ring = plan_ring(
+            batches.layout, batches.row_unit, stop - start, num_workers, prefetch_gib, on_gpu
+        )
         self._position = start
         self._to_start = start
         self._stop = stop
@@ -93,9 +104,17 @@ class Loader:
         self._growing: dict[int, _Growing] = {}
         self._queue: deque[tuple[int, int, int]] = deque()
         works = start < stop
-        self._crew = Crew(batches, self._slots, num_workers, stall_timeout_s) if num_workers and works else None
+        self._crew = (
+            Crew(batches, self._slots, num_workers, stall_timeout_s)
+            if num_workers and works
+            else None
+        )
         self._own_row = self._slots.row(0)
-        self._lookout = Lookout(self._own_row, batches.where, stall_timeout_s) if not num_workers and works else None
+        self._lookout = (
+            Lookout(self._own_row, batches.where, stall_timeout_s)
+            if not num_workers and works
+            else None
+        )
         self._to_gpu = _ToGpu(self._slots, device) if on_gpu and device is not None else None
         self._start_batches()
 
@@ -122,7 +141,8 @@ class Loader:
         return add_up([row.tally() for row in self._rows()])
 
     def worker_bytes(self) -> int:
-        """Memory that is a worker's alone, of the one that has most; 0 while it was not measured."""
+        """Memory that is a worker's alone, of the one that has most; 0 while it was not
+        measured."""
         return max(row.own_bytes for row in self._rows())
 
     @property
@@ -134,7 +154,8 @@ class Loader:
         return self._crew.rows if self._crew is not None else [self._own_row]
 
     def close(self) -> None:
-        """End the workers, whatever they are at, and let the memory go with the last batch that is held."""
+        """End the workers, whatever they are at, and let the memory go with the last batch that is
+        held."""
         self._position = self._stop
         if self._crew is not None:
             self._crew.end()
@@ -165,7 +186,8 @@ class Loader:
         finally:
             self._own_row.count_retries()
             self._own_row.enter(Stage.IDLE)
-            stages.use(row_before)  # a picture that is decoded for a report is no batch that training waits for
+            # a picture that is decoded for a report is no batch that training waits for
+            stages.use(row_before)
         self._add_work(time.perf_counter() - began, self._batches.layout.num_rows)
         return replace(self._slots.lend(slot), bad_keys=bad_keys)
 
@@ -181,8 +203,15 @@ class Loader:
         for result in done.results:
             if result.mistake or result.stack:
                 self._slots.free.append(done.slot)
-                raise ShardError(result.mistake) if result.mistake else RuntimeError(f"in a loader worker:\n{result.stack}")
-        return replace(self._slots.lend(done.slot), bad_keys=tuple(key for result in done.results for key in result.bad_keys))
+                raise (
+                    ShardError(result.mistake)
+                    if result.mistake
+                    else RuntimeError(f"in a loader worker:\n{result.stack}")
+                )
+        return replace(
+            self._slots.lend(done.slot),
+            bad_keys=tuple(key for result in done.results for key in result.bad_keys),
+        )
 
     def _start_batches(self) -> None:
         """Give the workers something to do for each free slot."""
@@ -192,7 +221,9 @@ class Loader:
         while self._slots.free and self._to_start < self._stop:
             slot = self._slots.free.popleft()
             self._growing[self._to_start] = _Growing(slot, rows)
-            self._queue.extend((self._to_start, slot, first) for first in range(0, rows, self.ring.part_rows))
+            self._queue.extend(
+                (self._to_start, slot, first) for first in range(0, rows, self.ring.part_rows)
+            )
             self._to_start += 1
         while self._queue and self._crew.num_queued < MAX_QUEUED_PARTS:
             self._crew.put(*self._queue.popleft())
@@ -208,12 +239,12 @@ class Loader:
             self._growing[position].results.append(result)
 
 
-# --- to the GPU --------------------------------------------------------------------------------------------------------
+# --- to the GPU -----------------------------------------------------------------------------------
 
 
 class _ToGpu:
-    """Copies each batch on a stream of its own, out of page-locked memory, so that nobody waits: the copy runs while the GPU computes the
-    step before, and the host goes on."""
+    """Copies each batch on a stream of its own, out of page-locked memory, so that nobody waits:
+    the copy runs while the GPU computes the step before, and the host goes on."""
 
     def __init__(self, slots: Slots, device: torch.device):
         self._device = device
@@ -229,7 +260,8 @@ class _ToGpu:
         computing = torch.cuda.current_stream(self._device)
         if not self._is_locked:
             batch = batch.pin_memory()
-        # The step that was queued since the last call reads the last batch's slot (its table) until the device comes to here.
+        # The step that was queued since the last call reads the last batch's slot (its table) until
+        # the device comes to here.
         if self._given is not None:
             self._in_use.append((self._given, computing.record_event()))
         while len(self._in_use) > 1 or (self._in_use and self._in_use[0][1].query()):
@@ -239,22 +271,29 @@ class _ToGpu:
             moved = batch.to(self._device)
         computing.wait_stream(self._stream)
         for tensor in (moved.images, moved.labels, moved.weights):
-            tensor.record_stream(computing)  # its memory belongs to the copying stream, and must not be given away before the step is done
+            # its memory belongs to the copying stream, and must not be given away before the step
+            # is done
+            tensor.record_stream(computing)
         return moved
 
     def close(self) -> None:
         """Let the device finish, and unlock the memory."""
-        with suppress(RuntimeError), torch.cuda.device(self._device):  # a device that failed has told so before
+        # a device that failed has told so before
+        with suppress(RuntimeError), torch.cuda.device(self._device):
             torch.cuda.synchronize()
             if self._is_locked:
-                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())))
+                torch.cuda.check_error(
+                    int(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
+                )
         self._in_use.clear()
         self._given = None
 
 
 def page_lock(memory: torch.Tensor) -> bool:
-    """Let the GPU read `memory` by itself. False where the CUDA runtime refuses it, with a note: inside gVisor, WSL and some virtual
-    machines it does. Batches then take the way through memory that torch page-locks: a copy more on the host for each."""
+    """Let the GPU read `memory` by itself. False where the CUDA runtime refuses it, with a note:
+    inside gVisor, WSL and some virtual machines it does. Batches then take the way through memory
+    that torch page-locks: a copy more on the host for each.
+    """
     try:
         cuda = torch.cuda.cudart()
         torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
@@ -263,6 +302,10 @@ def page_lock(memory: torch.Tensor) -> bool:
         # CUDA keeps the error for who asks next, which is torch after its next kernel: this one.
         with suppress(RuntimeError):
             torch.ones(1, device="cuda").add_(1)
-        print(f"note: memory of batches is not page-locked here ({reason}): each is copied once more on the host", file=sys.stderr)
+        print(
+            f"note: memory of batches is not page-locked here ({reason}): each is copied once more"
+            " on the host",
+            file=sys.stderr,
+        )
         return False
     return True

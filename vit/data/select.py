@@ -1,8 +1,11 @@
-"""Which samples of a split are trained on: excluded keys and classes, a filter over the index, a share or so many of each class. No torch.
+"""Which samples of a split are trained on: excluded keys and classes, a filter over the index, a
+share or so many of each class. No torch.
 
-The data's story: rows of the index pass in pieces; what is excluded or does not pass the filter goes; of the rest those with the smallest
-hash of (subset seed, sample number) are taken, of all or of each class, so that a smaller subset is a part of a larger one. What is left
-are the numbers of samples in ascending order, so that neighbours in the shards stay neighbours; shards and index stay as they are.
+The data's story: rows of the index pass in pieces; what is excluded or does not pass the filter
+goes; of the rest those with the smallest hash of (subset seed, sample number) are taken, of all or
+of each class, so that a smaller subset is a part of a larger one. What is left are the numbers of
+samples in ascending order, so that neighbours in the shards stay neighbours; shards and index stay
+as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for; the fields are those of `vit.sections.Choice`, `name` is what the settings are called in errors ("data.")."""
+    """What is asked for; the fields are those of `vit.sections.Choice`, `name` is what the settings
+    are called in errors ("data.")."""
 
     name: str = "data."
     exclude: str | None = None
@@ -51,13 +55,15 @@ class Chosen:
     numbers: NDArray[np.integer] | None = field(repr=False, compare=False)
     """(num_samples,) ascending; None: all of the split."""
     told: str
-    """In words: how many of how many, and what the others were left out by; "" where nothing was asked for."""
+    """In words: how many of how many, and what the others were left out by; "" where nothing was
+    asked for."""
     identity: str
     """Number and hash of `numbers`; "" where all are taken."""
 
 
 def choose(split: Split, wanted: Wanted) -> Chosen:
-    """The samples of `split` that are `wanted`. Raises ShardError if nothing is left, and for what the settings name and is not there."""
+    """The samples of `split` that are `wanted`. Raises ShardError if nothing is left, and for what
+    the settings name and is not there."""
     total = split.num_samples
     if wanted == Wanted(wanted.name):
         return Chosen(total, None, "", "")
@@ -77,21 +83,37 @@ def choose(split: Split, wanted: Wanted) -> Chosen:
         is_left[[number for numbers in keys.values() for number in numbers]] = False
         if excluded.labels:
             for start in range(0, total, PIECE):
-                leave_out(~np.isin(split.index["label"][start : start + PIECE], list(excluded.labels)), start)
+                leave_out(
+                    ~np.isin(split.index["label"][start : start + PIECE], list(excluded.labels)),
+                    start,
+                )
         missing = [key for key in excluded.keys if key not in keys]
-        if missing and len(missing) == len(excluded.keys) and not excluded.labels and not excluded.is_quarantine:
+        if (
+            missing
+            and len(missing) == len(excluded.keys)
+            and not excluded.labels
+            and not excluded.is_quarantine
+        ):
             raise ShardError(
-                f"{wanted.name}exclude={wanted.exclude}: none of its {len(missing):,} keys is in {_name(split)}, {_some(missing)}; "
-                f"expected keys as {split.key(0)!r} is one: no shard's name, no extension"
+                f"{wanted.name}exclude={wanted.exclude}: none of its {len(missing):,} keys is in"
+                f" {_name(split)}, {_some(missing)}; expected keys as {split.key(0)!r} is one: no"
+                " shard's name, no extension"
             )
-        absent = f" ({len(missing):,} of its keys {'is' if len(missing) == 1 else 'are'} not there: {_some(missing)})" if missing else ""
+        absent = (
+            f" ({len(missing):,} of its keys {'is' if len(missing) == 1 else 'are'} not there:"
+            f" {_some(missing)})"
+            if missing
+            else ""
+        )
         parts.append(f"{before - int(is_left.sum()):,} by {wanted.name}exclude{absent}")
     if wanted.filter is not None:
         row_filter = RowFilter(wanted.filter)
         gone = 0
         for start in range(0, total, PIECE):
             try:
-                gone += leave_out(row_filter(split.index[start : start + PIECE], split.class_names), start)
+                gone += leave_out(
+                    row_filter(split.index[start : start + PIECE], split.class_names), start
+                )
             except ValueError as error:
                 raise ShardError(f"{wanted.name}filter: {error}") from None
         parts.append(f"{gone:,} by {wanted.name}filter")
@@ -99,9 +121,15 @@ def choose(split: Split, wanted: Wanted) -> Chosen:
     if wanted.fraction is not None or wanted.samples_per_class is not None:
         before = len(numbers)
         numbers = _subset(numbers, split.index["label"], wanted)
-        how = f"fraction={wanted.fraction:g}" if wanted.fraction is not None else f"samples_per_class={wanted.samples_per_class}"
+        how = (
+            f"fraction={wanted.fraction:g}"
+            if wanted.fraction is not None
+            else f"samples_per_class={wanted.samples_per_class}"
+        )
         parts.append(f"{before - len(numbers):,} by {wanted.name}{how}")
-    told = f"{len(numbers):,} of {total:,} samples of {_name(split)}: left out are {', '.join(parts)}"
+    told = (
+        f"{len(numbers):,} of {total:,} samples of {_name(split)}: left out are {', '.join(parts)}"
+    )
     if not len(numbers):
         raise ShardError(f"{told}; nothing is left to train on")
     if len(numbers) == total:
@@ -124,7 +152,9 @@ def labels_of(split: Split, numbers: Sequence[int] | NDArray[np.integer]) -> set
     return found
 
 
-def _subset(numbers: NDArray[np.int64], labels: NDArray[np.integer], wanted: Wanted) -> NDArray[np.int64]:
+def _subset(
+    numbers: NDArray[np.int64], labels: NDArray[np.integer], wanted: Wanted
+) -> NDArray[np.int64]:
     """Of the samples `numbers` those with the smallest hashes."""
     by_hash = numbers[np.argsort(fold(wanted.subset_seed, numbers), kind="stable")]
     if wanted.fraction is not None and wanted.fraction_of == "all":
@@ -140,7 +170,7 @@ def _subset(numbers: NDArray[np.int64], labels: NDArray[np.integer], wanted: Wan
     return np.sort(by_hash[by_class[place < np.repeat(kept, counts)]])
 
 
-# ---- what a file excludes -------------------------------------------------------------------------------------------
+# ---- what a file excludes ------------------------------------------------------------------------
 
 
 class Excluded(NamedTuple):
@@ -153,7 +183,8 @@ class Excluded(NamedTuple):
 
 
 def read_exclude(path: Path, split: Split, name: str = "data.") -> Excluded:
-    """What the file `path` excludes of `split`. Raises ShardError listing the lines that cannot be read."""
+    """What the file `path` excludes of `split`. Raises ShardError listing the lines that cannot be
+    read."""
     try:
         lines = path.read_text("utf-8-sig", "surrogateescape").splitlines()
     except OSError as error:
@@ -183,14 +214,20 @@ def read_exclude(path: Path, split: Split, name: str = "data.") -> Excluded:
         expected = (
             "an object with `key`"
             if is_quarantine
-            else f"a key, label=NUMBER (0 to {split.num_classes - 1}) or class=NAME of a class that is there"
+            else (
+                f"a key, label=NUMBER (0 to {split.num_classes - 1}) or class=NAME of a class that"
+                " is there"
+            )
         )
-        raise ShardError(f"{name}exclude={path}: expected {expected} in each line; {_some(problems)}")
+        raise ShardError(
+            f"{name}exclude={path}: expected {expected} in each line; {_some(problems)}"
+        )
     return Excluded(list(keys), labels, is_quarantine)
 
 
 def _numbers_of_keys(split: Split, keys: set[str]) -> dict[str, list[int]]:
-    """The samples of each key; keys that are not there are not in it. Names come from `.idx` beside a tar, else from its headers."""
+    """The samples of each key; keys that are not there are not in it. Names come from `.idx` beside
+    a tar, else from its headers."""
     written: dict[str, list[str]] = {}  # as `.idx` has them
     for key in keys:
         written.setdefault(re.sub(r"\s", "_", key), []).append(key)
@@ -216,7 +253,11 @@ def _keys_of_shard(split: Split, shard: int, first: int, length: int) -> Iterato
     """The key of each sample of a shard, blanks as `_`."""
     name = split.filenames[shard].removesuffix(".tar") + ".idx"
     try:
-        if isinstance(split.tars, RemoteTars) and isinstance(split.tars.folder, RemoteFolder) and not isinstance(split.root, Path):
+        if (
+            isinstance(split.tars, RemoteTars)
+            and isinstance(split.tars.folder, RemoteFolder)
+            and not isinstance(split.root, Path)
+        ):
             version = split.tars.folder.stat(name)
             content = split.tars.folder.read(name, 0, version.size, version)
         else:
@@ -228,7 +269,9 @@ def _keys_of_shard(split: Split, shard: int, first: int, length: int) -> Iterato
     for place, row in enumerate(zip(rows["offset"].tolist(), rows["size"].tolist(), strict=True)):
         fields = lines[place].split(" ") if len(lines) == length else []
         members = zip(fields[1::4], fields[2::4], fields[3::4], strict=False)
-        named = next((name for offset, size, name in members if (offset, size) == tuple(map(str, row))), None)
+        named = next(
+            (name for offset, size, name in members if (offset, size) == tuple(map(str, row))), None
+        )
         if named is not None:
             yield split.key_in(named)
         else:  # somebody's without one, or of another tar
@@ -240,4 +283,6 @@ def _name(split: Split) -> str:
 
 
 def _some(items: Sequence[str]) -> str:
-    return ", ".join(items[:MOST_NAMED]) + (f" and {len(items) - MOST_NAMED:,} more" if len(items) > MOST_NAMED else "")
+    return ", ".join(items[:MOST_NAMED]) + (
+        f" and {len(items) - MOST_NAMED:,} more" if len(items) > MOST_NAMED else ""
+    )

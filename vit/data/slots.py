@@ -1,11 +1,12 @@
 """Where batches lie: a ring of slots in memory that training and its workers share.
 
-The data's story: the ring is planned from the size of a batch, the number of workers and a budget in bytes, and made once, so that nothing
-is allocated while training runs and no page is touched for the first time twice. Workers write rows into a slot; training gets a batch
-whose tensors are views of it. The slot is free again when nobody holds one of these tensors any more.
+The data's story: the ring is planned from the size of a batch, the number of workers and a budget
+in bytes, and made once, so that nothing is allocated while training runs and no page is touched for
+the first time twice. Workers write rows into a slot; training gets a batch whose tensors are views
+of it. The slot is free again when nobody holds one of these tensors any more.
 
-The memory is an anonymous file (memfd), which does not live in /dev/shm: containers have 64 MiB there. Behind the slots each worker has a
-row of numbers that say what it does (`vit.data.stages`).
+The memory is an anonymous file (memfd), which does not live in /dev/shm: containers have 64 MiB
+there. Behind the slots each worker has a row of numbers that say what it does (`vit.data.stages`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from vit.data.batches import Batch, Layout
 from vit.data.stages import ROW_BYTES, Row
 
 PART_ROWS = 128
-"""Rows that a worker makes at a time. Order and draws cost 2 ms a part besides 0.01 ms a row, decoding 1 ms a row (docs/experiments.md)."""
+"""Rows that a worker makes at a time. Order and draws cost 2 ms a part besides 0.01 ms a row,
+decoding 1 ms a row (docs/experiments.md)."""
 DEFAULT_PREFETCH_BYTES = 2**30
 MAX_READY_BATCHES = 16
 """With the default prefetch: more would be made in vain when a run ends, and smooth nothing."""
@@ -52,15 +54,24 @@ class Ring:
         return self.num_slots * self.slot_bytes
 
 
-def plan_ring(layout: Layout, row_unit: int, num_batches: int, num_workers: int, prefetch_gib: float | None, on_gpu: bool) -> Ring:
-    """The ring of one rank for `num_batches` batches in all, which workers make in parts of a multiple of `row_unit` rows.
+def plan_ring(
+    layout: Layout,
+    row_unit: int,
+    num_batches: int,
+    num_workers: int,
+    prefetch_gib: float | None,
+    on_gpu: bool,
+) -> Ring:
+    """The ring of one rank for `num_batches` batches in all, which workers make in parts of a
+    multiple of `row_unit` rows.
 
-    `prefetch_gib` bounds its memory; by default it is what keeps all workers busy, and up to 16 more batches where a GiB holds them.
-    Raises ValueError if it is too little.
+    `prefetch_gib` bounds its memory; by default it is what keeps all workers busy, and up to 16
+    more batches where a GiB holds them. Raises ValueError if it is too little.
     """
     rows = layout.num_rows
     slot_bytes = -(-layout.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    held = 3 if on_gpu else 2  # on a GPU the copy of one is queued while one computes and the next is asked for
+    # on a GPU the copy of one is queued while one computes and the next is asked for
+    held = 3 if on_gpu else 2
     part_rows = min(-(-PART_ROWS // row_unit) * row_unit, rows) if num_workers else rows
     least = held + 1 + math.ceil(num_workers * part_rows / rows)
     if not num_workers:
@@ -74,14 +85,16 @@ def plan_ring(layout: Layout, row_unit: int, num_batches: int, num_workers: int,
     if slots < least:
         needed_gib = math.ceil(least * slot_bytes / 2**30 * 1000) / 1000
         raise ValueError(
-            f"data.prefetch_gib={prefetch_gib:g} holds {slots} of a rank's batches ({rows} images, {slot_bytes / 2**20:.1f} MiB); "
-            f"{num_workers} workers need room for {least}: raise it to {needed_gib:g}, or lower data.num_workers"
+            f"data.prefetch_gib={prefetch_gib:g} holds {slots} of a rank's batches ({rows} images,"
+            f" {slot_bytes / 2**20:.1f} MiB); {num_workers} workers need room for {least}: raise it"
+            f" to {needed_gib:g}, or lower data.num_workers"
         )
     return Ring(part_rows, slots, slot_bytes, held)
 
 
 class Slots:
-    """The memory of a ring and of what `num_workers` say about themselves. Passed to a worker process it is the same memory there."""
+    """The memory of a ring and of what `num_workers` say about themselves. Passed to a worker
+    process it is the same memory there."""
 
     def __init__(self, layout: Layout, ring: Ring, num_workers: int = 0):
         self.layout = layout
@@ -100,7 +113,12 @@ class Slots:
         """When no more workers start: the memory lives on for as long as somebody has it mapped."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layout": self.layout, "ring": self.ring, "_num_bytes": self._num_bytes, "_file": reduction.DupFd(self._file)}
+        return {
+            "layout": self.layout,
+            "ring": self.ring,
+            "_num_bytes": self._num_bytes,
+            "_file": reduction.DupFd(self._file),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -113,7 +131,8 @@ class Slots:
         return torch.frombuffer(self._map, dtype=torch.uint8, count=self.ring.num_bytes)
 
     def row(self, number: int) -> Row:
-        """What worker `number` says about itself; number 0, where there are no workers, is the process that makes the batches."""
+        """What worker `number` says about itself; number 0, where there are no workers, is the
+        process that makes the batches."""
         start = self.ring.num_bytes + number * ROW_BYTES
         return Row(memoryview(self._map)[start : start + ROW_BYTES])
 
@@ -122,13 +141,15 @@ class Slots:
         return self.layout.batch_in(self._memory(slot))
 
     def lend(self, slot: int) -> Batch:
-        """What lies in `slot`, to be read: `slot` is free again when nobody holds a tensor of it. A copy, if too many are held."""
+        """What lies in `slot`, to be read: `slot` is free again when nobody holds a tensor of it. A
+        copy, if too many are held."""
         if len(self._lent) >= self.ring.held_slots:
             batch = self.batch(slot).clone()
             self.free.append(slot)
             return batch
 
-        def give_back(_: object) -> None:  # possibly in the middle of anything, by the garbage collector
+        # possibly in the middle of anything, by the garbage collector
+        def give_back(_: object) -> None:
             del self._lent[slot]
             self.free.append(slot)
 

@@ -1,8 +1,10 @@
 """Several splits as one to train on, and what an epoch draws from each. Free of torch.
 
-The data's story: samples are numbered source after source; a number leads to its source and its place there, which reads it. Labels are
-told by the class names of the split that the run is evaluated on: a source with other names, or in another order, is mapped by name. Where
-one of the two has no names labels are taken by number, which is told, and all sources with names must have the same then.
+The data's story: samples are numbered source after source; a number leads to its source and its
+place there, which reads it. Labels are told by the class names of the split that the run is
+evaluated on: a source with other names, or in another order, is mapped by name. Where one of the
+two has no names labels are taken by number, which is told, and all sources with names must have the
+same then.
 """
 
 from __future__ import annotations
@@ -51,9 +53,14 @@ def train_set_of(split: Split, wanted: Wanted) -> TrainSet:
 
 
 def train_set_of_sources(
-    splits: Sequence[Split], wanted: Sequence[Wanted], weights: Sequence[float | None], classes_of: Split, block_samples: int | None
+    splits: Sequence[Split],
+    wanted: Sequence[Wanted],
+    weights: Sequence[float | None],
+    classes_of: Split,
+    block_samples: int | None,
 ) -> TrainSet:
-    """The wanted samples of several splits, each with as many draws as its weight gives. Raises ShardError and ValueError.
+    """The wanted samples of several splits, each with as many draws as its weight gives. Raises
+    ShardError and ValueError.
 
     classes_of: the split that is evaluated on. block_samples: as `data.block_samples`.
     """
@@ -65,10 +72,16 @@ def train_set_of_sources(
     known = []
     for first, split, each, num_draws in zip(sources.firsts, splits, chosen, draws, strict=False):
         shares.append(Share(num_draws, each.num_samples, first, each.numbers))
-        times = f", {num_draws / each.num_samples:.3g} times each" if num_draws != each.num_samples else ""
+        times = (
+            f", {num_draws / each.num_samples:.3g} times each"
+            if num_draws != each.num_samples
+            else ""
+        )
         part = f"{num_draws:,} images an epoch ({num_draws / sum(draws):.1%}{times})"
         told.append(f"{part} of {each.told or _all_of(split)}{_by_number(split, classes_of)}")
-        known.append(f"{num_draws:,} draws of {each.identity or f'all {each.num_samples:,} samples'}")
+        known.append(
+            f"{num_draws:,} draws of {each.identity or f'all {each.num_samples:,} samples'}"
+        )
     return TrainSet(sources, sum(draws), tuple(shares), tuple(told), "; ".join(known))
 
 
@@ -80,17 +93,20 @@ def _by_number(split: Split, classes_of: Split) -> str:
     if bool(split.class_names) == bool(classes_of.class_names):
         return ""
     nameless = split if classes_of.class_names else classes_of
-    return f"; its labels are taken by number, for {nameless.root} {nameless.name!r} names no classes"
+    return (
+        f"; its labels are taken by number, for {nameless.root} {nameless.name!r} names no classes"
+    )
 
 
 class Sources:
-    """Splits that are read as one; see `Split` for what is not told here. May be forked and pickled as they are."""
+    """Splits that are read as one; see `Split` for what is not told here. May be forked and pickled
+    as they are."""
 
     name = "sources"
 
     def __init__(self, splits: Sequence[Split], chosen: Sequence[Chosen], classes_of: Split):
-        """Raises ShardError where a chosen sample's class is none of those of `classes_of`, or where that has no names and the sources'
-        differ."""
+        """Raises ShardError where a chosen sample's class is none of those of `classes_of`, or
+        where that has no names and the sources' differ."""
         self.splits = list(splits)
         self.root = " + ".join(str(split.root) for split in splits)
         self.firsts = firsts_of(split.num_samples for split in splits)
@@ -99,8 +115,15 @@ class Sources:
         self.class_names = classes_of.class_names
         if not self.class_names:
             _check_same_names(splits, classes_of)
-        maps = [_map_labels(number, *pair, classes_of) for number, pair in enumerate(zip(splits, chosen, strict=True))]
-        self.num_classes = classes_of.num_classes if self.class_names else max(split.num_classes for split in (*splits, classes_of))
+        maps = [
+            _map_labels(number, *pair, classes_of)
+            for number, pair in enumerate(zip(splits, chosen, strict=True))
+        ]
+        self.num_classes = (
+            classes_of.num_classes
+            if self.class_names
+            else max(split.num_classes for split in (*splits, classes_of))
+        )
         self.index = _Rows(self.splits, maps, self.firsts)
 
     def __len__(self) -> int:
@@ -113,7 +136,9 @@ class Sources:
 
     def identity(self) -> str:
         """A hash of which samples lie where in all sources."""
-        return hashlib.sha256(" ".join(split.identity() for split in self.splits).encode()).hexdigest()
+        return hashlib.sha256(
+            " ".join(split.identity() for split in self.splits).encode()
+        ).hexdigest()
 
     def prepare(self, num_processes: int) -> None:
         """As `Split.prepare`."""
@@ -157,7 +182,9 @@ class Sources:
 class _Rows:
     """The rows of several indexes by the sources' numbers, and whole columns; labels are mapped."""
 
-    def __init__(self, splits: list[Split], maps: list[NDArray[np.int32] | None], firsts: list[int]):
+    def __init__(
+        self, splits: list[Split], maps: list[NDArray[np.int32] | None], firsts: list[int]
+    ):
         self._splits = splits
         self._maps = maps
         self._firsts = firsts
@@ -167,7 +194,10 @@ class _Rows:
         if isinstance(which, str):
             columns = [split.index[which] for split in self._splits]
             if which == "label":
-                columns = [column if of is None else of[column] for column, of in zip(columns, self._maps, strict=True)]
+                columns = [
+                    column if of is None else of[column]
+                    for column, of in zip(columns, self._maps, strict=True)
+                ]
             return np.concatenate(columns)
         asked = np.atleast_1d(which)
         rows = np.zeros(asked.shape, INDEX_DTYPE)
@@ -194,7 +224,10 @@ def _called(number: int, split: Split) -> str:
 
 
 def _name_them(root: Any) -> str:
-    return f"move _info.json out of {root} and run `python -m data_prep.index {root} --classes names.txt`, a name in each line"
+    return (
+        f"move _info.json out of {root} and run `python -m data_prep.index {root} --classes"
+        " names.txt`, a name in each line"
+    )
 
 
 def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
@@ -207,13 +240,16 @@ def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
             pairs = enumerate(zip_longest(names, split.class_names))
             label, (one, other) = next((label, pair) for label, pair in pairs if pair[0] != pair[1])
             raise ShardError(
-                f"{_called(number, split)}: label {label} is {other!r}, of {_called(named[0][0], first)} it is {one!r}, and "
-                f"{classes_of.root} {classes_of.name!r} has no names that say which is meant; name its classes: "
-                f"{_name_them(classes_of.root)}"
+                f"{_called(number, split)}: label {label} is {other!r}, of"
+                f" {_called(named[0][0], first)} it is {one!r}, and {classes_of.root}"
+                f" {classes_of.name!r} has no names that say which is meant; name its classes:"
+                f" {_name_them(classes_of.root)}"
             )
 
 
-def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) -> NDArray[np.int32] | None:
+def _map_labels(
+    number: int, split: Split, chosen: Chosen, classes_of: Split
+) -> NDArray[np.int32] | None:
     """The label by `classes_of` of each label of `split`; None where they are the same."""
     names = classes_of.class_names
     called = _called(number, split)
@@ -221,13 +257,20 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
         return None
     if not split.class_names:
         if split.num_classes > classes_of.num_classes:
-            told = f"{split.num_classes:,} classes without names, {classes_of.root} has {classes_of.num_classes:,}"
+            told = (
+                f"{split.num_classes:,} classes without names, {classes_of.root} has"
+                f" {classes_of.num_classes:,}"
+            )
             raise ShardError(f"{called}: {told}; name its classes: {_name_them(split.root)}")
         return None
     of = {name: label for label, name in enumerate(names)}
     mapped = np.array([of.get(name, -1) for name in split.class_names], np.int32)
     missing = sorted(
-        label for label in labels_of(split, range(split.num_samples) if chosen.numbers is None else chosen.numbers) if mapped[label] < 0
+        label
+        for label in labels_of(
+            split, range(split.num_samples) if chosen.numbers is None else chosen.numbers
+        )
+        if mapped[label] < 0
     )
     if missing:
         named = ", ".join(f"{split.class_names[label]!r}" for label in missing[:MOST_NAMED])
@@ -236,6 +279,12 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
         if len(missing) > MOST_NAMED:
             more = f" and {len(missing) - MOST_NAMED:,} more"
             how = "its exclude, a file with a line class=NAME for each"
-        classes = f"{len(missing):,} {'class' if len(missing) == 1 else 'classes'} that {classes_of.root} {classes_of.name!r} lacks"
-        raise ShardError(f"{called}: {classes}: {named}{more}; leave them out with {how}, or evaluate on data that have them")
+        classes = (
+            f"{len(missing):,} {'class' if len(missing) == 1 else 'classes'} that {classes_of.root}"
+            f" {classes_of.name!r} lacks"
+        )
+        raise ShardError(
+            f"{called}: {classes}: {named}{more}; leave them out with {how}, or evaluate on data"
+            " that have them"
+        )
     return mapped

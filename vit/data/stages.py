@@ -1,9 +1,12 @@
-"""What each loader process is doing now, and what it has done: numbers in memory that training reads whenever it likes. Free of torch.
+"""What each loader process is doing now, and what it has done: numbers in memory that training
+reads whenever it likes. Free of torch.
 
-The data's story: a process that makes batches has a row of numbers, which lies in the memory that workers and training share. At each turn
-(from reading to decoding) it writes there what it does now and since when, and adds the time that is over to that of its stage; some 0.3
-microseconds a turn. Nobody is asked and nobody answers, so a process that hangs is seen as well as one that works. `vit.data.loader`
-tells people what a worker hangs at; `vit.run.monitor` puts the sums into the record.
+The data's story: a process that makes batches has a row of numbers, which lies in the memory that
+workers and training share. At each turn (from reading to decoding) it writes there what it does now
+and since when, and adds the time that is over to that of its stage; some 0.3 microseconds a turn.
+Nobody is asked and nobody answers, so a process that hangs is seen as well as one that works.
+`vit.data.loader` tells people what a worker hangs at; `vit.run.monitor` puts the sums into the
+record.
 """
 
 from __future__ import annotations
@@ -54,12 +57,14 @@ DOING = {
 }
 """For people."""
 COUNTED = ("retries", "cache_hits", "cache_misses", "read_bytes", "fetched_bytes")
-"""Beside seconds: attempts at a store or file system that had to be repeated; samples whose block the cache had, and had not; bytes of
-samples that were read, from wherever; bytes that were fetched into the cache, or past it."""
+"""Beside seconds: attempts at a store or file system that had to be repeated; samples whose block
+the cache had, and had not; bytes of samples that were read, from wherever; bytes that were fetched
+into the cache, or past it."""
 TALLIED = (*(f"{stage.name.lower()}_s" for stage in Stage), *COUNTED)
 """The names in a `Tally`."""
 Tally = dict[str, float]
-"""What processes have done, by the names in `TALLIED`: seconds in each stage, then what is counted."""
+"""What processes have done, by the names in `TALLIED`: seconds in each stage, then what is
+counted."""
 _TURNS, _STAGE, _SINCE_S, _POSITION, _FIRST, _SAMPLE, _OWN_BYTES = range(7)
 _SECONDS = 8
 """Where the tally begins; the seconds come first."""
@@ -77,7 +82,8 @@ def since(now: Tally, before: Tally) -> Tally:
 
 
 class Row:
-    """The numbers of one process, in `ROW_BYTES` bytes of memory. It alone writes; anybody reads."""
+    """The numbers of one process, in `ROW_BYTES` bytes of memory. It alone writes; anybody
+    reads."""
 
     def __init__(self, memory: memoryview):
         self._numbers = memory.cast("d")
@@ -123,8 +129,8 @@ class Row:
             self._numbers[_PLACES[name]] += number
 
     def count_retries(self) -> None:
-        """What this process has tried again by now. That, a pause before it, and bytes that come are progress: who waits for it does not
-        hang."""
+        """What this process has tried again by now. That, a pause before it, and bytes that come
+        are progress: who waits for it does not hang."""
         retries = num_retries()
         moves = num_moves()
         self._numbers[_PLACES["retries"]] += retries - self._retries
@@ -141,7 +147,10 @@ class Row:
         """Write down how much memory is this process's alone, where the system tells (2 ms)."""
         with suppress(OSError):
             text = Path("/proc/self/smaps_rollup").read_text()
-            self._numbers[_OWN_BYTES] = sum(int(kb) * 1024 for kb in re.findall(r"^Private_(?:Clean|Dirty):\s+(\d+) kB", text, re.M))
+            self._numbers[_OWN_BYTES] = sum(
+                int(kb) * 1024
+                for kb in re.findall(r"^Private_(?:Clean|Dirty):\s+(\d+) kB", text, re.M)
+            )
 
     def begin_again(self) -> None:
         """For another process in the place of one that was killed: sums stay."""

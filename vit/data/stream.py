@@ -1,13 +1,16 @@
 """Batches from a stream of tars, for what cannot be read at random. Not exact.
 
-The data's story: URLs are opened by `vit.data.storage.http`, `pipe:` commands by the webdataset library, one after the other, and it groups the
-files of their tars into samples; a tar that ends without its end mark, or whose command fails, is an error. Each worker of each rank has
-shards of its own or, where there are fewer shards than workers, its share of the samples of all; a buffer shuffles, and when the shards
-are at an end the next pass begins in another order. Crops and tables are drawn from a hash of the key.
+The data's story: URLs are opened by `vit.data.storage.http`, `pipe:` commands by the webdataset
+library, one after the other, and it groups the files of their tars into samples; a tar that ends
+without its end mark, or whose command fails, is an error. Each worker of each rank has shards of
+its own or, where there are fewer shards than workers, its share of the samples of all; a buffer
+shuffles, and when the shards are at an end the next pass begins in another order. Crops and tables
+are drawn from a hash of the key.
 
-Exact it is not: workers pass through their shards at different speeds, so that in an epoch of `data.num_samples` some samples come
-twice and others not at all, and a resumed run begins a new pass. The record says so ("exact": false). Evaluation, which counts every
-image once, reads an indexed split.
+Exact it is not: workers pass through their shards at different speeds, so that in an epoch of
+`data.num_samples` some samples come twice and others not at all, and a resumed run begins a new
+pass. The record says so ("exact": false). Evaluation, which counts every image once, reads an
+indexed split.
 """
 
 from __future__ import annotations
@@ -82,7 +85,8 @@ def open_stream(
     layout: SampleLayout = DEFAULT_LAYOUT,
     patience: Patience | None = None,
 ) -> Stream:
-    """The stream of `shards`: URLs, files and `pipe:` commands with braces as `expand_braces` takes them, several joined by `::`.
+    """The stream of `shards`: URLs, files and `pipe:` commands with braces as `expand_braces` takes
+    them, several joined by `::`.
 
     Nothing is opened. Raises ShardError if webdataset is not installed.
     """
@@ -104,7 +108,8 @@ class _Sample(NamedTuple):
 
 
 class StreamBatches(Batches):
-    """This rank's rows of a batch: whatever the stream of the process that makes them holds next. See `TrainBatches`."""
+    """This rank's rows of a batch: whatever the stream of the process that makes them holds next.
+    See `TrainBatches`."""
 
     repeatable = False
 
@@ -140,7 +145,8 @@ class StreamBatches(Batches):
         return {**self.__dict__, "_pid": 0, "_samples": iter(())}
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Make rows `first` and following of the batch at `position` in the tensors of `rows`. Returns the keys of bad images."""
+        """Make rows `first` and following of the batch at `position` in the tensors of `rows`.
+        Returns the keys of bad images."""
         first += self.first_row
         epoch = position // self.order.steps_per_epoch
         if self._pid != os.getpid():  # a new process: the next free share of the stream is its own
@@ -159,10 +165,21 @@ class StreamBatches(Batches):
             try:
                 size = (sample.width, sample.height)
                 out = [rows.images[row]]
-                decode_views(sample.data, [crop], self.image.size, self.image.interpolation, self.image.channels, out=out, image_size=size)
+                decode_views(
+                    sample.data,
+                    [crop],
+                    self.image.size,
+                    self.image.interpolation,
+                    self.image.channels,
+                    out=out,
+                    image_size=size,
+                )
             except ValueError as error:
                 if self.on_bad_image == "error":
-                    raise ShardError(f"image {sample.key!r} of the stream: {error}; data.on_bad_image=skip trains without it") from None
+                    raise ShardError(
+                        f"image {sample.key!r} of the stream: {error}; data.on_bad_image=skip"
+                        " trains without it"
+                    ) from None
                 rows.images[row] = 0
                 weights[row] = 0.0
                 bad_keys.append(sample.key)
@@ -176,7 +193,8 @@ class StreamBatches(Batches):
         buffer: list[_Sample] = []
         held_bytes = 0
         draws = fold(self.order.seed, epoch, reader)
-        most = min(SHUFFLE_SAMPLES, self.split.num_samples // self._num_readers // 4)  # else a buffer would hold several passes
+        # else a buffer would hold several passes
+        most = min(SHUFFLE_SAMPLES, self.split.num_samples // self._num_readers // 4)
         for number, sample in enumerate(self._passes(reader, epoch)):
             buffer.append(sample)
             held_bytes += len(sample.data)
@@ -187,12 +205,18 @@ class StreamBatches(Batches):
                 yield buffer.pop()
 
     def _passes(self, reader: int, epoch: int) -> Iterator[_Sample]:
-        """The samples of one of the readers, pass after pass, the shards of each in an order of its own that all readers know."""
+        """The samples of one of the readers, pass after pass, the shards of each in an order of its
+        own that all readers know."""
         for number in itertools.count():
             urls = self.split.filenames
             seen = 0
             own = 0
-            shuffled = [urls[i] for i in np.argsort(fold(self.order.seed, epoch, number, np.arange(len(urls))), kind="stable")]
+            shuffled = [
+                urls[i]
+                for i in np.argsort(
+                    fold(self.order.seed, epoch, number, np.arange(len(urls))), kind="stable"
+                )
+            ]
             by_shard = len(urls) >= self._num_readers
             own_urls = shuffled[reader :: self._num_readers] if by_shard else shuffled
             for sample in _read_tars(own_urls, self.split.layout, self.split.patience):
@@ -201,8 +225,16 @@ class StreamBatches(Batches):
                     yield self._checked(sample)
                 seen += 1
             if not own:
-                readers = f"; its {self._num_readers} readers (ranks times data.num_workers) need one each at least" if seen else ""
-                raise ShardError(f"{_brief(shuffled)}: {seen or 'no'} samples came, expected tars of <key>.jpg and <key>.cls{readers}")
+                readers = (
+                    f"; its {self._num_readers} readers (ranks times data.num_workers) need one"
+                    " each at least"
+                    if seen
+                    else ""
+                )
+                raise ShardError(
+                    f"{_brief(shuffled)}: {seen or 'no'} samples came, expected tars of <key>.jpg"
+                    f" and <key>.cls{readers}"
+                )
 
     def _checked(self, sample: dict[str, Any]) -> _Sample:
         """One of webdataset's samples, as we take them."""
@@ -219,42 +251,65 @@ class StreamBatches(Batches):
         if not 0 <= label < self.split.num_classes:
             raise ShardError(f"{where}: label {label}; expected 0 to {self.split.num_classes - 1}")
         data = sample[image]
-        number = int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()) >> 1
+        number = (
+            int.from_bytes(
+                hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+            )
+            >> 1
+        )
         return _Sample(key, number, label, data, *_size_of(data))
 
 
-def _read_tars(urls: list[str], layout: SampleLayout, patience: Patience) -> Iterator[dict[str, Any]]:
-    """webdataset's samples of some tars, one after the other. Raises ShardError for one that cannot be read to its end."""
+def _read_tars(
+    urls: list[str], layout: SampleLayout, patience: Patience
+) -> Iterator[dict[str, Any]]:
+    """webdataset's samples of some tars, one after the other. Raises ShardError for one that cannot
+    be read to its end."""
     from webdataset.tariterators import group_by_keys
 
     for url in urls:
         try:
-            yield from group_by_keys(_read_files(url, patience), keys=lambda name: layout.cut(name) or (None, None))
+            yield from group_by_keys(
+                _read_files(url, patience), keys=lambda name: layout.cut(name) or (None, None)
+            )
         except ShardError:
             raise
         except Exception as error:  # a damaged tar's, the system's, webdataset's own
-            reason = next((str(part) for part in error.args if isinstance(part, str) and part), type(error).__name__)
+            reason = next(
+                (str(part) for part in error.args if isinstance(part, str) and part),
+                type(error).__name__,
+            )
             remedy = "run its command, or fetch its address, by hand to see why"
             raise ShardError(f"{shown(url)}: the stream broke ({reason}); {remedy}") from error
 
 
 def _read_files(url: str, patience: Patience) -> Iterator[dict[str, Any]]:
-    """The files of a tar, up to its end mark, as webdataset groups them. Raises OSError if its command fails, TarDamaged if cut.
+    """The files of a tar, up to its end mark, as webdataset groups them. Raises OSError if its
+    command fails, TarDamaged if cut.
 
-    webdataset's own loop takes a damaged header, and an end between two files, for the end of the tar, and asks for a command's status
-    without waiting for it. Its way to the web waits for a silent server for ever, and cannot go on where a connection broke.
+    webdataset's own loop takes a damaged header, and an end between two files, for the end of the
+    tar, and asks for a command's status without waiting for it. Its way to the web waits for a
+    silent server for ever, and cannot go on where a connection broke.
     """
     from webdataset.gopen import gopen, set_options
 
-    stream: Any = io.BufferedReader(WebFile(url, "", patience), PIECE_BYTES) if on_the_web(url) else gopen(url)
+    stream: Any = (
+        io.BufferedReader(WebFile(url, "", patience), PIECE_BYTES)
+        if on_the_web(url)
+        else gopen(url)
+    )
     set_options(stream, ignore_errors=True)  # `_wait_for_end` tells them
     try:
         read = in_order(decompressed(stream))
         for member in walk(read):
-            if member.kind == FILE and not META.match(member.name):  # webdataset passes over them as well
+            # webdataset passes over them as well
+            if member.kind == FILE and not META.match(member.name):
                 data = read(member.size, member.offset)
                 if len(data) < member.size:
-                    raise TarDamaged(f"cut off: {member.name!r} of {member.size} bytes begins at byte {member.offset}")
+                    raise TarDamaged(
+                        f"cut off: {member.name!r} of {member.size} bytes begins at byte"
+                        f" {member.offset}"
+                    )
                 yield {"fname": member.name, "data": data, "__url__": url}
     except Exception:
         if not on_the_web(url) and not stream.read(1):

@@ -4,8 +4,9 @@
     python -m vit.data.warm /lustre/imagenet --cache-dir /local/cache    a mounted folder, into a folder of the node's own disk
     python -m vit.data.warm --config configs/vit_b16.yaml data.cache_dir=/local/cache    as the run of this config will look for them
 
-The data's story: root, split and cache say which blocks there are, as in training; threads fetch those that are not there, and stop where
-the cache is full. Several commands at once, on one host, share the work: each begins elsewhere, and a block has a lock.
+The data's story: root, split and cache say which blocks there are, as in training; threads fetch
+those that are not there, and stop where the cache is full. Several commands at once, on one host,
+share the work: each begins elsewhere, and a block has a lock.
 """
 
 from __future__ import annotations
@@ -39,16 +40,28 @@ class Damaged(ShardError):
     """Blocks whose bytes are not what the index says; all others were fetched."""
 
 
-def warm(tars: RemoteTars, split: str, shards: range, fraction: float = 1.0, num_threads: int = NUM_THREADS) -> str:
-    """Fetch the blocks of these shards that the cache lacks, or the first `fraction` of them, until it is full; says what was done.
+def warm(
+    tars: RemoteTars,
+    split: str,
+    shards: range,
+    fraction: float = 1.0,
+    num_threads: int = NUM_THREADS,
+) -> str:
+    """Fetch the blocks of these shards that the cache lacks, or the first `fraction` of them, until
+    it is full; says what was done.
 
     Raises ShardError for what cannot be fetched or kept, Damaged at the end.
     """
     blocks = tars.blocks(shards)
     blocks = blocks[: max(round(len(blocks) * fraction), 1)]
-    start = int(hash64(os.getpid())) % len(blocks)  # another one of several commands begins elsewhere
-    missing = [block for block in (*blocks[start:], *blocks[:start]) if not tars.cache.holds(block.name)]
-    here_bytes = sum(block.num_bytes for block in blocks) - sum(block.num_bytes for block in missing)
+    # another one of several commands begins elsewhere
+    start = int(hash64(os.getpid())) % len(blocks)
+    missing = [
+        block for block in (*blocks[start:], *blocks[:start]) if not tars.cache.holds(block.name)
+    ]
+    here_bytes = sum(block.num_bytes for block in blocks) - sum(
+        block.num_bytes for block in missing
+    )
     fetched_bytes = 0
     is_full = threading.Event()
     damaged = set[Block]()
@@ -57,7 +70,10 @@ def warm(tars: RemoteTars, split: str, shards: range, fraction: float = 1.0, num
         try:
             fetched = tars.get(block)
         except OSError as error:
-            raise ShardError(f"{tars.where(block.shard)}: {error.strerror}; start again when the data set is as it shall be") from error
+            raise ShardError(
+                f"{tars.where(block.shard)}: {error.strerror}; start again when the data set is as"
+                " it shall be"
+            ) from error
         if fetched.part_ends is None:
             damaged.add(block)
         return fetched
@@ -74,7 +90,9 @@ def warm(tars: RemoteTars, split: str, shards: range, fraction: float = 1.0, num
     threads = ThreadPoolExecutor(num_threads)
     try:
         with Meter(f"warming {split}", len(missing), "blocks") as meter:
-            for done, future in enumerate(as_completed([threads.submit(fetch, block) for block in missing]), 1):
+            for done, future in enumerate(
+                as_completed([threads.submit(fetch, block) for block in missing]), 1
+            ):
                 fetched_bytes += future.result()
                 meter.update(done, num_bytes=fetched_bytes)
     finally:
@@ -83,17 +101,32 @@ def warm(tars: RemoteTars, split: str, shards: range, fraction: float = 1.0, num
     all_bytes = sum(block.num_bytes for block in blocks)
     here = _size(here_bytes + fetched_bytes)
     fetched = _size(fetched_bytes)
-    said = f"{split}: {here} of {_size(all_bytes)} are in {tars.cache.folder}, {fetched} of them fetched now"
+    said = (
+        f"{split}: {here} of {_size(all_bytes)} are in {tars.cache.folder}, {fetched} of them"
+        " fetched now"
+    )
     if damaged:
         counts = Counter(tars.where(block.shard) for block in damaged)
-        told = ", ".join(f"{number} block{'s' * (number > 1)} of {where}" for where, number in sorted(counts.items()))
-        remedy = f"copy what is damaged again (`python -m data_prep.verify {tars.folder}` says which images are)"
+        told = ", ".join(
+            f"{number} block{'s' * (number > 1)} of {where}"
+            for where, number in sorted(counts.items())
+        )
+        remedy = (
+            f"copy what is damaged again (`python -m data_prep.verify {tars.folder}` says which"
+            " images are)"
+        )
         raise Damaged(f"{said}; {told}: other bytes than indexed; {remedy}")
     if here_bytes + fetched_bytes == all_bytes:
         return said
     if tars.cache.has_room(2 * max(block.num_bytes for block in missing)):
-        raise ShardError(f"{said}; what else was fetched could not be kept, see above: give the folder room, or --cache-dir another")
-    return f"{said}; the cache is full ({_size(tars.cache.limit_bytes)}): --cache-gib, or data.cache_gib, gives it more room"
+        raise ShardError(
+            f"{said}; what else was fetched could not be kept, see above: give the folder room, or"
+            " --cache-dir another"
+        )
+    return (
+        f"{said}; the cache is full ({_size(tars.cache.limit_bytes)}): --cache-gib, or"
+        " data.cache_gib, gives it more room"
+    )
 
 
 def _size(num_bytes: float) -> str:
@@ -107,20 +140,43 @@ def _shards_of(text: str | None, num_shards: int) -> range:
     told = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     found = range(int(told[1]), int(told[2] or told[1]) + 1) if told else range(0)
     if not found or found.stop > num_shards:
-        raise ValueError(f"--shards {text}: expected a number or a range, as 0-{num_shards - 1}, of {num_shards} shards")
+        raise ValueError(
+            f"--shards {text}: expected a number or a range, as 0-{num_shards - 1}, of {num_shards}"
+            " shards"
+        )
     return found
 
 
 def _options(arguments: Sequence[str] | None) -> Namespace:
     parser = Parser("python -m vit.data.warm", __doc__)
-    parser.add_argument("root", nargs="*", help="folder or URL of the data set; with --config settings, as data.cache_dir=/local/cache")
-    parser.add_argument("--config", help="YAML of the run whose data are wanted: its root, splits, cache and patience")
-    parser.add_argument("--split", action="append", help="train, val, ...; several times for several; by default train and val")
+    parser.add_argument(
+        "root",
+        nargs="*",
+        help=(
+            "folder or URL of the data set; with --config settings, as data.cache_dir=/local/cache"
+        ),
+    )
+    parser.add_argument(
+        "--config",
+        help="YAML of the run whose data are wanted: its root, splits, cache and patience",
+    )
+    parser.add_argument(
+        "--split",
+        action="append",
+        help="train, val, ...; several times for several; by default train and val",
+    )
     parser.add_argument("--cache-dir", help="as data.cache_dir")
     parser.add_argument("--cache-gib", type=float, help="as data.cache_gib")
     parser.add_argument("--shards", help="only these, as 0-99: for a job array, or several hosts")
-    parser.add_argument("--fraction", type=float, default=1.0, help="only the first so many of the blocks, as 0.5")
-    parser.add_argument("--threads", type=int, default=NUM_THREADS, help=f"blocks fetched at once; {NUM_THREADS} by default")
+    parser.add_argument(
+        "--fraction", type=float, default=1.0, help="only the first so many of the blocks, as 0.5"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=NUM_THREADS,
+        help=f"blocks fetched at once; {NUM_THREADS} by default",
+    )
     return parser.parse_intermixed_args(arguments)
 
 
@@ -134,7 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("--fraction lies above 0 and is at most 1, --threads is at least 1")
         if given.config is not None:
             data = load_config(given.config, given.root).config.data
-            sources = [(source.root or data.root, source.split or data.train_split) for source in data.sources]
+            sources = [
+                (source.root or data.root, source.split or data.train_split)
+                for source in data.sources
+            ]
             wanted = [*(sources or [(data.root, data.train_split)]), (data.root, data.val_split)]
             wanted = [(data.root, split) for split in given.split] if given.split else wanted
             patience = Patience(data.patience_s)
@@ -146,13 +205,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cache_dir = given.cache_dir
             cache_gib = given.cache_gib
         else:
-            raise ValueError("one data set is wanted: its folder or URL, or --config FILE (python -m vit.data.warm --help)")
+            raise ValueError(
+                "one data set is wanted: its folder or URL, or --config FILE (python -m"
+                " vit.data.warm --help)"
+            )
         for root, split in dict.fromkeys(wanted):
             tars = open_split(resolve(root), split, cache_dir, cache_gib, patience).tars
             if not isinstance(tars, RemoteTars):
-                raise ValueError(f"{shown(root)} is a folder, which is read in place: --cache-dir says where copies of its blocks go")
+                raise ValueError(
+                    f"{shown(root)} is a folder, which is read in place: --cache-dir says where"
+                    " copies of its blocks go"
+                )
             try:
-                print(warm(tars, split, _shards_of(given.shards, len(tars.filenames)), given.fraction, given.threads), flush=True)
+                print(
+                    warm(
+                        tars,
+                        split,
+                        _shards_of(given.shards, len(tars.filenames)),
+                        given.fraction,
+                        given.threads,
+                    ),
+                    flush=True,
+                )
             except Damaged as error:
                 print(f"error: {error}", file=sys.stderr)
                 status = 2

@@ -1,11 +1,13 @@
 """Worker processes: how they start, take parts of batches, say what they did, hang, die and end.
 
-The data's story: parts go into one pipe, and whoever is free takes the next; results come back through a pipe for each worker. What a
-worker does in between it writes into its row of shared memory (`vit.data.stages`). While training waits for a batch, the rows are looked
-at: who makes no progress is named after a minute, with what it hangs at. After `stall_timeout_s` it is killed, and once it is dead, so that
-it can write nowhere any more, another worker takes its place and its part is made again, from nothing but its position. Where all
-say that they wait for work and parts do not come back (one was stopped as it waited), all are replaced. A part at which two
-workers hang, and a worker that the kernel cannot end either, end the run.
+The data's story: parts go into one pipe, and whoever is free takes the next; results come back
+through a pipe for each worker. What a worker does in between it writes into its row of shared
+memory (`vit.data.stages`). While training waits for a batch, the rows are looked at: who makes no
+progress is named after a minute, with what it hangs at. After `stall_timeout_s` it is killed, and
+once it is dead, so that it can write nowhere any more, another worker takes its place and its part
+is made again, from nothing but its position. Where all say that they wait for work and parts do not
+come back (one was stopped as it waited), all are replaced. A part at which two workers hang, and a
+worker that the kernel cannot end either, end the run.
 """
 
 from __future__ import annotations
@@ -38,17 +40,21 @@ from vit.system.files import ShardError
 from vit.system.host import num_oom_kills, process_state
 
 END_WAIT_S = 1.0
-"""For workers to finish the part they are at, which a slow store may hold up; then they are killed."""
+"""For workers to finish the part they are at, which a slow store may hold up; then they are
+killed."""
 TELL_AFTER_S = 60.0
-"""A wait of training for its next batch is told after so long, or a quarter of the stall timeout, and again each time as long."""
+"""A wait of training for its next batch is told after so long, or a quarter of the stall timeout,
+and again each time as long."""
 LOOK_EACH_S = 1.0
 """While training waits, or more often where the stall timeout is short."""
 MEASURE_EACH = 64
 """Parts after which a worker measures its memory anew."""
 MAX_QUEUED_PARTS = 256
-"""4 KiB, which every pipe has room for, so putting in a part never waits: Linux gives who has a thousand pipes only 8 KiB for each more."""
+"""4 KiB, which every pipe has room for, so putting in a part never waits: Linux gives who has a
+thousand pipes only 8 KiB for each more."""
 _PART = struct.Struct("<qii")
-"""position, slot, first row: few enough bytes that a pipe takes and gives them whole, with any number of readers."""
+"""position, slot, first row: few enough bytes that a pipe takes and gives them whole, with any
+number of readers."""
 _END = -1
 """A position that tells a worker to end."""
 log = logging.getLogger(__name__)
@@ -75,7 +81,8 @@ class Result(NamedTuple):
 class Watch:
     """How long each of some processes has made no progress.
 
-    Counted in looks, not by the clock: where training itself was stopped (Ctrl-Z, a suspended job), nobody hangs.
+    Counted in looks, not by the clock: where training itself was stopped (Ctrl-Z, a suspended job),
+    nobody hangs.
     """
 
     def __init__(self, rows: list[Row], where: Callable[[int], str], stall_timeout_s: float | None):
@@ -110,33 +117,49 @@ class Watch:
         for number, row in enumerate(self._rows):
             turns = row.turns
             moved = turns != self._turns[number] or row.stage == Stage.IDLE
-            self._turns[number], self.stuck_s[number] = turns, 0.0 if moved else self.stuck_s[number] + passed_s
-        self.idle_s = self.idle_s + passed_s if all(row.stage == Stage.IDLE for row in self._rows) else 0.0
+            self._turns[number], self.stuck_s[number] = (
+                turns,
+                (0.0 if moved else self.stuck_s[number] + passed_s),
+            )
+        self.idle_s = (
+            self.idle_s + passed_s if all(row.stage == Stage.IDLE for row in self._rows) else 0.0
+        )
         if self._waited_s >= self._to_tell_s:
             self._to_tell_s += self.tell_after_s
-            stuck = [n for n, stuck_s in enumerate(self.stuck_s) if stuck_s >= 0.9 * self.tell_after_s]
+            stuck = [
+                n for n, stuck_s in enumerate(self.stuck_s) if stuck_s >= 0.9 * self.tell_after_s
+            ]
             busy = [n for n, row in enumerate(self._rows) if row.stage != Stage.IDLE]
             said = "; ".join(f"{names(n)} {self.at(n)}" for n in (stuck or busy)[:4])
             idle = ", ".join(names(n) for n in range(min(len(self._rows), 4)))
             more = len(stuck or busy) - 4
             fetched_gb = sum(row.tally()["fetched_bytes"] for row in self._rows) / 1e9
             log.warning(
-                "training has waited %.0f s for its next batch: %s%s%s", self._waited_s,
-                said or f"{idle} takes no work", f"; and {more} more" if more > 0 else "",
+                "training has waited %.0f s for its next batch: %s%s%s",
+                self._waited_s,
+                said or f"{idle} takes no work",
+                f"; and {more} more" if more > 0 else "",
                 f"; {fetched_gb:.2f} GB have been fetched up to now" if fetched_gb else "",
-            )  # fmt: skip
+            )
 
     def at(self, number: int) -> str:
         """What a process is at: "has been reading ... since 12:13:14"."""
         row = self._rows[number]
-        since = time.strftime("%H:%M:%S", time.localtime(time.time() - (time.monotonic() - row.since_s)))
+        since = time.strftime(
+            "%H:%M:%S", time.localtime(time.time() - (time.monotonic() - row.since_s))
+        )
         sample = row.sample
-        of = "" if sample is None or row.stage in (Stage.ORDER, Stage.DRAW) else f" (sample {sample} of {self._where(sample)})"
+        of = (
+            ""
+            if sample is None or row.stage in (Stage.ORDER, Stage.DRAW)
+            else f" (sample {sample} of {self._where(sample)})"
+        )
         return f"has been {DOING[row.stage]}{of} since {since}"
 
 
 class Lookout:
-    """Looks at a process that makes its batches itself, from a thread: it can tell, and do nothing."""
+    """Looks at a process that makes its batches itself, from a thread: it can tell, and do
+    nothing."""
 
     def __init__(self, row: Row, where: Callable[[int], str], stall_timeout_s: float | None):
         watch = Watch([row], where, stall_timeout_s)
@@ -156,10 +179,14 @@ class Lookout:
 
 
 class Crew:
-    """Worker processes, the pipe that they take parts from, and the pipes that their results come through."""
+    """Worker processes, the pipe that they take parts from, and the pipes that their results come
+    through."""
 
-    def __init__(self, batches: Batches, slots: Slots, num_workers: int, stall_timeout_s: float | None):
-        # Anything but a fork has 340 MiB of its own for each worker, opens every shard anew and takes seconds to begin.
+    def __init__(
+        self, batches: Batches, slots: Slots, num_workers: int, stall_timeout_s: float | None
+    ):
+        # Anything but a fork has 340 MiB of its own for each worker, opens every shard anew and
+        # takes seconds to begin.
         self._context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
         self._batches = batches
         self._slots = slots
@@ -177,8 +204,14 @@ class Crew:
         self._parts, self._put = self._context.Pipe(duplex=False)
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
-        # Ended also where nobody closes the loader: at exit Python would wait for them, and they ignore SIGTERM.
-        self.end = Finalize(self, _end_workers, (self._workers, self._parts, self._put, self._selector), exitpriority=100)
+        # Ended also where nobody closes the loader: at exit Python would wait for them, and they
+        # ignore SIGTERM.
+        self.end = Finalize(
+            self,
+            _end_workers,
+            (self._workers, self._parts, self._put, self._selector),
+            exitpriority=100,
+        )
         for number in range(num_workers):
             self._start(number)
 
@@ -193,17 +226,21 @@ class Crew:
         os.write(self._put.fileno(), _PART.pack(position, slot, first))
 
     def begin_wait(self) -> None:
-        """Training begins to wait for a batch; `results` tells how long it has, however many parts come meanwhile."""
+        """Training begins to wait for a batch; `results` tells how long it has, however many parts
+        come meanwhile."""
         self._watch.begin()
 
     def results(self, wait: bool) -> list[tuple[int, Result]]:
-        """(position, result) of parts that were done meanwhile; with `wait`, at least one, and who hangs is told and replaced.
+        """(position, result) of parts that were done meanwhile; with `wait`, at least one, and who
+        hangs is told and replaced.
 
         Raises WorkerError if a worker has died, or hangs for good.
         """
         found = list[tuple[int, Result]]()
         while True:
-            for number in {key.data for key, _ in self._selector.select(self._watch.look_each_s if wait else 0)}:
+            for number in {
+                key.data for key, _ in self._selector.select(self._watch.look_each_s if wait else 0)
+            }:
                 is_over = self._hear(number, found)
                 if is_over and number in self._killed:
                     self._replace(number)
@@ -219,7 +256,11 @@ class Crew:
         self.rows[number].begin_again()
         with held_back():
             results, say = self._context.Pipe(duplex=False)
-            worker = self._context.Process(target=_work, args=(self._batches, self._slots, number, self._parts, say), daemon=True)
+            worker = self._context.Process(
+                target=_work,
+                args=(self._batches, self._slots, number, self._parts, say),
+                daemon=True,
+            )
             worker.start()
             say.close()  # the worker alone has it, so that its end is noticed
         self._workers[number] = (worker, results)
@@ -229,7 +270,8 @@ class Crew:
     def _hear(self, number: int, found: list[tuple[int, Result]]) -> bool:
         """Add to `found` what worker `number` has said; True if it is no more."""
         worker, results = self._workers[number]
-        is_over = worker.exitcode is not None  # asked first: what it said before is still in the pipe
+        # asked first: what it said before is still in the pipe
+        is_over = worker.exitcode is not None
         try:
             while results.poll():
                 position, result = results.recv()
@@ -254,10 +296,18 @@ class Crew:
         for number, stuck_s in enumerate(self._watch.stuck_s):
             if self._timeout_s is None or stuck_s < self._timeout_s:
                 continue
-            said = f"{self._name(number)} {self._watch.at(number)}, without progress for {stuck_s:.0f} s (data.stall_timeout_s)"
-            remedy = "look at what it waits for: a mount that is away, a debugger, a suspended process"
+            said = (
+                f"{self._name(number)} {self._watch.at(number)}, without progress for {stuck_s:.0f}"
+                " s (data.stall_timeout_s)"
+            )
+            remedy = (
+                "look at what it waits for: a mount that is away, a debugger, a suspended process"
+            )
             if number in self._killed:
-                raise WorkerError(f"{said}, and cannot be killed: the kernel waits for something, as it does for a mount; {remedy}")
+                raise WorkerError(
+                    f"{said}, and cannot be killed: the kernel waits for something, as it does for"
+                    f" a mount; {remedy}"
+                )
             if not self._batches.repeatable:
                 raise WorkerError(f"{said}; {remedy}")
             if self.rows[number].part in self._again:
@@ -266,11 +316,16 @@ class Crew:
                 log.warning("%s: it is killed, and another makes its part of the batch again", said)
 
     def _deal_again(self, found: list[tuple[int, Result]]) -> None:
-        """Other workers for all, who say that they have nothing to do while parts wait: one was stopped before it took a part, or with a
-        part that it had not begun. All, as nobody knows who has which part. Theirs are put in again once all are dead."""
+        """Other workers for all, who say that they have nothing to do while parts wait: one was
+        stopped before it took a part, or with a part that it had not begun. All, as nobody knows
+        who has which part. Theirs are put in again once all are dead.
+        """
         names = [self._name(number) for number in self._workers]
         idle = ", ".join([name for name in names if ", stopped" in name] or names)
-        said = f"{idle} takes no work, for {self._watch.idle_s:.0f} s (data.stall_timeout_s), and {self.num_queued} parts of batches wait"
+        said = (
+            f"{idle} takes no work, for {self._watch.idle_s:.0f} s (data.stall_timeout_s), and"
+            f" {self.num_queued} parts of batches wait"
+        )
         if not self._batches.repeatable or self._again:
             raise WorkerError(f"{said}; look for who stops processes: a debugger, a suspended job")
         for number, (worker, _) in self._workers.items():
@@ -279,7 +334,10 @@ class Crew:
         for number, (worker, _) in self._workers.items():
             worker.join(END_WAIT_S)
             if worker.exitcode is None:
-                raise WorkerError(f"{said}, and one cannot be killed: the kernel waits for something, as it does for a mount")
+                raise WorkerError(
+                    f"{said}, and one cannot be killed: the kernel waits for something, as it does"
+                    " for a mount"
+                )
             self._hear(number, found)
         log.warning("%s: all workers are replaced, and others make these", said)
         self._watch.idle_s = 0.0
@@ -294,7 +352,8 @@ class Crew:
             self.put(position, slot, first)
 
     def _kill(self, number: int) -> bool:
-        """Kill a worker, unless it goes on just now. It is stopped first, or waits in the kernel: then its row tells its part."""
+        """Kill a worker, unless it goes on just now. It is stopped first, or waits in the kernel:
+        then its row tells its part."""
         worker = self._workers[number][0]
         row = self.rows[number]
         turns = self.rows[number].turns
@@ -313,7 +372,8 @@ class Crew:
         return True
 
     def _replace(self, number: int) -> None:
-        """Another worker in the place of one that was killed and is dead; its part is put in again, if it was not done."""
+        """Another worker in the place of one that was killed and is dead; its part is put in again,
+        if it was not done."""
         worker, results = self._workers[number]
         part = self.rows[number].part
         self._selector.unregister(results)
@@ -333,12 +393,18 @@ class Crew:
         worker.join(END_WAIT_S)
         code = worker.exitcode
         if code is None or code >= 0:
-            return f"a loader worker (process {worker.pid}) ended by itself with exit status {code}: start again, report it if it returns"
+            return (
+                f"a loader worker (process {worker.pid}) ended by itself with exit status {code}:"
+                " start again, report it if it returns"
+            )
         name = signal.Signals(-code).name
         kills = num_oom_kills()
         before = self._oom_kills
         if -code == signal.SIGKILL and kills is not None and before is not None and kills > before:
-            reason = "because memory ran out: the kernel has counted it. Lower data.num_workers or data.prefetch_gib"
+            reason = (
+                "because memory ran out: the kernel has counted it. Lower data.num_workers or"
+                " data.prefetch_gib"
+            )
         elif -code == signal.SIGKILL:
             counted = "it counted none here" if kills is not None else "`dmesg` tells"
             reason = (
@@ -346,9 +412,15 @@ class Crew:
                 "if it did, lower data.num_workers or data.prefetch_gib"
             )
         elif -code == signal.SIGBUS:
-            reason = "as when a mapped file is cut short or its disk fails: was an index (*.index.npy) written anew while it was in use?"
+            reason = (
+                "as when a mapped file is cut short or its disk fails: was an index (*.index.npy)"
+                " written anew while it was in use?"
+            )
         else:
-            reason = "so a library it uses crashed, perhaps on a damaged image: `python -m data_prep.verify` decodes them all"
+            reason = (
+                "so a library it uses crashed, perhaps on a damaged image: `python -m"
+                " data_prep.verify` decodes them all"
+            )
         return f"a loader worker (process {worker.pid}) was killed by {name}, {reason}"
 
 
@@ -361,7 +433,10 @@ def _empty(parts: Connection) -> None:
 
 
 def _end_workers(
-    workers: dict[int, tuple[BaseProcess, Connection]], parts: Connection, put: Connection, selector: selectors.BaseSelector
+    workers: dict[int, tuple[BaseProcess, Connection]],
+    parts: Connection,
+    put: Connection,
+    selector: selectors.BaseSelector,
 ) -> None:
     """Take back what is not begun, tell all to end, and kill those that are not quick about it."""
     _empty(parts)
@@ -378,17 +453,20 @@ def _end_workers(
             worker.join(END_WAIT_S)
         if worker.exitcode is not None:
             worker.close()
-        else:  # it waits in the kernel, as for a mount that is away: it ends with that, and Python must not wait for it at exit
+        else:
+            # it waits in the kernel, as for a mount that is away: it ends with that, and Python
+            # must not wait for it at exit
             multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
     parts.close()
     put.close()
 
 
-# --- in a worker process -----------------------------------------------------------------------------------------------
+# --- in a worker process --------------------------------------------------------------------------
 
 
 def _work(batches: Batches, slots: Slots, number: int, parts: Connection, say: Connection) -> None:
-    """Make parts until told to end. A worker that died of a signal meant for its rank would lose the rank's last save."""
+    """Make parts until told to end. A worker that died of a signal meant for its rank would lose
+    the rank's last save."""
     torch.set_num_threads(1)
     follow_parent()
     row = slots.row(number)
@@ -398,7 +476,8 @@ def _work(batches: Batches, slots: Slots, number: int, parts: Connection, say: C
     with suppress(BlockingIOError, BrokenPipeError):  # the loader was closed
         while True:
             message = os.read(parts.fileno(), _PART.size)
-            position, slot, first = _PART.unpack(message) if message else (_END, 0, 0)  # empty: the parent is no more
+            # empty: the parent is no more
+            position, slot, first = _PART.unpack(message) if message else (_END, 0, 0)
             if position == _END:
                 return
             row.take(position, first)
@@ -417,5 +496,18 @@ def _work(batches: Batches, slots: Slots, number: int, parts: Connection, say: C
                 row.measure_memory()
             num_made += 1
             row.count_retries()
-            say.send((position, Result(slot, first, len(rows.labels), time.perf_counter() - began, bad_keys, mistake, stack)))
+            say.send(
+                (
+                    position,
+                    Result(
+                        slot,
+                        first,
+                        len(rows.labels),
+                        time.perf_counter() - began,
+                        bad_keys,
+                        mistake,
+                        stack,
+                    ),
+                )
+            )
             row.enter(Stage.IDLE)

@@ -1,8 +1,9 @@
 """A contact sheet of the augmentation of a config, drawn before anything is trained.
 
-The data's story: the first images of the training split are made into batches as for training, once for each draw: an epoch of as many
-images as the sheet has rows, so that each epoch shows the same images with other random numbers. The host's table says in words what was
-done to each; `Augment` does it, without mixing, and once more with it for the last column. One PNG comes out.
+The data's story: the first images of the training split are made into batches as for training, once
+for each draw: an epoch of as many images as the sheet has rows, so that each epoch shows the same
+images with other random numbers. The host's table says in words what was done to each; `Augment`
+does it, without mixing, and once more with it for the last column. One PNG comes out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from vit.data.batches import Batch, TrainBatches, image_format
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.plan import choose_num_classes, open_indexed, open_train_set
-from vit.report.plots import SMALL_PT, TEXT_PT, WIDTH_IN, drawing, new_sheet, place, share_lines, to_pixels
+from vit.report.plots import (
+    SMALL_PT,
+    TEXT_PT,
+    WIDTH_IN,
+    drawing,
+    new_sheet,
+    place,
+    share_lines,
+    to_pixels,
+)
 
 CAPTION_PT = 7.5
 LINE_IN = 0.125
@@ -39,49 +49,90 @@ class Cell(NamedTuple):
     """Lines under it."""
 
 
-def make_contact_sheet(config: Config, num_images: int, num_draws: int, picture: Path, device: torch.device) -> Path:
-    """Draw a row for each of the first `num_images` of the training split, up to a multiple of `augment.mix_group_size` where images mix:
-    the original's middle, `num_draws` draws of the augmentation, and one as it is mixed. Returns `picture`.
+def make_contact_sheet(
+    config: Config, num_images: int, num_draws: int, picture: Path, device: torch.device
+) -> Path:
+    """Draw a row for each of the first `num_images` of the training split, up to a multiple of
+    `augment.mix_group_size` where images mix: the original's middle, `num_draws` draws of the
+    augmentation, and one as it is mixed. Returns `picture`.
 
     Raises ShardError where the data cannot be read, ValueError where there are too few.
     """
     data = config.data
-    train = open_train_set(config, open_indexed(data, data.val_split)) if data.reader == "index" else None
-    split, drawn = (open_indexed(data, data.train_split), ()) if train is None else (train.split, train.shares[:1])
+    train = (
+        open_train_set(config, open_indexed(data, data.val_split))
+        if data.reader == "index"
+        else None
+    )
+    split, drawn = (
+        (open_indexed(data, data.train_split), ())
+        if train is None
+        else (train.split, train.shares[:1])
+    )
     num_images_there = drawn[0].num_samples if drawn else split.num_samples
     group = config.augment.mix_group_size if mixes(config.augment) else 1
     num_rows = -(-num_images // group) * group
     if num_rows > num_images_there:
-        raise ValueError(f"{num_rows} images are asked for, {config.data.root} has {num_images_there} to train on: ask for fewer")
+        raise ValueError(
+            f"{num_rows} images are asked for, {config.data.root} has {num_images_there} to train"
+            " on: ask for fewer"
+        )
     drawn = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in drawn)
     num_classes = choose_num_classes(config, split)
     side = _side(num_draws + 1 + (group > 1))
     image = image_format(config)
     order = make_order(num_rows, num_rows, config.train.seed, shares=drawn)
     height, width = image.size
-    middle = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(width / height, width / height), hflip_prob=0.0)
+    middle = AugmentConfig(
+        crop_scale=(1.0, 1.0), crop_ratio=(width / height, width / height), hflip_prob=0.0
+    )
     with Loader(TrainBatches(split, order, middle, image), 0, 1) as loader:
         originals = next(loader)
         rows = np.argsort(originals.ids.numpy())
         columns = [("original", [Cell(originals.images[row].clone(), []) for row in rows])]
-    resting = config.model_copy(update={"augment": config.augment.model_copy(update={"mixup_alpha": 0.0, "cutmix_alpha": 0.0})})
-    with Loader(TrainBatches(split, order, config.augment, image, on_bad_image=config.data.on_bad_image), 0, num_draws + 1) as loader:
+    resting = config.model_copy(
+        update={
+            "augment": config.augment.model_copy(update={"mixup_alpha": 0.0, "cutmix_alpha": 0.0})
+        }
+    )
+    with Loader(
+        TrainBatches(split, order, config.augment, image, on_bad_image=config.data.on_bad_image),
+        0,
+        num_draws + 1,
+    ) as loader:
         for number, batch in enumerate(loader):
             if number < num_draws:
                 inputs, _ = _augmented(resting, num_classes, batch, device)
-                columns.append((f"draw {number + 1}", [Cell(inputs[row], _in_words(config, batch, row, side)) for row in _sorted(batch)]))
+                columns.append(
+                    (
+                        f"draw {number + 1}",
+                        [
+                            Cell(inputs[row], _in_words(config, batch, row, side))
+                            for row in _sorted(batch)
+                        ],
+                    )
+                )
             elif group > 1:
                 inputs, targets = _augmented(config, num_classes, batch, device)
                 shares = [share_lines(target, split.class_names, side) for target in targets]
-                columns.append(("as mixed", [Cell(inputs[row], shares[row]) for row in _sorted(batch)]))
+                columns.append(
+                    ("as mixed", [Cell(inputs[row], shares[row]) for row in _sorted(batch)])
+                )
     return _plot(columns, f"Augmentation of {split.root}, {width} × {height} pixels", picture)
 
 
-def _augmented(config: Config, num_classes: int, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs (B, C, H, W) float in [0, 1], the normalisation taken back, and targets (B, classes), on the host."""
+def _augmented(
+    config: Config, num_classes: int, batch: Batch, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Inputs (B, C, H, W) float in [0, 1], the normalisation taken back, and targets (B, classes),
+    on the host."""
     on_device = batch.to(device)
-    inputs, targets = create_augment(config, num_classes, device)(on_device.images, on_device.labels, batch.table)
-    shift, scale = (torch.tensor(values).view(-1, 1, 1) for values in (config.data.mean, config.data.std))
+    inputs, targets = create_augment(config, num_classes, device)(
+        on_device.images, on_device.labels, batch.table
+    )
+    shift, scale = (
+        torch.tensor(values).view(-1, 1, 1) for values in (config.data.mean, config.data.std)
+    )
     return (inputs.cpu() * scale + shift).clamp(0, 1), targets.cpu()
 
 
@@ -90,7 +141,11 @@ def _sorted(batch: Batch) -> list[int]:
 
 
 def _in_words(config: Config, batch: Batch, row: int, width_in: float) -> list[str]:
-    words = ["not readable"] if batch.weights[row] == 0 else describe(config.augment, batch.table[row].numpy())
+    words = (
+        ["not readable"]
+        if batch.weights[row] == 0
+        else describe(config.augment, batch.table[row].numpy())
+    )
     return wrap(", ".join(words), int(width_in * 72 / (0.55 * CAPTION_PT)))
 
 
@@ -102,12 +157,21 @@ def _plot(columns: list[tuple[str, list[Cell]]], heading: str, picture: Path) ->
     side = _side(len(columns))
     height, width = columns[0][1][0].pixels.shape[1:]
     tall = side * height / width
-    row_in = tall + LINE_IN * max(len(cell.caption) for _, cells in columns for cell in cells) + GAP_IN
+    row_in = (
+        tall + LINE_IN * max(len(cell.caption) for _, cells in columns for cell in cells) + GAP_IN
+    )
     with drawing(picture, 0.8 + row_in * len(columns[0][1])) as figure:
         sheet = new_sheet(figure, heading)
         for column, (title, cells) in enumerate(columns):
             left = GAP_IN + column * (side + GAP_IN)
-            sheet.text(left + side / 2, 0.6, title, ha="center", va="center", size=SMALL_PT if len(columns) > 6 else TEXT_PT)
+            sheet.text(
+                left + side / 2,
+                0.6,
+                title,
+                ha="center",
+                va="center",
+                size=SMALL_PT if len(columns) > 6 else TEXT_PT,
+            )
             for row, cell in enumerate(cells):
                 top = 0.75 + row * row_in
                 place(sheet, to_pixels(cell.pixels), left, top, side, tall)

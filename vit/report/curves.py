@@ -1,7 +1,8 @@
 """Curves of a run: loss, accuracy, learning rate and throughput over the steps.
 
-The data's story: the lines of a `metrics.jsonl` that count are sorted by kind, thinned out where there are more than a picture can show,
-and drawn as four panels: together as a PNG, or each as SVG for a page.
+The data's story: the lines of a `metrics.jsonl` that count are sorted by kind, thinned out where
+there are more than a picture can show, and drawn as four panels: together as a PNG, or each as SVG
+for a page.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Curves:
-    """What the panels draw of a `metrics.jsonl`: its lines by kind, and the steps at which a restart went on."""
+    """What the panels draw of a `metrics.jsonl`: its lines by kind, and the steps at which a
+    restart went on."""
 
     train: list[dict[str, Any]]
     evals: list[dict[str, Any]]
@@ -36,7 +38,8 @@ class _Curves:
 
 
 def _read_curves(metrics: Path) -> _Curves:
-    """Each train line gets `data_wait_percent`, the share of its interval that went by waiting for data, if the record tells."""
+    """Each train line gets `data_wait_percent`, the share of its interval that went by waiting for
+    data, if the record tells."""
     lines = read_metrics(metrics)
     batch_size = math.nan
     previous = 0
@@ -46,7 +49,10 @@ def _read_curves(metrics: Path) -> _Curves:
         if line["kind"] == "start":
             plan = line.get("plan", {})
             previous = line["step"]
-            batch_size = math.prod(plan.get(key, math.nan) for key in ("world_size", "micro_batch_size", "accumulation_steps"))
+            batch_size = math.prod(
+                plan.get(key, math.nan)
+                for key in ("world_size", "micro_batch_size", "accumulation_steps")
+            )
         elif line["kind"] == "train":  # an interval begins at the line before, or at the start
             num_images = (line["step"] - previous) * batch_size
             previous = line["step"]
@@ -54,21 +60,35 @@ def _read_curves(metrics: Path) -> _Curves:
             images_per_s = line.get("images_per_s")
             if num_images > 0 and waited_s is not None and images_per_s is not None:
                 line["data_wait_percent"] = min(100.0 * waited_s * images_per_s / num_images, 100.0)
-    train, evals, faults = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "fault"))
+    train, evals, faults = (
+        [line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "fault")
+    )
     resumed = [line["step"] for line in lines if line["kind"] == "start" and line.get("restarts")]
     return _Curves(train, evals, faults, resumed, max((line["step"] for line in lines), default=0))
 
 
 def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArray[np.float64]:
-    """Steps and values called `name` (2, n), NaN for null; neighbours averaged down to `at_most`, as more make black bands of noise."""
-    points = [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
+    """Steps and values called `name` (2, n), NaN for null; neighbours averaged down to `at_most`,
+    as more make black bands of noise."""
+    points = [
+        (line["step"], math.nan if line[name] is None else line[name])
+        for line in lines
+        if name in line
+    ]
     edges = np.arange(0, len(points), -(-len(points) // at_most) or 1)
     if not len(points):
         return np.empty((2, 0))
     return (np.add.reduceat(points, edges) / np.diff([*edges, len(points)])[:, None]).T
 
 
-def _line(axes: Axes, lines: list[dict[str, Any]], name: str, style: str, color: str, label: str | None = None) -> None:
+def _line(
+    axes: Axes,
+    lines: list[dict[str, Any]],
+    name: str,
+    style: str,
+    color: str,
+    label: str | None = None,
+) -> None:
     steps, values = _points(lines, name)
     if len(steps):
         dot = "." if style == "-" and len(steps) < 20 else ""  # a single point has no line
@@ -83,7 +103,15 @@ def _draw_loss(axes: Axes, curves: _Curves) -> None:
     if curves.faults:
         steps = [line["step"] for line in curves.faults]
         at = axes.get_xaxis_transform()
-        axes.plot(steps, [0.03] * len(steps), "x", color="black", markersize=6, label=f"{len(steps):,} updates skipped", transform=at)
+        axes.plot(
+            steps,
+            [0.03] * len(steps),
+            "x",
+            color="black",
+            markersize=6,
+            label=f"{len(steps):,} updates skipped",
+            transform=at,
+        )
 
 
 def _draw_accuracy(axes: Axes, curves: _Curves) -> None:
@@ -93,9 +121,17 @@ def _draw_accuracy(axes: Axes, curves: _Curves) -> None:
     axes.set_ylim(max(bottom, 0), min(top, 100))
     for line in axes.get_lines():
         line.set_clip_on(False)  # a marker at 100 stays whole
-    values = [value for line in curves.evals for key in ("top1", "top1_ema") if (value := line.get(key)) is not None]
+    values = [
+        value
+        for line in curves.evals
+        for key in ("top1", "top1_ema")
+        if (value := line.get(key)) is not None
+    ]
     if values:
-        axes.set(title=f"Top-1 accuracy: best {max(values):.2f} %", ylabel=f"% of {curves.evals[-1]['num_images']:,} images")
+        axes.set(
+            title=f"Top-1 accuracy: best {max(values):.2f} %",
+            ylabel=f"% of {curves.evals[-1]['num_images']:,} images",
+        )
     else:
         axes.set(title="Top-1 accuracy", ylabel="%", ylim=(0, 100))
         axes.text(0.5, 0.5, "not evaluated yet", ha="center", color=GREY, transform=axes.transAxes)
@@ -134,7 +170,9 @@ def _draw_panel(axes: Axes, curves: _Curves, name: str) -> None:
 
     PANELS[name](axes, curves)
     for i, step in enumerate(curves.resumed):
-        axes.axvline(step, color=GREY, linestyle=":", linewidth=1.5, label="resumed" if i == 0 else None)
+        axes.axvline(
+            step, color=GREY, linestyle=":", linewidth=1.5, label="resumed" if i == 0 else None
+        )
     if curves.resumed or len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend()
     axes.grid(True)
@@ -146,9 +184,11 @@ def _draw_panel(axes: Axes, curves: _Curves, name: str) -> None:
 
 
 def plot_curves(metrics: Path, picture: Path) -> Path:
-    """Draw loss, accuracy, learning rate and throughput over the steps of a `metrics.jsonl`. Returns `picture`.
+    """Draw loss, accuracy, learning rate and throughput over the steps of a `metrics.jsonl`.
+    Returns `picture`.
 
-    Dotted lines are restarts, crosses updates that were skipped; more than 500 points are averaged with their neighbours.
+    Dotted lines are restarts, crosses updates that were skipped; more than 500 points are averaged
+    with their neighbours.
     """
     curves = _read_curves(metrics)
     with drawing(picture, 6.2, layout="constrained") as figure:
@@ -158,9 +198,11 @@ def plot_curves(metrics: Path, picture: Path) -> Path:
 
 
 def curve_panels(metrics: Path) -> dict[str, str]:
-    """The panels of `plot_curves` (loss, accuracy, learning_rate, throughput) as SVG elements that CSS scales and one HTML page can hold.
+    """The panels of `plot_curves` (loss, accuracy, learning_rate, throughput) as SVG elements that
+    CSS scales and one HTML page can hold.
 
-    Letters are outlines; ids begin with the panel's name; no style sheet inside, which would reach the rest of the page.
+    Letters are outlines; ids begin with the panel's name; no style sheet inside, which would reach
+    the rest of the page.
     """
     curves = _read_curves(metrics)
     panels = dict[str, str]()
@@ -171,15 +213,26 @@ def curve_panels(metrics: Path) -> dict[str, str]:
             figure = Figure((5.0, 3.2), layout="constrained")
             written = StringIO()
             _draw_panel(figure.subplots(), curves, name)
-            figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+            figure.savefig(
+                written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            )
             panels[name] = _inline(written.getvalue(), name, figure.axes[0].get_title(loc="left"))
     return panels
 
 
 def _inline(document: str, name: str, title: str) -> str:
-    """The <svg> element of matplotlib's document, made fit for standing in an HTML page beside others."""
-    body = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", document[document.index("<svg") :].strip(), flags=re.DOTALL)
+    """The <svg> element of matplotlib's document, made fit for standing in an HTML page beside
+    others."""
+    body = re.sub(
+        r"<(metadata|style)\b.*?</\1>\s*",
+        "",
+        document[document.index("<svg") :].strip(),
+        flags=re.DOTALL,
+    )
     root, rest = re.sub(r'(\bid="|\bhref="#|url\(#)', rf"\g<1>{name}-", body).split(">", 1)
     root = re.sub(r'\s(?:width|height)="[^"]*"', "", root)
     # What matplotlib's style sheet says of every element.
-    return f'{root} role="img" aria-label="{title}" style="stroke-linejoin: round; stroke-linecap: butt">{rest}'
+    return (
+        f'{root} role="img" aria-label="{title}" style="stroke-linejoin: round; stroke-linecap:'
+        f' butt">{rest}'
+    )

@@ -1,7 +1,8 @@
 """What a record tells about a run: its attempts, how each ended, and what counts.
 
-The data's story: `metrics.jsonl` is read as far as it can be, also after a kill or on a bad disk; its lines are dealt to attempts, from one
-`start` line to the next, and what a later attempt did again is left out of what counts.
+The data's story: `metrics.jsonl` is read as far as it can be, also after a kill or on a bad disk;
+its lines are dealt to attempts, from one `start` line to the next, and what a later attempt did
+again is left out of what counts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class History:
     """Those that count: without what a later attempt did again."""
     attempts: list[Attempt]
     num_unreadable: int
-    """Whole lines that are no record lines; one that a kill cut short at the end is none of them."""
+    """Whole lines that are no record lines; one that a kill cut short at the end is none of
+    them."""
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line["kind"] == kind]
@@ -65,7 +67,8 @@ def read_history(path: Path, in_use: bool | None) -> History:
             attempts.append(Attempt(len(attempts) + 1, line, []))
         if attempts:
             attempts[-1].lines.append(line)
-    for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):  # without attempts there is one None too many
+    # without attempts there is one None too many
+    for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
         _tell_outcome(attempt, following, in_use)
     return History(without_redone(found), attempts, num_unreadable)
 

@@ -1,9 +1,11 @@
 """The report of a run: one page that can be sent to somebody.
 
-The data's story: the record gives attempts, tables, faults and curves, also where a kill or a bad disk left only a part of it; the config
-gives the settings beside their defaults; `vit.report.pictures` gives the pictures, or why there are none. All of it goes through one template
-into one file that points to nothing outside: pictures are data URIs, curves inline SVG. Whatever comes from a run is escaped, and the
-page's own policy lets a browser run one script, known by its hash, and load nothing.
+The data's story: the record gives attempts, tables, faults and curves, also where a kill or a bad
+disk left only a part of it; the config gives the settings beside their defaults;
+`vit.report.pictures` gives the pictures, or why there are none. All of it goes through one template
+into one file that points to nothing outside: pictures are data URIs, curves inline SVG. Whatever
+comes from a run is escaped, and the page's own policy lets a browser run one script, known by its
+hash, and load nothing.
 
     runs/<name>/report/index.html
 """
@@ -35,7 +37,14 @@ from vit.metrics import interval_in_words
 from vit.model import count_parameters, create_model, flops_per_image
 from vit.report.curves import curve_panels
 from vit.report.history import History, read_history
-from vit.report.pictures import PAINTERS, REPORT_FOLDER, Pictures, RunFolder, draw_pictures, sentence
+from vit.report.pictures import (
+    PAINTERS,
+    REPORT_FOLDER,
+    Pictures,
+    RunFolder,
+    draw_pictures,
+    sentence,
+)
 from vit.run.record import METRICS_FILE
 from vit.system.files import replacing
 from vit.system.meter import duration
@@ -54,28 +63,37 @@ class Report:
 
 
 def make_report(
-    run_dir: Path, device: torch.device, *, in_use: bool | None = None, on_picture: Callable[[int, int, str], None] | None = None
+    run_dir: Path,
+    device: torch.device,
+    *,
+    in_use: bool | None = None,
+    on_picture: Callable[[int, int, str], None] | None = None,
 ) -> Report:
-    """Draw all pictures of a run and write its page. Raises ValueError if `run_dir` is no run folder or cannot be written.
+    """Draw all pictures of a run and write its page. Raises ValueError if `run_dir` is no run
+    folder or cannot be written.
 
-    `in_use` says whether a process is training there (None: not known), `on_picture(done, total, name)` is called after each picture.
+    `in_use` says whether a process is training there (None: not known), `on_picture(done, total,
+    name)` is called after each picture.
     """
     pictures = draw_pictures(run_dir, device, on_picture)
     return Report(write_page(run_dir, pictures, in_use=in_use), pictures)
 
 
-# --- the page ----------------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None) -> Path:
-    """Write `run_dir`/report/index.html, whole or not at all, with `pictures` and what else the folder tells. Returns its path.
+    """Write `run_dir`/report/index.html, whole or not at all, with `pictures` and what else the
+    folder tells. Returns its path.
 
     Raises ValueError if it cannot be written.
     """
     page = run_dir / PAGE_FILE
     source = RunFolder(run_dir, torch.device("cpu"))
     story = read_history(run_dir / METRICS_FILE, in_use)
-    content = _environment().get_template(TEMPLATE_FILE).render(**_page_values(source, story, pictures))
+    content = (
+        _environment().get_template(TEMPLATE_FILE).render(**_page_values(source, story, pictures))
+    )
     try:
         page.parent.mkdir(exist_ok=True)
         with replacing(page) as file:
@@ -88,7 +106,12 @@ def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None)
 def _environment() -> jinja2.Environment:
     """Every value is escaped, and one that the template names wrongly is an error."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    options: dict[str, Any] = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    options: dict[str, Any] = {
+        "autoescape": True,
+        "undefined": jinja2.StrictUndefined,
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+    }
     environment = jinja2.Environment(loader=loader, **options)
     environment.filters |= {"count": _count, "fixed": _fixed, "short": _short, "exact": _exact}
     environment.filters |= {"duration": _duration, "moment": _moment, "code": _code}
@@ -98,7 +121,14 @@ def _environment() -> jinja2.Environment:
 def _page_values(source: RunFolder, story: History, pictures: Pictures) -> dict[str, Any]:
     run_dir = source.run_dir
     made_s = time.time()
-    plan: dict[str, Any] = next((a.start["plan"] for a in reversed(story.attempts) if isinstance(a.start.get("plan"), dict)), {})
+    plan: dict[str, Any] = next(
+        (
+            a.start["plan"]
+            for a in reversed(story.attempts)
+            if isinstance(a.start.get("plan"), dict)
+        ),
+        {},
+    )
     evaluations = _evaluations(story, plan)
     script = (Path(__file__).parent / TEMPLATE_FILE).read_text(encoding="utf-8")
     script = re.search(r"<script>(.*?)</script>", script, re.DOTALL)[1]  # type: ignore[index]
@@ -120,7 +150,10 @@ def _page_values(source: RunFolder, story: History, pictures: Pictures) -> dict[
         "curves": _curves(run_dir),
         "pictures": {name: _picture(pictures, name) for name in PAINTERS},
         "confused_pairs": pictures.confused_pairs,
-        "classes": sorted((row for row in pictures.class_accuracies if row.num_images), key=lambda row: (row.top1, -row.num_images)),
+        "classes": sorted(
+            (row for row in pictures.class_accuracies if row.num_images),
+            key=lambda row: (row.top1, -row.num_images),
+        ),
         "empty_classes": sum(not row.num_images for row in pictures.class_accuracies),
         "throughput": _throughput(story, config),
         "attempts": story.attempts,
@@ -156,7 +189,9 @@ def _state(story: History, plan: dict[str, Any], run_dir: Path, now_s: float) ->
         "failed": f"Failed at {of_total}: {last.reason if last else ''}",
         "going on": f"Going on, at {of_total}; the newest line of the record was {ago} old.",
         "killed": f"Killed after {of_total}; {resume}.",
-        "unclear": f"Going on or killed, at {of_total}; the newest line of the record was {ago} old.",
+        "unclear": (
+            f"Going on or killed, at {of_total}; the newest line of the record was {ago} old."
+        ),
         "not started": "Nothing is in the record yet.",
     }.get(outcome, f"{outcome} at {of_total}.")
     tone = {"finished": "good", "failed": "bad", "killed": "bad"}.get(outcome, "busy")
@@ -180,26 +215,69 @@ def _signal(run_dir: Path) -> str:
         return ""
 
 
-def _facts(source: RunFolder, config: Config | None, story: History, plan: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(
+    source: RunFolder, config: Config | None, story: History, plan: dict[str, Any]
+) -> list[tuple[str, str]]:
     """What was trained on what, in a few words each."""
     facts = []
     if config is not None:
         height, width = image_format(config).size
         facts.append(("model", f"{config.model.name} at {height} × {width} pixels"))
-        with suppress(Exception):  # a fact less; a model that cannot be made has its sentence at the pictures
+        # a fact less; a model that cannot be made has its sentence at the pictures
+        with suppress(Exception):
             with torch.device("meta"):
                 num_classes = config.model.num_classes or len(source.class_names) or 1000
-                model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
-            facts.append(("size", f"{_si(count_parameters(model))} parameters, {flops_per_image(model) / 1e9:.3g} GFLOP an image"))
+                model = create_model(
+                    config.model.name, config.model.image_size, num_classes, **config.model.fields()
+                )
+            facts.append(
+                (
+                    "size",
+                    (
+                        f"{_si(count_parameters(model))} parameters,"
+                        f" {flops_per_image(model) / 1e9:.3g} GFLOP an image"
+                    ),
+                )
+            )
         batch = config.data.global_batch_size
-        images = plan["steps_per_epoch"] * batch + plan.get("dropped_per_epoch", 0) if "steps_per_epoch" in plan else None
-        num_val = next((line["num_images"] for line in reversed(story.of_kind("eval")) if "num_images" in line), None)
-        counts = [f"{images:,} to train on" if images else "", f"{num_val:,} to evaluate on" if num_val else ""]
+        images = (
+            plan["steps_per_epoch"] * batch + plan.get("dropped_per_epoch", 0)
+            if "steps_per_epoch" in plan
+            else None
+        )
+        num_val = next(
+            (
+                line["num_images"]
+                for line in reversed(story.of_kind("eval"))
+                if "num_images" in line
+            ),
+            None,
+        )
+        counts = [
+            f"{images:,} to train on" if images else "",
+            f"{num_val:,} to evaluate on" if num_val else "",
+        ]
         known = f": {', '.join(filter(None, counts))}" if any(counts) else ""
         facts.append(("data", f"{shown(config.data.root)}{known}"))
-        length = f"{plan['total_steps']:,} steps" if "total_steps" in plan else f"{config.train.epochs or config.train.steps}"
-        epochs = f", {plan['total_steps'] / plan['steps_per_epoch']:.4g} epochs" if plan.get("steps_per_epoch") else ""
-        facts.append(("recipe", f"{length} of {batch:,} images{epochs}; {config.optim.name}, peak rate {config.optim.lr:g}"))
+        length = (
+            f"{plan['total_steps']:,} steps"
+            if "total_steps" in plan
+            else f"{config.train.epochs or config.train.steps}"
+        )
+        epochs = (
+            f", {plan['total_steps'] / plan['steps_per_epoch']:.4g} epochs"
+            if plan.get("steps_per_epoch")
+            else ""
+        )
+        facts.append(
+            (
+                "recipe",
+                (
+                    f"{length} of {batch:,} images{epochs}; {config.optim.name}, peak rate"
+                    f" {config.optim.lr:g}"
+                ),
+            )
+        )
     if story.attempts:
         start = story.attempts[-1].start
         ranks = start.get("world_size", 1)
@@ -237,7 +315,8 @@ def _best_rank(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def _headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The last evaluation, of the averaged weights where there are some, as they are the ones meant to be used; and the best."""
+    """The last evaluation, of the averaged weights where there are some, as they are the ones meant
+    to be used; and the best."""
     if not evaluations:
         return None
 
@@ -248,13 +327,27 @@ def _headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
         other = row["top1"] if averaged else row["top1_ema"]
         known = values["correct_top1"] is not None and num_images is not None
         values["interval"] = interval_in_words(values["correct_top1"], num_images) if known else ""
-        return {**values, "num_images": num_images, "step": row["step"], "epoch": row["epoch"], "averaged": averaged, "other": other}
+        return {
+            **values,
+            "num_images": num_images,
+            "step": row["step"],
+            "epoch": row["epoch"],
+            "averaged": averaged,
+            "other": other,
+        }
 
     last = evaluations[-1]
     best = max(evaluations, key=_best_rank)
     return {
         "last": chosen(last, "_ema" if last["top1_ema"] is not None else ""),
-        "best": chosen(best, "_ema" if best["top1_ema"] is not None and _rank(best, "_ema") == _best_rank(best) else ""),
+        "best": chosen(
+            best,
+            (
+                "_ema"
+                if best["top1_ema"] is not None and _rank(best, "_ema") == _best_rank(best)
+                else ""
+            ),
+        ),
     }
 
 
@@ -264,14 +357,21 @@ def _curves(run_dir: Path) -> dict[str, Any]:
         panels = curve_panels(run_dir / METRICS_FILE)
     except Exception as error:
         return {"panels": {}, "reason": sentence(error)}
-    inline = {name: Markup(_themed(svg)) for name, svg in panels.items()}  # markup of our own, made from numbers
+    # markup of our own, made from numbers
+    inline = {name: Markup(_themed(svg)) for name, svg in panels.items()}
     return {"panels": inline, "reason": "" if inline else "Nothing has been measured yet."}
 
 
 THEME = {
-    "#ffffff": "card", "#000000": "ink", "#b0b0b0": "soft", "#cccccc": "rule", "#666666": "soft",
-    "#0072b2": "blue", "#d55e00": "orange", "#009e73": "green",
-}  # fmt: skip
+    "#ffffff": "card",
+    "#000000": "ink",
+    "#b0b0b0": "soft",
+    "#cccccc": "rule",
+    "#666666": "soft",
+    "#0072b2": "blue",
+    "#d55e00": "orange",
+    "#009e73": "green",
+}
 """Colours of the curves -> those of the page, which are others in the dark."""
 
 
@@ -288,19 +388,26 @@ def _picture(pictures: Pictures, name: str) -> dict[str, str]:
 
 
 def _median(lines: list[dict[str, Any]], name: str) -> float | None:
-    values = [line[name] for line in lines if line["kind"] == "train" and line.get(name) is not None]
+    values = [
+        line[name] for line in lines if line["kind"] == "train" and line.get(name) is not None
+    ]
     return statistics.median(values) if values else None
 
 
 def _throughput(story: History, config: Config | None) -> dict[str, Any]:
-    """Medians and shares over the steps that count. An interval's length is its images over its speed."""
+    """Medians and shares over the steps that count. An interval's length is its images over its
+    speed."""
     train = story.of_kind("train")
     elapsed = [line["elapsed_s"] for line in story.lines if line.get("elapsed_s") is not None]
     batch_size = config.data.global_batch_size if config is not None else 0
     spent_s = waited_s = 0.0
     step = 0
     for line in story.lines:
-        if line["kind"] == "train" and line.get("images_per_s") and line.get("data_wait_s") is not None:
+        if (
+            line["kind"] == "train"
+            and line.get("images_per_s")
+            and line.get("data_wait_s") is not None
+        ):
             spent_s += (line["step"] - step) * batch_size / line["images_per_s"]
             waited_s += line["data_wait_s"]
         if line["kind"] in ("start", "train"):
@@ -313,8 +420,15 @@ def _throughput(story: History, config: Config | None) -> dict[str, Any]:
         "total_s": total_s,
         "training_share": min(spent_s / total_s, 1.0) if spent_s and total_s else None,
         "num_images": step * batch_size if batch_size and step else None,
-        "peak_memory_gib": max((line["peak_memory_gib"] for line in train if line.get("peak_memory_gib") is not None), default=None),
-        "batches_checked": sum(line["last_batch"] - line["first_batch"] + 1 for line in story.of_kind("epoch") if line["exact"]),
+        "peak_memory_gib": max(
+            (line["peak_memory_gib"] for line in train if line.get("peak_memory_gib") is not None),
+            default=None,
+        ),
+        "batches_checked": sum(
+            line["last_batch"] - line["first_batch"] + 1
+            for line in story.of_kind("epoch")
+            if line["exact"]
+        ),
     }
 
 
@@ -337,8 +451,14 @@ def _faults(story: History, run_dir: Path) -> dict[str, Any]:
 
 
 def _fault_text(line: dict[str, Any]) -> str:
-    others = {key: value for key, value in line.items() if key not in ("kind", "step", "time", "reason", "outcome", "elapsed_s")}
-    details = ", ".join(f"{key} {'not finite' if value is None else value}" for key, value in others.items())
+    others = {
+        key: value
+        for key, value in line.items()
+        if key not in ("kind", "step", "time", "reason", "outcome", "elapsed_s")
+    }
+    details = ", ".join(
+        f"{key} {'not finite' if value is None else value}" for key, value in others.items()
+    )
     return f"{line.get('reason', '?')}{f' ({details})' if details else ''}"
 
 
@@ -348,18 +468,29 @@ def _settings(config: Config) -> list[dict[str, Any]]:
     rows = list[dict[str, Any]]()
     for section, group in values.items():
         for key, info in type(getattr(config, section)).model_fields.items():
-            default = None if info.is_required() else json.loads(json.dumps(info.get_default(call_default_factory=True)))
+            default = (
+                None
+                if info.is_required()
+                else json.loads(json.dumps(info.get_default(call_default_factory=True)))
+            )
             rows.append(
                 {
                     "key": f"{section}.{key}",
                     "value": _plain(group[key]),
-                    "default": "required" if info.is_required() else re.sub(r"(\.\d{5})\d{6,}", r"\1…", _plain(default)),
+                    "default": (
+                        "required"
+                        if info.is_required()
+                        else re.sub(r"(\.\d{5})\d{6,}", r"\1…", _plain(default))
+                    ),
                     "differs": info.is_required() or group[key] != default,
                     "about": info.description or "",
                 }
             )
-    if config.optim.name != Config.model_fields["optim"].default.name:  # the fields are then those of another class
-        next(row for row in rows if row["key"] == "optim.name").update(differs=True, default=Config.model_fields["optim"].default.name)
+    # the fields are then those of another class
+    if config.optim.name != Config.model_fields["optim"].default.name:
+        next(row for row in rows if row["key"] == "optim.name").update(
+            differs=True, default=Config.model_fields["optim"].default.name
+        )
     return rows
 
 
@@ -368,22 +499,34 @@ def _plain(value: Any) -> str:
 
 
 def _provenance(story: History) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Name -> its values with the attempts that had them; one without attempts where all had the same."""
+    """Name -> its values with the attempts that had them; one without attempts where all had the
+    same."""
     told = {"kind", "step", "time", "restarts", "plan"}
-    names = dict.fromkeys(key for attempt in story.attempts for key in attempt.start if key not in told)
+    names = dict.fromkeys(
+        key for attempt in story.attempts for key in attempt.start if key not in told
+    )
     found = []
     for name in names:
         by_value: dict[str, list[int]] = {}
         for attempt in story.attempts:
-            by_value.setdefault(_plain(attempt.start.get(name, "not recorded")), []).append(attempt.number)
+            by_value.setdefault(_plain(attempt.start.get(name, "not recorded")), []).append(
+                attempt.number
+            )
         one = len(by_value) == 1
-        found.append((name, [(value, "" if one else _ranges(numbers)) for value, numbers in by_value.items()]))
+        found.append(
+            (
+                name,
+                [(value, "" if one else _ranges(numbers)) for value, numbers in by_value.items()],
+            )
+        )
     return found
 
 
 def _ranges(numbers: list[int]) -> str:
     """1, 2, 3, 7 -> "attempts 1–3, 7"."""
-    ranges = ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in _runs(numbers))
+    ranges = ", ".join(
+        f"{first}" if first == last else f"{first}–{last}" for first, last in _runs(numbers)
+    )
     return f"attempt{'s' if len(numbers) > 1 else ''} {ranges}"
 
 
@@ -397,7 +540,7 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
     yield first, last
 
 
-# --- how values are written --------------------------------------------------------------------------------------------
+# --- how values are written -----------------------------------------------------------------------
 
 
 def _count(value: float | None) -> str:
@@ -416,7 +559,9 @@ def _exact(value: float | None, digits: int = 2) -> Markup:
     """A number for the eye, with the record's own digits behind it."""
     if value is None:
         return Markup("–")
-    return Markup('<data value="{0!r}" title="{0!r}">{1}</data>').format(value, f"{value:.{digits}f}")
+    return Markup('<data value="{0!r}" title="{0!r}">{1}</data>').format(
+        value, f"{value:.{digits}f}"
+    )
 
 
 def _duration(seconds: float | None) -> str:
@@ -424,11 +569,14 @@ def _duration(seconds: float | None) -> str:
 
 
 def _moment(seconds: float | None, after: float | None = None, zone: bool = True) -> Markup:
-    """A moment in the time zone of who makes the page; without the day if that is also the day of `after`."""
+    """A moment in the time zone of who makes the page; without the day if that is also the day of
+    `after`."""
     if seconds is None:
         return Markup("–")
     when = datetime.fromtimestamp(seconds).astimezone()
-    same_day = after is not None and datetime.fromtimestamp(after).astimezone().date() == when.date()
+    same_day = (
+        after is not None and datetime.fromtimestamp(after).astimezone().date() == when.date()
+    )
     text = f"{when:{'' if same_day else '%Y-%m-%d '}%H:%M{' %Z' if zone else ''}}"
     return Markup('<time datetime="{}">{}</time>').format(when.isoformat(timespec="seconds"), text)
 
@@ -436,7 +584,10 @@ def _moment(seconds: float | None, after: float | None = None, zone: bool = True
 def _code(text: str) -> Markup:
     """Text with `code` between backticks."""
     parts = re.split(r"`([^`]*)`", text)
-    return Markup("").join(Markup("<code>{}</code>").format(part) if n % 2 else escape(part) for n, part in enumerate(parts))
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if n % 2 else escape(part)
+        for n, part in enumerate(parts)
+    )
 
 
 def _si(number: int) -> str:

@@ -1,8 +1,9 @@
 """All pictures of a run, from what lies on disk: its folder and, for pictures of images, its data.
 
-The data's story: a run folder is read as it lies there, finished, stopped, killed or still going on, never the live run. Config and weights
-give the model, the data folder gives images, `predictions.npz` says what was taken for what, and `vit.report.plots` draws. Each picture is
-drawn by itself: one that cannot be drawn leaves its reason in a sentence and the others alone.
+The data's story: a run folder is read as it lies there, finished, stopped, killed or still going
+on, never the live run. Config and weights give the model, the data folder gives images,
+`predictions.npz` says what was taken for what, and `vit.report.plots` draws. Each picture is drawn
+by itself: one that cannot be drawn leaves its reason in a sentence and the others alone.
 
     runs/<name>/report/  curves.png  attention.png  confusion.png  confused.png  augmented.png  positions.png
 """
@@ -49,9 +50,11 @@ NUM_ATTENTION = 12
 NUM_ATTENTION_WRONG = 4
 NUM_CONFUSED_PAIRS = 10
 NUM_EXAMPLES = 6
-"""Images in `augmented.png`; in `attention.png`, and how many of those were mistaken; rows and columns of `confused.png`."""
+"""Images in `augmented.png`; in `attention.png`, and how many of those were mistaken; rows and
+columns of `confused.png`."""
 MAX_CONFUSION_CLASSES = 5_000
-"""A matrix of 200 MB. The 21,841 classes of ImageNet-21k would take 3.8 GB, at the end of a run that is finished."""
+"""A matrix of 200 MB. The 21,841 classes of ImageNet-21k would take 3.8 GB, at the end of a run
+that is finished."""
 
 
 class ConfusedPair(NamedTuple):
@@ -90,17 +93,27 @@ class Pictures:
     """Each class in the newest evaluation, by class number."""
 
 
-# --- the pictures ------------------------------------------------------------------------------------------------------
+# --- the pictures ---------------------------------------------------------------------------------
 
 
-def draw_pictures(run_dir: Path, device: torch.device, on_picture: Callable[[int, int, str], None] | None = None) -> Pictures:
-    """Draw what `run_dir` has the means for into `run_dir`/report/, the model on `device`. A picture that fails leaves a reason.
+def draw_pictures(
+    run_dir: Path, device: torch.device, on_picture: Callable[[int, int, str], None] | None = None
+) -> Pictures:
+    """Draw what `run_dir` has the means for into `run_dir`/report/, the model on `device`. A
+    picture that fails leaves a reason.
 
-    Raises ValueError if `run_dir` is no run folder or cannot be written. The random numbers of the caller are left alone.
+    Raises ValueError if `run_dir` is no run folder or cannot be written. The random numbers of the
+    caller are left alone.
     """
-    if not any((run_dir / name).exists() for name in (METRICS_FILE, "config.yaml", "weights", "checkpoints")):
+    if not any(
+        (run_dir / name).exists()
+        for name in (METRICS_FILE, "config.yaml", "weights", "checkpoints")
+    ):
         there = "has neither config.yaml nor metrics.jsonl" if run_dir.is_dir() else "is no folder"
-        raise ValueError(f"{run_dir}: not a run folder, it {there}: name a folder that launch/train.py has written, such as runs/demo")
+        raise ValueError(
+            f"{run_dir}: not a run folder, it {there}: name a folder that launch/train.py has"
+            " written, such as runs/demo"
+        )
     folder = run_dir / REPORT_FOLDER
     try:
         folder.mkdir(exist_ok=True)
@@ -113,7 +126,8 @@ def draw_pictures(run_dir: Path, device: torch.device, on_picture: Callable[[int
             try:
                 drawn.notes[name] = paint(source, folder / f"{name}.png")
                 drawn.paths[name] = folder / f"{name}.png"
-            except Exception as error:  # a picture must not decide about the others, nor about the run that asks for it
+            except Exception as error:
+                # a picture must not decide about the others, nor about the run that asks for it
                 drawn.reasons[name] = sentence(error)
             if on_picture is not None:
                 on_picture(number + 1, len(PAINTERS), name)
@@ -124,15 +138,21 @@ def draw_pictures(run_dir: Path, device: torch.device, on_picture: Callable[[int
 
 
 def sentence(error: Exception) -> str:
-    """An error as one sentence: a ValueError of ours is written for people, others name their kind."""
+    """An error as one sentence: a ValueError of ours is written for people, others name their
+    kind."""
     lines = str(error).strip().splitlines() or [""]
     text = lines[0] + (f" (and {len(lines) - 1} more of the kind)" if len(lines) > 1 else "")
-    text = text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
+    text = (
+        text
+        if isinstance(error, ValueError) and text
+        else f"{type(error).__name__}: {text}".rstrip(": ")
+    )
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 class RunFolder:
-    """What a run folder holds, each part read when a picture asks for it. One that is not there raises ValueError with the reason."""
+    """What a run folder holds, each part read when a picture asks for it. One that is not there
+    raises ValueError with the reason."""
 
     def __init__(self, run_dir: Path, device: torch.device):
         self.run_dir = run_dir
@@ -140,7 +160,8 @@ class RunFolder:
 
     @cached_property
     def config(self) -> Config:
-        """As the newest attempt resolved it; `config.yaml` is younger than the weights after a resume with a changed setting."""
+        """As the newest attempt resolved it; `config.yaml` is younger than the weights after a
+        resume with a changed setting."""
         try:
             return config_io.load_config(self.run_dir / "config.yaml", used_here=False).config
         except ValueError as error:
@@ -163,7 +184,10 @@ class RunFolder:
     @cached_property
     def train_set(self) -> TrainSet:
         if self.config.data.reader == "webdataset":
-            raise ValueError("Training images were streamed, and a stream does not begin twice with the same ones")
+            raise ValueError(
+                "Training images were streamed, and a stream does not begin twice with the same"
+                " ones"
+            )
         return open_train_set(self.config, self.val_split)
 
     @cached_property
@@ -173,7 +197,8 @@ class RunFolder:
 
     @cached_property
     def predictions(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-        """predictions (num_images,), -1 where the logits were not numbers; labels (num_images,); the step of that evaluation."""
+        """predictions (num_images,), -1 where the logits were not numbers; labels (num_images,);
+        the step of that evaluation."""
         try:
             with np.load(self.run_dir / PREDICTIONS_FILE) as file:
                 predictions = file["predictions"]
@@ -182,9 +207,15 @@ class RunFolder:
         except FileNotFoundError:
             raise ValueError("The run has not been evaluated yet") from None
         except Exception as error:  # a damaged zip has many voices
-            raise ValueError(f"{PREDICTIONS_FILE} is damaged ({type(error).__name__}); the next evaluation writes it anew") from None
+            raise ValueError(
+                f"{PREDICTIONS_FILE} is damaged ({type(error).__name__}); the next evaluation"
+                " writes it anew"
+            ) from None
         if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
-            raise ValueError(f"{PREDICTIONS_FILE} is damaged: {predictions.shape} predictions for {labels.shape} labels")
+            raise ValueError(
+                f"{PREDICTIONS_FILE} is damaged: {predictions.shape} predictions for {labels.shape}"
+                " labels"
+            )
         return predictions, labels, step
 
     @cached_property
@@ -203,19 +234,30 @@ class RunFolder:
             names = names or self.val_split.class_names
         with suppress(ValueError):
             num = max(num, int(np.max(self.predictions[:2])) + 1)
-        return [names[n] if n < len(names) and names[n] else f"class {n}" for n in range(max(num, len(names)))]
+        return [
+            names[n] if n < len(names) and names[n] else f"class {n}"
+            for n in range(max(num, len(names)))
+        ]
 
     @cached_property
     def confusion(self) -> NDArray[np.int64]:
         """(classes, classes): images of a class (row) by what they were taken for (column)."""
         predictions, labels, _ = self.predictions
         if len(self.class_names) > MAX_CONFUSION_CLASSES:
-            raise ValueError(f"{len(self.class_names):,} classes are too many for a matrix: more than {MAX_CONFUSION_CLASSES:,}")
+            raise ValueError(
+                f"{len(self.class_names):,} classes are too many for a matrix: more than"
+                f" {MAX_CONFUSION_CLASSES:,}"
+            )
         return plots.confusion_matrix(labels, predictions, len(self.class_names))
 
     @cached_property
     def model(self) -> nn.Module:
-        model = create_model(self.config.model.name, self.config.model.image_size, self.num_classes, **self.config.model.fields())
+        model = create_model(
+            self.config.model.name,
+            self.config.model.image_size,
+            self.num_classes,
+            **self.config.model.fields(),
+        )
         load_weights(model, self.trained.weights, self.trained.grid_size)
         return model.to(self.device).eval()
 
@@ -230,12 +272,17 @@ class RunFolder:
         """What evaluation sees of an image of the validation split: (C, H, W) uint8."""
         data = self.val_split.read(sample)
         image = image_format(self.config)
-        return decode_center(data, image.size, self.config.eval, image.interpolation, image.channels)
+        return decode_center(
+            data, image.size, self.config.eval, image.interpolation, image.channels
+        )
 
     def check_same_images(self) -> None:
         """Raise ValueError if the validation split is not the one that was evaluated."""
         if not np.array_equal(self.predictions[1], self.val_split.index["label"]):
-            raise ValueError(f"{self.val_split.root} is no longer what was evaluated: its {self.val_split.name!r} split has other labels")
+            raise ValueError(
+                f"{self.val_split.root} is no longer what was evaluated: its"
+                f" {self.val_split.name!r} split has other labels"
+            )
 
 
 def _paint_curves(source: RunFolder, picture: Path) -> str:
@@ -244,20 +291,32 @@ def _paint_curves(source: RunFolder, picture: Path) -> str:
 
 
 def _paint_augmented(source: RunFolder, picture: Path) -> str:
-    """The first rows of the run's first batch. The order is asked as by one of many ranks, which decodes their rows and no others."""
+    """The first rows of the run's first batch. The order is asked as by one of many ranks, which
+    decodes their rows and no others."""
     config = source.config
     train = source.train_set
     batch_size = config.data.global_batch_size
     order = create_order(config, train.num_draws, train.shares)
-    shares = [n for n in divisors(batch_size) if n % (config.augment.mix_group_size if mixes(config.augment) else 1) == 0] or [batch_size]
+    shares = [
+        n
+        for n in divisors(batch_size)
+        if n % (config.augment.mix_group_size if mixes(config.augment) else 1) == 0
+    ] or [batch_size]
     share = next((n for n in shares if n >= NUM_AUGMENTED), shares[-1])
     batches = TrainBatches(
-        train.split, order, config.augment, image_format(config), world_size=batch_size // share, on_bad_image=config.data.on_bad_image
+        train.split,
+        order,
+        config.augment,
+        image_format(config),
+        world_size=batch_size // share,
+        on_bad_image=config.data.on_bad_image,
     )
     with Loader(batches, 0, 1) as loader:
         batch = next(loader)
     on_device = batch.to(source.device)
-    inputs, targets = create_augment(config, source.num_classes, source.device)(on_device.images, on_device.labels, batch.table)
+    inputs, targets = create_augment(config, source.num_classes, source.device)(
+        on_device.images, on_device.labels, batch.table
+    )
     rows = np.flatnonzero(batch.weights.numpy() > 0)[:NUM_AUGMENTED]
     mean = config.data.mean
     std = config.data.std
@@ -276,24 +335,38 @@ def _paint_attention(source: RunFolder, picture: Path) -> str:
     chosen = pick_images(labels, predictions, NUM_ATTENTION, NUM_ATTENTION_WRONG)
     images = torch.stack([source.eval_image(sample) for sample in chosen])
     model: Any = source.model
-    inputs = create_augment(source.config, source.num_classes, source.device).normalize(images.to(source.device))
+    inputs = create_augment(source.config, source.num_classes, source.device).normalize(
+        images.to(source.device)
+    )
     logits = []
     relevance = []
     with torch.no_grad():
-        for one in inputs.split(1):  # one after the other: a ViT-H at 518 pixels holds 4 GB of attention for each
+        # one after the other: a ViT-H at 518 pixels holds 4 GB of attention for each
+        for one in inputs.split(1):
             maps = plots.attention_maps(model, one)
-            rolled = plots.attention_rollout(maps, getattr(model, "num_prefix_tokens", 0), getattr(model, "global_pool", "avg"))
+            rolled = plots.attention_rollout(
+                maps, getattr(model, "num_prefix_tokens", 0), getattr(model, "global_pool", "avg")
+            )
             relevance.append(rolled.unflatten(1, _grid(source.trained, model)).cpu())
             logits.append(model(one).float().cpu())
     predicted = predicted_classes(torch.cat(logits))
     probabilities = torch.cat(logits).softmax(1).amax(1)
     wrong = int((predicted.numpy() != labels[chosen]).sum())
     names = source.class_names[: source.num_classes]
-    plots.plot_attention(images, torch.cat(relevance), torch.from_numpy(labels[chosen]), predicted, probabilities, names, picture)
+    plots.plot_attention(
+        images,
+        torch.cat(relevance),
+        torch.from_numpy(labels[chosen]),
+        predicted,
+        probabilities,
+        names,
+        picture,
+    )
     which = "averaged weights" if source.trained.averaged else "weights"
     return (
-        f"Where the {which} of step {source.trained.step:,} look in {len(chosen)} validation images, {wrong} of them taken for something "
-        "else: attention rolled out over all blocks (Abnar & Zuidema 2020)."
+        f"Where the {which} of step {source.trained.step:,} look in {len(chosen)} validation"
+        f" images, {wrong} of them taken for something else: attention rolled out over all blocks"
+        " (Abnar & Zuidema 2020)."
     )
 
 
@@ -304,16 +377,27 @@ def _grid(trained: Trained, model: Any) -> tuple[int, int]:
     return grid[0], grid[1]
 
 
-def pick_images(labels: NDArray[np.int64], predictions: NDArray[np.int64] | None, num: int, num_wrong: int) -> list[int]:
-    """Up to `num` images, right ones first, at most `num_wrong` wrong ones last; always the same ones, from as many classes as possible."""
-    wrong = np.flatnonzero(predictions != labels) if predictions is not None else np.empty(0, np.int64)
+def pick_images(
+    labels: NDArray[np.int64], predictions: NDArray[np.int64] | None, num: int, num_wrong: int
+) -> list[int]:
+    """Up to `num` images, right ones first, at most `num_wrong` wrong ones last; always the same
+    ones, from as many classes as possible."""
+    wrong = (
+        np.flatnonzero(predictions != labels) if predictions is not None else np.empty(0, np.int64)
+    )
     wrong = wrong[_spread(_round_robin(labels[wrong]), num_wrong)]
-    right = np.flatnonzero(predictions == labels) if predictions is not None else np.arange(len(labels))
-    return [*right[_spread(_round_robin(labels[right]), num - len(wrong))].tolist(), *wrong.tolist()]
+    right = (
+        np.flatnonzero(predictions == labels) if predictions is not None else np.arange(len(labels))
+    )
+    return [
+        *right[_spread(_round_robin(labels[right]), num - len(wrong))].tolist(),
+        *wrong.tolist(),
+    ]
 
 
 def _round_robin(labels: NDArray[np.int64]) -> list[list[int]]:
-    """Places in `labels` in rounds: the first image of each class, by class; then the second of each; and so on."""
+    """Places in `labels` in rounds: the first image of each class, by class; then the second of
+    each; and so on."""
     seen = dict[int, int]()
     rounds = list[list[int]]()
     for place in np.argsort(labels, kind="stable").tolist():
@@ -339,18 +423,31 @@ def _paint_positions(source: RunFolder, picture: Path) -> str:
         raise ValueError(f"{source.config.model.name} has no position embeddings to compare")
     grid = trained.grid_size
     if grid is None or positions.ndim != 3 or positions.shape[1] < math.prod(grid):
-        raise ValueError(f"The positions of {source.config.model.name} {tuple(positions.shape)} do not lie on a grid")
+        raise ValueError(
+            f"The positions of {source.config.model.name} {tuple(positions.shape)} do not lie on a"
+            " grid"
+        )
     plots.plot_position_similarity(positions[0, -math.prod(grid) :].float(), grid, picture)
     kind = "fixed" if source.config.model.pos_embed == "sincos2d" else "learned"
-    return f"Cosine similarity of each {kind} position with all others: one small map for each place of the {grid[0]} × {grid[1]} patches."
+    return (
+        f"Cosine similarity of each {kind} position with all others: one small map for each place"
+        f" of the {grid[0]} × {grid[1]} patches."
+    )
 
 
 def _paint_confusion(source: RunFolder, picture: Path) -> str:
     plots.plot_confusion(source.confusion, source.class_names, picture)
     predictions, _, step = source.predictions
     unknown = int((predictions < 0).sum())
-    missing = f" {unknown:,} images are missing: what the model made of them was no number." if unknown else ""
-    return f"Validation images by their class and by what they were taken for, at step {step:,}.{missing}"
+    missing = (
+        f" {unknown:,} images are missing: what the model made of them was no number."
+        if unknown
+        else ""
+    )
+    return (
+        "Validation images by their class and by what they were taken for, at step"
+        f" {step:,}.{missing}"
+    )
 
 
 def _paint_confused(source: RunFolder, picture: Path) -> str:
@@ -359,8 +456,14 @@ def _paint_confused(source: RunFolder, picture: Path) -> str:
     if not pairs:
         raise ValueError("No validation image was taken for another class")
     source.check_same_images()
-    places = [np.flatnonzero((labels == true) & (predictions == taken))[:NUM_EXAMPLES] for true, taken, *_ in pairs]
-    examples = [[source.eval_image(int(place)).permute(1, 2, 0).numpy() for place in found] for found in places]
+    places = [
+        np.flatnonzero((labels == true) & (predictions == taken))[:NUM_EXAMPLES]
+        for true, taken, *_ in pairs
+    ]
+    examples = [
+        [source.eval_image(int(place)).permute(1, 2, 0).numpy() for place in found]
+        for found in places
+    ]
     plots.plot_most_confused(pairs, examples, source.class_names, picture)
     return f"The commonest mistakes at step {step:,}, with the first images of each."
 
@@ -378,7 +481,10 @@ PAINTERS: dict[str, Callable[[RunFolder, Path], str]] = {
 
 def _confused_pairs(source: RunFolder) -> list[ConfusedPair]:
     pairs = plots.most_confused(source.confusion, NUM_CONFUSED_PAIRS)
-    return [ConfusedPair(source.class_names[true], source.class_names[taken], count, total) for true, taken, count, total in pairs]
+    return [
+        ConfusedPair(source.class_names[true], source.class_names[taken], count, total)
+        for true, taken, count, total in pairs
+    ]
 
 
 def _class_accuracies(source: RunFolder) -> list[ClassAccuracy]:
@@ -387,6 +493,8 @@ def _class_accuracies(source: RunFolder) -> list[ClassAccuracy]:
     totals = np.bincount(labels, minlength=num)
     correct = np.bincount(labels[predictions == labels], minlength=num)
     return [
-        ClassAccuracy(name, int(total), int(right), 100.0 * int(right) / int(total) if total else math.nan)
+        ClassAccuracy(
+            name, int(total), int(right), 100.0 * int(right) / int(total) if total else math.nan
+        )
         for name, total, right in zip(source.class_names, totals, correct, strict=True)
     ]

@@ -1,8 +1,9 @@
 """Full state for resuming, complete or absent.
 
-The data's story: `TrainStep` holds everything an update changes; its tensors get flat names and go into one safetensors file, numbers and
-the config into `checkpoint.json` beside it. Both are written into a hidden folder, flushed to disk, and the folder is renamed: what carries
-the final name is whole. Only then does `latest` name it and do older ones go.
+The data's story: `TrainStep` holds everything an update changes; its tensors get flat names and go
+into one safetensors file, numbers and the config into `checkpoint.json` beside it. Both are written
+into a hidden folder, flushed to disk, and the folder is renamed: what carries the final name is
+whole. Only then does `latest` name it and do older ones go.
 
     runs/<name>/checkpoints/
       step_00012500/
@@ -10,8 +11,9 @@ the final name is whole. Only then does `latest` name it and do older ones go.
         checkpoint.json         format_version, step, progress, config, size and sha256 of each file
       latest                    "step_00012500"
 
-No pickles. The tensor file is what torch.distributed.checkpoint's `HuggingFaceStorageReader` reads, which also reads the sharded files
-that its writer makes under FSDP2, on another number of ranks; so sharded training keeps this format.
+No pickles. The tensor file is what torch.distributed.checkpoint's `HuggingFaceStorageReader` reads,
+which also reads the sharded files that its writer makes under FSDP2, on another number of ranks; so
+sharded training keeps this format.
 """
 
 from __future__ import annotations
@@ -80,8 +82,9 @@ class Progress:
     """What must be the same after a resume: the data's fingerprint, the model's classes."""
 
     def take_best(self, *found: tuple[float, float]) -> bool:
-        """Take the best of `found`, pairs of top-1 and loss; False if what was found before is as good. Of equal accuracies the smaller
-        loss is better, as few images give few different accuracies."""
+        """Take the best of `found`, pairs of top-1 and loss; False if what was found before is as
+        good. Of equal accuracies the smaller loss is better, as few images give few different
+        accuracies."""
 
         def rank(top1: float, loss: float | None) -> tuple[float, float]:
             return top1, -loss if loss is not None and math.isfinite(loss) else -math.inf
@@ -98,7 +101,9 @@ def tensors_of(train_step: TrainStep) -> dict[str, Tensor]:
     """All tensors of the state by their names in the file. They are the live ones, not copies."""
     tensors = {f"model.{name}": value for name, value in train_step.model.state_dict().items()}
     if train_step.ema is not None:
-        tensors |= {f"ema.{name}": value for name, value in train_step.ema.module.state_dict().items()}
+        tensors |= {
+            f"ema.{name}": value for name, value in train_step.ema.module.state_dict().items()
+        }
     for name, parameter in train_step.model.named_parameters():
         for key, value in train_step.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -108,18 +113,30 @@ def tensors_of(train_step: TrainStep) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in tensors.items()}
 
 
-def save_checkpoint(run_dir: Path, train_step: TrainStep, progress: Progress, config: dict[str, Any], world: World, keep_last: int) -> Path:
-    """Write `step_<n>` from rank 0 and remove what is older than the newest `keep_last`. Every rank calls it; returns the folder.
+def save_checkpoint(
+    run_dir: Path,
+    train_step: TrainStep,
+    progress: Progress,
+    config: dict[str, Any],
+    world: World,
+    keep_last: int,
+) -> Path:
+    """Write `step_<n>` from rank 0 and remove what is older than the newest `keep_last`. Every rank
+    calls it; returns the folder.
 
-    Raises CheckpointError where there is no room or no permission; the previous checkpoint stays as it was.
+    Raises CheckpointError where there is no room or no permission; the previous checkpoint stays as
+    it was.
     """
     folder = run_dir / "checkpoints" / f"step_{progress.step:08d}"
     if world.is_main:
         try:
             if folder.exists() and not (folder / INFO_FILE).is_file():
                 _set_aside(folder)
-            if folder.exists():  # the same step again, after its evaluation: the tensors are the same
-                _write_info(folder, {**json.loads((folder / INFO_FILE).read_text()), **asdict(progress)})
+            # the same step again, after its evaluation: the tensors are the same
+            if folder.exists():
+                _write_info(
+                    folder, {**json.loads((folder / INFO_FILE).read_text()), **asdict(progress)}
+                )
                 return folder
             _write(folder, tensors_of(train_step), progress, config, world.size)
             for old in complete_checkpoints(run_dir)[keep_last:]:
@@ -129,11 +146,20 @@ def save_checkpoint(run_dir: Path, train_step: TrainStep, progress: Progress, co
             if isinstance(error, WeightsError):
                 raise CheckpointError(str(error)) from None
             remedy = "make room or mend its permissions, and run the same command again"
-            raise CheckpointError(f"{folder}: cannot be written ({error.strerror}); earlier checkpoints are untouched: {remedy}") from None
+            raise CheckpointError(
+                f"{folder}: cannot be written ({error.strerror}); earlier checkpoints are"
+                f" untouched: {remedy}"
+            ) from None
     return folder
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], progress: Progress, config: dict[str, Any], world_size: int) -> None:
+def _write(
+    folder: Path,
+    tensors: dict[str, Tensor],
+    progress: Progress,
+    config: dict[str, Any],
+    world_size: int,
+) -> None:
     parent = folder.parent
     parent.mkdir(parents=True, exist_ok=True)
     for left_over in parent.glob(".tmp_*"):
@@ -142,8 +168,8 @@ def _write(folder: Path, tensors: dict[str, Tensor], progress: Progress, config:
     free = shutil.disk_usage(parent).free
     if free < needed * 1.01 + 2**20:
         raise CheckpointError(
-            f"{folder}: needs {needed / 2**20:,.1f} MiB, the disk has {free / 2**20:,.1f} MiB free; earlier checkpoints are untouched. "
-            "Free some space and run the same command again"
+            f"{folder}: needs {needed / 2**20:,.1f} MiB, the disk has {free / 2**20:,.1f} MiB free;"
+            " earlier checkpoints are untouched. Free some space and run the same command again"
         )
     hidden = parent / f".tmp_{folder.name}"
     hidden.mkdir()
@@ -153,7 +179,12 @@ def _write(folder: Path, tensors: dict[str, Tensor], progress: Progress, config:
         **asdict(progress),
         "world_size": world_size,
         "torch": torch.__version__,
-        "files": {STATE_FILE: {"bytes": (hidden / STATE_FILE).stat().st_size, "sha256": _sha256(hidden / STATE_FILE)}},
+        "files": {
+            STATE_FILE: {
+                "bytes": (hidden / STATE_FILE).stat().st_size,
+                "sha256": _sha256(hidden / STATE_FILE),
+            }
+        },
         "config": config,
     }
     _write_info(hidden, info)
@@ -185,51 +216,70 @@ def _sha256(path: Path, meter: Meter | None = None) -> str:
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
     """Checkpoint folders of a run, newest first."""
-    return sorted((p for p in (run_dir / "checkpoints").glob("step_*") if (p / INFO_FILE).is_file()), reverse=True)
+    return sorted(
+        (p for p in (run_dir / "checkpoints").glob("step_*") if (p / INFO_FILE).is_file()),
+        reverse=True,
+    )
 
 
 def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
-    """`checkpoint.json` of a folder, with `verify` after its files were compared with it. Raises CheckpointError for a damaged or foreign
-    one."""
+    """`checkpoint.json` of a folder, with `verify` after its files were compared with it. Raises
+    CheckpointError for a damaged or foreign one."""
     try:
         info = json.loads((folder / INFO_FILE).read_text())
         version = int(info["format_version"])
         files = info["files"]
         info["step"], info["config"], info["facts"]  # what readers rely on
     except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{folder}: {INFO_FILE} is missing or damaged, so this is not a checkpoint of this project") from None
+        raise CheckpointError(
+            f"{folder}: {INFO_FILE} is missing or damaged, so this is not a checkpoint of this"
+            " project"
+        ) from None
     if version > FORMAT_VERSION:
         raise NewerFormatError(
-            f"{folder}: written by a newer release (format {version}, this one reads up to {FORMAT_VERSION}): update the code"
+            f"{folder}: written by a newer release (format {version}, this one reads up to"
+            f" {FORMAT_VERSION}): update the code"
         )
     for name, expected in files.items() if verify else ():
         path = folder / name
         size = path.stat().st_size if path.is_file() else 0
         if size != expected["bytes"]:
-            raise CheckpointError(f"{path}: has {size:,} bytes, {INFO_FILE} says {expected['bytes']:,}: it is truncated or missing")
+            raise CheckpointError(
+                f"{path}: has {size:,} bytes, {INFO_FILE} says {expected['bytes']:,}: it is"
+                " truncated or missing"
+            )
         with Meter(f"checking {path}", size >> 20, "MiB") as meter:
             found = _sha256(path, meter)
         if found != expected["sha256"]:
-            raise CheckpointError(f"{path}: its content does not match the sha256 in {INFO_FILE}: it is damaged")
+            raise CheckpointError(
+                f"{path}: its content does not match the sha256 in {INFO_FILE}: it is damaged"
+            )
     return info
 
 
-def newest_checkpoint(run_dir: Path, verify: bool = False, say: Callable[[str], None] = print) -> tuple[Path, dict[str, Any]] | None:
+def newest_checkpoint(
+    run_dir: Path, verify: bool = False, say: Callable[[str], None] = print
+) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint of a run and its info, None for a run without one.
 
-    With `verify` the files' sizes and hashes are compared; damaged checkpoints are renamed, named to `say` and passed over. One rank does
-    that, and the others follow. Raises CheckpointError if there are checkpoints and all are damaged.
+    With `verify` the files' sizes and hashes are compared; damaged checkpoints are renamed, named
+    to `say` and passed over. One rank does that, and the others follow. Raises CheckpointError if
+    there are checkpoints and all are damaged.
     """
     candidates = complete_checkpoints(run_dir)
     for folder in candidates:
         try:
             return folder, read_info(folder, verify)
         except CheckpointError as error:
-            if not verify or isinstance(error, NewerFormatError):  # which is not damaged: nothing to set aside
+            # which is not damaged: nothing to set aside
+            if not verify or isinstance(error, NewerFormatError):
                 raise
             say(f"{error}; set aside as {_set_aside(folder).name}, trying the one before")
     if candidates:
-        raise CheckpointError(f"{run_dir}: all {len(candidates)} checkpoints are damaged and set aside; the same command again starts over")
+        raise CheckpointError(
+            f"{run_dir}: all {len(candidates)} checkpoints are damaged and set aside; the same"
+            " command again starts over"
+        )
     return None
 
 
@@ -248,8 +298,9 @@ def wait_for_checkpoint(folder: Path, info: dict[str, Any], limit_s: float = SEE
                 del missing[name]
         if missing and time.monotonic() > deadline:
             raise CheckpointError(
-                f"{folder / next(iter(missing))}: rank 0 goes on from it, but {socket.gethostname()} "
-                f"does not see it after {limit_s:.0f} s: run.dir must be one folder for all hosts"
+                f"{folder / next(iter(missing))}: rank 0 goes on from it, but"
+                f" {socket.gethostname()} does not see it after {limit_s:.0f} s: run.dir must be"
+                " one folder for all hosts"
             )
         if missing:
             time.sleep(SEEN_PAUSE_S)
@@ -263,12 +314,15 @@ def _set_aside(folder: Path) -> Path:
 
 
 def load_checkpoint(folder: Path, info: dict[str, Any], train_step: TrainStep) -> Progress:
-    """Copy a checkpoint's tensors into `train_step`, in place, and return its progress. Raises CheckpointError if names or shapes
-    differ."""
+    """Copy a checkpoint's tensors into `train_step`, in place, and return its progress. Raises
+    CheckpointError if names or shapes differ."""
     targets = tensors_of(train_step)
     try:
         with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(safe_open(folder / name, framework="pt")) for name in info["files"]]
+            files = [
+                stack.enter_context(safe_open(folder / name, framework="pt"))
+                for name in info["files"]
+            ]
             where = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # a safetensors file is no dict
             shapes = {name: list(file.get_slice(name).get_shape()) for name, file in where.items()}
             wrong = [f"lacks {name}" for name in sorted(set(targets) - set(where))]
@@ -280,9 +334,13 @@ def load_checkpoint(folder: Path, info: dict[str, Any], train_step: TrainStep) -
             ]
             if wrong:
                 more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-                raise CheckpointError(f"{folder}: does not fit this model and optimizer: it {'; '.join(wrong[:3])}{more}")
+                raise CheckpointError(
+                    f"{folder}: does not fit this model and optimizer: it"
+                    f" {'; '.join(wrong[:3])}{more}"
+                )
             for name, target in targets.items():
                 target.copy_(where[name].get_tensor(name))
     except SafetensorError as error:
         raise CheckpointError(f"{folder}: {error}") from None
-    return Progress(**{key: info[key] for key in Progress.__dataclass_fields__ if key in info})  # a younger field has its default
+    # a younger field has its default
+    return Progress(**{key: info[key] for key in Progress.__dataclass_fields__ if key in info})

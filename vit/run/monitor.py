@@ -1,8 +1,9 @@
-"""What the training loop does at its side: read each step one step late, count, log, and notice that it is time to stop.
+"""What the training loop does at its side: read each step one step late, count, log, and notice
+that it is time to stop.
 
-The data's story: the loop hands over what a step did while the device still works on it; once the next step is queued, its numbers are
-read, on every rank the same sums; a line of metrics goes to the record at the end of each interval. Time spent on evaluation and saving
-is no training time.
+The data's story: the loop hands over what a step did while the device still works on it; once the
+next step is queued, its numbers are read, on every rank the same sums; a line of metrics goes to
+the record at the end of each interval. Time spent on evaluation and saving is no training time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from vit.system.host import num_cores
 from vit.system.meter import duration
 
 TELL_WAIT_SHARE = 0.1
-"""Share of an interval spent on waiting for data from which on people are told, and by which it must change to be told again."""
+"""Share of an interval spent on waiting for data from which on people are told, and by which it
+must change to be told again."""
 
 UNEVEN = 1.5
 """A rank that has waited so many times as long as ranks do on average is named."""
@@ -68,8 +70,9 @@ def collecting_at_log_lines() -> Iterator[None]:
     """Keep Python's garbage collector from running at moments of its own choice.
 
     A full collection among the objects of torch takes .7 s, and where one of 512 ranks has it in a
-    step, all wait. `Monitor` collects at each line of metrics; at the first it sets aside what lives
-    by then, compiled code included, so that the others look at what came since: under a millisecond.
+    step, all wait. `Monitor` collects at each line of metrics; at the first it sets aside what
+    lives by then, compiled code included, so that the others look at what came since: under a
+    millisecond.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -91,8 +94,13 @@ def _collect() -> None:
 
 
 def _work(tally: Tally) -> str:
-    """What loaders spent their time on, and what went wrong there: "; its time: decode 71%, read 20%, 3 retries"."""
-    seconds = {stage.name.lower(): tally[f"{stage.name.lower()}_s"] for stage in Stage if stage != Stage.IDLE}
+    """What loaders spent their time on, and what went wrong there: "; its time: decode 71%, read
+    20%, 3 retries"."""
+    seconds = {
+        stage.name.lower(): tally[f"{stage.name.lower()}_s"]
+        for stage in Stage
+        if stage != Stage.IDLE
+    }
     busy_s = max(sum(seconds.values()), 1e-9)
     shares = sorted(((spent_s / busy_s, name) for name, spent_s in seconds.items()), reverse=True)
     parts = [f"{name} {share:.0%}" for share, name in shares if share >= TELL_STAGE_SHARE]
@@ -104,7 +112,14 @@ class Monitor:
     """Reads what each step did, one step late, counts and logs it, and knows when to `stop`."""
 
     def __init__(
-        self, config: Config, plan: Plan, world: World, progress: Progress, record: Record, loader: Loader, lr_at: Callable[[int], float]
+        self,
+        config: Config,
+        plan: Plan,
+        world: World,
+        progress: Progress,
+        record: Record,
+        loader: Loader,
+        lr_at: Callable[[int], float],
     ):
         self.config = config
         self.plan = plan
@@ -126,21 +141,28 @@ class Monitor:
         return time.perf_counter() - self._run_began
 
     def tell(self, step: int) -> tuple[float, ...]:
-        """What this rank's loader has done since it was told last, where a line of metrics follows on `step`; else ()."""
+        """What this rank's loader has done since it was told last, where a line of metrics follows
+        on `step`; else ()."""
         if not self._logs_after(step + 1):
             return ()
         before = self._tally_before
         self._tally_before = self.loader.tally()
         done = since(self._tally_before, before)
-        return (*(done[name] for name in TALLIED), self.loader.worker_bytes() / 2**20, self.loader.num_replaced)
+        return (
+            *(done[name] for name in TALLIED),
+            self.loader.worker_bytes() / 2**20,
+            self.loader.num_replaced,
+        )
 
     def take(self, step: int, result: StepResult) -> None:
-        """Read the step before this one, which the device has done by now, and keep this one for the next call."""
+        """Read the step before this one, which the device has done by now, and keep this one for
+        the next call."""
         self.read(queued_behind=True)
         self._pending = (step, result, time.perf_counter(), self.loader.effort)
 
     def start_clock(self) -> None:
-        """Training time begins now: what came before the first step, with the wait for its batch, was the start of the process."""
+        """Training time begins now: what came before the first step, with the wait for its batch,
+        was the start of the process."""
         self._new_interval(time.perf_counter(), self.loader.effort)
 
     def resume_clock(self) -> None:
@@ -150,11 +172,11 @@ class Monitor:
         self._last_step_at = now
 
     def read(self, queued_behind: bool = False) -> None:
-        """Read the step that was kept, with another `queued_behind` it or not. Raises ValueError once too many updates in a row were
-        skipped."""
+        """Read the step that was kept, with another `queued_behind` it or not. Raises ValueError
+        once too many updates in a row were skipped."""
         if self._pending is None:
             return
-        (step, result, self._last_step_at, effort) = self._pending
+        step, result, self._last_step_at, effort = self._pending
         self._pending = None
         values = result.read()
         progress = self.progress
@@ -169,14 +191,17 @@ class Monitor:
         progress.updates_skipped += not finite
         progress.updates_skipped_in_a_row = 0 if finite else progress.updates_skipped_in_a_row + 1
         if not finite:
-            self.record.write("fault", step + 1, reason="gradient not finite, update skipped", loss=values.loss)
+            self.record.write(
+                "fault", step + 1, reason="gradient not finite, update skipped", loss=values.loss
+            )
         self._log(step + 1, values, effort)
         if progress.updates_skipped_in_a_row >= config.train.max_skipped_steps:
             with self.world.main_reports():
                 raise ValueError(
-                    f"step {step}: the gradient was not finite {progress.updates_skipped_in_a_row} times in a row "
-                    f"(loss {values.loss:.4g}): training has diverged. Lower optim.lr, lengthen the warm-up, or use "
-                    "train.precision=bf16; the last checkpoint is from before"
+                    f"step {step}: the gradient was not finite {progress.updates_skipped_in_a_row}"
+                    f" times in a row (loss {values.loss:.4g}): training has diverged. Lower"
+                    " optim.lr, lengthen the warm-up, or use train.precision=bf16; the last"
+                    " checkpoint is from before"
                 )
 
     def _new_interval(self, began: float, effort_before: Effort) -> None:
@@ -187,7 +212,8 @@ class Monitor:
         self._waits_s = list[tuple[float, ...]]()
 
     def _log(self, step: int, values: StepValues, effort: Effort) -> None:
-        """Move the live line to `step` steps done; at the end of an interval also write a line of metrics."""
+        """Move the live line to `step` steps done; at the end of an interval also write a line of
+        metrics."""
         plan = self.plan
         batch_size = self.config.data.global_batch_size
         spent_s = max(self._last_step_at - self._began, 1e-9)
@@ -209,7 +235,10 @@ class Monitor:
         _collect()
         loader_images_per_s = self._loader_images_per_s(effort)
         self.record.train_line(step, text)
-        loaders = [dict(zip((*TALLIED, "worker_mib", "replaced"), told, strict=True)) for told in values.told]
+        loaders = [
+            dict(zip((*TALLIED, "worker_mib", "replaced"), told, strict=True))
+            for told in values.told
+        ]
         self._tell_of_waiting(share, waiting, loader_images_per_s, loaders)
         self.record.write(
             "train",
@@ -238,23 +267,34 @@ class Monitor:
         return step % self.plan.log_every_steps == 0 or step == self.plan.total_steps
 
     def _of_loaders(self, loaders: list[Tally], slowest: int) -> dict[str, Any]:
-        """For the record: what the loaders of all ranks did in the interval, and that of the rank that waited longest."""
+        """For the record: what the loaders of all ranks did in the interval, and that of the rank
+        that waited longest."""
         if not loaders:
             return {}
-        values: dict[str, Any] = {f"loader_{name}": round(number, 3) for name, number in add_up(loaders).items()}
+        values: dict[str, Any] = {
+            f"loader_{name}": round(number, 3) for name, number in add_up(loaders).items()
+        }
         values["loader_worker_mib"] = max(loader["worker_mib"] for loader in loaders)
         values["loader_replaced"] = sum(loader["replaced"] for loader in loaders)
         of_slowest = {name: round(number, 3) for name, number in loaders[slowest].items()}
-        return values | {"loader_slowest": {"rank": slowest, "host": self.world.host_of(slowest), **of_slowest}}
+        return values | {
+            "loader_slowest": {"rank": slowest, "host": self.world.host_of(slowest), **of_slowest}
+        }
 
     def _loader_images_per_s(self, effort: Effort) -> float | None:
-        """What the workers of all ranks can make in a second, from the time that this rank's spent on what they made in the interval; None
-        if they made nothing."""
+        """What the workers of all ranks can make in a second, from the time that this rank's spent
+        on what they made in the interval; None if they made nothing."""
         made = effort.num_made - self._effort_before.num_made
         busy_s = effort.busy_s - self._effort_before.busy_s
         return made / busy_s * max(self.loader.num_workers, 1) * self.world.size if made else None
 
-    def _tell_of_waiting(self, share: float, waiting: Waiting, loader_images_per_s: float | None, loaders: list[Tally]) -> None:
+    def _tell_of_waiting(
+        self,
+        share: float,
+        waiting: Waiting,
+        loader_images_per_s: float | None,
+        loaders: list[Tally],
+    ) -> None:
         """Say that training waits for data, when it does and it was not said before."""
         if share < TELL_WAIT_SHARE or abs(share - self._told_wait_share) < TELL_WAIT_SHARE:
             return
@@ -263,18 +303,27 @@ class Monitor:
         if waiting.is_uneven:
             host = self.world.host_of(waiting.rank)
             self.record.say(
-                f"{waited} of rank {waiting.rank} on {host} ({waiting.max_s:.1f} s, ranks on average "
-                f"{waiting.mean_s:.1f} s){_work(loaders[waiting.rank]) if loaders else ''}; look at its disk, its network and what else "
-                "runs there"
+                f"{waited} of rank {waiting.rank} on {host} ({waiting.max_s:.1f} s, ranks on"
+                f" average {waiting.mean_s:.1f}"
+                f" s){_work(loaders[waiting.rank]) if loaders else ''}; look at its disk, its"
+                " network and what else runs there"
             )
             return
         workers = self.loader.num_workers
         cores = num_cores()
         ranks = local_world_size()
-        rate = f"; the loader makes {loader_images_per_s:.0f} images/s" if loader_images_per_s is not None else ""
+        rate = (
+            f"; the loader makes {loader_images_per_s:.0f} images/s"
+            if loader_images_per_s is not None
+            else ""
+        )
         rate += _work(add_up(loaders)) if loaders else ""
         if max(workers, 1) * ranks < cores:
-            remedy = f"raise data.num_workers ({workers} for each of {ranks} rank(s), {cores} cores)"
+            remedy = (
+                f"raise data.num_workers ({workers} for each of {ranks} rank(s), {cores} cores)"
+            )
         else:
-            remedy = f"all {cores} core(s) have work: cheaper images help (docs/data.md), or more cores"
+            remedy = (
+                f"all {cores} core(s) have work: cheaper images help (docs/data.md), or more cores"
+            )
         self.record.say(f"{waited}{rate}; {remedy}")

@@ -1,9 +1,10 @@
 """The samples that the ranks have trained on must be those of the order's plan.
 
-The data's story: each rank looks up which rows of a batch were to be its own, and adds up a checksum
-of them, and one of what it was really given by its loader. Ranks cut a batch into equal shares by
-their numbers, so where each has its own rows, all have the batch. At the end of an epoch the sums are
-compared, and the sum over the ranks, which is the same on any number of them, goes into the record.
+The data's story: each rank looks up which rows of a batch were to be its own, and adds up a
+checksum of them, and one of what it was really given by its loader. Ranks cut a batch into equal
+shares by their numbers, so where each has its own rows, all have the batch. At the end of an epoch
+the sums are compared, and the sum over the ranks, which is the same on any number of them, goes
+into the record.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ class OrderCheck:
     """Adds up what is trained on from `first_batch` on, and compares it with `order`; streams have
     none (None), and are only recorded."""
 
-    def __init__(self, world: World, order: Order | None, plan: Plan, record: Record, first_batch: int):
+    def __init__(
+        self, world: World, order: Order | None, plan: Plan, record: Record, first_batch: int
+    ):
         self._world = world
         self._order = order
         self._plan = plan
@@ -54,7 +57,8 @@ class OrderCheck:
             if is_exact and self._seen != self._planned:
                 differ = f"sample checksum {self._seen:016x}, planned {self._planned:016x}"
                 raise RuntimeError(
-                    f"batches {first} to {last}, rows of rank {self._world.rank}: {differ}: a bug in the loader, please report it"
+                    f"batches {first} to {last}, rows of rank {self._world.rank}: {differ}: a bug"
+                    " in the loader, please report it"
                 )
         signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
         own = torch.tensor(signed, dtype=torch.int64, device=self._world.device)

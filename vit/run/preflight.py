@@ -2,9 +2,9 @@
 
 The data's story: shards are checked against `_info.json` when they are opened, ranks against the
 batch by the plan. What is left are the limits of the host: memory for the batches of all its ranks,
-cores for their workers, open files for the shards, /dev/shm, of which we need nothing but NCCL does,
-and the disk for what the run will save. What cannot work is an error with its remedy; what only
-costs speed is a note. Both stand in the record.
+cores for their workers, open files for the shards, /dev/shm, of which we need nothing but NCCL
+does, and the disk for what the run will save. What cannot work is an error with its remedy; what
+only costs speed is a note. Both stand in the record.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ from vit.step import AUTOCAST_DTYPE
 from vit.system.host import free_memory_bytes, num_cores, raise_open_files
 
 WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20
-"""Memory that a worker process has for itself, measured at 110 MiB (docs/experiments.md): Python's objects, libraries' data, images; also
-libraries where it is no fork of training. What workers really have stands in the record (`loader_worker_mib`)."""
+"""Memory that a worker process has for itself, measured at 110 MiB (docs/experiments.md): Python's
+objects, libraries' data, images; also libraries where it is no fork of training. What workers
+really have stands in the record (`loader_worker_mib`)."""
 OTHER_FILES = 256
 """Open files of a process besides shards: pipes, libraries, sockets of other ranks."""
 NCCL_SHM_BYTES = 2**30
-"""What NVIDIA tells to give containers (NCCL's documentation, Troubleshooting, Docker): --shm-size=1g."""
+"""What NVIDIA tells to give containers (NCCL's documentation, Troubleshooting, Docker):
+--shm-size=1g."""
 SLOW_PRECISION = 3.0
-"""How many times slower than fp32 a precision may be before people are told: a chip that computes in it is faster."""
+"""How many times slower than fp32 a precision may be before people are told: a chip that computes
+in it is faster."""
 TENSOR_HEADER_BYTES = 160
 """What a tensor's name, type, shape and place take in the header of a safetensors file, about."""
 DISK_MARGIN_BYTES = 2**20
@@ -63,7 +66,12 @@ class Preflight:
 
 
 def preflight(
-    config: Config, world: World, plan: Plan, train: TrainBatches | StreamBatches, val: EvalBatches, root: Path = Path("/")
+    config: Config,
+    world: World,
+    plan: Plan,
+    train: TrainBatches | StreamBatches,
+    val: EvalBatches,
+    root: Path = Path("/"),
 ) -> Preflight:
     """Check this host against the run and raise the limit of open files where that is needed.
 
@@ -72,10 +80,14 @@ def preflight(
     workers = config.data.num_workers
     ranks = local_world_size()
     on_gpu = world.device.type == "cuda"
-    ring = plan_ring(train.layout, train.row_unit, plan.total_steps, workers, config.data.prefetch_gib, on_gpu)
-    eval_ring = plan_ring(val.layout, val.row_unit, len(val), workers, None, on_gpu)  # workers of both live at once
+    ring = plan_ring(
+        train.layout, train.row_unit, plan.total_steps, workers, config.data.prefetch_gib, on_gpu
+    )
+    # workers of both live at once
+    eval_ring = plan_ring(val.layout, val.row_unit, len(val), workers, None, on_gpu)
 
-    # 1. Memory: what one host's ranks share among their processes, and what each worker has for itself.
+    # 1. Memory: what one host's ranks share among their processes, and what each worker has for
+    # itself.
     free = free_memory_bytes(root)
     cores = num_cores(root)
     batch_bytes = ring.num_bytes + eval_ring.num_bytes
@@ -84,22 +96,27 @@ def preflight(
     needed = ranks * (batch_bytes + workers * sum(own_bytes))
     if free is not None and needed > free:
         raise ValueError(
-            f"{ranks} rank(s) with {workers} loader workers each need {needed / GIB:.2f} GiB of memory for batches on this host "
-            f"({ring.num_slots} of {ring.slot_bytes / MIB:.1f} MiB a rank, {eval_ring.num_slots} of {eval_ring.slot_bytes / MIB:.1f} MiB "
-            f"to evaluate, {max(own_bytes) / MIB:.0f} MiB a worker, of whom evaluation has its own), {free / GIB:.2f} GiB are free: lower "
-            "data.num_workers, data.prefetch_gib or eval.batch_size, or give the job more memory"
+            f"{ranks} rank(s) with {workers} loader workers each need {needed / GIB:.2f} GiB of"
+            f" memory for batches on this host ({ring.num_slots} of {ring.slot_bytes / MIB:.1f} MiB"
+            f" a rank, {eval_ring.num_slots} of {eval_ring.slot_bytes / MIB:.1f} MiB to evaluate,"
+            f" {max(own_bytes) / MIB:.0f} MiB a worker, of whom evaluation has its own),"
+            f" {free / GIB:.2f} GiB are free: lower data.num_workers, data.prefetch_gib or"
+            " eval.batch_size, or give the job more memory"
         )
 
     # 2. Notes: what works, but not as fast as it could.
-    local = [split for split in (*train.split.splits, val.split) if isinstance(split.tars, LocalTars)]
+    local = [
+        split for split in (*train.split.splits, val.split) if isinstance(split.tars, LocalTars)
+    ]
     notes = []
     num_shards = sum(len(split.filenames) for split in local)
     wanted_files = 2 * num_shards + OTHER_FILES  # a reader keeps half of the limit free for others
     open_files = raise_open_files(wanted_files)
     if open_files < wanted_files:
         notes.append(
-            f"the limit of {open_files:,} open files is low for {num_shards:,} shards, some of which are opened anew for each image: "
-            f"`ulimit -n {wanted_files}` before the start, or ask the administrator"
+            f"the limit of {open_files:,} open files is low for {num_shards:,} shards, some of"
+            f" which are opened anew for each image: `ulimit -n {wanted_files}` before the start,"
+            " or ask the administrator"
         )
     notes += _notes_of_cache(train, ranks)
     threads = torch.get_num_threads()
@@ -110,18 +127,22 @@ def preflight(
         )
     if ranks * workers > cores:
         notes.append(
-            f"{ranks * workers} loader workers on {cores} core(s) take turns: data.num_workers={max(cores // ranks, 1)} is as fast, in "
-            "less memory"
+            f"{ranks * workers} loader workers on {cores} core(s) take turns:"
+            f" data.num_workers={max(cores // ranks, 1)} is as fast, in less memory"
         )
     emulated = precision_note(config.train.precision, world.device) if world.is_main else None
     notes += [emulated] if emulated else []
-    notes += [f"JPEGs are decoded by simplejpeg, at 0.6 of the speed: {native.WHY_NOT}"] if native.WHY_NOT else []
+    notes += (
+        [f"JPEGs are decoded by simplejpeg, at 0.6 of the speed: {native.WHY_NOT}"]
+        if native.WHY_NOT
+        else []
+    )
     shm = Path("/dev/shm")
     shm_bytes = shutil.disk_usage(shm).free if shm.is_dir() else None
     if on_gpu and ranks > 1 and shm_bytes is not None and shm_bytes < NCCL_SHM_BYTES:
         notes.append(
-            f"/dev/shm has {shm_bytes / MIB:.0f} MiB free, NCCL wants {NCCL_SHM_BYTES / MIB:.0f} between the GPUs of a host: docker run "
-            "--shm-size=1g (batches need nothing there)"
+            f"/dev/shm has {shm_bytes / MIB:.0f} MiB free, NCCL wants {NCCL_SHM_BYTES / MIB:.0f}"
+            " between the GPUs of a host: docker run --shm-size=1g (batches need nothing there)"
         )
 
     numbers = {
@@ -139,11 +160,17 @@ def preflight(
     }
     memory = f", {free / GIB:.1f} GiB of memory free" if free is not None else ""
     lines = (
-        f"data: {train.split.num_samples:,} images in {len(train.split.filenames):,} shards, {val.split.num_samples:,} in "
-        f"{len(val.split.filenames):,} to evaluate; index {index_bytes / MIB:.1f} MiB, mapped once a host; JPEG decoder: {decoder_name()}",
-        f"host: {cores} core(s) for {ranks} rank(s) with {workers} loader worker(s) each{memory}; batches take "
-        f"{batch_bytes / MIB:.1f} MiB a rank ({ring.num_slots} of {train.layout.num_rows} images, {eval_ring.num_slots} of "
-        f"{val.layout.num_rows} to evaluate), nothing in /dev/shm",
+        (
+            f"data: {train.split.num_samples:,} images in {len(train.split.filenames):,} shards,"
+            f" {val.split.num_samples:,} in {len(val.split.filenames):,} to evaluate; index"
+            f" {index_bytes / MIB:.1f} MiB, mapped once a host; JPEG decoder: {decoder_name()}"
+        ),
+        (
+            f"host: {cores} core(s) for {ranks} rank(s) with {workers} loader worker(s)"
+            f" each{memory}; batches take {batch_bytes / MIB:.1f} MiB a rank ({ring.num_slots} of"
+            f" {train.layout.num_rows} images, {eval_ring.num_slots} of {val.layout.num_rows} to"
+            " evaluate), nothing in /dev/shm"
+        ),
         *(f"note: {note}" for note in notes),
     )
     return Preflight(lines, numbers)
@@ -155,11 +182,14 @@ def _worker_bytes(batches: TrainBatches | StreamBatches | EvalBatches, num_proce
     return WORKER_BYTES + (threads_of_each(num_processes) * FETCH_BYTES if is_remote else 0)
 
 
-def precision_note(precision: str, device: torch.device, remedy: str = "train.precision=fp32") -> str | None:
-    """That this CPU only emulates `precision` (fp32, bf16 or fp16), how slow that is, and what to do; None where it is no slower.
+def precision_note(
+    precision: str, device: torch.device, remedy: str = "train.precision=fp32"
+) -> str | None:
+    """That this CPU only emulates `precision` (fp32, bf16 or fp16), how slow that is, and what to
+    do; None where it is no slower.
 
-    Measured, in a tenth of a second, on a matrix product as in a ViT-B's MLP: torch can tell which instructions a CPU has, not what its
-    kernels make of them.
+    Measured, in a tenth of a second, on a matrix product as in a ViT-B's MLP: torch can tell which
+    instructions a CPU has, not what its kernels make of them.
     """
     if device.type != "cpu" or precision not in AUTOCAST_DTYPE:
         return None
@@ -168,8 +198,8 @@ def precision_note(precision: str, device: torch.device, remedy: str = "train.pr
         return None
     cpu = torch.backends.cpu.get_cpu_capability()
     return (
-        f"this CPU ({cpu}) has no instructions for {precision}, which is emulated: matrix products take about {times:.0f} times as long as"
-        f" in fp32: set {remedy}"
+        f"this CPU ({cpu}) has no instructions for {precision}, which is emulated: matrix products"
+        f" take about {times:.0f} times as long as in fp32: set {remedy}"
     )
 
 
@@ -201,10 +231,12 @@ class DiskNeeds:
 
 
 def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
-    """From parameters, optimizer and average, without making them. A checkpoint is written before the
-    oldest goes, so there is one more than `checkpoint.keep_last` for a while."""
+    """From parameters, optimizer and average, without making them. A checkpoint is written before
+    the oldest goes, so there is one more than `checkpoint.keep_last` for a while."""
     with torch.device("meta"):
-        model = create_model(config.model.name, config.model.image_size, num_classes, **config.model.fields())
+        model = create_model(
+            config.model.name, config.model.image_size, num_classes, **config.model.fields()
+        )
     copies = 1 if config.train.ema_decay is None else 2
     weights = _file_bytes([tensor.nbytes for tensor in model.state_dict().values()])
     optimizer = _file_bytes(state_bytes(config.optim, model))
@@ -217,24 +249,31 @@ def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
     )
 
 
-def check_disk(checked: Preflight, config: Config, plan: Plan, folder: Path, num_classes: int) -> Preflight:
-    """`checked` with what the run will save in `folder`. Raises ValueError if there is no room for it,
-    counting what is there of it already."""
+def check_disk(
+    checked: Preflight, config: Config, plan: Plan, folder: Path, num_classes: int
+) -> Preflight:
+    """`checked` with what the run will save in `folder`. Raises ValueError if there is no room for
+    it, counting what is there of it already."""
     needs = disk_needs(config, plan, num_classes)
     saved = [path for pattern in SAVED for path in folder.glob(pattern) if path.is_file()]
     there_bytes = sum(path.stat().st_size for path in saved)
     # At least one checkpoint is written before anything goes.
     more_bytes = max(needs.total_bytes - there_bytes, needs.checkpoint_bytes)
-    place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    place = next(
+        parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir()
+    )
     free_bytes = shutil.disk_usage(place).free
-    what = f"{needs.num_checkpoints} checkpoint(s) of {_size(needs.checkpoint_bytes)} and weights of {_size(needs.weights_bytes)}"
+    what = (
+        f"{needs.num_checkpoints} checkpoint(s) of {_size(needs.checkpoint_bytes)} and weights of"
+        f" {_size(needs.weights_bytes)}"
+    )
     if free_bytes < more_bytes * 1.01 + DISK_MARGIN_BYTES:
         already = f", {_size(there_bytes)} of it are there" if there_bytes else ""
         raise ValueError(
-            f"run.dir={folder}: the run needs {_size(needs.total_bytes)} ({what}{already}), its disk "
-            f"has {_size(free_bytes)} free: make room, lower checkpoint.keep_last "
-            f"({config.checkpoint.keep_last}, and one more while it is written), or choose another "
-            "run.dir"
+            f"run.dir={folder}: the run needs {_size(needs.total_bytes)} ({what}{already}), its"
+            f" disk has {_size(free_bytes)} free: make room, lower checkpoint.keep_last"
+            f" ({config.checkpoint.keep_last}, and one more while it is written), or choose another"
+            " run.dir"
         )
     numbers = {
         "checkpoint_gib": round(needs.checkpoint_bytes / GIB, 4),
@@ -256,8 +295,13 @@ def _size(num_bytes: int) -> str:
 
 
 def filling_note(batches: TrainBatches | StreamBatches, step: int, plan: Plan) -> str | None:
-    """What the first batches fetch, where it is much: after a resume on another host their windows are fetched whole."""
-    if not isinstance(batches, TrainBatches) or not batches.split.read_ahead_batches or step == plan.total_steps:
+    """What the first batches fetch, where it is much: after a resume on another host their windows
+    are fetched whole."""
+    if (
+        not isinstance(batches, TrainBatches)
+        or not batches.split.read_ahead_batches
+        or step == plan.total_steps
+    ):
         return None
     steps = range(step, min(step + batches.split.read_ahead_batches, plan.total_steps))
     rows = batches.first_row, batches.first_row + batches.layout.num_rows
@@ -274,26 +318,37 @@ def filling_note(batches: TrainBatches | StreamBatches, step: int, plan: Plan) -
     if tars is None or missing < TELL_MISSING_BYTES:
         return None
     return (
-        f"filling the cache: the next {len(steps)} batches of a rank lie in {wanted / 1e9:.2f} GB of blocks, of which "
-        f"{missing / 1e9:.2f} GB are not in {tars.cache.folder} yet; `python -m vit.data.warm` fetches ahead of a job"
+        f"filling the cache: the next {len(steps)} batches of a rank lie in {wanted / 1e9:.2f} GB"
+        f" of blocks, of which {missing / 1e9:.2f} GB are not in {tars.cache.folder} yet; `python"
+        " -m vit.data.warm` fetches ahead of a job"
     )
 
 
 def _notes_of_cache(train: TrainBatches | StreamBatches, ranks: int) -> list[str]:
-    """That blocks of remote shards will be fetched again and again, if the cache does not hold what the order reads from at a time."""
+    """That blocks of remote shards will be fetched again and again, if the cache does not hold what
+    the order reads from at a time."""
     order = train.order
-    remote = [(split, split.tars) for split in train.split.splits if isinstance(split.tars, RemoteTars)]
+    remote = [
+        (split, split.tars) for split in train.split.splits if isinstance(split.tars, RemoteTars)
+    ]
     if not remote:
         return []
     wanted_bytes = 0
     for split, tars in remote:
         blocks = order.blocks_at_a_time(ranks * train.layout.num_rows, tars.read_ahead_batches)
-        block_bytes = max(order.block_samples, tars.block_samples) * tars.stored_bytes // split.num_samples
+        block_bytes = (
+            max(order.block_samples, tars.block_samples) * tars.stored_bytes // split.num_samples
+        )
         wanted_bytes += min(blocks * block_bytes, tars.stored_bytes)
-    remedy = "set data.block_samples=64" if order.block_samples == 1 else "lower data.num_lanes or data.window_blocks"
+    remedy = (
+        "set data.block_samples=64"
+        if order.block_samples == 1
+        else "lower data.num_lanes or data.window_blocks"
+    )
     if tars.cache.limit_bytes >= wanted_bytes:
         return []
     return [
-        f"{tars.folder}: the cache of {tars.cache.limit_bytes / GIB:.1f} GiB is smaller than the {wanted_bytes / GIB:.1f} GiB that are "
-        f"read from at a time, so up to {tars.block_samples} times as much is fetched: raise data.cache_gib, or {remedy}"
+        f"{tars.folder}: the cache of {tars.cache.limit_bytes / GIB:.1f} GiB is smaller than the"
+        f" {wanted_bytes / GIB:.1f} GiB that are read from at a time, so up to {tars.block_samples}"
+        f" times as much is fetched: raise data.cache_gib, or {remedy}"
     ]

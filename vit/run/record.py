@@ -1,8 +1,10 @@
-"""The record of a run: `metrics.jsonl` is the truth, console and Weights & Biases (`vit.run.wandb_process`) are views of it.
+"""The record of a run: `metrics.jsonl` is the truth, console and Weights & Biases
+(`vit.run.wandb_process`) are views of it.
 
-The data's story: the loop hands numbers that were read from the device one step late; rank 0 appends each as one JSON object a line, and
-shows it. A restarted run appends, too: a `start` line tells from which step on later lines replace earlier ones, which `read_metrics`
-applies. W&B off, offline, down or hanging changes nothing in the file and never stops the run.
+The data's story: the loop hands numbers that were read from the device one step late; rank 0
+appends each as one JSON object a line, and shows it. A restarted run appends, too: a `start` line
+tells from which step on later lines replace earlier ones, which `read_metrics` applies. W&B off,
+offline, down or hanging changes nothing in the file and never stops the run.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ from vit.system.urls import shown, shown_values
 
 METRICS_FILE = "metrics.jsonl"
 LOCK_WAIT_S = 15.0
-"""For the last attempt in the same run folder to end: about what saving a large checkpoint takes."""
+"""For the last attempt in the same run folder to end: about what saving a large checkpoint
+takes."""
 SILENT_S = 60.0
 """After so long without a line a log file gets one: steps may take minutes each."""
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """All lines of a `metrics.jsonl` that can be read, and how many cannot. What follows the last line break was cut short by a kill."""
+    """All lines of a `metrics.jsonl` that can be read, and how many cannot. What follows the last
+    line break was cut short by a kill."""
     found = list[dict[str, Any]]()
     num_unreadable = 0
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
@@ -47,7 +51,8 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def without_redone(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`lines` of a record without those that a later restart from an earlier checkpoint has replaced."""
+    """`lines` of a record without those that a later restart from an earlier checkpoint has
+    replaced."""
     kept: list[dict[str, Any]] = []
     for line in lines:
         if line["kind"] == "start":
@@ -64,12 +69,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class Record:
     """Rank 0 writes and shows; on other ranks every call does nothing.
 
-    `total_steps` and `first_step` serve the progress line. Lines go to stderr, so that a command's stdout stays its own. `lock` is what
-    `lock_run` has given to whoever looked into the folder before; the record takes it over.
+    `total_steps` and `first_step` serve the progress line. Lines go to stderr, so that a command's
+    stdout stays its own. `lock` is what `lock_run` has given to whoever looked into the folder
+    before; the record takes it over.
     """
 
     def __init__(
-        self, run_dir: Path, config: LogConfig, is_main: bool, *, total_steps: int, first_step: int = 0, lock: IO[str] | None = None
+        self,
+        run_dir: Path,
+        config: LogConfig,
+        is_main: bool,
+        *,
+        total_steps: int,
+        first_step: int = 0,
+        lock: IO[str] | None = None,
     ):
         self.is_main = is_main
         self._tracking: Tracking | None = None
@@ -87,8 +100,16 @@ class Record:
         self._file = _open_whole_lines(run_dir / METRICS_FILE)
         self._live: Progress | None = None
         if self._console.is_terminal:
-            self._live = Progress(BarColumn(24), TextColumn("{task.description}"), console=self._console, auto_refresh=True, transient=True)
-            self._task = self._live.add_task("first step ...", total=total_steps, completed=first_step)
+            self._live = Progress(
+                BarColumn(24),
+                TextColumn("{task.description}"),
+                console=self._console,
+                auto_refresh=True,
+                transient=True,
+            )
+            self._task = self._live.add_task(
+                "first step ...", total=total_steps, completed=first_step
+            )
             self._live.start()
 
     @property
@@ -103,23 +124,32 @@ class Record:
             self._said_at = time.monotonic()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append one line. `kind`: start, train, eval, epoch, checkpoint, fault or end. Non-finite numbers become null."""
+        """Append one line. `kind`: start, train, eval, epoch, checkpoint, fault or end. Non-finite
+        numbers become null."""
         if not self.is_main:
             return
-        values = {k: None if isinstance(v, float) and not math.isfinite(v) else shown_values(v) for k, v in values.items()}
-        self._append(json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n")
+        values = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else shown_values(v)
+            for k, v in values.items()
+        }
+        self._append(
+            json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n"
+        )
         self._step = step
         self._restarts = values.get("restarts", self._restarts)
         self._failed = self._failed or values.get("outcome") == "error"
         self._stopped = values.get("outcome") == "stopped"
         if self._tracking is not None:
             if kind in ("train", "eval"):
-                numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
+                numbers = {
+                    f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)
+                }
                 self._tracking.send(step=step, numbers={"restarts": self._restarts, **numbers})
             self._tracking.hear()
 
     def _append(self, line: str) -> None:
-        """Nothing follows a line that did not fit the disk: cut short, it stays the last, and the next start removes it."""
+        """Nothing follows a line that did not fit the disk: cut short, it stays the last, and the
+        next start removes it."""
         if self._file.closed:
             return
         try:
@@ -129,10 +159,13 @@ class Record:
             with contextlib.suppress(OSError):  # it would try to write the line once more
                 self._file.close()
             remedy = "checkpoints are untouched. Free some space and run the same command again"
-            raise ValueError(f"{self._run_dir / METRICS_FILE}: cannot be written ({error.strerror}); {remedy}") from None
+            raise ValueError(
+                f"{self._run_dir / METRICS_FILE}: cannot be written ({error.strerror}); {remedy}"
+            ) from None
 
     def progress(self, step: int, text: str) -> None:
-        """Move the live line on a terminal to `step`; in a log file a line after a silent minute."""
+        """Move the live line on a terminal to `step`; in a log file a line after a silent
+        minute."""
         if self.is_main and self._live is not None:
             self._live.update(self._task, completed=step, description=text)
         elif self.is_main and time.monotonic() - self._said_at > SILENT_S:
@@ -141,16 +174,25 @@ class Record:
             self._tracking.hear()
 
     def train_line(self, step: int, text: str) -> None:
-        """A line of training metrics: replaces the live line on a terminal, is printed in a log file."""
+        """A line of training metrics: replaces the live line on a terminal, is printed in a log
+        file."""
         if self.is_main and self._live is None:
             self.say(text)
         self.progress(step, text)
 
     def start_wandb(self, run_config: dict[str, Any]) -> None:
-        """Show this run on W&B from here on, the same one after a restart. What comes of that is said when it is known."""
+        """Show this run on W&B from here on, the same one after a restart. What comes of that is
+        said when it is known."""
         mode = wanted_mode(self._config.wandb) if self.is_main else "off"
         if mode != "off":
-            self._tracking = Tracking(self._run_dir, self._config.wandb_project, mode, run_config, shown_values(sys.argv), self.say)
+            self._tracking = Tracking(
+                self._run_dir,
+                self._config.wandb_project,
+                mode,
+                run_config,
+                shown_values(sys.argv),
+                self.say,
+            )
 
     def log_pictures(self, pictures: dict[str, Path]) -> None:
         """Show PNG files on W&B as `report/<name>`."""
@@ -164,7 +206,8 @@ class Record:
             self._tracking.send(step=self._step, table=f"report/{name}", columns=columns, rows=rows)
 
     def close(self) -> None:
-        """End the live line, the file and the W&B run, which may take a while (`vit.run.wandb_process` says how long)."""
+        """End the live line, the file and the W&B run, which may take a while
+        (`vit.run.wandb_process` says how long)."""
         if not self.is_main:
             return
         if self._live is not None:
@@ -177,18 +220,22 @@ class Record:
 
 
 def lock_run(run_dir: Path) -> IO[str]:
-    """Hold the run folder for this process, until the file that is returned is closed. Two writers would ruin record and checkpoints.
+    """Hold the run folder for this process, until the file that is returned is closed. Two writers
+    would ruin record and checkpoints.
 
-    Waits up to `LOCK_WAIT_S` for a process that has it: after a kill of the launcher, the ranks of the last attempt may still be saving.
-    Raises ValueError if it goes on.
+    Waits up to `LOCK_WAIT_S` for a process that has it: after a kill of the launcher, the ranks of
+    the last attempt may still be saving. Raises ValueError if it goes on.
 
-    A POSIX record lock: it ends with its process, is not inherited by loader workers, and works over NFS. It also ends when this process
-    closes *any* handle of the file, so it is taken once and handed on, never tried and taken again.
+    A POSIX record lock: it ends with its process, is not inherited by loader workers, and works
+    over NFS. It also ends when this process closes *any* handle of the file, so it is taken once
+    and handed on, never tried and taken again.
     """
     try:
         file = (run_dir / ".lock").open("a+")
     except OSError as error:
-        raise ValueError(f"run.dir={run_dir}: cannot be written ({error.strerror}): choose another folder") from None
+        raise ValueError(
+            f"run.dir={run_dir}: cannot be written ({error.strerror}): choose another folder"
+        ) from None
     deadline = time.monotonic() + LOCK_WAIT_S
     told = False
     while True:
@@ -200,13 +247,23 @@ def lock_run(run_dir: Path) -> IO[str]:
             holder = file.read().strip() or "another process"
             if time.monotonic() > deadline:
                 file.close()
-                raise ValueError(f"{run_dir}: in use by a live run ({holder}): wait for its end, stop it, or use another run.dir") from None
+                raise ValueError(
+                    f"{run_dir}: in use by a live run ({holder}): wait for its end, stop it, or use"
+                    " another run.dir"
+                ) from None
             if not told:
                 told = True
-                print(f"{run_dir}: waiting up to {LOCK_WAIT_S:.0f} s for {holder} to end", file=sys.stderr)
+                print(
+                    f"{run_dir}: waiting up to {LOCK_WAIT_S:.0f} s for {holder} to end",
+                    file=sys.stderr,
+                )
             time.sleep(0.2)
         except OSError as error:  # a file system without locks
-            print(f"{run_dir}: cannot be locked here ({error.strerror}): make sure that only one run uses it", file=sys.stderr)
+            print(
+                f"{run_dir}: cannot be locked here ({error.strerror}): make sure that only one run"
+                " uses it",
+                file=sys.stderr,
+            )
             break
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -217,7 +274,8 @@ def lock_run(run_dir: Path) -> IO[str]:
 def is_in_use(run_dir: Path) -> bool | None:
     """Whether another process is training in `run_dir`; None if that cannot be seen from here.
 
-    Never call it from the process that trains: closing the file would give the run's own lock away (POSIX).
+    Never call it from the process that trains: closing the file would give the run's own lock away
+    (POSIX).
     """
     try:
         with (run_dir / ".lock").open("rb") as file:
@@ -251,7 +309,12 @@ def provenance() -> dict[str, str]:
     here = Path(__file__).parent
     try:
         git = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=False, timeout=10
+            ["git", "describe", "--always", "--dirty"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         git = ""
@@ -260,5 +323,8 @@ def provenance() -> dict[str, str]:
         "git": git.strip() or "not a git checkout",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "host": f"{platform.machine()}, {os.cpu_count()} CPUs" + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
+        "host": (
+            f"{platform.machine()}, {os.cpu_count()} CPUs"
+            + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "")
+        ),
     }

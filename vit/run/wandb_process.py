@@ -1,12 +1,16 @@
-"""Weights & Biases at arm's length: a process of its own shows the record there, and training never waits for it.
+"""Weights & Biases at arm's length: a process of its own shows the record there, and training never
+waits for it.
 
-The data's story: rank 0 appends what W&B is to show, one JSON object a line, to a nameless file in the run folder: the feed. A second
-process, this file run as a script, follows the feed and is the only one that ever imports wandb. It asks the server for a sign of life,
-opens the run online or offline, logs on our own step axis, and writes a line for people to its stdout now and then, which rank 0 prints.
+The data's story: rank 0 appends what W&B is to show, one JSON object a line, to a nameless file in
+the run folder: the feed. A second process, this file run as a script, follows the feed and is the
+only one that ever imports wandb. It asks the server for a sign of life, opens the run online or
+offline, logs on our own step axis, and writes a line for people to its stdout now and then, which
+rank 0 prints.
 
-So a W&B that blocks, prints, crashes or is killed has nothing of the training in its hands. An online start that fails is repeated offline
-from the feed's first line, and if training is killed, the process reads the feed to its end and finishes by itself. Nothing is lost when
-the server is: W&B keeps each run on disk, and `wandb sync` uploads it.
+So a W&B that blocks, prints, crashes or is killed has nothing of the training in its hands. An
+online start that fails is repeated offline from the feed's first line, and if training is killed,
+the process reads the feed to its end and finishes by itself. Nothing is lost when the server is:
+W&B keeps each run on disk, and `wandb sync` uploads it.
 
     runs/<name>/wandb_id                   one id over all restarts
     runs/<name>/wandb/[offline-]run-*/     W&B's own folders, one for each start
@@ -39,19 +43,24 @@ from typing import Any, Literal, TextIO
 from urllib.parse import urlsplit
 
 PROBE_S = 3.0
-"""For the server's sign of life, name lookup included: a server that needs longer for one small answer is no help to a run."""
+"""For the server's sign of life, name lookup included: a server that needs longer for one small
+answer is no help to a run."""
 INIT_S = 30.0
-"""For opening a run online after that. Training does not wait meanwhile, so this can be generous to slow lines."""
+"""For opening a run online after that. Training does not wait meanwhile, so this can be generous to
+slow lines."""
 LATE_INIT_S = 3.0
 """The same once training is over and does wait: the run is opened offline instead."""
 FINISH_S = 60.0
-"""For uploading the rest after the last step, as long as the server gives signs of life: 7 MB of pictures at 1 Mbit/s."""
+"""For uploading the rest after the last step, as long as the server gives signs of life: 7 MB of
+pictures at 1 Mbit/s."""
 PROBE_EVERY_S = 2.0
-"""Between two such signs: an upload whose server goes away is given up this much plus `PROBE_S` later at the latest."""
+"""Between two such signs: an upload whose server goes away is given up this much plus `PROBE_S`
+later at the latest."""
 OFFLINE_FINISH_S = 10.0
 """For the same on disk, which takes 0.1 s."""
 HARD_LIMIT_S = FINISH_S + 30.0
-"""After the last step, before the process is killed. Reached by a stopped or starved process only: it keeps the limits above itself."""
+"""After the last step, before the process is killed. Reached by a stopped or starved process only:
+it keeps the limits above itself."""
 POLL_S = 0.1
 """Between two looks at the feed."""
 
@@ -62,23 +71,38 @@ Mode = Literal["online", "offline", "off"]
 
 
 def wanted_mode(setting: str) -> Mode:
-    """What `log.wandb` and W&B's own variable WANDB_MODE ask for together; online means offline where there is no key or no server."""
+    """What `log.wandb` and W&B's own variable WANDB_MODE ask for together; online means offline
+    where there is no key or no server."""
     variable = os.environ.get("WANDB_MODE", "")
     if setting == "off" or variable == "disabled":
         return "off"
-    return "offline" if setting == "offline" or (setting == "auto" and variable in ("offline", "dryrun")) else "online"
+    return (
+        "offline"
+        if setting == "offline" or (setting == "auto" and variable in ("offline", "dryrun"))
+        else "online"
+    )
 
 
-# --- in the training process -----------------------------------------------------------------------------------------------------------
+# --- in the training process ----------------------------------------------------------------------
 
 
 class Tracking:
-    """The training process's end of the feed. No method waits, but `close`, and `hear` for a second where the other one ends; none raises.
+    """The training process's end of the feed. No method waits, but `close`, and `hear` for a second
+    where the other one ends; none raises.
 
-    `say` prints a line for people. `hear` passes on what the other process has to say and is to be called now and then.
+    `say` prints a line for people. `hear` passes on what the other process has to say and is to be
+    called now and then.
     """
 
-    def __init__(self, run_dir: Path, project: str, mode: Mode, config: dict[str, Any], argv: list[str], say: Callable[[str], None]):
+    def __init__(
+        self,
+        run_dir: Path,
+        project: str,
+        mode: Mode,
+        config: dict[str, Any],
+        argv: list[str],
+        say: Callable[[str], None],
+    ):
         self._say = say
         self._process: subprocess.Popen[bytes] | None = None
         self._heard = b""
@@ -90,23 +114,39 @@ class Tracking:
             handle, name = tempfile.mkstemp(dir=run_dir, prefix=".wandb-feed-")
             self._feed: TextIO = open(handle, "w", encoding="utf-8")  # noqa: SIM115  lives as long as the run
             self._followed = open(name, "rb")  # noqa: SIM115  with a position of its own
-            os.unlink(name)  # those who use it have it open: nothing is left behind, however they end
+            # those who use it have it open: nothing is left behind, however they end
+            os.unlink(name)
         except OSError as error:
             say(f"wandb: not used ({error.strerror})")
             return
         self._launch("")
-        self.send(start={"run_dir": str(run_dir), "project": project, "mode": mode, "config": config, "argv": argv})
+        self.send(
+            start={
+                "run_dir": str(run_dir),
+                "project": project,
+                "mode": mode,
+                "config": config,
+                "argv": argv,
+            }
+        )
 
     def _launch(self, why_offline: str) -> None:
-        """Start the other process from the feed's first line. A second time with the reason why the first one failed."""
+        """Start the other process from the feed's first line. A second time with the reason why the
+        first one failed."""
         self._retried = bool(why_offline)
         self._followed.seek(0)
-        # -P: the folder of this file holds modules with plain names, which are none of W&B's business
+        # -P: the folder of this file holds modules with plain names, which are none of W&B's
+        # business
         command = [sys.executable, "-P", __file__, str(os.getpid()), why_offline]
         try:
-            with self._console.open("ab") as console:  # in a session of its own: Ctrl-C in the terminal is for the training alone
+            # in a session of its own: Ctrl-C in the terminal is for the training alone
+            with self._console.open("ab") as console:
                 self._process = subprocess.Popen(
-                    command, stdin=self._followed, stdout=subprocess.PIPE, stderr=console, start_new_session=True
+                    command,
+                    stdin=self._followed,
+                    stdout=subprocess.PIPE,
+                    stderr=console,
+                    start_new_session=True,
                 )
         except OSError as error:
             self._say(f"wandb: not used ({error.strerror})")
@@ -125,10 +165,14 @@ class Tracking:
             self._say(f"wandb: cannot show {message.get('table', 'this')} ({error})")
         except OSError as error:  # a full disk
             self._stop()
-            self._say(f"wandb: stopped ({error.strerror}); metrics.jsonl has everything that it could take")
+            self._say(
+                f"wandb: stopped ({error.strerror}); metrics.jsonl has everything that it could"
+                " take"
+            )
 
     def hear(self) -> None:
-        """Say what the other process has said since, and start it again if its first try has failed."""
+        """Say what the other process has said since, and start it again if its first try has
+        failed."""
         if self._process is None:
             return
         assert self._process.stdout is not None
@@ -155,8 +199,9 @@ class Tracking:
                 self._say(f"wandb: stopped ({why}); metrics.jsonl has everything")
 
     def close(self, failed: bool = False, stopped: bool = False) -> None:
-        """Wait until everything is shown, or on disk. The other process keeps the time itself; if the run was `stopped` by a signal, whose
-        sender may not wait, that is as short as without a server."""
+        """Wait until everything is shown, or on disk. The other process keeps the time itself; if
+        the run was `stopped` by a signal, whose sender may not wait, that is as short as without a
+        server."""
         self.send(end={"failed": failed, "stopped": stopped})
         deadline = time.monotonic() + HARD_LIMIT_S
         try:
@@ -188,11 +233,12 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-# --- in the process of its own ---------------------------------------------------------------------------------------------------------
+# --- in the process of its own --------------------------------------------------------------------
 
 
 class _Feed:
-    """What the training process has sent. `ended` once it has said so, or is gone; `stopped` if a signal ended the run."""
+    """What the training process has sent. `ended` once it has said so, or is gone; `stopped` if a
+    signal ended the run."""
 
     def __init__(self, handle: int, parent: int):
         self._handle = handle
@@ -225,7 +271,8 @@ class _Server:
         self._key = key
 
     def problem(self) -> str:
-        """Why it cannot be used, in words; empty if it has answered properly, to this key. Takes `PROBE_S` at most."""
+        """Why it cannot be used, in words; empty if it has answered properly, to this key. Takes
+        `PROBE_S` at most."""
         host = urlsplit(self._base_url).netloc
         answer = queue.SimpleQueue[str]()
         # In a thread, for the name lookup knows no timeout
@@ -240,17 +287,28 @@ class _Server:
         request = urllib.request.Request(  # honours HTTPS_PROXY and its kin
             f"{self._base_url}/graphql",
             json.dumps({"query": "query Viewer { viewer { id } }"}).encode(),
-            {"Authorization": authorization, "Content-Type": "application/json", "User-Agent": "vit"},
+            {
+                "Authorization": authorization,
+                "Content-Type": "application/json",
+                "User-Agent": "vit",
+            },
         )
         try:
             with urllib.request.urlopen(request, timeout=2 * PROBE_S) as answer:
                 viewer = json.loads(answer.read(100_000))["data"]["viewer"]
             return "" if viewer else f"{host} does not know the API key"
         except urllib.error.HTTPError as error:
-            return f"{host} " + ("does not accept the API key" if error.code in (401, 403) else f"answers with error {error.code}")
+            return f"{host} " + (
+                "does not accept the API key"
+                if error.code in (401, 403)
+                else f"answers with error {error.code}"
+            )
         except urllib.error.URLError as error:
             reason = error.reason
-            return f"{host} cannot be reached: {(isinstance(reason, OSError) and reason.strerror) or reason}"
+            return (
+                f"{host} cannot be reached:"
+                f" {(isinstance(reason, OSError) and reason.strerror) or reason}"
+            )
         except OSError as error:
             return f"{host} cannot be reached: {error.strerror or error}"
         except (http.client.HTTPException, ValueError, KeyError, TypeError):
@@ -263,7 +321,8 @@ def api_key(base_url: str, from_settings: str | None) -> str:
         return key
     host = urlsplit(base_url)
     machines = [host.netloc, host.hostname or ""]
-    if host.netloc.endswith((".coreweave.com", ".wandb.ai")):  # W&B's own servers know each other's keys
+    # W&B's own servers know each other's keys
+    if host.netloc.endswith((".coreweave.com", ".wandb.ai")):
         machines.append("api.wandb.ai")
     files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
     for file in files:
@@ -278,9 +337,12 @@ def api_key(base_url: str, from_settings: str | None) -> str:
 
 
 class _Session:
-    """One W&B run, driven by a thread that may hang as long as it likes: `_follow` keeps the time."""
+    """One W&B run, driven by a thread that may hang as long as it likes: `_follow` keeps the
+    time."""
 
-    def __init__(self, start: dict[str, Any], why_offline: str, feed: _Feed, tell: Callable[[str], None]):
+    def __init__(
+        self, start: dict[str, Any], why_offline: str, feed: _Feed, tell: Callable[[str], None]
+    ):
         self._start = start
         self._feed = feed
         self._tell = tell
@@ -297,7 +359,10 @@ class _Session:
         try:
             import wandb
         except ImportError:
-            self._tell("not installed: metrics.jsonl only (pip install wandb, or log.wandb=off to silence this)")
+            self._tell(
+                "not installed: metrics.jsonl only (pip install wandb, or log.wandb=off to silence"
+                " this)"
+            )
             return
         try:
             self._open(wandb)
@@ -310,7 +375,9 @@ class _Session:
     def _open(self, wandb: Any) -> None:
         if not self.why_offline:
             settings = wandb.setup().settings
-            self.server = _Server(settings.base_url, key := api_key(settings.base_url, settings.api_key))
+            self.server = _Server(
+                settings.base_url, key := api_key(settings.base_url, settings.api_key)
+            )
             self.why_offline = self.server.problem() if key else "no API key"
         id_file = self.folder / "wandb_id"
         if not id_file.exists() or not id_file.read_text().strip():
@@ -331,11 +398,13 @@ class _Session:
                 console="off",
                 init_timeout=INIT_S,
                 program=argv[0],
-                x_stats_pid=os.getppid(),  # memory and CPU time of the training, not of this process
+                # memory and CPU time of the training, not of this process
+                x_stats_pid=os.getppid(),
             ),
         )
         run.define_metric("global_step")
-        run.define_metric("*", step_metric="global_step")  # after a restart steps come again: W&B's own steps cannot go back
+        # after a restart steps come again: W&B's own steps cannot go back
+        run.define_metric("*", step_metric="global_step")
         self.run = run
 
     def _show_all(self, wandb: Any) -> None:
@@ -343,33 +412,53 @@ class _Session:
             step = {"global_step": message["step"]}
             if "numbers" in message:
                 self.run.log({**step, **message["numbers"]})
-            makers = {name: partial(wandb.Image, path) for name, path in message.get("pictures", {}).items()}
+            makers = {
+                name: partial(wandb.Image, path)
+                for name, path in message.get("pictures", {}).items()
+            }
             if "table" in message:
-                makers[message["table"]] = partial(wandb.Table, columns=message["columns"], data=message["rows"])
+                makers[message["table"]] = partial(
+                    wandb.Table, columns=message["columns"], data=message["rows"]
+                )
             for name, make in makers.items():
                 try:
                     self.run.log({**step, name: make()})
-                except Exception as error:  # a missing file, rows of unequal length, a server without room for tables
+                except Exception as error:
+                    # a missing file, rows of unequal length, a server without room for tables
                     self._tell(f"cannot show {name} ({_in_words(error)})")
         self.run.finish(exit_code=int(message["end"]["failed"]))
 
     def _tell_where(self) -> None:
-        left = any(not path.with_suffix(".wandb.synced").exists() for path in self.folder.glob("wandb/offline-run-*/*.wandb"))
+        left = any(
+            not path.with_suffix(".wandb.synced").exists()
+            for path in self.folder.glob("wandb/offline-run-*/*.wandb")
+        )
         if self.why_offline:
             self.told_late = self._feed.ended
-            self._tell(f"offline ({self.why_offline}); upload {'' if self.told_late else 'later '}with: {self.sync_command}")
+            self._tell(
+                f"offline ({self.why_offline}); upload {'' if self.told_late else 'later '}with:"
+                f" {self.sync_command}"
+            )
         else:
-            self._tell(self.run.url + (f" (earlier parts are still here: {self.sync_command})" if left else ""))
+            self._tell(
+                self.run.url
+                + (f" (earlier parts are still here: {self.sync_command})" if left else "")
+            )
 
     @property
     def sync_command(self) -> str:
-        """Uploads all offline parts of this run, one for each start; `wandb sync` takes them in their order and leaves out what it has."""
+        """Uploads all offline parts of this run, one for each start; `wandb sync` takes them in
+        their order and leaves out what it has."""
         return f"wandb sync {shlex.quote(str(self.folder / 'wandb'))}/offline-run-*"
 
 
 def _in_words(error: BaseException) -> str:
     """In one line."""
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
+    return (
+        f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if str(error)
+        else type(error).__name__
+    )
 
 
 def _follow(parent: int, why_offline: str, handle: int, tell: Callable[[str], None]) -> str:
@@ -382,7 +471,9 @@ def _follow(parent: int, why_offline: str, handle: int, tell: Callable[[str], No
     start = feed.messages.get().get("start")
     if start is None:  # training was killed in the same moment
         return ""
-    session = _Session(start, why_offline or ("as asked" if start["mode"] == "offline" else ""), feed, tell)
+    session = _Session(
+        start, why_offline or ("as asked" if start["mode"] == "offline" else ""), feed, tell
+    )
     driver = threading.Thread(target=session.drive, daemon=True)
     driver.start()
     ended_at = float("inf")
@@ -416,13 +507,16 @@ def _follow(parent: int, why_offline: str, handle: int, tell: Callable[[str], No
 
     if session.problem:
         return RETRY_OFFLINE + session.problem
-    tell_again = session.run is not None and session.why_offline and not session.told_late  # the first time has scrolled away
+    # the first time has scrolled away
+    tell_again = session.run is not None and session.why_offline and not session.told_late
     return f"offline; upload with: {session.sync_command}" if tell_again else ""
 
 
 def main() -> None:
-    """`tracking.py PARENT WHY_OFFLINE`: stdin is the feed, lines for people go to stdout, all that W&B prints to stderr."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # Slurm sends them to all processes of a job
+    """`tracking.py PARENT WHY_OFFLINE`: stdin is the feed, lines for people go to stdout, all that
+    W&B prints to stderr."""
+    # Slurm sends them to all processes of a job
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the end is when the feed ends
     out = os.fdopen(os.dup(1), "w")
     handle = os.dup(0)

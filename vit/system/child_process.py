@@ -1,4 +1,5 @@
-"""What every worker process of ours does first: leave signals to its parent, end with it, and print no secrets. Free of torch."""
+"""What every worker process of ours does first: leave signals to its parent, end with it, and print
+no secrets. Free of torch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ LOOK_EACH_S = 1.0
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Around the start of worker processes: a signal that comes before they call `follow_parent` waits, in them and in this thread."""
+    """Around the start of worker processes: a signal that comes before they call `follow_parent`
+    waits, in them and in this thread."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENTS)
     try:
         yield
@@ -28,13 +30,16 @@ def held_back() -> Iterator[None]:
 
 
 def follow_parent() -> None:
-    """End this process when its parent ends, be it by SIGKILL, after which nobody would tell it; ignore the signals that parents handle.
+    """End this process when its parent ends, be it by SIGKILL, after which nobody would tell it;
+    ignore the signals that parents handle.
 
-    Terminals and Slurm signal every process of a job. The parent decides what follows, and tells its workers.
+    Terminals and Slurm signal every process of a job. The parent decides what follows, and tells
+    its workers.
     """
     for number in LEFT_TO_PARENTS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENTS)  # what `held_back` blocked is now ignored
+    # what `held_back` blocked is now ignored
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENTS)
     guard_console()
     parent = multiprocessing.parent_process()
     assert parent is not None, "for worker processes only"
@@ -42,7 +47,8 @@ def follow_parent() -> None:
     begun_by = os.getppid()  # the parent, or the server that forks for it
 
     def follow() -> None:
-        # Workers that were forked later have the parent's end of the pipe, too: a stopped one would keep it open for ever.
+        # Workers that were forked later have the parent's end of the pipe, too: a stopped one would
+        # keep it open for ever.
         while parent.is_alive() and os.getppid() == begun_by:
             parent.join(LOOK_EACH_S)
         os._exit(1)

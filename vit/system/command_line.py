@@ -1,7 +1,8 @@
 """What the commands of `launch/` and `data_prep/` share: how a mistake on the command line is told.
 
-The data's story: argparse finds that something is wrong; the words as they were typed show which of them are no options; the nearest
-option, or the setting that is meant, goes into the one line that people see. Free of torch.
+The data's story: argparse finds that something is wrong; the words as they were typed show which of
+them are no options; the nearest option, or the setting that is meant, goes into the one line that
+people see. Free of torch.
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ from typing import Any, NoReturn
 from vit.system.urls import shown
 
 Hint = Callable[[str, str], str]
-"""What is meant by an unknown option and the value that was given with it ("" for none), in words; "" if nobody knows."""
+"""What is meant by an unknown option and the value that was given with it ("" for none), in words;
+"" if nobody knows."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, but a mistake is a ValueError of one line, and an option is never guessed from its beginning.
+    """argparse's, but a mistake is a ValueError of one line, and an option is never guessed from
+    its beginning.
 
     `hint` is asked for options that are unknown and near to none of the known ones.
     """
 
     def __init__(self, prog: str, description: str | None = None, hint: Hint | None = None):
-        super().__init__(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        super().__init__(
+            prog=prog,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         self._hint = hint
         self._typed: list[str] = []
 
@@ -46,7 +54,8 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_intermixed_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the ValueError. Of two mistakes argparse names the missing option, which is often the one that is misspelt."""
+        """Raise the ValueError. Of two mistakes argparse names the missing option, which is often
+        the one that is misspelt."""
         is_unknown = message.startswith("unrecognized arguments: ")
         if options := self._unknown_options() if is_unknown or "are required: " in message else []:
             words = " ".join(word for pair in options for word in pair if word)
@@ -54,18 +63,30 @@ class Parser(argparse.ArgumentParser):
         elif is_unknown:
             message = f"unknown: {message.partition(': ')[2]}"
         elif "are required: --config" in message:
-            files = [word for word in self._typed if word.endswith((".yaml", ".yml")) and "=" not in word]
+            files = [
+                word for word in self._typed if word.endswith((".yaml", ".yml")) and "=" not in word
+            ]
             message += "".join(f"; did you mean --config {file}?" for file in files[:1])
         raise ValueError(f"{shown(message)} ({self.prog} --help lists the options)")
 
     def _unknown_options(self) -> list[tuple[str, str]]:
-        """Words that look like options and are none, each with the value behind it for `hint`, or ""."""
+        """Words that look like options and are none, each with the value behind it for `hint`, or
+        ""."""
         words = self._typed[: self._typed.index("--")] if "--" in self._typed else self._typed
         found = []
         for word, following in zip_longest(words, words[1:], fillvalue=""):
-            if not re.match(r"--?[A-Za-z]", word) or word.partition("=")[0] in self._option_string_actions:
+            if (
+                not re.match(r"--?[A-Za-z]", word)
+                or word.partition("=")[0] in self._option_string_actions
+            ):
                 continue
-            has_value = self._hint and "=" not in word and following and not following.startswith("-") and "=" not in following
+            has_value = (
+                self._hint
+                and "=" not in word
+                and following
+                and not following.startswith("-")
+                and "=" not in following
+            )
             found.append((word, following if has_value else ""))
         return found
 
@@ -77,9 +98,15 @@ class Parser(argparse.ArgumentParser):
         for word, following in options:
             option, equals, value = word.partition("=")
             close = difflib.get_close_matches(option, known, n=1, cutoff=0.8)
-            if not close and self._hint and (text := self._hint(option, value if equals else following)):
+            if (
+                not close
+                and self._hint
+                and (text := self._hint(option, value if equals else following))
+            ):
                 told.append(text)
                 continue
             options_meant += close or difflib.get_close_matches(option, known, n=1)
-        did_you_mean = f"did you mean {' '.join(dict.fromkeys(options_meant))}?" if options_meant else ""
+        did_you_mean = (
+            f"did you mean {' '.join(dict.fromkeys(options_meant))}?" if options_meant else ""
+        )
         return "".join(f"; {text}" for text in filter(None, [did_you_mean, *dict.fromkeys(told)]))

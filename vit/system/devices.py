@@ -1,8 +1,9 @@
 """Which kind of device a run computes on: what each rank finds, and what follows for all of them.
 
-The data's story: each rank looks what torch can use on its host, and what is built in; the main rank
-gets what all have found and decides, before any of them chooses how to talk to the others: a host
-that would choose otherwise would wait for them, and they for it, until a time limit ends the run.
+The data's story: each rank looks what torch can use on its host, and what is built in; the main
+rank gets what all have found and decides, before any of them chooses how to talk to the others: a
+host that would choose otherwise would wait for them, and they for it, until a time limit ends the
+run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Found:
     gpus: int
     """That torch can use."""
     nvidia_gpus: int
-    """That are built in, whether torch can use them or not; 0 where CUDA_VISIBLE_DEVICES hides all."""
+    """That are built in, whether torch can use them or not; 0 where CUDA_VISIBLE_DEVICES hides
+    all."""
     said: str
     """By torch, why there are none that it can use."""
 
@@ -68,27 +70,33 @@ def choose_device(asked: str, asked_by: str, found: list[Found]) -> tuple[str, l
         [here] = hosts
         if not here.gpus:
             raise ValueError(
-                f"{asked_by}cuda, but torch sees no GPU here ({here.said}): use {asked_by}cpu, or check the driver with nvidia-smi"
+                f"{asked_by}cuda, but torch sees no GPU here ({here.said}): use {asked_by}cpu, or"
+                " check the driver with nvidia-smi"
             )
         raise ValueError(
-            f"{asked_by}cuda, but this host has {here.gpus} GPU(s) for {here.ranks} ranks: start torchrun with --nproc_per_node={here.gpus}"
+            f"{asked_by}cuda, but this host has {here.gpus} GPU(s) for {here.ranks} ranks: start"
+            f" torchrun with --nproc_per_node={here.gpus}"
         )
     if asked == "cuda" or len(lacking) < len(hosts):
         fine = next((host for host in hosts if host not in lacking), None)
         elsewhere = f", where {fine.host} has {fine}" if fine is not None else ""
         problems = "; ".join(f"{host.host}: {host}" for host in lacking)
         raise ValueError(
-            f"{asked_by}{asked}: {len(lacking)} of {len(hosts)} host(s) cannot train on GPUs{elsewhere}. "
-            f"{problems}. Check them with nvidia-smi, leave them out, or use {asked_by}cpu everywhere"
+            f"{asked_by}{asked}: {len(lacking)} of {len(hosts)} host(s) cannot train on"
+            f" GPUs{elsewhere}. {problems}. Check them with nvidia-smi, leave them out, or use"
+            f" {asked_by}cpu everywhere"
         )
     notes = []
     for host in lacking:
         if host.gpus:
-            notes.append(f"{host.host} has {host}: training on the CPU; use --nproc_per_node={host.gpus} for the GPU")
+            notes.append(
+                f"{host.host} has {host}: training on the CPU; use --nproc_per_node={host.gpus} for"
+                " the GPU"
+            )
         elif host.nvidia_gpus:
             notes.append(
-                f"{host.host} has {host.nvidia_gpus} NVIDIA GPU(s), but {host}: TRAINING ON THE CPU, "
-                "many times slower. Check nvidia-smi and that this torch is built for its driver; "
-                f"{asked_by}cuda makes it an error, {asked_by}cpu leaves this note out"
+                f"{host.host} has {host.nvidia_gpus} NVIDIA GPU(s), but {host}: TRAINING ON THE"
+                " CPU, many times slower. Check nvidia-smi and that this torch is built for its"
+                f" driver; {asked_by}cuda makes it an error, {asked_by}cpu leaves this note out"
             )
     return "cpu", notes

@@ -1,6 +1,7 @@
 """Files whole or not at all, and how a damaged one is told. Free of torch.
 
-The data's story: what is written gets its name when it is complete and on the disk; a reader sees the old file or the new one.
+The data's story: what is written gets its name when it is complete and on the disk; a reader sees
+the old file or the new one.
 """
 
 from __future__ import annotations
@@ -20,21 +21,26 @@ from typing import Any, BinaryIO
 
 
 class ShardError(ValueError):
-    """Shards, index or `_info.json` are not as they should be; says which file, what was expected and what to do."""
+    """Shards, index or `_info.json` are not as they should be; says which file, what was expected
+    and what to do."""
 
 
 def unreadable(path: Path, error: OSError) -> ShardError:
     """What to tell when the system refuses `path`."""
-    return ShardError(f"{path}: cannot be read ({error.strerror}); check its permissions and its disk")
+    return ShardError(
+        f"{path}: cannot be read ({error.strerror}); check its permissions and its disk"
+    )
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name beside `path` for what is being made, that nobody else has: containers may share host name and process ids."""
+    """A name beside `path` for what is being made, that nobody else has: containers may share host
+    name and process ids."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}.tmp")
 
 
 def _locked(path: Path, flags: int = 0) -> tuple[int, bool | None]:
-    """A descriptor of a file or folder; whether it is locked until that is closed; None if its file system has no locks."""
+    """A descriptor of a file or folder; whether it is locked until that is closed; None if its file
+    system has no locks."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
@@ -46,17 +52,21 @@ def _locked(path: Path, flags: int = 0) -> tuple[int, bool | None]:
 
 
 def remove_if_abandoned(temporary: Path) -> None:
-    """Remove this file or folder, named by `temporary_beside`, unless a live process has it: it may finish, its bytes are the same.
+    """Remove this file or folder, named by `temporary_beside`, unless a live process has it: it may
+    finish, its bytes are the same.
 
-    Who makes one locks it. Of another host, where locks may not be seen, and where there are none, it counts as abandoned if a file has not
-    changed in ten minutes, or nothing in a folder in a day.
+    Who makes one locks it. Of another host, where locks may not be seen, and where there are none,
+    it counts as abandoned if a file has not changed in ten minutes, or nothing in a folder in a
+    day.
     """
     with suppress(OSError):
         descriptor, could = _locked(temporary, fcntl.LOCK_NB)
         try:
             age_s = time.time() - _newest_change_s(temporary)
             is_surely_free = could and f".{socket.gethostname()}." in temporary.name
-            if could is False or not (is_surely_free or age_s > (86_400 if temporary.is_dir() else 600)):
+            if could is False or not (
+                is_surely_free or age_s > (86_400 if temporary.is_dir() else 600)
+            ):
                 return
             if temporary.is_dir():
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -67,7 +77,8 @@ def remove_if_abandoned(temporary: Path) -> None:
 
 
 def _newest_change_s(path: Path) -> float:
-    """When `path`, or anything in it, changed last. Raises OSError if it is gone; what vanishes inside meanwhile is passed over."""
+    """When `path`, or anything in it, changed last. Raises OSError if it is gone; what vanishes
+    inside meanwhile is passed over."""
     newest_s = path.stat().st_mtime
     for inside in path.rglob("*"):
         with suppress(OSError):
@@ -76,20 +87,23 @@ def _newest_change_s(path: Path) -> float:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what killed processes left of their attempts at `folder / name`, or at anything in `folder`."""
+    """Remove what killed processes left of their attempts at `folder / name`, or at anything in
+    `folder`."""
     for leftover in folder.glob(f".{'*' if name is None else glob.escape(name)}.*.tmp"):
         remove_if_abandoned(leftover)
 
 
 @contextmanager
 def temporary_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file beside `path`, locked, which is gone when the block ends, unless it has got another name there; `name` is its own."""
+    """A new file beside `path`, locked, which is gone when the block ends, unless it has got
+    another name there; `name` is its own."""
     with ExitStack() as stack:
         while True:
             file = stack.enter_context(open(temporary_beside(path), "x+b"))
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if os.fstat(file.fileno()).st_nlink:  # else another process took it for abandoned, before it was locked
+            # else another process took it for abandoned, before it was locked
+            if os.fstat(file.fileno()).st_nlink:
                 break
         try:
             yield file
@@ -98,20 +112,23 @@ def temporary_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def locked_folder(path: Path) -> tuple[Path, int]:
-    """A new folder beside `path`, for this user alone, and a descriptor that keeps it locked until it is closed."""
+    """A new folder beside `path`, for this user alone, and a descriptor that keeps it locked until
+    it is closed."""
     while True:
         temporary = temporary_beside(path)
         temporary.mkdir(mode=0o700)
         with suppress(FileNotFoundError):
             descriptor, _ = _locked(temporary)
-            if temporary.exists():  # else another process took it for abandoned, before it was locked
+            # else another process took it for abandoned, before it was locked
+            if temporary.exists():
                 return temporary, descriptor
             os.close(descriptor)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path` that takes its place when the block ends well and vanishes when it does not."""
+    """Open a temporary file beside `path` that takes its place when the block ends well and
+    vanishes when it does not."""
     try:
         with temporary_file(path) as file:
             yield file
@@ -120,7 +137,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.replace(file.name, path)
     except OSError as error:
         if error.filename is None:
-            error.filename = str(path)  # a failed write ("No space left on device") does not say of which file
+            # a failed write ("No space left on device") does not say of which file
+            error.filename = str(path)
         raise
 
 
@@ -132,12 +150,17 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def json_bytes(content: dict[str, Any]) -> bytes:
     """`content` as all our JSON files have it."""
-    # A name that is no UTF-8 holds lone surrogates: backslashreplace writes them as JSON's own escapes.
-    return json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+    # A name that is no UTF-8 holds lone surrogates: backslashreplace writes them as JSON's own
+    # escapes.
+    return (
+        json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        + b"\n"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in the JSON file `path`, or None if there is no such file. Raises ShardError if it is something else or unreadable."""
+    """The object in the JSON file `path`, or None if there is no such file. Raises ShardError if it
+    is something else or unreadable."""
     try:
         return parse_json(path.read_bytes(), path)
     except FileNotFoundError:
@@ -147,11 +170,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(content: bytes, where: Path | str) -> dict[str, Any]:
-    """The JSON object in `content`, which lies at `where`. Raises ShardError if it is something else."""
+    """The JSON object in `content`, which lies at `where`. Raises ShardError if it is something
+    else."""
     try:
         parsed = json.loads(content)
     except ValueError as error:
-        raise ShardError(f"{where}: not valid JSON ({error}); restore it from its source") from error
+        raise ShardError(
+            f"{where}: not valid JSON ({error}); restore it from its source"
+        ) from error
     if not isinstance(parsed, dict):
-        raise ShardError(f"{where}: expected a JSON object, found {type(parsed).__name__}; restore it from its source")
+        raise ShardError(
+            f"{where}: expected a JSON object, found {type(parsed).__name__}; restore it from its"
+            " source"
+        )
     return parsed

@@ -1,7 +1,8 @@
 """What this machine gives to this process: cores, memory, open files. Free of torch.
 
-The data's story: the kernel says what there is (`/proc`), a container or a batch job may be allowed less (control groups, version 2 or 1),
-and each level of its groups may set a limit; the smallest counts.
+The data's story: the kernel says what there is (`/proc`), a container or a batch job may be allowed
+less (control groups, version 2 or 1), and each level of its groups may set a limit; the smallest
+counts.
 """
 
 from __future__ import annotations
@@ -29,17 +30,27 @@ _SHARED = {
     "glusterfs",
     "pvfs2",
 }
-_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting in the kernel", "R": "running", "S": "sleeping", "Z": "dead"}
+_STATES = {
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "D": "waiting in the kernel",
+    "R": "running",
+    "S": "sleeping",
+    "Z": "dead",
+}
 _V1_UNLIMITED = 2**60
 """Version 1 writes "no limit" as a number near 2**63."""
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use: its affinity, or the quota of its control groups where that is less. At least 1.
+    """Cores that this process may use: its affinity, or the quota of its control groups where that
+    is less. At least 1.
 
     root: where `proc` and `sys` lie.
     """
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    cores = float(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     for group in _groups(root, "cpu"):
         quota, _, period = _text(group / "cpu.max").partition(" ")
         if not quota:
@@ -51,10 +62,15 @@ def num_cores(root: Path = Path("/")) -> int:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that this process and its children may still take: what the kernel calls available, or the rest of a control group's limit,
-    whose file cache counts as free. None if the system does not say.
+    """Memory that this process and its children may still take: what the kernel calls available, or
+    the rest of a control group's limit, whose file cache counts as free. None if the system does
+    not say.
     """
-    free = [int(line.split()[1]) * 1024 for line in _text(root / "proc/meminfo").splitlines() if line.startswith("MemAvailable:")]
+    free = [
+        int(line.split()[1]) * 1024
+        for line in _text(root / "proc/meminfo").splitlines()
+        if line.startswith("MemAvailable:")
+    ]
     for group in _groups(root, "memory"):
         limit = _text(group / "memory.max") or _text(group / "memory.limit_in_bytes")
         used = _text(group / "memory.current") or _text(group / "memory.usage_in_bytes")
@@ -66,16 +82,21 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def num_oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes that the kernel has killed so far because memory ran out, in the control groups of this one and, where they do not count,
-    on the whole machine; None if the system does not say."""
-    counted = [_text(group / name) for group in _groups(root, "memory") for name in ("memory.events", "memory.oom_control")]
+    """Processes that the kernel has killed so far because memory ran out, in the control groups of
+    this one and, where they do not count, on the whole machine; None if the system does not say."""
+    counted = [
+        _text(group / name)
+        for group in _groups(root, "memory")
+        for name in ("memory.events", "memory.oom_control")
+    ]
     lines = "\n".join([*counted, _text(root / "proc/vmstat")]).splitlines()
     found = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
     return max(found, default=None)
 
 
 def file_system(path: Path, root: Path = Path("/")) -> str:
-    """The kind of file system that `path`, which exists, lies on, as the kernel calls it (ext4, nfs4, lustre); "" if it does not say.
+    """The kind of file system that `path`, which exists, lies on, as the kernel calls it (ext4,
+    nfs4, lustre); "" if it does not say.
 
     root: where `proc` lies.
     """
@@ -92,12 +113,14 @@ def file_system(path: Path, root: Path = Path("/")) -> str:
 
 
 def is_shared(kind: str) -> bool:
-    """Whether a file system of this kind lies on other machines, as those of homes and projects of a cluster do."""
+    """Whether a file system of this kind lies on other machines, as those of homes and projects of
+    a cluster do."""
     return kind in _SHARED or kind.startswith(("nfs", "fuse."))
 
 
 def process_state(pid: int | None) -> str:
-    """What a process is at, in words for behind its number: ", stopped"; "" where the system does not say."""
+    """What a process is at, in words for behind its number: ", stopped"; "" where the system does
+    not say."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -106,18 +129,24 @@ def process_state(pid: int | None) -> str:
 
 
 def num_nvidia_gpus(root: Path = Path("/")) -> int:
-    """NVIDIA GPUs on the PCI bus, whether their driver works or not; 0 where the system does not say.
+    """NVIDIA GPUs on the PCI bus, whether their driver works or not; 0 where the system does not
+    say.
 
     root: where `proc` and `sys` lie.
     """
     devices = list((root / "sys/bus/pci/devices").glob("*"))
     display = "0x03"  # PCI's class of display and 3D controllers
-    found = [device for device in devices if _text(device / "vendor") == "0x10de" and _text(device / "class").startswith(display)]
+    found = [
+        device
+        for device in devices
+        if _text(device / "vendor") == "0x10de" and _text(device / "class").startswith(display)
+    ]
     return len(found)
 
 
 def raise_open_files(wanted: int) -> int:
-    """Raise this process's limit of open files, which its children inherit, to `wanted` or as far as allowed; returns the limit."""
+    """Raise this process's limit of open files, which its children inherit, to `wanted` or as far
+    as allowed; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft == resource.RLIM_INFINITY or soft >= reachable:
@@ -130,7 +159,8 @@ def raise_open_files(wanted: int) -> int:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The control groups of this process that may limit `controller`, from the innermost up to where they are mounted."""
+    """The control groups of this process that may limit `controller`, from the innermost up to
+    where they are mounted."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -138,7 +168,11 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = mount / name.strip("/")
         # Inside a container the name may be the host's, of which only the mount itself is seen.
-        yield from (place for place in (group, *group.parents) if place.is_relative_to(mount) and place.is_dir())
+        yield from (
+            place
+            for place in (group, *group.parents)
+            if place.is_relative_to(mount) and place.is_dir()
+        )
 
 
 def _text(path: Path) -> str:

@@ -1,6 +1,8 @@
-"""How far a long task has come: one live line on a terminal, a plain line now and then in a log file.
+"""How far a long task has come: one live line on a terminal, a plain line now and then in a log
+file.
 
-The data's story: whoever does the work tells how much is done; rate and remaining time follow. Free of torch.
+The data's story: whoever does the work tells how much is done; rate and remaining time follow. Free
+of torch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def duration(seconds: float) -> str:
 
 
 class Meter:
-    """Counts `total` things named `unit` on stderr; silent unless `shown`, and in a log file for what takes less than 10 s.
+    """Counts `total` things named `unit` on stderr; silent unless `shown`, and in a log file for
+    what takes less than 10 s.
 
         with Meter("evaluating", 50_000, "images") as meter:
             meter.update(done=6_400)
@@ -32,7 +35,14 @@ class Meter:
     `into`: where a live line exists already, what moves it; it is given the text.
     """
 
-    def __init__(self, what: str, total: int, unit: str, shown: bool = True, into: Callable[[str], None] | None = None):
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        unit: str,
+        shown: bool = True,
+        into: Callable[[str], None] | None = None,
+    ):
         self.what = what
         self.total = total
         self.unit = unit
@@ -41,7 +51,12 @@ class Meter:
         self._began = self._said = time.monotonic()
         self._live: Progress | None = None
         if self.shown and into is None and sys.stderr.isatty():
-            self._live = Progress(BarColumn(24), TextColumn("{task.description}"), console=Console(stderr=True), transient=True)
+            self._live = Progress(
+                BarColumn(24),
+                TextColumn("{task.description}"),
+                console=Console(stderr=True),
+                transient=True,
+            )
             self._task = self._live.add_task(f"{what} ...", total=total)
 
     def __enter__(self) -> Meter:
@@ -63,9 +78,14 @@ class Meter:
         elapsed_s = max(now - self._began, 1e-9)
         per_s = done / elapsed_s
         eta_s = (self.total - done) / per_s if done else math.inf
-        parts = [f"{done:,} of {self.total:,} {self.unit}", f"ETA {duration(eta_s)}", f"{per_s:,.{1 if per_s < 10 else 0}f} {self.unit}/s"]
+        parts = [
+            f"{done:,} of {self.total:,} {self.unit}",
+            f"ETA {duration(eta_s)}",
+            f"{per_s:,.{1 if per_s < 10 else 0}f} {self.unit}/s",
+        ]
         parts += [f"{num_bytes / elapsed_s / 1e6:,.1f} MB/s"] if num_bytes else []
-        text = f"{self.what}: {', '.join([*parts, *filter(None, [also])])}"  # what a narrow terminal cuts off is at the end
+        # what a narrow terminal cuts off is at the end
+        text = f"{self.what}: {', '.join([*parts, *filter(None, [also])])}"
         if self.into is not None:
             self.into(text)
         elif self._live is not None:

@@ -1,13 +1,17 @@
-"""Addresses that hold secrets: what may be shown of them, what they become when they are used, and how to log in. Free of torch.
+"""Addresses that hold secrets: what may be shown of them, what they become when they are used, and
+how to log in. Free of torch.
 
-The data's story: a person gives an address or a command, with a login in it (`https://user:password@host/...`, a signed query string, a
-header for curl) or, better, with the name of an environment variable in its place (`${NAME}`). `resolve` makes of it what is used. Beside
-it `bare` is the address without any login, which names the data set; `address` is what is sent to a server; `credentials` are the headers
-that go with it. Whatever is told or written for people or for later goes through `shown`: there `***` stands for a login.
+The data's story: a person gives an address or a command, with a login in it
+(`https://user:password@host/...`, a signed query string, a header for curl) or, better, with the
+name of an environment variable in its place (`${NAME}`). `resolve` makes of it what is used. Beside
+it `bare` is the address without any login, which names the data set; `address` is what is sent to a
+server; `credentials` are the headers that go with it. Whatever is told or written for people or for
+later goes through `shown`: there `***` stands for a login.
 
 A login is looked for in four places, and the first that has one counts: the address itself; in
-VIT_HTTP_HEADER, lines of `host Header: value`; in HF_TOKEN, for https://huggingface.co; in `.netrc`, or the file that NETRC names.
-Each names the host that it is for, so that no other host, be it one that the first redirects to, gets it.
+VIT_HTTP_HEADER, lines of `host Header: value`; in HF_TOKEN, for https://huggingface.co; in
+`.netrc`, or the file that NETRC names. Each names the host that it is for, so that no other host,
+be it one that the first redirects to, gets it.
 """
 
 from __future__ import annotations
@@ -34,10 +38,11 @@ PIPE = "pipe:"
 log = logging.getLogger(__name__)
 
 
-# ---- what may be shown ----------------------------------------------------------------------------------------------
+# ---- what may be shown ---------------------------------------------------------------------------
 
 _REFERENCE = r"\$\{[A-Za-z_]\w*\}|\$[A-Za-z_]\w*"
-"""The name of an environment variable in the place of its value; in a command the shell's form, too."""
+"""The name of an environment variable in the place of its value; in a command the shell's form,
+too."""
 _NO_SECRET = re.compile(rf"(?:{_REFERENCE}|\*\*\*|\.\.\.)+")
 _WORD = r"""(?:\\[^"']|[^\s"'\\])+"""
 """Of a shell's command, which may stand in a JSON text."""
@@ -50,7 +55,9 @@ _PARAMETER = re.compile(
     r"([^&\s#\"'<>\\]+?)(?=&|" + _END[3:],
     re.IGNORECASE,
 )
-_HEADER_NAME = r"(?:Proxy-)?Authorization|Cookie|[\w-]+-(?:Token|Key|Secret|Password|Signature|Auth)"
+_HEADER_NAME = (
+    r"(?:Proxy-)?Authorization|Cookie|[\w-]+-(?:Token|Key|Secret|Password|Signature|Auth)"
+)
 _QUOTED_HEADER = re.compile(
     rf"""(?P<before>(?P<quote>\\?["'])(?:{_HEADER_NAME})(?:(?P=quote)\s*:\s*(?P=quote)|\s*:\s*))(?P<secret>.*?)(?=(?P=quote))""",
     re.IGNORECASE,
@@ -73,18 +80,27 @@ _SECRET_VARIABLE = re.compile(
     re.IGNORECASE,
 )
 _known: dict[str, str] = {}
-"""Secrets that this process has used, in all the forms in which they travel, and what is shown for them."""
+"""Secrets that this process has used, in all the forms in which they travel, and what is shown for
+them."""
 
 
 def shown(text: str) -> str:
-    """`text`, any text, as it may be published: `***` for the userinfo and the query of URLs, for headers and options that log in, and for
-    every secret that this process has used or has in its environment, wherever it stands. `${NAME}` stays. Shown twice is shown once."""
-    for secret, instead in sorted((_of_environment() | _known).items(), key=lambda item: -len(item[0])):
+    """`text`, any text, as it may be published: `***` for the userinfo and the query of URLs, for
+    headers and options that log in, and for every secret that this process has used or has in its
+    environment, wherever it stands. `${NAME}` stays. Shown twice is shown once.
+    """
+    for secret, instead in sorted(
+        (_of_environment() | _known).items(), key=lambda item: -len(item[0])
+    ):
         text = text.replace(secret, instead)
     if ":/" in text:
         text = _USERINFO.sub(_without_userinfo, text)
-        text = _QUERY.sub(lambda found: f"{found[1]}?{found[2] if _is_shown_query(found[2]) else MASK}", text)
-    text = _PARAMETER.sub(lambda found: found[0] if _NO_SECRET.fullmatch(found[2]) else f"{found[1]}{MASK}", text)
+        text = _QUERY.sub(
+            lambda found: f"{found[1]}?{found[2] if _is_shown_query(found[2]) else MASK}", text
+        )
+    text = _PARAMETER.sub(
+        lambda found: found[0] if _NO_SECRET.fullmatch(found[2]) else f"{found[1]}{MASK}", text
+    )
     for pattern in (_QUOTED_HEADER, _HEADER, _OPTION, _ASSIGNMENT):
         text = pattern.sub(_masked, text)
     return text
@@ -106,16 +122,24 @@ def _without_userinfo(found: re.Match[str]) -> str:
 
 
 def _is_shown_query(query: str) -> bool:
-    return MASK not in query and all(_NO_SECRET.fullmatch(part.partition("=")[2] or part) for part in query.split("&"))
+    return MASK not in query and all(
+        _NO_SECRET.fullmatch(part.partition("=")[2] or part) for part in query.split("&")
+    )
 
 
 def _masked(found: re.Match[str]) -> str:
-    secret = re.sub(r"^(?:Basic|Bearer|Token|Digest|ApiKey)\s+", "", found["secret"].strip("\"'"), flags=re.IGNORECASE)
+    secret = re.sub(
+        r"^(?:Basic|Bearer|Token|Digest|ApiKey)\s+",
+        "",
+        found["secret"].strip("\"'"),
+        flags=re.IGNORECASE,
+    )
     return found[0] if not secret or _NO_SECRET.fullmatch(secret) else f"{found['before']}{MASK}"
 
 
 def _of_environment() -> dict[str, str]:
-    """What the environment's secrets are shown as. Told from the names of variables; a path or a switch is no secret."""
+    """What the environment's secrets are shown as. Told from the names of variables; a path or a
+    switch is no secret."""
     found = dict[str, str]()
     for name, value in os.environ.items():
         if _SECRET_VARIABLE.search(name) and not value.startswith(("/", "~", ".")):
@@ -163,30 +187,38 @@ class _Guarded:
 
 
 def guard_console() -> None:
-    """Whatever this process prints from here on, libraries' warnings and stack traces included, is printed as `shown`."""
+    """Whatever this process prints from here on, libraries' warnings and stack traces included, is
+    printed as `shown`."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Guarded):
             setattr(sys, name, _Guarded(stream))
 
 
-# ---- what is used ---------------------------------------------------------------------------------------------------
+# ---- what is used --------------------------------------------------------------------------------
 
 
 def unset_variables(text: str) -> list[str]:
     """The names `${NAME}` in `text` that are not in the environment, each once."""
-    names = (found[1] for part in _parts(text) for found in _VARIABLE.finditer(part) if not found[0].startswith("$$"))
+    names = (
+        found[1]
+        for part in _parts(text)
+        for found in _VARIABLE.finditer(part)
+        if not found[0].startswith("$$")
+    )
     return list(dict.fromkeys(name for name in names if name not in os.environ))
 
 
 def resolve(text: str) -> str:
-    """What is used of `text`, URLs, paths and commands joined by `::`: the values of the environment for `${NAME}` (`$${NAME}` stands for
-    `${NAME}` itself), and no `***` of a URL that was recorded as `shown`. A command behind `pipe:` is left to the shell, which knows
-    variables of its own.
+    """What is used of `text`, URLs, paths and commands joined by `::`: the values of the
+    environment for `${NAME}` (`$${NAME}` stands for `${NAME}` itself), and no `***` of a URL that
+    was recorded as `shown`. A command behind `pipe:` is left to the shell, which knows variables of
+    its own.
 
-    For what a person gave, never for what was read from a data set: its author would learn the environment of all who read it. From here
-    on `shown` knows the secrets of the result. Raises ShardError naming all variables that are not set, and for a command whose login
-    was not recorded.
+    For what a person gave, never for what was read from a data set: its author would learn the
+    environment of all who read it. From here on `shown` knows the secrets of the result. Raises
+    ShardError naming all variables that are not set, and for a command whose login was not
+    recorded.
     """
     if unset := unset_variables(text):
         raise ShardError(f"{shown(text)}: {not_set(unset)}")
@@ -198,11 +230,13 @@ def resolve(text: str) -> str:
     for part in text.split("::"):
         if part.startswith(PIPE) and MASK in part:
             raise ShardError(
-                f"{part}: its login is recorded nowhere; give the command once more, with $NAME of an environment variable for it"
+                f"{part}: its login is recorded nowhere; give the command once more, with $NAME of"
+                " an environment variable for it"
             )
         used = part if part.startswith(PIPE) else _VARIABLE.sub(value, part)
         without = bare(used)
-        if MASK in used and without != used:  # as it was recorded; this very process may have been given the login, too
+        # as it was recorded; this very process may have been given the login, too
+        if MASK in used and without != used:
             used = _used.get(without, without)
             _lost_login.add(urllib.parse.urlsplit(used).netloc)
         elif without != used:
@@ -215,11 +249,15 @@ def resolve(text: str) -> str:
 def not_set(names: Iterable[str]) -> str:
     """In words, what to do about variables."""
     listed = [f"${{{name}}}" for name in names]
-    return f"{', '.join(listed)} not set in the environment; export it, or write ${listed[0]} for the text {listed[0]} itself"
+    return (
+        f"{', '.join(listed)} not set in the environment; export it, or write ${listed[0]} for the"
+        f" text {listed[0]} itself"
+    )
 
 
 def did_you_mean(given: str) -> str:
-    """What was meant by an address or folder that is not there, in words to stand behind others; "" if nobody knows."""
+    """What was meant by an address or folder that is not there, in words to stand behind others; ""
+    if nobody knows."""
     scheme, _, rest = given.partition(":")
     web = difflib.get_close_matches(scheme, ("https", "http"), n=1, cutoff=0.75)
     if given.startswith("~"):
@@ -259,25 +297,32 @@ def _remember(url: str) -> None:
 
 
 def bare(text: str) -> str:
-    """`text` without the userinfo and query of its URLs: the same data set has the same name, whoever reads it and with whatever token."""
+    """`text` without the userinfo and query of its URLs: the same data set has the same name,
+    whoever reads it and with whatever token."""
     return _QUERY.sub(lambda found: found[1], _USERINFO.sub(r"\1", text))
 
 
 def address(url: str, name: str = "") -> str:
-    """What to ask a server for: the file `name` in the folder `url`, or `url` itself. The userinfo goes, as it travels in a header, and a
-    query, such as a signature for a folder, comes behind the name."""
+    """What to ask a server for: the file `name` in the folder `url`, or `url` itself. The userinfo
+    goes, as it travels in a header, and a query, such as a signature for a folder, comes behind the
+    name."""
     _remember(url)
     parts = urllib.parse.urlsplit(url)
     path = f"{parts.path.rstrip('/')}/{name}" if name else parts.path
-    return urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], path, parts.query, ""))
+    return urllib.parse.urlunsplit(
+        (parts.scheme, parts.netloc.rpartition("@")[2], path, parts.query, "")
+    )
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """`a-{0..2}.tar` -> a-0.tar, a-1.tar, a-2.tar, as shells and webdataset do, each once; {000..002} keeps zeros, {0..9..3} goes in steps,
-    {a..c} through letters, {a,b} is either. Other braces stay."""
+    """`a-{0..2}.tar` -> a-0.tar, a-1.tar, a-2.tar, as shells and webdataset do, each once;
+    {000..002} keeps zeros, {0..9..3} goes in steps, {a..c} through letters, {a,b} is either. Other
+    braces stay."""
     for match in re.finditer(r"\{([^{}]*)\}", pattern):
         if choices := _choices(match[1]):
-            whole = [pattern[: match.start()] + choice + pattern[match.end() :] for choice in choices]
+            whole = [
+                pattern[: match.start()] + choice + pattern[match.end() :] for choice in choices
+            ]
             return list(dict.fromkeys(name for part in whole for name in expand_braces(part)))
     return [pattern]
 
@@ -291,21 +336,32 @@ def _choices(inside: str) -> list[str]:
     numbers = range(low, high + 1, step) if low <= high else range(low, high - 1, -step)
     if bounds[1].isalpha():
         return list(map(chr, numbers))
-    is_padded = any(len(digits) > 1 and digits[0] == "0" for digits in (bounds[1].lstrip("-"), bounds[2].lstrip("-")))
-    return [f"{number:0{max(map(len, bounds.groups()[:2])) if is_padded else 0}d}" for number in numbers]
+    is_padded = any(
+        len(digits) > 1 and digits[0] == "0"
+        for digits in (bounds[1].lstrip("-"), bounds[2].lstrip("-"))
+    )
+    return [
+        f"{number:0{max(map(len, bounds.groups()[:2])) if is_padded else 0}d}" for number in numbers
+    ]
 
 
-# ---- logging in -----------------------------------------------------------------------------------------------------
+# ---- logging in ----------------------------------------------------------------------------------
 
 
 def credentials(url: str) -> dict[str, str]:
-    """The headers that log in at the host of a http(s) URL; {} where nobody gave any. To be asked again for the host of a redirect.
+    """The headers that log in at the host of a http(s) URL; {} where nobody gave any. To be asked
+    again for the host of a redirect.
 
     Raises ShardError for a VIT_HTTP_HEADER or `.netrc` that cannot be read.
     """
     _remember(url)
     parts = urllib.parse.urlsplit(url)
-    headers = _from_userinfo(parts) or _from_variable(parts) or _from_hugging_face(parts) or _from_netrc(parts)
+    headers = (
+        _from_userinfo(parts)
+        or _from_variable(parts)
+        or _from_hugging_face(parts)
+        or _from_netrc(parts)
+    )
     for value in headers.values():
         _keep_secret(value, value.rpartition(" ")[2])
     if headers and parts.scheme == "http" and not _is_local(parts.hostname or ""):
@@ -317,12 +373,17 @@ def login_hint(url: str) -> str:
     """What to do, in words, where a server answers 401 or 403 to `url`."""
     parts = urllib.parse.urlsplit(url)
     host = parts.hostname or ""
-    ways = f"a login for {host} in ~/.netrc, or {HEADER_VARIABLE}='{host} Authorization: Bearer ...'"
+    ways = (
+        f"a login for {host} in ~/.netrc, or {HEADER_VARIABLE}='{host} Authorization: Bearer ...'"
+    )
     ways += ", or HF_TOKEN" if _is_hugging_face(host) else ""
     if credentials(url) or parts.query:
         return "the login that was sent is not accepted, or has run out, or there is no such file"
     if parts.netloc in _lost_login:
-        return f"the login that its address had is recorded nowhere: give data.root=... (--data of eval.py) with it once more, or {ways}"
+        return (
+            "the login that its address had is recorded nowhere: give data.root=... (--data of"
+            f" eval.py) with it once more, or {ways}"
+        )
     return f"it wants a login, or there is no such file: give {ways} (docs/data.md)"
 
 
@@ -343,7 +404,9 @@ def _from_variable(parts: urllib.parse.SplitResult) -> dict[str, str]:
         said = re.fullmatch(r"([\w.*\[\]:-]+)\s+([\w-]+):\s*(\S.*)", line)
         if said is None:
             example = f"{HEADER_VARIABLE}='data.example.org Authorization: Bearer ...'"
-            raise ShardError(f"{HEADER_VARIABLE}: expected lines of a host, a header and its value, as {example}")
+            raise ShardError(
+                f"{HEADER_VARIABLE}: expected lines of a host, a header and its value, as {example}"
+            )
         if any(fnmatch.fnmatchcase(host, said[1].lower()) for host in _names(parts)):
             headers[said[2]] = said[3]
     return headers
@@ -368,8 +431,14 @@ def _from_netrc(parts: urllib.parse.SplitResult) -> dict[str, str]:
         except FileNotFoundError:
             continue
         except (OSError, netrc.NetrcParseError) as error:
-            why = f"line {error.lineno}: {error.msg}" if isinstance(error, netrc.NetrcParseError) else error.strerror
-            raise ShardError(f"{path}: cannot be read ({why}); mend it, or name another file with NETRC") from None
+            why = (
+                f"line {error.lineno}: {error.msg}"
+                if isinstance(error, netrc.NetrcParseError)
+                else error.strerror
+            )
+            raise ShardError(
+                f"{path}: cannot be read ({why}); mend it, or name another file with NETRC"
+            ) from None
         for host in _names(parts):
             if found := hosts.get(host):
                 return _basic(found[0], found[2] or "")
@@ -392,4 +461,6 @@ def _is_local(host: str) -> bool:
 
 @functools.lru_cache
 def _warn_of_plain_text(host: str) -> None:
-    log.warning("http://%s: a login is sent to it that anybody on the way can read; use https://", host)
+    log.warning(
+        "http://%s: a login is sent to it that anybody on the way can read; use https://", host
+    )

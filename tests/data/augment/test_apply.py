@@ -1,10 +1,20 @@
-"""Augmentation on the device beside loops over samples, and beside torchvision's and timm's pieces with our numbers."""
+"""Augmentation on the device beside loops over samples, and beside torchvision's and timm's pieces
+with our numbers."""
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-from augmenting import CPU, changed, mixed_table, on_pixels, one_op, photographs, random_images, table_of
+from augmenting import (
+    CPU,
+    changed,
+    mixed_table,
+    on_pixels,
+    one_op,
+    photographs,
+    random_images,
+    table_of,
+)
 from PIL import Image, ImageFilter
 from timm.data import mixup as timm_mixup
 from timm.data.mixup import Mixup
@@ -35,15 +45,27 @@ STD = (0.229, 0.224, 0.225)
 MIX_BOTH = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.8)
 DEIT3 = AugmentConfig(crop="simple", three_augment=True, color_jitter=(0.3, 0.3, 0.3, 0.0))
 POLICIES = {
-    "timm": AugmentConfig(randaugment_layers=2, mixup_alpha=0.8, cutmix_alpha=1.0, erasing_prob=0.25),
-    "torchvision": AugmentConfig(randaugment_layers=2, randaugment_ops="torchvision", erasing_prob=0.1, erasing_mode="const"),
-    "big_vision": AugmentConfig(randaugment_layers=2, randaugment_ops="big_vision", mixup_alpha=0.2, mixup_mode="elem"),
+    "timm": AugmentConfig(
+        randaugment_layers=2, mixup_alpha=0.8, cutmix_alpha=1.0, erasing_prob=0.25
+    ),
+    "torchvision": AugmentConfig(
+        randaugment_layers=2, randaugment_ops="torchvision", erasing_prob=0.1, erasing_mode="const"
+    ),
+    "big_vision": AugmentConfig(
+        randaugment_layers=2, randaugment_ops="big_vision", mixup_alpha=0.2, mixup_mode="elem"
+    ),
     "deit3": DEIT3.model_copy(update={"mixup_alpha": 0.8, "cutmix_alpha": 1.0}),
-    "jitter": AugmentConfig(color_jitter=(0.4, 0.4, 0.4, 0.1), erasing_prob=0.5, erasing_mode="rand", cutmix_alpha=1.0, mixup_mode="pair"),
+    "jitter": AugmentConfig(
+        color_jitter=(0.4, 0.4, 0.4, 0.1),
+        erasing_prob=0.5,
+        erasing_mode="rand",
+        cutmix_alpha=1.0,
+        mixup_mode="pair",
+    ),
 }
 
 
-# --- flips, normalisation, the simple crop's margin ---------------------------------------------------------------------------------------
+# --- flips, normalisation, the simple crop's margin -----------------------------------------------
 
 
 def test_flipped_rows_are_mirrored_and_the_others_are_not():
@@ -58,11 +80,16 @@ def test_flipped_rows_are_mirrored_and_the_others_are_not():
     np.testing.assert_array_equal(targets, np.eye(10)[:8])
 
 
-@pytest.mark.parametrize(("channels", "mean", "std"), [(3, MEAN, STD), (3, (0.5,), (0.25,)), (1, (0.13,), (0.3,))])
+@pytest.mark.parametrize(
+    ("channels", "mean", "std"), [(3, MEAN, STD), (3, (0.5,), (0.25,)), (1, (0.13,), (0.3,))]
+)
 def test_normalize_is_torchvisions(channels, mean, std):
     images = random_images(2, channels, 5, 4)
     theirs = v2.Compose(
-        [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean * (channels // len(mean)), std * (channels // len(std)))]
+        [
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(mean * (channels // len(mean)), std * (channels // len(std))),
+        ]
     )(images)
     ours = Augment(AugmentConfig(), 10, mean, std, CPU).normalize(images)
     assert ours.dtype == torch.float32
@@ -70,47 +97,78 @@ def test_normalize_is_torchvisions(channels, mean, std):
 
 
 def test_the_simple_crop_is_a_view_of_the_reflected_image():
-    """Images whose shorter side is the view's, so that nothing is resized: torchvision's pad and crop at the place that was drawn."""
+    """Images whose shorter side is the view's, so that nothing is resized: torchvision's pad and
+    crop at the place that was drawn."""
     config = AugmentConfig(crop="simple", hflip_prob=0.0)
     num = 60
     side = 32
     widths, heights = np.array([48, 32, 32] * (num // 3)), np.array([32, 40, 32] * (num // 3))
     keys = sample_keys(0, 0, np.arange(num))
-    crops, table = (draw(config, keys, widths, heights, (side, side)) for draw in (draw_crops, draw_table))
+    crops, table = (
+        draw(config, keys, widths, heights, (side, side)) for draw in (draw_crops, draw_table)
+    )
     shifts = table[:, table_layout(config).shift :][:, :2].astype(int)
-    originals = [random_images(3, int(h), int(w), seed=i) for i, (w, h) in enumerate(zip(widths, heights, strict=True))]
-    windows = [original[:, top : top + side, left : left + side] for original, (left, top, _, _) in zip(originals, crops, strict=True)]
-    inputs, _ = on_pixels(config)(torch.stack(windows), torch.zeros(num, dtype=torch.int64), torch.from_numpy(table))
+    originals = [
+        random_images(3, int(h), int(w), seed=i)
+        for i, (w, h) in enumerate(zip(widths, heights, strict=True))
+    ]
+    windows = [
+        original[:, top : top + side, left : left + side]
+        for original, (left, top, _, _) in zip(originals, crops, strict=True)
+    ]
+    inputs, _ = on_pixels(config)(
+        torch.stack(windows), torch.zeros(num, dtype=torch.int64), torch.from_numpy(table)
+    )
     assert len(set(map(tuple, shifts.tolist()))) > 20
-    for original, (left, top, _, _), (right, down), ours in zip(originals, crops.tolist(), shifts.tolist(), inputs, strict=True):
-        theirs = tv.crop(tv.pad(original, [4], padding_mode="reflect"), top + down + 4, left + right + 4, side, side)
+    for original, (left, top, _, _), (right, down), ours in zip(
+        originals, crops.tolist(), shifts.tolist(), inputs, strict=True
+    ):
+        theirs = tv.crop(
+            tv.pad(original, [4], padding_mode="reflect"),
+            top + down + 4,
+            left + right + 4,
+            side,
+            side,
+        )
         np.testing.assert_allclose(ours, theirs, atol=1e-3)
 
 
-# --- layers -------------------------------------------------------------------------------------------------------------------------------
+# --- layers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["timm", "torchvision", "big_vision", "jitter"])
 def test_layers_follow_one_another_after_the_flip_each_row_on_its_own(name):
-    config = AugmentConfig(**POLICIES[name].model_dump(include={"randaugment_layers", "randaugment_ops", "color_jitter"}))
+    config = AugmentConfig(
+        **POLICIES[name].model_dump(
+            include={"randaugment_layers", "randaugment_ops", "color_jitter"}
+        )
+    )
     alone = config.model_copy(
-        update={"randaugment_layers": min(config.randaugment_layers, 1), "color_jitter": config.color_jitter[:1] + (0,) * 3}
+        update={
+            "randaugment_layers": min(config.randaugment_layers, 1),
+            "color_jitter": config.color_jitter[:1] + (0,) * 3,
+        }
     )
     images = np.concatenate([photographs()] * 4)
     table = table_of(config, 28, (40, 120))
     ours = changed(config, images, table)
     layers = table_layout(config).layers
     for row in range(28):
-        expected = images[row : row + 1, :, :, ::-1].copy() if table[row, FLIP] else images[row : row + 1]
+        expected = (
+            images[row : row + 1, :, :, ::-1].copy() if table[row, FLIP] else images[row : row + 1]
+        )
         for layer in layers:
-            op, *values = table[row, layer.column : layer.column + (4 if layer.ops == "big_vision" else 2)]
+            op, *values = table[
+                row, layer.column : layer.column + (4 if layer.ops == "big_vision" else 2)
+            ]
             if op >= 0:
                 expected = one_op(alone, expected, int(op), *map(float, values)).astype(np.uint8)
         np.testing.assert_array_equal(ours[row], expected[0])
 
 
 def test_three_augment_is_deit3s_chain_of_torchvision_and_pillow():
-    """facebookresearch/deit:augment.py on Pillow images, with our numbers: flip, one of three, colour jitter in the drawn order."""
+    """facebookresearch/deit:augment.py on Pillow images, with our numbers: flip, one of three,
+    colour jitter in the drawn order."""
     config = DEIT3.model_copy(update={"crop": "random_resized"})
     images = np.concatenate([photographs()] * 8)
     table = table_of(config, len(images), images.shape[2:])
@@ -129,11 +187,13 @@ def test_three_augment_is_deit3s_chain_of_torchvision_and_pillow():
         for op, factor in table[row, FIRST_OP + 2 :].reshape(3, 2):
             picture = jitter[int(op)](picture, float(factor))
         off.append(np.abs(np.asarray(picture).transpose(2, 0, 1).astype(int) - ours[row]))
-    assert np.max(off) <= 2, "a level where a blurred sum lies between two, which later operations may double"
+    assert np.max(off) <= 2, (
+        "a level where a blurred sum lies between two, which later operations may double"
+    )
     assert np.mean(np.array(off) > 0) < 1e-3
 
 
-# --- random erasing -----------------------------------------------------------------------------------------------------------------------
+# --- random erasing -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
@@ -169,14 +229,20 @@ def test_noise_is_normal_and_a_function_of_the_seed_and_the_place_alone():
     noise = pixel_ops.noise(seeds, 3, 64, 48)
     assert scipy.stats.kstest(noise.flatten(), scipy.stats.norm.cdf).pvalue > 1e-3
     assert torch.equal(pixel_ops.noise(seeds[2:3], 3, 64, 48), noise[2:3])
-    assert (torch.corrcoef(noise.flatten(1)) - torch.eye(4)).abs().max() < 0.05, "seeds that follow one another"
+    assert (torch.corrcoef(noise.flatten(1)) - torch.eye(4)).abs().max() < 0.05, (
+        "seeds that follow one another"
+    )
     flat = noise.flatten(1)
     for apart in (1, 2, 48, 64 * 48):
-        assert abs(np.corrcoef(flat[:, apart:].flatten(), flat[:, :-apart].flatten())[0, 1]) < 0.03, f"pixels {apart} apart"
+        assert (
+            abs(np.corrcoef(flat[:, apart:].flatten(), flat[:, :-apart].flatten())[0, 1]) < 0.03
+        ), f"pixels {apart} apart"
     for row, seed in enumerate(seeds.tolist()):
         bits = np.array([_lowbias32(pair ^ _lowbias32(seed)) for pair in range(50)])
         halves = np.stack([bits % 2**16, bits >> 16], 1).flatten()
-        np.testing.assert_allclose(flat[row, :100], scipy.stats.norm.ppf((halves + 0.5) / 2**16), atol=1e-5)
+        np.testing.assert_allclose(
+            flat[row, :100], scipy.stats.norm.ppf((halves + 0.5) / 2**16), atol=1e-5
+        )
 
 
 def _lowbias32(x: int) -> int:
@@ -186,7 +252,7 @@ def _lowbias32(x: int) -> int:
     return x ^ x >> 16
 
 
-# --- MixUp and CutMix ---------------------------------------------------------------------------------------------------------------------
+# --- MixUp and CutMix -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,21 +275,39 @@ def test_mixing_is_the_loop_over_samples(config):
     table = mixed_table(config, num)
     inputs, targets = on_pixels(config)(images, labels, torch.from_numpy(table))
 
-    flipped = [np.flip(image, -1) if flip else image for image, flip in zip(images.numpy().astype(float), table[:, FLIP], strict=True)]
+    flipped = [
+        np.flip(image, -1) if flip else image
+        for image, flip in zip(images.numpy().astype(float), table[:, FLIP], strict=True)
+    ]
     for row in range(num):
-        group = range(row // config.mix_group_size * config.mix_group_size, (row // config.mix_group_size + 1) * config.mix_group_size)
-        partner = group[-1 - (row - group[0])] if config.mixup_mode == "pair" else row + 1 if row + 1 in group else group[0]
+        group = range(
+            row // config.mix_group_size * config.mix_group_size,
+            (row // config.mix_group_size + 1) * config.mix_group_size,
+        )
+        partner = (
+            group[-1 - (row - group[0])]
+            if config.mixup_mode == "pair"
+            else row + 1
+            if row + 1 in group
+            else group[0]
+        )
         lam = table[row, LAMBDA]
-        (top, bottom, left, right) = table[row, [TOP, BOTTOM, LEFT, RIGHT]].astype(int)
+        top, bottom, left, right = table[row, [TOP, BOTTOM, LEFT, RIGHT]].astype(int)
         if table[row, CUTMIX]:
             expected = flipped[row].copy()
             expected[:, top:bottom, left:right] = flipped[partner][:, top:bottom, left:right]
-            assert lam == pytest.approx(1 - (bottom - top) * (right - left) / (height * width), abs=1e-7)
+            assert lam == pytest.approx(
+                1 - (bottom - top) * (right - left) / (height * width), abs=1e-7
+            )
         else:
             expected = lam * flipped[row] + (1 - lam) * flipped[partner]
         np.testing.assert_allclose(inputs[row], expected, atol=1e-3)
         one_hot = np.eye(10)
-        np.testing.assert_allclose(targets[row], lam * one_hot[labels[row]] + (1 - lam) * one_hot[labels[partner]], atol=1e-6)
+        np.testing.assert_allclose(
+            targets[row],
+            lam * one_hot[labels[row]] + (1 - lam) * one_hot[labels[partner]],
+            atol=1e-6,
+        )
 
 
 def test_the_share_of_a_label_is_the_share_of_its_pixels():
@@ -231,7 +315,9 @@ def test_the_share_of_a_label_is_the_share_of_its_pixels():
     black_and_white = torch.zeros(64, 3, 24, 20, dtype=torch.uint8)
     black_and_white[1::2] = 255
     labels = torch.arange(64) % 2
-    inputs, targets = on_pixels(config)(black_and_white, labels, torch.from_numpy(mixed_table(config, 64)))
+    inputs, targets = on_pixels(config)(
+        black_and_white, labels, torch.from_numpy(mixed_table(config, 64))
+    )
     np.testing.assert_allclose((inputs > 127).float().mean((1, 2, 3)), targets[:, 1], atol=1e-6)
     assert len(targets[:, 1].unique()) > 16
 
@@ -249,7 +335,8 @@ def test_a_row_that_could_not_be_read_is_nobodys_partner():
     draw_mix(config, table, weights, 0, 0, 0, (24, 20))
     inputs, targets = on_pixels(config)(images, labels, torch.from_numpy(table))
     assert targets[weights > 0, 1].sum() == 0
-    for row in (2, 11, 20):  # the rows that would have mixed with rows 3, 8 and 21; groups have four rows
+    # the rows that would have mixed with rows 3, 8 and 21; groups have four rows
+    for row in (2, 11, 20):
         np.testing.assert_allclose(inputs[row], images[row], atol=1e-3)
     assert (table[:, LAMBDA] < 1).sum() >= 26
 
@@ -257,31 +344,52 @@ def test_a_row_that_could_not_be_read_is_nobodys_partner():
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_mixing_is_timms_with_our_numbers(mode, kind, monkeypatch):
-    """timm mixes row i with row B - 1 - i. So do pairs of a group; with `batch` and `elem` that is our ring where a group has two rows:
-    each group is a batch to timm, whose random numbers are replaced by ours."""
+    """timm mixes row i with row B - 1 - i. So do pairs of a group; with `batch` and `elem` that is
+    our ring where a group has two rows: each group is a batch to timm, whose random numbers are
+    replaced by ours."""
     size = 8 if mode == "pair" else 2
-    config = AugmentConfig(mixup_alpha=0.8 * (kind == "mixup"), cutmix_alpha=1.0 * (kind == "cutmix"), mixup_mode=mode, mix_group_size=size)
+    config = AugmentConfig(
+        mixup_alpha=0.8 * (kind == "mixup"),
+        cutmix_alpha=1.0 * (kind == "cutmix"),
+        mixup_mode=mode,
+        mix_group_size=size,
+    )
     images = random_images(32, 3, 24, 20)
     labels = torch.arange(32) % 10
     table = mixed_table(config, 32)
     table[:, FLIP] = 0
     inputs, targets = on_pixels(config)(images, labels, torch.from_numpy(table))
-    theirs = Mixup(config.mixup_alpha, config.cutmix_alpha, mode=mode, label_smoothing=0.0, num_classes=10)
+    theirs = Mixup(
+        config.mixup_alpha, config.cutmix_alpha, mode=mode, label_smoothing=0.0, num_classes=10
+    )
     for start in range(0, 32, size):
         rows = table[start : start + size]
-        boxes = iter([(tuple(row[[TOP, BOTTOM, LEFT, RIGHT]].astype(int)), float(row[LAMBDA])) for row in rows])
-        monkeypatch.setattr(timm_mixup, "cutmix_bbox_and_lam", lambda *_, boxes=boxes, **__: next(boxes))
+        boxes = iter(
+            [
+                (tuple(row[[TOP, BOTTOM, LEFT, RIGHT]].astype(int)), float(row[LAMBDA]))
+                for row in rows
+            ]
+        )
+        monkeypatch.setattr(
+            timm_mixup, "cutmix_bbox_and_lam", lambda *_, boxes=boxes, **__: next(boxes)
+        )
         count = {"pair": size // 2, "elem": size, "batch": 1}[mode]
         # A lambda of 1 would make timm pass over a row; the box brings its own.
-        lambdas = rows[:count, LAMBDA].copy() if kind == "mixup" else np.full(count, 0.5, np.float32)
-        monkeypatch.setattr(theirs, "_params_per_elem", lambda n, lam=lambdas: (lam, np.full(n, kind == "cutmix")))
-        monkeypatch.setattr(theirs, "_params_per_batch", lambda lam=lambdas: (float(lam[0]), kind == "cutmix"))
+        lambdas = (
+            rows[:count, LAMBDA].copy() if kind == "mixup" else np.full(count, 0.5, np.float32)
+        )
+        monkeypatch.setattr(
+            theirs, "_params_per_elem", lambda n, lam=lambdas: (lam, np.full(n, kind == "cutmix"))
+        )
+        monkeypatch.setattr(
+            theirs, "_params_per_batch", lambda lam=lambdas: (float(lam[0]), kind == "cutmix")
+        )
         mixed, soft = theirs(images[start : start + size].float(), labels[start : start + size])
         np.testing.assert_allclose(inputs[start : start + size], mixed, atol=1e-3)
         np.testing.assert_allclose(targets[start : start + size], soft, atol=1e-6)
 
 
-# --- the whole ----------------------------------------------------------------------------------------------------------------------------
+# --- the whole ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -292,7 +400,10 @@ def test_a_micro_batch_is_augmented_as_a_part_of_the_batch(name):
     table = torch.from_numpy(mixed_table(config, 24, (40, 36)))
     augment = Augment(config, 10, MEAN, STD, CPU)
     inputs, targets = augment(images, labels, table)
-    parts = [augment(images[start : start + 8], labels[start : start + 8], table[start : start + 8]) for start in (0, 8, 16)]
+    parts = [
+        augment(images[start : start + 8], labels[start : start + 8], table[start : start + 8])
+        for start in (0, 8, 16)
+    ]
     assert torch.equal(torch.cat([part for part, _ in parts]), inputs)
     assert torch.equal(torch.cat([part for _, part in parts]), targets)
 
@@ -310,14 +421,20 @@ def test_augmenting_leaves_its_arguments_alone(name):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_waits_for_the_device(name):
-    """On the meta device there are no values to look at: an `.item()`, a branch on a pixel or a mask of unknown size is an error."""
+    """On the meta device there are no values to look at: an `.item()`, a branch on a pixel or a
+    mask of unknown size is an error."""
     table = torch.from_numpy(mixed_table(POLICIES[name], 56, (40, 120)))
     images, labels = (
-        torch.empty(*shape, dtype=dtype, device="meta") for shape, dtype in (((56, 3, 40, 120), torch.uint8), ((56,), torch.int64))
+        torch.empty(*shape, dtype=dtype, device="meta")
+        for shape, dtype in (((56, 3, 40, 120), torch.uint8), ((56,), torch.int64))
     )
     augment = Augment(POLICIES[name], 10, MEAN, STD, torch.device("meta"))
     inputs, targets = augment(images, labels, table)
-    assert (inputs.shape, inputs.dtype, targets.shape) == ((56, 3, 40, 120), torch.float32, (56, 10))
+    assert (inputs.shape, inputs.dtype, targets.shape) == (
+        (56, 3, 40, 120),
+        torch.float32,
+        (56, 10),
+    )
 
 
 @pytest.mark.slow
@@ -326,6 +443,9 @@ def test_compiled_is_the_same():
     images = random_images(8, 3, 40, 36)
     labels = torch.arange(8) % 10
     table = torch.from_numpy(mixed_table(config, 8, (40, 36)))
-    plain, compiled = (Augment(config, 10, MEAN, STD, CPU, compiled=compiled)(images, labels, table) for compiled in (False, True))
+    plain, compiled = (
+        Augment(config, 10, MEAN, STD, CPU, compiled=compiled)(images, labels, table)
+        for compiled in (False, True)
+    )
     torch.testing.assert_close(compiled[0], plain[0], rtol=0, atol=2e-5)
     torch.testing.assert_close(compiled[1], plain[1], rtol=0, atol=1e-6)

@@ -1,7 +1,9 @@
-"""Each operation of each set, over its strengths, beside its source: timm, torchvision and Pillow as installed, big_vision as run once.
+"""Each operation of each set, over its strengths, beside its source: timm, torchvision and Pillow
+as installed, big_vision as run once.
 
-Levels are compared as whole numbers. What is not bilinear is equal; a bilinear warp may be one level off, where its exact result is near a
-whole number (float32 beside Pillow's double), and a few pixels that come from exactly the border are content there and fill here.
+Levels are compared as whole numbers. What is not bilinear is equal; a bilinear warp may be one
+level off, where its exact result is near a whole number (float32 beside Pillow's double), and a few
+pixels that come from exactly the border are content there and fill here.
 """
 
 from pathlib import Path
@@ -29,37 +31,62 @@ def levels(pictures: list[Image.Image]) -> np.ndarray:
     return np.stack([np.asarray(picture).transpose(2, 0, 1) for picture in pictures]).astype(int)
 
 
-def assert_equal_levels(ours: np.ndarray, theirs: np.ndarray, largest: int = 0, share: float = 0.0, on_border: float = 0.0) -> None:
-    """No level further off than `largest`, but for a share `on_border` of them; and at most a `share` of them off at all."""
+def assert_equal_levels(
+    ours: np.ndarray,
+    theirs: np.ndarray,
+    largest: int = 0,
+    share: float = 0.0,
+    on_border: float = 0.0,
+) -> None:
+    """No level further off than `largest`, but for a share `on_border` of them; and at most a
+    `share` of them off at all."""
     difference = np.abs(ours - theirs)
     further = (difference > largest).mean((1, 2, 3))
-    assert further.max() <= on_border, f"further than {largest} off in each image: {further}, up to {difference.max((1, 2, 3))}"
+    assert further.max() <= on_border, (
+        f"further than {largest} off in each image: {further}, up to {difference.max((1, 2, 3))}"
+    )
     assert (difference > 0).mean() <= share, f"{(difference > 0).mean():.2%} of the levels differ"
 
 
-# --- RandAugment --------------------------------------------------------------------------------------------------------------------------
+# --- RandAugment ----------------------------------------------------------------------------------
 
 TIMM_NAMES = timm_ops._RAND_INCREASING_TRANSFORMS
-UNSIGNED = {"AutoContrast", "Equalize", "Invert", "PosterizeIncreasing", "SolarizeIncreasing", "SolarizeAdd"}
+UNSIGNED = {
+    "AutoContrast",
+    "Equalize",
+    "Invert",
+    "PosterizeIncreasing",
+    "SolarizeIncreasing",
+    "SolarizeAdd",
+}
 
 
-def by_timm(images: np.ndarray, name: str, strength: float, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+def by_timm(
+    images: np.ndarray, name: str, strength: float, monkeypatch: pytest.MonkeyPatch
+) -> np.ndarray:
     """timm's operation at a signed level: its own coin for the sign is taken out."""
     monkeypatch.setattr(timm_ops, "_randomly_negate", lambda level: level)
     to_argument = timm_ops.LEVEL_TO_ARG[name]
     signed = abs(strength) if name in UNSIGNED else strength
     arguments = to_argument(signed, {}) if to_argument else ()
-    if name == "PosterizeIncreasing" and arguments == (0,):  # no bit is left; Pillow 13 refuses what earlier ones made black
+    # no bit is left; Pillow 13 refuses what earlier ones made black
+    if name == "PosterizeIncreasing" and arguments == (0,):
         return np.zeros(images.shape, int)
     options = {"resample": Image.Resampling.BILINEAR, "fillcolor": (124, 116, 104)}
-    return levels([timm_ops.NAME_TO_OP[name](picture, *arguments, **options) for picture in pictures(images)])
+    return levels(
+        [timm_ops.NAME_TO_OP[name](picture, *arguments, **options) for picture in pictures(images)]
+    )
 
 
 def test_the_sets_are_their_sources_in_their_order():
     ours = [name.replace("_", "") for name in OP_NAMES["timm"]]
-    assert ours == [name.lower().removesuffix("increasing").removesuffix("rel") for name in TIMM_NAMES]
+    assert ours == [
+        name.lower().removesuffix("increasing").removesuffix("rel") for name in TIMM_NAMES
+    ]
     theirs = autoaugment.RandAugment()._augmentation_space(31, (224, 224))
-    assert [name.replace("_", "") for name in OP_NAMES["torchvision"]] == [name.lower() for name in theirs]
+    assert [name.replace("_", "") for name in OP_NAMES["torchvision"]] == [
+        name.lower() for name in theirs
+    ]
 
 
 @pytest.mark.parametrize("op", range(len(TIMM_NAMES)), ids=TIMM_NAMES)
@@ -68,8 +95,17 @@ def test_operations_are_timms(op, monkeypatch):
     name = TIMM_NAMES[op]
     strengths = (0.0, 2.5, 3.703125, 5.0, 9.0, 9.625, 10.0, -2.5, -9.0, -10.0)
     is_warp = OP_NAMES["timm"][op] in WARPS
-    for strength, ours in zip(strengths, at_strengths(AugmentConfig(randaugment_layers=1), images, op, strengths), strict=True):
-        assert_equal_levels(ours, by_timm(images, name, strength, monkeypatch), largest=int(is_warp), share=0.03 * is_warp)
+    for strength, ours in zip(
+        strengths,
+        at_strengths(AugmentConfig(randaugment_layers=1), images, op, strengths),
+        strict=True,
+    ):
+        assert_equal_levels(
+            ours,
+            by_timm(images, name, strength, monkeypatch),
+            largest=int(is_warp),
+            share=0.03 * is_warp,
+        )
 
 
 @pytest.mark.parametrize("op", range(14), ids=OP_NAMES["torchvision"])
@@ -78,13 +114,22 @@ def test_operations_are_torchvisions(op):
     is_warp = OP_NAMES["torchvision"][op] in WARPS
     config = AugmentConfig(randaugment_layers=1, randaugment_ops="torchvision")
     strengths = tuple(range(-30, 31))
-    name, (magnitudes, is_signed) = list(autoaugment.RandAugment()._augmentation_space(31, images.shape[2:]).items())[op]
+    name, (magnitudes, is_signed) = list(
+        autoaugment.RandAugment()._augmentation_space(31, images.shape[2:]).items()
+    )[op]
     for strength, ours in zip(strengths, at_strengths(config, images, op, strengths), strict=True):
         magnitude = float(magnitudes[abs(strength)]) if magnitudes.ndim else 0.0
         signed = -magnitude if is_signed and strength < 0 else magnitude
         options = {"interpolation": InterpolationMode.BILINEAR, "fill": None}
-        theirs = levels([autoaugment._apply_op(picture, name, signed, **options) for picture in pictures(images)])
-        assert_equal_levels(ours, theirs, largest=int(is_warp), share=0.04 * is_warp, on_border=6e-3 * is_warp)
+        theirs = levels(
+            [
+                autoaugment._apply_op(picture, name, signed, **options)
+                for picture in pictures(images)
+            ]
+        )
+        assert_equal_levels(
+            ours, theirs, largest=int(is_warp), share=0.04 * is_warp, on_border=6e-3 * is_warp
+        )
 
 
 BIG_VISION_CONFIG = AugmentConfig(randaugment_layers=1, randaugment_ops="big_vision")
@@ -93,49 +138,94 @@ BIG_VISION = np.load(Path(__file__).parent / "golden_big_vision.npz")
 
 @pytest.mark.parametrize("op", range(16), ids=OP_NAMES["big_vision"])
 def test_operations_are_big_visions(op):
-    """The file holds what google-research/big_vision@538b8a80:big_vision/pp/autoaugment.py made of two images in TensorFlow 2.21, with
-    tf.raw_ops.ImageProjectiveTransformV3 in place of tensorflow_addons, which has no release for it; the cutouts' centres are 0.8 of the
-    width and 0.3 of the height. TensorFlow's float32 sums take another order: one level in a hundred may be one off (sharpness: two)."""
+    """The file holds what google-research/big_vision@538b8a80:big_vision/pp/autoaugment.py made of
+    two images in TensorFlow 2.21, with tf.raw_ops.ImageProjectiveTransformV3 in place of
+    tensorflow_addons, which has no release for it; the cutouts' centres are 0.8 of the width and
+    0.3 of the height. TensorFlow's float32 sums take another order: one level in a hundred may be
+    one off (sharpness: two).
+    """
     name = OP_NAMES["big_vision"][op].replace("_", "")
     is_summed = OP_NAMES["big_vision"][op] in ("color", "sharpness")
     cases = [case for case in BIG_VISION.files if case.split()[0].lower() == name]
     assert cases
     for case in cases:
-        ours = one_op(BIG_VISION_CONFIG, BIG_VISION["images"].transpose(0, 3, 1, 2).copy(), op, float(case.split()[1]), 0.8, 0.3)
-        assert_equal_levels(ours, BIG_VISION[case].transpose(0, 3, 1, 2).astype(int), largest=2 * is_summed, share=0.011 * is_summed)
+        ours = one_op(
+            BIG_VISION_CONFIG,
+            BIG_VISION["images"].transpose(0, 3, 1, 2).copy(),
+            op,
+            float(case.split()[1]),
+            0.8,
+            0.3,
+        )
+        assert_equal_levels(
+            ours,
+            BIG_VISION[case].transpose(0, 3, 1, 2).astype(int),
+            largest=2 * is_summed,
+            share=0.011 * is_summed,
+        )
 
 
-# --- 3-Augment and colour jitter ----------------------------------------------------------------------------------------------------------
+# --- 3-Augment and colour jitter ------------------------------------------------------------------
 
 THREE = AugmentConfig(three_augment=True)
-RADII = [0.1, 0.4, 0.81, 1.13, 1.4142, 1.4143, 1.77, 1.99, *np.random.default_rng(0).uniform(0.1, 2.0, 12).round(4).tolist()]
+RADII = [
+    0.1,
+    0.4,
+    0.81,
+    1.13,
+    1.4142,
+    1.4143,
+    1.77,
+    1.99,
+    *np.random.default_rng(0).uniform(0.1, 2.0, 12).round(4).tolist(),
+]
 
 
 def test_blur_is_pillows():
     for radius, ours in zip(RADII, at_strengths(THREE, photographs(), 2, RADII), strict=True):
-        theirs = levels([picture.filter(ImageFilter.GaussianBlur(radius)) for picture in pictures(photographs())])
+        theirs = levels(
+            [
+                picture.filter(ImageFilter.GaussianBlur(radius))
+                for picture in pictures(photographs())
+            ]
+        )
         assert_equal_levels(ours, theirs, largest=1, share=1e-3)
 
 
 @pytest.mark.parametrize("radius", [1.0, 1.5, 2.0])
 def test_blur_may_be_off_where_sums_lie_between_two_levels(radius):
-    theirs = levels([picture.filter(ImageFilter.GaussianBlur(radius)) for picture in pictures(photographs())])
+    theirs = levels(
+        [picture.filter(ImageFilter.GaussianBlur(radius)) for picture in pictures(photographs())]
+    )
     assert_equal_levels(one_op(THREE, photographs(), 2, radius), theirs, largest=3, share=0.15)
 
 
 def test_grey_and_solarize_are_pillows():
     images = photographs()
-    assert_equal_levels(one_op(THREE, images, 0, 0.7), levels([tv.to_grayscale(picture, 3) for picture in pictures(images)]))
-    assert_equal_levels(one_op(THREE, images, 1, 0.7), levels([tv.solarize(picture, 128) for picture in pictures(images)]))
+    assert_equal_levels(
+        one_op(THREE, images, 0, 0.7),
+        levels([tv.to_grayscale(picture, 3) for picture in pictures(images)]),
+    )
+    assert_equal_levels(
+        one_op(THREE, images, 1, 0.7),
+        levels([tv.solarize(picture, 128) for picture in pictures(images)]),
+    )
 
 
-@pytest.mark.parametrize(("op", "name"), [(0, "adjust_brightness"), (1, "adjust_contrast"), (2, "adjust_saturation")])
+@pytest.mark.parametrize(
+    ("op", "name"), [(0, "adjust_brightness"), (1, "adjust_contrast"), (2, "adjust_saturation")]
+)
 def test_jitter_is_torchvisions_on_pillow_images(op, name):
     factors = (0.0, 0.13, 0.7, 1.0, 1.29, 2.0)
     jitter = AugmentConfig(color_jitter=(0.3, 0.0, 0.0, 0.0))
     for factor, ours in zip(factors, at_strengths(jitter, photographs(), op, factors), strict=True):
         # The table's float32, which Pillow takes, too.
-        theirs = levels([getattr(tv, name)(picture, float(np.float32(factor))) for picture in pictures(photographs())])
+        theirs = levels(
+            [
+                getattr(tv, name)(picture, float(np.float32(factor)))
+                for picture in pictures(photographs())
+            ]
+        )
         assert_equal_levels(ours, theirs)
 
 
@@ -144,12 +234,20 @@ def test_hue_is_torchvisions_on_tensors():
     turns = (-0.5, -0.21, -0.03, 0.0, 0.1, 0.37, 0.5)
     jitter = AugmentConfig(color_jitter=(0.0, 0.0, 0.0, 0.3))
     for turn, ours in zip(turns, at_strengths(jitter, photographs(), 3, turns), strict=True):
-        theirs = torch.stack([tv.adjust_hue(image, turn) for image in torch.from_numpy(photographs())]).numpy().astype(int)
+        theirs = (
+            torch.stack([tv.adjust_hue(image, turn) for image in torch.from_numpy(photographs())])
+            .numpy()
+            .astype(int)
+        )
         assert_equal_levels(ours, theirs, largest=1, share=1e-3)
 
 
 @pytest.mark.parametrize(("op", "name"), [(0, "adjust_brightness"), (1, "adjust_contrast")])
 def test_grey_images_are_jittered_in_brightness_and_contrast(op, name):
     images = photographs()[:, :1]
-    theirs = np.stack([np.asarray(getattr(tv, name)(Image.fromarray(image[0]), 0.7))[None] for image in images]).astype(int)
-    assert_equal_levels(one_op(AugmentConfig(color_jitter=(0.3, 0.0, 0.0, 0.0)), images, op, 0.7), theirs)
+    theirs = np.stack(
+        [np.asarray(getattr(tv, name)(Image.fromarray(image[0]), 0.7))[None] for image in images]
+    ).astype(int)
+    assert_equal_levels(
+        one_op(AugmentConfig(color_jitter=(0.3, 0.0, 0.0, 0.0)), images, op, 0.7), theirs
+    )

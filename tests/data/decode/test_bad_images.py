@@ -1,4 +1,5 @@
-"""What stands in shards beside photographs: odd images are trained on; those that cannot be are named, or skipped and counted."""
+"""What stands in shards beside photographs: odd images are trained on; those that cannot be are
+named, or skipped and counted."""
 
 import io
 import os
@@ -24,8 +25,12 @@ from vit.system.files import ShardError
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 
 
-def encoded(width: int = 60, height: int = 40, mode: str = "RGB", form: str = "JPEG", **options) -> bytes:
-    pixels = np.random.default_rng(width * height).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), np.uint8)
+def encoded(
+    width: int = 60, height: int = 40, mode: str = "RGB", form: str = "JPEG", **options
+) -> bytes:
+    pixels = np.random.default_rng(width * height).integers(
+        0, 256, (height // 8 + 1, width // 8 + 1, 3), np.uint8
+    )
     image = Image.fromarray(pixels).resize((width, height)).convert("L" if mode == "I;16" else mode)
     data = io.BytesIO()
     (image.convert("I").convert("I;16") if mode == "I;16" else image).save(data, form, **options)
@@ -70,7 +75,8 @@ BAD = {
 
 
 def write_shard(root, images: dict[str, bytes], stored: dict[str, bytes]):
-    """A data set of one shard, indexed as it holds `images`, of which it then holds `stored`, cut or filled up with zeros behind."""
+    """A data set of one shard, indexed as it holds `images`, of which it then holds `stored`, cut
+    or filled up with zeros behind."""
     root.mkdir()
     path = root / "train-00000.tar"
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -82,7 +88,9 @@ def write_shard(root, images: dict[str, bytes], stored: dict[str, bytes]):
     build_index(root, "train", [path.name])
     sidecar = write_sidecar(path, len(images))
     about = {"source": "test", "options": {}, "class_names": ["a", "b"], "num_classes": 2}
-    write_json(root / "_info.json", make_info({"train": [path.name]}, {path.name: sidecar}, **about))
+    write_json(
+        root / "_info.json", make_info({"train": [path.name]}, {path.name: sidecar}, **about)
+    )
     split = open_split(root, "train")
     with open(path, "r+b") as tar:
         for number, key in enumerate(images):
@@ -95,7 +103,9 @@ def write_shard(root, images: dict[str, bytes], stored: dict[str, bytes]):
 
 
 def train_batches(split, **options) -> TrainBatches:
-    return TrainBatches(split, make_order(split.num_samples, split.num_samples), AugmentConfig(), FORMAT, **options)
+    return TrainBatches(
+        split, make_order(split.num_samples, split.num_samples), AugmentConfig(), FORMAT, **options
+    )
 
 
 def rows_of(batches: TrainBatches | EvalBatches) -> Batch:
@@ -108,7 +118,9 @@ def decoder(request, monkeypatch):
     if request.param == "simplejpeg":
         monkeypatch.setattr(native, "AVAILABLE", False)
     elif not native.AVAILABLE and os.environ.get("VIT_REQUIRE_NATIVE") != "1":
-        pytest.skip("the C decoder was not built: apt-get install build-essential, then pip install -e .")
+        pytest.skip(
+            "the C decoder was not built: apt-get install build-essential, then pip install -e ."
+        )
 
 
 def test_odd_images_are_trained_on_and_evaluated(tmp_path, decoder):
@@ -134,13 +146,23 @@ def test_what_cannot_be_decoded_is_skipped_and_named(tmp_path, decoder):
 
 
 @pytest.mark.parametrize("key", BAD)
-def test_each_of_them_is_an_error_that_names_it_by_default_and_in_evaluation(key, tmp_path, decoder):
+def test_each_of_them_is_an_error_that_names_it_by_default_and_in_evaluation(
+    key, tmp_path, decoder
+):
     split = write_shard(tmp_path / "root", {"fine": encoded(), key: encoded(200, 150)}, BAD)
     for batches, remedy in (
         (train_batches(split), "; data.on_bad_image=skip trains without it"),
-        (EvalBatches(split, FORMAT, EvalConfig(), 2), "; evaluation counts every image: restore the shard"),
+        (
+            EvalBatches(split, FORMAT, EvalConfig(), 2),
+            "; evaluation counts every image: restore the shard",
+        ),
     ):
-        with pytest.raises(ShardError, match=rf"train-00000\.tar: image '{key}' at byte \d+: cannot decode \d+ bytes: .*{remedy}"):
+        with pytest.raises(
+            ShardError,
+            match=(
+                rf"train-00000\.tar: image '{key}' at byte \d+: cannot decode \d+ bytes: .*{remedy}"
+            ),
+        ):
             batches.fill(0, 0, rows_of(batches))
 
 
@@ -157,13 +179,16 @@ LYING = {
 
 @pytest.mark.parametrize("data", LYING.values(), ids=LYING)
 def test_markers_that_lie_are_no_worse_than_in_any_other_program(data, tmp_path, decoder):
-    """Pillow, in which all published numbers were made, shows such images; so do we, the same, whatever the window."""
+    """Pillow, in which all published numbers were made, shows such images; so do we, the same,
+    whatever the window."""
     with Image.open(io.BytesIO(data)) as image:
         expected = np.array(image)
     split = write_shard(tmp_path / "root", {"lying": data, "fine": encoded()}, {})
     for box in ((0, 0, 200, 150), (64, 30, 40, 40), (0, 0, 8, 8)):
         left, top, width, height = box
-        np.testing.assert_array_equal(decode_box(split.read(0), box)[0], expected[top : top + height, left : left + width])
+        np.testing.assert_array_equal(
+            decode_box(split.read(0), box)[0], expected[top : top + height, left : left + width]
+        )
 
 
 @pytest.mark.parametrize("key", ["jpeg", "png"])
@@ -175,7 +200,12 @@ def test_an_index_with_other_sizes_is_told_before_a_wrong_window_is_shown(key, t
     split.index["height"][0] = 40
     batches = train_batches(split)
     rows = rows_of(batches)
-    with pytest.raises(ShardError, match=rf"image '{key}' at byte \d+: it has 60 x 40 pixels, the index says 50 x 40: .* delete"):
+    with pytest.raises(
+        ShardError,
+        match=(
+            rf"image '{key}' at byte \d+: it has 60 x 40 pixels, the index says 50 x 40: .* delete"
+        ),
+    ):
         batches.fill(0, 0, rows)
     assert train_batches(split, on_bad_image="skip").fill(0, 0, rows) == (key,)
 

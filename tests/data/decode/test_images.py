@@ -17,7 +17,14 @@ from PIL import EpsImagePlugin, Image
 from data_prep.write.images import ImagePolicy, Unreadable, prepare
 from vit.config import EvalConfig
 from vit.data.decode import native
-from vit.data.decode.images import MAX_JPEG_SIDE, decode, decode_box, image_size, open_image, pixels_of
+from vit.data.decode.images import (
+    MAX_JPEG_SIDE,
+    decode,
+    decode_box,
+    image_size,
+    open_image,
+    pixels_of,
+)
 from vit.data.decode.jpeg_header import MAX_PIXELS, read_header
 from vit.data.decode.views import decode_center
 from vit.data.shards.tar import scan_tar
@@ -29,12 +36,16 @@ REFUSED = {"JPEG 12 bits", "TIFF I", "TIFF F", "PPM F"}
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 9), (97, 64)], ids=str)
 def test_every_kind_of_image_has_the_same_pixels_on_every_way(size):
-    """The C decoder, pip packages, whole, training, evaluation, preparation, and the size in the index."""
+    """The C decoder, pip packages, whole, training, evaluation, preparation, and the size in the
+    index."""
     found = {}
     refused = set()
     for name, data in kinds(*size).items():
         compared = Comparison(data, random.Random(name))
-        found[name] = compared.differences + ["damage is overlooked, where there is none"] * compared.overlooked
+        found[name] = (
+            compared.differences
+            + ["damage is overlooked, where there is none"] * compared.overlooked
+        )
         if compared.size is None:
             refused.add(name)
     assert {name: differences for name, differences in found.items() if differences} == {}
@@ -58,11 +69,14 @@ def test_many_damaged_images_have_the_same_pixels_or_the_same_refusal(tmp_path):
 @pytest.mark.parametrize("transform", [0, 2], ids=["CMYK", "YCCK"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_window_of_printing_colours_without_restart_markers_is_pillows(transform, channels):
-    """It once was memory that nobody had written: simplejpeg complained of the codes behind it before it had made any pixels."""
+    """It once was memory that nobody had written: simplejpeg complained of the codes behind it
+    before it had made any pixels."""
     data = encoded(picture(500, 375, "CMYK"), "JPEG")
     at = data.index(b"Adobe") + 11
     data = data[:at] + bytes([transform]) + data[at + 1 :]
-    theirs = np.asarray(Image.open(io.BytesIO(data)).convert("RGB" if channels == 3 else "L")).reshape(375, 500, channels)
+    theirs = np.asarray(
+        Image.open(io.BytesIO(data)).convert("RGB" if channels == 3 else "L")
+    ).reshape(375, 500, channels)
     for left, top, width, height in [(0, 0, 100, 80), (200, 100, 50, 100), (499, 300, 1, 1)]:
         with without_native():
             pixels, _ = decode_box(data, (left, top, width, height), channels)
@@ -70,16 +84,18 @@ def test_a_window_of_printing_colours_without_restart_markers_is_pillows(transfo
 
 
 def test_pixels_that_were_never_written_are_not_shown():
-    """A warning, and then an error before the first line: simplejpeg, when it is to pass over warnings, returns as if all were well."""
+    """A warning, and then an error before the first line: simplejpeg, when it is to pass over
+    warnings, returns as if all were well."""
     data = bytearray(encoded(picture(128, 128), "JPEG"))
     scan = read_header(bytes(data)).scan_offset
-    data[scan - 3] = 1  # the first coefficient of a progressive scan, in a file that is none: a warning
+    # the first coefficient of a progressive scan, in a file that is none: a warning
+    data[scan - 3] = 1
     data[scan - 8] = 0x33  # Huffman tables that there are none of: an error
     with without_native(), pytest.raises(ValueError, match="cannot decode"):
         decode_box(bytes(data), (10, 10, 20, 20))
 
 
-# ---- colours --------------------------------------------------------------------------------------------------------
+# ---- colours -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM", "JPEG2000"])
@@ -94,12 +110,18 @@ def test_sixteen_bits_of_grey_are_scaled_in_training_as_in_preparation(form):
     assert np.abs(prepared.astype(int) - pixels).max() <= 2
 
 
-@pytest.mark.parametrize(("color_type", "channels"), [(2, [0, 1, 2]), (4, [0, 0, 0]), (6, [0, 1, 2])], ids=["RGB", "LA", "RGBA"])
+@pytest.mark.parametrize(
+    ("color_type", "channels"),
+    [(2, [0, 1, 2]), (4, [0, 0, 0]), (6, [0, 1, 2])],
+    ids=["RGB", "LA", "RGBA"],
+)
 def test_sixteen_bits_of_colour_are_their_upper_eight(color_type, channels):
     data = png(color_type, 5, 4)
     samples = {2: 3, 4: 2, 6: 4}[color_type]
     rng = random.Random(color_type)
-    rows = np.stack([np.frombuffer(rng.randbytes(2 * samples * 5), ">u2").reshape(5, samples) for _ in range(4)])
+    rows = np.stack(
+        [np.frombuffer(rng.randbytes(2 * samples * 5), ">u2").reshape(5, samples) for _ in range(4)]
+    )
     np.testing.assert_array_equal(decode(data), (rows >> 8)[..., channels])
 
 
@@ -120,7 +142,7 @@ def test_palettes_with_transparencies_are_read_without_a_word(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-# ---- what may not come in -------------------------------------------------------------------------------------------
+# ---- what may not come in ------------------------------------------------------------------------
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\nshowpage\n"
 
@@ -139,7 +161,10 @@ def test_no_bytes_start_another_program(tmp_path, monkeypatch):
     log.unlink()
 
     for way in (decode, image_size, open_image, lambda data: decode_box(data, (0, 0, 8, 8))):
-        with pytest.raises(ValueError, match=r"no image; expected one of JPEG, PNG, .* begins with b'%!PS-Adobe-3\.0 E'"):
+        with pytest.raises(
+            ValueError,
+            match=r"no image; expected one of JPEG, PNG, .* begins with b'%!PS-Adobe-3\.0 E'",
+        ):
             way(POSTSCRIPT)
     with pytest.raises(ValueError, match="no image"):
         decode_center(POSTSCRIPT, (16, 16), EvalConfig(), "bilinear")
@@ -164,7 +189,18 @@ def said_to_have(data: bytes, width: int, height: int) -> bytes:
 def huge_tiles() -> bytes:
     """A TIFF of 64 x 48 pixels, in tiles for one of which libtiff would ask for 1.6 GB."""
     content = zlib.compress(bytes(64 * 48))
-    tags = {256: 64, 257: 48, 258: 8, 259: 8, 262: 1, 277: 1, 322: 40_000, 323: 40_000, 324: 134, 325: len(content)}
+    tags = {
+        256: 64,
+        257: 48,
+        258: 8,
+        259: 8,
+        262: 1,
+        277: 1,
+        322: 40_000,
+        323: 40_000,
+        324: 134,
+        325: len(content),
+    }
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + content
 
@@ -174,9 +210,18 @@ STRAY = JPEG[:20] + b"stray" + JPEG[20:]
 FRAME = STRAY.index(b"\xff\xc0") + 5
 BEYOND = {
     "a wide JPEG": (said_to_have(JPEG, MAX_JPEG_SIDE + 1, 1), "sides of JPEGs"),
-    "a large JPEG": (said_to_have(JPEG, 20_000, 10_000), f"20000 x 10000 pixels are more than {MAX_PIXELS}"),
-    "a wide JPEG, odd": (STRAY[:FRAME] + struct.pack(">HH", 8, 65_535) + STRAY[FRAME + 4 :], "sides of JPEGs"),
-    "a large JPEG, odd": (STRAY[:FRAME] + struct.pack(">HH", 10_000, 20_000) + STRAY[FRAME + 4 :], "more than"),
+    "a large JPEG": (
+        said_to_have(JPEG, 20_000, 10_000),
+        f"20000 x 10000 pixels are more than {MAX_PIXELS}",
+    ),
+    "a wide JPEG, odd": (
+        STRAY[:FRAME] + struct.pack(">HH", 8, 65_535) + STRAY[FRAME + 4 :],
+        "sides of JPEGs",
+    ),
+    "a large JPEG, odd": (
+        STRAY[:FRAME] + struct.pack(">HH", 10_000, 20_000) + STRAY[FRAME + 4 :],
+        "more than",
+    ),
     "a large PPM": (b"P6 20000 10000 255 ", f"more than {MAX_PIXELS}"),
     "a PPM of one pixel too many": (b"P5 %d 2 255 " % (MAX_PIXELS // 2 + 1), "more than"),
     "floats": (encoded(picture(8, 8, "F"), "TIFF"), "pixels of mode F have no known range"),
@@ -185,11 +230,21 @@ BEYOND = {
 }
 
 
-@pytest.mark.parametrize("limit", [Image.MAX_IMAGE_PIXELS, None], ids=["Pillow's limit", "no limit of Pillow's"])
+@pytest.mark.parametrize(
+    "limit", [Image.MAX_IMAGE_PIXELS, None], ids=["Pillow's limit", "no limit of Pillow's"]
+)
 @pytest.mark.parametrize(("data", "reason"), BEYOND.values(), ids=BEYOND)
-def test_an_index_accepts_nothing_that_the_loader_refuses_by_its_headers(data, reason, limit, monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)  # of the process: any program may have set it
-    for way in (image_size, decode, lambda data: decode_box(data, (0, 0, 1, 1)), lambda data: prepare(data, ImagePolicy())):
+def test_an_index_accepts_nothing_that_the_loader_refuses_by_its_headers(
+    data, reason, limit, monkeypatch
+):
+    # of the process: any program may have set it
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+    for way in (
+        image_size,
+        decode,
+        lambda data: decode_box(data, (0, 0, 1, 1)),
+        lambda data: prepare(data, ImagePolicy()),
+    ):
         with pytest.raises(ValueError, match=reason):
             way(data)
 
@@ -214,12 +269,15 @@ def test_a_window_of_a_large_png_takes_its_decoders_memory_and_no_copies(tmp_pat
     encoded_png = tmp_path / "large.png"
     Image.new("RGB", (6000, 5000), (1, 2, 3)).save(encoded_png, compress_level=1)
     code = (
-        "import resource, sys\nfrom vit.data.decode.images import decode_box\n"
-        "data = open(sys.argv[1], 'rb').read()\nbefore = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "assert decode_box(data, (100, 100, 500, 500))[0][7, 7].tolist() == [1, 2, 3]\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+        "import resource, sys\nfrom vit.data.decode.images import decode_box\ndata ="
+        " open(sys.argv[1], 'rb').read()\nbefore ="
+        " resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\nassert decode_box(data, (100, 100,"
+        " 500, 500))[0][7, 7].tolist() == [1, 2,"
+        " 3]\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, encoded_png], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, encoded_png], capture_output=True, text=True, check=True
+    )
     scale = 1 if sys.platform == "darwin" else 1024
     assert int(done.stdout) * scale < 6 * 6000 * 5000
 
@@ -229,4 +287,6 @@ def test_pixels_of_a_part_are_the_part_of_the_pixels():
         if name in REFUSED:
             continue
         whole = pixels_of(open_image(data))
-        np.testing.assert_array_equal(pixels_of(open_image(data), box=(11, 7, 50, 40)), whole[7:47, 11:61], err_msg=name)
+        np.testing.assert_array_equal(
+            pixels_of(open_image(data), box=(11, 7, 50, 40)), whole[7:47, 11:61], err_msg=name
+        )

@@ -1,4 +1,5 @@
-"""The window cut out of a JPEG, decoded, against the whole decoded and cropped; and what is not cut, or not believed."""
+"""The window cut out of a JPEG, decoded, against the whole decoded and cropped; and what is not
+cut, or not believed."""
 
 import io
 import struct
@@ -13,8 +14,9 @@ from PIL import Image
 from vit.data.decode.jpeg_cut import Cut, cut_window
 from vit.data.decode.jpeg_header import read_header
 
-# Pillow's name, and what stands in its place in the header: a file whose blocks are arranged in another way, of as many in each MCU, is the
-# same codes under another header. So there are all arrangements that libjpeg knows without an encoder for them.
+# Pillow's name, and what stands in its place in the header: a file whose blocks are arranged in
+# another way, of as many in each MCU, is the same codes under another header. So there are all
+# arrangements that libjpeg knows without an encoder for them.
 ARRANGED = {
     "4:4:4": ("4:4:4", 0x11),
     "4:2:2": ("4:2:2", 0x21),
@@ -31,7 +33,11 @@ def noise(width: int, height: int, channels: int = 3) -> np.ndarray:
     """Neither flat, where nothing could go wrong, nor pure noise, whose codes are all alike."""
     generator = np.random.default_rng(width * height)
     y, x = np.mgrid[:height, :width]
-    waves = np.stack([np.sin(x / 9 + phase) + np.cos(y / 7 - phase) for phase in range(channels)], -1) * 50 + 128
+    waves = (
+        np.stack([np.sin(x / 9 + phase) + np.cos(y / 7 - phase) for phase in range(channels)], -1)
+        * 50
+        + 128
+    )
     return (waves + generator.normal(0, 25, waves.shape)).clip(0, 255).astype(np.uint8)
 
 
@@ -39,7 +45,8 @@ def jpeg(width: int, height: int, arranged: str = "4:2:0", interval: int = 0, **
     """A JPEG of this size with a restart marker after each `interval` MCUs."""
     pillows, first_component = ARRANGED[arranged]
     across, down = first_component >> 4, first_component & 15
-    if pillows != "grey":  # encode an image of as many MCUs as this one has, whose MCUs are arranged as Pillow can
+    # encode an image of as many MCUs as this one has, whose MCUs are arranged as Pillow can
+    if pillows != "grey":
         mcus = -(-width // (8 * across)), -(-height // (8 * down))
         mcu_w, mcu_h = {"4:4:4": (8, 8), "4:2:2": (16, 8), "4:2:0": (16, 16)}[pillows]
         image = Image.fromarray(noise(mcus[0] * mcu_w, mcus[1] * mcu_h))
@@ -71,7 +78,8 @@ def shown(cut: Cut, window: tuple[int, int, int, int]) -> np.ndarray:
 
 @st.composite
 def cases(draw):
-    """An image of tiles or without, and a window in it; narrow images and windows at the borders come often."""
+    """An image of tiles or without, and a window in it; narrow images and windows at the borders
+    come often."""
     arranged = draw(st.sampled_from(list(ARRANGED)))
     width, height = draw(st.integers(1, 150)), draw(st.integers(1, 150))
     mcu_w = 8 * (ARRANGED[arranged][1] >> 4) if "grey" not in arranged else 8
@@ -97,7 +105,11 @@ def test_the_window_in_the_cut_is_the_window_in_the_whole(case):
     np.testing.assert_array_equal(shown(cut, window), decode(data)[top : top + h, left : left + w])
     if not cut.has_rest:
         again = read_header(bytes(cut.data))
-        assert (again.width, again.height, again.restart_interval) == (cut.width, cut.height, interval)
+        assert (again.width, again.height, again.restart_interval) == (
+            cut.width,
+            cut.height,
+            interval,
+        )
         assert len(cut.data) < len(data)
 
 
@@ -120,15 +132,25 @@ def test_what_can_be_cut_is_cut(arranged, has_markers):
 def test_a_window_that_ends_with_its_tiles_needs_the_colour_of_the_next(arranged):
     mcu_w, mcu_h = read_header(jpeg(256, 256, arranged)).mcu_size
     data = jpeg(256, 256, arranged, 32 // mcu_w)
-    for window in [(96, 96, 64, 64), (96, 96, 63, 65), (97, 97, 64, 62), (64, 64, 32, mcu_h), (65, 64, 31, 32), (64, 65, 32, 31)]:
+    for window in [
+        (96, 96, 64, 64),
+        (96, 96, 63, 65),
+        (97, 97, 64, 62),
+        (64, 64, 32, mcu_h),
+        (65, 64, 31, 32),
+        (64, 65, 32, 31),
+    ]:
         left, top, width, height = window
         cut = cut_window(data, read_header(data), window)
-        np.testing.assert_array_equal(shown(cut, window), decode(data)[top : top + height, left : left + width])
+        np.testing.assert_array_equal(
+            shown(cut, window), decode(data)[top : top + height, left : left + width]
+        )
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 9, 16])
 def test_a_last_tile_of_few_columns_is_upsampled_as_in_the_whole(columns):
-    """libjpeg takes lines of one or two colour samples as they are; in the whole they are blended with their neighbours."""
+    """libjpeg takes lines of one or two colour samples as they are; in the whole they are blended
+    with their neighbours."""
     data = jpeg(48 + columns, 64, "4:2:0", 1)
     assert read_header(data).restart_interval == 1
     for left in range(48, 48 + columns):
@@ -156,7 +178,11 @@ def test_a_window_of_nearly_everything_is_not_cut():
 
 def marker_changed(data: bytes, number: int, to: int) -> bytes:
     start = read_header(data).scan_offset
-    found = [at for at in range(start, len(data) - 2) if data[at] == 0xFF and 0xD0 <= data[at + 1] <= 0xD7]
+    found = [
+        at
+        for at in range(start, len(data) - 2)
+        if data[at] == 0xFF and 0xD0 <= data[at + 1] <= 0xD7
+    ]
     return data[: found[number] + 1] + bytes([to]) + data[found[number] + 2 :]
 
 
@@ -168,7 +194,9 @@ LIES = {
     "another interval than the markers'": PLAIN.replace(b"\xff\xdd\0\4\0\2", b"\xff\xdd\0\4\0\3"),
     "an interval, and no markers": jpeg(96, 96).replace(b"\xff\xda", b"\xff\xdd\0\4\0\2\xff\xda"),
     "an interval that fits no line": PLAIN.replace(b"\xff\xdd\0\4\0\2", b"\xff\xdd\0\4\0\5"),
-    "a smaller size in the header": PLAIN[:SIZE_AT] + struct.pack(">HH", 80, 80) + PLAIN[SIZE_AT + 4 :],
+    "a smaller size in the header": (
+        PLAIN[:SIZE_AT] + struct.pack(">HH", 80, 80) + PLAIN[SIZE_AT + 4 :]
+    ),
     "cut off": PLAIN[:-700],
     "cut off, with an end": PLAIN[:-700] + b"\xff\xd9",
     "something behind it": PLAIN + b"\0",
@@ -187,7 +215,11 @@ def test_the_components_one_after_the_other_are_not_cut():
     """A scan of each component, by hand: the codes of three grey images under one header."""
     grey = jpeg(64, 64, "grey", 2)
     header = read_header(grey)
-    frame = b"\xff\xc0" + struct.pack(">HBHHB", 17, 8, 64, 64, 3) + b"".join(bytes((n, 0x11, 0)) for n in (1, 2, 3))
+    frame = (
+        b"\xff\xc0"
+        + struct.pack(">HBHHB", 17, 8, 64, 64, 3)
+        + b"".join(bytes((n, 0x11, 0)) for n in (1, 2, 3))
+    )
     tables = grey[header.frame_offset + 13 : header.scan_offset - 10]
     codes = grey[header.scan_offset : -2]
     scans = b"".join(b"\xff\xda\0\x08\1" + bytes((n, 0, 0, 63, 0)) + codes for n in (1, 2, 3))
@@ -202,7 +234,9 @@ def test_the_components_one_after_the_other_are_not_cut():
 def test_damage_gives_no_cut_or_one_of_the_promised_size(arranged, interval, data):
     damaged = bytearray(jpeg(64, 64, list(ARRANGED)[arranged], interval))
     for _ in range(data.draw(st.integers(1, 4))):
-        damaged[data.draw(st.integers(2, len(damaged) - 1))] = data.draw(st.one_of(st.sampled_from([0xFF, 0, 0xD3]), st.integers(0, 255)))
+        damaged[data.draw(st.integers(2, len(damaged) - 1))] = data.draw(
+            st.one_of(st.sampled_from([0xFF, 0, 0xD3]), st.integers(0, 255))
+        )
     try:
         header = read_header(bytes(damaged))
     except ValueError:

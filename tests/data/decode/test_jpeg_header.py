@@ -18,7 +18,9 @@ from vit.system.files import ShardError
 
 
 def picture(width: int = 97, height: int = 64, mode: str = "RGB") -> Image.Image:
-    pixels = np.random.default_rng(width * height).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), np.uint8)
+    pixels = np.random.default_rng(width * height).integers(
+        0, 256, (height // 8 + 1, width // 8 + 1, 3), np.uint8
+    )
     return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
 
 
@@ -37,7 +39,8 @@ def by_pillow(data: bytes) -> dict:
             "precision": image.bits,
             "orientation": image.getexif().get(0x0112, 1),
             "adobe_transform": image.info.get("adobe_transform"),
-            "scan_offset": image.fp.tell(),  # Pillow has read up to the first scan, and not one byte more
+            # Pillow has read up to the first scan, and not one byte more
+            "scan_offset": image.fp.tell(),
         }
 
 
@@ -51,18 +54,23 @@ def segment(marker: int, content: bytes) -> bytes:
 
 
 def exif_block(order: str, orientation: int, others: int = 3) -> bytes:
-    """An EXIF segment's content whose orientation comes after `others` entries, in Intel's (<) or Motorola's (>) byte order."""
+    """An EXIF segment's content whose orientation comes after `others` entries, in Intel's (<) or
+    Motorola's (>) byte order."""
     entries = [struct.pack(order + "HHII", 0x0100 + n, 4, 1, 7) for n in range(others)]
     entries.append(struct.pack(order + "HHIHH", 0x0112, 3, 1, orientation, 0))
     head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "I", 8)
-    return b"Exif\0\0" + head + struct.pack(order + "H", len(entries)) + b"".join(entries) + bytes(4)
+    return (
+        b"Exif\0\0" + head + struct.pack(order + "H", len(entries)) + b"".join(entries) + bytes(4)
+    )
 
 
-# --- whole images ---------------------------------------------------------------------------------------------------------------------
+# --- whole images ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"progressive": True}, {"optimize": True}, {"restart_marker_blocks": 3}, {"quality": 100}], ids=str
+    "options",
+    [{}, {"progressive": True}, {"optimize": True}, {"restart_marker_blocks": 3}, {"quality": 100}],
+    ids=str,
 )
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK", "YCbCr"])
 @pytest.mark.parametrize("size", [(97, 64), (1, 1), (1000, 3)], ids=str)
@@ -81,7 +89,8 @@ def test_sampling_and_stored_rgb_do_not_matter(subsampling):
 
 
 @pytest.mark.parametrize(
-    ("subsampling", "sampling", "mcu_size"), [("4:4:4", (1, 1), (8, 8)), ("4:2:2", (2, 1), (16, 8)), ("4:2:0", (2, 2), (16, 16))]
+    ("subsampling", "sampling", "mcu_size"),
+    [("4:4:4", (1, 1), (8, 8)), ("4:2:2", (2, 1), (16, 8)), ("4:2:0", (2, 2), (16, 16))],
 )
 def test_sampling_is_told_and_what_a_block_covers(subsampling, sampling, mcu_size):
     header = read_header(encode(picture(), subsampling=subsampling))
@@ -93,7 +102,9 @@ def test_the_frames_place_and_the_components_of_the_scan():
     for options in ({}, {"progressive": True}, {"mode": "L"}):
         data = encode(picture(mode=options.pop("mode", "RGB")), **options)
         header = read_header(data)
-        assert data[header.frame_offset : header.frame_offset + 2] == (b"\xff\xc2" if options else b"\xff\xc0")
+        assert data[header.frame_offset : header.frame_offset + 2] == (
+            b"\xff\xc2" if options else b"\xff\xc0"
+        )
         assert header.is_one_scan
     start = header.scan_offset - 10  # of the grey one: marker, length, number of components
     assert not read_header(data[:start] + segment(0xDA, b"\2\1\0\2\0\0\x3f\0")).is_one_scan
@@ -117,14 +128,24 @@ def test_headers_longer_than_the_image():
     exif = Image.Exif()
     exif[0x0112] = 8
     exif[0x010E] = generator.randbytes(60_000).hex()[:60_000]
-    data = encode(picture(), exif=exif, icc_profile=generator.randbytes(300_000), comment=b"\xff\xd8\xff\xd9" * 99)
+    data = encode(
+        picture(),
+        exif=exif,
+        icc_profile=generator.randbytes(300_000),
+        comment=b"\xff\xd8\xff\xd9" * 99,
+    )
     assert read_header(data).scan_offset > 360_000
     assert by_us(data) == by_pillow(data)
 
 
 def test_the_thumbnail_inside_is_not_the_image():
     data = encode(picture(97, 64))
-    data = data[:2] + segment(0xE1, b"Exif\0\0" + encode(picture(16, 16))) + segment(0xED, encode(picture(8, 9))) + data[2:]
+    data = (
+        data[:2]
+        + segment(0xE1, b"Exif\0\0" + encode(picture(16, 16)))
+        + segment(0xED, encode(picture(8, 9)))
+        + data[2:]
+    )
     assert by_us(data) == by_pillow(data)
 
 
@@ -169,7 +190,12 @@ def test_an_exif_block_that_makes_no_sense_is_no_reason_to_turn_or_refuse(block)
 
 def test_of_a_split_exif_block_the_first_part_tells():
     data = encode(picture())
-    split = data[:2] + segment(0xE1, exif_block("<", 6)) + segment(0xE1, b"Exif\0\0 the rest of a large block") + data[2:]
+    split = (
+        data[:2]
+        + segment(0xE1, exif_block("<", 6))
+        + segment(0xE1, b"Exif\0\0 the rest of a large block")
+        + data[2:]
+    )
     assert read_header(split).orientation == 6
 
 
@@ -180,14 +206,16 @@ def test_a_short_adobe_segment_tells_nothing():
     assert read_header(data).adobe_transform is None
 
 
-# --- cut and damaged ones -------------------------------------------------------------------------------------------------------------
+# --- cut and damaged ones -------------------------------------------------------------------------
 
 
 def test_a_beginning_suffices_if_it_holds_the_headers():
     data = encode(picture(), exif=exif_block(">", 3))
     whole = read_header(data)
     for end in range(whole.scan_offset):
-        with pytest.raises(ValueError, match=r"no JPEG|cut off in the JPEG headers, after \d+ bytes"):
+        with pytest.raises(
+            ValueError, match=r"no JPEG|cut off in the JPEG headers, after \d+ bytes"
+        ):
             read_header(data[:end])
     for end in range(whole.scan_offset, whole.scan_offset + 50):
         assert read_header(data[:end]) == whole
@@ -205,9 +233,18 @@ DAMAGE = {
     "unknown marker": (segment(0xF3, FRAME), "marker 0xf3"),
     "stray byte": (b"\0" + segment(0xC0, FRAME) + SCAN, "no marker at byte 2"),
     "length 1": (b"\xff\xe0\0\1" + SCAN, "a segment of 1 bytes"),
-    "long frame": (segment(0xC0, FRAME + b"\0") + SCAN, "a frame of 97 x 64 pixels, 1 components, 8 bits"),
-    "no width": (segment(0xC0, struct.pack(">BHHB", 8, 64, 0, 1) + b"\1\x11\0") + SCAN, "a frame of 0 x 64 pixels"),
-    "no height": (segment(0xC0, struct.pack(">BHHB", 8, 0, 97, 1) + b"\1\x11\0") + SCAN, "a frame of 97 x 0 pixels"),
+    "long frame": (
+        segment(0xC0, FRAME + b"\0") + SCAN,
+        "a frame of 97 x 64 pixels, 1 components, 8 bits",
+    ),
+    "no width": (
+        segment(0xC0, struct.pack(">BHHB", 8, 64, 0, 1) + b"\1\x11\0") + SCAN,
+        "a frame of 0 x 64 pixels",
+    ),
+    "no height": (
+        segment(0xC0, struct.pack(">BHHB", 8, 0, 97, 1) + b"\1\x11\0") + SCAN,
+        "a frame of 97 x 0 pixels",
+    ),
     "fill bytes only": (b"\xff" * 10_000, "cut off"),
 }
 
@@ -223,13 +260,22 @@ def test_damage_is_named(data, what):
 def test_other_processes_and_depths_are_told():
     frame = struct.pack(">BHHB", 12, 64, 97, 1) + b"\1\x11\0"
     data = b"\xff\xd8" + segment(0xC3, frame) + b"\xff\xd0\xff\x01" + SCAN
-    assert read_header(data) == JpegHeader(97, 64, 1, 12, 3, 1, None, 0, len(data), 2, ((1, 1),), True)
+    assert read_header(data) == JpegHeader(
+        97, 64, 1, 12, 3, 1, None, 0, len(data), 2, ((1, 1),), True
+    )
 
 
 @settings(deadline=None, max_examples=500)
 @given(st.sampled_from(["L", "RGB", "CMYK"]), st.booleans(), st.data())
 def test_damage_never_raises_anything_but_a_value_error(mode, progressive, data):
-    damaged = bytearray(encode(picture(24, 16, mode), progressive=progressive, exif=exif_block("<", 6), restart_marker_rows=1))
+    damaged = bytearray(
+        encode(
+            picture(24, 16, mode),
+            progressive=progressive,
+            exif=exif_block("<", 6),
+            restart_marker_rows=1,
+        )
+    )
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, min(700, len(damaged) - 1)))] = data.draw(
             st.one_of(st.sampled_from([0xFF, 0, 0xC0, 0xDA]), st.integers(0, 255))
@@ -253,7 +299,7 @@ def test_noise_never_raises_anything_but_a_value_error(noise):
             read_header(data)
 
 
-# --- its use in the scan of a shard ---------------------------------------------------------------------------------------------------
+# --- its use in the scan of a shard ---------------------------------------------------------------
 
 
 def write_tar(path, images: dict[str, bytes]) -> None:
@@ -277,7 +323,9 @@ def test_scan_sees_the_sizes_that_pillow_sees(tmp_path):
         "webp": encode(picture(37, 17), "WEBP"),
     }
     write_tar(tmp_path / "train-0.tar", images)
-    found = {sample.key: (sample.width, sample.height) for sample in scan_tar(tmp_path / "train-0.tar")}
+    found = {
+        sample.key: (sample.width, sample.height) for sample in scan_tar(tmp_path / "train-0.tar")
+    }
     assert found == {key: Image.open(io.BytesIO(data)).size for key, data in images.items()}
 
 

@@ -1,4 +1,5 @@
-"""The C decoder of a window against simplejpeg's whole image, cut: the same pixels or a refusal, whatever the file and the window."""
+"""The C decoder of a window against simplejpeg's whole image, cut: the same pixels or a refusal,
+whatever the file and the window."""
 
 import io
 import os
@@ -19,7 +20,9 @@ from vit.data.decode.native import Status
 
 if os.environ.get("VIT_REQUIRE_NATIVE") == "1":
     assert native.AVAILABLE, native.WHY_NOT or "VIT_NATIVE=0 is set"
-pytestmark = pytest.mark.skipif(not native.AVAILABLE, reason=native.WHY_NOT or "VIT_NATIVE=0 is set")
+pytestmark = pytest.mark.skipif(
+    not native.AVAILABLE, reason=native.WHY_NOT or "VIT_NATIVE=0 is set"
+)
 
 SIZES = ((1, 1), (2, 2), (5, 3), (7, 9), (8, 8), (15, 17), (16, 16), (33, 47), (64, 40), (131, 77))
 SUBSAMPLINGS = ("444", "422", "420", "440", "411")
@@ -31,7 +34,9 @@ def pixels_of(width: int, height: int, grain: float, seed: int = 0) -> np.ndarra
     rng = np.random.default_rng((width, height, seed))
     coarse = Image.fromarray(rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), np.uint8))
     smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float32)
-    return np.ascontiguousarray((smooth + grain * rng.standard_normal((height, width, 3))).clip(0, 255).astype(np.uint8))
+    return np.ascontiguousarray(
+        (smooth + grain * rng.standard_normal((height, width, 3))).clip(0, 255).astype(np.uint8)
+    )
 
 
 def by_pillow(pixels: np.ndarray, mode: str = "RGB", **options) -> bytes:
@@ -44,7 +49,9 @@ def whole(data: bytes, channels: int = 3) -> np.ndarray:
     return simplejpeg.decode_jpeg(data, "RGB" if channels == 3 else "GRAY")
 
 
-def some_windows(width: int, height: int, count: int, rng: random.Random) -> list[tuple[int, int, int, int]]:
+def some_windows(
+    width: int, height: int, count: int, rng: random.Random
+) -> list[tuple[int, int, int, int]]:
     """The whole image, one pixel in a corner, and others."""
     windows = [(0, 0, width, height), (width - 1, height - 1, 1, 1)]
     for _ in range(count - 2):
@@ -58,11 +65,16 @@ def assert_same(data: bytes, what: str, count: int = 6) -> None:
     rng = random.Random(what)
     for channels in (3, 1):
         expected = whole(data, channels)
-        for left, top, width, height in some_windows(expected.shape[1], expected.shape[0], count, rng):
+        for left, top, width, height in some_windows(
+            expected.shape[1], expected.shape[0], count, rng
+        ):
             for is_portable in (False, True):
                 pixels = np.empty((height, width, channels), np.uint8)
                 status = native.decode_into(data, left, top, pixels, portable=is_portable)
-                at = f"{what}: window {(left, top, width, height)}, {channels} channels, portable={is_portable}"
+                at = (
+                    f"{what}: window {(left, top, width, height)}, {channels} channels,"
+                    f" portable={is_portable}"
+                )
                 assert status is Status.OK, f"{at}: {status!r}"
                 assert np.array_equal(pixels, expected[top : top + height, left : left + width]), at
 
@@ -77,7 +89,10 @@ def test_windows_of_all_samplings(size):
         assert_same(by_pillow(pixels, "L", quality=quality), f"{size}, quality {quality}, grey")
         rgb = by_pillow(pixels, quality=quality, keep_rgb=True)
         assert np.array_equal(native.decode_window(rgb, (0, 0, *size)), whole(rgb))
-        assert native.decode_into(rgb, 0, 0, np.empty((size[1], size[0], 1), np.uint8)) is Status.COLOURS
+        assert (
+            native.decode_into(rgb, 0, 0, np.empty((size[1], size[0], 1), np.uint8))
+            is Status.COLOURS
+        )
 
 
 @pytest.mark.parametrize("size", SIZES[3:], ids=lambda size: f"{size[0]}x{size[1]}")
@@ -85,7 +100,10 @@ def test_windows_with_restart_markers(size):
     pixels = pixels_of(*size, grain=20)
     for marks in ({"restart_marker_blocks": n} for n in (1, 2, 3, 4, 5, 7, 24)):
         for subsampling in (0, 1, 2):
-            assert_same(by_pillow(pixels, subsampling=subsampling, **marks), f"{size}, {subsampling}, {marks}")
+            assert_same(
+                by_pillow(pixels, subsampling=subsampling, **marks),
+                f"{size}, {subsampling}, {marks}",
+            )
         assert_same(by_pillow(pixels, "L", optimize=True, **marks), f"{size}, grey, {marks}")
     for marks in ({"restart_marker_rows": n} for n in (1, 2, 3)):
         assert_same(by_pillow(pixels, subsampling=2, **marks), f"{size}, 420, {marks}")
@@ -99,7 +117,9 @@ def test_windows_of_photo_size():
         (0, {"restart_marker_blocks": 59}),
         (1, {"restart_marker_rows": 1}),
     ):
-        data = by_pillow(pixels_of(469, 387, grain=20), quality=90, subsampling=subsampling, **marks)
+        data = by_pillow(
+            pixels_of(469, 387, grain=20), quality=90, subsampling=subsampling, **marks
+        )
         assert_same(data, f"469 x 387, {subsampling}, {marks}", count=12)
 
 
@@ -107,8 +127,11 @@ def segment(marker: int, content: bytes) -> bytes:
     return bytes((0xFF, marker)) + (len(content) + 2).to_bytes(2, "big") + content
 
 
-def handmade(rng: random.Random, lengths: list[int], ac_symbols: list[int], num_blocks: int) -> bytes:
-    """A grey JPEG of random AC symbols with random values; symbol k's code has lengths[k] bits (ascending), and the DC code is one 0."""
+def handmade(
+    rng: random.Random, lengths: list[int], ac_symbols: list[int], num_blocks: int
+) -> bytes:
+    """A grey JPEG of random AC symbols with random values; symbol k's code has lengths[k] bits
+    (ascending), and the DC code is one 0."""
     codes = {}
     code = 0
     before = lengths[0]
@@ -128,35 +151,51 @@ def handmade(rng: random.Random, lengths: list[int], ac_symbols: list[int], num_
     bits += "1" * (-len(bits) % 8)
     scan = int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\x00")
     ac_table = bytes([0x10, *(lengths.count(length) for length in range(1, 17)), *ac_symbols])
-    return b"".join((
-        b"\xff\xd8",
-        segment(0xDB, bytes([0]) + bytes(rng.randint(1, 255) for _ in range(64))),
-        segment(0xC0, bytes([8, 0, 8, 0, 8 * num_blocks, 1, 1, 0x11, 0])),
-        segment(0xC4, bytes([0x00, 1, *[0] * 15, 0])),
-        segment(0xC4, ac_table),
-        segment(0xDA, bytes([1, 1, 0x00, 0, 63, 0])),
-        scan,
-        b"\xff\xd9",
-    ))  # fmt: skip
+    return b"".join(
+        (
+            b"\xff\xd8",
+            segment(0xDB, bytes([0]) + bytes(rng.randint(1, 255) for _ in range(64))),
+            segment(0xC0, bytes([8, 0, 8, 0, 8 * num_blocks, 1, 1, 0x11, 0])),
+            segment(0xC4, bytes([0x00, 1, *[0] * 15, 0])),
+            segment(0xC4, ac_table),
+            segment(0xDA, bytes([1, 1, 0x00, 0, 63, 0])),
+            scan,
+            b"\xff\xd9",
+        )
+    )
 
 
 @pytest.mark.parametrize("long", [False, True], ids=["any codes", "long codes"])
 def test_random_codes(long):
-    """Tables that no encoder makes: codes of any length, up to 16 bits with values of 15, whose products with the quantisation overflow."""
+    """Tables that no encoder makes: codes of any length, up to 16 bits with values of 15, whose
+    products with the quantisation overflow."""
     rng = random.Random(int(long))
     for k in range(150):
-        lengths = sorted(rng.sample(range(1, 16), 3) + [16] * 12) if long else sorted(rng.choices(range(5, 17), k=24))
-        others = [run << 4 | size for run in range(16) for size in range(1, 16) if not long or size >= 14]
+        lengths = (
+            sorted(rng.sample(range(1, 16), 3) + [16] * 12)
+            if long
+            else sorted(rng.choices(range(5, 17), k=24))
+        )
+        others = [
+            run << 4 | size for run in range(16) for size in range(1, 16) if not long or size >= 14
+        ]
         symbols = rng.sample(others, len(lengths) - 1)
         symbols.insert(rng.randrange(len(lengths)), 0)  # end of block
         assert_same(handmade(rng, lengths, symbols, num_blocks=6), f"file {k}", count=3)
 
 
 def test_samplings_that_nobody_writes():
-    """The four luma blocks of an MCU of 4:2:0 said to lie one above the other, or so: other pixels, as good as any."""
+    """The four luma blocks of an MCU of 4:2:0 said to lie one above the other, or so: other pixels,
+    as good as any."""
     data = simplejpeg.encode_jpeg(pixels_of(64, 64, grain=15), 85, colorsubsampling="420")
     frame = data.index(b"\xff\xc0")
-    for factors, width, height in ((0x14, 32, 128), (0x14, 29, 125), (0x41, 128, 32), (0x41, 123, 27), (0x22, 49, 51)):
+    for factors, width, height in (
+        (0x14, 32, 128),
+        (0x14, 29, 125),
+        (0x41, 128, 32),
+        (0x41, 123, 27),
+        (0x22, 49, 51),
+    ):
         other = bytearray(data)
         other[frame + 5 : frame + 9] = height.to_bytes(2, "big") + width.to_bytes(2, "big")
         other[frame + 11] = factors
@@ -164,11 +203,15 @@ def test_samplings_that_nobody_writes():
 
 
 def test_extreme_tables_and_pixels():
-    """Coarsest quantisation of black-and-white noise: sums far beyond the range of pixels, and long codes."""
+    """Coarsest quantisation of black-and-white noise: sums far beyond the range of pixels, and long
+    codes."""
     noise = np.random.default_rng(0).integers(0, 2, (64, 80, 3), np.uint8) * 255
     for level in (1, 16, 255):
         for subsampling in (0, 2):
-            assert_same(by_pillow(noise, qtables=[[level] * 64] * 2, subsampling=subsampling), f"quantised by {level}, {subsampling}")
+            assert_same(
+                by_pillow(noise, qtables=[[level] * 64] * 2, subsampling=subsampling),
+                f"quantised by {level}, {subsampling}",
+            )
 
 
 @cache
@@ -187,7 +230,9 @@ def example(kind: str) -> tuple[bytes, np.ndarray]:
 @portable
 @given(data=st.data())
 def test_any_window(portable, data):
-    encoded, expected = example(data.draw(st.sampled_from(["420", "444", "420 restart", "422 rows"])))
+    encoded, expected = example(
+        data.draw(st.sampled_from(["420", "444", "420 restart", "422 rows"]))
+    )
     left, top = data.draw(st.integers(0, 130)), data.draw(st.integers(0, 76))
     width, height = data.draw(st.integers(1, 131 - left)), data.draw(st.integers(1, 77 - top))
     pixels = np.empty((height, width, 3), np.uint8)
@@ -212,14 +257,21 @@ def test_rows_that_lie_apart(portable):
 def test_threads_do_not_meet():
     files = [example(kind) for kind in ("420", "444", "420 restart", "422 rows")] * 50
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda file: native.decode_window(file[0], (10, 6, 100, 60)), files))
-    assert all(np.array_equal(pixels, expected[6:66, 10:110]) for pixels, (_, expected) in zip(results, files, strict=True))
+        results = list(
+            pool.map(lambda file: native.decode_window(file[0], (10, 6, 100, 60)), files)
+        )
+    assert all(
+        np.array_equal(pixels, expected[6:66, 10:110])
+        for pixels, (_, expected) in zip(results, files, strict=True)
+    )
 
 
-# ---- what is not taken ---------------------------------------------------------------------------------------------
+# ---- what is not taken ---------------------------------------------------------------------------
 
 
-def status_of(data: bytes, window: tuple[int, int, int, int] = (0, 0, 8, 8), channels: int = 3) -> Status:
+def status_of(
+    data: bytes, window: tuple[int, int, int, int] = (0, 0, 8, 8), channels: int = 3
+) -> Status:
     left, top, width, height = window
     status = native.decode_into(data, left, top, np.empty((height, width, channels), np.uint8))
     assert (native.decode_window(data, window, channels) is None) == (status is not Status.OK)
@@ -235,32 +287,46 @@ def test_what_is_not_taken_says_why():
     assert status_of(by_pillow(pixels, "CMYK")) is Status.COMPONENTS
     assert status_of(plain.replace(b"\xff\xc0", b"\xff\xc9")) is Status.PROCESS
     assert status_of(plain[: frame + 4] + b"\x0c" + plain[frame + 5 :]) is Status.PRECISION
-    thirds = bytearray(plain)  # the first component 3 x 1, the second 2 x 1: no whole number of pixels for a sample
+    # the first component 3 x 1, the second 2 x 1: no whole number of pixels for a sample
+    thirds = bytearray(plain)
     thirds[frame + 11] = 0x31
     thirds[frame + 14] = 0x21
     assert status_of(bytes(thirds)) is Status.SAMPLING
-    for window in ((0, 0, 41, 24), (0, 0, 40, 25), (33, 0, 8, 8), (40, 0, 1, 1), (2**32 - 4, 0, 8, 8)):
+    for window in (
+        (0, 0, 41, 24),
+        (0, 0, 40, 25),
+        (33, 0, 8, 8),
+        (40, 0, 1, 1),
+        (2**32 - 4, 0, 8, 8),
+    ):
         assert status_of(plain, window) is Status.WINDOW
     for nothing in (b"", b"\xff\xd8", b"GIF89a", plain[:100], plain[:-2], plain[: len(plain) // 2]):
         assert status_of(nothing) is Status.DAMAGED
 
 
-@pytest.mark.parametrize("factors", [(0x11, 0x22, 0x11), (0x11, 0x11, 0x22), (0x21, 0x12, 0x12), (0x12, 0x21, 0x21)], ids=str)
+@pytest.mark.parametrize(
+    "factors",
+    [(0x11, 0x22, 0x11), (0x11, 0x11, 0x22), (0x21, 0x12, 0x12), (0x12, 0x21, 0x21)],
+    ids=str,
+)
 @pytest.mark.parametrize("names", [b"RGB", b"\1\2\3"], ids=["RGB", "YCbCr"])
 def test_a_first_component_that_is_stretched(factors, names):
-    """Colours finer than luma: libjpeg decodes them, nobody writes them. Here 96 grey blocks are said to be 16 MCUs of six blocks."""
+    """Colours finer than luma: libjpeg decodes them, nobody writes them. Here 96 grey blocks are
+    said to be 16 MCUs of six blocks."""
     grey = by_pillow(pixels_of(96 * 8, 8, grain=15), "L")
     frame = grey.index(b"\xff\xc0")
     scan = grey.index(b"\xff\xda")
     components = b"".join(bytes((name, both, 0)) for name, both in zip(names, factors, strict=True))
-    data = b"".join((
-        b"\xff\xd8",
-        grey[20:frame],  # without JFIF's segment
-        segment(0xC0, bytes((8, 0, 64, 0, 64, 3)) + components),
-        grey[frame + 13 : scan],
-        segment(0xDA, bytes((3, names[0], 0, names[1], 0, names[2], 0, 0, 63, 0))),
-        grey[scan + 10 :],
-    ))  # fmt: skip
+    data = b"".join(
+        (
+            b"\xff\xd8",
+            grey[20:frame],  # without JFIF's segment
+            segment(0xC0, bytes((8, 0, 64, 0, 64, 3)) + components),
+            grey[frame + 13 : scan],
+            segment(0xDA, bytes((3, names[0], 0, names[1], 0, names[2], 0, 0, 63, 0))),
+            grey[scan + 10 :],
+        )
+    )
     Image.open(io.BytesIO(data)).load()
     assert status_of(data) is Status.SAMPLING
     if names != b"RGB":
@@ -280,12 +346,22 @@ def test_the_longest_sides(size):
         assert status_of(longer) is Status.DAMAGED
 
 
-@pytest.mark.parametrize("table", [bytes([0, 3, *[0] * 15, 0, 1, 2]), bytes([0x10, 3, *[0] * 15, 0, 1, 2]), bytes([0, 1, *[0] * 15, 16])])
+@pytest.mark.parametrize(
+    "table",
+    [
+        bytes([0, 3, *[0] * 15, 0, 1, 2]),
+        bytes([0x10, 3, *[0] * 15, 0, 1, 2]),
+        bytes([0, 1, *[0] * 15, 16]),
+    ],
+)
 def test_tables_that_make_no_sense(table):
     """Three codes of one bit, or DC values of 16 bits: libjpeg minds them if they are used."""
     data = by_pillow(pixels_of(40, 24, grain=10), "L")
     scan = data.index(b"\xff\xda")
-    unused, used = (data[:scan] + segment(0xC4, bytes([table[0] | number]) + table[1:]) + data[scan:] for number in (3, 0))
+    unused, used = (
+        data[:scan] + segment(0xC4, bytes([table[0] | number]) + table[1:]) + data[scan:]
+        for number in (3, 0)
+    )
     assert np.array_equal(native.decode_window(unused, (0, 0, 40, 24)), whole(unused))
     with pytest.raises(ValueError):  # noqa: PT011  the words are libjpeg's
         whole(used)
@@ -300,7 +376,9 @@ def test_lying_restart_markers_and_sizes():
     first = data.index(b"\xff\xd0", scan)
     second = data.index(b"\xff\xd1", scan)
     lies = {
-        "two markers change places": data[:first] + b"\xff\xd1" + data[first + 2 : second] + b"\xff\xd0" + data[second + 2 :],
+        "two markers change places": (
+            data[:first] + b"\xff\xd1" + data[first + 2 : second] + b"\xff\xd0" + data[second + 2 :]
+        ),
         "a segment is missing": data[:first] + data[second:],
         "a segment has some bytes too few": data[: second - 6] + data[second:],
         "a segment has some bytes too many": data[:second] + b"\x55\x55\x55" + data[second:],
@@ -309,21 +387,32 @@ def test_lying_restart_markers_and_sizes():
     }
     frame = data.index(b"\xff\xc0") + 5
     for height, width in ((48, 80), (64, 64), (65535, 65535), (48, 48), (40, 64)):
-        lies[f"{width} x {height}"] = data[:frame] + height.to_bytes(2, "big") + width.to_bytes(2, "big") + data[frame + 4 :]
+        lies[f"{width} x {height}"] = (
+            data[:frame] + height.to_bytes(2, "big") + width.to_bytes(2, "big") + data[frame + 4 :]
+        )
     for lie, damaged in lies.items():
         with pytest.raises(ValueError):  # noqa: PT011  the words are libjpeg's
             whole(damaged)
-        assert status_of(damaged, (0, 0, 64, 40 if "40" in lie else 48)) in (Status.DAMAGED, Status.WINDOW), lie
+        assert status_of(damaged, (0, 0, 64, 40 if "40" in lie else 48)) in (
+            Status.DAMAGED,
+            Status.WINDOW,
+        ), lie
 
 
 def test_only_the_windows_segments_are_read():
-    """Other segments may hold anything but markers: the price of not reading them, and the proof."""
+    """Other segments may hold anything but markers: the price of not reading them, and the
+    proof."""
     data = by_pillow(pixels_of(128, 64, grain=15), subsampling=0, restart_marker_blocks=4)
     expected = None
     expected = whole(data)
     scan = data.index(b"\xff\xda")
-    starts = [scan + 14] + [k + 2 for k in range(scan, len(data)) if data[k] == 0xFF and 0xD0 <= data[k + 1] <= 0xD7] + [len(data)]
-    window = (40, 17, 50, 20)  # columns of blocks 5 to 11, rows 2 to 4: segments 1 and 2 of 4 in a row
+    starts = (
+        [scan + 14]
+        + [k + 2 for k in range(scan, len(data)) if data[k] == 0xFF and 0xD0 <= data[k + 1] <= 0xD7]
+        + [len(data)]
+    )
+    # columns of blocks 5 to 11, rows 2 to 4: segments 1 and 2 of 4 in a row
+    window = (40, 17, 50, 20)
     scribbled = bytearray(data)
     for segment in range(32):
         if not (2 <= segment // 4 <= 4 and 1 <= segment % 4 <= 2):
@@ -335,9 +424,15 @@ def test_only_the_windows_segments_are_read():
 
 
 def test_a_file_that_is_cut_off_is_refused_wherever_the_window_is():
-    """Else whether an image is good would depend on the crop, and on whether there is a C decoder."""
+    """Else whether an image is good would depend on the crop, and on whether there is a C
+    decoder."""
     pixels = pixels_of(128, 64, grain=15)
-    for marks in ({}, {"restart_marker_blocks": 4}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 5}):
+    for marks in (
+        {},
+        {"restart_marker_blocks": 4},
+        {"restart_marker_rows": 1},
+        {"restart_marker_blocks": 5},
+    ):
         data = by_pillow(pixels, subsampling=0, **marks)
         assert status_of(data) is Status.OK
         for kept in (len(data) - 1, len(data) - 2, len(data) * 9 // 10, len(data) // 2):
@@ -347,15 +442,23 @@ def test_a_file_that_is_cut_off_is_refused_wherever_the_window_is():
         if marks:
             for strange in (b"\xff\xd8", b"\xff\xda\0\x08", b"\xff\xf1", b"\xff\xd9"):
                 at = len(data) * 3 // 4
-                assert status_of(data[:at] + strange + data[at:]) is Status.DAMAGED, (marks, strange)
+                assert status_of(data[:at] + strange + data[at:]) is Status.DAMAGED, (
+                    marks,
+                    strange,
+                )
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_damage_is_refused_or_changes_nothing(seed):
-    """Of a whole image: where native decodes a damaged file, simplejpeg does too, without a warning, and to the same pixels."""
+    """Of a whole image: where native decodes a damaged file, simplejpeg does too, without a
+    warning, and to the same pixels."""
     rng = random.Random(seed)
     pixels = pixels_of(50, 41, grain=15)
-    files = [by_pillow(pixels, subsampling=s, quality=80, **marks) for s in (0, 2) for marks in ({}, {"restart_marker_blocks": 2})]
+    files = [
+        by_pillow(pixels, subsampling=s, quality=80, **marks)
+        for s in (0, 2)
+        for marks in ({}, {"restart_marker_blocks": 2})
+    ]
     outcomes = {True: 0, False: 0}
     for _ in range(1500):
         data = bytearray(rng.choice(files))
@@ -373,7 +476,8 @@ def test_damage_is_refused_or_changes_nothing(seed):
             if len(data) < 30:
                 break
         try:
-            height, width, *_ = simplejpeg.decode_jpeg_header(bytes(data))  # may have become another size
+            # may have become another size
+            height, width, *_ = simplejpeg.decode_jpeg_header(bytes(data))
         except ValueError:
             height, width = 41, 50
         pixels = np.empty((min(height, 999), min(width, 999), 3), np.uint8)
@@ -387,7 +491,12 @@ def test_damage_is_refused_or_changes_nothing(seed):
 def test_the_image_must_be_the_expected_one_and_one_that_can_be_held():
     data = simplejpeg.encode_jpeg(np.zeros((64, 97, 3), np.uint8))
     pixels = np.empty((10, 10, 3), np.uint8)
-    for size, status in {None: Status.OK, (97, 64): Status.OK, (64, 97): Status.IMAGE, (97, 65): Status.IMAGE}.items():
+    for size, status in {
+        None: Status.OK,
+        (97, 64): Status.OK,
+        (64, 97): Status.IMAGE,
+        (97, 65): Status.IMAGE,
+    }.items():
         assert native.decode_into(data, 5, 5, pixels, image_size=size) is status
     at = read_header(data).frame_offset + 5
     huge = data[:at] + (20_000).to_bytes(2, "big") * 2 + data[at + 4 :]

@@ -13,7 +13,8 @@ from vit.data.decode import native
 from vit.data.decode.native import ABI, SOURCES, Misfit, load, stamp_of
 
 needs_gcc = pytest.mark.skipif(
-    shutil.which("gcc") is None and os.environ.get("VIT_REQUIRE_NATIVE") != "1", reason="no gcc: apt-get install gcc"
+    shutil.which("gcc") is None and os.environ.get("VIT_REQUIRE_NATIVE") != "1",
+    reason="no gcc: apt-get install gcc",
 )
 WRONG = ("CR_TO_R = 91881", "CR_TO_R = 93881")
 """What makes red a little redder."""
@@ -59,11 +60,14 @@ def test_one_of_another_version(tmp_path):
 
 @needs_gcc
 def test_one_of_other_sources(tmp_path):
-    """After git pull without installing again. Where no sources are, as in a wheel, none are asked for."""
+    """After git pull without installing again. Where no sources are, as in a wheel, none are asked
+    for."""
     sources, library = copied(tmp_path)
     load(library, sources)
     (sources / "window.c").open("a").write("\n")
-    with pytest.raises(Misfit, match=r"was built from other sources than .*sources holds now; build it again"):
+    with pytest.raises(
+        Misfit, match=r"was built from other sources than .*sources holds now; build it again"
+    ):
         load(library, sources)
     load(library, tmp_path / "none")
 
@@ -71,7 +75,9 @@ def test_one_of_other_sources(tmp_path):
 @needs_gcc
 def test_one_that_decodes_wrongly(tmp_path):
     sources, library = copied(tmp_path, *WRONG)
-    with pytest.raises(Misfit, match="gives other pixels than simplejpeg on this machine; build it again"):
+    with pytest.raises(
+        Misfit, match="gives other pixels than simplejpeg on this machine; build it again"
+    ):
         load(library, sources)
 
 
@@ -84,13 +90,26 @@ def test_one_that_is_no_library(tmp_path):
 @needs_gcc
 def test_a_misfit_beside_the_package_is_not_used(tmp_path):
     """A whole process with the library of another version in the place of ours."""
-    package = shutil.copytree(SOURCES.parent, tmp_path / "vit", ignore=shutil.ignore_patterns("_native*", "__pycache__"))
-    command = [sys.executable, "-c", "from vit.data.decode import native; print(native.AVAILABLE, native.WHY_NOT)"]
-    environment = {name: value for name, value in os.environ.items() if name != "VIT_NATIVE"} | {"PYTHONPATH": str(tmp_path)}
+    package = shutil.copytree(
+        SOURCES.parent, tmp_path / "vit", ignore=shutil.ignore_patterns("_native*", "__pycache__")
+    )
+    command = [
+        sys.executable,
+        "-c",
+        "from vit.data.decode import native; print(native.AVAILABLE, native.WHY_NOT)",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "VIT_NATIVE"} | {
+        "PYTHONPATH": str(tmp_path)
+    }
     for said in ("was not built", "is of another version"):
         if said != "was not built":
-            shutil.move(small(tmp_path, "int vit_decode_window(void) { return 0; }"), package / f"_native{EXTENSION_SUFFIXES[0]}")
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+            shutil.move(
+                small(tmp_path, "int vit_decode_window(void) { return 0; }"),
+                package / f"_native{EXTENSION_SUFFIXES[0]}",
+            )
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
         assert done.stdout.startswith("False ")
         assert said in done.stdout
         assert done.stdout.endswith("pip install -e .\n")

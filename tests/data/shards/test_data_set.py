@@ -1,4 +1,5 @@
-"""The format of shards: what the scanner and the reader see is what tarfile, webdataset and timm see, and damage is told."""
+"""The format of shards: what the scanner and the reader see is what tarfile, webdataset and timm
+see, and damage is told."""
 
 import hashlib
 import io
@@ -45,8 +46,13 @@ def write_tar(path: Path, members: list[tuple[str, bytes]], **options) -> Path:
     return path
 
 
-def pair(key: str, number: int, label: int | str | None = None, ext: str = "jpg") -> list[tuple[str, bytes]]:
-    return [(f"{key}.{ext}", jpeg(number)), (f"{key}.cls", str(number % 4 if label is None else label).encode())]
+def pair(
+    key: str, number: int, label: int | str | None = None, ext: str = "jpg"
+) -> list[tuple[str, bytes]]:
+    return [
+        (f"{key}.{ext}", jpeg(number)),
+        (f"{key}.cls", str(number % 4 if label is None else label).encode()),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +61,11 @@ def made(tmp_path_factory) -> Path:
     names = [f"train-{k:05d}.tar" for k in range(NUM_SHARDS)]
     for shard, name in enumerate(names):
         numbers = range(shard * PER_SHARD, (shard + 1) * PER_SHARD)
-        tar = write_tar(root / name, [member for n in numbers for member in pair(f"key{n}", n)], format=tarfile.USTAR_FORMAT)
+        tar = write_tar(
+            root / name,
+            [member for n in numbers for member in pair(f"key{n}", n)],
+            format=tarfile.USTAR_FORMAT,
+        )
         write_idx(tar, scan_tar(tar))
         write_sidecar(tar, PER_SHARD)
     build_index(root, "train", names)
@@ -91,36 +101,64 @@ def test_offsets_are_tarfiles_and_dalis(root):
         rows = split.index[shard * PER_SHARD : (shard + 1) * PER_SHARD]
         with tarfile.open(root / name) as tar:
             members = tar.getmembers()
-        assert [(m.offset_data, m.size) for m in members[::2]] == list(zip(rows["offset"], rows["size"], strict=True))
+        assert [(m.offset_data, m.size) for m in members[::2]] == list(
+            zip(rows["offset"], rows["size"], strict=True)
+        )
         header, *lines = (root / name).with_suffix(".idx").read_text().splitlines()
         assert header == f"v1.2 {PER_SHARD}"
         fields = [f"{m.name.split('.')[1]} {m.offset_data} {m.size} {m.name}" for m in members]
-        assert lines == [f"{image} {label}" for image, label in zip(fields[::2], fields[1::2], strict=True)]
+        assert lines == [
+            f"{image} {label}" for image, label in zip(fields[::2], fields[1::2], strict=True)
+        ]
 
 
 def test_webdataset_and_timm_see_the_same(root):
     from timm.data import create_dataset
 
     split = open_split(root, "train")
-    ours = [(split.key(i), split.read(i), int(split.index["label"][i])) for i in range(split.num_samples)]
+    ours = [
+        (split.key(i), split.read(i), int(split.index["label"][i]))
+        for i in range(split.num_samples)
+    ]
     urls = [str(root / name) for name in split.filenames]
     theirs = webdataset.WebDataset(urls, shardshuffle=False, empty_check=False)
     assert [(s["__key__"], s["jpg"], int(s["cls"])) for s in theirs] == ours
     timms = create_dataset("wds/", root=str(root), split="train", is_training=False, batch_size=5)
-    assert [(image.size, label) for image, label in timms] == [(Image.open(io.BytesIO(data)).size, label) for _, data, label in ours]
+    assert [(image.size, label) for image, label in timms] == [
+        (Image.open(io.BytesIO(data)).size, label) for _, data, label in ours
+    ]
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_long_and_foreign_names(tmp_path, format):
-    """Other writers use folders, capital extensions, further members, and names that need a header of their own."""
+    """Other writers use folders, capital extensions, further members, and names that need a header
+    of their own."""
     long = "n01/" + "x" * (90 if format == tarfile.USTAR_FORMAT else 150)
-    members = [*pair("./dir.d/a", 1, ext="JPEG"), ("./dir.d/a.json", b"{}"), ("__meta__", b"{}"), *pair(long, 2), ("README", b"no")]
+    members = [
+        *pair("./dir.d/a", 1, ext="JPEG"),
+        ("./dir.d/a.json", b"{}"),
+        ("__meta__", b"{}"),
+        *pair(long, 2),
+        ("README", b"no"),
+    ]
     tar = write_tar(tmp_path / "train-0.tar", members, format=format)
     samples = scan_tar(tar)
     assert [s.key for s in samples] == ["./dir.d/a", long]
-    assert [s["__key__"] for s in webdataset.WebDataset(str(tar), shardshuffle=False)] == ["./dir.d/a", long]
+    assert [s["__key__"] for s in webdataset.WebDataset(str(tar), shardshuffle=False)] == [
+        "./dir.d/a",
+        long,
+    ]
     assert [m.ext for m in samples[0].members] == ["jpeg", "cls", "json"]
-    info = {"splits": {"train": {"name": "train", "filenames": [tar.name], "shard_lengths": [2], "num_samples": 2}}}
+    info = {
+        "splits": {
+            "train": {
+                "name": "train",
+                "filenames": [tar.name],
+                "shard_lengths": [2],
+                "num_samples": 2,
+            }
+        }
+    }
     (tmp_path / "_info.json").write_text(json.dumps(info))  # timm's own keys and no others
     split = open_split(tmp_path, "train")
     assert [split.key(i) for i in range(2)] == ["./dir.d/a", long]
@@ -133,7 +171,11 @@ def test_a_split_is_a_sequence_of_images_and_labels_to_look_at(root):
     assert len(split) == split.num_samples == 15
     image, label = split[3]
     expected = Image.open(io.BytesIO(split.read(3))).convert("RGB")
-    assert (image.mode, image.tobytes(), label) == ("RGB", expected.tobytes(), int(split.index["label"][3]))
+    assert (image.mode, image.tobytes(), label) == (
+        "RGB",
+        expected.tobytes(),
+        int(split.index["label"][3]),
+    )
     assert split[-1][1] == int(split.index["label"][14])
     with pytest.raises(IndexError):
         split[15]
@@ -154,7 +196,12 @@ def test_travels_to_workers_by_pickle_fork_and_threads(root):
 
     split.close()
     wrong = []
-    threads = [threading.Thread(target=lambda: wrong.extend(i for i in range(15) if split.read(i) != expected[i])) for _ in range(8)]
+    threads = [
+        threading.Thread(
+            target=lambda: wrong.extend(i for i in range(15) if split.read(i) != expected[i])
+        )
+        for _ in range(8)
+    ]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert not wrong
@@ -167,7 +214,12 @@ def test_more_shards_than_descriptors(root):
     names = [f"many-{k:05d}.tar" for k in range(40)]
     for name in names:
         os.link(root / "train-00000.tar", root / name)
-    split = {"name": "many", "filenames": names, "shard_lengths": [PER_SHARD] * 40, "num_samples": PER_SHARD * 40}
+    split = {
+        "name": "many",
+        "filenames": names,
+        "shard_lengths": [PER_SHARD] * 40,
+        "num_samples": PER_SHARD * 40,
+    }
     (root / "_info.json").write_text(json.dumps({"splits": {"many": split}}))
     code = (
         "import resource, sys\n"
@@ -179,19 +231,28 @@ def test_more_shards_than_descriptors(root):
     subprocess.run([sys.executable, "-c", code, root], check=True)
 
 
-# ---- damage -------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
 
 def test_truncation_anywhere_is_told(tmp_path):
-    tar = write_tar(tmp_path / "train-00000.tar", [*pair("a", 1), *pair("b", 2)], format=tarfile.USTAR_FORMAT)
+    tar = write_tar(
+        tmp_path / "train-00000.tar", [*pair("a", 1), *pair("b", 2)], format=tarfile.USTAR_FORMAT
+    )
     data = tar.read_bytes()
     whole = scan_tar(tar)
     first, last = whole[0].members[1], whole[1].members[1]
     cut = tmp_path / "cut.tar"
-    ends = sorted({*range(0, last.offset + 1, 256), *(m.offset - 512 for s in whole for m in s.members), last.offset})
+    ends = sorted(
+        {
+            *range(0, last.offset + 1, 256),
+            *(m.offset - 512 for s in whole for m in s.members),
+            last.offset,
+        }
+    )
     for end in ends:
         cut.write_bytes(data[:end])
-        if first.offset + first.size <= end <= first.offset + 512:  # a whole sample and nothing more: the tar cannot tell
+        # a whole sample and nothing more: the tar cannot tell
+        if first.offset + first.size <= end <= first.offset + 512:
             assert [s.key for s in scan_tar(cut)] == ["a"]
             continue
         with pytest.raises(ShardError, match=r"cut\.tar.*(cut off|Truncated|empty|not a tar)"):
@@ -206,7 +267,10 @@ def test_damage_inside_is_told(tmp_path):
     data = tar.read_bytes()
     samples = scan_tar(tar)
     header = samples[2].image.offset - 512
-    for patch, reason in ((bytes(512), "zeros instead of a header"), (b"\xa5" * 512, "damaged: no tar header")):
+    for patch, reason in (
+        (bytes(512), "zeros instead of a header"),
+        (b"\xa5" * 512, "damaged: no tar header"),
+    ):
         tar.write_bytes(data[:header] + patch + data[header + 512 :])
         with pytest.raises(ShardError, match=reason):
             scan_tar(tar)
@@ -221,12 +285,18 @@ def test_damage_inside_is_told(tmp_path):
         (pair("a", 1)[:1], "'a' has no .cls"),
         (pair("a", 1)[1:], "'a' has no images .*expected one of jpg, jpeg, png, webp"),
         (pair("a", 1, ext="bmp"), r"'a' has no images \(its members: bmp, cls;"),
-        (pair("a", 1, label="cat"), "sample 'a' has the label 'cat'; expected an integer.*try --classes names.txt"),
+        (
+            pair("a", 1, label="cat"),
+            "sample 'a' has the label 'cat'; expected an integer.*try --classes names.txt",
+        ),
         (pair("a", 1, label="1.0"), "expected an integer"),
         (pair("a", 1) + pair("a", 2), "two samples have this key"),
         ([("a.jpg", b"not a jpeg"), ("a.cls", b"1")], "size cannot be read, 'a.jpg'"),
         ([("README", b"hello")], "holds no samples"),
-        (pair("a", 1)[:1] + pair("b", 1, label="x"), "'a' has no .cls.*sample 'b' has the label 'x'"),
+        (
+            pair("a", 1)[:1] + pair("b", 1, label="x"),
+            "'a' has no .cls.*sample 'b' has the label 'x'",
+        ),
     ],
 )
 def test_samples_at_fault_are_named(tmp_path, members, message):
@@ -237,8 +307,12 @@ def test_samples_at_fault_are_named(tmp_path, members, message):
 
 def change_info(root: Path, **changes) -> None:
     info = json.loads((root / "_info.json").read_text())
-    info["splits"]["train"].update({key: value for key, value in changes.items() if key in info["splits"]["train"]})
-    info.update({key: value for key, value in changes.items() if key not in info["splits"]["train"]})
+    info["splits"]["train"].update(
+        {key: value for key, value in changes.items() if key in info["splits"]["train"]}
+    )
+    info.update(
+        {key: value for key, value in changes.items() if key not in info["splits"]["train"]}
+    )
     (root / "_info.json").write_text(json.dumps(info))
 
 
@@ -247,7 +321,10 @@ def change_info(root: Path, **changes) -> None:
     [
         (lambda root: shutil.rmtree(root), "no such directory"),
         (lambda root: (shutil.rmtree(root), root.write_text("")), "not a directory"),
-        (lambda root: (root / "_info.json").unlink(), r"no _info\.json.*python -m data_prep\.index .*root"),
+        (
+            lambda root: (root / "_info.json").unlink(),
+            r"no _info\.json.*python -m data_prep\.index .*root",
+        ),
         (lambda root: (root / "_info.json").write_text("{"), r"_info\.json: not valid JSON"),
         (lambda root: (root / "_info.json").write_text("{}"), r"_info\.json: no `splits`"),
         (lambda root: change_info(root, format_version=9), "format_version 9.*update"),
@@ -265,7 +342,9 @@ def test_problems_name_file_and_remedy(root, damage, message):
 
 
 def test_unknown_split_lists_the_known(root):
-    with pytest.raises(ShardError, match=r"no split 'trian'; there are train \(did you mean 'train'\?\)"):
+    with pytest.raises(
+        ShardError, match=r"no split 'trian'; there are train \(did you mean 'train'\?\)"
+    ):
         open_split(root, "trian")
 
 
@@ -276,7 +355,10 @@ def test_all_shard_problems_at_once(root):
     with pytest.raises(ShardError) as caught:
         open_split(root, "train")
     assert "train-00000.tar: No such file" in str(caught.value)
-    assert "train-00002.tar: 5000 bytes, expected 20480 (truncated or replaced); copy it again" in str(caught.value)
+    assert (
+        "train-00002.tar: 5000 bytes, expected 20480 (truncated or replaced); copy it again"
+        in str(caught.value)
+    )
 
 
 def stale_rows(index: np.ndarray, **columns) -> np.ndarray:
@@ -293,12 +375,23 @@ def stale_rows(index: np.ndarray, **columns) -> np.ndarray:
         lambda path, index: path.write_bytes(path.read_bytes()[:300]),
         lambda path, index: path.write_bytes(b"garbage"),
         lambda path, index: np.save(path, index[:-1]),
-        lambda path, index: np.save(path, index.astype([(name, "<i8") for name in INDEX_DTYPE.names])),
+        lambda path, index: np.save(
+            path, index.astype([(name, "<i8") for name in INDEX_DTYPE.names])
+        ),
         lambda path, index: np.save(path, stale_rows(index, offset=10**6)),
         lambda path, index: np.save(path, stale_rows(index, offset=index["offset"] + 512)),
         lambda path, index: np.save(path, index[[*range(4), 5, 4, *range(6, 15)]]),
     ],
-    ids=["absent", "cut", "garbage", "short", "old dtype", "beyond end", "elsewhere", "other lengths"],
+    ids=[
+        "absent",
+        "cut",
+        "garbage",
+        "short",
+        "old dtype",
+        "beyond end",
+        "elsewhere",
+        "other lengths",
+    ],
 )
 def test_stale_index_is_rebuilt(root, spoil, caplog):
     path = root / "train.index.npy"
@@ -314,7 +407,8 @@ def test_stale_index_is_rebuilt(root, spoil, caplog):
 
 def test_index_that_cannot_be_written_stays_in_memory(root, caplog):
     (root / "train.index.npy").unlink()
-    (root / "train.index.npy").mkdir()  # root may write to any folder, but nobody renames a file onto a folder
+    # root may write to any folder, but nobody renames a file onto a folder
+    (root / "train.index.npy").mkdir()
     split = pickle.loads(pickle.dumps(open_split(root, "train")))
     assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
     assert "kept in memory only" in caplog.text
@@ -324,7 +418,13 @@ def test_index_that_cannot_be_written_stays_in_memory(root, caplog):
 def test_rebuilt_index_must_fit_info(root):
     (root / "train.index.npy").unlink()
     change_info(root, shard_lengths=[6, 4, 5])
-    with pytest.raises(ShardError, match=r"train-00000\.tar: holds 5 samples, _info\.json says 6[^\0]*train-00001\.tar: holds 5 .* says 4"):
+    with pytest.raises(
+        ShardError,
+        match=(
+            r"train-00000\.tar: holds 5 samples, _info\.json says 6[^\0]*train-00001\.tar: holds 5"
+            r" .* says 4"
+        ),
+    ):
         open_split(root, "train")
 
 
@@ -332,7 +432,13 @@ def test_shard_cut_while_in_use(root):
     split = open_split(root, "train")
     os.truncate(root / "train-00001.tar", int(split.index["offset"][7]) + 3)
     assert split.read(6) == jpeg(6)
-    with pytest.raises(ShardError, match=rf"train-00001\.tar: sample 7 \(key key7\).* at offset {split.index['offset'][7]} gave 3"):
+    with pytest.raises(
+        ShardError,
+        match=(
+            rf"train-00001\.tar: sample 7 \(key key7\).* at offset {split.index['offset'][7]}"
+            r" gave 3"
+        ),
+    ):
         split.read(7)
     (root / "train-00002.tar").unlink()
     with pytest.raises(ShardError, match=r"train-00002\.tar: sample 10 .*No such file"):
@@ -347,13 +453,28 @@ def test_sidecar_of_others_is_not_overwritten(root):
     assert read_sidecar(root / "train-00000.tar") is None
 
 
-# ---- what does not fit --------------------------------------------------------------------------------------------
+# ---- what does not fit ---------------------------------------------------------------------------
 
 
 def test_samples_that_do_not_fit_are_listed_and_passed_over_where_they_are_known(tmp_path):
     image = jpeg(0)
-    members = [("a.jpg", image), ("a.cls", b"1"), ("b.jpg", b""), ("b.cls", b"1"), ("c.jpg", image), ("d.jpg", image), ("d.cls", b"3")]
-    members += [("e.jpg", image), ("e.png", image), ("e.cls", b"1"), ("f.jpg", image[:40]), ("f.cls", b"1"), ("README", b"x")]
+    members = [
+        ("a.jpg", image),
+        ("a.cls", b"1"),
+        ("b.jpg", b""),
+        ("b.cls", b"1"),
+        ("c.jpg", image),
+        ("d.jpg", image),
+        ("d.cls", b"3"),
+    ]
+    members += [
+        ("e.jpg", image),
+        ("e.png", image),
+        ("e.cls", b"1"),
+        ("f.jpg", image[:40]),
+        ("f.cls", b"1"),
+        ("README", b"x"),
+    ]
     tar = write_tar(tmp_path / "train-00000.tar", members)
     found = survey_tar(tar)
     assert [sample.key for sample in found.samples] == ["a", "d"]
@@ -365,7 +486,11 @@ def test_samples_that_do_not_fit_are_listed_and_passed_over_where_they_are_known
     ]
     assert found.passed_over == {"a file without key and suffix": 1}
     with pytest.raises(
-        ShardError, match=r"sample 'b' has an image of 0 bytes.*The other 2 samples fit: .*data_prep\.index` leaves them out"
+        ShardError,
+        match=(
+            r"sample 'b' has an image of 0 bytes.*The other 2 samples fit: .*data_prep\.index`"
+            r" leaves them out"
+        ),
     ):
         scan_tar(tar)
     assert scan_tar(tar, left_out=[sample.offset for sample in found.unfit]) == found.samples
@@ -384,13 +509,19 @@ def test_hard_linked_pairs_do_not_vanish(tmp_path):
             member.type = tarfile.LNKTYPE
             member.linkname = f"a{name[1:]}"
             tar.addfile(member)
-    with pytest.raises(ShardError, match=r"sample 'b' is not there as files: 'b\.jpg' is a hard link, .*tar --hard-dereference"):
+    with pytest.raises(
+        ShardError,
+        match=(
+            r"sample 'b' is not there as files: 'b\.jpg' is a hard link, .*tar --hard-dereference"
+        ),
+    ):
         scan_tar(tmp_path / "train-00000.tar")
 
 
 @pytest.mark.parametrize("name", ["\u00e9t\u00e9/\u00e7a", "\u732b/0", "x" * 150])
 def test_keys_of_pax_names_are_whole(tmp_path, name):
-    """Python's tarfile writes '?' for what is not ASCII, and the name itself into a header before."""
+    """Python's tarfile writes '?' for what is not ASCII, and the name itself into a header
+    before."""
     pairs = [member for key in (name, f"{name}2") for member in pair(key, 0)]
     write_tar(tmp_path / "train-00000.tar", pairs, format=tarfile.PAX_FORMAT)
     index = build_index(tmp_path, "train", ["train-00000.tar"])
@@ -398,7 +529,7 @@ def test_keys_of_pax_names_are_whole(tmp_path, name):
     assert [split.key(0), split.key(1)] == [name, f"{name}2"]
 
 
-# ---- checksums ------------------------------------------------------------------------------------------------------
+# ---- checksums -----------------------------------------------------------------------------------
 
 
 def flip_a_bit(path: Path, at: int) -> None:
@@ -415,15 +546,21 @@ def test_a_flipped_bit_is_an_error_that_names_the_sample(root):
     flip_a_bit(root / "train-00001.tar", offset + int(split.index["size"][7]) - 20)
     with pytest.raises(
         ShardError,
-        match=rf"train-00001\.tar: sample 7 \(key key7\): reading \d+ bytes at offset {offset} gave others than were indexed, twice: "
-        rf"a bit flipped on the disk or on the way; copy the shard again \(`python -m data_prep.verify {root}` tells which are damaged\)",
+        match=(
+            rf"train-00001\.tar: sample 7 \(key key7\): reading \d+ bytes at offset {offset} gave"
+            r" others than were indexed, twice: "
+            r"a bit flipped on the disk or on the way; copy the shard again \(`python -m"
+            rf" data_prep.verify {root}` tells which are damaged\)"
+        ),
     ):
         split.read(7)
     assert split.read(8) == jpeg(8)
 
 
 @pytest.mark.parametrize(
-    ("field", "told"), [("crc32c", "gave others than were indexed"), ("size", "found no image of this size there")], ids=["crc32c", "size"]
+    ("field", "told"),
+    [("crc32c", "gave others than were indexed"), ("size", "found no image of this size there")],
+    ids=["crc32c", "size"],
 )
 def test_a_damaged_index_is_no_fault_of_a_shard_with_its_sha256(root, field, told):
     path = root / "train.index.npy"
@@ -433,7 +570,8 @@ def test_a_damaged_index_is_no_fault_of_a_shard_with_its_sha256(root, field, tol
     with pytest.raises(ShardError) as caught:
         open_split(root, "train").read(7)
     remedy = (
-        f"{told}; the shard has its recorded sha256, so the index is damaged; delete {path} and start again, which makes it of the shards"
+        f"{told}; the shard has its recorded sha256, so the index is damaged; delete {path} and"
+        " start again, which makes it of the shards"
     )
     assert str(caught.value).endswith(remedy)
     path.unlink()
@@ -465,7 +603,10 @@ def test_what_is_right_the_second_time_is_read_and_told(root, monkeypatch, caplo
 
     monkeypatch.setattr(split.tars, "forget", mended)
     assert split.read(7) == jpeg(7)
-    assert f"{tar}: the bytes at offset {offset} were read wrongly once, and rightly the second time" in caplog.text
+    assert (
+        f"{tar}: the bytes at offset {offset} were read wrongly once, and rightly the second time"
+        in caplog.text
+    )
 
 
 def written_by_an_earlier_version(root: Path) -> bytes:
@@ -482,7 +623,10 @@ def written_by_an_earlier_version(root: Path) -> bytes:
 def test_an_index_of_an_earlier_version_is_made_again_with_checksums(root, caplog):
     expected = written_by_an_earlier_version(root)
     split = open_split(root, "train")
-    assert "without checksums of images (an earlier version wrote it): rebuilding it from 3 shards, 0.0 GB to read" in caplog.text
+    assert (
+        "without checksums of images (an earlier version wrote it): rebuilding it from 3 shards,"
+        " 0.0 GB to read" in caplog.text
+    )
     assert (root / "train.index.npy").read_bytes() == expected
     assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
 
@@ -499,7 +643,10 @@ def test_where_it_cannot_be_written_it_is_read_as_it_is(root, caplog, monkeypatc
 def test_a_checksum_is_not_taken_of_a_shard_that_is_not_the_recorded_one(root):
     flip_a_bit(root / "train-00001.tar", 700)
     (root / "train.index.npy").unlink()
-    with pytest.raises(ShardError, match=r"train-00001\.tar: replaced by a file with other content, its sha256 is not the one"):
+    with pytest.raises(
+        ShardError,
+        match=r"train-00001\.tar: replaced by a file with other content, its sha256 is not the one",
+    ):
         open_split(root, "train")
 
 
@@ -514,7 +661,8 @@ def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(roo
         told = "right"
         try:
             rows = open_index(path)
-            is_right = len(rows) != 15 or np.array_equal(rows, np.load(io.BytesIO(whole)))  # `_info.json` knows the number, too
+            # `_info.json` knows the number, too
+            is_right = len(rows) != 15 or np.array_equal(rows, np.load(io.BytesIO(whole)))
         except ValueError as error:
             told = str(error)
             is_right = False
@@ -526,4 +674,6 @@ def test_what_identifies_the_samples_is_what_it_was_before_they_had_checksums(ro
     identity = index_sha256(before.index, before.lengths)
     written_by_an_earlier_version(root)
     old = open_index(root / "train.index.npy")
-    assert index_sha256(old, before.lengths) == identity == hashlib.sha256(old.tobytes()).hexdigest()
+    assert (
+        index_sha256(old, before.lengths) == identity == hashlib.sha256(old.tobytes()).hexdigest()
+    )

@@ -1,4 +1,5 @@
-"""A cache that jobs and users share: who holds a lock for ever, who has the smaller limit, who is of another group, where it lies."""
+"""A cache that jobs and users share: who holds a lock for ever, who has the smaller limit, who is
+of another group, where it lies."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def other_process(code: str, *arguments: object) -> subprocess.Popen:
     return process
 
 
-# ---- locks -----------------------------------------------------------------------------------------------------------
+# ---- locks ---------------------------------------------------------------------------------------
 
 HOLDS = """
 import sys, time
@@ -71,19 +72,29 @@ def test_threads_that_find_a_full_disk_at_once_tell_it_once(folder, caplog, monk
     monkeypatch.setattr(slow, "filter", lambda _: time.sleep(0.1) or True)
     block_cache.log.addFilter(slow)
     try:
-        threads = [threading.Thread(target=block_cache._warn_once, args=(folder, "No space left on device")) for _ in range(8)]
+        threads = [
+            threading.Thread(
+                target=block_cache._warn_once, args=(folder, "No space left on device")
+            )
+            for _ in range(8)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     finally:
         block_cache.log.removeFilter(slow)
-    assert caplog.messages == [f"{folder}: cannot be written (No space left on device); blocks are used and not kept"]
+    assert caplog.messages == [
+        f"{folder}: cannot be written (No space left on device); blocks are used and not kept"
+    ]
 
 
 @pytest.mark.parametrize("what", ["block", "count"])
-def test_a_stopped_process_that_holds_a_lock_holds_up_nobody_for_long(what, folder, caplog, monkeypatch):
-    """Suspended by Slurm, or in an access to a mount that is away. The block is fetched, used and not kept, and that is told once."""
+def test_a_stopped_process_that_holds_a_lock_holds_up_nobody_for_long(
+    what, folder, caplog, monkeypatch
+):
+    """Suspended by Slurm, or in an access to a mount that is away. The block is fetched, used and
+    not kept, and that is told once."""
     monkeypatch.setattr(block_cache, "LOCK_WAIT_S", 0.5)
     monkeypatch.setattr(block_cache, "TELL_LOCK_AFTER_S", 0.2)
     holder = other_process(HOLDS, folder, what)
@@ -96,9 +107,13 @@ def test_a_stopped_process_that_holds_a_lock_holds_up_nobody_for_long(what, fold
         assert 0.5 < time.monotonic() - began_s < 3, "waited for once, not each time"
         assert not blocks(folder)
         where = "0.block.part" if what == "block" else "used_bytes"
-        assert re.search(rf"{where}: locked by process {holder.pid}, stopped; waiting for up to 0 s", caplog.text), caplog.text
+        assert re.search(
+            rf"{where}: locked by process {holder.pid}, stopped; waiting for up to 0 s", caplog.text
+        ), caplog.text
         reason = rf"{where} is locked by process {holder.pid}, stopped"
-        told = re.findall(rf"cannot be written \({reason}\); blocks are used and not kept", caplog.text)
+        told = re.findall(
+            rf"cannot be written \({reason}\); blocks are used and not kept", caplog.text
+        )
         assert len(told) == 1
     finally:
         holder.kill()
@@ -108,7 +123,7 @@ def test_a_stopped_process_that_holds_a_lock_holds_up_nobody_for_long(what, fold
     assert cache.fetch("set/0.block", block()) is None
 
 
-# ---- limits ----------------------------------------------------------------------------------------------------------
+# ---- limits --------------------------------------------------------------------------------------
 
 HAS_LIMIT = """
 import sys, time
@@ -145,10 +160,12 @@ def test_the_limit_of_a_job_counts_for_as_long_as_it_lives(folder):
 
 def test_who_says_no_limit_takes_at_most_50_gib_and_half_of_the_disk(folder):
     free = os.statvfs(folder.parent)
-    assert BlockCache(folder).limit_bytes == pytest.approx(min(50 * GIB, free.f_bavail * free.f_frsize // 2), rel=0.05)
+    assert BlockCache(folder).limit_bytes == pytest.approx(
+        min(50 * GIB, free.f_bavail * free.f_frsize // 2), rel=0.05
+    )
 
 
-# ---- users -----------------------------------------------------------------------------------------------------------
+# ---- users ---------------------------------------------------------------------------------------
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="takes other users' ids")
 
@@ -210,7 +227,9 @@ def test_a_group_shares_a_cache_in_a_folder_that_it_may_write(open_to_all):
         return run
 
     assert as_user(1001, 4242, fetches(b"a", 7)) == ""
-    assert as_user(1002, 4242, fetches(b"b", 7)) == "", "the second counts, reads and removes what the first has written"
+    assert as_user(1002, 4242, fetches(b"b", 7)) == "", (
+        "the second counts, reads and removes what the first has written"
+    )
     said = as_user(1003, 4243, fetches(b"c", 7))
     assert "cannot hold a cache of shards (Permission denied); choose a folder" in said
 
@@ -249,19 +268,27 @@ def test_what_another_user_has_put_there_is_not_written_to(kind, open_to_all, ca
 def test_a_folder_that_everybody_may_write_is_refused(folder):
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(ShardError, match=rf"{folder}: everybody may write there, .*: `chmod o-w {folder}`, or choose another with"):
+    with pytest.raises(
+        ShardError,
+        match=(
+            rf"{folder}: everybody may write there, .*: `chmod o-w {folder}`, or choose another"
+            r" with"
+        ),
+    ):
         BlockCache(folder, 1)
 
 
-# ---- where -----------------------------------------------------------------------------------------------------------
+# ---- where ---------------------------------------------------------------------------------------
 
 
 def mounts(root: Path, **kinds: str) -> Path:
-    """A folder whose `proc` says that everything on this disk is of these kinds, by folder (- for all)."""
+    """A folder whose `proc` says that everything on this disk is of these kinds, by folder (- for
+    all)."""
     (root / "proc" / "self").mkdir(parents=True)
     device = os.stat(root).st_dev
     lines = [
-        f"{n} 1 {os.major(device)}:{os.minor(device)} / {'/' if place == 'all' else place} rw,relatime shared:1 - {kind} server:/x rw"
+        f"{n} 1 {os.major(device)}:{os.minor(device)} / {'/' if place == 'all' else place}"
+        f" rw,relatime shared:1 - {kind} server:/x rw"
         for n, (place, kind) in enumerate(kinds.items(), 20)
     ]
     (root / "proc" / "self" / "mountinfo").write_text("\n".join(lines) + "\n")
@@ -286,14 +313,18 @@ def test_the_default_is_on_a_disk_of_the_machine(tmp_path, monkeypatch):
         shared_node = mounts(tmp_path / kind / "node", **{"all": "xfs", str(node): kind})
         assert default_folder(shared_node) == home / "vit"
         both = mounts(tmp_path / kind / "both", all=kind)
-        named = rf"only {node}/vit-\d+ \({kind}\), {home}/vit \({kind}\): name one with data.cache_dir"
+        named = (
+            rf"only {node}/vit-\d+ \({kind}\), {home}/vit \({kind}\): name one with data.cache_dir"
+        )
         with pytest.raises(ShardError, match=named):
             default_folder(both)
     assert default_folder(tmp_path) == node / f"vit-{os.getuid()}", "where the system says nothing"
 
 
 def test_the_kernel_names_the_file_systems_of_this_machine(tmp_path):
-    described = subprocess.run(["stat", "--file-system", "--format=%T", tmp_path], capture_output=True, text=True).stdout.strip()
+    described = subprocess.run(
+        ["stat", "--file-system", "--format=%T", tmp_path], capture_output=True, text=True
+    ).stdout.strip()
     kind = file_system(tmp_path)
     assert kind
     assert kind.startswith("ext") == described.startswith("ext")
@@ -324,6 +355,9 @@ def test_who_waits_for_a_lock_says_so_again(folder, monkeypatch, caplog):
     monkeypatch.setattr(block_cache, "TELL_LOCK_AGAIN_S", 0.1)
     folder.mkdir()
     with locked_part(folder / "index"):
-        with pytest.raises(TimeoutError, match=r"index\.part is locked by process"), locked_part(folder / "index"):
+        with (
+            pytest.raises(TimeoutError, match=r"index\.part is locked by process"),
+            locked_part(folder / "index"),
+        ):
             pass
     assert caplog.text.count("index.part: locked by process") >= 2

@@ -1,4 +1,5 @@
-"""One reader for the web, against a server with each of the faults that servers have. (Limits of time are real, and small.)"""
+"""One reader for the web, against a server with each of the faults that servers have. (Limits of
+time are real, and small.)"""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def version(folder) -> Version:
 def running(program: str) -> Iterator[subprocess.Popen]:
     """A process of its own, killed at the end."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2] / "helpers", **pipes) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2] / "helpers", **pipes
+    ) as process:
         try:
             yield process
         finally:
@@ -54,10 +57,16 @@ def running(program: str) -> Iterator[subprocess.Popen]:
 
 
 def ranges(web: WebServer) -> list[str]:
-    return [wanted.removeprefix("bytes=") for _, _, wanted in web.requests if wanted and wanted != "bytes=0-0"]
+    return [
+        wanted.removeprefix("bytes=")
+        for _, _, wanted in web.requests
+        if wanted and wanted != "bytes=0-0"
+    ]
 
 
-def test_a_host_that_is_misspelt_is_told_soon_and_one_whose_name_is_lost_in_mid_run_is_waited_for(web, monkeypatch):
+def test_a_host_that_is_misspelt_is_told_soon_and_one_whose_name_is_lost_in_mid_run_is_waited_for(
+    web, monkeypatch
+):
     def unknown(*arguments, **options):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -66,7 +75,13 @@ def test_a_host_that_is_misspelt_is_told_soon_and_one_whose_name_is_lost_in_mid_
     version = was_there.stat("set/a.tar")
     http._pool.cache_clear()  # no connection is left open
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(ShardError, match=r"^http://data\.exmaple\.org/set/a\.tar: no host of this name is known; correct the address"):
+    with pytest.raises(
+        ShardError,
+        match=(
+            r"^http://data\.exmaple\.org/set/a\.tar: no host of this name is known; correct the"
+            r" address"
+        ),
+    ):
         WebFolder("http://data.exmaple.org/set", patience).stat("a.tar")
     with pytest.raises(ShardError, match=r"cannot be reached .*, \d+ times in "):
         was_there.read("set/a.tar", 0, 10, version)
@@ -76,7 +91,13 @@ def test_a_closed_port_ends_a_start_and_no_run():
     with WebServer({"/a.tar": DATA}) as server:
         url = server.url
     patience = Patience(60.0, 0.001, 0.001)
-    with pytest.raises(ShardError, match=r"/a\.tar: nothing answers at this port \(connection refused\); correct the address, or start"):
+    with pytest.raises(
+        ShardError,
+        match=(
+            r"/a\.tar: nothing answers at this port \(connection refused\); correct the address, or"
+            r" start"
+        ),
+    ):
         WebFolder(url, patience).stat("a.tar")
     with pytest.raises(ShardError, match=r"cannot be reached .*, \d+ times in "):
         WebFolder(url, Patience(0.3, 0.01, 0.02)).read("a.tar", 0, 10, Version(len(DATA), ""))
@@ -84,11 +105,13 @@ def test_a_closed_port_ends_a_start_and_no_run():
 
 def test_https_at_a_port_of_http_is_told_at_once(web):
     url = web.url.replace("http://", "https://")
-    with pytest.raises(ShardError, match=r"/a\.tar: the server speaks no TLS there; is http:// meant\?$"):
+    with pytest.raises(
+        ShardError, match=r"/a\.tar: the server speaks no TLS there; is http:// meant\?$"
+    ):
         WebFolder(f"{url}/set", Patience(60.0)).stat("a.tar")
 
 
-# ---- what passes ----------------------------------------------------------------------------------------------------
+# ---- what passes ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("date", [False, True])
@@ -96,7 +119,10 @@ def test_a_server_is_left_alone_for_as_long_as_it_asks(date, web, version):
     web.statuses = [429]
     web.retry_after = formatdate(time.time() + 2, usegmt=True) if date else "1"
     start_s = time.monotonic()
-    assert WebFolder(f"{web.url}/set", Patience(10, 0.01, 0.05)).read("a.tar", 0, 100, version) == DATA[:100]
+    assert (
+        WebFolder(f"{web.url}/set", Patience(10, 0.01, 0.05)).read("a.tar", 0, 100, version)
+        == DATA[:100]
+    )
     assert time.monotonic() - start_s >= 0.9
     assert len(ranges(web)) == 2
 
@@ -109,7 +135,9 @@ def test_a_server_that_is_away_for_many_pauses(web, folder, version):
 def test_what_came_before_a_cut_does_not_come_again(web, folder, version):
     web.cuts = [100_000, 0, 50_000, 1]
     assert folder.read("a.tar", 1000, 300_000, version) == DATA[1000:]
-    assert ranges(web) == [f"{start}-299999" for start in (1000, 101_000, 101_000, 151_000, 151_001)]
+    assert ranges(web) == [
+        f"{start}-299999" for start in (1000, 101_000, 101_000, 151_000, 151_001)
+    ]
 
 
 def test_a_silent_server_is_left_for_another_connection(web, folder, version, monkeypatch):
@@ -121,7 +149,8 @@ def test_a_silent_server_is_left_for_another_connection(web, folder, version, mo
 
 
 def test_a_slow_transfer_goes_on_over_several_attempts(web, folder, version, monkeypatch):
-    """As 8 MB below 70 kB/s in attempts of 120 s, scaled down: each attempt brings a part, and none is thrown away."""
+    """As 8 MB below 70 kB/s in attempts of 120 s, scaled down: each attempt brings a part, and none
+    is thrown away."""
     monkeypatch.setattr(http, "ATTEMPT_S", 0.2)
     web.drip = (10_000, 0.02)
     assert folder.read("a.tar", 0, 300_000, version) == DATA
@@ -143,7 +172,13 @@ def test_a_process_that_was_suspended_goes_on(web, version, monkeypatch):
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     naps = [1.3]
     web.cuts = [500, 300]
-    with WebFile(f"{web.url}/set", "a.tar", QUICK, version=version, while_waiting=lambda: time.sleep(naps.pop() if naps else 0)) as file:
+    with WebFile(
+        f"{web.url}/set",
+        "a.tar",
+        QUICK,
+        version=version,
+        while_waiting=lambda: time.sleep(naps.pop() if naps else 0),
+    ) as file:
         assert b"".join(iter(file.read1, b"")) == DATA
 
 
@@ -152,7 +187,10 @@ def test_a_wrong_range_is_asked_for_again_and_never_taken(web, folder, version):
     assert folder.read("a.tar", 1000, 2000, version) == DATA[1000:2000]
     assert len(ranges(web)) == 4
     web.wrong_ranges = 1000
-    with pytest.raises(ShardError, match=r"it gives bytes 500 to 1500 where bytes=1000-1999 was asked for, \d+ times in 1 s"):
+    with pytest.raises(
+        ShardError,
+        match=r"it gives bytes 500 to 1500 where bytes=1000-1999 was asked for, \d+ times in 1 s",
+    ):
         folder.read("a.tar", 1000, 2000, version)
 
 
@@ -170,15 +208,21 @@ def test_a_server_that_is_stopped_and_goes_on(tmp_path, monkeypatch):
     """SIGSTOP: its kernel takes a few connections, and nobody answers."""
     monkeypatch.setattr(http, "SILENCE_S", 0.1)
     monkeypatch.setattr(http, "CONNECT_S", 0.1)
-    program = "import sys, servers; s = servers.WebServer({'/a': b'x' * 1000}); print(s.url, flush=True); s.__enter__(); sys.stdin.read()"
+    program = (
+        "import sys, servers; s = servers.WebServer({'/a': b'x' * 1000}); print(s.url, flush=True);"
+        " s.__enter__(); sys.stdin.read()"
+    )
     with running(program) as server:
         folder = WebFolder(server.stdout.readline().strip(), QUICK)
         version = folder.stat("a")
         server.send_signal(signal.SIGSTOP)
-        with pytest.raises(ShardError, match=r"a: cannot be reached \(.*tim.*\), \d+ times in \d s"):
+        with pytest.raises(
+            ShardError, match=r"a: cannot be reached \(.*tim.*\), \d+ times in \d s"
+        ):
             folder.read("a", 0, 10, version)
         server.send_signal(signal.SIGCONT)
-        more_patient = WebFolder(folder.url, Patience(20.0, 0.01, 0.05))  # the other's is used up, with this server
+        # the other's is used up, with this server
+        more_patient = WebFolder(folder.url, Patience(20.0, 0.01, 0.05))
         assert more_patient.read("a", 0, 10, version) == b"x" * 10
 
 
@@ -194,7 +238,7 @@ def test_faults_together(web, folder, version, monkeypatch):
         assert folder.read("a.tar", 7, 300_000, version) == DATA[7:]
 
 
-# ---- what does not --------------------------------------------------------------------------------------------------
+# ---- what does not -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 400])
@@ -246,7 +290,10 @@ def test_another_host_is_not_told_the_login(web, folder):
 
 def test_redirected_in_a_circle(web, folder):
     web.redirects = {"/set/a.tar": f"{web.url}/set/a.tar"}
-    with pytest.raises(ShardError, match=r"a.tar: redirected again and again, at last to .*/set/a.tar; correct the address"):
+    with pytest.raises(
+        ShardError,
+        match=r"a.tar: redirected again and again, at last to .*/set/a.tar; correct the address",
+    ):
         folder.stat("a.tar")
 
 
@@ -255,19 +302,30 @@ def test_mirrors_with_tags_of_their_own_are_named(web, folder):
     while folder.stat("a.tar").tag != '"inode-1"':
         pass
     known = Version(len(DATA), '"inode-1"')
-    assert folder.read("a.tar", 0, 10, known) == DATA[:10], "the next attempt may meet the same mirror"
+    assert folder.read("a.tar", 0, 10, known) == DATA[:10], (
+        "the next attempt may meet the same mirror"
+    )
     web.tags = ['"inode-2"']
-    with pytest.raises(OSError, match=r"replaced at its URL .* or several servers share the address and give one file different tags"):
+    with pytest.raises(
+        OSError,
+        match=(
+            r"replaced at its URL .* or several servers share the address and give one file"
+            r" different tags"
+        ),
+    ):
         folder.read("a.tar", 0, 10, known)
 
 
 def test_a_changed_file_is_named_and_never_mixed(web, folder, version):
     web.files["/set/a.tar"] = DATA[::-1]
-    with pytest.raises(OSError, match=r"it was replaced at its URL while it was in use \(it had 300000 bytes with the tag"):
+    with pytest.raises(
+        OSError,
+        match=r"it was replaced at its URL while it was in use \(it had 300000 bytes with the tag",
+    ):
         folder.read("a.tar", 0, 10, version)
 
 
-# ---- connections ----------------------------------------------------------------------------------------------------
+# ---- connections ---------------------------------------------------------------------------------
 
 
 def test_a_connection_serves_many_reads():

@@ -1,4 +1,5 @@
-"""Shards in a folder: reads that fail for a while, descriptors that workers share, images asked for ahead, and copies on a nearer disk."""
+"""Shards in a folder: reads that fail for a while, descriptors that workers share, images asked for
+ahead, and copies on a nearer disk."""
 
 from __future__ import annotations
 
@@ -76,14 +77,24 @@ def shim(tmp_path_factory) -> Path:
         pytest.skip("needs gcc")
     folder = tmp_path_factory.mktemp("shim")
     (folder / "shim.c").write_text(SHIM)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", folder / "shim.so", folder / "shim.c", "-ldl"], check=True)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-O1", "-o", folder / "shim.so", folder / "shim.c", "-ldl"],
+        check=True,
+    )
     return folder / "shim.so"
 
 
-def run(code: str, shim: Path, *arguments: object, **settings: object) -> subprocess.CompletedProcess:
+def run(
+    code: str, shim: Path, *arguments: object, **settings: object
+) -> subprocess.CompletedProcess:
     """Python with the library preloaded."""
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])
-    env = {**environment(), "PYTHONPATH": paths, "LD_PRELOAD": str(shim), **{name: str(value) for name, value in settings.items()}}
+    env = {
+        **environment(),
+        "PYTHONPATH": paths,
+        "LD_PRELOAD": str(shim),
+        **{name: str(value) for name, value in settings.items()},
+    }
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
@@ -110,7 +121,10 @@ def test_a_file_server_that_is_away_for_a_while_costs_time_only(name, shim, shar
 
 def test_a_file_server_that_stays_away_is_an_error_with_path_reason_and_time(shim, shards):
     done = run(READ_ALL, shim, shards, 1.0, FAIL_S=1000, FAIL_ERRNO=5)
-    expected = rf"{shards}/train-00000.tar: reading failed: Input/output error, \d+ times in \d s; .* start again"
+    expected = (
+        rf"{shards}/train-00000.tar: reading failed: Input/output error, \d+ times in \d s; .*"
+        r" start again"
+    )
     assert re.search(rf"ShardError: {expected}$", done.stderr.strip()), done.stderr
 
 
@@ -147,12 +161,17 @@ def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
         list(loader)
         ours = shards_open(os.getpid(), root)
         assert sorted(ours.values()) == ["train-00000.tar", "train-00001.tar", "train-00002.tar"]
-        assert [shards_open(worker.pid, root) for worker, _ in loader._crew._workers.values()] == [ours, ours]
+        assert [shards_open(worker.pid, root) for worker, _ in loader._crew._workers.values()] == [
+            ours,
+            ours,
+        ]
         with Loader(EvalBatches(val, FORMAT, EvalConfig(), 8), 0, 3, num_workers=1) as evaluation:
             list(evaluation)
             ours = shards_open(os.getpid(), root)
             assert len(ours) == 4
-            assert [shards_open(worker.pid, root) for worker, _ in evaluation._crew._workers.values()] == [ours]
+            assert [
+                shards_open(worker.pid, root) for worker, _ in evaluation._crew._workers.values()
+            ] == [ours]
     del split, val, batches, loader, evaluation
     gc.collect()
     assert shards_open(os.getpid(), root) == {}, "who drops a split closes its files"
@@ -175,22 +194,28 @@ def test_with_few_descriptors_shards_are_opened_for_each_image(shards):
     split.prefetch(np.arange(60))
 
 
-# ---- through a cache -------------------------------------------------------------------------------------------------
+# ---- through a cache -----------------------------------------------------------------------------
 
 
 def test_blocks_of_a_mounted_folder_are_kept_on_a_nearer_disk(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(tars, "BLOCK_BYTES", 16_000)
     root = shutil.copytree(shards, tmp_path / "mount")
     batches = [
-        TrainBatches(open_split(root, "train", cache), make_order(60, 12), AugmentConfig(), FORMAT) for cache in (None, tmp_path / "near")
+        TrainBatches(open_split(root, "train", cache), make_order(60, 12), AugmentConfig(), FORMAT)
+        for cache in (None, tmp_path / "near")
     ]
     read_bytes = []
     for workers in (0, 2):
-        with Loader(batches[0], 0, 5, num_workers=workers) as here, Loader(batches[1], 0, 5, num_workers=workers) as there:
+        with (
+            Loader(batches[0], 0, 5, num_workers=workers) as here,
+            Loader(batches[1], 0, 5, num_workers=workers) as there,
+        ):
             for a, b in zip(here, there, strict=True):
                 assert torch.equal(a.images, b.images)
             read_bytes.append(there.tally()["read_bytes"])
-    assert read_bytes[0] == read_bytes[1], "of samples; what is fetched, as at first, counts for itself"
+    assert read_bytes[0] == read_bytes[1], (
+        "of samples; what is fetched, as at first, counts for itself"
+    )
     blocks = list((tmp_path / "near").rglob("*.block"))
     assert len(blocks) == 15
     split = open_split(root, "train", tmp_path / "near")
@@ -201,15 +226,25 @@ def test_blocks_of_a_mounted_folder_are_kept_on_a_nearer_disk(shards, tmp_path, 
     assert list((tmp_path / "near").rglob("*.block")) == blocks
 
 
-def test_a_shard_of_a_mounted_folder_that_is_replaced_is_told_and_its_blocks_are_not_mixed(shards, tmp_path, monkeypatch):
+def test_a_shard_of_a_mounted_folder_that_is_replaced_is_told_and_its_blocks_are_not_mixed(
+    shards, tmp_path, monkeypatch
+):
     monkeypatch.setattr(tars, "BLOCK_BYTES", 16_000)
     root = shutil.copytree(shards, tmp_path / "mount")
     split = open_split(root, "train", tmp_path / "near")
     kept = split.read(0)
     time.sleep(0.01)
     (root / "train-00000.tar").write_bytes((root / "train-00000.tar").read_bytes())
-    with pytest.raises(ShardError, match=r"train-00000.tar: sample 12 .* failed: it was replaced while it was in use; restore the shard"):
+    with pytest.raises(
+        ShardError,
+        match=(
+            r"train-00000.tar: sample 12 .* failed: it was replaced while it was in use; restore"
+            r" the shard"
+        ),
+    ):
         split.read(12)
     again = open_split(root, "train", tmp_path / "near", patience=Patience(1.0))
     assert again.read(0) == kept
-    assert len(list((tmp_path / "near").rglob("train-00000.*.0-*.block"))) == 2, "of the old one and of the new one"
+    assert len(list((tmp_path / "near").rglob("train-00000.*.0-*.block"))) == 2, (
+        "of the old one and of the new one"
+    )

@@ -1,4 +1,5 @@
-"""Attempts that are made again: for how long, after which pauses, and what is said. (Limits are real, and a second or less.)"""
+"""Attempts that are made again: for how long, after which pauses, and what is said. (Limits are
+real, and a second or less.)"""
 
 from __future__ import annotations
 
@@ -58,7 +59,11 @@ def test_what_does_not_pass_is_raised_at_once():
 def test_at_the_limit_everything_is_told():
     attempt = failing(1000)
     with pytest.raises(
-        ShardError, match=rf"^{URL}: the server answers 503, (\d+) times in 0 s; check the address and the network"
+        ShardError,
+        match=(
+            rf"^{URL}: the server answers 503, (\d+) times in 0 s; check the address and the"
+            r" network"
+        ),
     ) as error:
         QUICK.keep_trying(URL, attempt)
     assert f" {len(attempt.made)} times" in str(error.value)
@@ -75,7 +80,10 @@ def test_a_limit_of_0_is_one_attempt():
 
 def test_what_is_probably_final_is_tried_a_few_times_only():
     gone = FileNotFoundError("gone")
-    assert Patience(60, 0.01, 0.05).keep_trying(URL, failing(NUM_REFUSALS - 1, final=gone)) == NUM_REFUSALS
+    assert (
+        Patience(60, 0.01, 0.05).keep_trying(URL, failing(NUM_REFUSALS - 1, final=gone))
+        == NUM_REFUSALS
+    )
     attempt = failing(NUM_REFUSALS, final=gone)
     with pytest.raises(FileNotFoundError, match="gone"):
         Patience(60, 0.01, 0.05).keep_trying(URL, attempt)
@@ -99,7 +107,10 @@ def test_many_threads_that_wait_for_one_server_tell_it_once(caplog):
     with caplog.at_level(logging.WARNING):
         several = Patience(limit_s=30, first_pause_s=0.01)
         waits = [failing(1, retry_after_s=TELL_AFTER_S) for _ in range(8)]
-        threads = [threading.Thread(target=several.keep_trying, args=(f"{URL}{n}", wait)) for n, wait in enumerate(waits)]
+        threads = [
+            threading.Thread(target=several.keep_trying, args=(f"{URL}{n}", wait))
+            for n, wait in enumerate(waits)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -128,7 +139,9 @@ def test_who_comes_later_has_no_patience_of_his_own(caplog):
             Patience(1.0, 0.01, 0.05).keep_trying(f"{URL}{number}", attempt)
     assert time.monotonic() - began_s < 2
     assert len(attempt.made) == 1
-    assert QUICK.keep_trying("http://other.example/a.tar", failing(2)) == 3, "another server is another matter"
+    assert QUICK.keep_trying("http://other.example/a.tar", failing(2)) == 3, (
+        "another server is another matter"
+    )
     assert Patience(1.0).keep_trying(URL, failing(0)) == 1
     assert Patience(1.0, 0.01).keep_trying(URL, failing(2)) == 3, "it had answered"
 

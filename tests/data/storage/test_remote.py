@@ -1,4 +1,5 @@
-"""Shards at a URL give what the same shards in a folder give, whatever server and network do, or an error that says what is wrong."""
+"""Shards at a URL give what the same shards in a folder give, whatever server and network do, or an
+error that says what is wrong."""
 
 from __future__ import annotations
 
@@ -84,7 +85,11 @@ def samples(split) -> list[tuple[str, bytes]]:
 
 def parts_asked(web) -> list[tuple[str, str]]:
     """(shard, range) of the requests for blocks."""
-    return [(path, wanted) for _, path, wanted in web.requests if path.endswith(".tar") and wanted != "bytes=0-0"]
+    return [
+        (path, wanted)
+        for _, path, wanted in web.requests
+        if path.endswith(".tar") and wanted != "bytes=0-0"
+    ]
 
 
 def upload(shards: Path, url: str) -> str:
@@ -95,7 +100,7 @@ def upload(shards: Path, url: str) -> str:
     return f"{url}/set"
 
 
-# ---- the same samples -----------------------------------------------------------------------------------------------
+# ---- the same samples ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["http", "s3", "memory", "file"])
@@ -105,7 +110,10 @@ def test_samples_keys_and_labels_are_those_of_the_folder(kind, shards, cache, re
     elif kind == "file":
         root = str(shards)
     else:
-        root = upload(shards, request.getfixturevalue("s3").new_bucket() if kind == "s3" else "memory://remote")
+        root = upload(
+            shards,
+            request.getfixturevalue("s3").new_bucket() if kind == "s3" else "memory://remote",
+        )
     for name in ("train", "val"):
         here, there = open_split(shards, name), open_split(root + "/", name, cache)
         assert samples(there) == samples(here)
@@ -113,7 +121,9 @@ def test_samples_keys_and_labels_are_those_of_the_folder(kind, shards, cache, re
         assert (there.index == here.index).all()
     assert any(cache.rglob("*.block"))
     if kind == "file":
-        assert samples(open_split(f"file://{shards}", "val")) == samples(here), "a folder like any other, and needs no cache"
+        assert samples(open_split(f"file://{shards}", "val")) == samples(here), (
+            "a folder like any other, and needs no cache"
+        )
 
 
 def test_long_keys_stand_in_headers_of_their_own(tmp_path, shards, cache):
@@ -137,7 +147,9 @@ def test_long_keys_stand_in_headers_of_their_own(tmp_path, shards, cache):
 
 def epoch(root, cache, *, workers=0, epochs=1) -> list[list[torch.Tensor]]:
     split = open_split(root, "train", cache)
-    batches = TrainBatches(split, make_order(split.num_samples, 12, seed=3), AugmentConfig(), FORMAT)
+    batches = TrainBatches(
+        split, make_order(split.num_samples, 12, seed=3), AugmentConfig(), FORMAT
+    )
     with Loader(batches, 0, 5 * epochs, num_workers=workers) as loader:
         return [[tensor.clone() for tensor in (b.ids, b.images, b.labels, b.table)] for b in loader]
 
@@ -155,13 +167,17 @@ def local_epoch(shards):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("trouble", ["none", "fails", "slow"])
-def test_batches_are_the_same_from_a_server_with_troubles(trouble, workers, web, url, cache, local_epoch):
+def test_batches_are_the_same_from_a_server_with_troubles(
+    trouble, workers, web, url, cache, local_epoch
+):
     if trouble == "fails":
         web.fails_each = 10
     web.delay_s = 0.05 if trouble == "slow" else 0.0
     assert_same(epoch(url, cache, workers=workers), local_epoch)
     answered = Counter(parts_asked(web))
-    assert set(answered.values()) == {1} or trouble == "fails", "a block is fetched once, whoever needs it"
+    assert set(answered.values()) == {1} or trouble == "fails", (
+        "a block is fetched once, whoever needs it"
+    )
 
 
 def test_batches_are_the_same_from_s3_through_forked_workers(s3, shards, cache, local_epoch):
@@ -180,7 +196,8 @@ def test_evaluation_sees_each_image_once(url, shards, cache):
 
 
 class KeptFtp(FTPFileSystem):
-    """As fsspec's clients for sftp and smb are: one connection, kept for a thread until the process ends."""
+    """As fsspec's clients for sftp and smb are: one connection, kept for a thread until the process
+    ends."""
 
     protocol = "keptftp"
     cachable = True
@@ -188,7 +205,9 @@ class KeptFtp(FTPFileSystem):
 
 @pytest.mark.parametrize("commands_each", [None, 15])
 @pytest.mark.parametrize("scheme", ["ftp", "keptftp"])
-def test_clients_that_are_not_for_several_threads(scheme, commands_each, shards, cache, monkeypatch):
+def test_clients_that_are_not_for_several_threads(
+    scheme, commands_each, shards, cache, monkeypatch
+):
     """Eight threads fetch at once, and connections end every now and then."""
     monkeypatch.setitem(_registry, "keptftp", KeptFtp)
     KeptFtp.clear_instance_cache()
@@ -198,7 +217,7 @@ def test_clients_that_are_not_for_several_threads(scheme, commands_each, shards,
         assert samples(split) == samples(open_split(shards, "train"))
 
 
-# ---- requests and the cache -----------------------------------------------------------------------------------------
+# ---- requests and the cache ----------------------------------------------------------------------
 
 
 def test_a_cache_that_holds_all_asks_once_for_each_block_and_never_again(web, url, cache):
@@ -208,10 +227,14 @@ def test_a_cache_that_holds_all_asks_once_for_each_block_and_never_again(web, ur
     web.requests.clear()
     epoch(url, cache, epochs=3, workers=2)
     assert not parts_asked(web)
-    assert not [path for _, path, wanted in web.requests if path.endswith(".npy") and wanted != "bytes=0-0"], "the index is there already"
+    assert not [
+        path for _, path, wanted in web.requests if path.endswith(".npy") and wanted != "bytes=0-0"
+    ], "the index is there already"
 
 
-def test_the_limit_holds_and_what_was_not_read_for_longest_goes(web, url, cache, monkeypatch, local_epoch):
+def test_the_limit_holds_and_what_was_not_read_for_longest_goes(
+    web, url, cache, monkeypatch, local_epoch
+):
     monkeypatch.setattr("vit.data.storage.block_cache.TOUCH_AFTER_S", 0)
     split = open_split(url, "train", cache, 40_000 / GIB)
     used = lambda: sum(path.stat().st_size for path in cache.rglob("*.block"))  # noqa: E731
@@ -221,11 +244,22 @@ def test_the_limit_holds_and_what_was_not_read_for_longest_goes(web, url, cache,
         split.read(0)
         largest = max(largest, used())
     assert 20_000 < largest <= 40_000
-    assert len([path for path, wanted in parts_asked(web) if "train-00000" in path and wanted.startswith("bytes=0-")]) == 1, "0 was in use"
+    assert (
+        len(
+            [
+                path
+                for path, wanted in parts_asked(web)
+                if "train-00000" in path and wanted.startswith("bytes=0-")
+            ]
+        )
+        == 1
+    ), "0 was in use"
     web.requests.clear()
     batches = TrainBatches(split, make_order(60, 12, seed=3), AugmentConfig(), FORMAT)
     with Loader(batches, 0, 5, num_workers=2) as loader:
-        assert_same([[t.clone() for t in (b.ids, b.images, b.labels, b.table)] for b in loader], local_epoch)
+        assert_same(
+            [[t.clone() for t in (b.ids, b.images, b.labels, b.table)] for b in loader], local_epoch
+        )
     assert len(parts_asked(web)) > 15, "not all of them fit"
     assert used() <= 40_000
     assert not list(cache.rglob("*.part"))
@@ -234,7 +268,12 @@ def test_the_limit_holds_and_what_was_not_read_for_longest_goes(web, url, cache,
 def test_the_default_limit_leaves_half_of_the_disk(cache):
     free = shutil.disk_usage(cache.parent).free
     assert 0.4 * free < BlockCache(cache).limit_bytes < 0.6 * free
-    with pytest.raises(ShardError, match=r"data.cache_gib=1e\+09: the disk of .* has room for [\d.]+; give less, or another disk"):
+    with pytest.raises(
+        ShardError,
+        match=(
+            r"data.cache_gib=1e\+09: the disk of .* has room for [\d.]+; give less, or another disk"
+        ),
+    ):
         BlockCache(cache, 1e9)
 
 
@@ -246,12 +285,18 @@ def test_processes_that_share_a_cache_fetch_each_block_once(web, url, shards, ca
     web.delay_s = 0.02
     expected = samples(open_split(shards, "train"))
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
-    processes = [multiprocessing.Process(target=_read_all, args=(url, cache, say)) for _, say in pipes]
+    processes = [
+        multiprocessing.Process(target=_read_all, args=(url, cache, say)) for _, say in pipes
+    ]
     [process.start() for process in processes]
     assert all(told.recv() == expected for told, _ in pipes)
     [process.join() for process in processes]
     assert set(Counter(parts_asked(web)).values()) == {1}
-    whole = [path for _, path, wanted in web.requests if path.endswith("train.index.npy") and wanted != "bytes=0-0"]
+    whole = [
+        path
+        for _, path, wanted in web.requests
+        if path.endswith("train.index.npy") and wanted != "bytes=0-0"
+    ]
     assert len(whole) == 1, "one process fetches the index, the others wait for it"
 
 
@@ -293,7 +338,9 @@ def test_a_killed_process_leaves_nothing_that_others_wait_for(web, url, cache, s
     assert open_split(url, "train", cache).read(0) == open_split(shards, "train").read(0)
 
 
-def test_what_finds_no_room_on_the_disk_is_used_and_not_kept(web, url, shards, tmp_path, monkeypatch):
+def test_what_finds_no_room_on_the_disk_is_used_and_not_kept(
+    web, url, shards, tmp_path, monkeypatch
+):
     with small_disk(tmp_path / "disk") as disk:
         split = open_split(url, "train", disk / "cache", 0.003)
         leave_free(disk, 4)
@@ -303,7 +350,9 @@ def test_what_finds_no_room_on_the_disk_is_used_and_not_kept(web, url, shards, t
         assert all(split.read(i) for i in range(len(split)))
         ranges = [wanted.removeprefix("bytes=").split("-") for _, wanted in parts_asked(web)]
         fetched = sum(int(last) + 1 - int(first) for first, last in ranges)
-        assert fetched < 1.5 * split.tars.stored_bytes, "a block that cannot be kept is not fetched for each of its samples"
+        assert fetched < 1.5 * split.tars.stored_bytes, (
+            "a block that cannot be kept is not fetched for each of its samples"
+        )
         for path in disk.iterdir():
             if path.is_file():
                 path.unlink()
@@ -315,10 +364,14 @@ def test_what_finds_no_room_on_the_disk_is_used_and_not_kept(web, url, shards, t
 
 def test_a_cache_without_place_for_names_is_told_once(url, shards, tmp_path, caplog):
     with small_disk(tmp_path / "disk", "size=8m,nr_inodes=12") as disk:
-        assert samples(open_split(url, "train", disk / "cache", 0.003)) == samples(open_split(shards, "train"))
-    assert [record.message.partition(": ")[2] for record in caplog.records if "not kept" in record.message] == [
-        "cannot be written (No space left on device); blocks are used and not kept"
-    ]
+        assert samples(open_split(url, "train", disk / "cache", 0.003)) == samples(
+            open_split(shards, "train")
+        )
+    assert [
+        record.message.partition(": ")[2]
+        for record in caplog.records
+        if "not kept" in record.message
+    ] == ["cannot be written (No space left on device); blocks are used and not kept"]
 
 
 def test_a_cache_that_becomes_read_only_is_read(web, url, shards, tmp_path, monkeypatch):
@@ -329,7 +382,11 @@ def test_a_cache_that_becomes_read_only_is_read(web, url, shards, tmp_path, monk
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         web.requests.clear()
         assert samples(split) == samples(open_split(shards, "train"))
-    assert not [path for path, wanted in parts_asked(web) if "train-00000" in path and wanted.startswith("bytes=0-")]
+    assert not [
+        path
+        for path, wanted in parts_asked(web)
+        if "train-00000" in path and wanted.startswith("bytes=0-")
+    ]
 
 
 @pytest.mark.parametrize("options", ["size=8m", "size=8m,nr_inodes=4"])
@@ -352,7 +409,8 @@ def _fill(folder, process):
 
 
 def test_no_process_finds_the_count_half_written(cache):
-    """Who does, counts all blocks anew: minutes for a large cache, and the million below, of which there are no blocks, is gone."""
+    """Who does, counts all blocks anew: minutes for a large cache, and the million below, of which
+    there are no blocks, is gone."""
     cache.mkdir()
     (cache / "used_bytes").write_text("1000000\n")
     processes = [multiprocessing.Process(target=_fill, args=(cache, number)) for number in range(4)]
@@ -367,7 +425,12 @@ def test_a_damaged_index_in_the_cache_is_fetched_again(damage, web, url, shards,
     open_split(url, "train", cache)
     [path] = cache.rglob("*.npy")
     data = path.read_bytes()
-    spoilt = {"zeros": bytes(len(data)), "zeros inside": data[:200] + bytes(100) + data[300:], "truncated": data[:-100], "empty": b""}
+    spoilt = {
+        "zeros": bytes(len(data)),
+        "zeros inside": data[:200] + bytes(100) + data[300:],
+        "truncated": data[:-100],
+        "empty": b"",
+    }
     path.write_bytes(spoilt[damage])
     assert samples(open_split(url, "train", cache)) == samples(open_split(shards, "train"))
     assert path.read_bytes() == data
@@ -395,40 +458,55 @@ def test_travels_to_workers_as_a_few_bytes(url, cache, shards):
     assert samples(pickle.loads(state)) == samples(open_split(shards, "train"))
 
 
-# ---- what can be wrong ----------------------------------------------------------------------------------------------
+# ---- what can be wrong ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", [lambda data: data + bytes(512), lambda data: data[:600]], ids=["longer", "shorter"])
+@pytest.mark.parametrize(
+    "change", [lambda data: data + bytes(512), lambda data: data[:600]], ids=["longer", "shorter"]
+)
 def test_a_shard_replaced_in_training_is_told(change, web, url, shards, cache):
-    """Another version by its ETag; from then on nothing of it is mixed in, and the old blocks go on."""
+    """Another version by its ETag; from then on nothing of it is mixed in, and the old blocks go
+    on."""
     split = open_split(url, "train", cache)
     kept = split.read(0)
     web.files["/set/train-00000.tar"] = change(web.files["/set/train-00000.tar"])
     with pytest.raises(
         ShardError,
-        match=r"/set/train-00000.tar: sample 12 \(key unknown\): reading \d+ bytes at offset \d+ failed: it was replaced at its URL "
-        r"while it was in use \(it had \d+ bytes with the tag .*, now it has \d+ bytes.*\); restore the shard and start again$",
+        match=(
+            r"/set/train-00000.tar: sample 12 \(key unknown\): reading \d+ bytes at offset \d+"
+            r" failed: it was replaced at its URL "
+            r"while it was in use \(it had \d+ bytes with the tag .*, now it has \d+ bytes.*\);"
+            r" restore the shard and start again$"
+        ),
     ):
         split.read(12)
     assert split.read(0) == kept
-    with pytest.raises(ShardError, match=r"train-00000.tar: \d+ bytes, expected \d+ \(truncated or replaced\)"):
+    with pytest.raises(
+        ShardError, match=r"train-00000.tar: \d+ bytes, expected \d+ \(truncated or replaced\)"
+    ):
         open_split(url, "train", cache)
 
 
 @pytest.mark.parametrize("kind", ["s3", "memory"])
 def test_a_shard_replaced_at_a_store_is_told_and_not_kept(kind, shards, cache, request):
     """By one of its size, with images of the same sizes in the same places."""
-    root = upload(shards, request.getfixturevalue("s3").new_bucket() if kind == "s3" else "memory://exchanged")
+    root = upload(
+        shards, request.getfixturevalue("s3").new_bucket() if kind == "s3" else "memory://exchanged"
+    )
     split = open_split(root, "train", cache)
     kept = split.read(0)
-    fs, place = fsspec.core.url_to_fs(f"{root}/train-00000.tar", skip_instance_cache=True)  # as if from another machine
+    # as if from another machine
+    fs, place = fsspec.core.url_to_fs(f"{root}/train-00000.tar", skip_instance_cache=True)
     data = fs.cat_file(place)
     row = split.index[12]
     at = int(row["offset"])
     size = int(row["size"])
     fs.pipe_file(place, data[:at] + bytes(size) + data[at + size :])
     blocks = list(cache.rglob("*.block"))
-    with pytest.raises(ShardError, match=r"set/train-00000.tar: sample 12 .* it was replaced at its URL while it was in use"):
+    with pytest.raises(
+        ShardError,
+        match=r"set/train-00000.tar: sample 12 .* it was replaced at its URL while it was in use",
+    ):
         split.read(12)
     assert split.read(0) == kept
     assert list(cache.rglob("*.block")) == blocks
@@ -440,9 +518,17 @@ def test_a_shard_replaced_where_no_version_is_told_is_seen_in_its_headers(shards
         split = open_split(root, "train", cache)
         data = server.files["/set/train-00000.tar"]
         server.files["/set/train-00000.tar"] = data[:1024] + data[:-1024]
-        with pytest.raises(ShardError, match=rf"{root}/train-00000.tar: sample 8 .* the shard is not the indexed one; restore the shard"):
+        with pytest.raises(
+            ShardError,
+            match=(
+                rf"{root}/train-00000.tar: sample 8 .* the shard is not the indexed one; restore"
+                r" the shard"
+            ),
+        ):
             split.read(8)
-        assert not list(cache.rglob("*.block")), "bytes of another shard must not be kept under this one's name"
+        assert not list(cache.rglob("*.block")), (
+            "bytes of another shard must not be kept under this one's name"
+        )
         server.files["/set/train-00000.tar"] = data
         assert split.read(8) == open_split(shards, "train").read(8)
 
@@ -455,7 +541,13 @@ def test_a_bit_flipped_on_the_way_is_fetched_again_and_never_kept(shards, cache,
         at = int(split.index["offset"][8]) + 200
         flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
         server.files[name] = flipped
-        with pytest.raises(ShardError, match=r"sample 8 \(key .*\): reading .* gave others than were indexed, twice: a bit flipped"):
+        with pytest.raises(
+            ShardError,
+            match=(
+                r"sample 8 \(key .*\): reading .* gave others than were indexed, twice: a bit"
+                r" flipped"
+            ),
+        ):
             split.read(8)
         assert not list(cache.rglob("*.block"))
         forget = split.tars.forget
@@ -486,7 +578,10 @@ class Growing(dict):
 def test_what_is_replaced_while_it_is_fetched_is_told(name, web, url, cache):
     web.files = Growing(web.files)
     web.files.ending = name
-    with pytest.raises(ShardError, match=rf"{url}/{name}: reading failed: it was replaced at its URL .*; start again"):
+    with pytest.raises(
+        ShardError,
+        match=rf"{url}/{name}: reading failed: it was replaced at its URL .*; start again",
+    ):
         open_split(url, "train", cache)
 
 
@@ -494,7 +589,13 @@ def test_no_room_for_the_index(url, tmp_path):
     with small_disk(tmp_path / "disk") as disk:
         cache = BlockCache(disk / "cache", 0.003)
         leave_free(disk, 0)
-        with pytest.raises(ShardError, match=r"cannot be written \(No space left on device\); make room, or choose another data.cache_dir"):
+        with pytest.raises(
+            ShardError,
+            match=(
+                r"cannot be written \(No space left on device\); make room, or choose another"
+                r" data.cache_dir"
+            ),
+        ):
             remote.RemoteFolder(url).fetch_index("train", cache)
 
 
@@ -502,7 +603,13 @@ def test_a_server_that_is_gone_ends_the_attempts_with_an_error(web, url, cache):
     split = open_split(url, "train", cache)
     web._server.shutdown()
     web._server.server_close()
-    with pytest.raises(ShardError, match=r"/set/train-00000.tar: cannot be reached \(.*refused.*\), \d+ times in \d s; check the address"):
+    with pytest.raises(
+        ShardError,
+        match=(
+            r"/set/train-00000.tar: cannot be reached \(.*refused.*\), \d+ times in \d s; check the"
+            r" address"
+        ),
+    ):
         split.read(0)
 
 
@@ -512,7 +619,13 @@ def test_a_server_that_hangs_ends_with_an_error_in_bounded_time(web, url, cache,
     web.hang_after = 0
     split.prefetch(np.arange(60))
     start_s = time.monotonic()
-    with pytest.raises(ShardError, match=r"train-00000.tar: the connection broke \(timed out\) after 0 of [\d,]+ bytes, \d+ times in \d s"):
+    with pytest.raises(
+        ShardError,
+        match=(
+            r"train-00000.tar: the connection broke \(timed out\) after 0 of [\d,]+ bytes, \d+"
+            r" times in \d s"
+        ),
+    ):
         split.read(0)
     assert time.monotonic() - start_s < 20
     web.hang_after = None
@@ -522,7 +635,9 @@ def test_a_server_that_only_drips_ends_with_an_error(web, url, cache, monkeypatc
     split = open_split(url, "train", cache)
     monkeypatch.setattr(http, "SILENCE_S", 0.1)
     web.hang_after = 10  # each answer stops there, so 100 bytes come in a second
-    with pytest.raises(ShardError, match=r"train-00000.tar: only \d+ bytes came in \d s; check the network"):
+    with pytest.raises(
+        ShardError, match=r"train-00000.tar: only \d+ bytes came in \d s; check the network"
+    ):
         split.read(0)
     web.hang_after = None
 
@@ -562,7 +677,10 @@ def test_answers_that_may_pass_are_asked_again(status, web, url, cache):
 
 def test_without_ranges_streaming_is_advised(web, url, cache):
     web.ranges = False
-    with pytest.raises(ShardError, match=r"does not give parts of files .* data.reader: webdataset, which is not exact"):
+    with pytest.raises(
+        ShardError,
+        match=r"does not give parts of files .* data.reader: webdataset, which is not exact",
+    ):
         open_split(url, "train", cache)
 
 
@@ -575,32 +693,70 @@ def test_the_index_of_foreign_shards_is_made_by_a_command(web, url, cache, tmp_p
     """And then the folder with it trains from the URL."""
     names = [name.removeprefix("/set/") for name in web.files]
     missing(web, *(name for name in names if not name.endswith(".tar")))
-    with pytest.raises(ShardError, match=r"no _info.json there; `python -m data_prep.index '.*/set/train-\{0000..0099\}.tar' --out ROOT`"):
+    with pytest.raises(
+        ShardError,
+        match=(
+            r"no _info.json there; `python -m data_prep.index '.*/set/train-\{0000..0099\}.tar'"
+            r" --out ROOT`"
+        ),
+    ):
         open_split(url, "train", cache)
     root = tmp_path / "root"
-    assert index.main([*(f"{url}/{name}" for name in names if name.endswith(".tar")), "--out", str(root)]) == 0
+    assert (
+        index.main(
+            [*(f"{url}/{name}" for name in names if name.endswith(".tar")), "--out", str(root)]
+        )
+        == 0
+    )
     for name in ("train", "val"):
         assert samples(open_split(root, name, cache)) == samples(open_split(shards, name))
     assert any(cache.rglob("*.block"))
     (root / "train.index.npy").unlink()
-    with pytest.raises(ShardError, match=r"train.index.npy: unreadable .*; make it again with `python -m data_prep.index"):
+    with pytest.raises(
+        ShardError,
+        match=r"train.index.npy: unreadable .*; make it again with `python -m data_prep.index",
+    ):
         open_split(root, "train", cache)
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda web: missing(web, "train.index.npy"), "no train.index.npy there; `python -m data_prep.index"),
-        (lambda web: missing(web, "train-00001.tar", "train-00002.tar"), "train-00002.tar: no such file; copy it again"),
-        (lambda web: web.files.update({"/set/train-00001.tar": b"x" * 512}), "train-00001.tar: 512 bytes, expected"),
-        (lambda web: web.files.update({"/set/train.index.npy": b"x" * 512}), r"train.index.npy: unreadable \("),
-        (lambda web: web.files.update({"/set/train.index.npy": web.files["/set/val.index.npy"]}), r"npy: stale \(other shard lengths"),
+        (
+            lambda web: missing(web, "train.index.npy"),
+            "no train.index.npy there; `python -m data_prep.index",
+        ),
+        (
+            lambda web: missing(web, "train-00001.tar", "train-00002.tar"),
+            "train-00002.tar: no such file; copy it again",
+        ),
+        (
+            lambda web: web.files.update({"/set/train-00001.tar": b"x" * 512}),
+            "train-00001.tar: 512 bytes, expected",
+        ),
+        (
+            lambda web: web.files.update({"/set/train.index.npy": b"x" * 512}),
+            r"train.index.npy: unreadable \(",
+        ),
+        (
+            lambda web: web.files.update({"/set/train.index.npy": web.files["/set/val.index.npy"]}),
+            r"npy: stale \(other shard lengths",
+        ),
         (lambda web: web.files.update({"/set/_info.json": b"{"}), "_info.json: not valid JSON"),
-        (lambda web: setattr(web, "statuses", [403]), "the server answers 403 Forbidden; it wants a login"),
-        (lambda web: setattr(web, "statuses", [503] * 1000), r"answers 503 Service Unavailable, \d+ times in \d s"),
-        (lambda web: setattr(web, "statuses", [501]), "the server answers 501 Not Implemented; correct the address"),
+        (
+            lambda web: setattr(web, "statuses", [403]),
+            "the server answers 403 Forbidden; it wants a login",
+        ),
+        (
+            lambda web: setattr(web, "statuses", [503] * 1000),
+            r"answers 503 Service Unavailable, \d+ times in \d s",
+        ),
+        (
+            lambda web: setattr(web, "statuses", [501]),
+            "the server answers 501 Not Implemented; correct the address",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_at_the_url_is_told_before_the_start(change, told, web, url, cache):
     change(web)
     with pytest.raises(ShardError, match=told) as raised:
@@ -630,9 +786,17 @@ def test_no_bucket_no_permission_no_scheme_no_package(s3, shards, cache, monkeyp
     root = upload(shards, s3.new_bucket())
     with s3.only("s3:GetObject"):
         assert samples(open_split(root, "val", cache)), "reading does not need the right to list"
-    with s3.only("s3:PutObject"), pytest.raises(ShardError, match=r"no permission to do this \(.*\); credentials come from AWS_"):
+    with (
+        s3.only("s3:PutObject"),
+        pytest.raises(
+            ShardError, match=r"no permission to do this \(.*\); credentials come from AWS_"
+        ),
+    ):
         open_split(root, "train", cache)
-    with pytest.raises(ShardError, match=r"nosuch://a/b/_info.json: .*nosuch.*; expected a folder or a URL such as s3://"):
+    with pytest.raises(
+        ShardError,
+        match=r"nosuch://a/b/_info.json: .*nosuch.*; expected a folder or a URL such as s3://",
+    ):
         open_split("nosuch://a/b", "train", cache)
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(_registry, "s3")
@@ -642,7 +806,9 @@ def test_no_bucket_no_permission_no_scheme_no_package(s3, shards, cache, monkeyp
 
 def test_a_cache_folder_that_cannot_be_is_told(url, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ShardError, match=r"cannot hold a cache of shards \(.*\); choose a folder .* data.cache_dir"):
+    with pytest.raises(
+        ShardError, match=r"cannot hold a cache of shards \(.*\); choose a folder .* data.cache_dir"
+    ):
         open_split(url, "train", tmp_path / "file" / "cache")
 
 
@@ -652,21 +818,37 @@ def test_shards_at_holds_for_an_index_at_a_url_too(web, url, cache, shards):
             web.files[f"/elsewhere/{path.name}"] = path.read_bytes()
     info = json.loads(web.files["/elsewhere/_info.json"])
     web.files["/elsewhere/_info.json"] = json.dumps({**info, "shards_at": url}).encode()
-    assert samples(open_split(f"{web.url}/elsewhere", "train", cache)) == samples(open_split(shards, "train"))
+    assert samples(open_split(f"{web.url}/elsewhere", "train", cache)) == samples(
+        open_split(shards, "train")
+    )
 
 
-# ---- several ranks --------------------------------------------------------------------------------------------------
+# ---- several ranks -------------------------------------------------------------------------------
 
 
-def test_a_server_is_asked_once_for_each_shard_however_many_ranks_open_them(shards, tmp_path, monkeypatch):
+def test_a_server_is_asked_once_for_each_shard_however_many_ranks_open_them(
+    shards, tmp_path, monkeypatch
+):
     """And the others, who are told, read the same."""
     monkeypatch.setattr("vit.distributed.POLL_S", 0.01)
-    arguments = [str(shards.parent / "images"), "--out", str(tmp_path / "many"), "--num-shards", "30", "--workers", "1"]
+    arguments = [
+        str(shards.parent / "images"),
+        "--out",
+        str(tmp_path / "many"),
+        "--num-shards",
+        "30",
+        "--workers",
+        "1",
+    ]
     assert imagefolder.main(arguments) == 0
     with WebServer(files_of(tmp_path / "many")) as server:
         data = DataConfig(root=f"{server.url}/set", cache_dir=str(tmp_path / "cache"))
         opened = together(4, lambda world: open_indexed(data, "train", world))
-        asked = Counter(path for _, path, wanted in server.requests if wanted == "bytes=0-0" and path.endswith(".tar"))
+        asked = Counter(
+            path
+            for _, path, wanted in server.requests
+            if wanted == "bytes=0-0" and path.endswith(".tar")
+        )
         assert set(asked.values()) == {1}, "one rank asks"
         assert len(asked) == 30
         assert len(server.requests) < 30 + 4 * 6
@@ -685,7 +867,9 @@ def test_a_signal_is_heard_while_a_server_is_asked_about_shards(web, url):
     began_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         folder.stats([f"train-{number:05d}.tar" for number in range(40)])
-    assert time.monotonic() - began_s < 30, "its threads were waited for, who repeat for as long as patience lasts"
+    assert time.monotonic() - began_s < 30, (
+        "its threads were waited for, who repeat for as long as patience lasts"
+    )
 
 
 def test_what_was_asked_for_long_ago_is_forgotten(url, cache, monkeypatch):

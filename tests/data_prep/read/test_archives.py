@@ -1,4 +1,5 @@
-"""Archives read in place: the same members as tarfile and zipfile say, and a clear word for whatever is cut off, damaged or hostile."""
+"""Archives read in place: the same members as tarfile and zipfile say, and a clear word for
+whatever is cut off, damaged or hostile."""
 
 import io
 import os
@@ -34,7 +35,9 @@ def header_offsets(path: Path) -> list[int]:
         return [member.offset for member in tar]
 
 
-def make_tar(path: Path, names: list[str], format: int = tarfile.GNU_FORMAT, **fields: object) -> Path:
+def make_tar(
+    path: Path, names: list[str], format: int = tarfile.GNU_FORMAT, **fields: object
+) -> Path:
     rng = random.Random(0)
     with tarfile.open(path, "w", format=format) as tar:
         for name in names:
@@ -47,7 +50,18 @@ def make_tar(path: Path, names: list[str], format: int = tarfile.GNU_FORMAT, **f
     return path
 
 
-NAMES = ["a.jpg", "./b.jpg", "folder/", "folder/c.jpg", "ü.jpg", "d" * 99, "e" * 100, "f" * 101, "g" * 90 + "/" + "h" * 60, "last"]
+NAMES = [
+    "a.jpg",
+    "./b.jpg",
+    "folder/",
+    "folder/c.jpg",
+    "ü.jpg",
+    "d" * 99,
+    "e" * 100,
+    "f" * 101,
+    "g" * 90 + "/" + "h" * 60,
+    "last",
+]
 LONG = ["i" * 300, "ö" * 200, "j" * 5000, "after.jpg"]
 
 
@@ -97,7 +111,10 @@ def test_members_over_8_gib(tmp_path, format):
         start = file.tell()
         file.seek(start + (size + 511 & -512))
         file.write(tarfile.TarInfo("after.bin").tobuf(format) + bytes(1024))
-    assert listed(path) == [("huge.bin", start, size), ("after.bin", start + (size + 511 & -512) + 512, 0)]
+    assert listed(path) == [
+        ("huge.bin", start, size),
+        ("after.bin", start + (size + 511 & -512) + 512, 0),
+    ]
 
 
 def test_tar_inside_a_tar(tmp_path):
@@ -108,9 +125,14 @@ def test_tar_inside_a_tar(tmp_path):
     found = listed(tmp_path / "outer.tar")
     assert [name for name, _, _ in found] == ["first.tar", "second.tar"]
     for _, start, size in found:
-        assert listed(tmp_path / "outer.tar", start, start + size) == [(n, start + o, s) for n, o, s in listed(inner)]
+        assert listed(tmp_path / "outer.tar", start, start + size) == [
+            (n, start + o, s) for n, o, s in listed(inner)
+        ]
     _, start, size = found[1]
-    with pytest.raises(PrepError, match=rf"outer\.tar: cut off: .* \(in the tar inside it that begins at byte {start}"):
+    with pytest.raises(
+        PrepError,
+        match=rf"outer\.tar: cut off: .* \(in the tar inside it that begins at byte {start}",
+    ):
         listed(tmp_path / "outer.tar", start, start + size // 2)
 
 
@@ -125,7 +147,9 @@ def test_every_cut_of_a_tar_is_seen(tmp_path):
         if length >= end_of_data + 512:  # one block of zeros is an end mark
             assert listed(cut) == expected
         else:
-            with pytest.raises(PrepError, match=r"cut\.tar: .*(cut off|not a tar).* at byte \d+ of \d+"):
+            with pytest.raises(
+                PrepError, match=r"cut\.tar: .*(cut off|not a tar).* at byte \d+ of \d+"
+            ):
                 listed(cut)
 
 
@@ -137,14 +161,23 @@ def test_damaged_headers_are_seen(tmp_path):
         damaged = bytearray(whole)
         damaged[header + rng.randrange(148)] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
-        with pytest.raises(PrepError, match=rf"a\.tar: (damaged|not a tar).* at byte {header} of {len(whole)}.*download it again"):
+        with pytest.raises(
+            PrepError,
+            match=(
+                rf"a\.tar: (damaged|not a tar).* at byte {header} of {len(whole)}.*download it"
+                r" again"
+            ),
+        ):
             listed(path)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"<!DOCTYPE html><html><body>Log in</body></html>" + b" " * 600, "not a tar but a web page"),
+        (
+            b"<!DOCTYPE html><html><body>Log in</body></html>" + b" " * 600,
+            "not a tar but a web page",
+        ),
         (b"\n<html>" + b" " * 600, "not a tar but a web page"),
         (b"\x1f\x8b" + b"x" * 600, "not a tar but compressed with gzip"),
         (b"PK\3\4" + b"x" * 600, "not a tar but a zip"),
@@ -209,7 +242,7 @@ def test_a_negative_size_does_not_go_round_for_ever(tmp_path):
         listed(tmp_path / "a.tar")
 
 
-# ---- zip ----------------------------------------------------------------------------------------------------------------
+# ---- zip -----------------------------------------------------------------------------------------
 
 
 def zip_samples(path: Path) -> list[Sample]:
@@ -220,9 +253,16 @@ def zip_samples(path: Path) -> list[Sample]:
     ]
 
 
-def make_zip(path: Path, compression: int = zipfile.ZIP_DEFLATED, num: int = 20) -> dict[str, bytes]:
+def make_zip(
+    path: Path, compression: int = zipfile.ZIP_DEFLATED, num: int = 20
+) -> dict[str, bytes]:
     rng = random.Random(0)
-    files = {"empty": b"", "ü/noise": rng.randbytes(300_000), "zeros": bytes(3_000_000), "n" * 1000: b"long name"}
+    files = {
+        "empty": b"",
+        "ü/noise": rng.randbytes(300_000),
+        "zeros": bytes(3_000_000),
+        "n" * 1000: b"long name",
+    }
     files |= {f"folder/{number}.jpg": rng.randbytes(rng.randrange(2000)) for number in range(num)}
     with zipfile.ZipFile(path, "w", compression) as archive:
         archive.comment = b"a comment PK\1\2"
@@ -236,9 +276,13 @@ def make_zip(path: Path, compression: int = zipfile.ZIP_DEFLATED, num: int = 20)
 @pytest.mark.parametrize("num", [20, BATCH])
 def test_zip_as_zipfile_says(tmp_path, compression, num):
     files = make_zip(tmp_path / "a.zip", compression, num)
-    assert {sample.name: read_zip_member(sample) for sample in zip_samples(tmp_path / "a.zip")} == files
+    assert {
+        sample.name: read_zip_member(sample) for sample in zip_samples(tmp_path / "a.zip")
+    } == files
     with zipfile.ZipFile(tmp_path / "a.zip") as archive:
-        expected = [(i.filename, i.header_offset, i.file_size) for i in archive.infolist() if not i.is_dir()]
+        expected = [
+            (i.filename, i.header_offset, i.file_size) for i in archive.infolist() if not i.is_dir()
+        ]
     assert [(s.name, s.offset, s.size) for s in zip_samples(tmp_path / "a.zip")] == expected
 
 
@@ -259,12 +303,16 @@ class Pipe(io.BytesIO):
 def test_sizes_behind_the_data(tmp_path, compression, level):
     rng = random.Random(0)
     pipe = Pipe()
-    files = {f"{size}.jpg": rng.randbytes(size) for size in (1, 100, 20_000, 400_000)} | {"zeros.jpg": bytes(50_000)}
+    files = {f"{size}.jpg": rng.randbytes(size) for size in (1, 100, 20_000, 400_000)} | {
+        "zeros.jpg": bytes(50_000)
+    }
     with zipfile.ZipFile(pipe, "w", compression, compresslevel=level) as archive:
         for name, data in files.items():
             archive.writestr(name, data)
     (tmp_path / "a.zip").write_bytes(pipe.getvalue())
-    assert {sample.name: read_zip_member(sample) for sample in zip_samples(tmp_path / "a.zip")} == files
+    assert {
+        sample.name: read_zip_member(sample) for sample in zip_samples(tmp_path / "a.zip")
+    } == files
     damaged = bytearray(pipe.getvalue())
     damaged[damaged.index(b"PK\7\x08") + 4] ^= 1
     (tmp_path / "b.zip").write_bytes(damaged)
@@ -285,7 +333,8 @@ def test_zip64_and_bytes_before_the_zip(tmp_path):
     assert [sample.offset >= large for sample in found] == [True, True]
     assert [read_zip_member(sample) for sample in found] == [b"one", b"two"]
     make_zip(tmp_path / "a.zip")
-    (tmp_path / "b.zip").write_bytes(b"#!/bin/sh\n" + (tmp_path / "a.zip").read_bytes())  # its offsets do not count these bytes
+    # its offsets do not count these bytes
+    (tmp_path / "b.zip").write_bytes(b"#!/bin/sh\n" + (tmp_path / "a.zip").read_bytes())
     first = zip_samples(tmp_path / "a.zip")
     second = zip_samples(tmp_path / "b.zip")
     assert [read_zip_member(s) for s in first] == [read_zip_member(s) for s in second]
@@ -295,17 +344,24 @@ def test_many_entries_need_zip64(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         for number in range(66_000):
             archive.writestr(zipfile.ZipInfo(f"{number}"), b"")
-    assert [sample.name for sample in zip_samples(tmp_path / "a.zip")] == [str(number) for number in range(66_000)]
+    assert [sample.name for sample in zip_samples(tmp_path / "a.zip")] == [
+        str(number) for number in range(66_000)
+    ]
 
 
 def test_a_long_extra_field(tmp_path):
     info = zipfile.ZipInfo("a.jpg")
     info.extra = struct.pack("<HH", 0x7777, 60_000) + bytes(60_000)
-    for name, compression in (("stored.zip", zipfile.ZIP_STORED), ("deflated.zip", zipfile.ZIP_DEFLATED)):
+    for name, compression in (
+        ("stored.zip", zipfile.ZIP_STORED),
+        ("deflated.zip", zipfile.ZIP_DEFLATED),
+    ):
         info.compress_type = compression
         with zipfile.ZipFile(tmp_path / name, "w") as archive:
             archive.writestr(info, b"data " * 1000)
-        assert [read_zip_member(sample) for sample in zip_samples(tmp_path / name)] == [b"data " * 1000]
+        assert [read_zip_member(sample) for sample in zip_samples(tmp_path / name)] == [
+            b"data " * 1000
+        ]
 
 
 def test_every_cut_of_a_zip_is_seen(tmp_path):
@@ -315,10 +371,15 @@ def test_every_cut_of_a_zip_is_seen(tmp_path):
         cut.write_bytes(whole[:length])
         with pytest.raises(PrepError, match=r"cut off|not a zip"):
             zip_samples(cut)
-        cut.write_bytes(whole[length:])  # its beginning is missing, and with it the bytes that offsets count from
+        # its beginning is missing, and with it the bytes that offsets count from
+        cut.write_bytes(whole[length:])
         with pytest.raises(PrepError, match=r"cut off|not a zip"):
             zip_samples(cut)
-    for content, message in ((b"", "an empty file"), (b"<html>no", "a web page"), (b"xyz" * 100, "not a zip")):
+    for content, message in (
+        (b"", "an empty file"),
+        (b"<html>no", "a web page"),
+        (b"xyz" * 100, "not a zip"),
+    ):
         cut.write_bytes(content)
         with pytest.raises(PrepError, match=message):
             zip_samples(cut)
@@ -336,7 +397,10 @@ def test_one_part_of_several(tmp_path):
 def test_damage_and_bombs_inside_a_zip(tmp_path, monkeypatch):
     make_zip(tmp_path / "a.zip")
     whole = (tmp_path / "a.zip").read_bytes()
-    noise, zeros = (next(s for s in zip_samples(tmp_path / "a.zip") if s.name == name) for name in ("ü/noise", "zeros"))
+    noise, zeros = (
+        next(s for s in zip_samples(tmp_path / "a.zip") if s.name == name)
+        for name in ("ü/noise", "zeros")
+    )
     damaged = bytearray(whole)
     damaged[noise.offset + 1000] ^= 1
     (tmp_path / "b.zip").write_bytes(damaged)
@@ -353,7 +417,9 @@ def test_damage_and_bombs_inside_a_zip(tmp_path, monkeypatch):
         read_zip_member(zeros)
 
 
-@pytest.mark.parametrize(("compression", "number"), [(zipfile.ZIP_BZIP2, 12), (zipfile.ZIP_LZMA, 14)])
+@pytest.mark.parametrize(
+    ("compression", "number"), [(zipfile.ZIP_BZIP2, 12), (zipfile.ZIP_LZMA, 14)]
+)
 def test_other_compressions_are_named(tmp_path, compression, number):
     make_zip(tmp_path / "a.zip", compression)
     with pytest.raises(ValueError, match=rf"compressed by method {number}; expected"):

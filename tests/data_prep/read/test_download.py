@@ -67,7 +67,10 @@ def test_three_cuts(web, path, md5, capsys):
     web.cuts = [1_000_000, 0, 500_000]
     download(f"{web.url}/data/a.bin", path, md5)
     assert path.read_bytes() == DATA
-    assert ranges(web) == [None, *(f"bytes={start}-2999999" for start in (1_000_000, 1_000_000, 1_500_000))]
+    assert ranges(web) == [
+        None,
+        *(f"bytes={start}-2999999" for start in (1_000_000, 1_000_000, 1_500_000)),
+    ]
     assert capsys.readouterr().err.count("\n") == 1, "what mends itself at once is not told"
 
 
@@ -96,7 +99,10 @@ def test_a_busy_server(web, path, capsys):
 
 def test_a_server_that_only_cuts(web, path):
     web.cuts = [1_000_000, *[0] * 1000]
-    with pytest.raises(ShardError, match=r"the connection broke \(.*\) after 1,000,000 of 3,000,000 bytes, \d+ times in 0 s"):
+    with pytest.raises(
+        ShardError,
+        match=r"the connection broke \(.*\) after 1,000,000 of 3,000,000 bytes, \d+ times in 0 s",
+    ):
         download(f"{web.url}/data/a.bin", path, MD5)
     assert not path.exists()
     assert path.with_name("a.bin.part").read_bytes() == DATA[:1_000_000]
@@ -111,10 +117,12 @@ def test_a_file_that_changes_between_two_attempts_is_fetched_anew(web, path, cap
 
     download(f"{web.url}/data/a.bin", path, on_bytes=change)
     assert path.read_bytes() == changed
-    assert re.search("replaced at its URL while it was in use .*; starting again", capsys.readouterr().err)
+    assert re.search(
+        "replaced at its URL while it was in use .*; starting again", capsys.readouterr().err
+    )
 
 
-# ---- what an earlier call left --------------------------------------------------------------------------------------
+# ---- what an earlier call left -------------------------------------------------------------------
 
 
 def test_a_part_is_continued(web, path, capsys):
@@ -149,14 +157,17 @@ def test_a_part_that_nothing_can_verify_is_not_continued(web, path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_killed_and_continued(web, path, number):
     program = (
-        "import sys, pathlib; from data_prep.read.download import download; download(sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3])"
+        "import sys, pathlib; from data_prep.read.download import download; download(sys.argv[1],"
+        " pathlib.Path(sys.argv[2]), sys.argv[3])"
     )
     arguments = [sys.executable, "-c", program, f"{web.url}/data/a.bin", str(path), MD5]
     web.hang_after = 2_000_000
     with subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as process:
         part = path.with_name("a.bin.part")
         deadline = time.monotonic() + 60
-        while (not part.exists() or part.stat().st_size < 1_000_000) and time.monotonic() < deadline:
+        while (
+            not part.exists() or part.stat().st_size < 1_000_000
+        ) and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(number)
     web.hang_after = None
@@ -169,11 +180,17 @@ def test_killed_and_continued(web, path, number):
 
 def test_of_two_that_want_the_same_one_fetches_it(web, path, capsys):
     web.hang_after = 1_000_000
-    both = [threading.Thread(target=download, args=(f"{web.url}/data/a.bin", path, MD5)) for _ in range(2)]
+    both = [
+        threading.Thread(target=download, args=(f"{web.url}/data/a.bin", path, MD5))
+        for _ in range(2)
+    ]
     for thread in both:
         thread.start()
     deadline = time.monotonic() + 60
-    while "another process is downloading it; waiting" not in (said := capsys.readouterr().err) and time.monotonic() < deadline:
+    while (
+        "another process is downloading it; waiting" not in (said := capsys.readouterr().err)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     assert "waiting" in said
     web.hang_after = None
@@ -184,7 +201,7 @@ def test_of_two_that_want_the_same_one_fetches_it(web, path, capsys):
     assert capsys.readouterr().err.count("there already, md5 verified") == 1
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def test_another_md5(web, path):
@@ -192,7 +209,9 @@ def test_another_md5(web, path):
     with pytest.raises(PrepError) as caught:
         download(f"{web.url}/data/a.bin", path, MD5)
     found = hashlib.md5(b"<html>please log in</html>").hexdigest()
-    assert str(caught.value).startswith(f"{web.url}/data/a.bin: md5 {found} (26 bytes), expected {MD5}: ")
+    assert str(caught.value).startswith(
+        f"{web.url}/data/a.bin: md5 {found} (26 bytes), expected {MD5}: "
+    )
     assert f"put it at {path}" in str(caught.value)
     assert list(path.parent.iterdir()) == []
 
@@ -200,7 +219,10 @@ def test_another_md5(web, path):
 def test_a_file_that_is_there_with_another_md5_stays(web, path):
     path.parent.mkdir()
     path.write_bytes(b"mine")
-    with pytest.raises(PrepError, match=f"a.bin: md5 .*, expected {MD5}; .* remove it, and it is downloaded from {web.url}"):
+    with pytest.raises(
+        PrepError,
+        match=f"a.bin: md5 .*, expected {MD5}; .* remove it, and it is downloaded from {web.url}",
+    ):
         download(f"{web.url}/data/a.bin", path, MD5)
     assert path.read_bytes() == b"mine"
     assert web.requests == []
@@ -211,7 +233,13 @@ def test_a_file_that_is_there_with_another_md5_stays(web, path):
     ("url", "message"),
     [
         ("{web}/gone.bin", "no such file on the server; correct the address"),
-        ("http://127.0.0.1:9/a.bin", "nothing answers at this port (connection refused); correct the address, or start the server"),
+        (
+            "http://127.0.0.1:9/a.bin",
+            (
+                "nothing answers at this port (connection refused); correct the address, or start"
+                " the server"
+            ),
+        ),
         ("http://no-such-host.invalid/a.bin", ""),
         ("https://127.0.0.1:{port}/a.bin", "the server speaks no TLS there; is http:// meant?"),
         ("ftp://host/a.bin", "expected an address that begins with http:// or https://"),
@@ -228,7 +256,12 @@ def test_errors_name_the_address(url, message, web, path):
 
 def test_a_disk_too_small(web, path):
     web.claimed_length = 1 << 60
-    with pytest.raises(PrepError, match=r"a.bin.part: 1,152,921,504,606\.8 MB are still to come and .* MB are free on this disk"):
+    with pytest.raises(
+        PrepError,
+        match=(
+            r"a.bin.part: 1,152,921,504,606\.8 MB are still to come and .* MB are free on this disk"
+        ),
+    ):
         download(f"{web.url}/data/a.bin", path, MD5)
 
 
@@ -245,7 +278,7 @@ def test_who_is_told_of_the_bytes_may_stop(web, path):
     assert path.with_name("a.bin.part").read_bytes() == DATA[: sum(told)]
 
 
-# ---- a folder of the web --------------------------------------------------------------------------------------------
+# ---- a folder of the web -------------------------------------------------------------------------
 
 
 def test_web_folder(web):

@@ -1,4 +1,5 @@
-"""The catalogue: every sample once in an order that nothing but (seed, key) decides, classes held out by hash, and its own errors."""
+"""The catalogue: every sample once in an order that nothing but (seed, key) decides, classes held
+out by hash, and its own errors."""
 
 import os
 import subprocess
@@ -37,7 +38,12 @@ def listed(names: list[str], labels: list[int], batch: int = 7, splits=("train",
         for split in splits:
             for start in range(0, len(names), batch):
                 part = range(start, min(start + batch, len(names)))
-                places = ([names[n] for n in part], [labels[n] for n in part], [10 * n for n in part], [10] * len(part))
+                places = (
+                    [names[n] for n in part],
+                    [labels[n] for n in part],
+                    [10 * n for n in part],
+                    [10] * len(part),
+                )
                 builder.add(split, file, *places)
 
     return Source("test", {}, fill, read_range)
@@ -56,12 +62,18 @@ def dealt(keys: list[str], seed: int) -> list[str]:
 def test_every_sample_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_in_memory):
     monkeypatch.setattr(catalogue, "ROWS_IN_MEMORY", rows_in_memory)  # several parts
     names = [f"k{n}.JPEG" for n in range(101)]
-    samples = samples_of(open_catalogue(listed(names, [n % 3 for n in range(101)]), tmp_path / "c", seed=1))
+    samples = samples_of(
+        open_catalogue(listed(names, [n % 3 for n in range(101)]), tmp_path / "c", seed=1)
+    )
     assert [sample.key for sample in samples] == dealt([f"k{n}" for n in range(101)], 1)
     for sample in samples:
         n = int(sample.key[1:])
-        assert sample == Sample(f"k{n}", n % 3, f"k{n}.JPEG", os.path.abspath("images.bin"), 10 * n, 10)
-    assert [s.key for s in samples[:32:8]] == ["k14", "k49", "k4", "k18"], "the order is part of the format: do not change it"
+        assert sample == Sample(
+            f"k{n}", n % 3, f"k{n}.JPEG", os.path.abspath("images.bin"), 10 * n, 10
+        )
+    assert [s.key for s in samples[:32:8]] == ["k14", "k49", "k4", "k18"], (
+        "the order is part of the format: do not change it"
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -72,7 +84,9 @@ def test_the_order_of_listing_leaves_no_trace(tmp_path_factory, order, batch, se
     one = open_catalogue(listed(names, [n % 3 for n in range(40)]), folder / "a", seed)
     shuffled = [names[n] for n in order]
     other = open_catalogue(listed(shuffled, [n % 3 for n in order], batch), folder / "b", seed)
-    assert [(s.key, s.label) for s in samples_of(one)] == [(s.key, s.label) for s in samples_of(other)]
+    assert [(s.key, s.label) for s in samples_of(one)] == [
+        (s.key, s.label) for s in samples_of(other)
+    ]
     assert one.sha256 == other.sha256
 
 
@@ -93,19 +107,35 @@ def test_held_out_by_class_and_by_hash_of_the_key(tmp_path, monkeypatch, rows_in
     monkeypatch.setattr(catalogue, "ROWS_IN_MEMORY", rows_in_memory)
     labels = [0] * 50 + [1] * 7 + [2]
     names = [f"n{n}.jpg" for n in range(58)]
-    found = open_catalogue(listed(names, labels), tmp_path / "c", 5, finish=lambda b: b.hold_out("train", "val", fraction), also=1)
+    found = open_catalogue(
+        listed(names, labels),
+        tmp_path / "c",
+        5,
+        finish=lambda b: b.hold_out("train", "val", fraction),
+        also=1,
+    )
     expected = {}
     for label in range(3):
-        members = sorted((f"n{n}" for n in range(58) if labels[n] == label), key=lambda key: (stable_hash(key), key))
+        members = sorted(
+            (f"n{n}" for n in range(58) if labels[n] == label),
+            key=lambda key: (stable_hash(key), key),
+        )
         count = min(round(fraction * len(members)), len(members) - 1)
         expected |= dict.fromkeys(members[:count], "val") | dict.fromkeys(members[count:], "train")
     assert {s.key: split for split in found.splits for s in samples_of(found, split)} == expected
     assert found.splits == Counter(expected.values())
-    assert [s.key for s in samples_of(found, "val")] == dealt([key for key, split in expected.items() if split == "val"], 5)
+    assert [s.key for s in samples_of(found, "val")] == dealt(
+        [key for key, split in expected.items() if split == "val"], 5
+    )
 
 
 def test_nothing_to_hold_out(tmp_path):
-    found = open_catalogue(listed(["a.jpg", "b.jpg"], [0, 1]), tmp_path / "c", 0, finish=lambda b: b.hold_out("train", "val", 0.3))
+    found = open_catalogue(
+        listed(["a.jpg", "b.jpg"], [0, 1]),
+        tmp_path / "c",
+        0,
+        finish=lambda b: b.hold_out("train", "val", 0.3),
+    )
     assert found.splits == {"train": 2}
 
 
@@ -162,14 +192,18 @@ for round in range(30):
 
 
 def test_what_a_killed_process_left_goes(tmp_path):
-    left, live, old = (tmp_path / f"._catalogue-1.{end}.tmp" for end in (f"{os.uname().nodename}.999999", "elsewhere.1", "elsewhere.2"))
+    left, live, old = (
+        tmp_path / f"._catalogue-1.{end}.tmp"
+        for end in (f"{os.uname().nodename}.999999", "elsewhere.1", "elsewhere.2")
+    )
     for folder in (left, live, old):
         (folder / "rows").mkdir(parents=True)
         (folder / "rows" / "train-00000.npy").write_bytes(b"x")
         for path in (folder / "rows" / "train-00000.npy", folder / "rows", folder):
             os.utime(path, (1, 1))
     an_hour_ago = time.time() - 3600
-    os.utime(live / "rows" / "train-00000.npy", (an_hour_ago, an_hour_ago))  # a slow shard on another host
+    # a slow shard on another host
+    os.utime(live / "rows" / "train-00000.npy", (an_hour_ago, an_hour_ago))
     open_catalogue(listed(["a.jpg"], [0]), tmp_path, 0)
     assert [folder.exists() for folder in (left, live, old)] == [False, True, False]
 
@@ -177,7 +211,11 @@ def test_what_a_killed_process_left_goes(tmp_path):
 @pytest.mark.parametrize(
     ("names", "labels", "message"),
     [
-        (["a.jpg", "b.jpg", "a.png", "b.jpg"], [0, 1, 2, 0], "split 'train': 2 keys are used more than once: a, b; keys must differ"),
+        (
+            ["a.jpg", "b.jpg", "a.png", "b.jpg"],
+            [0, 1, 2, 0],
+            "split 'train': 2 keys are used more than once: a, b; keys must differ",
+        ),
         (["x y.jpg", "x_y.jpg"], [0, 1], "1 keys are used more than once: x_y"),
         (["a.jpg", "b.jpg"], [0, 3], r"1 labels lie outside \[0, 3\), the first is 3"),
         (["a.jpg"], [-1], r"1 labels lie outside \[0, 3\), the first is -1"),
@@ -190,7 +228,9 @@ def test_errors(tmp_path, names, labels, message):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["a.b/c d.jpg", "x" * 300 + ".png", "größe\n.jpg", "日本.jpg", "a\\b.jpg", "\udcff.jpg"])
+@pytest.mark.parametrize(
+    "name", ["a.b/c d.jpg", "x" * 300 + ".png", "größe\n.jpg", "日本.jpg", "a\\b.jpg", "\udcff.jpg"]
+)
 def test_any_name_becomes_a_key(tmp_path, name):
     (sample,) = samples_of(open_catalogue(listed([name], [1]), tmp_path / "c", 0))
     assert sample.key == safe_key(os.path.splitext(name)[0])
@@ -220,8 +260,13 @@ import data_prep.write.catalogue; data_prep.write.catalogue.ROWS_IN_MEMORY = 20_
 open_catalogue(Source("test", {}, fill, read_range), Path(sys.argv[2]), 0)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
-    peak_kib = [int(subprocess.check_output([sys.executable, "-c", code, str(n), str(tmp_path / str(n))])) for n in (5_000, 500_000)]
-    assert peak_kib[1] - peak_kib[0] < 20_000, "500,000 rows as Python objects are 200 MB, as arrays 45 MB"
+    peak_kib = [
+        int(subprocess.check_output([sys.executable, "-c", code, str(n), str(tmp_path / str(n))]))
+        for n in (5_000, 500_000)
+    ]
+    assert peak_kib[1] - peak_kib[0] < 20_000, (
+        "500,000 rows as Python objects are 200 MB, as arrays 45 MB"
+    )
 
 
 def test_few_files_are_open_at_once(tmp_path, monkeypatch):

@@ -25,13 +25,16 @@ from vit.data.decode.images import decode
 
 DECODE = ImagePolicy("decode")
 HEADERS = ImagePolicy("headers")
-BEST = ImagePolicy(jpeg_quality=100)  # so close to the pixels that what they ought to be can be told
+# so close to the pixels that what they ought to be can be told
+BEST = ImagePolicy(jpeg_quality=100)
 
 
 def picture(width: int = 97, height: int = 64, mode: str = "RGB") -> Image.Image:
     """Smooth colours with some noise; no two corners are alike."""
     generator = np.random.default_rng(width * height)
-    coarse = Image.fromarray(generator.integers(0, 256, (4, 5, 3), np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+    coarse = Image.fromarray(generator.integers(0, 256, (4, 5, 3), np.uint8)).resize(
+        (width, height), Image.Resampling.BICUBIC
+    )
     noisy = np.asarray(coarse) + generator.normal(0, 3, (height, width, 3))
     return Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).convert(mode)
 
@@ -53,10 +56,12 @@ def oriented(orientation: int) -> Image.Exif:
 
 
 def psnr(a, b) -> float:
-    return 10 * np.log10(255**2 / max(np.mean((np.asarray(a).astype(float) - np.asarray(b)) ** 2), 1e-9))
+    return 10 * np.log10(
+        255**2 / max(np.mean((np.asarray(a).astype(float) - np.asarray(b)) ** 2), 1e-9)
+    )
 
 
-# --- untouched ------------------------------------------------------------------------------------------------------------------------
+# --- untouched ------------------------------------------------------------------------------------
 
 UNTOUCHED = {
     "plain": encode(picture()),
@@ -81,13 +86,20 @@ def test_ordinary_jpegs_pass_untouched(data, check):
     assert prepared.change is None
 
 
-@pytest.mark.parametrize("policy", [ImagePolicy(apply_exif=True), ImagePolicy(resize_short_side=64), ImagePolicy(resize_short_side=500)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ImagePolicy(apply_exif=True),
+        ImagePolicy(resize_short_side=64),
+        ImagePolicy(resize_short_side=500),
+    ],
+)
 def test_what_needs_no_change_stays_untouched_under_any_policy(policy):
     data = encode(picture(97, 64))
     assert prepare(data, policy)[:4] == (data, 97, 64, None)
 
 
-# --- converted ------------------------------------------------------------------------------------------------------------------------
+# --- converted ------------------------------------------------------------------------------------
 
 TRANSLUCENT = picture(mode="RGBA")
 TRANSLUCENT.putalpha(picture(mode="L"))
@@ -133,14 +145,23 @@ def test_transparent_pixels_keep_the_colour_they_hide():
 @pytest.mark.parametrize("quality", [30, 75, 95])
 def test_the_quality_is_what_was_asked_for(quality):
     prepared = prepare(CONVERTED["PNG (RGB)"], ImagePolicy(jpeg_quality=quality))
-    assert opened(prepared.data).quantization == opened(encode(picture(), quality=quality)).quantization
+    assert (
+        opened(prepared.data).quantization
+        == opened(encode(picture(), quality=quality)).quantization
+    )
 
 
 SIXTEEN = (np.add.outer(np.arange(64), np.arange(97)) * 407).astype(np.uint16)  # 0 to 65120
 
 
 @pytest.mark.parametrize(
-    ("form", "change"), [("PNG", "PNG (I;16)"), ("TIFF", "TIFF (I;16)"), ("PPM", "PPM (I)"), ("JPEG2000", "JPEG2000 (I;16)")]
+    ("form", "change"),
+    [
+        ("PNG", "PNG (I;16)"),
+        ("TIFF", "TIFF (I;16)"),
+        ("PPM", "PPM (I)"),
+        ("JPEG2000", "JPEG2000 (I;16)"),
+    ],
 )
 def test_sixteen_bits_are_scaled_not_clipped(form, change):
     prepared = prepare(encode(Image.fromarray(SIXTEEN), form), BEST)
@@ -165,13 +186,18 @@ def test_of_an_animation_the_first_frame_counts(form):
     assert psnr(opened(prepare(data, BEST).data), first) > 25
 
 
-# --- turned and resized ---------------------------------------------------------------------------------------------------------------
+# --- turned and resized ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(2, 9))
 def test_exif_is_applied_on_demand(orientation, form):
-    data = encode(picture(), form, exif=oriented(orientation), **({"quality": 95} if form == "JPEG" else {"lossless": True}))
+    data = encode(
+        picture(),
+        form,
+        exif=oriented(orientation),
+        **({"quality": 95} if form == "JPEG" else {"lossless": True}),
+    )
     prepared = prepare(data, ImagePolicy(apply_exif=True, jpeg_quality=100))
     upright = ImageOps.exif_transpose(opened(data))
     assert (prepared.width, prepared.height) == upright.size
@@ -190,10 +216,14 @@ def test_what_is_encoded_anew_for_another_reason_keeps_its_orientation_mark():
 
 @pytest.mark.parametrize("orientation", [0, *range(1, 9), 9])
 def test_what_asks_to_be_turned_is_known(orientation):
-    """Pillow's exif_transpose is the oracle: it turns these images, and nothing else. 0 and 9 are no orientations."""
+    """Pillow's exif_transpose is the oracle: it turns these images, and nothing else. 0 and 9 are
+    no orientations."""
     for form in ("JPEG", "PNG", "WEBP"):
         data = encode(picture(), form, exif=oriented(orientation))
-        asks = np.asarray(ImageOps.exif_transpose(opened(data))).tobytes() != np.asarray(opened(data)).tobytes()
+        asks = (
+            np.asarray(ImageOps.exif_transpose(opened(data))).tobytes()
+            != np.asarray(opened(data)).tobytes()
+        )
         for policy in (DECODE, HEADERS, ImagePolicy(resize_short_side=32)):
             assert prepare(data, policy).asks_to_be_turned == asks, (form, policy)
         assert not prepare(data, ImagePolicy(apply_exif=True)).asks_to_be_turned
@@ -206,7 +236,9 @@ def test_resize_is_torchvisions(size, mode):
     data = encode(picture(*size, mode), quality=95)
     prepared = prepare(data, ImagePolicy(resize_short_side=40, jpeg_quality=100))
     original = torch.from_numpy(np.array(opened(data).convert("RGB"))).permute(2, 0, 1)
-    theirs = v2.Resize(40, InterpolationMode.BICUBIC, antialias=True)(original).permute(1, 2, 0).numpy()
+    theirs = (
+        v2.Resize(40, InterpolationMode.BICUBIC, antialias=True)(original).permute(1, 2, 0).numpy()
+    )
     image = opened(prepared.data)
     assert (prepared.width, prepared.height) == image.size == (theirs.shape[1], theirs.shape[0])
     assert (image.mode, prepared.change) == (mode, "resized")
@@ -227,7 +259,13 @@ def test_target_size_is_torchvisions(width, height, short):
 def test_large_images_are_reduced_by_the_decoder_and_no_one_can_see_it():
     data = encode(picture(1100, 800), quality=92)
     by_resize_alone = opened(data).resize((55, 40), Image.Resampling.BICUBIC)
-    assert psnr(opened(prepare(data, ImagePolicy(resize_short_side=40, jpeg_quality=100)).data), by_resize_alone) > 45
+    assert (
+        psnr(
+            opened(prepare(data, ImagePolicy(resize_short_side=40, jpeg_quality=100)).data),
+            by_resize_alone,
+        )
+        > 45
+    )
 
 
 def test_several_changes_are_all_named():
@@ -236,13 +274,14 @@ def test_several_changes_are_all_named():
     assert prepared[1:4] == (32, 48, "CMYK JPEG, resized, EXIF orientation 8 applied")
 
 
-# --- damaged --------------------------------------------------------------------------------------------------------------------------
+# --- damaged --------------------------------------------------------------------------------------
 
 
 def damage(data: bytes, rng: random.Random) -> bytes:
     """Flipped, cut, zeroed, inserted, moved bytes: what disks, networks and crashed writers do."""
     hurt = bytearray(data)
-    start = rng.randrange(len(hurt)) if rng.random() < 0.3 else rng.randrange(500, len(hurt))  # mostly the image data
+    # mostly the image data
+    start = rng.randrange(len(hurt)) if rng.random() < 0.3 else rng.randrange(500, len(hurt))
     match rng.randrange(7):
         case 0:
             del hurt[start:]
@@ -269,7 +308,9 @@ def raises(function, data: bytes) -> bool:
     return False
 
 
-@pytest.mark.parametrize("kind", ["plain", "grey", "progressive", "restart markers", "stored as RGB"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "grey", "progressive", "restart markers", "stored as RGB"]
+)
 def test_the_check_finds_what_a_full_decode_finds(kind):
     rng = random.Random(kind)
     outcomes = []
@@ -282,13 +323,21 @@ def test_the_check_finds_what_a_full_decode_finds(kind):
         except Unreadable:
             change = "unreadable"
         assert change == (None if strict else REFUSED_BY_STRICT if lenient else "unreadable")
-        assert (change != "unreadable") == (not raises(decode, data)), "the loader decodes exactly what was let through"
+        assert (change != "unreadable") == (not raises(decode, data)), (
+            "the loader decodes exactly what was let through"
+        )
         outcomes.append(change)
     assert len(set(outcomes)) == 3, "the test must have seen sound, doubtful and unreadable ones"
 
 
-@pytest.mark.parametrize("policy", [DECODE, HEADERS, ImagePolicy(resize_short_side=20)], ids=lambda policy: str(policy.options()))
-@pytest.mark.parametrize("kind", ["plain", "grey", "restart markers", "CMYK JPEG", "PNG (RGB)", "WEBP (RGB)"])
+@pytest.mark.parametrize(
+    "policy",
+    [DECODE, HEADERS, ImagePolicy(resize_short_side=20)],
+    ids=lambda policy: str(policy.options()),
+)
+@pytest.mark.parametrize(
+    "kind", ["plain", "grey", "restart markers", "CMYK JPEG", "PNG (RGB)", "WEBP (RGB)"]
+)
 def test_truncated_images_are_unreadable(kind, policy):
     data = (UNTOUCHED | CONVERTED)[kind]
     for end in range(3, len(data) - 50, len(data) // 23):
@@ -312,7 +361,11 @@ def test_headers_alone_do_not_show_damaged_image_data():
 def test_doubtful_images_are_named_when_they_are_encoded_anew_too():
     data = UNTOUCHED["plain"][:20] + b"stray" + UNTOUCHED["plain"][20:]
     assert prepare(data, DECODE)[:4] == (data, 97, 64, REFUSED_BY_STRICT)
-    assert prepare(data, ImagePolicy(resize_short_side=32))[1:4] == (48, 32, f"{REFUSED_BY_STRICT}, resized")
+    assert prepare(data, ImagePolicy(resize_short_side=32))[1:4] == (
+        48,
+        32,
+        f"{REFUSED_BY_STRICT}, resized",
+    )
 
 
 def jpeg_of(width: int, height: int, components: int = 3, precision: int = 8) -> bytes:
@@ -330,16 +383,26 @@ def png_of(width: int, height: int) -> bytes:
     """Black, or, beyond a million pixels, the header only."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     rows = zlib.compress(bytes((width + 1) * height)) if width * height < 1e6 else b""
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    )
 
 
 REFUSED = {
     "nothing": (b"", "^0 bytes$"),
-    "a web page": (b"<!DOCTYPE html><html>Not found</html>", r"no image; expected one of JPEG, .*, and it begins with b'<!DOCTYPE html>"),
+    "a web page": (
+        b"<!DOCTYPE html><html>Not found</html>",
+        r"no image; expected one of JPEG, .*, and it begins with b'<!DOCTYPE html>",
+    ),
     "zeros": (bytes(1000), r"no image; expected one of JPEG, .*, and it begins with b'\\x00"),
     "start of a JPEG": (b"\xff\xd8", "cut off in the JPEG headers, after 2 bytes"),
     "JPEG bomb": (jpeg_of(60_000, 60_000), "60000 x 60000 pixels are more than 178956970"),
@@ -349,7 +412,10 @@ REFUSED = {
     "12 bits": (jpeg_of(97, 64, precision=12), "a JPEG of 12 bits and 3 components"),
     "2 components": (jpeg_of(97, 64, components=2), "a JPEG of 8 bits and 2 components"),
     "floats": (encode(picture().convert("F"), "TIFF"), "pixels of mode F have no known range"),
-    "32-bit integers": (encode(picture().convert("I"), "TIFF"), "pixels of mode I have no known range"),
+    "32-bit integers": (
+        encode(picture().convert("I"), "TIFF"),
+        "pixels of mode I have no known range",
+    ),
     "PostScript": (encode(picture(), "EPS"), "no image; .*, and it begins with b'%!PS-Adobe"),
 }
 
@@ -362,11 +428,19 @@ def test_the_reason_is_told(data, reason, check):
 
 
 def test_a_long_png_fits_once_it_is_resized():
-    assert prepare(png_of(65_536, 2), ImagePolicy(resize_short_side=1))[1:4] == (32_768, 1, "PNG (L), resized")
+    assert prepare(png_of(65_536, 2), ImagePolicy(resize_short_side=1))[1:4] == (
+        32_768,
+        1,
+        "PNG (L), resized",
+    )
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.sampled_from(sorted(UNTOUCHED | CONVERTED)), st.sampled_from([DECODE, HEADERS, ImagePolicy("decode", True, 20)]), st.integers(0))
+@given(
+    st.sampled_from(sorted(UNTOUCHED | CONVERTED)),
+    st.sampled_from([DECODE, HEADERS, ImagePolicy("decode", True, 20)]),
+    st.integers(0),
+)
 def test_damage_never_raises_anything_but_unreadable(kind, policy, seed):
     data = damage((UNTOUCHED | CONVERTED)[kind], random.Random(seed))
     try:
@@ -380,7 +454,9 @@ def test_nothing_is_printed_and_no_warning_escapes(capfd):
     broken_exif = b"Exif\0\0II*\0\x08\0\0\0\xff\xff" + b"\1" * 99
     strange = [
         encode(picture(mode="CMYK"), exif=broken_exif),
-        encode(picture(), exif=broken_exif)[:20] + b"stray" + encode(picture(), exif=broken_exif)[20:],
+        encode(picture(), exif=broken_exif)[:20]
+        + b"stray"
+        + encode(picture(), exif=broken_exif)[20:],
         encode(picture(mode="P"), "PNG", transparency=bytes(range(256))),
         png_of(10_000, 10_000),  # between Pillow's warning and its limit, and cut off
     ]
@@ -397,26 +473,47 @@ def test_nothing_is_printed_and_no_warning_escapes(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-# --- the policy itself ----------------------------------------------------------------------------------------------------------------
+# --- the policy itself ----------------------------------------------------------------------------
 
 
 def test_equal_input_gives_equal_bytes_in_any_process(tmp_path):
     (tmp_path / "cmyk.jpg").write_bytes(CONVERTED["CMYK JPEG"])
     code = (
-        "import hashlib, sys; from data_prep.write.images import *; policy = ImagePolicy(apply_exif=True, resize_short_side=40)\n"
-        "print(hashlib.sha256(prepare(open(sys.argv[1], 'rb').read(), policy).data).hexdigest())"
+        "import hashlib, sys; from data_prep.write.images import *; policy ="
+        " ImagePolicy(apply_exif=True,"
+        " resize_short_side=40)\nprint(hashlib.sha256(prepare(open(sys.argv[1], 'rb').read(),"
+        " policy).data).hexdigest())"
     )
-    there = subprocess.run([sys.executable, "-c", code, str(tmp_path / "cmyk.jpg")], capture_output=True, text=True, check=True).stdout
+    there = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "cmyk.jpg")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     here = prepare(CONVERTED["CMYK JPEG"], ImagePolicy(apply_exif=True, resize_short_side=40)).data
     assert there.strip() == hashlib.sha256(here).hexdigest()
 
 
 def test_options_are_json_and_tell_policies_apart():
-    options = [ImagePolicy(), HEADERS, ImagePolicy(apply_exif=True), ImagePolicy(resize_short_side=256), ImagePolicy(jpeg_quality=90)]
+    options = [
+        ImagePolicy(),
+        HEADERS,
+        ImagePolicy(apply_exif=True),
+        ImagePolicy(resize_short_side=256),
+        ImagePolicy(jpeg_quality=90),
+    ]
     assert len({json.dumps(policy.options(), sort_keys=True) for policy in options}) == 5
-    assert all(ImagePolicy(**json.loads(json.dumps(policy.options()))) == policy for policy in options)
+    assert all(
+        ImagePolicy(**json.loads(json.dumps(policy.options()))) == policy for policy in options
+    )
 
 
 def test_senseless_policies_are_refused_with_all_that_is_wrong():
-    with pytest.raises(PrepError, match=r"--check pixels: .*decode, headers; --resize-short-side 0: .*; --jpeg-quality 101: .*1 to 100"):
+    with pytest.raises(
+        PrepError,
+        match=(
+            r"--check pixels: .*decode, headers; --resize-short-side 0: .*; --jpeg-quality 101: .*1"
+            r" to 100"
+        ),
+    ):
         ImagePolicy("pixels", resize_short_side=0, jpeg_quality=101)

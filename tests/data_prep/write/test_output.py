@@ -40,7 +40,11 @@ def fresh(monkeypatch, tmp_path):
 
 @pytest.fixture(params=["folder", "s3"])
 def output(request, tmp_path) -> Output:
-    made = Output(tmp_path / "deep" / "root" if request.param == "folder" else f"{request.getfixturevalue('bucket')}/deep/root/")
+    made = Output(
+        tmp_path / "deep" / "root"
+        if request.param == "folder"
+        else f"{request.getfixturevalue('bucket')}/deep/root/"
+    )
     made.make()
     return made
 
@@ -50,7 +54,7 @@ def made_file(folder: Path, name: str, content: bytes) -> Path:
     return folder / name
 
 
-# ---- what both kinds promise ----------------------------------------------------------------------------------------
+# ---- what both kinds promise ---------------------------------------------------------------------
 
 
 def test_publish_fetch_overwrite_remove(output, tmp_path):
@@ -85,7 +89,10 @@ def test_json(output):
     for content in ({"a": [1, "é"]}, {"b": {}}):
         output.write_json("_info.json", content)
         assert output.read_json("_info.json") == content
-    for damaged, message in ((b"{", "not valid JSON"), (b"[1]", "expected a JSON object, found list")):
+    for damaged, message in (
+        (b"{", "not valid JSON"),
+        (b"[1]", "expected a JSON object, found list"),
+    ):
         with output.staging() as folder:
             output.publish(made_file(folder, "x.json", damaged))
         with pytest.raises(ShardError, match=f"x.json: {message}"):
@@ -96,13 +103,18 @@ def test_what_others_write_is_seen(output):
     assert output.sizes() == {}
     theirs = pickle.loads(pickle.dumps(output))
     assert (theirs.url, theirs.local, str(theirs)) == (output.url, output.local, str(output))
-    program = "import pickle, sys; pickle.loads(bytes.fromhex(sys.argv[1])).write_json('theirs.json', {'a': 1})"
-    subprocess.run([sys.executable, "-c", program, pickle.dumps(output).hex()], check=True, timeout=60)
+    program = (
+        "import pickle, sys; pickle.loads(bytes.fromhex(sys.argv[1])).write_json('theirs.json',"
+        " {'a': 1})"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program, pickle.dumps(output).hex()], check=True, timeout=60
+    )
     assert output.size("theirs.json") == output.sizes()["theirs.json"] > 0
     assert output.read_json("theirs.json") == {"a": 1}
 
 
-# ---- folders --------------------------------------------------------------------------------------------------------
+# ---- folders -------------------------------------------------------------------------------------
 
 
 def test_a_folder_is_its_own_staging(tmp_path):
@@ -124,7 +136,12 @@ def test_free_space_of_a_folder_yet_to_make(tmp_path, bucket):
 
 @pytest.mark.parametrize(
     ("place", "message"),
-    [("file", "is a file"), ("file/below", "Not a directory"), ("forbidden/root", "Permission denied"), ("forbidden", "Permission denied")],
+    [
+        ("file", "is a file"),
+        ("file/below", "Not a directory"),
+        ("forbidden/root", "Permission denied"),
+        ("forbidden", "Permission denied"),
+    ],
 )
 def test_folders_that_cannot_be_written(place, message, tmp_path):
     (tmp_path / "file").touch()
@@ -136,13 +153,18 @@ def test_folders_that_cannot_be_written(place, message, tmp_path):
             if folder.stat().st_mode & 0o055 != 0o055:  # pytest's own are closed to others
                 folder.chmod(0o755)
         program = f"import data_prep.write.output, os; os.setuid(65534); {program}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    expected = f"PrepError: {tmp_path / place}: cannot be written ({message}); choose another folder, or change this one"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    expected = (
+        f"PrepError: {tmp_path / place}: cannot be written ({message}); choose another folder, or"
+        " change this one"
+    )
     assert done.stderr.strip().endswith(expected)
     (tmp_path / "forbidden").chmod(0o755)
 
 
-# ---- stores ---------------------------------------------------------------------------------------------------------
+# ---- stores --------------------------------------------------------------------------------------
 
 
 def test_an_upload_in_parts_arrives_whole(bucket, s3, tmp_path):
@@ -164,8 +186,12 @@ def test_a_cut_upload_is_repeated(bucket, s3, tmp_path, monkeypatch):
     content = os.urandom(3 << 20)
     before = num_retries()
     monkeypatch.setattr(Patience.__init__, "__defaults__", (60.0, 0.05, 0.1))
-    # Each of our attempts takes one to ten connections: s3fs tries again up to four times, aiohttp sometimes twice each.
-    with cable(s3.port, carries=1 << 20, then="cut", times=12) as (port, _), monkeypatch.context() as patch:
+    # Each of our attempts takes one to ten connections: s3fs tries again up to four times, aiohttp
+    # sometimes twice each.
+    with (
+        cable(s3.port, carries=1 << 20, then="cut", times=12) as (port, _),
+        monkeypatch.context() as patch,
+    ):
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         forget_clients()
         Output(bucket).publish(made_file(tmp_path, "a.tar", content))
@@ -189,7 +215,9 @@ with output.staging() as folder:
     with cable(s3.port, carries=1 << 20, then="hangs") as (port, stopped):
         environment = {**os.environ, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
         arguments = [sys.executable, "-c", program, pickle.dumps(output).hex(), str(path)]
-        with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as worker:
+        with subprocess.Popen(
+            arguments, env=environment, stdout=subprocess.PIPE, text=True
+        ) as worker:
             assert worker.stdout.readline() == "made\n"
             assert stopped.wait(60)
             worker.kill()
@@ -229,10 +257,15 @@ def test_staging_goes_when_its_maker_fails(bucket):
 
 def test_what_is_not_there(bucket):
     with temporary_folder() as folder:
-        with pytest.raises(PrepError, match=r"s3://.*/a.tar: no such file; write or copy it there again"):
+        with pytest.raises(
+            PrepError, match=r"s3://.*/a.tar: no such file; write or copy it there again"
+        ):
             Output(bucket).fetch("a.tar", folder)
         assert list(folder.iterdir()) == []
-    with pytest.raises(PrepError, match=r"s3://no-such-bucket/a: no such bucket .*; create it first, or correct the URL"):
+    with pytest.raises(
+        PrepError,
+        match=r"s3://no-such-bucket/a: no such bucket .*; create it first, or correct the URL",
+    ):
         Output("s3://no-such-bucket/a").make()
 
 
@@ -255,8 +288,13 @@ def test_urls_that_are_no_destination(url, message):
 
 
 def test_the_missing_package_is_named():
-    program = "import sys; sys.modules['gcsfs'] = None; from data_prep.write.output import Output; Output('gs://bucket/a').make()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    program = (
+        "import sys; sys.modules['gcsfs'] = None; from data_prep.write.output import Output;"
+        " Output('gs://bucket/a').make()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stderr.strip().endswith("to access Google Storage: pip install gcsfs")
     assert "Refused: gs://bucket/a: " in done.stderr
 
@@ -266,7 +304,10 @@ def test_credentials_missing_and_insufficient(s3, bucket, monkeypatch):
     with s3.only("s3:ListBucket", "s3:GetObject"):
         assert Output(bucket).sizes() == {"a.json": 12}
         assert Output(bucket).read_json("a.json") == {"a": 1}
-        with pytest.raises((PrepError, ShardError), match=r"no permission to do this .* credentials come from AWS_ACCESS_KEY_ID"):
+        with pytest.raises(
+            (PrepError, ShardError),
+            match=r"no permission to do this .* credentials come from AWS_ACCESS_KEY_ID",
+        ):
             Output(bucket).make()
     with s3.only("s3:*"):
         Output(bucket).make()
@@ -276,22 +317,39 @@ def test_credentials_missing_and_insufficient(s3, bucket, monkeypatch):
             Output(bucket).make()
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     forget_clients()
-    with pytest.raises((PrepError, ShardError), match=r"Unable to locate credentials; .* AWS_ACCESS_KEY_ID .*FSSPEC_S3_ANON=true"):
+    with pytest.raises(
+        (PrepError, ShardError),
+        match=r"Unable to locate credentials; .* AWS_ACCESS_KEY_ID .*FSSPEC_S3_ANON=true",
+    ):
         Output(bucket).make()
 
 
 def test_what_is_public_is_read_without_credentials(bucket):
     Output(bucket).write_json("a.json", {"a": 1})
-    boto3.client("s3").put_object_acl(Bucket=bucket.removeprefix("s3://"), Key="a.json", ACL="public-read")
-    program = f"from data_prep.write.output import Output; print(Output({bucket!r}).read_json('a.json'))"
+    boto3.client("s3").put_object_acl(
+        Bucket=bucket.removeprefix("s3://"), Key="a.json", ACL="public-read"
+    )
+    program = (
+        f"from data_prep.write.output import Output; print(Output({bucket!r}).read_json('a.json'))"
+    )
     environment = {**os.environ, "FSSPEC_S3_ANON": "true"}
     del environment["AWS_ACCESS_KEY_ID"]
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout == "{'a': 1}\n"
 
 
 def test_a_store_that_stays_away(bucket, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     forget_clients()
-    with pytest.raises((PrepError, ShardError), match=rf"^{bucket}: cannot be reached \(.*127.0.0.1:9.*\), \d+ times in 1 s"):
+    with pytest.raises(
+        (PrepError, ShardError),
+        match=rf"^{bucket}: cannot be reached \(.*127.0.0.1:9.*\), \d+ times in 1 s",
+    ):
         Output(bucket).make()

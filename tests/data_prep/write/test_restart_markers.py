@@ -26,15 +26,26 @@ from vit.data.decode.jpeg_header import read_header
 
 if not native.AVAILABLE and os.environ.get("VIT_REQUIRE_NATIVE") == "1":
     pytest.fail(f"VIT_REQUIRE_NATIVE=1, but {native.WHY_NOT}", pytrace=False)
-NEEDS_NATIVE = pytest.mark.skipif(not native.AVAILABLE, reason=native.WHY_NOT or "VIT_NATIVE=0 is set")
-NEEDS_JPEGTRAN = pytest.mark.skipif(shutil.which("jpegtran") is None, reason="no jpegtran: apt-get install libjpeg-turbo-progs")
+NEEDS_NATIVE = pytest.mark.skipif(
+    not native.AVAILABLE, reason=native.WHY_NOT or "VIT_NATIVE=0 is set"
+)
+NEEDS_JPEGTRAN = pytest.mark.skipif(
+    shutil.which("jpegtran") is None, reason="no jpegtran: apt-get install libjpeg-turbo-progs"
+)
 
 
 def pixels(width: int, height: int, noise: float = 12) -> np.ndarray:
-    """Smooth colours with noise, (height, width, 3) uint8: long and short runs of zeros, as photographs have them."""
+    """Smooth colours with noise, (height, width, 3) uint8: long and short runs of zeros, as
+    photographs have them."""
     generator = np.random.default_rng(width * 1000 + height)
-    coarse = Image.fromarray(generator.integers(0, 256, (4, 5, 3), np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
-    return (np.asarray(coarse) + generator.normal(0, noise, (height, width, 3))).clip(0, 255).astype(np.uint8)
+    coarse = Image.fromarray(generator.integers(0, 256, (4, 5, 3), np.uint8)).resize(
+        (width, height), Image.Resampling.BICUBIC
+    )
+    return (
+        (np.asarray(coarse) + generator.normal(0, noise, (height, width, 3)))
+        .clip(0, 255)
+        .astype(np.uint8)
+    )
 
 
 def encode(width: int, height: int, mode: str = "RGB", noise: float = 12, **options) -> bytes:
@@ -58,9 +69,24 @@ def exif() -> Image.Exif:
 
 
 PROFILE = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-SIZES = [(1, 1), (1, 40), (40, 1), (8, 8), (9, 7), (17, 33), (64, 64), (130, 75), (256, 31), (500, 66)]
+SIZES = [
+    (1, 1),
+    (1, 40),
+    (40, 1),
+    (8, 8),
+    (9, 7),
+    (17, 33),
+    (64, 64),
+    (130, 75),
+    (256, 31),
+    (500, 66),
+]
 FILES = {
-    **{f"{name} {w}x{h}": simple(w, h, name) for w, h in SIZES for name in ("444", "422", "420", "440", "411", "Gray")},
+    **{
+        f"{name} {w}x{h}": simple(w, h, name)
+        for w, h in SIZES
+        for name in ("444", "422", "420", "440", "411", "Gray")
+    },
     **{f"quality {q}": encode(200, 100, quality=q) for q in (1, 30, 60, 95, 100)},
     "optimised": encode(300, 200, optimize=True),
     "noise of all frequencies": encode(160, 120, noise=90, quality=100, subsampling=0),
@@ -75,7 +101,8 @@ FILES = {
 
 
 def interval_for(mcus_wide: int) -> int:
-    """MCUs between two markers: the largest divisor of a row that gives eight segments, else the one that gives most, else the row."""
+    """MCUs between two markers: the largest divisor of a row that gives eight segments, else the
+    one that gives most, else the row."""
     divisors = [k for k in range(2, mcus_wide // 2 + 1) if mcus_wide % k == 0]
     wanted = [k for k in divisors if mcus_wide // k >= 8]
     return wanted[-1] if wanted else divisors[0] if divisors else mcus_wide
@@ -104,14 +131,22 @@ def check_same_image(marked: bytes, original: bytes) -> None:
     decoded = [simplejpeg.decode_jpeg(data, "RGB", strict=True) for data in (marked, original)]
     assert np.array_equal(*decoded), "other pixels"
     replaced = (TABLES, INTERVAL, SCAN)
-    kept = [[segment for segment in segments(data) if segment[0] not in replaced] for data in (marked, original)]
+    kept = [
+        [segment for segment in segments(data) if segment[0] not in replaced]
+        for data in (marked, original)
+    ]
     assert kept[0] == kept[1], "other headers"
     header = read_header(marked)
     mcus_wide = -(-header.width // header.mcu_size[0])
     mcus_high = -(-header.height // header.mcu_size[1])
     assert header.restart_interval == interval_for(mcus_wide)
-    numbers = [number[0] - 0xD0 for number in re.findall(rb"\xff([\xd0-\xd7])", marked[header.scan_offset :])]
-    assert numbers == [k % 8 for k in range(mcus_high * mcus_wide // header.restart_interval - 1)], "missing, or in another order"
+    numbers = [
+        number[0] - 0xD0
+        for number in re.findall(rb"\xff([\xd0-\xd7])", marked[header.scan_offset :])
+    ]
+    assert numbers == [
+        k % 8 for k in range(mcus_high * mcus_wide // header.restart_interval - 1)
+    ], "missing, or in another order"
 
 
 @NEEDS_NATIVE
@@ -120,7 +155,9 @@ def test_pixels_and_headers_stay(name: str):
     marked, reason = with_restart_markers(FILES[name])
     assert reason is None
     check_same_image(marked, FILES[name])
-    assert with_restart_markers(marked) == (marked, None), "done twice it gives other bytes than done once"
+    assert with_restart_markers(marked) == (marked, None), (
+        "done twice it gives other bytes than done once"
+    )
 
 
 @NEEDS_NATIVE
@@ -140,11 +177,14 @@ def test_codes_are_those_of_jpegtran(name: str):
 @pytest.mark.parametrize("size", [(333, 97), (640, 48), (248, 160)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"mode": "L"}, {"subsampling": 0, "quality": 97}], ids=str)
 def test_bytes_are_those_of_libjpegs_encoder(size: tuple[int, int], options: dict):
-    """libjpeg in Pillow, told to optimise and where to put markers, writes the whole file that comes out."""
+    """libjpeg in Pillow, told to optimise and where to put markers, writes the whole file that
+    comes out."""
     plain = encode(*size, **options)
     header = read_header(plain)
     interval = interval_for(-(-header.width // header.mcu_size[0]))
-    assert with_restart_markers(plain).data == encode(*size, **options, optimize=True, restart_marker_blocks=interval)
+    assert with_restart_markers(plain).data == encode(
+        *size, **options, optimize=True, restart_marker_blocks=interval
+    )
 
 
 @NEEDS_NATIVE
@@ -162,7 +202,7 @@ def test_photographs_get_smaller(quality: int):
     assert len(with_restart_markers(original).data) < 0.99 * len(original)
 
 
-# ---- what stays as it is ----------------------------------------------------------------------------------------------
+# ---- what stays as it is -------------------------------------------------------------------------
 
 
 def patched(data: bytes, place: int, value: int) -> bytes:
@@ -177,7 +217,13 @@ def component_by_component(data: bytes) -> bytes:
         script.write(b"0; 1; 2;")
         script.flush()
         path = f"/proc/self/fd/{script.fileno()}"
-        return subprocess.run(["jpegtran", "-scans", path], input=data, capture_output=True, check=True, pass_fds=(script.fileno(),)).stdout
+        return subprocess.run(
+            ["jpegtran", "-scans", path],
+            input=data,
+            capture_output=True,
+            check=True,
+            pass_fds=(script.fileno(),),
+        ).stdout
 
 
 PLAIN = encode(120, 80)
@@ -201,7 +247,18 @@ def test_what_is_not_ordinary_keeps_its_bytes(reason: str):
 
 
 @NEEDS_NATIVE
-@pytest.mark.parametrize("damage", ["stray byte", "missing marker", "swapped markers", "extra marker", "cut off", "no end", "other bits"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "stray byte",
+        "missing marker",
+        "swapped markers",
+        "extra marker",
+        "cut off",
+        "no end",
+        "other bits",
+    ],
+)
 def test_damaged_files_keep_their_bytes(damage: str):
     data = encode(200, 90, restart_marker_blocks=7)
     first = data.index(b"\xff\xd0")
@@ -213,7 +270,11 @@ def test_damaged_files_keep_their_bytes(damage: str):
         "extra marker": data[:first] + b"\xff\xd0" + data[first:],
         "cut off": data[:-200],
         "no end": data[:-2],
-        "other bits": data[: first + 2] + bytes(min(byte ^ 0x5A, 0xFE) for byte in data[first + 2 : second]) + data[second:],
+        "other bits": (
+            data[: first + 2]
+            + bytes(min(byte ^ 0x5A, 0xFE) for byte in data[first + 2 : second])
+            + data[second:]
+        ),
     }[damage]
     assert with_restart_markers(damaged) == (damaged, "damaged")
 
@@ -245,7 +306,8 @@ def test_strange_things_between_the_headers(name: str):
 
 @NEEDS_NATIVE
 def test_an_image_of_next_to_nothing():
-    """Two bits a block, and markers of 16 for every two blocks: the first guess at the room is too small."""
+    """Two bits a block, and markers of 16 for every two blocks: the first guess at the room is too
+    small."""
     encoded = io.BytesIO()
     Image.new("L", (128, 64_000), 77).save(encoded, "JPEG", optimize=True)
     restart_markers._scratch.__dict__.clear()
@@ -259,15 +321,21 @@ def test_an_image_of_next_to_nothing():
 def test_damage_never_changes_an_image():
     """Whatever the bytes are: the same image comes out, or the same bytes."""
     random.seed(0)
-    files = [simple(*size, name) for size in ((40, 24), (65, 33)) for name in ("444", "420", "Gray")]
+    files = [
+        simple(*size, name) for size in ((40, 24), (65, 33)) for name in ("444", "420", "Gray")
+    ]
     outcomes = Counter()
     files += [encode(100, 40, restart_marker_blocks=3), encode(90, 50, optimize=True, exif=exif())]
     for _ in range(1500):
         damaged = bytearray(random.choice(files))
         for _ in range(random.choice((1, 1, 2, 8))):
             place = random.randrange(random.choice((640, len(damaged)))) % len(damaged)
-            damaged[place] = random.choice((0, 0xFF, 0x0F, random.randrange(256), damaged[place] ^ 1 << random.randrange(8)))
-        data = bytes(damaged[: random.randrange(len(damaged))] if random.random() < 0.2 else damaged)
+            damaged[place] = random.choice(
+                (0, 0xFF, 0x0F, random.randrange(256), damaged[place] ^ 1 << random.randrange(8))
+            )
+        data = bytes(
+            damaged[: random.randrange(len(damaged))] if random.random() < 0.2 else damaged
+        )
         marked, reason = with_restart_markers(data)
         outcomes[reason] += 1
         if reason is not None:
@@ -282,7 +350,7 @@ def test_damage_never_changes_an_image():
     assert outcomes["damaged"] > 100, outcomes
 
 
-# ---- in data preparation ----------------------------------------------------------------------------------------------
+# ---- in data preparation -------------------------------------------------------------------------
 
 
 @NEEDS_NATIVE
@@ -295,14 +363,23 @@ def test_policy(check: str):
     assert (prepared.width, prepared.height) == (200, 120)
     check_same_image(prepared.data, original)
     progressive = prepare(encode(200, 120, progressive=True), policy)
-    assert progressive[:4] == (encode(200, 120, progressive=True), 200, 120, "without restart markers: progressive")
+    assert progressive[:4] == (
+        encode(200, 120, progressive=True),
+        200,
+        120,
+        "without restart markers: progressive",
+    )
 
 
 @NEEDS_NATIVE
 def test_converted_images_get_markers_too():
     png = io.BytesIO()
     Image.fromarray(pixels(160, 120)).save(png, "PNG")
-    for data, short_side in ((png.getvalue(), None), (encode(300, 200), 50), (encode(90, 80, "CMYK"), None)):
+    for data, short_side in (
+        (png.getvalue(), None),
+        (encode(300, 200), 50),
+        (encode(90, 80, "CMYK"), None),
+    ):
         without = prepare(data, ImagePolicy(resize_short_side=short_side))
         prepared = prepare(data, ImagePolicy(resize_short_side=short_side, restart_markers="auto"))
         assert prepared.change == f"{without.change}, with restart markers"
@@ -321,7 +398,10 @@ def test_what_is_recorded():
 def test_without_the_native_part_there_are_none(monkeypatch):
     monkeypatch.setattr(native, "AVAILABLE", False)
     monkeypatch.setattr(native, "WHY_NOT", "it was not built")
-    with pytest.raises(PrepError, match="--restart-markers auto: needs the C part of this package: it was not built"):
+    with pytest.raises(
+        PrepError,
+        match="--restart-markers auto: needs the C part of this package: it was not built",
+    ):
         ImagePolicy(restart_markers="auto")
 
 
@@ -338,13 +418,28 @@ def test_a_data_set_with_restart_markers(tmp_path, capsys):
             path = tmp_path / "images" / name / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(encode(96 + number, 64, progressive=name == "dog" and number < 2))
-    line = [str(tmp_path / "images"), "--out", str(tmp_path / "out"), "--num-shards", "2", "--workers", "1"]
+    line = [
+        str(tmp_path / "images"),
+        "--out",
+        str(tmp_path / "out"),
+        "--num-shards",
+        "2",
+        "--workers",
+        "1",
+    ]
     assert imagefolder.main([*line, "--restart-markers", "auto"]) == 0
     info = json.loads((tmp_path / "out" / "_info.json").read_text())
     assert info["options"]["restart_markers"] == "auto"
-    assert info["changed"] == {"with restart markers": 10, "without restart markers: progressive": 2}
+    assert info["changed"] == {
+        "with restart markers": 10,
+        "without restart markers: progressive": 2,
+    }
     card = (tmp_path / "out" / "dataset.md").read_text()
-    assert re.search("10 images got restart markers .*, the same pixels in every decoder. 2 stayed as they were: 2 progressive.\n", card)
+    assert re.search(
+        "10 images got restart markers .*, the same pixels in every decoder. 2 stayed as they were:"
+        " 2 progressive.\n",
+        card,
+    )
     assert imagefolder.main(line) == 2
     assert 'restart_markers is "auto" there, null here' in capsys.readouterr().err
 

@@ -1,4 +1,5 @@
-"""The writer with a store as its root: a real S3 server, kills in mid-upload, and the same bytes as in a folder."""
+"""The writer with a store as its root: a real S3 server, kills in mid-upload, and the same bytes as
+in a folder."""
 
 import os
 import random
@@ -32,7 +33,16 @@ def images(tmp_path_factory) -> Path:
 
 
 def prepare(images: Path, out: Path | str, *more: str) -> list[str]:
-    return [sys.executable, "-m", "data_prep.imagefolder", str(images), *OPTIONS, "--out", str(out), *more]
+    return [
+        sys.executable,
+        "-m",
+        "data_prep.imagefolder",
+        str(images),
+        *OPTIONS,
+        "--out",
+        str(out),
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +63,29 @@ def test_a_store_holds_what_a_folder_would_after_any_kill(s3, images, local, tmp
     moments = random.Random(0)
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     for _ in range(2):
-        process = subprocess.Popen(prepare(images, f"{bucket}/root"), env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            prepare(images, f"{bucket}/root"),
+            env=environment,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+        )
         time.sleep(moments.uniform(0.5, 3))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         for key, data in s3.objects(bucket).items():
             name = key.removeprefix("root/")
-            assert name == "_writing.json" or name.startswith(".writable") or data == local[name], "half an object, or another one"
-    done = subprocess.run(prepare(images, f"{bucket}/root"), env=environment, check=True, capture_output=True, text=True)
-    assert re.search("complete, 10 classes|complete already", done.stdout)  # a quick machine may be done before the second kill
+            assert name == "_writing.json" or name.startswith(".writable") or data == local[name], (
+                "half an object, or another one"
+            )
+    done = subprocess.run(
+        prepare(images, f"{bucket}/root"),
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    # a quick machine may be done before the second kill
+    assert re.search("complete, 10 classes|complete already", done.stdout)
     found = {key.removeprefix("root/"): data for key, data in s3.objects(bucket).items()}
     assert {name: data for name, data in found.items() if not name.startswith(".writable")} == local
     assert list(tmp_path.iterdir()) == [], "temporary files of killed processes"
@@ -70,7 +94,10 @@ def test_a_store_holds_what_a_folder_would_after_any_kill(s3, images, local, tmp
 def test_parts_meet_in_a_store(s3, images, local, tmp_path):
     bucket = s3.new_bucket()
     parts = [
-        subprocess.Popen(prepare(images, f"{bucket}/root", "--shards", part), stdout=subprocess.PIPE, text=True) for part in ("0/2", "1/2")
+        subprocess.Popen(
+            prepare(images, f"{bucket}/root", "--shards", part), stdout=subprocess.PIPE, text=True
+        )
+        for part in ("0/2", "1/2")
     ]
     printed = [part.communicate()[0] for part in parts]
     assert [part.returncode for part in parts] == [0, 0]

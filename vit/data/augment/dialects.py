@@ -1,11 +1,14 @@
-"""What each operation of each set does to an image at a drawn strength: RandAugment in three dialects, 3-Augment, colour jitter.
+"""What each operation of each set does to an image at a drawn strength: RandAugment in three
+dialects, 3-Augment, colour jitter.
 
-The data's story: `vit.data.augment.draw` has written the number of an operation and its strength, on the set's own scale, into the table; here the
-number becomes a function that turns the strength into levels, degrees or pixels, as the set's source does, and calls `vit.data.augment.pixel_ops`.
+The data's story: `vit.data.augment.draw` has written the number of an operation and its strength,
+on the set's own scale, into the table; here the number becomes a function that turns the strength
+into levels, degrees or pixels, as the set's source does, and calls `vit.data.augment.pixel_ops`.
 
-Sources: timm/data/auto_augment.py, "increasing" operations (`rand-m9-mstd0.5-inc1`), bilinear; torchvision/transforms/autoaugment.py on
-Pillow images, with the bilinear interpolation of torchvision's references, on black; big_vision/pp/autoaugment.py of
-google-research/big_vision (nearest pixel, on grey), with what TensorFlow makes of it: comments say where that surprises.
+Sources: timm/data/auto_augment.py, "increasing" operations (`rand-m9-mstd0.5-inc1`), bilinear;
+torchvision/transforms/autoaugment.py on Pillow images, with the bilinear interpolation of
+torchvision's references, on black; big_vision/pp/autoaugment.py of google-research/big_vision
+(nearest pixel, on grey), with what TensorFlow makes of it: comments say where that surprises.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from vit.data.augment import pixel_ops
 from vit.data.augment.draw import OP_NAMES
 
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(images (B, C, H, W) float32 of whole levels, strength (B, 1, 1, 1), place (B, 2) in [0, 1) or (B, 0)) -> float32 for `pixel_ops.to_levels`."""
+"""(images (B, C, H, W) float32 of whole levels, strength (B, 1, 1, 1), place (B, 2) in [0, 1) or
+(B, 0)) -> float32 for `pixel_ops.to_levels`."""
 
 BLACK = 0.0
 MIDDLE_GREY = 128.0
@@ -29,15 +33,17 @@ MIDDLE_GREY = 128.0
 
 @lru_cache
 def _mean_colour(device: torch.device) -> Tensor:
-    """What timm's warps leave empty: its `img_mean`, the mean colour of ImageNet, whatever `data.mean` is."""
+    """What timm's warps leave empty: its `img_mean`, the mean colour of ImageNet, whatever
+    `data.mean` is."""
     return torch.tensor([124.0, 116.0, 104.0], device=device).view(1, 3, 1, 1)
 
 
-# --- timm: strengths -10..10 -------------------------------------------------------------------------------------------------------------
+# --- timm: strengths -10..10 ----------------------------------------------------------------------
 
 
 def _timm_factor(strength: Tensor) -> Tensor:
-    return (1.0 + strength.double() / 10.0 * 0.9).clamp(min=0.1).float()  # in double as there: the last bit decides a level
+    # in double as there: the last bit decides a level
+    return (1.0 + strength.double() / 10.0 * 0.9).clamp(min=0.1).float()
 
 
 _TIMM: dict[str, Op] = {
@@ -54,16 +60,22 @@ _TIMM: dict[str, Op] = {
     "sharpness": lambda x, s, _: pixel_ops.sharpness(x, _timm_factor(s)),
     "shear_x": lambda x, s, _: pixel_ops.shear_x(x, 0.03 * s, _mean_colour(x.device)),
     "shear_y": lambda x, s, _: pixel_ops.shear_y(x, 0.03 * s, _mean_colour(x.device)),
-    "translate_x": lambda x, s, _: pixel_ops.translate_x(x, 0.045 * s * x.shape[-1], _mean_colour(x.device)),
-    "translate_y": lambda x, s, _: pixel_ops.translate_y(x, 0.045 * s * x.shape[-2], _mean_colour(x.device)),
+    "translate_x": lambda x, s, _: pixel_ops.translate_x(
+        x, 0.045 * s * x.shape[-1], _mean_colour(x.device)
+    ),
+    "translate_y": lambda x, s, _: pixel_ops.translate_y(
+        x, 0.045 * s * x.shape[-2], _mean_colour(x.device)
+    ),
 }
 
-# --- torchvision: strengths -30..30 ------------------------------------------------------------------------------------------------------
+# --- torchvision: strengths -30..30 ---------------------------------------------------------------
 
 
 def _torchvision_factor(strength: Tensor) -> Tensor:
     # The source's magnitudes are float32 numbers, whose last bits decide some levels.
-    magnitudes = torch.linspace(0.0, 0.9, 31, device=strength.device).double()[strength.abs().long()]
+    magnitudes = torch.linspace(0.0, 0.9, 31, device=strength.device).double()[
+        strength.abs().long()
+    ]
     return (1.0 + magnitudes.copysign(strength)).float()
 
 
@@ -76,8 +88,12 @@ _TORCHVISION: dict[str, Op] = {
     "identity": lambda x, s, _: x,
     "shear_x": lambda x, s, _: pixel_ops.shear_x(x, 0.01 * s, BLACK),
     "shear_y": lambda x, s, _: pixel_ops.shear_y(x, 0.01 * s, BLACK),
-    "translate_x": lambda x, s, _: pixel_ops.translate_x(x, -_torchvision_pixels(s, x.shape[-1]), BLACK),
-    "translate_y": lambda x, s, _: pixel_ops.translate_y(x, -_torchvision_pixels(s, x.shape[-2]), BLACK),
+    "translate_x": lambda x, s, _: pixel_ops.translate_x(
+        x, -_torchvision_pixels(s, x.shape[-1]), BLACK
+    ),
+    "translate_y": lambda x, s, _: pixel_ops.translate_y(
+        x, -_torchvision_pixels(s, x.shape[-2]), BLACK
+    ),
     "rotate": lambda x, s, _: pixel_ops.rotate(x, s, BLACK),
     "brightness": lambda x, s, _: pixel_ops.brightness(x, _torchvision_factor(s)),
     "color": lambda x, s, _: pixel_ops.saturation(x, _torchvision_factor(s)),
@@ -89,7 +105,7 @@ _TORCHVISION: dict[str, Op] = {
     "equalize": lambda x, s, _: pixel_ops.equalize(x),
 }
 
-# --- big_vision: strengths -20..20 -------------------------------------------------------------------------------------------------------
+# --- big_vision: strengths -20..20 ----------------------------------------------------------------
 
 
 def _big_vision_factor(strength: Tensor) -> Tensor:
@@ -97,13 +113,15 @@ def _big_vision_factor(strength: Tensor) -> Tensor:
 
 
 def _tf_grey(images: Tensor) -> Tensor:
-    """tf.image.rgb_to_grayscale of uint8: its weights, and a scale of 255.5 with the fraction cut off."""
+    """tf.image.rgb_to_grayscale of uint8: its weights, and a scale of 255.5 with the fraction cut
+    off."""
     red, green, blue = (images / 255.0).split(1, 1)
     return ((0.2989 * red + 0.5870 * green + 0.1140 * blue) * 255.5).floor()
 
 
 def _tf_contrast(images: Tensor, factor: Tensor) -> Tensor:
-    # The source's mean is that of the histogram's 256 counts, not of the levels: a constant, 196 for 224 x 224 pixels.
+    # The source's mean is that of the histogram's 256 counts, not of the levels: a constant, 196
+    # for 224 x 224 pixels.
     mean = float(min(images.shape[-2] * images.shape[-1] // 256, 255))
     return mean + factor * (images - mean)
 
@@ -120,7 +138,8 @@ def _tf_posterize(images: Tensor, strength: Tensor) -> Tensor:
 
 
 def _tf_solarize(images: Tensor, strength: Tensor) -> Tensor:
-    # The threshold becomes a uint8: 256, at strength 10, is 0 there, and the whole image is inverted.
+    # The threshold becomes a uint8: 256, at strength 10, is 0 there, and the whole image is
+    # inverted.
     return pixel_ops.solarize(images, (25.6 * strength.abs()).floor().remainder(256.0))
 
 
@@ -128,12 +147,23 @@ def _cutout(images: Tensor, strength: Tensor, place: Tensor) -> Tensor:
     """A grey square of up to 80 pixels at strength 10, its centre anywhere in the image."""
     height, width = images.shape[-2:]
     half = (4.0 * strength.abs()).floor()
-    x, y = (place[:, 0] * width).floor().view(-1, 1, 1, 1), (place[:, 1] * height).floor().view(-1, 1, 1, 1)
-    return torch.where(pixel_ops.in_box(images, y - half, y + half, x - half, x + half), MIDDLE_GREY, images)
+    x, y = (
+        (place[:, 0] * width).floor().view(-1, 1, 1, 1),
+        (place[:, 1] * height).floor().view(-1, 1, 1, 1),
+    )
+    return torch.where(
+        pixel_ops.in_box(images, y - half, y + half, x - half, x + half), MIDDLE_GREY, images
+    )
 
 
 def _warped(
-    images: Tensor, a: Tensor | float, b: Tensor | float, c: Tensor | float, d: Tensor | float, e: Tensor | float, f: Tensor | float
+    images: Tensor,
+    a: Tensor | float,
+    b: Tensor | float,
+    c: Tensor | float,
+    d: Tensor | float,
+    e: Tensor | float,
+    f: Tensor | float,
 ) -> Tensor:
     return pixel_ops.affine_nearest(images, (a, b, c, d, e, f), MIDDLE_GREY)
 
@@ -144,7 +174,15 @@ def _tf_rotate(images: Tensor, degrees: Tensor) -> Tensor:
     angle = degrees * (math.pi / 180.0)
     cos = angle.cos()
     sin = angle.sin()
-    return _warped(images, cos, -sin, (last_x - (cos * last_x - sin * last_y)) / 2, sin, cos, (last_y - (sin * last_x + cos * last_y)) / 2)
+    return _warped(
+        images,
+        cos,
+        -sin,
+        (last_x - (cos * last_x - sin * last_y)) / 2,
+        sin,
+        cos,
+        (last_y - (sin * last_x + cos * last_y)) / 2,
+    )
 
 
 _BIG_VISION: dict[str, Op] = {
@@ -166,7 +204,7 @@ _BIG_VISION: dict[str, Op] = {
     "solarize_add": lambda x, s, _: pixel_ops.solarize_add(x, (11.0 * s.abs()).floor()),
 }
 
-# --- DeiT III's 3-Augment (facebookresearch/deit:augment.py): strengths are radii in pixels ----------------------------------------------
+# --- DeiT III's 3-Augment (facebookresearch/deit:augment.py): strengths are radii in pixels -------
 
 _THREE_AUGMENT: dict[str, Op] = {
     "grayscale": lambda x, s, _: pixel_ops.grayscale(x),
@@ -174,7 +212,7 @@ _THREE_AUGMENT: dict[str, Op] = {
     "blur": lambda x, s, _: pixel_ops.gaussian_blur(x, s),
 }
 
-# --- colour jitter: strengths are factors, hue's are turns -------------------------------------------------------------------------------
+# --- colour jitter: strengths are factors, hue's are turns ----------------------------------------
 
 _COLOR_JITTER: dict[str, Op] = {
     "brightness": lambda x, s, _: pixel_ops.brightness(x, s),
@@ -190,5 +228,7 @@ _SETS = {
     "three_augment": _THREE_AUGMENT,
     "color_jitter": _COLOR_JITTER,
 }
-OPS: dict[str, tuple[Op, ...]] = {name: tuple(_SETS[name][op] for op in names) for name, names in OP_NAMES.items()}
+OPS: dict[str, tuple[Op, ...]] = {
+    name: tuple(_SETS[name][op] for op in names) for name, names in OP_NAMES.items()
+}
 """The functions behind `vit.data.augment.draw.OP_NAMES`, by set and number."""

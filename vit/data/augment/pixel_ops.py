@@ -1,11 +1,12 @@
 """Pixel operations on batches, each sample with its own argument.
 
-The data's story: an operation gets images (B, C, H, W) float32 of whole grey levels 0..255 and arguments (B, 1, 1, 1) float32, and returns
-float32 of the same shape; what is below 0 or above 255 is clamped and fractions are cut off by `to_levels`, as Pillow does, so an operation
-that rounds does it itself. None draws, waits for the device or looks at a value: rows do not touch each other.
+The data's story: an operation gets images (B, C, H, W) float32 of whole grey levels 0..255 and
+arguments (B, 1, 1, 1) float32, and returns float32 of the same shape; what is below 0 or above 255
+is clamped and fractions are cut off by `to_levels`, as Pillow does, so an operation that rounds
+does it itself. None draws, waits for the device or looks at a value: rows do not touch each other.
 
-Equal to Pillow on a CPU, to the level, unless an operation's sentence says otherwise; a GPU may differ by one level where the exact result
-is a whole number.
+Equal to Pillow on a CPU, to the level, unless an operation's sentence says otherwise; a GPU may
+differ by one level where the exact result is a whole number.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def to_levels(images: Tensor) -> Tensor:
 
 
 def grey(images: Tensor) -> Tensor:
-    """(B, 1, H, W): Pillow's luma in its integer weights, whose sums stay exact in float32; grey images as they are."""
+    """(B, 1, H, W): Pillow's luma in its integer weights, whose sums stay exact in float32; grey
+    images as they are."""
     if images.shape[1] == 1:
         return images
     # No tensor of the weights: making one would wait for the GPU.
@@ -33,11 +35,12 @@ def grey(images: Tensor) -> Tensor:
 
 
 def blend(other: Tensor, images: Tensor, factor: Tensor) -> Tensor:
-    """`other` at factor 0, `images` at 1, beyond them above 1 (Pillow's Blend.c, in its order of operations)."""
+    """`other` at factor 0, `images` at 1, beyond them above 1 (Pillow's Blend.c, in its order of
+    operations)."""
     return other + factor * (images - other)
 
 
-# --- levels ------------------------------------------------------------------------------------------------------------------------------
+# --- levels ---------------------------------------------------------------------------------------
 
 
 def brightness(images: Tensor, factor: Tensor) -> Tensor:
@@ -47,7 +50,8 @@ def brightness(images: Tensor, factor: Tensor) -> Tensor:
 
 def contrast(images: Tensor, factor: Tensor) -> Tensor:
     """From the mean grey at 0 over the image at 1 to more."""
-    mean = grey(images).double().mean((2, 3), keepdim=True)  # float32 would add up to a wrong last level
+    # float32 would add up to a wrong last level
+    mean = grey(images).double().mean((2, 3), keepdim=True)
     return blend((mean + 0.5).floor().float(), images, factor)
 
 
@@ -57,17 +61,21 @@ def saturation(images: Tensor, factor: Tensor) -> Tensor:
 
 
 def hue(images: Tensor, turns: Tensor) -> Tensor:
-    """Turn the colour wheel by `turns` in -0.5..0.5; value and saturation stay. Equal to torchvision's on tensors up to one level
-    (transforms/v2/functional/_color.py, adjust_hue_image); Pillow's own way knows 256 hues only."""
+    """Turn the colour wheel by `turns` in -0.5..0.5; value and saturation stay. Equal to
+    torchvision's on tensors up to one level (transforms/v2/functional/_color.py, adjust_hue_image);
+    Pillow's own way knows 256 hues only."""
     red, green, blue = images.split(1, 1)
     value = images.amax(1, keepdim=True)
     least = images.amin(1, keepdim=True)
     chroma = value - least
     safe = chroma.clamp(min=1.0)  # levels are whole: a chroma is 0 or at least 1
     sixths = torch.where(
-        value == red, (green - blue) / safe, torch.where(value == green, 2.0 + (blue - red) / safe, 4.0 + (red - green) / safe)
+        value == red,
+        (green - blue) / safe,
+        torch.where(value == green, 2.0 + (blue - red) / safe, 4.0 + (red - green) / safe),
     )
-    # Each channel is `value` less the part of the chroma that its distance from the hue takes: Smith 1978 without cases.
+    # Each channel is `value` less the part of the chroma that its distance from the hue takes:
+    # Smith 1978 without cases.
     turned = sixths + 6.0 * turns
     distances = ((turned + channel).remainder(6.0) for channel in (5.0, 3.0, 1.0))
     taken = torch.cat([torch.minimum(d, 4.0 - d).clamp(0.0, 1.0) for d in distances], 1)
@@ -102,41 +110,57 @@ def solarize_add(images: Tensor, addition: Tensor) -> Tensor:
 
 def auto_contrast(images: Tensor) -> Tensor:
     """Stretch each channel to 0..255."""
-    low, high = (extreme(images, (2, 3), keepdim=True).double() for extreme in (torch.amin, torch.amax))
-    scale = torch.full_like(high, 255.0) / (high - low).clamp(min=1.0)  # a number over a tensor would be a product with its reciprocal
+    low, high = (
+        extreme(images, (2, 3), keepdim=True).double() for extreme in (torch.amin, torch.amax)
+    )
+    # a number over a tensor would be a product with its reciprocal
+    scale = torch.full_like(high, 255.0) / (high - low).clamp(min=1.0)
     # Pillow's formula in Pillow's double: its highest level may come out as 254.
-    return torch.where(high > low, (images.double() * scale - low * scale).floor(), images.double()).float()
+    return torch.where(
+        high > low, (images.double() * scale - low * scale).floor(), images.double()
+    ).float()
 
 
 def equalize(images: Tensor) -> Tensor:
     """Flatten each channel's histogram, with Pillow's rounding (PIL/ImageOps.py, equalize)."""
     flat = images.long().flatten(2)
-    counts = torch.zeros(*flat.shape[:2], 256, device=images.device, dtype=torch.long).scatter_add_(2, flat, torch.ones_like(flat))
+    counts = torch.zeros(*flat.shape[:2], 256, device=images.device, dtype=torch.long).scatter_add_(
+        2, flat, torch.ones_like(flat)
+    )
     last = counts.gather(2, flat.amax(2, keepdim=True))
     step = (flat.shape[2] - last) // 255
     table = ((step // 2 + counts.cumsum(2) - counts) // step.clamp(min=1)).clamp(max=255)
     return torch.where(step > 0, table.gather(2, flat), flat).float().view_as(images)
 
 
-# --- neighbours --------------------------------------------------------------------------------------------------------------------------
+# --- neighbours -----------------------------------------------------------------------------------
 
 
 def sharpness(images: Tensor, factor: Tensor, rounding: float = 0.5) -> Tensor:
-    """From smoothed at 0 over the image at 1 to sharper: Pillow's SMOOTH, a 3 x 3 mean whose middle counts five times, which leaves the
-    border as it is. `rounding`: added to the mean before its fraction is cut off."""
+    """From smoothed at 0 over the image at 1 to sharper: Pillow's SMOOTH, a 3 x 3 mean whose middle
+    counts five times, which leaves the border as it is. `rounding`: added to the mean before its
+    fraction is cut off."""
     three = images[:, :, :-2] + images[:, :, 1:-1] + images[:, :, 2:]
     nine = three[..., :-2] + three[..., 1:-1] + three[..., 2:]
     smoothed = images.clone()
-    smoothed[:, :, 1:-1, 1:-1] = ((nine + 4.0 * images[:, :, 1:-1, 1:-1]) / 13.0 + rounding).floor_()
+    smoothed[:, :, 1:-1, 1:-1] = (
+        (nine + 4.0 * images[:, :, 1:-1, 1:-1]) / 13.0 + rounding
+    ).floor_()
     return blend(smoothed, images, factor)
 
 
 def gaussian_blur(images: Tensor, radius: Tensor) -> Tensor:
-    """Gaussian of `radius` = 0..2 pixels in Pillow's way: three box filters along each axis, rounded after each one (Gwosdek et al. 2011;
-    BoxBlur.c). Up to three levels off at the few radii, such as 1, whose weights put sums just between two levels."""
+    """Gaussian of `radius` = 0..2 pixels in Pillow's way: three box filters along each axis,
+    rounded after each one (Gwosdek et al. 2011; BoxBlur.c). Up to three levels off at the few
+    radii, such as 1, whose weights put sums just between two levels.
+    """
     variance = radius * radius / 3.0
     whole = ((torch.sqrt(12.0 * variance + 1.0) - 1.0) / 2.0).floor()
-    part = (2 * whole + 1) * (whole * (whole + 1) - 3.0 * variance) / (6.0 * (variance - (whole + 1) * (whole + 1)))
+    part = (
+        (2 * whole + 1)
+        * (whole * (whole + 1) - 3.0 * variance)
+        / (6.0 * (variance - (whole + 1) * (whole + 1)))
+    )
     inner = 1.0 / (2.0 * (whole + part) + 1.0)
     outer = (1.0 - (2.0 * whole + 1.0) * inner) / 2.0
     # Up to radius 2 a box reaches at most one whole pixel, and a part of a second one.
@@ -148,11 +172,18 @@ def gaussian_blur(images: Tensor, radius: Tensor) -> Tensor:
             padded = F.pad(images, (2, 2, 0, 0) if axis == 3 else (0, 0, 2, 2), mode="replicate")
             left2, left1, right1, right2 = (padded.narrow(axis, at, size) for at in (0, 1, 3, 4))
             # In place, since fresh memory costs more than the sums.
-            images = (left1 + right1).mul_(near).add_((left2 + right2).mul_(far)).add_(images * inner).add_(0.5).floor_()
+            images = (
+                (left1 + right1)
+                .mul_(near)
+                .add_((left2 + right2).mul_(far))
+                .add_(images * inner)
+                .add_(0.5)
+                .floor_()
+            )
     return images
 
 
-# --- geometry ----------------------------------------------------------------------------------------------------------------------------
+# --- geometry -------------------------------------------------------------------------------------
 
 
 Matrix = tuple[Tensor | float, ...]
@@ -160,34 +191,59 @@ Matrix = tuple[Tensor | float, ...]
 
 
 def affine(images: Tensor, matrix: Matrix, fill: Tensor | float) -> Tensor:
-    """Look output pixel (x, y) up at the point that `matrix` makes of it, both measured from the centre of the image; outside is `fill`.
+    """Look output pixel (x, y) up at the point that `matrix` makes of it, both measured from the
+    centre of the image; outside is `fill`.
 
     Bilinear as Pillow's, up to one level off.
     """
-    a, b, c, d, e, f = (value.view(-1, 1, 1) if isinstance(value, Tensor) else value for value in matrix)
+    a, b, c, d, e, f = (
+        value.view(-1, 1, 1) if isinstance(value, Tensor) else value for value in matrix
+    )
     height, width = images.shape[-2:]
-    y = torch.arange(height, device=images.device, dtype=torch.float32).view(1, -1, 1) - (height - 1) / 2
-    x = torch.arange(width, device=images.device, dtype=torch.float32).view(1, 1, -1) - (width - 1) / 2
+    y = (
+        torch.arange(height, device=images.device, dtype=torch.float32).view(1, -1, 1)
+        - (height - 1) / 2
+    )
+    x = (
+        torch.arange(width, device=images.device, dtype=torch.float32).view(1, 1, -1)
+        - (width - 1) / 2
+    )
     at_x = a * x + b * y + c
     at_y = d * x + e * y + f
     inside = (at_x >= -width / 2) & (at_x < width / 2) & (at_y >= -height / 2) & (at_y < height / 2)
-    grid = torch.stack(torch.broadcast_tensors(at_x * (2.0 / width), at_y * (2.0 / height)), -1).expand(len(images), -1, -1, -1)
-    warped = F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    grid = torch.stack(
+        torch.broadcast_tensors(at_x * (2.0 / width), at_y * (2.0 / height)), -1
+    ).expand(len(images), -1, -1, -1)
+    warped = F.grid_sample(
+        images, grid, mode="bilinear", padding_mode="border", align_corners=False
+    )
     # A thousandth of a level, so that a whole one does not end below itself.
     return torch.where(inside[:, None], warped + 2.0**-10, fill)
 
 
 def affine_nearest(images: Tensor, matrix: Matrix, fill: Tensor | float) -> Tensor:
-    """The same without interpolation, points measured from the first pixel: the pixel nearest to the point, halves rounded away from 0
-    (TensorFlow's ImageProjectiveTransformV3)."""
-    a, b, c, d, e, f = (value.view(-1, 1, 1) if isinstance(value, Tensor) else value for value in matrix)
+    """The same without interpolation, points measured from the first pixel: the pixel nearest to
+    the point, halves rounded away from 0 (TensorFlow's ImageProjectiveTransformV3)."""
+    a, b, c, d, e, f = (
+        value.view(-1, 1, 1) if isinstance(value, Tensor) else value for value in matrix
+    )
     height, width = images.shape[-2:]
     y = torch.arange(height, device=images.device, dtype=torch.float32).view(1, -1, 1)
     x = torch.arange(width, device=images.device, dtype=torch.float32).view(1, 1, -1)
-    at_x, at_y = ((at.abs() + 0.5).floor() * at.sign() for at in (a * x + b * y + c, d * x + e * y + f))
+    at_x, at_y = (
+        (at.abs() + 0.5).floor() * at.sign() for at in (a * x + b * y + c, d * x + e * y + f)
+    )
     inside = (at_x >= 0) & (at_x < width) & (at_y >= 0) & (at_y < height)
-    flat = (at_y.clamp(0, height - 1) * width + at_x.clamp(0, width - 1)).long().expand(len(images), -1, -1)
-    looked_up = images.flatten(2).gather(2, flat.flatten(1)[:, None].expand(-1, images.shape[1], -1)).view_as(images)
+    flat = (
+        (at_y.clamp(0, height - 1) * width + at_x.clamp(0, width - 1))
+        .long()
+        .expand(len(images), -1, -1)
+    )
+    looked_up = (
+        images.flatten(2)
+        .gather(2, flat.flatten(1)[:, None].expand(-1, images.shape[1], -1))
+        .view_as(images)
+    )
     return torch.where(inside[:, None], looked_up, fill)
 
 
@@ -218,12 +274,14 @@ def translate_y(images: Tensor, pixels: Tensor, fill: Tensor | float) -> Tensor:
 
 
 def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
-    """The view moves by whole pixels (B,) int64, and beyond the border the image is mirrored without its outermost pixel; any dtype."""
+    """The view moves by whole pixels (B,) int64, and beyond the border the image is mirrored
+    without its outermost pixel; any dtype."""
     height, width = images.shape[-2:]
     row = torch.arange(height, device=images.device)
     column = torch.arange(width, device=images.device)
     y, x = (
-        (side - 1) - ((side - 1) - (at + offset[:, None]).abs()).abs() for side, at, offset in ((height, row, down), (width, column, right))
+        (side - 1) - ((side - 1) - (at + offset[:, None]).abs()).abs()
+        for side, at, offset in ((height, row, down), (width, column, right))
     )
     rows = torch.arange(len(images), device=images.device).view(-1, 1, 1)
     # Indices round a slice put the channels last, which is how the images lie in memory.
@@ -231,28 +289,39 @@ def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
 
 
 def in_box(images: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """(B, 1, H, W) bool: which pixels lie in rows [top, bottom) and columns [left, right), each (B, 1, 1, 1) float32."""
+    """(B, 1, H, W) bool: which pixels lie in rows [top, bottom) and columns [left, right), each (B,
+    1, 1, 1) float32."""
     y = torch.arange(images.shape[-2], device=images.device).view(1, 1, -1, 1)
     x = torch.arange(images.shape[-1], device=images.device).view(1, 1, 1, -1)
     return (y >= top) & (y < bottom) & (x >= left) & (x < right)
 
 
 def noise(seeds: Tensor, channels: int, height: int, width: int) -> Tensor:
-    """Standard normal numbers (B, channels, height, width) float32, a pure function of `seeds` (B,) int32 and the place of the pixel.
+    """Standard normal numbers (B, channels, height, width) float32, a pure function of `seeds` (B,)
+    int32 and the place of the pixel.
 
-    A 32-bit hash (lowbias32, Wellons 2018) serves two pixels that follow one another; its halves choose among 65,536 quantiles, which reach
-    to 4.2: a look-up is far cheaper than a logarithm and a cosine.
+    A 32-bit hash (lowbias32, Wellons 2018) serves two pixels that follow one another; its halves
+    choose among 65,536 quantiles, which reach to 4.2: a look-up is far cheaper than a logarithm and
+    a cosine.
     """
     num = channels * height * width
     pairs = torch.arange(-(-num // 2), device=seeds.device, dtype=torch.int32)
     bits = _hash32(pairs ^ _hash32(seeds)[:, None])
     chosen = torch.stack([bits & 0xFFFF, (bits >> 16) & 0xFFFF], -1).flatten(1)[:, :num]
-    return _normal_quantiles(seeds.device).index_select(0, chosen.flatten()).view(-1, channels, height, width)
+    return (
+        _normal_quantiles(seeds.device)
+        .index_select(0, chosen.flatten())
+        .view(-1, channels, height, width)
+    )
 
 
 @lru_cache
 def _normal_quantiles(device: torch.device) -> Tensor:
-    return torch.special.ndtri((torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16).float().to(device)
+    return (
+        torch.special.ndtri((torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16)
+        .float()
+        .to(device)
+    )
 
 
 def _hash32(x: Tensor) -> Tensor:

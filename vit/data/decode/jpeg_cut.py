@@ -1,9 +1,12 @@
-"""A small JPEG cut out of a large one, as bytes: what a decoder need not see, it need not decode. Free of torch.
+"""A small JPEG cut out of a large one, as bytes: what a decoder need not see, it need not decode.
+Free of torch.
 
-The data's story: a baseline JPEG is a row of blocks (MCUs), line by line, in one stream of codes that only a decoder can find its way
-through. Restart markers, bytes 0xFF 0xD0 to 0xFF 0xD7 in turn, cut the stream into segments that do not depend on each other. Where they
-stand at a divisor or a multiple of a line, the image is a grid of tiles. The tiles under the window, with the marker numbers counted
-anew and the size in the header changed, are a JPEG again, whose pixels are the very pixels of the original:
+The data's story: a baseline JPEG is a row of blocks (MCUs), line by line, in one stream of codes
+that only a decoder can find its way through. Restart markers, bytes 0xFF 0xD0 to 0xFF 0xD7 in turn,
+cut the stream into segments that do not depend on each other. Where they stand at a divisor or a
+multiple of a line, the image is a grid of tiles. The tiles under the window, with the marker
+numbers counted anew and the size in the header changed, are a JPEG again, whose pixels are the very
+pixels of the original:
 
     +----+----+----+----+
     |    |    |    |    |        file:  head 0 D0 1 D1 2 D2 3 D3 4 D4 5 D5 6 D6 7 D7 8 D0 9 D1 10 D2 11 EOI
@@ -13,10 +16,11 @@ anew and the size in the header changed, are a JPEG again, whose pixels are the 
     |    | :..|..: |    |
     +----+----+----+----+
 
-Without restart markers the lines below the window can be left away: the header gets the smaller height, and the decoder stops there.
+Without restart markers the lines below the window can be left away: the header gets the smaller
+height, and the decoder stops there.
 
-Source: ITU-T T.81, annexes B and E.1.4; the margin is libjpeg-turbo's "fancy" upsampling of colour (jdsample.c), which looks one colour
-sample to each side.
+Source: ITU-T T.81, annexes B and E.1.4; the margin is libjpeg-turbo's "fancy" upsampling of colour
+(jdsample.c), which looks one colour sample to each side.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ Window = tuple[int, int, int, int]
 """left, top, width, height in pixels of the original image."""
 EOI = b"\xff\xd9"
 MAX_SHARE = 0.95
-"""A cut that keeps more of the image than this costs more than it saves: finding the markers takes a 25th of decoding the whole."""
+"""A cut that keeps more of the image than this costs more than it saves: finding the markers takes
+a 25th of decoding the whole."""
 
 
 class Cut(NamedTuple):
@@ -46,21 +51,30 @@ class Cut(NamedTuple):
     height: int
     """The part, in pixels of the original."""
     has_rest: bool
-    """Codes of more lines follow those that are shown. libjpeg, when the pixels are done, complains of "extraneous bytes"."""
+    """Codes of more lines follow those that are shown. libjpeg, when the pixels are done, complains
+    of "extraneous bytes"."""
 
 
 def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1) -> Cut | None:
-    """The part of a JPEG with `header` that a decoder needs for `window`, which lies inside the image; None where nothing can be saved.
+    """The part of a JPEG with `header` that a decoder needs for `window`, which lies inside the
+    image; None where nothing can be saved.
 
-    Decoded, the pixels of the window are those of the whole image's decoding. `margin`: pixels beyond the window that its pixels depend on
-    by the upsampling of colour; n where the decoder reduces the image to 1/n.
+    Decoded, the pixels of the window are those of the whole image's decoding. `margin`: pixels
+    beyond the window that its pixels depend on by the upsampling of colour; n where the decoder
+    reduces the image to 1/n.
 
-    None for progressive and arithmetic coding, several scans, files that do not end with EOI (cut off, or with something behind the image)
-    and restart markers that are not where the header has them: whole decoding will say what is wrong with those, if anything is.
+    None for progressive and arithmetic coding, several scans, files that do not end with EOI (cut
+    off, or with something behind the image) and restart markers that are not where the header has
+    them: whole decoding will say what is wrong with those, if anything is.
     """
     left, top, width, height = window
     mcu_width, mcu_height = header.mcu_size
-    if header.process > 1 or header.precision != 8 or header.num_components not in (1, 3) or not header.is_one_scan:
+    if (
+        header.process > 1
+        or header.precision != 8
+        or header.num_components not in (1, 3)
+        or not header.is_one_scan
+    ):
         return None
     if 0 in header.mcu_size or not data.endswith(EOI):
         return None
@@ -88,8 +102,12 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     stop_row = -(-bottom // tile_height)
     cut_width = min(stop_column * tile_width, header.width) - first_column * tile_width
     cut_height = min(stop_row * tile_height, header.height) - first_row * tile_height
-    if cut_width <= 4 * margin:  # libjpeg upsamples lines of one or two colour samples in another way
-        first_column, stop_column = max(first_column - 1, 0), min(stop_column + (first_column == 0), num_columns)
+    # libjpeg upsamples lines of one or two colour samples in another way
+    if cut_width <= 4 * margin:
+        first_column, stop_column = (
+            max(first_column - 1, 0),
+            min(stop_column + (first_column == 0), num_columns),
+        )
         cut_width = min(stop_column * tile_width, header.width) - first_column * tile_width
     if cut_width * cut_height > MAX_SHARE * header.width * header.height:
         return None
@@ -108,18 +126,22 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     numbers = (stops + shifts[:, None] - 1).ravel()  # where each segment's marker says its number
     np.frombuffer(smaller, np.uint8)[numbers] = 0xD0 + np.arange(len(numbers)) % 8
     smaller[-2:] = EOI
-    return Cut(smaller, first_column * tile_width, first_row * tile_height, cut_width, cut_height, False)
+    return Cut(
+        smaller, first_column * tile_width, first_row * tile_height, cut_width, cut_height, False
+    )
 
 
 def _head(data: bytes, header: JpegHeader, width: int, height: int) -> bytearray:
     """All that stands before the codes, with another size."""
     head = bytearray(data[: header.scan_offset])
-    struct.pack_into(">HH", head, header.frame_offset + 5, height, width)  # behind marker, length and precision
+    # behind marker, length and precision
+    struct.pack_into(">HH", head, header.frame_offset + 5, height, width)
     return head
 
 
 def _restart_markers(data: bytes, scan_offset: int) -> NDArray[np.int64]:
-    """Where the restart markers of the scan stand, in bytes from the start of the file; none if they are not numbered in turn."""
+    """Where the restart markers of the scan stand, in bytes from the start of the file; none if
+    they are not numbered in turn."""
     codes = np.frombuffer(data, np.uint8, offset=scan_offset)
     at = (codes[:-1] == 0xFF).nonzero()[0]  # one byte in 256, so the rest is short
     numbers = codes[at + 1] ^ 0xD0

@@ -1,7 +1,8 @@
 """The headers of a JPEG, read without a decoder. Free of torch.
 
-The data's story: a JPEG is a chain of segments, each with a marker and its length. They are walked from the start of the image to its first
-scan; whatever lies in between (EXIF, ICC profiles, tables) is stepped over, however long it is. The entropy-coded data are not looked at.
+The data's story: a JPEG is a chain of segments, each with a marker and its length. They are walked
+from the start of the image to its first scan; whatever lies in between (EXIF, ICC profiles, tables)
+is stepped over, however long it is. The entropy-coded data are not looked at.
 
 Source: ITU-T T.81, annex B; Exif 2.32, section 4.6 for the orientation.
 """
@@ -14,9 +15,11 @@ from typing import NamedTuple
 MAX_PIXELS = 178_956_970
 """Pillow's limit: a damaged header may promise 65,535 x 65,535 pixels, whose 13 GB nobody has."""
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""Markers of frames: SOF0 to SOF15; the three left out are Huffman tables, a reserved one and arithmetic conditioning."""
+"""Markers of frames: SOF0 to SOF15; the three left out are Huffman tables, a reserved one and
+arithmetic conditioning."""
 SEGMENTS = frozenset((0xC4, 0xCC, 0xDA, 0xDB, 0xDC, 0xDD, *range(0xE0, 0xF0), 0xFE))
-"""Markers of all else that has a length: tables, start of scan, number of lines, restart interval, APPn, comment."""
+"""Markers of all else that has a length: tables, start of scan, number of lines, restart interval,
+APPn, comment."""
 LONE = frozenset((0x01, *range(0xD0, 0xD8)))
 """Markers without a length: TEM and the restart markers."""
 
@@ -32,11 +35,13 @@ class JpegHeader(NamedTuple):
     precision: int
     """Bits a sample; 8 for all but medical and scientific images."""
     process: int
-    """n of SOFn. 0: baseline, 1: extended sequential, 2: progressive, 3: lossless; from 5 on hierarchical or arithmetic coding."""
+    """n of SOFn. 0: baseline, 1: extended sequential, 2: progressive, 3: lossless; from 5 on
+    hierarchical or arithmetic coding."""
     orientation: int
     """EXIF orientation, 1 to 8; 1 (upright) if there is none or if it makes no sense."""
     adobe_transform: int | None
-    """Colour transform of Adobe's segment. 0: none (RGB or CMYK), 1: YCbCr, 2: YCCK; None without such a segment."""
+    """Colour transform of Adobe's segment. 0: none (RGB or CMYK), 1: YCbCr, 2: YCCK; None without
+    such a segment."""
     restart_interval: int
     """Blocks (MCUs) between two restart markers; 0: no restart markers."""
     scan_offset: int
@@ -44,9 +49,11 @@ class JpegHeader(NamedTuple):
     frame_offset: int
     """Bytes from the start of the file to the marker of the frame."""
     sampling: tuple[tuple[int, int], ...]
-    """For each component the samples across and down in a block (MCU) of all components; 4:2:0 is (2, 2), (1, 1), (1, 1)."""
+    """For each component the samples across and down in a block (MCU) of all components; 4:2:0 is
+    (2, 2), (1, 1), (1, 1)."""
     is_one_scan: bool
-    """The first scan holds all components, so that it is the only one unless coding is progressive."""
+    """The first scan holds all components, so that it is the only one unless coding is
+    progressive."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -55,7 +62,8 @@ class JpegHeader(NamedTuple):
 
     @property
     def mcu_size(self) -> tuple[int, int]:
-        """Width and height in pixels of what an MCU, the unit of the entropy-coded data, covers if `is_one_scan`."""
+        """Width and height in pixels of what an MCU, the unit of the entropy-coded data, covers if
+        `is_one_scan`."""
         if self.num_components == 1:
             return 8, 8
         across, down = zip(*self.sampling, strict=True)
@@ -63,10 +71,11 @@ class JpegHeader(NamedTuple):
 
 
 def read_header(data: bytes) -> JpegHeader:
-    """The header of the JPEG that begins `data`, which may end anywhere behind the start of the first scan.
+    """The header of the JPEG that begins `data`, which may end anywhere behind the start of the
+    first scan.
 
-    Raises ValueError where libjpeg could not begin to decode, or only after skipping bytes that belong to no segment: no JPEG, cut off in
-    its headers, damaged headers, no pixels.
+    Raises ValueError where libjpeg could not begin to decode, or only after skipping bytes that
+    belong to no segment: no JPEG, cut off in its headers, damaged headers, no pixels.
     """
     if data[:2] != b"\xff\xd8":
         raise ValueError("no JPEG")
@@ -82,26 +91,38 @@ def read_header(data: bytes) -> JpegHeader:
             marker = data[position + 1]
             if marker not in SEGMENTS and marker not in FRAMES:
                 if marker != 0xFF and marker not in LONE:
-                    raise ValueError(f"damaged JPEG headers: marker 0x{marker:02x} at byte {position}")
-                position += 1 if marker == 0xFF else 2  # any number of fill bytes, 0xFF, may stand before a marker
+                    raise ValueError(
+                        f"damaged JPEG headers: marker 0x{marker:02x} at byte {position}"
+                    )
+                # any number of fill bytes, 0xFF, may stand before a marker
+                position += 1 if marker == 0xFF else 2
                 continue
             length = data[position + 2] << 8 | data[position + 3]
             end = position + 2 + length
             if length < 2:
-                raise ValueError(f"damaged JPEG headers: a segment of {length} bytes at byte {position}")
+                raise ValueError(
+                    f"damaged JPEG headers: a segment of {length} bytes at byte {position}"
+                )
             if marker in FRAMES:
                 if frame is not None:
                     raise ValueError(f"damaged JPEG headers: a second frame at byte {position}")
                 frame = struct.unpack_from(">BHHB", data, position + 4)
                 if length != 8 + 3 * frame[3] or 0 in frame:
-                    raise ValueError("damaged JPEG headers: a frame of {2} x {1} pixels, {3} components, {0} bits".format(*frame))
+                    raise ValueError(
+                        "damaged JPEG headers: a frame of {2} x {1} pixels, {3} components, {0}"
+                        " bits".format(*frame)
+                    )
                 process = marker - 0xC0
                 frame_offset = position
             elif marker == 0xDA:
                 break
             elif marker == 0xDD:
                 restart_interval = data[position + 4] << 8 | data[position + 5]
-            elif marker == 0xE1 and orientation == 1 and data[position + 4 : position + 10] == b"Exif\0\0":
+            elif (
+                marker == 0xE1
+                and orientation == 1
+                and data[position + 4 : position + 10] == b"Exif\0\0"
+            ):
                 orientation = _exif_orientation(data[position + 10 : end])
             elif marker == 0xEE and length >= 14 and data[position + 4 : position + 9] == b"Adobe":
                 adobe_transform = data[position + 15]
@@ -113,15 +134,29 @@ def read_header(data: bytes) -> JpegHeader:
     if end > len(data):
         raise ValueError(f"cut off in the JPEG headers, after {len(data)} bytes")
     precision, height, width, num_components = frame
-    sampling = tuple((both >> 4, both & 15) for both in data[frame_offset + 11 : frame_offset + 10 + 3 * num_components : 3])
+    sampling = tuple(
+        (both >> 4, both & 15)
+        for both in data[frame_offset + 11 : frame_offset + 10 + 3 * num_components : 3]
+    )
     return JpegHeader(
-        *(width, height, num_components, precision, process, orientation, adobe_transform, restart_interval, end),
+        *(
+            width,
+            height,
+            num_components,
+            precision,
+            process,
+            orientation,
+            adobe_transform,
+            restart_interval,
+            end,
+        ),
         *(frame_offset, sampling, data[position + 4 : position + 5] == bytes((num_components,))),
     )
 
 
 def _exif_orientation(tiff: bytes) -> int:
-    """Orientation in the first directory of an EXIF block (a small TIFF), 1 if it has none or is damaged."""
+    """Orientation in the first directory of an EXIF block (a small TIFF), 1 if it has none or is
+    damaged."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:
         return 1

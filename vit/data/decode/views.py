@@ -1,7 +1,8 @@
 """Encoded image bytes in, cropped and resized uint8 views out.
 
-The data's story: of an image the window is decoded (`vit.data.decode.images`), and goes through torch's antialiased uint8 resize, straight into
-its row of the batch. Nothing is converted to float here.
+The data's story: of an image the window is decoded (`vit.data.decode.images`), and goes through
+torch's antialiased uint8 resize, straight into its row of the batch. Nothing is converted to float
+here.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from vit.data.decode.jpeg_cut import Window
 from vit.data.stages import Stage
 
 REDUCE_FROM = 2.5
-"""With `scaled`, a window of so many times the view in both sides is decoded at 1/2, of twice and four times as many at 1/4 and 1/8. The
-views of photographs are then 44 dB from exact ones (median; worst twentieth 38), at 2 times 41, where bilinear is 39 from bicubic."""
+"""With `scaled`, a window of so many times the view in both sides is decoded at 1/2, of twice and
+four times as many at 1/4 and 1/8. The views of photographs are then 44 dB from exact ones (median;
+worst twentieth 38), at 2 times 41, where bilinear is 39 from bicubic."""
 PILLOW = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
 log = logging.getLogger(__name__)
 
 
-# --- pixels to views ---------------------------------------------------------------------------------------------------------------------
+# --- pixels to views ------------------------------------------------------------------------------
 
 
 def resize(
@@ -43,9 +45,11 @@ def resize(
     out: Tensor | None = None,
     scales: tuple[float | None, float | None] = (None, None),
 ) -> Tensor:
-    """Antialiased resize of (H, W, C) uint8 pixels to `size` = (height, width): (C, height, width) uint8, channels last, or `out`.
+    """Antialiased resize of (H, W, C) uint8 pixels to `size` = (height, width): (C, height, width)
+    uint8, channels last, or `out`.
 
-    `scales`: of height and width, size by size before; where one is given, `size` is only the beginning of the resized image.
+    `scales`: of height and width, size by size before; where one is given, `size` is only the
+    beginning of the resized image.
     """
     if out is None:
         out = _new_view(size, pixels.shape[2])
@@ -66,20 +70,31 @@ def _resize_by_torch(image: Tensor, size: tuple[int, int], interpolation: str) -
 
 @cache
 def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
-    """The operator that torch's public function calls; it writes into memory that is there, in any order of channels: 0.6 of the time.
+    """The operator that torch's public function calls; it writes into memory that is there, in any
+    order of channels: 0.6 of the time.
 
-    It is no promise of torch's. So a small image goes through both once in a process, and another release of torch, in which the operator
-    is gone or has another meaning, gives no other pixels: then None.
+    It is no promise of torch's. So a small image goes through both once in a process, and another
+    release of torch, in which the operator is gone or has another meaning, gives no other pixels:
+    then None.
     """
     y, x = torch.arange(60)[:, None], torch.arange(90)
     image = (
-        torch.stack([(x * y) % 256, (3 * x + 5 * y) % 256, 255 - x + 0 * y]).to(torch.uint8).permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        torch.stack([(x * y) % 256, (3 * x + 5 * y) % 256, 255 - x + 0 * y])
+        .to(torch.uint8)
+        .permute(1, 2, 0)
+        .contiguous()
+        .permute(2, 0, 1)
     )
     try:
-        operator: Callable[..., Tensor] = getattr(torch.ops.aten, f"_upsample_{interpolation}2d_aa").out
+        operator: Callable[..., Tensor] = getattr(
+            torch.ops.aten, f"_upsample_{interpolation}2d_aa"
+        ).out
         for size in ((41, 33), (75, 120)):
             expected = _resize_by_torch(image, size, interpolation)
-            down, across = (_plan_line(*line, interpolation, can_stop=True) for line in zip((60, 90), size, (20, 30), strict=True))
+            down, across = (
+                _plan_line(*line, interpolation, can_stop=True)
+                for line in zip((60, 90), size, (20, 30), strict=True)
+            )
             beginning = image[:, : down.length, : across.length]
             for part, part_size, scales in (
                 (image, size, (None, None)),
@@ -91,7 +106,8 @@ def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
                     raise ValueError("it gives other pixels")
     except Exception as error:  # whatever a future release makes of it
         log.warning(
-            "torch %s: its public function resizes, at 1.7 times the time, as the operator behind it has changed: %s",
+            "torch %s: its public function resizes, at 1.7 times the time, as the operator behind"
+            " it has changed: %s",
             torch.__version__,
             error,
         )
@@ -112,9 +128,10 @@ def decode_views(
 ) -> Sequence[Tensor]:
     """Views of one image from one decoding: each of `windows`, resized to `size` = (height, width).
 
-    Returns (channels, height, width) uint8 tensors, `out` if it is given: one for each window, channels last in memory. With `scaled` the
-    views of windows of `REDUCE_FROM` times the size and more are made of a reduced image, if it is a JPEG, and are not to the pixel.
-    `image_size` as in `decode_box`, which says what is raised.
+    Returns (channels, height, width) uint8 tensors, `out` if it is given: one for each window,
+    channels last in memory. With `scaled` the views of windows of `REDUCE_FROM` times the size and
+    more are made of a reduced image, if it is a JPEG, and are not to the pixel. `image_size` as in
+    `decode_box`, which says what is raised.
     """
     if out is None:
         out = [_new_view(size, channels) for _ in windows]
@@ -122,7 +139,10 @@ def decode_views(
     for reduce in set(wanted):  # a view must not depend on the others
         numbers = [number for number, other in enumerate(wanted) if other == reduce]
         left, top = min(windows[n][0] for n in numbers), min(windows[n][1] for n in numbers)
-        right, bottom = max(windows[n][0] + windows[n][2] for n in numbers), max(windows[n][1] + windows[n][3] for n in numbers)
+        right, bottom = (
+            max(windows[n][0] + windows[n][2] for n in numbers),
+            max(windows[n][1] + windows[n][3] for n in numbers),
+        )
         box = left, top, right - left, bottom - top
         pixels, reduced = decode_box(data, box, channels, reduce=reduce, image_size=image_size)
         stages.mine.enter(Stage.RESIZE)
@@ -139,15 +159,20 @@ def decode_views(
 
 
 def _reduction(window: Window, size: tuple[int, int]) -> int:
-    """1/2, 1/4 and 1/8 of the image suffice for this view of `size` = (height, width) of the window: 2, 4 or 8; else 1."""
+    """1/2, 1/4 and 1/8 of the image suffice for this view of `size` = (height, width) of the
+    window: 2, 4 or 8; else 1."""
     times = min(window[2] / size[1], window[3] / size[0]) / REDUCE_FROM
     return 8 if times >= 4 else 4 if times >= 2 else 2 if times >= 1 else 1
 
 
 def _resize_by_pillow(
-    pixels: Pixels, size: tuple[int, int], interpolation: str, borders: tuple[float, float, float, float] | None = None
+    pixels: Pixels,
+    size: tuple[int, int],
+    interpolation: str,
+    borders: tuple[float, float, float, float] | None = None,
 ) -> Tensor:
-    """As `resize`, by Pillow's arithmetic, of all or of what lies between `borders`: left, top, right, bottom."""
+    """As `resize`, by Pillow's arithmetic, of all or of what lies between `borders`: left, top,
+    right, bottom."""
     image = Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
     resized = np.array(image.resize((size[1], size[0]), PILLOW[interpolation], borders))
     return torch.from_numpy(resized.reshape(*size, pixels.shape[2])).permute(2, 0, 1)
@@ -157,16 +182,24 @@ def _new_view(size: tuple[int, int], channels: int) -> Tensor:
     return torch.empty((*size, channels), dtype=torch.uint8).permute(2, 0, 1)
 
 
-# --- the evaluation view -----------------------------------------------------------------------------------------------------------------
+# --- the evaluation view --------------------------------------------------------------------------
 
 
 def decode_center(
-    data: bytes, size: tuple[int, int], view: EvalConfig, interpolation: str, channels: int = 3, *, out: Tensor | None = None
+    data: bytes,
+    size: tuple[int, int],
+    view: EvalConfig,
+    interpolation: str,
+    channels: int = 3,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The evaluation view, (channels, height, width) uint8: the image resized as `view` says, and the centre of it of `size`.
+    """The evaluation view, (channels, height, width) uint8: the image resized as `view` says, and
+    the centre of it of `size`.
 
-    To the pixel what torchvision's `v2.Resize` and `v2.CenterCrop` make of a tensor; with `view.resizer` pillow, what they and timm's
-    `create_transform` make of Pillow's images. Of a JPEG only what the view shows is decoded. Raises ValueError as `decode_box` does.
+    To the pixel what torchvision's `v2.Resize` and `v2.CenterCrop` make of a tensor; with
+    `view.resizer` pillow, what they and timm's `create_transform` make of Pillow's images. Of a
+    JPEG only what the view shows is decoded. Raises ValueError as `decode_box` does.
     """
     try:
         width, height = image_size(data)
@@ -174,19 +207,31 @@ def decode_center(
         raise undecodable(data, error) from None
     resized = resized_size((height, width), size, view)
     can_stop = view.resizer == "torch" and _resize_operator(interpolation) is not None
-    down, across = (_plan_line(*line, interpolation, can_stop) for line in zip((height, width), resized, size, strict=True))
+    down, across = (
+        _plan_line(*line, interpolation, can_stop)
+        for line in zip((height, width), resized, size, strict=True)
+    )
     pixels = np.empty((down.length, across.length, channels), np.uint8)
     place = pixels[down.start : down.stop, across.start : across.stop]
-    part, _ = decode_box(data, (across.start, down.start, *place.shape[1::-1]), channels, place=place)
+    part, _ = decode_box(
+        data, (across.start, down.start, *place.shape[1::-1]), channels, place=place
+    )
     if part is not place:
         place[:] = part
     stages.mine.enter(Stage.RESIZE)
     if view.resizer == "torch":
         scales = down.scale, across.scale
-        view_and_before = resize(pixels[: down.length, : across.length], (down.resized, across.resized), interpolation, scales=scales)
+        view_and_before = resize(
+            pixels[: down.length, : across.length],
+            (down.resized, across.resized),
+            interpolation,
+            scales=scales,
+        )
     else:
         view_and_before = _resize_by_pillow(pixels, (down.resized, across.resized), interpolation)
-    cropped = view_and_before[:, down.first : down.first + size[0], across.first : across.first + size[1]]
+    cropped = view_and_before[
+        :, down.first : down.first + size[0], across.first : across.first + size[1]
+    ]
     return cropped if out is None else out.copy_(cropped)
 
 
@@ -197,7 +242,8 @@ class _Line(NamedTuple):
     stop: int
     """Pixels [start, stop) of the image are seen."""
     length: int
-    """Pixels that are resized. A line has to begin where the image begins, or the filter's places are rounded differently."""
+    """Pixels that are resized. A line has to begin where the image begins, or the filter's places
+    are rounded differently."""
     resized: int
     """Pixels that these become."""
     scale: float | None
@@ -206,24 +252,37 @@ class _Line(NamedTuple):
     """Of the crop, in the resized line."""
 
 
-def _plan_line(original: int, resized: int, cropped: int, interpolation: str, can_stop: bool) -> _Line:
+def _plan_line(
+    original: int, resized: int, cropped: int, interpolation: str, can_stop: bool
+) -> _Line:
     """The centre `cropped` pixels of a line of `original` pixels that is resized to `resized`."""
     first = round((resized - cropped) / 2)
     scale = original / resized
-    reach = max(scale, 1.0) * (2 if interpolation == "bicubic" else 1) + 1  # the filter's half width; 1 for rounding
+    # the filter's half width; 1 for rounding
+    reach = max(scale, 1.0) * (2 if interpolation == "bicubic" else 1) + 1
     start = max(math.floor((first + 0.5) * scale - reach), 0)
     stop = min(math.ceil((first + cropped - 0.5) * scale + reach), original)
-    # torch works with the inverse of what it is given, which must be the very number that it works with otherwise; one line in eight has
-    # none. And it does nothing to a line whose length stays.
+    # torch works with the inverse of what it is given, which must be the very number that it works
+    # with otherwise; one line in eight has none. And it does nothing to a line whose length stays.
     near = resized / original
-    inverse = next((number for number in (near, math.nextafter(near, 0), math.nextafter(near, 2 * near)) if 1 / number == scale), None)
+    inverse = next(
+        (
+            number
+            for number in (near, math.nextafter(near, 0), math.nextafter(near, 2 * near))
+            if 1 / number == scale
+        ),
+        None,
+    )
     if not can_stop or inverse is None or stop == first + cropped:
         return _Line(start, stop, original, resized, None, first)
     return _Line(start, stop, stop, first + cropped, inverse, first)
 
 
-def resized_size(image: tuple[int, int], size: tuple[int, int], view: EvalConfig) -> tuple[int, int]:
-    """Height and width that an `image` (height, width) is resized to before the centre of `size` is cropped."""
+def resized_size(
+    image: tuple[int, int], size: tuple[int, int], view: EvalConfig
+) -> tuple[int, int]:
+    """Height and width that an `image` (height, width) is resized to before the centre of `size` is
+    cropped."""
     if view.resize_px is not None:
         cover_h = cover_w = view.resize_px
     else:

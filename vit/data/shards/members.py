@@ -57,7 +57,8 @@ SETTINGS = Names(
     "data.stream_image=",
     "data.stream_label=",
     "data.stream_keys_with_dots=true",
-    "and class names in data.root's _info.json (python -m data_prep.index ROOT --classes names.txt)",
+    "and class names in data.root's _info.json (python -m data_prep.index ROOT --classes"
+    " names.txt)",
 )
 
 
@@ -97,12 +98,18 @@ class SampleLayout:
         values = [(names.image, suffix) for suffix in self.image_suffixes]
         for name, suffix in [*values, (names.label, self.label_suffix)]:
             if not suffix or "/" in suffix or suffix.startswith("."):
-                found.append(f"{name}{suffix}: expected what follows the key's dot, as jpg or json:label")
+                found.append(
+                    f"{name}{suffix}: expected what follows the key's dot, as jpg or json:label"
+                )
             elif self.keys_with_dots and "." in suffix:
                 last = suffix.rpartition(".")[2]
-                found.append(f"{name}{suffix}: with {names.keys_with_dots} a suffix has no dot, as {last}")
+                found.append(
+                    f"{name}{suffix}: with {names.keys_with_dots} a suffix has no dot, as {last}"
+                )
         if self.label.endswith(":"):
-            found.append(f"{names.label}{self.label}: no field behind the colon, expected json:label")
+            found.append(
+                f"{names.label}{self.label}: no field behind the colon, expected json:label"
+            )
         if self.image is not None and self.label in self.image_suffixes:
             found.append(f"{names.image}{self.image} and {names.label}{self.label}: two members")
         return found
@@ -143,7 +150,9 @@ class SampleLayout:
             return images[0]
         members = printable(f"its members: {', '.join(suffixes)}")
         if is_twice:
-            raise Unfit("twice", f"has an extension twice, or two samples have this key ({members})")
+            raise Unfit(
+                "twice", f"has an extension twice, or two samples have this key ({members})"
+            )
         problems = []
         if len(images) != 1:
             wanted = f"expected one of {', '.join(self.image_suffixes)}"
@@ -166,7 +175,10 @@ class SampleLayout:
             value = _look_up(content, field)
             if value is _ABSENT:
                 there = ", ".join(name for name, _ in _leaves(content)) or repr(content)[:40]
-                raise Unfit("field", f"has no field {field!r} in its .{suffix} (there: {printable(there[:200])})")
+                raise Unfit(
+                    "field",
+                    f"has no field {field!r} in its .{suffix} (there: {printable(there[:200])})",
+                )
         number = _integer(value)
         if number is not None and number >= 0:
             return number
@@ -221,7 +233,8 @@ def _integer(value: Any) -> int | None:
 def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> SampleLayout:
     """Where image and label of a sample are, as `data_prep.index` recorded it.
 
-    It did in its `_info.json`; beside one of others, which it leaves alone, in the sidecar of `first_tar`.
+    It did in its `_info.json`; beside one of others, which it leaves alone, in the sidecar of
+    `first_tar`.
     """
     options = info.get("options") if info.get("source") == "index" else None
     if options is None and first_tar is not None and "source" not in info:
@@ -234,7 +247,7 @@ def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> S
     return SampleLayout.recorded(options or {}, info.get("class_names") or [])
 
 
-# ---- what was found in place of what is wanted ------------------------------------------------------------------------
+# ---- what was found in place of what is wanted ---------------------------------------------------
 
 MOST_READ = 100
 """Samples whose small members are looked at to propose a layout."""
@@ -266,16 +279,28 @@ def describe(members: Sequence[tuple[str, bytes | None]], asked: SampleLayout, n
     told = printable(f"Found {', '.join(parts)}{more}, as in {example}")
     if proposed is None and _image_in(samples):
         return (
-            f"{told}: nothing there looks like a label. {names.label.strip(' =')} names a member that holds one, or a "
-            "field of a JSON member (json:label). Images without labels, as img2dataset's with captions, can be "
-            "sorted into class folders for `python -m data_prep.imagefolder`"
+            f"{told}: nothing there looks like a label. {names.label.strip(' =')} names a member"
+            " that holds one, or a field of a JSON member (json:label). Images without labels, as"
+            " img2dataset's with captions, can be sorted into class folders for `python -m"
+            " data_prep.imagefolder`"
         )
     if proposed is None:
-        return f"{told}: nothing there looks like an image; {names.image.strip(' =')} names the member that holds it"
+        return (
+            f"{told}: nothing there looks like an image; {names.image.strip(' =')} names the member"
+            " that holds it"
+        )
     layout, needs_names = proposed
     if layout.told(names) == asked.told(names) and (asked.class_names or not needs_names):
         return told  # members are where they are looked for; what they hold is told before
-    remedy = " ".join(filter(None, [layout.told(names), names.class_names if needs_names and not asked.class_names else ""]))
+    remedy = " ".join(
+        filter(
+            None,
+            [
+                layout.told(names),
+                names.class_names if needs_names and not asked.class_names else "",
+            ],
+        )
+    )
     return f"{told}: try {printable(remedy)}"
 
 
@@ -298,7 +323,9 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
-def _grouped(members: Iterable[tuple[str, bytes | None]], layout: SampleLayout) -> list[dict[str, bytes | None]]:
+def _grouped(
+    members: Iterable[tuple[str, bytes | None]], layout: SampleLayout
+) -> list[dict[str, bytes | None]]:
     samples: list[dict[str, bytes | None]] = []
     before = None
     for name, content in members:
@@ -313,14 +340,17 @@ def _grouped(members: Iterable[tuple[str, bytes | None]], layout: SampleLayout) 
 
 
 def _image_in(samples: Sequence[Mapping[str, Any]]) -> str | None:
-    """`image` of a layout that finds one in each sample, "default" for None; None: there is none."""
+    """`image` of a layout that finds one in each sample, "default" for None; None: there is
+    none."""
     if not samples:
         return None
     if all(sum(suffix in IMAGE_EXTENSIONS for suffix in sample) == 1 for sample in samples):
         return "default"
     common = set.intersection(*(set(sample) for sample in samples))
     for kinds in (IMAGE_EXTENSIONS, OTHER_IMAGES):
-        either = {suffix for sample in samples for suffix in sample if suffix.rpartition(".")[2] in kinds}
+        either = {
+            suffix for sample in samples for suffix in sample if suffix.rpartition(".")[2] in kinds
+        }
         if common & either:
             return min(common & either, key=lambda suffix: (_rank_of_image(suffix), suffix))
         if either and all(sum(suffix in either for suffix in sample) == 1 for sample in samples):
@@ -344,7 +374,11 @@ def _label_in(samples: Sequence[Mapping[str, bytes | None]]) -> tuple[str, bool]
         contents = [sample[suffix] for sample in read]
         if not contents or any(content is None for content in contents):
             continue
-        values[suffix] = [content.decode("utf-8", "replace").strip() for content in contents if content is not None]
+        values[suffix] = [
+            content.decode("utf-8", "replace").strip()
+            for content in contents
+            if content is not None
+        ]
         parsed = [dict(_leaves(_parsed(content or b""))) for content in contents]
         for field in parsed[0]:
             if all(field in found for found in parsed):
@@ -361,7 +395,8 @@ def _label_in(samples: Sequence[Mapping[str, bytes | None]]) -> tuple[str, bool]
 
 
 def _rank_of_label(label: str, values: Sequence[Any]) -> tuple[int, bool] | None:
-    """How likely these values are labels, 0 the likeliest, and whether as names; None: not at all."""
+    """How likely these values are labels, 0 the likeliest, and whether as names; None: not at
+    all."""
     words = re.split(r"[^a-z]+", label.lower())
     ranks = [LABEL_WORDS.index(word) for word in words if word in LABEL_WORDS]
     rank = min(ranks, default=len(LABEL_WORDS))
@@ -371,7 +406,9 @@ def _rank_of_label(label: str, values: Sequence[Any]) -> tuple[int, bool] | None
         return None
     if all(_integer(value) is not None for value in values):
         return rank, False
-    if not all(isinstance(value, str) and 0 < len(value) <= 60 and "\n" not in value for value in values):
+    if not all(
+        isinstance(value, str) and 0 < len(value) <= 60 and "\n" not in value for value in values
+    ):
         return None
     is_caption = not 1 < distinct < len(values) or any(len(value.split()) > 3 for value in values)
     if "{" in values[0] or (not ranks and is_caption):

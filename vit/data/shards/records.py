@@ -1,7 +1,9 @@
-"""What may stand in `_info.json` and in sidecars, which people edit: types are looked at when they are read. Free of torch.
+"""What may stand in `_info.json` and in sidecars, which people edit: types are looked at when they
+are read. Free of torch.
 
-The data's story: JSON comes in as a dictionary; a value of another type than the code reads is told with its place, before it is used.
-Keys that are absent, and others than these, are left to who reads them.
+The data's story: JSON comes in as a dictionary; a value of another type than the code reads is told
+with its place, before it is used. Keys that are absent, and others than these, are left to who
+reads them.
 """
 
 from __future__ import annotations
@@ -66,14 +68,21 @@ SIDECAR = TypeAdapter(_Sidecar)
 
 
 def check_types(content: Mapping[str, Any], kind: TypeAdapter[Any], where: Path | str) -> None:
-    """Raise ShardError naming the first value in the INFO or SIDECAR at `where` that is of another type than the code reads."""
+    """Raise ShardError naming the first value in the INFO or SIDECAR at `where` that is of another
+    type than the code reads."""
     try:
         kind.validate_python(content, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+        place = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
+        ).removeprefix(".")
         expected = first["msg"].replace("Input should be", "expected")
-        given = f"is {str(first['input'])[:60]!r}, {expected}" if first["type"] != "missing" else "is missing"
+        given = (
+            f"is {str(first['input'])[:60]!r}, {expected}"
+            if first["type"] != "missing"
+            else "is missing"
+        )
         raise ShardError(f"{where}: {place} {given}; restore it from its source") from error
 
 

@@ -1,7 +1,8 @@
 """One split of a data set, opened: the encoded bytes of any sample, by its number. Free of torch.
 
-The data's story: the index says in which row a sample's bytes stand; `tars` reads them; their checksum must be the index's, or where it has
-none the size in the tar header in front. Who opens a split, and what it is checked for before: `vit.data.shards.data_set.open_split`.
+The data's story: the index says in which row a sample's bytes stand; `tars` reads them; their
+checksum must be the index's, or where it has none the size in the tar header in front. Who opens a
+split, and what it is checked for before: `vit.data.shards.data_set.open_split`.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ log = logging.getLogger(__name__)
 
 
 class Split:
-    """One split of a data set, opened by `open_split`: the encoded bytes of any sample, by its number.
+    """One split of a data set, opened by `open_split`: the encoded bytes of any sample, by its
+    number.
 
-    May be read from any number of threads, after a fork and after pickling (to worker processes): reads carry their own
-    position, file descriptors and connections stay behind when pickling, and a mapped index travels as its path.
+    May be read from any number of threads, after a fork and after pickling (to worker processes):
+    reads carry their own position, file descriptors and connections stay behind when pickling, and
+    a mapped index travels as its path.
     """
 
     root: Path | str
@@ -46,7 +49,8 @@ class Split:
     tars: LocalTars | RemoteTars
     """Where the bytes come from."""
     index: np.ndarray
-    """(num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version; normally memory-mapped."""
+    """(num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version; normally
+    memory-mapped."""
     num_samples: int
     num_classes: int
     class_names: list[str]
@@ -84,9 +88,11 @@ class Split:
         return self.num_samples
 
     def __getitem__(self, i: int) -> tuple[Image.Image, int]:
-        """Sample `i` to look at, from the end if negative, as torchvision's data sets give it: the whole image in RGB, and its label.
+        """Sample `i` to look at, from the end if negative, as torchvision's data sets give it: the
+        whole image in RGB, and its label.
 
-        Training reads windows of images instead (`vit.data.batches`). Raises IndexError, and ShardError as `read`.
+        Training reads windows of images instead (`vit.data.batches`). Raises IndexError, and
+        ShardError as `read`.
         """
         i = range(self.num_samples)[i]
         return Image.fromarray(decode(self.read(i))), int(self.index[i]["label"])
@@ -94,9 +100,10 @@ class Split:
     def read(self, i: int) -> bytes:
         """Encoded image bytes of sample `i` (0 <= i < num_samples), as stored.
 
-        Raises ShardError with shard, key and offset if the shard is gone, truncated, replaced or cannot be read, or the bytes have not the
-        index's checksum, nor when they are read again. Where the index has none, the tar header in front of the image is read with it and
-        must say the index's size: in a shard that was replaced other images lie elsewhere.
+        Raises ShardError with shard, key and offset if the shard is gone, truncated, replaced or
+        cannot be read, or the bytes have not the index's checksum, nor when they are read again.
+        Where the index has none, the tar header in front of the image is read with it and must say
+        the index's size: in a shard that was replaced other images lie elsewhere.
         """
         row = self.index[i]
         shard = self._shard_of(i)
@@ -110,7 +117,12 @@ class Split:
                 problem = f"failed: {error.strerror}"
             if not problem:
                 if is_last:
-                    log.warning("%s: the bytes at offset %d were read wrongly once, and rightly the second time", self.where(i), offset)
+                    log.warning(
+                        "%s: the bytes at offset %d were read wrongly once, and rightly the second"
+                        " time",
+                        self.where(i),
+                        offset,
+                    )
                 return data
             if problem != FLIPPED:
                 break
@@ -121,15 +133,31 @@ class Split:
             key = "unknown"
         remedy = "restore the shard and start again"
         if problem == FLIPPED:
-            remedy = f"copy the shard again (`python -m data_prep.verify {self.root}` tells which are damaged) and start again"
+            remedy = (
+                f"copy the shard again (`python -m data_prep.verify {self.root}` tells which are"
+                " damaged) and start again"
+            )
         if not problem.startswith("failed") and self._is_intact(shard):
-            problem = f"{problem.partition(',')[0]}; the shard has its recorded sha256, so the index is damaged"
-            remedy = f"delete {self.root}/{self.name}.index.npy and start again, which makes it of the shards"
-        raise ShardError(f"{self.where(i)}: sample {i} (key {key}): reading {size} bytes at offset {offset} {problem}; {remedy}")
+            problem = (
+                f"{problem.partition(',')[0]}; the shard has its recorded sha256, so the index is"
+                " damaged"
+            )
+            remedy = (
+                f"delete {self.root}/{self.name}.index.npy and start again, which makes it of the"
+                " shards"
+            )
+        raise ShardError(
+            f"{self.where(i)}: sample {i} (key {key}): reading {size} bytes at offset {offset}"
+            f" {problem}; {remedy}"
+        )
 
-    def _read_once(self, i: int, shard: int, offset: int, size: int, expected: int) -> tuple[bytes, str]:
-        """The bytes of a sample, and what is wrong with them: "" for nothing. expected: their checksum, 0 for none."""
-        if expected:  # without the header, which would have to be cut off: a copy of the whole image
+    def _read_once(
+        self, i: int, shard: int, offset: int, size: int, expected: int
+    ) -> tuple[bytes, str]:
+        """The bytes of a sample, and what is wrong with them: "" for nothing. expected: their
+        checksum, 0 for none."""
+        # without the header, which would have to be cut off: a copy of the whole image
+        if expected:
             data = self.tars.pread(i, shard, size, offset)
             if len(data) == size and crc32c(data) == expected:
                 return data, ""
@@ -152,7 +180,11 @@ class Split:
         """Whether a shard of a folder has its recorded sha256: the whole of it is read."""
         expected = self._sha256[shard] if shard < len(self._sha256) else None
         try:
-            return expected is not None and isinstance(self.root, Path) and expected == sha256_of(self.root / self.filenames[shard])
+            return (
+                expected is not None
+                and isinstance(self.root, Path)
+                and expected == sha256_of(self.root / self.filenames[shard])
+            )
         except OSError:  # told already: it cannot be read, or its index alone lies here
             return False
 
@@ -160,13 +192,19 @@ class Split:
         return bisect.bisect_right(self._firsts, i) - 1
 
     def prepare(self, num_processes: int) -> None:
-        """Before workers start, of whom and of others so many processes of this host will read: what they inherit is opened once."""
+        """Before workers start, of whom and of others so many processes of this host will read:
+        what they inherit is opened once."""
         self.tars.prepare(num_processes)
 
     @property
     def versions(self) -> list[Version] | None:
-        """Of shards at a URL, what the server has told of each; None for a folder, which each host sees for itself."""
-        return self.tars.versions if isinstance(self.tars, RemoteTars) and isinstance(self.tars.folder, RemoteFolder) else None
+        """Of shards at a URL, what the server has told of each; None for a folder, which each host
+        sees for itself."""
+        return (
+            self.tars.versions
+            if isinstance(self.tars, RemoteTars) and isinstance(self.tars.folder, RemoteFolder)
+            else None
+        )
 
     @property
     def read_ahead_batches(self) -> int:
@@ -174,7 +212,8 @@ class Split:
         return self.tars.read_ahead_batches
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
-        """Say which samples will be read soon, (n,) numbers: they are read, or from a URL fetched, in the background."""
+        """Say which samples will be read soon, (n,) numbers: they are read, or from a URL fetched,
+        in the background."""
         if isinstance(self.tars, RemoteTars):
             self.tars.prefetch(samples)
         else:
@@ -183,15 +222,23 @@ class Split:
             self.tars.prefetch(shards.tolist(), rows["offset"].tolist(), rows["size"].tolist())
 
     def key(self, i: int) -> str:
-        """Key of sample `i`, from the tar headers between the image before and its own: a name may have one of its own (GNU, pax)."""
+        """Key of sample `i`, from the tar headers between the image before and its own: a name may
+        have one of its own (GNU, pax)."""
         row = self.index[i]
         shard = self._shard_of(i)
         offset = int(row["offset"])
         before = self.index[i - 1] if i > self._firsts[shard] else None
-        start = 0 if before is None else -(-(int(before["offset"]) + int(before["size"])) // TAR_BLOCK) * TAR_BLOCK
+        start = (
+            0
+            if before is None
+            else -(-(int(before["offset"]) + int(before["size"])) // TAR_BLOCK) * TAR_BLOCK
+        )
         try:
             members = walk(
-                lambda size, position: self.tars.pread(i, shard, size, position), start, offset + int(row["size"]), needs_end=False
+                lambda size, position: self.tars.pread(i, shard, size, position),
+                start,
+                offset + int(row["size"]),
+                needs_end=False,
             )
             name = next((member.name for member in members if member.offset == offset), None)
             reason = "no tar header"
@@ -200,7 +247,10 @@ class Split:
             reason = str(error)
         if name is None:
             where = f"{self.where(i)}: no tar header in front of offset {offset}"
-            raise ShardError(f"{where} ({reason}); restore the shard, or delete {self.name}.index.npy if it was replaced")
+            raise ShardError(
+                f"{where} ({reason}); restore the shard, or delete {self.name}.index.npy if it was"
+                " replaced"
+            )
         return self.key_in(name)
 
     def key_in(self, name: str) -> str:
@@ -213,7 +263,8 @@ class Split:
         return index_sha256(self.index, self.lengths)
 
     def divided(self, samples: NDArray[np.int64]) -> list[tuple[Split, NDArray[np.int64]]]:
-        """Itself and `samples`; of several sources each with its own samples, by its own numbers."""
+        """Itself and `samples`; of several sources each with its own samples, by its own
+        numbers."""
         return [(self, samples)]
 
     @property

@@ -1,8 +1,10 @@
 """One shard: a plain tar, scanned into samples and index rows. Free of torch.
 
-The data's story: headers are walked one after the other; members of one key make a sample; of its image the head is read for the size in
-pixels, of its label's member (`.cls`, or what the layout says) the label; no image is decoded. What is truncated is named with its place;
-samples that do not fit are listed with the reason; where none fits, what is there is told once, with the layout that would take it.
+The data's story: headers are walked one after the other; members of one key make a sample; of its
+image the head is read for the size in pixels, of its label's member (`.cls`, or what the layout
+says) the label; no image is decoded. What is truncated is named with its place; samples that do not
+fit are listed with the reason; where none fits, what is there is told once, with the layout that
+would take it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ import google_crc32c
 import numpy as np
 
 from vit.data.decode.images import image_size
-from vit.data.shards.members import FLAGS, META, MOST_BYTES, MOST_READ, SampleLayout, Unfit, describe
+from vit.data.shards.members import (
+    FLAGS,
+    META,
+    MOST_BYTES,
+    MOST_READ,
+    SampleLayout,
+    Unfit,
+    describe,
+)
 from vit.data.shards.tar_walk import FILE, FOLDER, TAR_BLOCK, Read, TarDamaged, pread, walk
 from vit.system.files import ShardError, replacing, unreadable
 
@@ -45,7 +55,8 @@ MOST_NAMED = 5
 
 
 class Member(NamedTuple):
-    """One file inside a tar. `offset` and `size` are bytes; `ext` is lower case: what its key left of the name."""
+    """One file inside a tar. `offset` and `size` are bytes; `ext` is lower case: what its key left
+    of the name."""
 
     ext: str
     offset: int
@@ -54,7 +65,8 @@ class Member(NamedTuple):
 
 
 class ScannedSample(NamedTuple):
-    """One sample of a tar: key, label, its image's member, size in pixels and CRC-32C (0: not known), and all its members in tar order."""
+    """One sample of a tar: key, label, its image's member, size in pixels and CRC-32C (0: not
+    known), and all its members in tar order."""
 
     key: str
     label: int
@@ -82,11 +94,15 @@ class Survey(NamedTuple):
     samples: list[ScannedSample]
     unfit: list[LeftOut]
     passed_over: Counter[str]
-    """Members that belong to no sample, by what they are; folders and webdataset's own notes are not counted."""
+    """Members that belong to no sample, by what they are; folders and webdataset's own notes are
+    not counted."""
 
 
-def _members(read: Read, end: int, layout: SampleLayout, passed_over: Counter[str]) -> Iterator[tuple[str, Member, str]]:
-    """(key, member, what it is) of each member of a tar that belongs to a sample, in order; reads headers only."""
+def _members(
+    read: Read, end: int, layout: SampleLayout, passed_over: Counter[str]
+) -> Iterator[tuple[str, Member, str]]:
+    """(key, member, what it is) of each member of a tar that belongs to a sample, in order; reads
+    headers only."""
     for name, offset, size, kind in walk(read, 0, end, needs_end=False):
         if named := layout.cut(name):
             yield named[0], Member(named[1], offset, size, name), kind
@@ -95,28 +111,40 @@ def _members(read: Read, end: int, layout: SampleLayout, passed_over: Counter[st
 
 
 def _image_size(read: Read, image: Member) -> tuple[int, int]:
-    """(width, height) in pixels, from the first 16 KiB if they suffice: most headers are short, most images are not."""
+    """(width, height) in pixels, from the first 16 KiB if they suffice: most headers are short,
+    most images are not."""
     for num_bytes in (min(16384, image.size), image.size):
         try:
             width, height = image_size(read(num_bytes, image.offset))
             break
         except ValueError as error:
             if num_bytes == image.size:
-                raise Unfit("image", f"has an image whose size cannot be read, {image.name!r}: {error}") from error
+                raise Unfit(
+                    "image", f"has an image whose size cannot be read, {image.name!r}: {error}"
+                ) from error
     if max(width, height) > np.iinfo(np.uint16).max:
-        raise Unfit("image", f"has {width} x {height} pixels in {image.name!r}; at most 65535 fit the index")
+        raise Unfit(
+            "image", f"has {width} x {height} pixels in {image.name!r}; at most 65535 fit the index"
+        )
     return width, height
 
 
 def scan_sample(
-    read: Read, key: str, group: list[tuple[str, Member, str]], layout: SampleLayout, with_checksum: bool = True
+    read: Read,
+    key: str,
+    group: list[tuple[str, Member, str]],
+    layout: SampleLayout,
+    with_checksum: bool = True,
 ) -> ScannedSample:
-    """Check and read one sample. group: of each member the key, itself, and what it is. Raises Unfit."""
+    """Check and read one sample. group: of each member the key, itself, and what it is. Raises
+    Unfit."""
     members = tuple(member for _, member, kind in group if kind == FILE)
     try:
         found = layout.find([member.ext for member in members])
     except Unfit:
-        if others := [f"{member.name!r} is {kind}" for _, member, kind in group if kind not in (FILE, FOLDER)]:
+        if others := [
+            f"{member.name!r} is {kind}" for _, member, kind in group if kind not in (FILE, FOLDER)
+        ]:
             remedy = "write the shard with what they link to (tar --hard-dereference --dereference)"
             raise Unfit("link", f"is not there as files: {', '.join(others)}; {remedy}") from None
         raise
@@ -132,14 +160,18 @@ def scan_sample(
 
 
 def survey_tar(
-    path: Path | str, layout: SampleLayout = DEFAULT_LAYOUT, left_out: Collection[int] = (), with_checksums: bool = True
+    path: Path | str,
+    layout: SampleLayout = DEFAULT_LAYOUT,
+    left_out: Collection[int] = (),
+    with_checksums: bool = True,
 ) -> Survey:
-    """The samples of a tar, in order, from its headers, its labels and its images, of which no more than the heads are read without
-    checksums; no image is decoded.
+    """The samples of a tar, in order, from its headers, its labels and its images, of which no more
+    than the heads are read without checksums; no image is decoded.
 
-    left_out: `LeftOut.offset` of samples that are passed over unseen, as they were when the shard was indexed. Raises ShardError, naming
-    the file, when the tar is damaged or cut off, or no sample has image and label as `layout` has them. A tar without end-of-archive blocks
-    is accepted if its last sample fits.
+    left_out: `LeftOut.offset` of samples that are passed over unseen, as they were when the shard
+    was indexed. Raises ShardError, naming the file, when the tar is damaged or cut off, or no
+    sample has image and label as `layout` has them. A tar without end-of-archive blocks is accepted
+    if its last sample fits.
     """
     path = Path(path)
     found = Survey([], [], Counter())
@@ -151,7 +183,9 @@ def survey_tar(
         end = os.fstat(fd).st_size
         if not end:
             raise ShardError(f"{path}: an empty file; {COPY_AGAIN}")
-        for key, run in itertools.groupby(_members(pread(fd), end, layout, found.passed_over), key=lambda member: member[0]):
+        for key, run in itertools.groupby(
+            _members(pread(fd), end, layout, found.passed_over), key=lambda member: member[0]
+        ):
             group = list(run)
             first = group[0][1]
             if first.offset in left_out:
@@ -163,11 +197,18 @@ def survey_tar(
                 found.unfit.append(LeftOut(key, first.name, first.offset, error.kind, str(error)))
                 last_fits = False
         if found.unfit and not last_fits and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
-            ends = f"sample {key!r} {found.unfit[-1].reason}. The shard ends there, without an end mark"
+            ends = (
+                f"sample {key!r} {found.unfit[-1].reason}. The shard ends there, without an end"
+                " mark"
+            )
             raise ShardError(f"{path}: {ends}. Truncated: copy or write it again")
         if found.unfit and not found.samples:
             of_images = all(sample.kind == "image" for sample in found.unfit)
-            remedy = "Mend these, or move the shard away" if of_images else _proposal(fd, path, end, layout)
+            remedy = (
+                "Mend these, or move the shard away"
+                if of_images
+                else _proposal(fd, path, end, layout)
+            )
             raise ShardError(f"{path}: {told_unfit(found.unfit, len(found.unfit))}. {remedy}")
     except TarDamaged as error:
         raise ShardError(f"{path}: {error}; {COPY_AGAIN}") from error
@@ -176,25 +217,34 @@ def survey_tar(
     if not found.samples:
         passed_over = f" ({told_passed_over(found.passed_over)})" if found.passed_over else ""
         raise ShardError(
-            f"{path}: holds no samples; expected pairs of <key>.jpg and <key>.cls{passed_over}; copy it again, or move it away"
+            f"{path}: holds no samples; expected pairs of <key>.jpg and <key>.cls{passed_over};"
+            " copy it again, or move it away"
         )
     return found
 
 
 def scan_tar(
-    path: Path | str, layout: SampleLayout = DEFAULT_LAYOUT, left_out: Collection[int] = (), with_checksums: bool = True
+    path: Path | str,
+    layout: SampleLayout = DEFAULT_LAYOUT,
+    left_out: Collection[int] = (),
+    with_checksums: bool = True,
 ) -> list[ScannedSample]:
-    """The samples of `survey_tar`; a sample that does not fit is an error as well, unless it is one of `left_out`."""
+    """The samples of `survey_tar`; a sample that does not fit is an error as well, unless it is one
+    of `left_out`."""
     found = survey_tar(path, layout, left_out, with_checksums)
     if found.unfit:
         told = told_unfit(found.unfit, len(found.samples) + len(found.unfit))
-        fit = f"The other {len(found.samples):,} samples fit: mend these, or write the shard again without them"
+        fit = (
+            f"The other {len(found.samples):,} samples fit: mend these, or write the shard again"
+            " without them"
+        )
         raise ShardError(f"{path}: {told}. {fit}; `python -m data_prep.index` leaves them out")
     return found.samples
 
 
 def told_unfit(unfit: Sequence[LeftOut], total: int) -> str:
-    """Samples that do not fit, in words, once for each kind. total: samples, with those that fit."""
+    """Samples that do not fit, in words, once for each kind. total: samples, with those that
+    fit."""
     by_kind: dict[str, list[LeftOut]] = {}
     for sample in unfit:
         by_kind.setdefault(sample.kind, []).append(sample)
@@ -202,7 +252,9 @@ def told_unfit(unfit: Sequence[LeftOut], total: int) -> str:
     for kind, found in by_kind.items():
         if kind == "image":  # each has a fault of its own
             parts += [f"sample {sample.key!r} {sample.reason}" for sample in found[:MOST_NAMED]]
-            parts += [f"and {len(found) - MOST_NAMED:,} more such"] if len(found) > MOST_NAMED else []
+            parts += (
+                [f"and {len(found) - MOST_NAMED:,} more such"] if len(found) > MOST_NAMED else []
+            )
             continue
         told = f"sample {found[0].key!r} {found[0].reason}"
         if len(found) == total > 1:
@@ -224,16 +276,24 @@ def told_passed_over(passed_over: Counter[str]) -> str:
 def _proposal(fd: int, path: Path, end: int, layout: SampleLayout) -> str:
     """What is there in place of samples that fit, and the layout that would take it."""
     contents: list[tuple[str, bytes | None]] = []
-    for number, (_, group) in enumerate(itertools.groupby(_members(pread(fd), end, layout, Counter()), key=lambda member: member[0])):
-        for _, member, _ in group:  # nothing is read of what is too large for a label, and of all but the first samples
+    for number, (_, group) in enumerate(
+        itertools.groupby(_members(pread(fd), end, layout, Counter()), key=lambda member: member[0])
+    ):
+        # nothing is read of what is too large for a label, and of all but the first samples
+        for _, member, _ in group:
             is_read = number < MOST_READ and member.size <= MOST_BYTES
-            contents.append((member.name, os.pread(fd, member.size, member.offset) if is_read else None))
+            contents.append(
+                (member.name, os.pread(fd, member.size, member.offset) if is_read else None)
+            )
     return describe(contents, layout, FLAGS)
 
 
 def index_rows(samples: list[ScannedSample]) -> np.ndarray:
     """(num_samples,) INDEX_DTYPE rows of one tar's samples."""
-    return np.array([(s.crc32c, s.image.size, s.image.offset, s.label, s.width, s.height) for s in samples], INDEX_DTYPE)
+    return np.array(
+        [(s.crc32c, s.image.size, s.image.offset, s.label, s.width, s.height) for s in samples],
+        INDEX_DTYPE,
+    )
 
 
 def write_idx(tar: Path, samples: list[ScannedSample]) -> None:
@@ -245,16 +305,23 @@ def write_idx(tar: Path, samples: list[ScannedSample]) -> None:
 def idx_lines(samples: list[ScannedSample]) -> list[bytes]:
     """DALI's index v1.2: a line a sample, `ext offset size name` for each member."""
     lines = [f"v1.2 {len(samples)}"]
-    for sample in samples:  # DALI splits the line at blanks; a blank in a foreign name must not shift the fields
+    # DALI splits the line at blanks; a blank in a foreign name must not shift the fields
+    for sample in samples:
         names = (re.sub(r"\s", "_", member.name) for member in sample.members)
-        lines.append(" ".join(f"{m.ext} {m.offset} {m.size} {name}" for m, name in zip(sample.members, names, strict=True)))
+        lines.append(
+            " ".join(
+                f"{m.ext} {m.offset} {m.size} {name}"
+                for m, name in zip(sample.members, names, strict=True)
+            )
+        )
     return [line.encode("utf-8", "surrogateescape") + b"\n" for line in lines]
 
 
 def size_said_by(header: bytes) -> int:
     """Size in bytes of the member behind a tar header, -1 if it is none."""
     try:
-        return int(header[124:136].rstrip(b"\0 "), 8)  # some 50 times as fast as tarfile, and done for each image
+        # some 50 times as fast as tarfile, and done for each image
+        return int(header[124:136].rstrip(b"\0 "), 8)
     except ValueError:
         try:
             return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").size

@@ -1,10 +1,13 @@
-"""The members of a tar, from bytes that come in order: of a file, of a part of one, or of a stream. Free of torch.
+"""The members of a tar, from bytes that come in order: of a file, of a part of one, or of a stream.
+Free of torch.
 
-The data's story: one header after the other is read and its checksum compared; the data between them are skipped, and whoever walks reads
-what he wants of them on the way. Long names (GNU's and pax's) are put in their place. What is no tar, damaged, cut off or continued behind
-its end is told with its place; links and devices are told as such.
+The data's story: one header after the other is read and its checksum compared; the data between
+them are skipped, and whoever walks reads what he wants of them on the way. Long names (GNU's and
+pax's) are put in their place. What is no tar, damaged, cut off or continued behind its end is told
+with its place; links and devices are told as such.
 
-Own arithmetic, because `tarfile` ends silently at a damaged header: the samples after it would be lost. It also takes ten times as long.
+Own arithmetic, because `tarfile` ends silently at a damaged header: the samples after it would be
+lost. It also takes ten times as long.
 """
 
 from __future__ import annotations
@@ -36,10 +39,22 @@ KINDS = {
     tarfile.SYMTYPE: "a symbolic link",
     tarfile.GNUTYPE_SPARSE: "a sparse file",
 }
-WITHOUT_DATA = (tarfile.DIRTYPE, tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
+WITHOUT_DATA = (
+    tarfile.DIRTYPE,
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.FIFOTYPE,
+)
 """Whatever their headers say."""
 WEB_PAGE = re.compile(rb"\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)
-COMPRESSED = {b"\x1f\x8b": "compressed with gzip", b"BZh": "compressed with bzip2", b"\xfd7zXZ": "compressed with xz", b"PK": "a zip"}
+COMPRESSED = {
+    b"\x1f\x8b": "compressed with gzip",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ": "compressed with xz",
+    b"PK": "a zip",
+}
 
 
 class TarDamaged(ValueError):
@@ -47,7 +62,8 @@ class TarDamaged(ValueError):
 
 
 class TarMember(NamedTuple):
-    """One member: `size` bytes that begin at `offset` of the file or stream. kind: FILE, FOLDER, or in words what else it is."""
+    """One member: `size` bytes that begin at `offset` of the file or stream. kind: FILE, FOLDER, or
+    in words what else it is."""
 
     name: str
     offset: int
@@ -56,11 +72,13 @@ class TarMember(NamedTuple):
 
 
 Read = Callable[[int, int], bytes]
-"""(size, position) -> the bytes there, fewer at the end, as `os.pread` gives them; positions never go back."""
+"""(size, position) -> the bytes there, fewer at the end, as `os.pread` gives them; positions never
+go back."""
 
 
 def what_it_is(head: bytes) -> str:
-    """In words, what a file that begins with `head` is instead of an archive; empty if that is not known."""
+    """In words, what a file that begins with `head` is instead of an archive; empty if that is not
+    known."""
     if WEB_PAGE.match(head):
         return "a web page (a login or an error page was saved in place of the archive)"
     return next((kind for magic, kind in COMPRESSED.items() if head.startswith(magic)), "")
@@ -126,8 +144,11 @@ def decompressed(stream: Readable) -> Readable:
     return next((make() for magic, make in kinds.items() if head.startswith(magic)), whole)
 
 
-def walk(read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool = True) -> Iterator[TarMember]:
-    """The members of the tar in the bytes [start, stop), or up to its end mark where `stop` is not known, in order.
+def walk(
+    read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool = True
+) -> Iterator[TarMember]:
+    """The members of the tar in the bytes [start, stop), or up to its end mark where `stop` is not
+    known, in order.
 
     needs_end: raise where the end mark is missing. Raises TarDamaged.
     """
@@ -145,9 +166,12 @@ def walk(read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool
     while True:
         block = ahead[position - ahead_at : position - ahead_at + TAR_BLOCK]
         if len(block) < TAR_BLOCK:
-            # Of small files many headers come with one call; between large ones a long read would fetch data that nobody wants.
+            # Of small files many headers come with one call; between large ones a long read would
+            # fetch data that nobody wants.
             size_ahead = AHEAD_BYTES if position - before <= CLOSE_BYTES else TAR_BLOCK
-            ahead = read(size_ahead if stop is None else max(0, min(size_ahead, stop - position)), position)
+            ahead = read(
+                size_ahead if stop is None else max(0, min(size_ahead, stop - position)), position
+            )
             ahead_at = position
             block = ahead[:TAR_BLOCK]
         if len(block) < TAR_BLOCK and not needs_end and position > start and not any(block):
@@ -160,11 +184,16 @@ def walk(read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool
         before = position
         offset = position + TAR_BLOCK
         try:
-            # A file ("0") with nothing unusual, some 10 times as fast. Its checksum is the sum of all bytes, its own counted as blanks: the
-            # lower half of Adler-32 is that sum, plus 1, modulo 65521.
+            # A file ("0") with nothing unusual, some 10 times as fast. Its checksum is the sum of
+            # all bytes, its own counted as blanks: the lower half of Adler-32 is that sum, plus 1,
+            # modulo 65521.
             is_plain = block[156] == 48 and block[124] < 128 and not block[345]
             field = block[148:156]
-            if is_plain and (int(field.split(b"\0", 1)[0], 8) - 8 * 32 + sum(field) + 1) % 65521 == zlib.adler32(block) & 0xFFFF:
+            if (
+                is_plain
+                and (int(field.split(b"\0", 1)[0], 8) - 8 * 32 + sum(field) + 1) % 65521
+                == zlib.adler32(block) & 0xFFFF
+            ):
                 found = FILE
                 own_size = int(block[124:136].strip(b"\0 ") or b"0", 8)
                 own_name = block[:100].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
@@ -173,7 +202,12 @@ def walk(read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool
                 own_name = header.name
                 own_size = 0 if header.type in WITHOUT_DATA else header.size
                 found = KINDS.get(header.type, "a device or a pipe")
-                if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
+                if header.type in (
+                    tarfile.GNUTYPE_LONGNAME,
+                    tarfile.XHDTYPE,
+                    tarfile.XGLTYPE,
+                    tarfile.GNUTYPE_LONGLINK,
+                ):
                     if not 0 <= own_size <= MAX_NAME_BYTES:
                         raise damaged(f"damaged: a header of {own_size} bytes")
                     extra = read(own_size, offset)
@@ -188,7 +222,9 @@ def walk(read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool
                 raise
             other = what_it_is(block)
             no_tar = f"not a tar but {other}" if other else f"not a tar ({error})"
-            raise damaged(no_tar if position == start else f"damaged: no tar header ({error})") from error
+            raise damaged(
+                no_tar if position == start else f"damaged: no tar header ({error})"
+            ) from error
         name = name or own_name
         size = own_size if size < 0 else size
         if size < 0:
@@ -201,11 +237,19 @@ def walk(read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool
         size = -1
 
 
-def _expect_zeros(read: Read, position: int, stop: int | None, damaged: Callable[[str], TarDamaged]) -> None:
-    """Behind the end mark only zeros may follow; else a header was lost, or something was appended."""
-    while (data := read((1 << 20) if stop is None else min(1 << 20, stop - position), position)) and (stop is None or position < stop):
+def _expect_zeros(
+    read: Read, position: int, stop: int | None, damaged: Callable[[str], TarDamaged]
+) -> None:
+    """Behind the end mark only zeros may follow; else a header was lost, or something was
+    appended."""
+    while (
+        data := read((1 << 20) if stop is None else min(1 << 20, stop - position), position)
+    ) and (stop is None or position < stop):
         if data.count(0) != len(data):
-            raise damaged("damaged: zeros instead of a header, with data after them (a lost header, or several tars as one),")
+            raise damaged(
+                "damaged: zeros instead of a header, with data after them (a lost header, or"
+                " several tars as one),"
+            )
         position += len(data)
 
 

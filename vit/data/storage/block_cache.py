@@ -1,8 +1,10 @@
-"""Blocks of bytes on the local disk, shared by all processes of a host, within a limit. Free of torch.
+"""Blocks of bytes on the local disk, shared by all processes of a host, within a limit. Free of
+torch.
 
-The data's story: whoever needs a block first fetches it, while others that need it wait. The block appears whole, by a rename, and ends
-with a checksum for each of its parts; a part is read with one `pread` and must fit its checksum. Where the limit would be passed, the
-blocks that nobody has read for longest go.
+The data's story: whoever needs a block first fetches it, while others that need it wait. The block
+appears whole, by a rename, and ends with a checksum for each of its parts; a part is read with one
+`pread` and must fit its checksum. Where the limit would be passed, the blocks that nobody has read
+for longest go.
 
     <folder>/                           of its user alone, or of a group, where the folder may be written by one
       used_bytes                        what all blocks together take, counted before each is written; its lock guards the count
@@ -10,10 +12,12 @@ blocks that nobody has read for longest go.
       <data set>/<shard>.<version>.<samples>.block
       <data set>/<...>.part             being fetched, by the process that holds its lock
 
-No lock is waited for without end: its holder may have been stopped. Then a block is fetched, used and not kept.
+No lock is waited for without end: its holder may have been stopped. Then a block is fetched, used
+and not kept.
 
-Nothing here is synced to the disk: after a power cut a block may hold zeros, which its checksums tell. A cache that can no longer be
-written costs time and nothing else: blocks are used and not kept.
+Nothing here is synced to the disk: after a power cut a block may hold zeros, which its checksums
+tell. A cache that can no longer be written costs time and nothing else: blocks are used and not
+kept.
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ NUMBER_BYTES = 21
 DEFAULT_GIB = 50.0
 """Most that a cache takes where nobody says how much, and where its disk has twice that."""
 LOCK_WAIT_S = 120.0
-"""For another process to fetch a block, or to count one: as long as an attempt at a store may take."""
+"""For another process to fetch a block, or to count one: as long as an attempt at a store may
+take."""
 TELL_LOCK_AFTER_S = 10.0
 TELL_LOCK_AGAIN_S = 60.0
 TRY_AGAIN_S = 60.0
@@ -57,20 +62,23 @@ log = logging.getLogger(__name__)
 
 
 class Fetched(NamedTuple):
-    """A block's bytes. `part_ends`: where its parts end; None for a block that is not to be kept."""
+    """A block's bytes. `part_ends`: where its parts end; None for a block that is not to be
+    kept."""
 
     data: bytes
     part_ends: list[int] | None
 
 
 class BlockCache:
-    """The blocks below `folder`. May be used by any number of threads and processes, and pickled."""
+    """The blocks below `folder`. May be used by any number of threads and processes, and
+    pickled."""
 
     folder: Path
     limit_bytes: int
 
     def __init__(self, folder: str | Path | None = None, limit_gib: float | None = None):
-        """folder: by default `default_folder`. limit_gib: by default half of what is free on its disk or used by it, but at most 50.
+        """folder: by default `default_folder`. limit_gib: by default half of what is free on its
+        disk or used by it, but at most 50.
 
         Raises ShardError if the folder cannot be used or its disk is too small for the limit.
         """
@@ -80,27 +88,39 @@ class BlockCache:
             status = self.folder.stat()
             if status.st_mode & stat.S_IWOTH:
                 remedy = f"`chmod o-w {self.folder}`, or choose another with data.cache_dir"
-                raise ShardError(f"{self.folder}: everybody may write there, and so decide what is trained on: {remedy}")
+                raise ShardError(
+                    f"{self.folder}: everybody may write there, and so decide what is trained on:"
+                    f" {remedy}"
+                )
             fd = _open(self.folder / "used_bytes", os.O_RDWR)
             text = os.pread(fd, NUMBER_BYTES, 0)
             os.close(fd)
-            available = shutil.disk_usage(self.folder).free + (int(text) if text.strip().isdigit() else 0)
+            available = shutil.disk_usage(self.folder).free + (
+                int(text) if text.strip().isdigit() else 0
+            )
         except OSError as error:
             remedy = "choose a folder on a disk of this machine with data.cache_dir"
-            raise ShardError(f"{self.folder}: cannot hold a cache of shards ({error.strerror}); {remedy}") from error
+            raise ShardError(
+                f"{self.folder}: cannot hold a cache of shards ({error.strerror}); {remedy}"
+            ) from error
         if limit_gib is not None and limit_gib * GIB > available:
             raise ShardError(
-                f"data.cache_gib={limit_gib:g}: the disk of {self.folder} has room for {available / GIB:.1f}; "
-                "give less, or another disk with data.cache_dir"
+                f"data.cache_gib={limit_gib:g}: the disk of {self.folder} has room for"
+                f" {available / GIB:.1f}; give less, or another disk with data.cache_dir"
             )
         self._refused_bytes = 0
         self._tried_s = 0.0
-        self.limit_bytes = int(min(available // 2, DEFAULT_GIB * GIB) if limit_gib is None else limit_gib * GIB)
+        self.limit_bytes = int(
+            min(available // 2, DEFAULT_GIB * GIB) if limit_gib is None else limit_gib * GIB
+        )
         with suppress(OSError):  # without it others do not know the limit
             weakref.finalize(self, os.close, self._announce())
 
-    def read(self, name: str, block_bytes: int, num_parts: int, part: int, start: int, stop: int) -> bytes | None:
-        """Bytes [start, stop) of a block, which are its part number `part`. None if the block is not here; one that is damaged goes."""
+    def read(
+        self, name: str, block_bytes: int, num_parts: int, part: int, start: int, stop: int
+    ) -> bytes | None:
+        """Bytes [start, stop) of a block, which are its part number `part`. None if the block is
+        not here; one that is damaged goes."""
         path = f"{self.folder}/{name}"  # pathlib would take as long as the read
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -110,7 +130,9 @@ class BlockCache:
             status = os.fstat(fd)
             data = os.pread(fd, stop - start, start)
             checksum = os.pread(fd, CHECKSUM_BYTES, block_bytes + CHECKSUM_BYTES * part)
-            if status.st_size != block_bytes + CHECKSUM_BYTES * num_parts or checksum != _checksum(data):
+            if status.st_size != block_bytes + CHECKSUM_BYTES * num_parts or checksum != _checksum(
+                data
+            ):
                 log.warning("%s: damaged; it is fetched again", path)
                 Path(path).unlink(missing_ok=True)
                 return None
@@ -134,7 +156,8 @@ class BlockCache:
         return (int(text) if text.strip().isdigit() else 0) + num_bytes <= self.limit_bytes
 
     def fetch(self, name: str, get: Callable[[], Fetched], may_remove: bool = True) -> bytes | None:
-        """Have a block here: None if it is, perhaps by now; else its bytes as `get` gives them, and they are kept if there is room.
+        """Have a block here: None if it is, perhaps by now; else its bytes as `get` gives them, and
+        they are kept if there is room.
 
         may_remove: others may go, so that there is room.
         """
@@ -154,7 +177,9 @@ class BlockCache:
             if part_ends is None:
                 return data
             starts = [0, *part_ends[:-1]]
-            checksums = b"".join(_checksum(data[start:end]) for start, end in zip(starts, part_ends, strict=True))
+            checksums = b"".join(
+                _checksum(data[start:end]) for start, end in zip(starts, part_ends, strict=True)
+            )
             try:
                 if self._make_room(len(data) + len(checksums), may_remove):
                     write_whole(part, (data, checksums))
@@ -167,7 +192,8 @@ class BlockCache:
             return data
 
     def refuses(self) -> bool:
-        """Whether blocks could not be written lately, so that fetching one for a part of it would be in vain; one is tried now and then."""
+        """Whether blocks could not be written lately, so that fetching one for a part of it would
+        be in vain; one is tried now and then."""
         now_s = time.monotonic()
         if self._refused_bytes and now_s - self._tried_s <= TRY_AGAIN_S:
             return True
@@ -179,16 +205,20 @@ class BlockCache:
         self._tried_s = time.monotonic()
 
     def _make_room(self, num_bytes: int, may_remove: bool) -> bool:
-        """Count `num_bytes` more, after removing what was not read for longest where needed. False if they do not fit."""
+        """Count `num_bytes` more, after removing what was not read for longest where needed. False
+        if they do not fit."""
         if num_bytes > self.limit_bytes:
             return False
         with self._count() as (fd, used):
-            if used + num_bytes > self.limit_bytes and used + num_bytes > (limit := self._largest_limit()):
+            if used + num_bytes > self.limit_bytes and used + num_bytes > (
+                limit := self._largest_limit()
+            ):
                 if not may_remove:
                     return False
                 # A little more than needed: listing all blocks takes a while.
                 used = self._remove_oldest(limit - num_bytes - limit // 16)
-            os.pwrite(fd, b"%*d\n" % (NUMBER_BYTES - 1, used + num_bytes), 0)  # of one width: what was there is overwritten, never cut off
+            # of one width: what was there is overwritten, never cut off
+            os.pwrite(fd, b"%*d\n" % (NUMBER_BYTES - 1, used + num_bytes), 0)
         return True
 
     def _remove_oldest(self, keep_bytes: int) -> int:
@@ -211,7 +241,8 @@ class BlockCache:
 
     @contextmanager
     def _count(self) -> Iterator[tuple[int, int]]:
-        """The file `used_bytes`, opened and locked, and its number. Without a buffer: the number is there before the lock goes."""
+        """The file `used_bytes`, opened and locked, and its number. Without a buffer: the number is
+        there before the lock goes."""
         fd = _open(self.folder / "used_bytes", os.O_RDWR)
         try:
             with _lock(fd, self.folder / "used_bytes"):
@@ -223,7 +254,8 @@ class BlockCache:
     # ---- the limits of several jobs in one folder ----
 
     def _announce(self) -> int:
-        """A descriptor that holds a lock on `limit.<bytes>`, for as long as this process, or one that it has forked, lives."""
+        """A descriptor that holds a lock on `limit.<bytes>`, for as long as this process, or one
+        that it has forked, lives."""
         path = self.folder / f"limit.{self.limit_bytes}"
         while True:
             fd = _open(path, os.O_RDONLY)  # a disk stays one that can be made read-only
@@ -233,7 +265,8 @@ class BlockCache:
             os.close(fd)  # found to be nobody's, and removed, before it was locked
 
     def _largest_limit(self) -> int:
-        """Of all processes that use this folder now: a smaller one must not take away what belongs to a larger one."""
+        """Of all processes that use this folder now: a smaller one must not take away what belongs
+        to a larger one."""
         largest = self.limit_bytes
         for path in self.folder.glob("limit.*"):
             with suppress(OSError, ValueError):
@@ -252,16 +285,21 @@ _warned: dict[tuple[Path, str | None], object] = {}
 """By whom. One operation, which needs no lock."""
 
 
-# ---- folders and files ----------------------------------------------------------------------------------------------
+# ---- folders and files ---------------------------------------------------------------------------
 
 
 def default_folder(root: Path = Path("/")) -> Path:
-    """A folder on a disk of this machine: in SLURM_TMPDIR or TMPDIR, which batch systems set to one; else `vit` in XDG_CACHE_HOME or in
-    ~/.cache.
+    """A folder on a disk of this machine: in SLURM_TMPDIR or TMPDIR, which batch systems set to
+    one; else `vit` in XDG_CACHE_HOME or in ~/.cache.
 
-    root: where `proc` lies. Raises ShardError where all of these are on network file systems, or in memory.
+    root: where `proc` lies. Raises ShardError where all of these are on network file systems, or in
+    memory.
     """
-    places = [Path(os.environ[name]) / f"vit-{os.getuid()}" for name in ("SLURM_TMPDIR", "TMPDIR") if os.environ.get(name)]
+    places = [
+        Path(os.environ[name]) / f"vit-{os.getuid()}"
+        for name in ("SLURM_TMPDIR", "TMPDIR")
+        if os.environ.get(name)
+    ]
     places.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vit")
     refused = []
     for place in places:
@@ -271,8 +309,9 @@ def default_folder(root: Path = Path("/")) -> Path:
             return place
         refused.append(f"{place} ({kind})")
     raise ShardError(
-        f"no folder on a disk of this machine is known for blocks of shards, only {', '.join(refused)}: name one with data.cache_dir, "
-        "as /scratch or /local_disk of a cluster's node"
+        "no folder on a disk of this machine is known for blocks of shards, only"
+        f" {', '.join(refused)}: name one with data.cache_dir, as /scratch or /local_disk of a"
+        " cluster's node"
     )
 
 
@@ -286,13 +325,16 @@ def _make_folder(folder: Path) -> None:
 
 
 def _open(path: Path, flags: int) -> int:
-    """A descriptor of a file in a cache's folder, made if need be. Raises OSError for what another user might have put there: a link, or a
-    file of somebody who is not of the group that the folder belongs to."""
+    """A descriptor of a file in a cache's folder, made if need be. Raises OSError for what another
+    user might have put there: a link, or a file of somebody who is not of the group that the folder
+    belongs to."""
     shared = bool(path.parent.stat().st_mode & stat.S_IWGRP)
     fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     status = os.fstat(fd)
     folder = path.parent.stat()
-    is_ours = status.st_uid in (os.geteuid(), folder.st_uid) or (shared and status.st_gid == folder.st_gid)
+    is_ours = status.st_uid in (os.geteuid(), folder.st_uid) or (
+        shared and status.st_gid == folder.st_gid
+    )
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not is_ours:
         os.close(fd)
         raise OSError(errno.EPERM, f"{path.name} is a link, or of another user")
@@ -302,23 +344,34 @@ def _open(path: Path, flags: int) -> int:
 
 
 @contextmanager
-def locked_part(path: Path, is_there: Callable[[Path], bool] = Path.exists) -> Iterator[FileIO | None]:
-    """`<path>.part`, opened and locked against other threads and processes, for the one that makes `path`; None if it `is_there` by now.
+def locked_part(
+    path: Path, is_there: Callable[[Path], bool] = Path.exists
+) -> Iterator[FileIO | None]:
+    """`<path>.part`, opened and locked against other threads and processes, for the one that makes
+    `path`; None if it `is_there` by now.
 
-    Renamed or not, nothing of the part is left at the end. Raises OSError before it yields, not after: TimeoutError if another process has
-    the lock for more than `LOCK_WAIT_S` in which the part does not grow.
+    Renamed or not, nothing of the part is left at the end. Raises OSError before it yields, not
+    after: TimeoutError if another process has the lock for more than `LOCK_WAIT_S` in which the
+    part does not grow.
     """
     name = path.with_name(f"{path.name}.part")
     _make_folder(path.parent)
     while not is_there(path):
-        with open(name, "r+b", buffering=0, opener=lambda path, flags: _open(Path(path), flags)) as file, _lock(file.fileno(), name):
+        with (
+            open(
+                name, "r+b", buffering=0, opener=lambda path, flags: _open(Path(path), flags)
+            ) as file,
+            _lock(file.fileno(), name),
+        ):
             if not _is_at(file.fileno(), name):  # who had the lock before has renamed or removed it
                 continue
             try:
                 yield None if is_there(path) else file
             finally:
                 with suppress(OSError):  # a folder that may no longer be written
-                    if _is_at(file.fileno(), name):  # before the lock goes; after a rename another process may have begun another part
+                    # before the lock goes; after a rename another process may have begun another
+                    # part
+                    if _is_at(file.fileno(), name):
                         name.unlink(missing_ok=True)
             return
     yield None
@@ -326,7 +379,8 @@ def locked_part(path: Path, is_there: Callable[[Path], bool] = Path.exists) -> I
 
 @contextmanager
 def _lock(fd: int, path: Path) -> Iterator[None]:
-    """Locked against all who open it, unlocked by name at the end: a process forked meanwhile has the same lock and keeps the file open.
+    """Locked against all who open it, unlocked by name at the end: a process forked meanwhile has
+    the same lock and keeps the file open.
 
     Raises TimeoutError as `locked_part`; after that the same lock is not waited for again.
     """
@@ -351,7 +405,12 @@ def _lock(fd: int, path: Path) -> Iterator[None]:
                 raise TimeoutError(errno.ETIMEDOUT, f"{path.name} is locked by {_holder(fd)}")
             if now_s - began_s > tell_s:
                 tell_s = now_s - began_s + TELL_LOCK_AGAIN_S
-                log.warning("%s: locked by %s; waiting for up to %.0f s", path, _holder(fd), moved_s + LOCK_WAIT_S - now_s)
+                log.warning(
+                    "%s: locked by %s; waiting for up to %.0f s",
+                    path,
+                    _holder(fd),
+                    moved_s + LOCK_WAIT_S - now_s,
+                )
             stages.mine.beat()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
@@ -371,7 +430,10 @@ _waited_for: dict[Path, bool] = {}
 
 def waits_for_lock(path: Path) -> bool:
     """Whether a thread of this process waits for the lock of `path`'s part, or for the count."""
-    return path.with_name(f"{path.name}.part") in _waited_for or path.parent.parent / "used_bytes" in _waited_for
+    return (
+        path.with_name(f"{path.name}.part") in _waited_for
+        or path.parent.parent / "used_bytes" in _waited_for
+    )
 
 
 def _holder(fd: int) -> str:
@@ -383,7 +445,11 @@ def _holder(fd: int) -> str:
             kind = line.split()
             if place in kind and "->" not in kind:
                 pid = int(kind[kind.index(place) - 1])
-                return f"process {pid}{process_state(pid)}" if pid > 0 else "a process of another container"
+                return (
+                    f"process {pid}{process_state(pid)}"
+                    if pid > 0
+                    else "a process of another container"
+                )
     return "another process"
 
 
@@ -395,7 +461,8 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def write_whole(file: FileIO, pieces: Iterable[bytes]) -> None:
-    """Make `pieces` the content of an unbuffered file. (A buffered one would try again, when closed, what a full disk has refused.)"""
+    """Make `pieces` the content of an unbuffered file. (A buffered one would try again, when
+    closed, what a full disk has refused.)"""
     file.truncate(0)
     for piece in pieces:
         rest = memoryview(piece)

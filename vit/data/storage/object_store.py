@@ -1,8 +1,10 @@
-"""Object stores, and whatever else fsspec reads by URL (s3://bucket/folder, gs://, hf://, ftp://). Free of torch.
+"""Object stores, and whatever else fsspec reads by URL (s3://bucket/folder, gs://, hf://, ftp://).
+Free of torch.
 
-The data's story: each call asks fsspec for its client, which it keeps for the process, and is repeated by `vit.data.storage.patience` while errors
-may pass; what a user can set right is told with the place, the reason and the remedy. Files come and go whole; a range of bytes comes with
-the version it was of.
+The data's story: each call asks fsspec for its client, which it keeps for the process, and is
+repeated by `vit.data.storage.patience` while errors may pass; what a user can set right is told
+with the place, the reason and the remedy. Files come and go whole; a range of bytes comes with the
+version it was of.
 """
 
 from __future__ import annotations
@@ -34,22 +36,25 @@ class Kind(NamedTuple):
     """Settings of uploads and downloads."""
 
 
-# A file that goes in parts has up to 4 x 16 MiB in memory; s3fs's own numbers are 10 x 50 MB, and each worker has them.
+# A file that goes in parts has up to 4 x 16 MiB in memory; s3fs's own numbers are 10 x 50 MB, and
+# each worker has them.
 S3 = Kind(
     "s3fs",
-    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (FSSPEC_S3_ANON=true reads public buckets without)",
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (FSSPEC_S3_ANON=true reads public"
+    " buckets without)",
     {"chunksize": 16 << 20, "max_concurrency": 4},
 )
 GS = Kind("gcsfs", "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`", {})
 KINDS = {"s3": S3, "s3a": S3, "gs": GS, "gcs": GS}
-LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of this machine's disk; no store's client uses these
+# of this machine's disk; no store's client uses these
+LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class Store:
     """The files directly at `<url>/`. Any number of threads; pickled as its URL.
 
-    All methods raise Refused for what a user can set right, ShardError when patience is at an end, FileNotFoundError, and OSError about
-    this machine's disk.
+    All methods raise Refused for what a user can set right, ShardError when patience is at an end,
+    FileNotFoundError, and OSError about this machine's disk.
     """
 
     def __init__(self, url: str, patience: Patience | None = None):
@@ -67,7 +72,9 @@ class Store:
 
     def stat(self, name: str, while_waiting: Callable[[], None] | None = None) -> Version:
         """Size, and ETag or time of change."""
-        return self._ask(name, lambda fs, path: _version_now(fs, path, name), while_waiting=while_waiting)
+        return self._ask(
+            name, lambda fs, path: _version_now(fs, path, name), while_waiting=while_waiting
+        )
 
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
         """Bytes [start, stop) of a file that is in use. Raises OSError if it is of another version.
@@ -82,7 +89,9 @@ class Store:
             nonlocal at, piece_bytes
             while at < stop:
                 try:
-                    piece = fs.cat_file(f"{path}/{name}", start=at, end=min(at + piece_bytes, stop), **_limits(fs))
+                    piece = fs.cat_file(
+                        f"{path}/{name}", start=at, end=min(at + piece_bytes, stop), **_limits(fs)
+                    )
                 except TimeoutError:  # fsspec's, too: less may come in time
                     piece_bytes = max(piece_bytes // 4, SMALLEST_PIECE)
                     raise
@@ -119,7 +128,9 @@ class Store:
         size = path.stat().st_size
 
         def put(fs: Any, folder: str) -> None:
-            fs.put_file(str(path), f"{folder}/{path.name}", **(self.kind.transfer if self.kind else {}))
+            fs.put_file(
+                str(path), f"{folder}/{path.name}", **(self.kind.transfer if self.kind else {})
+            )
             if (arrived := _version_now(fs, folder, path.name).size) != size:
                 raise Passing(f"{arrived} of {size} bytes arrived")
 
@@ -131,7 +142,9 @@ class Store:
         def get(fs: Any, folder: str) -> None:
             size = _version_now(fs, folder, name).size
             with temporary_file(path) as file:
-                fs.get_file(f"{folder}/{name}", file.name, **(self.kind.transfer if self.kind else {}))
+                fs.get_file(
+                    f"{folder}/{name}", file.name, **(self.kind.transfer if self.kind else {})
+                )
                 if (arrived := os.path.getsize(file.name)) != size:
                     raise Passing(f"{arrived} of {size} bytes arrived")
                 os.replace(file.name, path)
@@ -142,10 +155,17 @@ class Store:
         """Remove a file."""
         self._ask(name, lambda fs, path: fs.rm_file(f"{path}/{name}"))
 
-    def _ask(self, name: str, action: Callable[[Any, str], T], in_use: bool = False, while_waiting: Callable[[], None] | None = None) -> T:
+    def _ask(
+        self,
+        name: str,
+        action: Callable[[Any, str], T],
+        in_use: bool = False,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> T:
         """What `action` says, given a client and the folder's path.
 
-        fsspec keeps the clients: one for a process, or for each of its threads where they are not safe in several.
+        fsspec keeps the clients: one for a process, or for each of its threads where they are not
+        safe in several.
         """
         import fsspec  # here, as shards on a disk need none of it
 
@@ -162,12 +182,23 @@ class Store:
                 if isinstance(error, OSError) and error.errno in LOCAL_ERRORS:
                     error.filename = error.filename or tempfile.gettempdir()
                     raise
-                final = error if isinstance(error, FileNotFoundError) or _is_stale(error) else self._refusal(error, where)
-                if final is not None and (not in_use or isinstance(error, (ImportError, ValueError, TypeError, NotImplementedError))):
+                final = (
+                    error
+                    if isinstance(error, FileNotFoundError) or _is_stale(error)
+                    else self._refusal(error, where)
+                )
+                if final is not None and (
+                    not in_use
+                    or isinstance(error, (ImportError, ValueError, TypeError, NotImplementedError))
+                ):
                     raise final from error
                 if fs is not None and (final is not None or not fs.async_impl):
-                    fs.clear_instance_cache()  # the next attempt gets one with new credentials, and a new connection
-                raise Passing(_words(error) if _is_stale(error) else f"cannot be reached ({_words(error)})", final=final) from error
+                    # the next attempt gets one with new credentials, and a new connection
+                    fs.clear_instance_cache()
+                raise Passing(
+                    _words(error) if _is_stale(error) else f"cannot be reached ({_words(error)})",
+                    final=final,
+                ) from error
 
         return self.patience.keep_trying(where, attempt, while_waiting)
 
@@ -177,13 +208,21 @@ class Store:
         credentials = f"; credentials come from {self.kind.credentials}" if self.kind else ""
         name = type(error).__name__
         if isinstance(error, ImportError):
-            return Refused(f"{where}: {text}: pip install {self.kind.package}" if self.kind else f"{where}: {text}")
+            return Refused(
+                f"{where}: {text}: pip install {self.kind.package}"
+                if self.kind
+                else f"{where}: {text}"
+            )
         if isinstance(error, PermissionError):
             return Refused(f"{where}: no permission to do this ({text}){credentials}")
-        if "Credential" in name or "Profile" in name:  # NoCredentialsError, DefaultCredentialsError ...
+        # NoCredentialsError, DefaultCredentialsError ...
+        if "Credential" in name or "Profile" in name:
             return Refused(f"{where}: {text}{credentials}")
         if isinstance(error, (ValueError, TypeError, NotImplementedError)) or "Validation" in name:
-            return Refused(f"{where}: {text}; expected a folder or a URL such as s3://bucket/folder{did_you_mean(self.url)}")
+            return Refused(
+                f"{where}: {text}; expected a folder or a URL such as"
+                f" s3://bucket/folder{did_you_mean(self.url)}"
+            )
         return None
 
 
@@ -203,7 +242,11 @@ def _limits(fs: Any) -> dict[str, float]:
 def _listed(fs: Any, path: str) -> dict[str, Version]:
     fs.invalidate_cache(path)  # others write there, too
     found = fs.ls(path, detail=True, **_limits(fs))
-    return {entry["name"].rsplit("/", 1)[-1]: _version_of(entry) for entry in found if entry["type"] == "file"}
+    return {
+        entry["name"].rsplit("/", 1)[-1]: _version_of(entry)
+        for entry in found
+        if entry["type"] == "file"
+    }
 
 
 def _listed_version(fs: Any, path: str, name: str) -> Version | None:
@@ -219,6 +262,18 @@ def _version_now(fs: Any, path: str, name: str) -> Version:
 
 
 def _version_of(entry: dict[str, Any]) -> Version:
-    # What changes with the bytes comes before what changes with rights and labels too; quotes are there or not, on Azure for instance.
-    tags = ("ETag", "md5Hash", "generation", "etag", "mtime", "LastModified", "last_modified", "created")
-    return Version(int(entry["size"]), next((str(entry[key]).strip('"') for key in tags if entry.get(key)), ""))
+    # What changes with the bytes comes before what changes with rights and labels too; quotes are
+    # there or not, on Azure for instance.
+    tags = (
+        "ETag",
+        "md5Hash",
+        "generation",
+        "etag",
+        "mtime",
+        "LastModified",
+        "last_modified",
+        "created",
+    )
+    return Version(
+        int(entry["size"]), next((str(entry[key]).strip('"') for key in tags if entry.get(key)), "")
+    )

@@ -1,8 +1,10 @@
-"""How long to go on when files cannot be had for a while: one rule for servers, object stores and mounted folders. Free of torch.
+"""How long to go on when files cannot be had for a while: one rule for servers, object stores and
+mounted folders. Free of torch.
 
-The data's story: who reads gives an attempt that raises `Passing` for what a later attempt may not meet (a lost connection, "slow down", a
-stale handle). It is made again after growing pauses, for as long as the limit says; what looks final, though it may pass, a few times only.
-A process tells once that a server is away, and once that it is back, however many threads wait for it.
+The data's story: who reads gives an attempt that raises `Passing` for what a later attempt may not
+meet (a lost connection, "slow down", a stale handle). It is made again after growing pauses, for as
+long as the limit says; what looks final, though it may pass, a few times only. A process tells once
+that a server is away, and once that it is back, however many threads wait for it.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ TELL_AFTER_S = 3.0
 """Shorter interruptions are nobody's business."""
 TELL_AGAIN_S = 60.0
 NUM_REFUSALS = 6
-"""Attempts (some 15 s) at what is probably final: a login refused in the middle of a run, say, as its token may just be renewed."""
+"""Attempts (some 15 s) at what is probably final: a login refused in the middle of a run, say, as
+its token may just be renewed."""
 FORGOTTEN_AFTER_S = 180.0
-"""An outage is over for who fails so long after the last attempt should have been made: longer than one takes."""
+"""An outage is over for who fails so long after the last attempt should have been made: longer than
+one takes."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -32,8 +36,15 @@ log = logging.getLogger(__name__)
 class Passing(Exception):
     """What a later attempt may not meet; the text is the reason."""
 
-    def __init__(self, reason: str, retry_after_s: float | None = None, final: Exception | None = None, num_refusals: int = NUM_REFUSALS):
-        """retry_after_s: how long the server wants to be left alone. final: to raise after `num_refusals` attempts in a row."""
+    def __init__(
+        self,
+        reason: str,
+        retry_after_s: float | None = None,
+        final: Exception | None = None,
+        num_refusals: int = NUM_REFUSALS,
+    ):
+        """retry_after_s: how long the server wants to be left alone. final: to raise after
+        `num_refusals` attempts in a row."""
         super().__init__(reason)
         self.retry_after_s = retry_after_s
         self.final = final
@@ -45,16 +56,21 @@ class Patience:
     """Repeats attempts; picklable, and without state of its own."""
 
     limit_s: float = 480.0
-    """So long an attempt is repeated, counted from the first failure, or since when nothing came from its place; 0: never."""
+    """So long an attempt is repeated, counted from the first failure, or since when nothing came
+    from its place; 0: never."""
     first_pause_s: float = 0.5
-    """Doubles from pause to pause, and is drawn between half and three halves of that: who failed together does not come back together."""
+    """Doubles from pause to pause, and is drawn between half and three halves of that: who failed
+    together does not come back together."""
     longest_pause_s: float = 20.0
 
-    def keep_trying(self, where: str, attempt: Callable[[], T], while_waiting: Callable[[], None] | None = None) -> T:
+    def keep_trying(
+        self, where: str, attempt: Callable[[], T], while_waiting: Callable[[], None] | None = None
+    ) -> T:
         """What `attempt` returns, repeated while it raises `Passing`.
 
-        where: URL or path, for people, without secrets. while_waiting: called a few times a second in pauses; may raise to stop.
-        Raises ShardError that says how often and how long it was tried, and the last reason; else what `attempt` raises.
+        where: URL or path, for people, without secrets. while_waiting: called a few times a second
+        in pauses; may raise to stop. Raises ShardError that says how often and how long it was
+        tried, and the last reason; else what `attempt` raises.
         """
         began_s = time.time()
         failed_s = 0.0
@@ -78,26 +94,50 @@ class Patience:
                         _away.pop(place, None)
                         _told.pop(place, None)
                         raise error.final from error
-                    times = f", after {away_s:.0f} s in which nothing came from there" if away_s >= 1 else ""
+                    times = (
+                        f", after {away_s:.0f} s in which nothing came from there"
+                        if away_s >= 1
+                        else ""
+                    )
                     times = f", {number} times in {now_s - failed_s:.0f} s" if number > 1 else times
-                    raise ShardError(f"{where}: {error}{times}; check the address and the network, then start again") from error
-                pause_s = min(self.first_pause_s * 2 ** min(number - 1, 32), self.longest_pause_s) * _JITTER.uniform(0.5, 1.5)
-                pause_s = min(max(pause_s, (error.retry_after_s or 0.0) * _JITTER.uniform(1.0, 1.25)), left_s)
+                    raise ShardError(
+                        f"{where}: {error}{times}; check the address and the network, then start"
+                        " again"
+                    ) from error
+                pause_s = min(
+                    self.first_pause_s * 2 ** min(number - 1, 32), self.longest_pause_s
+                ) * _JITTER.uniform(0.5, 1.5)
+                pause_s = min(
+                    max(pause_s, (error.retry_after_s or 0.0) * _JITTER.uniform(1.0, 1.25)), left_s
+                )
                 outage.awaited_until_s = max(outage.awaited_until_s, now_s + pause_s)
                 if now_s + pause_s - failed_s > tell_s:
                     tell_s = now_s - failed_s + TELL_AGAIN_S
                     if _told.setdefault(place, began_s) is began_s:
                         since = time.strftime("%H:%M:%S", time.localtime(outage.began_s))
-                        log.warning("%s: has not answered since %s (%s); trying for another %.0f s", where, since, error, left_s)
+                        log.warning(
+                            "%s: has not answered since %s (%s); trying for another %.0f s",
+                            where,
+                            since,
+                            error,
+                            left_s,
+                        )
                 _count_retry()
                 outage_s = outage.failed_s
                 _wait(pause_s, while_waiting)
-                slept_s = max(time.monotonic() - now_s - pause_s, 0.0)  # hours, where the process was suspended, and nobody's patience
+                # hours, where the process was suspended, and nobody's patience
+                slept_s = max(time.monotonic() - now_s - pause_s, 0.0)
                 failed_s = failed_s + slept_s
                 outage.failed_s = max(outage.failed_s, outage_s + slept_s)
             else:
-                if _away and (ended := _away.pop(_place(where), None)) is not None and _told.pop(_place(where), None) is not None:
-                    log.warning("%s: answers again after %.0f s", where, time.time() - ended.began_s)
+                if (
+                    _away
+                    and (ended := _away.pop(_place(where), None)) is not None
+                    and _told.pop(_place(where), None) is not None
+                ):
+                    log.warning(
+                        "%s: answers again after %.0f s", where, time.time() - ended.began_s
+                    )
                 return result
 
 
@@ -114,7 +154,8 @@ class _Outage:
 
 
 def _outage_of(place: str, began_s: float, failed_s: float) -> _Outage:
-    """The outage that a failure belongs to: the last one unless something came since, or nobody has asked for long."""
+    """The outage that a failure belongs to: the last one unless something came since, or nobody has
+    asked for long."""
     known = _away.get(place)
     if known is not None and time.monotonic() > known.awaited_until_s + FORGOTTEN_AFTER_S:
         _away.pop(place, None)
@@ -125,9 +166,11 @@ def _outage_of(place: str, began_s: float, failed_s: float) -> _Outage:
 _JITTER = random.Random()
 """Its own generator: nobody's draws depend on the network."""
 _away: dict[str, _Outage] = {}
-"""Places from which nothing has come since. Nobody who fails there has patience of his own: many would use it up one after another."""
+"""Places from which nothing has come since. Nobody who fails there has patience of his own: many
+would use it up one after another."""
 _told: dict[str, float] = {}
-"""Those that were told: who puts one in, or takes it out, tells it. Single operations need no lock."""
+"""Those that were told: who puts one in, or takes it out, tells it. Single operations need no
+lock."""
 _retries = 0
 _moves = 0
 
@@ -138,7 +181,8 @@ def num_retries() -> int:
 
 
 def num_moves() -> int:
-    """Goes on for as long as bytes come to any of this process's threads, or one pauses between attempts: none of them hangs."""
+    """Goes on for as long as bytes come to any of this process's threads, or one pauses between
+    attempts: none of them hangs."""
     return _moves
 
 

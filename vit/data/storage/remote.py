@@ -1,7 +1,8 @@
 """The shards, index and `_info.json` of a data set at a URL. Free of torch.
 
-The data's story: the first answer about a file tells its version (size, ETag); later answers must be of that version. Files on the web are
-read by `vit.data.storage.http`, all others by `vit.data.storage.object_store`; both try again what may pass.
+The data's story: the first answer about a file tells its version (size, ETag); later answers must
+be of that version. Files on the web are read by `vit.data.storage.http`, all others by
+`vit.data.storage.object_store`; both try again what may pass.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from vit.data.storage.block_cache import BlockCache, ends_with_checksum, locked_part, with_checksum, write_whole
+from vit.data.storage.block_cache import (
+    BlockCache,
+    ends_with_checksum,
+    locked_part,
+    with_checksum,
+    write_whole,
+)
 from vit.data.storage.http import NUM_CONNECTIONS, Refused, Version, WebFolder, on_the_web
 from vit.data.storage.object_store import Store
 from vit.data.storage.patience import Patience
@@ -60,9 +67,11 @@ class RemoteFolder:
         return parse_json(b"".join(pieces), f"{self}/_info.json")
 
     def fetch_index(self, split: str, cache: BlockCache) -> Path:
-        """`<split>.index.npy` in the cache's folder: fetched by the first process of this host, awaited by the others.
+        """`<split>.index.npy` in the cache's folder: fetched by the first process of this host,
+        awaited by the others.
 
-        It ends with a checksum, which numpy passes over: one that a power cut has spoilt is fetched again.
+        It ends with a checksum, which numpy passes over: one that a power cut has spoilt is fetched
+        again.
         """
         name = f"{split}.index.npy"
         try:
@@ -77,15 +86,24 @@ class RemoteFolder:
                 try:
                     part = stack.enter_context(locked_part(path, ends_with_checksum))
                 except TimeoutError as error:  # its bytes are the same, whoever is the first
-                    log.warning("%s: %s, and it does not grow; the index is fetched once more", path.parent, error.strerror)
-                    part = stack.enter_context(FileIO(stack.enter_context(temporary_file(path)).name, "r+"))
+                    log.warning(
+                        "%s: %s, and it does not grow; the index is fetched once more",
+                        path.parent,
+                        error.strerror,
+                    )
+                    part = stack.enter_context(
+                        FileIO(stack.enter_context(temporary_file(path)).name, "r+")
+                    )
                 if part is not None:
                     if path.exists():
                         log.warning("%s: damaged; it is fetched again", path)
                     write_whole(part, with_checksum(self._whole(name, version)))
                     os.replace(part.name, path)
         except OSError as error:
-            raise ShardError(f"{path}: cannot be written ({error.strerror}); make room, or choose another data.cache_dir") from error
+            raise ShardError(
+                f"{path}: cannot be written ({error.strerror}); make room, or choose another"
+                " data.cache_dir"
+            ) from error
         return path
 
     def stats(self, names: list[str]) -> list[Version | str]:
@@ -111,15 +129,19 @@ class RemoteFolder:
         try:
             return list(threads.map(version, names))
         finally:
-            stopped.set()  # an error or a signal: who waits for the server to come back ends, and nobody waits for them
+            # an error or a signal: who waits for the server to come back ends, and nobody waits for
+            # them
+            stopped.set()
             threads.shutdown(wait=False, cancel_futures=True)
 
     def stat(self, name: str, while_waiting: Callable[[], None] | None = None) -> Version:
-        """The version of a file. Raises FileNotFoundError, ShardError. while_waiting: see `Patience.keep_trying`."""
+        """The version of a file. Raises FileNotFoundError, ShardError. while_waiting: see
+        `Patience.keep_trying`."""
         return self._server.stat(name, while_waiting)
 
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
-        """Bytes [start, stop) of a file. Raises OSError if it is gone or of another version, ShardError."""
+        """Bytes [start, stop) of a file. Raises OSError if it is gone or of another version,
+        ShardError."""
         return self._server.read(name, start, stop, version)
 
     def fetch(self, name: str, version: Version, path: Path) -> None:
@@ -133,9 +155,17 @@ class RemoteFolder:
             try:
                 yield self.read(name, start, min(start + PIECE_BYTES, version.size), version)
             except OSError as error:
-                raise ShardError(f"{self}/{name}: reading failed: {error.strerror}; start again") from error
+                raise ShardError(
+                    f"{self}/{name}: reading failed: {error.strerror}; start again"
+                ) from error
 
     def _not_indexed(self, what: str) -> ShardError:
-        shards = f"'{self}/train-{{0000..0099}}.tar'" if isinstance(self._server, WebFolder) else str(self)
+        shards = (
+            f"'{self}/train-{{0000..0099}}.tar'"
+            if isinstance(self._server, WebFolder)
+            else str(self)
+        )
         make = f"`python -m data_prep.index {shards} --out ROOT` makes the index in a folder"
-        return ShardError(f"{self}: {what} there; {make}, and data.root=ROOT then reads the shards from this URL")
+        return ShardError(
+            f"{self}: {what} there; {make}, and data.root=ROOT then reads the shards from this URL"
+        )

@@ -1,9 +1,11 @@
-"""Where the bytes of a split's shards come from: files in a folder, or a URL or mounted folder through a cache on the local disk. Free of
-torch.
+"""Where the bytes of a split's shards come from: files in a folder, or a URL or mounted folder
+through a cache on the local disk. Free of torch.
 
-The data's story, with a cache: a block is some 8 MB of a shard, a whole number of consecutive samples, so that what the order keeps
-together comes with one request. One process of a host fetches it, `vit.data.storage.block_cache` keeps it, and samples are read from there.
-`prefetch` has threads fetch what will be needed soon. A block whose tar headers do not fit the index is not kept: its shard was replaced.
+The data's story, with a cache: a block is some 8 MB of a shard, a whole number of consecutive
+samples, so that what the order keeps together comes with one request. One process of a host fetches
+it, `vit.data.storage.block_cache` keeps it, and samples are read from there. `prefetch` has threads
+fetch what will be needed soon. A block whose tar headers do not fit the index is not kept: its
+shard was replaced.
 """
 
 from __future__ import annotations
@@ -40,20 +42,40 @@ from vit.data.storage.remote import RemoteFolder
 from vit.system.files import ShardError
 
 BLOCK_BYTES = 8 << 20
-"""Aimed at. A smaller block pays the network's latency more often; a larger one keeps the first batch waiting."""
+"""Aimed at. A smaller block pays the network's latency more often; a larger one keeps the first
+batch waiting."""
 READ_AHEAD_BATCHES = 8
-"""So many batches before it is needed a block is asked for. They and their windows' blocks have to fit the cache."""
+"""So many batches before it is needed a block is asked for. They and their windows' blocks have to
+fit the cache."""
 ASK_AGAIN_S = 60.0
 """For so long a process does not look whether a block for which it has asked is still there."""
 MAX_ASKED = 4096
-"""Blocks of which a process knows when it asked for them, before it forgets those of more than `ASK_AGAIN_S` ago."""
+"""Blocks of which a process knows when it asked for them, before it forgets those of more than
+`ASK_AGAIN_S` ago."""
 BEAT_S = 1.0
 """While a block is awaited, how often it is looked whether the store was asked again."""
 NUM_OPENING = 16
 """Files opened at once."""
 PASSING_ERRORS = {
-    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.ENOLCK, errno.EBUSY),
-    *(errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+    *(
+        errno.EIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.ENOMEM,
+        errno.ENOLCK,
+        errno.EBUSY,
+    ),
+    *(
+        errno.ENOTCONN,
+        errno.ECONNRESET,
+        errno.ECONNABORTED,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+    ),
     *(errno.ESHUTDOWN, errno.ECONNREFUSED, errno.EPIPE),
 }
 """What NFS, Lustre and FUSE say while their server is away, or of a file handle from before."""
@@ -68,7 +90,8 @@ NUM_THREADS_OF_HOST = 64
 class LocalTars:
     """The shards of a split in a folder: positional reads through file descriptors that stay open.
 
-    What may pass, as a file server that is away or a handle that went stale, is tried again with the file opened anew.
+    What may pass, as a file server that is away or a handle that went stale, is tried again with
+    the file opened anew.
     """
 
     read_ahead_batches = 0
@@ -89,14 +112,16 @@ class LocalTars:
         return str(self.root / self.filenames[shard])
 
     def prepare(self, num_processes: int) -> None:
-        """Open all shards, so that processes that are forked from now on share their descriptors."""
+        """Open all shards, so that processes that are forked from now on share their
+        descriptors."""
         missing = [shard for shard in range(len(self.filenames)) if shard not in self._fds]
 
         def open_(shard: int) -> None:
             with suppress(OSError):  # told by who reads it
                 self._keep(shard, os.open(self.where(shard), os.O_RDONLY))
 
-        with ThreadPoolExecutor(NUM_OPENING) as threads:  # on a network file system each is a round trip
+        # on a network file system each is a round trip
+        with ThreadPoolExecutor(NUM_OPENING) as threads:
             list(threads.map(open_, missing[: self._num_kept()]))
 
     def prefetch(self, shards: list[int], offsets: list[int], sizes: list[int]) -> None:
@@ -104,10 +129,13 @@ class LocalTars:
         for shard, offset, size in zip(shards, offsets, sizes, strict=True):
             if (fd := self._fds.get(shard)) is not None:
                 with suppress(OSError):
-                    os.posix_fadvise(fd, offset - TAR_BLOCK, size + TAR_BLOCK, os.POSIX_FADV_WILLNEED)
+                    os.posix_fadvise(
+                        fd, offset - TAR_BLOCK, size + TAR_BLOCK, os.POSIX_FADV_WILLNEED
+                    )
 
     def pread(self, sample: int, shard: int, size: int, offset: int) -> bytes:
-        """`size` bytes at `offset` of a shard, fewer at its end. `sample`, to which they belong, is for `RemoteTars`.
+        """`size` bytes at `offset` of a shard, fewer at its end. `sample`, to which they belong, is
+        for `RemoteTars`.
 
         Raises OSError; ShardError if what may pass did not.
         """
@@ -126,11 +154,17 @@ class LocalTars:
         return self.patience.keep_trying(self.where(shard), attempt, stages.mine.beat)
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
-        """Have the next `pread` of these bytes ask the disk, or the server of a network file system, as far as that can be had."""
+        """Have the next `pread` of these bytes ask the disk, or the server of a network file
+        system, as far as that can be had."""
         with suppress(OSError), open(self.root / self.filenames[shard], "rb") as file:
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
             if hasattr(os, "posix_fadvise"):  # macOS lacks it
-                os.posix_fadvise(file.fileno(), start, size + offset - start + mmap.PAGESIZE, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(
+                    file.fileno(),
+                    start,
+                    size + offset - start + mmap.PAGESIZE,
+                    os.POSIX_FADV_DONTNEED,
+                )
 
     def close(self) -> None:
         """Close the file descriptors; the next read opens them again."""
@@ -152,10 +186,11 @@ class LocalTars:
         return data
 
     def _keep(self, shard: int, fd: int) -> None:
-        """Leave `fd` open for the next reads, opening costs a round trip on a network file system; but leave half of the process's
-        descriptors to others."""
+        """Leave `fd` open for the next reads, opening costs a round trip on a network file system;
+        but leave half of the process's descriptors to others."""
         if (before := self._fds.get(shard)) is not None:
-            os.dup2(fd, before, inheritable=False)  # never taken away from a thread that may be reading
+            # never taken away from a thread that may be reading
+            os.dup2(fd, before, inheritable=False)
         elif len(self._fds) < self._num_kept() and self._fds.setdefault(shard, fd) == fd:
             return
         os.close(fd)
@@ -170,7 +205,8 @@ def _close(fds: dict[int, int]) -> None:
 
 
 class MountedFolder:
-    """A folder on a file system of other machines, of which blocks are kept here as those of a URL are."""
+    """A folder on a file system of other machines, of which blocks are kept here as those of a URL
+    are."""
 
     def __init__(self, root: Path, filenames: list[str], patience: Patience | None = None):
         self._tars = LocalTars(root.absolute(), filenames, patience)
@@ -219,13 +255,23 @@ def threads_of_each(num_processes: int) -> int:
     return max(min(NUM_THREADS, NUM_THREADS_OF_HOST // max(num_processes, 1)), 1)
 
 
-_OF_A_PROCESS = ("_lock", "_pid", "_num_threads", "_asked_at_s", "_under_way", "_waiting", "_num_waiting")
+_OF_A_PROCESS = (
+    "_lock",
+    "_pid",
+    "_num_threads",
+    "_asked_at_s",
+    "_under_way",
+    "_waiting",
+    "_num_waiting",
+)
 
 
 class RemoteTars:
-    """The shards of a split at a URL or in a mounted folder, through a cache. Threads, forks and pickles as `vit.data.shards.split.Split` says.
+    """The shards of a split at a URL or in a mounted folder, through a cache. Threads, forks and
+    pickles as `vit.data.shards.split.Split` says.
 
-    A sample's bytes begin where the image before it ends: headers and other members in between come along.
+    A sample's bytes begin where the image before it ends: headers and other members in between come
+    along.
     """
 
     read_ahead_batches = READ_AHEAD_BATCHES
@@ -252,13 +298,21 @@ class RemoteTars:
         most = DEFAULT_BLOCK_SAMPLES if len(index) >= PERMUTATION_BELOW else 1 << 30
         self.block_samples = min(1 << (fitting.bit_length() - 1), most)
         names = zip(filenames, versions, strict=True)
-        self._names = [f"{folder.brief}/{name.removesuffix('.tar').replace('/', '%')}.{version.brief()}" for name, version in names]
+        self._names = [
+            f"{folder.brief}/{name.removesuffix('.tar').replace('/', '%')}.{version.brief()}"
+            for name, version in names
+        ]
         self.most_threads = NUM_THREADS
         self._start_over()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {key: value for key, value in self.__dict__.items() if key not in _OF_A_PROCESS}
-        return {**kept, "index": Path(str(self.index.filename)) if isinstance(self.index, np.memmap) else self.index}
+        return {
+            **kept,
+            "index": (
+                Path(str(self.index.filename)) if isinstance(self.index, np.memmap) else self.index
+            ),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -271,14 +325,22 @@ class RemoteTars:
         return f"{self.folder}/{self.filenames[shard]}"
 
     def pread(self, sample: int, shard: int, size: int, offset: int) -> bytes:
-        """`size` bytes at `offset` of a shard, which lie in front of `sample`'s image or in it. Raises ShardError or OSError."""
+        """`size` bytes at `offset` of a shard, which lie in front of `sample`'s image or in it.
+        Raises ShardError or OSError."""
         whole = self._block(sample, shard)
         alone = self._alone(sample, shard)
         start, stop = alone.start, alone.stop
         for _ in range(3):  # more than once only where others need all of the cache
             for block in (whole, alone) if self.cache.refuses() else (whole,):
                 data = self.cache.read(
-                    *(block.name, block.num_bytes, block.last - block.first, sample - block.first, start - block.start, stop - block.start)
+                    *(
+                        block.name,
+                        block.num_bytes,
+                        block.last - block.first,
+                        sample - block.first,
+                        start - block.start,
+                        stop - block.start,
+                    )
                 )
                 if data is not None:
                     break
@@ -287,21 +349,30 @@ class RemoteTars:
                 data = fetched[start - block.start : stop - block.start]
             if data is not None:
                 return _counted(data)[offset - start : offset - start + size]
-        raise ShardError(f"{self.cache.folder}: blocks vanish as soon as they are there; give it more room with data.cache_gib")
+        raise ShardError(
+            f"{self.cache.folder}: blocks vanish as soon as they are there; give it more room with"
+            " data.cache_gib"
+        )
 
     def prepare(self, num_processes: int) -> None:
-        """Of so many processes on this host each fetches by itself: together by few enough threads, each of which holds a block."""
+        """Of so many processes on this host each fetches by itself: together by few enough threads,
+        each of which holds a block."""
         self.most_threads = threads_of_each(num_processes)
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
-        """Have the blocks of these samples fetched in the background, if they can be kept. What fails shows when it is read."""
+        """Have the blocks of these samples fetched in the background, if they can be kept. What
+        fails shows when it is read."""
         if self.cache.refuses():
             return
         now_s = time.monotonic()
         shards = np.searchsorted(self.firsts, samples, side="right") - 1
-        blocks, rows = np.unique(shards * (1 << 40) + samples // self.block_samples, return_index=True)
+        blocks, rows = np.unique(
+            shards * (1 << 40) + samples // self.block_samples, return_index=True
+        )
         if len(self._asked_at_s) > MAX_ASKED:
-            for number in [number for number, at_s in self._asked_at_s.items() if now_s - at_s > ASK_AGAIN_S]:
+            for number in [
+                number for number, at_s in self._asked_at_s.items() if now_s - at_s > ASK_AGAIN_S
+            ]:
                 del self._asked_at_s[number]
         for number, row in zip(blocks.tolist(), rows.tolist(), strict=True):
             if now_s - self._asked_at_s.get(number, -math.inf) > ASK_AGAIN_S:
@@ -328,7 +399,9 @@ class RemoteTars:
                 wait([asked], pause_s)
                 pause_s = BEAT_S
                 stages.mine.count_retries()
-                if (stage := Stage.LOCK if waits_for_lock(path) else Stage.STORE) != stages.mine.stage:
+                if (
+                    stage := Stage.LOCK if waits_for_lock(path) else Stage.STORE
+                ) != stages.mine.stage:
                     stages.mine.enter(stage)
             return asked.result()
 
@@ -343,12 +416,21 @@ class RemoteTars:
         number = sample // self.block_samples
         first = max(number * self.block_samples, self.firsts[shard])
         last = min((number + 1) * self.block_samples, self.firsts[shard + 1])
-        return Block(f"{self._names[shard]}.{first}-{last}.block", shard, first, last, self._start(first, shard), self._stop(last - 1))
+        return Block(
+            f"{self._names[shard]}.{first}-{last}.block",
+            shard,
+            first,
+            last,
+            self._start(first, shard),
+            self._stop(last - 1),
+        )
 
     def _alone(self, sample: int, shard: int) -> Block:
         """A block of one sample, for a cache in which whole ones find no room."""
         name = f"{self._names[shard]}.{sample}-{sample + 1}.block"
-        return Block(name, shard, sample, sample + 1, self._start(sample, shard), self._stop(sample))
+        return Block(
+            name, shard, sample, sample + 1, self._start(sample, shard), self._stop(sample)
+        )
 
     def blocks(self, shards: Iterable[int]) -> list[Block]:
         """All blocks of these shards, in order."""
@@ -361,26 +443,41 @@ class RemoteTars:
         return found
 
     def wanted_bytes(self, samples: NDArray[np.int64]) -> tuple[int, int]:
-        """Of all blocks that these samples lie in, and of those of them that are not in the cache."""
+        """Of all blocks that these samples lie in, and of those of them that are not in the
+        cache."""
         shards = np.searchsorted(self.firsts, samples, side="right") - 1
-        found = {self._block(sample, shard) for sample, shard in zip(samples.tolist(), shards.tolist(), strict=True)}
-        return sum(b.num_bytes for b in found), sum(b.num_bytes for b in found if not self.cache.holds(b.name))
+        found = {
+            self._block(sample, shard)
+            for sample, shard in zip(samples.tolist(), shards.tolist(), strict=True)
+        }
+        return sum(b.num_bytes for b in found), sum(
+            b.num_bytes for b in found if not self.cache.holds(b.name)
+        )
 
     def get(self, block: Block) -> Fetched:
-        """Fetch a block; one whose tar headers do not say the index's sizes, or whose images have other checksums, is not to be kept."""
-        data = self.folder.read(self.filenames[block.shard], block.start, block.stop, self.versions[block.shard])
+        """Fetch a block; one whose tar headers do not say the index's sizes, or whose images have
+        other checksums, is not to be kept."""
+        data = self.folder.read(
+            self.filenames[block.shard], block.start, block.stop, self.versions[block.shard]
+        )
         with self._lock:
             stages.mine.count(fetched_bytes=len(data))
         rows = self.index[block.first : block.last]
         offsets = (rows["offset"].astype(np.int64) - block.start).tolist()
         sizes = rows["size"].tolist()
-        sound = all(size_said_by(data[at - TAR_BLOCK : at]) == size for at, size in zip(offsets, sizes, strict=True))
+        sound = all(
+            size_said_by(data[at - TAR_BLOCK : at]) == size
+            for at, size in zip(offsets, sizes, strict=True)
+        )
         if has_checksums(rows):
             known = rows["crc32c"].tolist()
             sound = sound and all(
-                expected in (0, crc32c(data[at : at + size])) for at, size, expected in zip(offsets, sizes, known, strict=True)
+                expected in (0, crc32c(data[at : at + size]))
+                for at, size, expected in zip(offsets, sizes, known, strict=True)
             )
-        return Fetched(data, [at + size for at, size in zip(offsets, sizes, strict=True)] if sound else None)
+        return Fetched(
+            data, [at + size for at, size in zip(offsets, sizes, strict=True)] if sound else None
+        )
 
     # ---- threads that fetch ----
 
@@ -395,8 +492,8 @@ class RemoteTars:
         self._num_waiting = threading.Semaphore(0)
 
     def _request(self, block: Block, is_urgent: bool = False) -> Future[bytes | None]:
-        """The block's bytes when it will have been fetched, None where another process was first. First asked, first served; before them
-        who `is_urgent`, as a sample of it is read now."""
+        """The block's bytes when it will have been fetched, None where another process was first.
+        First asked, first served; before them who `is_urgent`, as a sample of it is read now."""
         if self._pid != os.getpid():
             self._start_over()
         with self._lock:
@@ -407,7 +504,8 @@ class RemoteTars:
                 self._num_waiting.release()
                 if self._num_threads < min(self.most_threads, len(self._under_way)):
                     self._num_threads += 1
-                    threading.Thread(target=self._serve, daemon=True).start()  # a daemon: no exit waits for a slow server
+                    # a daemon: no exit waits for a slow server
+                    threading.Thread(target=self._serve, daemon=True).start()
             if is_urgent and block.name in self._waiting:
                 self._waiting.move_to_end(block.name, last=False)
             return future
