@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from vit.config import AdamWConfig, Config, RunConfig, SgdConfig
+from vit.config import Config, RunConfig
 from vit.sections import SourceConfig
 from vit.system.urls import not_set, shown, shown_values, unset_variables
 
@@ -123,9 +123,8 @@ def _sections() -> dict[str, list[type[BaseModel]]]:
     """The classes behind each section of `Config`: one, or the members of a union."""
     sections: dict[str, list[type[BaseModel]]] = {}
     for name, field in Config.model_fields.items():
-        sections[name] = (
-            [AdamWConfig, SgdConfig] if get_args(field.annotation) else [field.annotation]
-        )  # type: ignore[list-item]
+        members = [get_args(member)[0] for member in get_args(field.annotation)]
+        sections[name] = members or [field.annotation]
     return sections
 
 

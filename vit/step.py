@@ -268,9 +268,9 @@ class TrainStep:
             torch._foreach_mul_(gradients, factor)
         found_inf = (~norm.isfinite()).float()
         set_lr(self.optimizer, self.lr_at(step))
-        # type: ignore[attr-defined]  # as GradScaler tells it
-        self.optimizer.grad_scale = None
-        self.optimizer.found_inf = found_inf
+        # As torch.amp.GradScaler hands them over: a fused optimizer skips its update on the device.
+        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         self.optimizer.step()
         if self.precision == "fp16":
             self._rescale(found_inf)

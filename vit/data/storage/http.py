@@ -127,7 +127,7 @@ class WebFile(io.RawIOBase):
         """The answer is the file from its beginning, whatever was asked for."""
         # type: int, int | None
         self._given = 0
-        self._until = None
+        self._until: int | None = None
         """Where in the file the answer's next byte is, and where its last byte ends."""
         self._waited_s = 0.0
         self._attempt_s = 0.0
