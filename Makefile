@@ -5,11 +5,13 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DOCS_INSTALLED := .venv/.installed_docs
+PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs slurm/README.md benchmarks/README.md benchmarks/results
 RANKS ?= 2
 TESTS_AT_ONCE ?= 2
 AT_ONCE = $(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all check soak clean
+.PHONY: demo test test-all lint check soak docs clean
 
 demo: $(INSTALLED)
 	@RANKS=$(RANKS) bash launch/demo.sh
@@ -22,14 +24,30 @@ test-all: test
 	$(AT_ONCE) -m full --ignore=tests/slurm
 	$(BIN)/python -m pytest tests/slurm  # alone: its jobs have time limits of seconds
 
-check: $(INSTALLED)
+# Seconds: style, format, types. Pre-commit and CI call the same programs.
+lint: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow and not full"
+
+check: lint
+	$(AT_ONCE) -m "not slow and not full"
 
 # Kills and exits by the hundred: minutes to an hour. COUNT is the number of kills per case and of finished runs.
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py $(if $(COUNT),--count $(COUNT))
+
+# The pages as a site in build/site; a link that leads nowhere is an error. Same paths as here, so the same links work.
+docs: $(DOCS_INSTALLED)
+	rm -rf build/pages build/site
+	mkdir -p build/pages
+	tar cf - $(PAGES) | tar xf - -C build/pages
+	$(BIN)/zensical build --clean --strict
+	@echo "docs: build/site/index.html"
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .[docs]
+	@touch $@
 
 $(INSTALLED): requirements.txt pyproject.toml setup.py $(wildcard vit/data/decode/c/*)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found: install it, or name it with make PYTHON=/path/to/python3"; exit 2; }

@@ -33,7 +33,7 @@ PAGES = [
     ROOT / "slurm" / "README.md",
     ROOT / "CONTRIBUTING.md",
 ]
-PAGES += [ROOT / "benchmarks" / "README.md"]
+PAGES += [ROOT / "benchmarks" / "README.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
 README = ROOT / "README.md"
 BEGINNINGS = r"(?:\w+=\S+ )?(?:python3?|torchrun|sbatch|make|bash)"
 """How a command begins, perhaps behind a variable."""
