@@ -50,7 +50,7 @@ from PIL import Image
 from prep_data import Data, make_data
 
 from data_prep import imagenet
-from data_prep.card import write_card
+from data_prep.write.card_page import write_card
 from data_prep.write.catalogue import Builder, Source, open_catalogue, read_range
 from data_prep.write.images import ImagePolicy
 from data_prep.write.jobs import run_jobs

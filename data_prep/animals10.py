@@ -26,10 +26,10 @@ import numpy as np
 
 from data_prep import imagefolder
 from data_prep.command import Parser, add_arguments, prepare, run
+from data_prep.errors import PrepError
 from data_prep.read.archives import read_zip_member, walk_zip
 from data_prep.read.image_tree import EXTENSIONS, images_below, unique_keys
 from data_prep.write.catalogue import Builder, Source, some, stable_hash
-from data_prep.write.jobs import PrepError
 
 ENGLISH = {
     "cane": "dog",

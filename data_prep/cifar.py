@@ -34,9 +34,9 @@ import numpy as np
 from PIL import Image
 
 from data_prep.command import Parser, add_arguments, prepare, run
+from data_prep.errors import PrepError
 from data_prep.read.download import download
 from data_prep.write.catalogue import Builder, Sample, Source, read_range
-from data_prep.write.jobs import PrepError
 
 SIDE = 32
 PIXEL_BYTES = 3 * SIDE * SIDE

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+from data_prep.errors import PrepError
 from data_prep.write.catalogue import Source
 from data_prep.write.images import RESTART_MARKERS, ImagePolicy
-from data_prep.write.jobs import PrepError
 from data_prep.write.plan import (
     MIN_SHARDS,
     SHARD_BYTES,

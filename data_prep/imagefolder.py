@@ -32,6 +32,7 @@ import PIL
 from PIL import features
 
 from data_prep.command import Parser, add_arguments, fraction, prepare, run
+from data_prep.errors import PrepError
 from data_prep.read.image_tree import (
     EXTENSIONS,
     PassedOver,
@@ -41,7 +42,6 @@ from data_prep.read.image_tree import (
     unique_keys,
 )
 from data_prep.write.catalogue import Builder, Source, safe_key, some, stable_hash
-from data_prep.write.jobs import PrepError
 from data_prep.write.plan import Settings, allowed_unreadable
 
 VAL_FOLDERS = ("val", "validation", "test")

@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep import command
+from data_prep.errors import PrepError
 from data_prep.read.archives import read_zip_member
 from data_prep.read.image_tree import MAX_IMAGE_BYTES
 from data_prep.read.imagenet_labels import WHAT_SERVES, read_all
@@ -46,7 +47,6 @@ from data_prep.read.imagenet_layouts import (
     look,
 )
 from data_prep.write.catalogue import Builder, Sample, Source, read_range, some
-from data_prep.write.jobs import PrepError
 from vit.system.files import unreadable
 from vit.system.meter import Meter
 

@@ -43,13 +43,14 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.card import write_readme
 from data_prep.command import Parser, add_max_unreadable_argument, add_workers_argument, run
+from data_prep.errors import PrepError
 from data_prep.read.class_names import NOTHING_ASKED, Asked, choose_layout
 from data_prep.read.download import WebShards
+from data_prep.write.card_page import write_readme
 from data_prep.write.catalogue import some
 from data_prep.write.index_shard import Shard, called, index_shard, stem
-from data_prep.write.jobs import PrepError, run_jobs
+from data_prep.write.jobs import run_jobs
 from data_prep.write.output import Output, temporary_folder
 from data_prep.write.plan import Settings, allowed_unreadable
 from data_prep.write.writer import write_quarantine

@@ -30,9 +30,9 @@ import numpy as np
 from PIL import Image
 
 from data_prep.command import Parser, add_arguments, prepare, run
+from data_prep.errors import PrepError
 from data_prep.read.download import download
 from data_prep.write.catalogue import Builder, Sample, Source, read_range
-from data_prep.write.jobs import PrepError
 from vit.system.files import unreadable
 
 SIDE = 28

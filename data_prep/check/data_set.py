@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.errors import PrepError
 from data_prep.write.index_shard import called
-from data_prep.write.jobs import PrepError
 from data_prep.write.output import temporary_folder
 from vit.data.shards.data_set import read_info
 from vit.data.shards.members import recorded_layout

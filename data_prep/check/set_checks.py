@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.card import altered_card, readme
 from data_prep.check.data_set import DataSet, Part, tars_of
 from data_prep.check.shard_checks import MOST_LINES, WRITE_AGAIN, Found, counted
+from data_prep.write.card_page import altered_card, readme
 from data_prep.write.catalogue import HASH, catalogue_sha256, key_hashes, some
 from data_prep.write.plan import fingerprint
 from vit.data.shards.data_set import info_sha256, read_sidecar, sidecars_sha256

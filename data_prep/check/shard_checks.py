@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.card import spread
+from data_prep.write.card_data import spread
 from data_prep.write.catalogue import key_hashes
 from data_prep.write.images import ImagePolicy, Prepared, Unreadable, prepare
 from data_prep.write.jobs import count_one
@@ -396,7 +396,7 @@ def check_shard_quickly(shard: Shard) -> Checked:
             version = source.stat(shard.name)
             read = lambda size, position: source.read(
                 shard.name, position, min(position + size, version.size), version
-            )  # noqa: E731
+            )
             found += _capped(_check_rows(shard, read, version.size, rows, chosen))
         return Checked(found, NOTHING_SEEN, len(chosen))
     except OSError as error:

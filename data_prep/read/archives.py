@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data_prep.errors import PrepError
 from data_prep.read.image_tree import MAX_IMAGE_BYTES
 from data_prep.write.catalogue import Sample, descriptor
-from data_prep.write.jobs import PrepError
 from vit.data.shards.tar_walk import FILE, FOLDER, TarDamaged, TarMember, pread, walk, what_it_is
 from vit.system.files import unreadable
 

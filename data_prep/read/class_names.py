@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.write.jobs import PrepError
+from data_prep.errors import PrepError
 from vit.data.shards.members import FLAGS, INTEGER, SampleLayout, recorded_layout
 
 

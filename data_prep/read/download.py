@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_prep.write.jobs import PrepError, count_one
+from data_prep.errors import PrepError
+from data_prep.write.jobs import count_one
 from vit.data.storage.http import Refused, WebFile, WebFolder, on_the_web
 from vit.data.storage.patience import Patience
 from vit.system.files import parse_json

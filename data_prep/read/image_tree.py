@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data_prep.errors import PrepError
 from data_prep.write.catalogue import Sample, safe_key, some, stable_hash
-from data_prep.write.jobs import PrepError
 
 MAX_IMAGE_BYTES = 1 << 28
 """An encoded image of more than 256 MiB is refused: it would be a bomb, or no image."""

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_prep.errors import PrepError
 from data_prep.read.archives import read_zip_member
 from data_prep.write.catalogue import Sample
-from data_prep.write.jobs import PrepError
 from vit.data.shards.tar_walk import what_it_is
 from vit.system.files import unreadable
 

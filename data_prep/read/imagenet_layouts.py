@@ -30,11 +30,11 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from data_prep.errors import PrepError
 from data_prep.read import imagenet_labels, parquet
 from data_prep.read.archives import Members, walk_tar, walk_zip
 from data_prep.read.imagenet_labels import WNID, ValLabels
 from data_prep.write.catalogue import Builder, Sample, some
-from data_prep.write.jobs import PrepError
 from vit.system.files import unreadable
 
 IMAGE = re.compile(

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data_prep.errors import PrepError
 from data_prep.write.catalogue import Builder, stable_hash
-from data_prep.write.jobs import PrepError, count_one, run_jobs
+from data_prep.write.jobs import count_one, run_jobs
 from vit.system.files import read_json, remove_leftovers, replacing, write_json
 
 BATCH_ROWS = 64

@@ -33,7 +33,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from data_prep.write.jobs import PrepError
+from data_prep.errors import PrepError
 from vit.system.files import (
     locked_folder,
     read_json,

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
+from data_prep.errors import PrepError
 from data_prep.write import restart_markers
-from data_prep.write.jobs import PrepError
 from vit.data.decode import native
 from vit.data.decode.images import MAX_JPEG_SIDE, check_jpeg, decode_jpeg, open_image, to_mode
 from vit.data.decode.jpeg_header import JpegHeader, read_header

@@ -13,16 +13,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+from data_prep.errors import PrepError
 from vit.system.child_process import follow_parent, held_back
 from vit.system.meter import Meter
 
 JOBS_WAITING = 4
 """Jobs handed to the pool for each worker: enough to keep it busy, so few that a million jobs need
 no memory."""
-
-
-class PrepError(ValueError):
-    """The source or the output folder is not as it should be; says what is wrong and what to do."""
 
 
 def run_jobs(

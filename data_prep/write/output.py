@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data_prep.write.jobs import PrepError
+from data_prep.errors import PrepError
 from vit.data.storage.object_store import KINDS, Store
 from vit.system import files
 from vit.system.files import locked_folder, remove_if_abandoned, replacing, temporary_file

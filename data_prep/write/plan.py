@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data_prep.errors import PrepError
 from data_prep.write.catalogue import (
     Builder,
     Catalogue,
@@ -31,7 +32,6 @@ from data_prep.write.catalogue import (
     some,
 )
 from data_prep.write.images import ImagePolicy, prepare
-from data_prep.write.jobs import PrepError
 from data_prep.write.output import Output
 from data_prep.write.shard import Shard, Work
 

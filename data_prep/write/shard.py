@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data_prep.errors import PrepError
 from data_prep.write.catalogue import Catalogue, Sample, descriptor
 from data_prep.write.images import ASKS_TO_BE_TURNED, ImagePolicy, Prepared, Unreadable, prepare
-from data_prep.write.jobs import PrepError, count_one
+from data_prep.write.jobs import count_one
 from data_prep.write.output import Output
 from vit.data.shards import data_set
 from vit.data.shards.tar import Member, ScannedSample, crc32c, index_rows, scan_tar, write_idx

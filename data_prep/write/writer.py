@@ -37,6 +37,8 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.errors import PrepError
+from data_prep.write.card_page import write_card
 from data_prep.write.catalogue import (
     Source,
     is_of_catalogue,
@@ -45,7 +47,7 @@ from data_prep.write.catalogue import (
     some,
 )
 from data_prep.write.images import ASKS_TO_BE_TURNED, told_of_turned
-from data_prep.write.jobs import PrepError, run_jobs
+from data_prep.write.jobs import run_jobs
 from data_prep.write.output import Output
 from data_prep.write.plan import (
     Plan,
@@ -80,9 +82,6 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
     and if too many images are unreadable (then there is no `_info.json`, and whole shards are
     kept). OSError: disk full, no permission; the same command continues.
     """
-    # a command of its own, over the same flags, which know this module
-    from data_prep.card import write_card
-
     began = time.monotonic()
     settings = settings or Settings()
     output = Output(out)

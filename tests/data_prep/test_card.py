@@ -17,19 +17,10 @@ from PIL import Image
 from servers import S3Server
 
 from data_prep import imagefolder, index
-from data_prep.card import (
-    CELL,
-    GAP,
-    MARGIN,
-    TEXT_HEIGHT,
-    escaped,
-    histogram,
-    main,
-    markdown_table,
-    shortened,
-    spread,
-    write_card,
-)
+from data_prep.card import main
+from data_prep.write.card_data import spread
+from data_prep.write.card_page import CELL, GAP, MARGIN, TEXT_HEIGHT, shortened, write_card
+from data_prep.write.card_text import escaped, histogram, markdown_table
 from vit.data.shards.data_set import open_split
 
 COLOURS = {

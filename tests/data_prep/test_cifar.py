@@ -15,8 +15,8 @@ from PIL import Image
 from servers import WebServer
 
 from data_prep import cifar
+from data_prep.errors import PrepError
 from data_prep.write.catalogue import Source, open_catalogue
-from data_prep.write.jobs import PrepError
 from vit.data.shards.data_set import open_split
 
 CLASSES = {

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data_prep.errors import PrepError
 from data_prep.imagefolder import Asked, main, source
 from data_prep.write.catalogue import Sample, open_catalogue, safe_key
-from data_prep.write.jobs import PrepError
 from vit.data.shards.data_set import open_split
 
 

@@ -31,9 +31,9 @@ from fake_imagenet import (
 )
 
 from data_prep import imagenet
+from data_prep.errors import PrepError
 from data_prep.imagenet import differences, main, source
 from data_prep.write.catalogue import Catalogue, open_catalogue
-from data_prep.write.jobs import PrepError
 from vit.data.shards.data_set import open_split
 
 

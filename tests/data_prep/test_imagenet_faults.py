@@ -28,9 +28,9 @@ from fake_imagenet import (
     write_train_tar,
 )
 
+from data_prep.errors import PrepError
 from data_prep.imagenet import main, source
 from data_prep.write.catalogue import open_catalogue
-from data_prep.write.jobs import PrepError
 
 
 @pytest.fixture(scope="module")

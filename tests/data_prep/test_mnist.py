@@ -16,8 +16,8 @@ from processes import metrics, run
 from servers import WebServer
 
 from data_prep import mnist
+from data_prep.errors import PrepError
 from data_prep.write.catalogue import open_catalogue
-from data_prep.write.jobs import PrepError
 from vit.data.shards.data_set import open_split
 
 COUNTS = {"train": 60_000, "t10k": 10_000}

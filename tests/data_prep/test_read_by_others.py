@@ -115,7 +115,7 @@ def test_the_page_has_a_line_for_each():
 
 
 def test_a_readme_that_is_there_stays(ours, tmp_path):
-    from data_prep.card import readme, write_readme
+    from data_prep.write.card_page import readme, write_readme
 
     info = {
         "splits": {

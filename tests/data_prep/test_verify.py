@@ -24,8 +24,8 @@ from data_prep import imagefolder, index
 from data_prep.check.data_set import Part, opened_data_set
 from data_prep.check.set_checks import _repeated, check_folder, check_quarantine
 from data_prep.check.shard_checks import SEEN_DTYPE, _check_idx, _check_index
+from data_prep.errors import PrepError
 from data_prep.verify import main, shard_of
-from data_prep.write.jobs import PrepError
 from data_prep.write.output import Output
 from vit.data.shards.data_set import info_sha256, open_split, sidecars_sha256
 from vit.data.shards.tar import scan_tar

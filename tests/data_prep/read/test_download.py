@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from servers import WebServer
 
+from data_prep.errors import PrepError
 from data_prep.read.download import WebShards, download
-from data_prep.write.jobs import PrepError
 from vit.data.storage.patience import Patience
 from vit.system.files import ShardError
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data_prep import verify
+from data_prep.errors import PrepError
 from data_prep.index import main
 from data_prep.read.class_names import read_class_names
-from data_prep.write.jobs import PrepError
 from vit.config import AugmentConfig
 from vit.data.batches import ImageFormat, Layout, TrainBatches
 from vit.data.order import make_order

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep.errors import PrepError
 from data_prep.write import catalogue
 from data_prep.write.catalogue import (
     Builder,
@@ -24,7 +25,6 @@ from data_prep.write.catalogue import (
     safe_key,
     stable_hash,
 )
-from data_prep.write.jobs import PrepError
 
 CLASSES = ["a", "b", "c"]
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode, v2
 
+from data_prep.errors import PrepError
 from data_prep.write.images import REFUSED_BY_STRICT, ImagePolicy, Unreadable, prepare
-from data_prep.write.jobs import PrepError
 from vit.data.decode.images import decode
 
 DECODE = ImagePolicy("decode")

@@ -11,7 +11,7 @@ import boto3
 import pytest
 from servers import S3Server, cable, forget_clients
 
-from data_prep.write.jobs import PrepError
+from data_prep.errors import PrepError
 from data_prep.write.output import Output, temporary_folder
 from vit.data.storage.patience import Patience, num_retries
 from vit.system.files import ShardError, locked_folder

@@ -17,9 +17,9 @@ import simplejpeg
 from PIL import Image, ImageCms
 
 from data_prep import imagefolder
+from data_prep.errors import PrepError
 from data_prep.write import restart_markers
 from data_prep.write.images import ImagePolicy, prepare
-from data_prep.write.jobs import PrepError
 from data_prep.write.restart_markers import Marked, with_restart_markers
 from vit.data.decode import native
 from vit.data.decode.jpeg_header import read_header

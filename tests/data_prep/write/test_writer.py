@@ -21,9 +21,9 @@ import pytest
 import webdataset
 from PIL import Image
 
+from data_prep.errors import PrepError
 from data_prep.write.catalogue import Builder, Sample, Source, read_range
 from data_prep.write.images import ImagePolicy
-from data_prep.write.jobs import PrepError
 from data_prep.write.plan import Settings, choose_num_shards, choose_part
 from data_prep.write.shard import TarStream
 from data_prep.write.writer import write

@@ -1,0 +1,254 @@
+"""The text of a data set's card, in Markdown."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from data_prep.write import restart_markers
+from data_prep.write.card_data import THREADS, Card, decoded, spread
+from data_prep.write.images import ASKS_TO_BE_TURNED, told_of_turned
+
+QUANTILES = {"smallest": 0, "5 %": 5, "median": 50, "95 %": 95, "largest": 100}
+SIDE_EDGES = (1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 65536)
+"""Bins of the histogram of shorter sides, in pixels."""
+BAR = 40
+"""Letters of the longest bar."""
+MOST_REASONS = 20
+COLOUR_IMAGES = 1000
+"""Images decoded for mean and standard deviation: some seconds, and the error of the mean is below
+0.01."""
+
+
+def card_text(card: Card) -> str:
+    """The card in Markdown."""
+    counts = ", ".join(f"{len(index):,} in `{split}`" for split, index in card.indexes.items())
+    sections = {
+        f"# {card.name}": [
+            f"{sum(map(len, card.indexes.values())):,} images of {card.num_classes:,} classes:"
+            f" {counts}."
+        ],
+        "![Images by class](contact_sheet.png)": [],
+        "## Splits": _splits(card),
+        "## Sizes": _sizes(card),
+        "## Colours": _colours(card),
+        "## Converted or left out": _conversions(card),
+        "## Source": _source(card),
+        "## Classes": _classes(card),
+    }
+    return (
+        "\n\n".join("\n\n".join([heading, *paragraphs]) for heading, paragraphs in sections.items())
+        + "\n"
+    )
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> str:
+    """A table whose first `left` columns are aligned left, the others right."""
+
+    def line(cells: Iterable[Any]) -> str:
+        return f"| {' | '.join(escaped(str(cell)) for cell in cells)} |"
+
+    rule = f"|{'|'.join('---' if column < left else '---:' for column in range(len(head)))}|"
+    return "\n".join([line(head), rule, *map(line, rows)])
+
+
+def escaped(text: str) -> str:
+    """`text` in one line, without meaning to Markdown."""
+    return re.sub(r"([\\`*|<\[\]]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", re.sub(r"\s+", " ", text))
+
+
+def _splits(card: Card) -> list[str]:
+    left_out = Counter(entry["split"] for entry in card.quarantined)
+    rows = []
+    for split, index in card.indexes.items():
+        described = card.info["splits"][split]
+        counts = card.images_per_class(split)
+        per_class = (
+            f"{counts.min():,} to {counts.max():,}"
+            if counts.min() < counts.max()
+            else f"{counts.min():,}"
+        )
+        megabytes = f"{int(index['size'].sum(dtype=np.uint64)) / 1e6:,.1f}"
+        rows.append(
+            (
+                split,
+                f"{len(index):,}",
+                per_class,
+                f"{len(described['filenames']):,}",
+                megabytes,
+                f"{left_out[split]:,}",
+            )
+        )
+    return [
+        markdown_table(
+            ("split", "images", "of each class", "shards", "MB of images", "left out"), rows
+        )
+    ]
+
+
+def _sizes(card: Card) -> list[str]:
+    columns = {
+        name: np.concatenate([index[name] for index in card.indexes.values()])
+        for name in ("width", "height", "size")
+    }
+    shorter = np.minimum(columns["width"], columns["height"])
+    rows = []
+    for title, values in (
+        ("width", columns["width"]),
+        ("height", columns["height"]),
+        ("shorter side", shorter),
+        ("bytes", columns["size"]),
+    ):
+        found = np.percentile(values, list(QUANTILES.values()), method="inverted_cdf")
+        rows.append((title, *(f"{int(value):,}" for value in found)))
+    pairs, counts = np.unique(
+        columns["width"].astype(np.uint32) << 16 | columns["height"], return_counts=True
+    )
+    most = np.argsort(-counts, kind="stable")[:5]
+    common = ", ".join(
+        f"{pairs[k] >> 16} x {pairs[k] & 65535} ({_percent(counts[k], len(shorter))})" for k in most
+    )
+    more = f", and {len(pairs) - len(most):,} others" if len(pairs) > len(most) else ""
+    return [
+        "Of all splits together, in pixels and bytes:",
+        markdown_table(("", *QUANTILES), rows),
+        f"Most frequent (width x height): {common}{more}.",
+        "Shorter sides:",
+        f"```text\n{histogram(shorter)}\n```",
+    ]
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %"
+
+
+def histogram(sides: np.ndarray) -> str:
+    """A bar of text for each bin of SIDE_EDGES between the first and the last that are not
+    empty."""
+    counts, _ = np.histogram(sides, SIDE_EDGES)
+    filled = np.flatnonzero(counts)
+    lines = []
+    for k in range(filled[0], filled[-1] + 1):
+        bar = "█" * round(BAR * counts[k] / counts.max())
+        lines.append(
+            f"{SIDE_EDGES[k]:>6} to {SIDE_EDGES[k + 1] - 1:<6} {_percent(counts[k], len(sides)):>7}"
+            f"  {bar}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _colours(card: Card) -> list[str]:
+    split = next(iter(card.indexes))
+    rows = spread(len(card.indexes[split]), COLOUR_IMAGES)
+    mean, std = colour_statistics(card, split, rows)
+    which = f"all {len(rows):,}" if len(rows) == len(card.indexes[split]) else f"{len(rows):,}"
+    told = (
+        f"Over {which} images of `{split}`, each with the same weight, decoded in full; red, green"
+        " and blue from 0 to 1:"
+    )
+    table = markdown_table(
+        ("", "red", "green", "blue"),
+        [(name, *(f"{x:.3f}" for x in v)) for name, v in (("mean", mean), ("std", std))],
+    )
+    return [told, table]
+
+
+def colour_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of red, green and blue, (3,) each in [0, 1], over all pixels;
+    each image has the same weight."""
+    levels = np.arange(256) / 255
+
+    def moments(row: int) -> np.ndarray:
+        counts = np.array(decoded(card, split, row).histogram(), np.float64).reshape(3, 256)
+        return np.stack([counts @ levels, counts @ levels**2]) / counts[0].sum()
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        mean, square = np.mean(list(pool.map(moments, rows)), axis=0)
+    return mean, np.sqrt(np.maximum(0, square - mean**2))
+
+
+def _conversions(card: Card) -> list[str]:
+    if "catalogue" not in card.info:
+        return ["Not known: these shards were made elsewhere and indexed."]
+    told = []
+    if changed := card.info.get("changed"):
+        told.append(
+            "What the writer changed or remarked; all other images have the bytes of their source."
+        )
+        told.append(
+            markdown_table(
+                ("", "images"),
+                [(reason, f"{count:,}") for reason, count in sorted(changed.items())],
+            )
+        )
+        told += _restart_markers(changed)
+    else:
+        told.append("No image was converted.")
+    if turned := card.info.get(ASKS_TO_BE_TURNED):
+        told.append(f"{told_of_turned(turned, sum(map(len, card.indexes.values())))}.")
+    if card.quarantined:
+        reasons = Counter((entry["split"], entry["reason"]) for entry in card.quarantined)
+        told.append(
+            f"{len(card.quarantined):,} images cannot be read and were left out;"
+            " [quarantine.jsonl](quarantine.jsonl) names them."
+        )
+        told.append(
+            markdown_table(
+                ("split", "reason", "images"),
+                [(*key, f"{n:,}") for key, n in reasons.most_common(MOST_REASONS)],
+                2,
+            )
+        )
+        if len(reasons) > MOST_REASONS:
+            told.append(f"And {len(reasons) - MOST_REASONS:,} other reasons.")
+    else:
+        told.append("No image was left out.")
+    return told
+
+
+def _restart_markers(changed: Mapping[str, int]) -> list[str]:
+    marked = sum(
+        count for reason, count in changed.items() if reason.endswith(restart_markers.MARKED)
+    )
+    kept: Counter[str] = Counter()
+    for reason, count in changed.items():
+        if restart_markers.UNMARKED in reason:
+            kept[reason.partition(restart_markers.UNMARKED)[2]] += count
+    if not marked and not kept:
+        return []
+    told = (
+        f"{marked:,} images got restart markers and better Huffman tables: other bytes, the same"
+        " pixels in every decoder."
+    )
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in kept.most_common())
+    return [told + (f" {kept.total():,} stayed as they were: {reasons}." if kept else "")]
+
+
+def _source(card: Card) -> list[str]:
+    options = card.info.get("options") or {}
+    notes = [f"- {escaped(line)}" for line in card.info.get("origin") or []]
+    told = [
+        (
+            f"Made by `python -m data_prep.{card.info['source']}`."
+            if "source" in card.info
+            else "Not known."
+        )
+    ]
+    told += ["\n".join(notes)] if notes else []
+    rows = [(name, json.dumps(value, ensure_ascii=False)) for name, value in options.items()]
+    return told + ([markdown_table(("option", "value"), rows, 2)] if rows else [])
+
+
+def _classes(card: Card) -> list[str]:
+    counts = {split: card.images_per_class(split) for split in card.indexes}
+    rows = [
+        (label, card.class_name(label), *(f"{count[label]:,}" for count in counts.values()))
+        for label in range(card.num_classes)
+    ]
+    return [markdown_table(("label", "class", *counts), rows, 2)]
