@@ -48,12 +48,12 @@ from vit.system.command_line import Parser
 from vit.system.meter import Meter
 from vit.train import build, train
 from vit.weights import (
-    Trained,
-    find_trained,
+    LoadedWeights,
+    class_mismatch,
+    find_weights,
     fingerprint,
     load_weights,
-    other_classes,
-    read_trained,
+    read_weights,
 )
 
 
@@ -68,16 +68,16 @@ def main() -> World:
             for key, value in {**settings, "init.checkpoint": args.checkpoint}.items()
         ]
         tuned = config_io.load_config(args.finetune, [*given, *args.overrides]).config
-    asked_by = "--device " if args.device else "train.device="
-    world = distributed.start(
-        tuned.train.device if args.finetune else args.device or "auto", asked_by
+    setting = "--device " if args.device else "train.device="
+    world = distributed.join_world(
+        tuned.train.device if args.finetune else args.device or "auto", setting
     )
-    path = world.main_first(lambda: find_trained(args.checkpoint or newest_run()))
+    path = world.main_first(lambda: find_weights(args.checkpoint or newest_run()))
     known = None
     config = None
     problem = ""
-    with world.main_reports():
-        trained = read_trained(path)
+    with world.fail_together():
+        trained = read_weights(path)
         if args.model and trained.config is not None:
             raise ValueError(
                 f"--model {args.model}: {trained.path} comes from this project and knows what it"
@@ -245,7 +245,7 @@ def newest_run() -> Path:
 
 
 def evaluate_trained(
-    trained: Trained, config: Config, world: World, said: TextIO
+    trained: LoadedWeights, config: Config, world: World, said: TextIO
 ) -> tuple[Evaluation, dict[str, Any]]:
     """Evaluate weights under `config`, which may name another image size than they were trained at,
     and tell the result to `said`.
@@ -255,7 +255,7 @@ def evaluate_trained(
     split = open_indexed(config.data, config.data.val_split, world)
     assert trained.num_classes is not None, "it came with its config"
     image = image_format(config)
-    with world.main_reports():
+    with world.fail_together():
         if split.num_classes > trained.num_classes:
             raise ValueError(
                 f"{split.root}: has {split.num_classes} classes, {trained.path} knows"
@@ -303,7 +303,7 @@ def evaluate_trained(
     as_json["top1_low"], as_json["top1_high"] = interval95(
         result.accuracy.correct_top1, result.accuracy.num_images
     )
-    if note := other_classes(trained, split.class_names, split.num_classes):
+    if note := class_mismatch(trained, split.class_names, split.num_classes):
         as_json["note"] = note
         if world.is_main:
             print(f"  note: {note}", file=said)
@@ -311,7 +311,7 @@ def evaluate_trained(
 
 
 def finetune(
-    trained: Trained,
+    trained: LoadedWeights,
     base: Config | None,
     problem: str,
     tuned: Config,
@@ -327,7 +327,7 @@ def finetune(
     """
     assert tuned.run.dir is not None, "load_config names it"
     # a run that goes on, or is finished, must have begun with these weights
-    with world.main_reports():
+    with world.fail_together():
         found = newest_checkpoint(Path(tuned.run.dir)) if world.is_main else None
         if found is not None and found[1]["facts"].get("init_sha256") not in (
             None,
@@ -377,7 +377,7 @@ def finetune(
                 print(json.dumps({"stopped": True, "run": tuned.run.dir}))
         return
     world.barrier()
-    after, after_json = evaluate_trained(read_trained(tuned.run.dir), tuned, world, said)
+    after, after_json = evaluate_trained(read_weights(tuned.run.dir), tuned, world, said)
     if not world.is_main:
         return
 

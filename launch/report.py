@@ -34,7 +34,7 @@ def main() -> World:
     in_use = is_in_use(run_dir)
     # The GPU of a run that is going on may be full to the brim.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
-    world = distributed.start(device, "--device ")
+    world = distributed.join_world(device, "--device ")
     with Meter("drawing", len(PAINTERS), "pictures") as meter:
         report = make_report(
             run_dir,

@@ -37,7 +37,7 @@ def main() -> World | None:
         if distributed.is_main_process():
             print(describe(config, origins, distributed.world_size()), end="")
         return None
-    world = distributed.start(config.train.device)
+    world = distributed.join_world(config.train.device)
     train(build(config, world, args.allow_change))
     return world
 

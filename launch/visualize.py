@@ -28,7 +28,7 @@ def main() -> World:
     """The command line above; returns the world it started."""
     args = read_command_line()
     config = load_config(args.config, args.overrides).config
-    world = distributed.start(config.train.device)
+    world = distributed.join_world(config.train.device)
     out = args.out or Path(f"augment_{Path(args.config).stem}.png")
     print(make_contact_sheet(config, args.images, args.draws, out, world.device))
     return world

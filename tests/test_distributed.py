@@ -23,15 +23,15 @@ from torch import nn
 
 from vit import distributed
 from vit.distributed import AlreadyReported, RankLost, World
-from vit.system.devices import Found, choose_device
+from vit.system.devices import HostDevices, choose_device
 from vit.system.host import num_nvidia_gpus
 
 SLOW_MAIN = """
 import datetime, time
 import vit.distributed as distributed
-from vit.exit import stop
+from vit.exit import leave_world
 distributed.COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=3)
-world = distributed.start("cpu")
+world = distributed.join_world("cpu")
 
 def make():
     if world.is_main:
@@ -39,9 +39,9 @@ def make():
     return world.rank * 10
 
 print(f"rank {world.rank} has {world.main_first(make)} and {world.main_first(lambda: 7)}", flush=True)
-with world.main_reports():  # a save of the main rank
+with world.fail_together():  # a save of the main rank
     make()
-stop(world)
+leave_world(world)
 """
 
 
@@ -69,7 +69,7 @@ def words(ended: list[Any]) -> list[str]:
 def test_all_ranks_get_what_the_main_rank_tells():
     told = {"name": "step_00000003", "info": {"step": 3, "size": [2, None]}}
     assert (
-        together(3, lambda world: world.main_tells(lambda: told if world.is_main else 1))
+        together(3, lambda world: world.broadcast_from_main(lambda: told if world.is_main else 1))
         == [told] * 3
     )
 
@@ -97,7 +97,7 @@ def test_whatever_ends_the_main_rank_ends_those_who_wait_for_it(error, heard):
 )
 def test_a_mistake_on_any_rank_ends_all_and_is_told_once_where_the_main_rank_has_it(wrong, tell):
     def function(world: World) -> str:
-        with world.main_reports():
+        with world.fail_together():
             if world.rank in wrong:
                 raise ValueError(f"mistake of {world.rank}")
         return "went on"
@@ -112,7 +112,7 @@ def test_a_mistake_on_any_rank_ends_all_and_is_told_once_where_the_main_rank_has
 
 def test_a_bug_on_one_rank_ends_those_who_wait_for_it():
     def function(world: World) -> None:
-        with world.main_reports():
+        with world.fail_together():
             if world.rank == 1:
                 raise RuntimeError("a bug")
 
@@ -127,9 +127,9 @@ def test_a_mistake_of_another_rank_after_the_main_rank_ends_those_who_are_ahead(
         try:
             world.main_first(lambda: open(__file__ if world.is_main else "nowhere").close())
         except OSError as error:
-            world.tell_end(str(error))  # as `run_command` does
+            world.announce_end(str(error))  # as `run_command` does
             raise
-        with world.main_reports():
+        with world.fail_together():
             pass
 
     ended = together(2, function)
@@ -142,7 +142,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
 
     def function(world: World) -> None:
         if world.rank != 2:
-            with world.main_reports():
+            with world.fail_together():
                 pass
 
     ended = together(3, function)
@@ -169,7 +169,7 @@ from vit import distributed
 from vit.exit import StopSignals, run_command
 
 def main():
-    world = distributed.start("cpu")
+    world = distributed.join_world("cpu")
     StopSignals()
     print("waiting", flush=True)
     world.main_first(lambda: time.sleep(3600))
@@ -231,7 +231,7 @@ def test_who_waits_notices_a_killed_rank_of_its_host(tmp_path):
     assert first in WAIT
     others = """
     StopSignals().remember_only()
-    with world.main_reports():
+    with world.fail_together():
         time.sleep(3600 if world.rank == 1 else 0)
 """
     script.write_text(WAIT.replace(first, others))
@@ -259,12 +259,12 @@ def test_who_waits_for_the_main_rank_notices_that_it_was_killed(tmp_path):
 
 # ---- which device -----------------------------------------------------------------------------
 
-GOOD = Found("node1", ranks=8, gpus=8, nvidia_gpus=8, said="")
-BROKEN = Found(
+GOOD = HostDevices("node1", ranks=8, gpus=8, nvidia_gpus=8, said="")
+BROKEN = HostDevices(
     "node7", ranks=8, gpus=0, nvidia_gpus=8, said="Found no NVIDIA driver on your system"
 )
-FEW = Found("node9", ranks=8, gpus=4, nvidia_gpus=4, said="")
-CPU = Found("node3", ranks=8, gpus=0, nvidia_gpus=0, said="No CUDA GPUs are available")
+FEW = HostDevices("node9", ranks=8, gpus=4, nvidia_gpus=4, said="")
+CPU = HostDevices("node3", ranks=8, gpus=0, nvidia_gpus=0, said="No CUDA GPUs are available")
 
 
 @pytest.mark.parametrize("asked", ["auto", "cuda"])
@@ -290,7 +290,7 @@ def test_where_all_have_the_same_it_is_taken():
 
 
 def test_the_main_rank_decides_for_all_of_what_each_has_found():
-    def agreed(world: World, found: list[Found]) -> tuple[str, tuple[str, ...]]:
+    def agreed(world: World, found: list[HostDevices]) -> tuple[str, tuple[str, ...]]:
         here = found[world.rank]
         world = distributed._agree_on_device(world, "auto", "train.device=", here)
         return str(world.device), world.hosts
@@ -334,13 +334,13 @@ def test_gpus_are_counted_on_the_bus_whatever_their_driver_does(tmp_path):
 DIFFERENT = """
 import os
 from vit import distributed
-from vit.system.devices import Found
+from vit.system.devices import HostDevices
 from vit.exit import run_command
 
 def main():
-    here = Found("node1", 1, 1, 1, "")
-    there = Found("node7", 1, 0, 1, "Found no NVIDIA driver on your system")
-    return distributed.start("auto", found=there if os.environ["RANK"] == "2" else here)
+    here = HostDevices("node1", 1, 1, 1, "")
+    there = HostDevices("node7", 1, 0, 1, "Found no NVIDIA driver on your system")
+    return distributed.join_world("auto", found=there if os.environ["RANK"] == "2" else here)
 
 run_command(main)
 """
@@ -381,11 +381,11 @@ def test_fp32_is_fp32_and_kernels_are_not_chosen_by_timing(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
-    distributed.start("cpu")
+    distributed.join_world("cpu")
     assert not torch.backends.cudnn.allow_tf32
     assert not torch.backends.cudnn.benchmark
     assert torch.get_float32_matmul_precision() == "highest"
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
-    distributed.start("cpu")
+    distributed.join_world("cpu")
     assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native", "the user's own wins"

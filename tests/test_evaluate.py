@@ -14,7 +14,7 @@ from vit.config_io import from_dict
 from vit.data.decode.views import decode_center
 from vit.data.shards.data_set import open_split
 from vit.model import create_model
-from vit.weights import load_weights, read_trained
+from vit.weights import load_weights, read_weights
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_the_same_numbers_on_1_2_and_3_ranks_and_with_other_batches(trained_run)
 
 
 def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
-    trained = read_trained(trained_run)
+    trained = read_weights(trained_run)
     config = from_dict(trained.config, "test")
     model = create_model(
         config.model.name, config.model.image_size, trained.num_classes, **config.model.fields()

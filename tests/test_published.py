@@ -39,7 +39,7 @@ from vit.published import (
     published,
     to_config,
 )
-from vit.weights import find_trained, load_weights, read_trained
+from vit.weights import find_weights, load_weights, read_weights
 
 ROOT = Path(__file__).parent.parent
 WORLD = World(0, 1, torch.device("cpu"))
@@ -314,7 +314,7 @@ def test_a_file_of_timms_computes_and_predicts_what_timm_does(
 ):
     theirs, images, expected = random_timm_model(name, **fields)
     path = save(theirs, tmp_path, name)
-    trained, known = adopt(read_trained(path), None, str(photographs), "val")
+    trained, known = adopt(read_weights(path), None, str(photographs), "val")
     row = next((row for row in KNOWN if row.name == name), None)
     assert known.name == name
     assert known.top1 == (row.top1 if row and not fields else None)
@@ -466,7 +466,7 @@ def test_by_the_settings_beside_it(tmp_path):
         tmp_path,
         safe_serialization=True,
     )
-    assert find_trained(tmp_path) == tmp_path / "model.safetensors"
+    assert find_weights(tmp_path) == tmp_path / "model.safetensors"
     expected = next(row for row in KNOWN if row.name.startswith("vit_tiny"))
     assert identify(tmp_path) == identify(tmp_path / "model.safetensors") == expected
     settings = json.loads((tmp_path / "config.json").read_text())
@@ -589,15 +589,15 @@ def test_weights_without_classes_and_a_command_without_data_are_told(tmp_path):
     path = tmp_path / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
     save_file(timm.create_model("vit_tiny_patch16_224", num_classes=0).state_dict(), path)
     with pytest.raises(ValueError, match=r"has no head.weight, so no classes"):
-        adopt(read_trained(path), None, "data")
+        adopt(read_weights(path), None, "data")
     with pytest.raises(ValueError, match=r"is vit_tiny.*with --data ROOT"):
-        adopt(read_trained(path), None, None)
+        adopt(read_weights(path), None, None)
 
 
 def test_the_number_is_for_a_thousand_classes(tmp_path):
     path = tmp_path / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
     save_file(timm.create_model("vit_tiny_patch16_224", num_classes=10).state_dict(), path)
-    trained, known = adopt(read_trained(path), None, "data")
+    trained, known = adopt(read_weights(path), None, "data")
     assert (trained.num_classes, trained.config["model"]["num_classes"], known.top1) == (
         10,
         10,

@@ -12,10 +12,10 @@ from timm.layers import resample_abs_pos_embed
 
 from vit.model import VisionTransformer, create_model
 from vit.weights import (
-    Trained,
+    LoadedWeights,
     WeightsError,
+    class_mismatch,
     load_weights,
-    other_classes,
     read_state_dict,
     resample_posemb,
     save_weights,
@@ -404,8 +404,10 @@ def test_guests_are_resampled_and_reset_too():
 MODEL = ["cat", "dog", "cow", "hen", "pig"]
 
 
-def trained_on(names: list[str] | None, num_classes: int | None = None) -> Trained:
-    return Trained(Path("run"), {}, num_classes=num_classes or len(names or []), class_names=names)
+def trained_on(names: list[str] | None, num_classes: int | None = None) -> LoadedWeights:
+    return LoadedWeights(
+        Path("run"), {}, num_classes=num_classes or len(names or []), class_names=names
+    )
 
 
 @pytest.mark.parametrize(
@@ -451,7 +453,7 @@ def trained_on(names: list[str] | None, num_classes: int | None = None) -> Train
     ],
 )
 def test_classes_are_compared_by_name(model, data, expected):
-    assert other_classes(trained_on(model), data, len(data)) == expected
+    assert class_mismatch(trained_on(model), data, len(data)) == expected
 
 
 def test_classes_without_names_are_counted():
@@ -459,16 +461,16 @@ def test_classes_without_names_are_counted():
         "2 classes in the data, 5 in the model, and no names to compare them by: labels are"
         " compared by number"
     )
-    assert other_classes(trained_on(MODEL), [], 2) == counted
-    assert other_classes(trained_on([], 5), ["a", "b"], 2) == counted
-    assert other_classes(trained_on([], 5), [], 5) == ""
+    assert class_mismatch(trained_on(MODEL), [], 2) == counted
+    assert class_mismatch(trained_on([], 5), ["a", "b"], 2) == counted
+    assert class_mismatch(trained_on([], 5), [], 5) == ""
     unnamed = "the data have no names of classes, the model has: labels are compared by number"
-    assert other_classes(trained_on(MODEL), [], 5) == unnamed, (
+    assert class_mismatch(trained_on(MODEL), [], 5) == unnamed, (
         "equal counts are no proof of equal classes"
     )
-    assert other_classes(trained_on(MODEL[:3], 7), MODEL[:3], 3) == "", (
+    assert class_mismatch(trained_on(MODEL[:3], 7), MODEL[:3], 3) == "", (
         "a head with room to spare, on its own data"
     )
-    assert other_classes(trained_on(None, 1000), ["a", "b"], 2) == "", (
+    assert class_mismatch(trained_on(None, 1000), ["a", "b"], 2) == "", (
         "weights of somebody else's tell nothing"
     )

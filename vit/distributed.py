@@ -1,6 +1,6 @@
 """torch.distributed lives here: who am I, start, sums, waiting for each other, wrapping.
 
-The data's story: torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; `start` reads them once, agrees
+The data's story: torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; `join_world` reads them once, agrees
 with the other ranks on the kind of device, and gives a `World`, which every other module is handed
 instead of asking torch. Without torchrun the world is one process and no process group exists. CPU
 with gloo is a supported target, a GPU uses NCCL; nothing else differs.
@@ -9,12 +9,12 @@ Who waits for whom, and how long. What a person, a disk or a network can make sl
 store, which torchrun serves, and not through a collective, which ends the run when it takes too
 long and holds back signals:
 
-    start           the main rank for all others                        COLLECTIVE_TIMEOUT
-    main_tells      all others for the main rank's function             as long as it takes
+    join_world      the main rank for all others                        COLLECTIVE_TIMEOUT
+    broadcast_from_main      all others for the main rank's function             as long as it takes
     main_first      the same, and then they call the function           as long as it takes
-    main_reports    all for all, who may save or load meanwhile         LONGEST_WAIT
-    check_same      main_tells, then main_reports
-    barrier         main_reports, then a collective
+    fail_together    all for all, who may save or load meanwhile         LONGEST_WAIT
+    check_same      broadcast_from_main, then fail_together
+    barrier         fail_together, then a collective
     sum_, any, DDP  all for all, in collectives                         COLLECTIVE_TIMEOUT
 
 A mistake (ValueError) in one of the middle ones ends all ranks: the one that made it tells, the
@@ -22,7 +22,7 @@ others raise AlreadyReported. So they do where a rank has ended of something els
 as `vit.exit.run_command` leaves word of it. Of one that was killed those ranks of its host take
 notice that wait through the store, and leave word for the other hosts; torchrun's SIGTERM would not
 end them, as it means to save first. Where torchrun was killed the store goes with the first host's.
-Then main_reports goes on in a collective, so that its ranks can save; the others raise RankLost. In
+Then fail_together goes on in a collective, so that its ranks can save; the others raise RankLost. In
 collectives gloo notices a dead rank at once. NCCL does not: its other ranks stand still until
 torchrun, Slurm (srun --kill-on-bad-exit) or COLLECTIVE_TIMEOUT ends them.
 """
@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from vit.system.devices import Found, choose_device, find_devices
+from vit.system.devices import HostDevices, choose_device, find_devices
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class World:
         return self.rank == 0
 
     @property
-    def is_first_of_host(self) -> bool:
+    def is_local_main(self) -> bool:
         """True on one rank of each host: it looks at files for the others."""
         return not self.hosts or self.hosts.index(self.hosts[self.rank]) == self.rank
 
@@ -111,7 +111,7 @@ class World:
     def barrier(self) -> None:
         """Wait for all ranks, of whom one may be saving or drawing its report."""
         if self.size > 1:
-            with self.main_reports():
+            with self.fail_together():
                 pass
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
@@ -121,12 +121,12 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def main_tells(self, function: Callable[[], T]) -> T:
+    def broadcast_from_main(self, function: Callable[[], T]) -> T:
         """What `function` gives on the main rank (anything that JSON holds), on all ranks, who wait
         as long as it takes. Whatever it raises there becomes AlreadyReported on the others."""
         if self.store is None:
             return function()
-        word = f"main_tells {next(self._turns)}"
+        word = f"broadcast_from_main {next(self._turns)}"
         if self.is_main:
             try:
                 result = function()
@@ -150,7 +150,7 @@ class World:
         def first() -> None:
             results.append(function())
 
-        self.main_tells(first)
+        self.broadcast_from_main(first)
         return results[0] if results else function()
 
     def check_same(self, look: Callable[[], str], what: str) -> str:
@@ -158,9 +158,9 @@ class World:
         else to the first rank, the only one that looks; `what` says in words what it describes. All
         ranks stop.
         """
-        expected = self.main_tells(look)
-        with self.main_reports():
-            if self.is_first_of_host and not self.is_main and (text := look()) != expected:
+        expected = self.broadcast_from_main(look)
+        with self.fail_together():
+            if self.is_local_main and not self.is_main and (text := look()) != expected:
                 raise ValueError(
                     f"{socket.gethostname()} sees other {what} than rank 0 ({text}, not"
                     f" {expected}): all hosts must see the same files"
@@ -168,21 +168,21 @@ class World:
         return expected
 
     @contextmanager
-    def main_reports(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         """All ranks come here together; a ValueError on one of them stops all. The main rank tells
         its own, else each rank that has one does. Raises RankLost where a rank does not come within
         LONGEST_WAIT."""
         if self.store is None:
             yield
             return
-        turn = f"main_reports {next(self._turns)}"
+        turn = f"fail_together {next(self._turns)}"
         problem: ValueError | None = None
         try:
             yield
         except ValueError as error:
             problem = error
         except BaseException as error:
-            self.tell_end(_in_words(error))
+            self.announce_end(_in_words(error))
             raise
         is_told = problem is not None
         told_by_main = "told by rank 0" if is_told and self.is_main else ""
@@ -219,13 +219,13 @@ class World:
                 raise RankLost(f"{self._names(missing)} did not come within {hours:g} hour(s)")
             return store.add(f"{turn} problems", 0) > 0, store.get(f"{turn} 0").decode()
 
-    def tell_end(self, words: str) -> None:
+    def announce_end(self, words: str) -> None:
         """Let the ranks that wait, or will wait, through the store know that this one ends."""
         if self.store is not None:
             with suppress(dist.DistError):
                 self._say(ENDED, words)
 
-    def any(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on one."""
         return bool(self.sum_(torch.tensor(float(flag), device=self.device)).item() > 0)
 
@@ -281,7 +281,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def world_size() -> int:
-    """Ranks that torchrun has started, 1 without torchrun; known before `start`."""
+    """Ranks that torchrun has started, 1 without torchrun; known before `join_world`."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -291,7 +291,7 @@ def local_world_size() -> int:
 
 
 def is_main_process() -> bool:
-    """True on rank 0; known before `start`, for messages about what went wrong on the way there."""
+    """True on rank 0; known before `join_world`, for messages about what went wrong on the way there."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -319,7 +319,7 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _agree_on_device(world: World, asked: str, asked_by: str, found: Found) -> World:
+def _agree_on_device(world: World, asked: str, setting: str, found: HostDevices) -> World:
     """`world` with the device of this rank and the names of all hosts. Raises as `choose_device`
     does."""
 
@@ -332,10 +332,10 @@ def _agree_on_device(world: World, asked: str, asked_by: str, found: Found) -> W
                 missing = [r for r in range(world.size) if not world.store.check([words[r]])]
                 minutes = COLLECTIVE_TIMEOUT / timedelta(minutes=1)
                 raise RankLost(f"{world._names(missing)} did not come within {minutes:g} min")
-            everyone = [Found(**json.loads(text)) for text in world.store.multi_get(words)]
+            everyone = [HostDevices(**json.loads(text)) for text in world.store.multi_get(words)]
             said = world.store.multi_get([f"process {rank}" for rank in range(world.size)])
             processes = [json.loads(text) for text in said]
-        kind, notes = choose_device(asked, asked_by, everyone)
+        kind, notes = choose_device(asked, setting, everyone)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         return kind, [one.host for one in everyone], processes
@@ -344,7 +344,7 @@ def _agree_on_device(world: World, asked: str, asked_by: str, found: Found) -> W
     if world.store is not None:
         world._say(f"process {world.rank}", (space, os.getpid()))
         world._say(f"found {world.rank}", asdict(found))
-    kind, hosts, processes = world.main_tells(decide)
+    kind, hosts, processes = world.broadcast_from_main(decide)
     beside = {rank: pid for rank, (its, pid) in enumerate(processes) if space and its == space}
     index = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", index) if kind == "cuda" else torch.device("cpu")
@@ -355,21 +355,21 @@ _here: World | None = None
 """The world that was started in this process."""
 
 
-def tell_other_ranks(words: str) -> None:
-    """`World.tell_end` of the world that was started here, if one was: for the end of a process,
+def announce_end(words: str) -> None:
+    """`World.announce_end` of the world that was started here, if one was: for the end of a process,
     where nobody has it at hand."""
     if _here is not None:
-        _here.tell_end(words)
+        _here.announce_end(words)
 
 
-def start(
-    device: str = "auto", asked_by: str = "train.device=", found: Found | None = None
+def join_world(
+    device: str = "auto", setting: str = "train.device=", found: HostDevices | None = None
 ) -> World:
     """Join the process group that torchrun describes, or be a world of one.
 
     `device`: cpu; cuda; or auto, which is a GPU where each rank of every host has one, else the
     CPU. `found`: what there is on this host, by default what `find_devices` finds. Raises
-    ValueError where GPUs are asked for, in messages `asked_by` that setting or flag, and there are
+    ValueError where GPUs are asked for, in messages `setting` that setting or flag, and there are
     fewer than ranks on a host; where hosts differ; and where the ranks cannot meet.
     """
     _set_backends()
@@ -385,7 +385,7 @@ def start(
     words = dist.PrefixStore("words", store) if store is not None else None
     global _here
     _here = world = World(rank, size, torch.device("cpu"), words)
-    world = _agree_on_device(world, device, asked_by, found or find_devices())
+    world = _agree_on_device(world, device, setting, found or find_devices())
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         # Before the first CUDA call, or every rank opens a context on GPU 0.

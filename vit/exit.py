@@ -31,8 +31,8 @@ from vit.distributed import (
     AlreadyReported,
     RankLost,
     World,
+    announce_end,
     local_world_size,
-    tell_other_ranks,
     world_size,
 )
 from vit.system.urls import guard_console, shown
@@ -99,7 +99,7 @@ def run_command(command: Callable[[], World | None]) -> None:
     try:
         world = command()
         if world is not None:
-            stop(world)
+            leave_world(world)
     except AlreadyReported as error:
         _leave_silently(str(error), 2)
     except ValueError as error:
@@ -125,7 +125,7 @@ def run_command(command: Callable[[], World | None]) -> None:
         _leave_with_stack()
 
 
-def stop(world: World) -> None:
+def leave_world(world: World) -> None:
     """End this process with status 0, after every rank has come here. Does not return when there is
     a process group.
 
@@ -153,7 +153,7 @@ def _leave_with_words(words: str, status: int) -> NoReturn:
     """Tell people and torchrun, and end."""
     words = f"{_who()}{words}"
     print(words, file=sys.stderr, flush=True)
-    tell_other_ranks(words)
+    announce_end(words)
     _tell_torchrun(words)
     leave(status)
 
@@ -161,7 +161,7 @@ def _leave_with_words(words: str, status: int) -> NoReturn:
 def _leave_with_stack() -> NoReturn:
     """A bug: its stack is what there is to tell."""
     traceback.print_exc()
-    tell_other_ranks(f"rank {_rank()} ended with an error")
+    announce_end(f"rank {_rank()} ended with an error")
     _tell_torchrun(traceback.format_exc())
     leave(1)
 
@@ -172,7 +172,7 @@ def _leave_because_of_others(words: str, status: int) -> NoReturn:
     if _host_has_spoken():
         leave(0)
     print(f"{_who()}{words}", file=sys.stderr, flush=True)
-    tell_other_ranks(f"rank {_rank()}: {words}")
+    announce_end(f"rank {_rank()}: {words}")
     leave(status)
 
 

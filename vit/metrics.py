@@ -53,7 +53,7 @@ def interval95(correct: int, total: int) -> tuple[float, float]:
     return 100.0 * max(middle - half, 0.0), 100.0 * min(middle + half, 1.0)
 
 
-def interval_in_words(correct: int, total: int) -> str:
+def format_interval(correct: int, total: int) -> str:
     """`interval95` for people; "" where so many images were seen that it would only be noise, or
     none."""
     low, high = interval95(correct, total)
@@ -73,7 +73,7 @@ class Accuracy:
     loss: float
 
     def __str__(self) -> str:
-        interval = interval_in_words(self.correct_top1, self.num_images)
+        interval = format_interval(self.correct_top1, self.num_images)
         right = (
             f"{self.correct_top1} of {self.num_images}; {interval}"
             if interval

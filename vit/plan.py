@@ -259,8 +259,8 @@ def open_indexed(
 
     if world is None:
         return open_it()
-    versions = world.main_tells(first)
-    return opened[0] if opened else open_it(not world.is_first_of_host, versions)
+    versions = world.broadcast_from_main(first)
+    return opened[0] if opened else open_it(not world.is_local_main, versions)
 
 
 def choose_num_classes(config: Config, *splits: Split | Sources | Stream) -> int:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from vit import config_io
-from vit.weights import HUB_FILES, Trained, find_trained
+from vit.weights import HUB_FILES, LoadedWeights, find_weights
 
 Channels = tuple[float, float, float]
 IMAGENET: tuple[Channels, Channels] = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -227,7 +227,7 @@ def identify(path: str | Path, name: str | None = None) -> KnownModel:
     """
     if name is not None:
         return _by_name(name, or_defaults=True)
-    file = find_trained(path)
+    file = find_weights(path)
     settings = file.parent / "config.json"
     return (_by_settings(settings) if settings.is_file() else None) or _by_file_name(file)
 
@@ -480,8 +480,8 @@ def to_config(
 
 
 def adopt(
-    trained: Trained, name: str | None, data_root: str | None, val_split: str = "val"
-) -> tuple[Trained, KnownModel]:
+    trained: LoadedWeights, name: str | None, data_root: str | None, val_split: str = "val"
+) -> tuple[LoadedWeights, KnownModel]:
     """Weights that came without a config of ours, with one: `trained` as a run of ours would have
     left it, and the model it is.
 

@@ -62,13 +62,13 @@ from vit.step import TrainStep, compile_blocks
 from vit.system.files import replacing
 from vit.system.meter import Meter
 from vit.weights import (
-    Trained,
+    LoadedWeights,
     WeightsError,
+    class_mismatch,
     fingerprint,
     grid_size,
     load_weights,
-    other_classes,
-    read_trained,
+    read_weights,
     save_weights,
 )
 
@@ -169,13 +169,13 @@ def _build(
 
     1. data and plan, 2. weights: seeded, or `init.checkpoint`, 3. everything that surrounds them,
     4. a checkpoint over all of it. `world.main_first`: rank 0 does it, then the others.
-    `world.main_reports`: all do it, and a mistake on any rank ends all, told once.
+    `world.fail_together`: all do it, and a mistake on any rank ends all, told once.
     """
     # 1. The cheap checks come first: a mistake should show in a second.
     val_split = open_indexed(config.data, config.data.val_split, world)
     train_set = open_train_set(config, val_split, world)
     train_split = train_set.split
-    with world.main_reports():
+    with world.fail_together():
         plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)
         num_classes = choose_num_classes(config, train_split, val_split)
         image = image_format(config)
@@ -208,18 +208,18 @@ def _build(
     facts["class_names"] = train_split.class_names
     facts |= {"chosen": train_set.identity} if train_set.identity else {}
     found = find_checkpoint(folder, config, facts, allow_change, world)
-    with world.main_reports():
+    with world.fail_together():
         if world.is_main and (found is None or found[1]["step"] < plan.total_steps):
             checked = check_disk(checked, config, plan, folder, num_classes)
 
     # 2. All ranks draw the same weights.
-    with world.main_reports():
+    with world.fail_together():
         torch.manual_seed(config.train.seed)
         model = create_model(
             config.model.name, config.model.image_size, num_classes, **config.model.fields()
         )
         if config.init.checkpoint is not None and found is None:
-            trained = read_trained(config.init.checkpoint)
+            trained = read_weights(config.init.checkpoint)
             try:
                 notes = load_weights(
                     model, trained.weights, trained.grid_size, config.init.reset_head
@@ -229,7 +229,7 @@ def _build(
                     f"{trained.path}: {error}{_other_model_settings(trained, config)}"
                 ) from None
             if not config.init.reset_head and (
-                note := other_classes(trained, train_split.class_names, num_classes)
+                note := class_mismatch(trained, train_split.class_names, num_classes)
             ):
                 notes.append(f"{note}; init.reset_head=true starts the head anew")
             for note in notes:
@@ -265,7 +265,7 @@ def _build(
     # 4. In place: DDP and the average keep their tensors.
     progress = Progress(facts={**facts, "grid_size": grid_size(model)})
     if found is not None:
-        with world.main_reports():
+        with world.fail_together():
             progress = checkpoints.load_checkpoint(*found, train_step)
             if progress.step > plan.total_steps:
                 raise ValueError(
@@ -294,7 +294,7 @@ def _build(
     )
 
 
-def _other_model_settings(trained: Trained, config: Config) -> str:
+def _other_model_settings(trained: LoadedWeights, config: Config) -> str:
     """What in `model` differs from the config inside the weights, where they have one; sizes of
     images and rates change no shapes."""
     there, here = (trained.config or {}).get("model", {}), config_io.to_dict(config)["model"]
@@ -506,7 +506,7 @@ def _save(run: Run, monitor: Monitor) -> None:
     run.progress.elapsed_s = monitor.elapsed_s()
     values = config_io.to_dict(run.config)
     keep_last = run.config.checkpoint.keep_last
-    with run.world.main_reports():
+    with run.world.fail_together():
         _write_weights(run, "last")
         folder = checkpoints.save_checkpoint(
             run.folder, run.train_step, run.progress, values, run.world, keep_last
@@ -585,7 +585,7 @@ def _evaluate(run: Run) -> bool:
 
     def on_batch(done: int, total: int) -> None:
         meter.update(run.val_split.num_samples * done // total)
-        if done % 8 == 0 and run.world.any(bool(run.signals.received)):
+        if done % 8 == 0 and run.world.any_rank(bool(run.signals.received)):
             raise _Interrupted
 
     try:
@@ -623,7 +623,7 @@ def _evaluate(run: Run) -> bool:
     is_best = progress.take_best(
         *((result.accuracy.top1, result.accuracy.loss) for result in results.values())
     )
-    with run.world.main_reports():
+    with run.world.fail_together():
         if run.world.is_main:
             save_predictions(
                 run.folder, results.get("ema", results["model"]), run.val_split, progress.step

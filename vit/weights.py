@@ -310,7 +310,7 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
 
 
 @dataclass(frozen=True)
-class Trained:
+class LoadedWeights:
     """What a run of ours left behind, or a bare state dict of somebody else's (`config` is then
     None)."""
 
@@ -327,8 +327,8 @@ class Trained:
     else's."""
 
 
-def find_trained(path: str | os.PathLike[str]) -> Path:
-    """The file, or the checkpoint folder, that `read_trained` reads for a run folder, a checkpoint
+def find_weights(path: str | os.PathLike[str]) -> Path:
+    """The file, or the checkpoint folder, that `read_weights` reads for a run folder, a checkpoint
     folder, one of Hugging Face or a file.
 
     A run folder means `weights/last_ema.safetensors`, else `weights/last.safetensors`, else its
@@ -352,19 +352,19 @@ def find_trained(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-def read_trained(path: str | os.PathLike[str]) -> Trained:
+def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:
     """Weights as they are meant to be used, the averaged ones where there are some, from what
-    `find_trained` finds.
+    `find_weights` finds.
 
     Raises WeightsError for anything else, saying what was expected.
     """
-    path = find_trained(path)
+    path = find_weights(path)
     if path.is_dir():
         return _from_checkpoint(path)
     weights, metadata = read_state_dict(path)
     if not {"config", "num_classes", "grid_size", "averaged", "step"} <= metadata.keys():
-        return Trained(path, weights)
-    return Trained(
+        return LoadedWeights(path, weights)
+    return LoadedWeights(
         path,
         weights,
         averaged=json.loads(metadata["averaged"]),
@@ -376,7 +376,7 @@ def read_trained(path: str | os.PathLike[str]) -> Trained:
     )
 
 
-def _from_checkpoint(folder: Path) -> Trained:
+def _from_checkpoint(folder: Path) -> LoadedWeights:
     try:
         info = json.loads((folder / "checkpoint.json").read_text())
         config = info["config"]
@@ -398,7 +398,7 @@ def _from_checkpoint(folder: Path) -> Trained:
         if name.startswith(prefix)
     }
     names = facts.get("class_names", [])  # younger than the first checkpoints
-    return Trained(
+    return LoadedWeights(
         folder,
         weights,
         averaged,
@@ -410,7 +410,7 @@ def _from_checkpoint(folder: Path) -> Trained:
     )
 
 
-def other_classes(trained: Trained, names: Sequence[str], num_classes: int) -> str:
+def class_mismatch(trained: LoadedWeights, names: Sequence[str], num_classes: int) -> str:
     """How the classes of data (`names` of labels 0, 1, ..., [] if unknown) differ from those that
     `trained` knows, or "".
 

@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from data_prep.errors import PrepError
-from vit.system.child_process import follow_parent, held_back
+from vit.system.child_process import follow_parent, signals_blocked
 from vit.system.meter import Meter
 
 JOBS_WAITING = 4
@@ -57,7 +57,7 @@ def run_jobs(
         try:
             with Meter(what, num_images or num_jobs, "images" if num_images else unit) as meter:
                 while True:
-                    with held_back():  # the first submission starts the workers
+                    with signals_blocked():  # the first submission starts the workers
                         for function, argument, name in itertools.islice(
                             waiting, JOBS_WAITING * workers - len(names)
                         ):

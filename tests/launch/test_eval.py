@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import TINY, make_shards, run_here, write_config
 
-from vit.weights import read_trained
+from vit.weights import read_weights
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +88,15 @@ def test_fewer_classes_of_the_same_names_are_told_as_such(base, tmp_path, capfd)
 def test_a_checkpoint_knows_its_classes_too_and_an_older_one_is_read(base, tmp_path):
     [folder] = (base / "checkpoints").glob("step_*3")
     assert (
-        read_trained(folder).class_names
-        == read_trained(base).class_names
+        read_weights(folder).class_names
+        == read_weights(base).class_names
         == ["class0", "class1", "class2"]
     )
     older = shutil.copytree(folder, tmp_path / "step_00000003")
     info = json.loads((older / "checkpoint.json").read_text())
     del info["facts"]["class_names"]
     (older / "checkpoint.json").write_text(json.dumps(info))
-    assert read_trained(older).class_names == []
+    assert read_weights(older).class_names == []
 
 
 @pytest.mark.parametrize("reset_head", ["false", "true"])

@@ -35,7 +35,7 @@ from vit.data import stages
 from vit.data.batches import Batches
 from vit.data.slots import Slots
 from vit.data.stages import DOING, Row, Stage
-from vit.system.child_process import follow_parent, held_back
+from vit.system.child_process import follow_parent, signals_blocked
 from vit.system.files import ShardError
 from vit.system.host import num_oom_kills, process_state
 
@@ -254,7 +254,7 @@ class Crew:
 
     def _start(self, number: int) -> None:
         self.rows[number].begin_again()
-        with held_back():
+        with signals_blocked():
             results, say = self._context.Pipe(duplex=False)
             worker = self._context.Process(
                 target=_work,

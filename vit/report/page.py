@@ -33,7 +33,7 @@ from markupsafe import Markup, escape
 from vit import config_io
 from vit.config import Config
 from vit.data.batches import image_format
-from vit.metrics import interval_in_words
+from vit.metrics import format_interval
 from vit.model import count_parameters, create_model, flops_per_image
 from vit.report.curves import curve_panels
 from vit.report.history import History, read_history
@@ -326,7 +326,7 @@ def _headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
         num_images = row["num_images"] if row["num_images"] is not None else row["num_images_ema"]
         other = row["top1"] if averaged else row["top1_ema"]
         known = values["correct_top1"] is not None and num_images is not None
-        values["interval"] = interval_in_words(values["correct_top1"], num_images) if known else ""
+        values["interval"] = format_interval(values["correct_top1"], num_images) if known else ""
         return {
             **values,
             "num_images": num_images,

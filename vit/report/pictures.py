@@ -42,7 +42,7 @@ from vit.plan import create_order, open_indexed, open_train_set
 from vit.report import plots
 from vit.report.curves import plot_curves
 from vit.run.record import METRICS_FILE
-from vit.weights import Trained, WeightsError, find_trained, load_weights, read_trained
+from vit.weights import LoadedWeights, WeightsError, find_weights, load_weights, read_weights
 
 REPORT_FOLDER = "report"
 NUM_AUGMENTED = 24
@@ -174,12 +174,12 @@ class RunFolder:
             return config_io.from_dict(trained.config, str(trained.path))
 
     @cached_property
-    def trained(self) -> Trained:
+    def trained(self) -> LoadedWeights:
         try:
-            find_trained(self.run_dir)
+            find_weights(self.run_dir)
         except WeightsError:
             raise ValueError("The run has not saved any weights yet") from None
-        return read_trained(self.run_dir)
+        return read_weights(self.run_dir)
 
     @cached_property
     def train_set(self) -> TrainSet:
@@ -370,7 +370,7 @@ def _paint_attention(source: RunFolder, picture: Path) -> str:
     )
 
 
-def _grid(trained: Trained, model: Any) -> tuple[int, int]:
+def _grid(trained: LoadedWeights, model: Any) -> tuple[int, int]:
     grid = trained.grid_size or getattr(getattr(model, "patch_embed", None), "grid_size", None)
     if grid is None:
         raise ValueError("The model does not say how its patches lie")

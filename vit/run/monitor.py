@@ -196,7 +196,7 @@ class Monitor:
             )
         self._log(step + 1, values, effort)
         if progress.updates_skipped_in_a_row >= config.train.max_skipped_steps:
-            with self.world.main_reports():
+            with self.world.fail_together():
                 raise ValueError(
                     f"step {step}: the gradient was not finite {progress.updates_skipped_in_a_row}"
                     f" times in a row (loss {values.loss:.4g}): training has diverged. Lower"

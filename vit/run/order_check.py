@@ -53,7 +53,7 @@ class OrderCheck:
         first = self._first
         last = self._next - 1
         is_exact = self._order is not None
-        with self._world.main_reports():
+        with self._world.fail_together():
             if is_exact and self._seen != self._planned:
                 differ = f"sample checksum {self._seen:016x}, planned {self._planned:016x}"
                 raise RuntimeError(

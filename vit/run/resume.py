@@ -64,11 +64,11 @@ def find_checkpoint(
         found = _newest_of_this_run(folder, config, facts, allowed)
         return None if found is None else (found[0].name, found[1])
 
-    told = world.main_tells(look)
+    told = world.broadcast_from_main(look)
     if told is None:
         return None
     path = folder / "checkpoints" / told[0]
-    with world.main_reports():
+    with world.fail_together():
         checkpoints.wait_for_checkpoint(path, told[1])
     return path, told[1]
 

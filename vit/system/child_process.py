@@ -19,7 +19,7 @@ LOOK_EACH_S = 1.0
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Around the start of worker processes: a signal that comes before they call `follow_parent`
     waits, in them and in this thread."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENTS)
@@ -38,7 +38,7 @@ def follow_parent() -> None:
     """
     for number in LEFT_TO_PARENTS:
         signal.signal(number, signal.SIG_IGN)
-    # what `held_back` blocked is now ignored
+    # what `signals_blocked` blocked is now ignored
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENTS)
     guard_console()
     parent = multiprocessing.parent_process()

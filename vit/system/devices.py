@@ -19,7 +19,7 @@ from vit.system.host import num_nvidia_gpus
 
 
 @dataclass(frozen=True)
-class Found:
+class HostDevices:
     """What a rank finds on its host."""
 
     host: str
@@ -39,7 +39,7 @@ class Found:
         return f"{self.gpus} GPU(s) for {self.ranks} rank(s)"
 
 
-def find_devices(root: Path = Path("/")) -> Found:
+def find_devices(root: Path = Path("/")) -> HostDevices:
     """What there is here. root: where `proc` and `sys` lie."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     said = ""
@@ -51,10 +51,10 @@ def find_devices(root: Path = Path("/")) -> Found:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     built_in = 0 if hidden else num_nvidia_gpus(root)
-    return Found(socket.gethostname(), ranks, gpus, built_in, said)
+    return HostDevices(socket.gethostname(), ranks, gpus, built_in, said)
 
 
-def choose_device(asked: str, asked_by: str, found: list[Found]) -> tuple[str, list[str]]:
+def choose_device(asked: str, setting: str, found: list[HostDevices]) -> tuple[str, list[str]]:
     """cpu or cuda for all ranks, who have `found` what they have, and what to tell people.
 
     Raises ValueError where GPUs are `asked` for, or some hosts have one for each rank, and others
@@ -70,11 +70,11 @@ def choose_device(asked: str, asked_by: str, found: list[Found]) -> tuple[str, l
         [here] = hosts
         if not here.gpus:
             raise ValueError(
-                f"{asked_by}cuda, but torch sees no GPU here ({here.said}): use {asked_by}cpu, or"
+                f"{setting}cuda, but torch sees no GPU here ({here.said}): use {setting}cpu, or"
                 " check the driver with nvidia-smi"
             )
         raise ValueError(
-            f"{asked_by}cuda, but this host has {here.gpus} GPU(s) for {here.ranks} ranks: start"
+            f"{setting}cuda, but this host has {here.gpus} GPU(s) for {here.ranks} ranks: start"
             f" torchrun with --nproc_per_node={here.gpus}"
         )
     if asked == "cuda" or len(lacking) < len(hosts):
@@ -82,9 +82,9 @@ def choose_device(asked: str, asked_by: str, found: list[Found]) -> tuple[str, l
         elsewhere = f", where {fine.host} has {fine}" if fine is not None else ""
         problems = "; ".join(f"{host.host}: {host}" for host in lacking)
         raise ValueError(
-            f"{asked_by}{asked}: {len(lacking)} of {len(hosts)} host(s) cannot train on"
+            f"{setting}{asked}: {len(lacking)} of {len(hosts)} host(s) cannot train on"
             f" GPUs{elsewhere}. {problems}. Check them with nvidia-smi, leave them out, or use"
-            f" {asked_by}cpu everywhere"
+            f" {setting}cpu everywhere"
         )
     notes = []
     for host in lacking:
@@ -97,6 +97,6 @@ def choose_device(asked: str, asked_by: str, found: list[Found]) -> tuple[str, l
             notes.append(
                 f"{host.host} has {host.nvidia_gpus} NVIDIA GPU(s), but {host}: TRAINING ON THE"
                 " CPU, many times slower. Check nvidia-smi and that this torch is built for its"
-                f" driver; {asked_by}cuda makes it an error, {asked_by}cpu leaves this note out"
+                f" driver; {setting}cuda makes it an error, {setting}cpu leaves this note out"
             )
     return "cpu", notes
