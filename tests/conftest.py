@@ -32,9 +32,9 @@ LONGEST = (
     "test_train.py",
     "test_writer.py",
     "test_errors.py",
-    "test_report.py",
+    "test_page.py",
     "test_imagenet_whole.py",
-    "test_tracking.py",
+    "test_wandb_process.py",
 )
 
 

@@ -150,7 +150,7 @@ def test_a_shard_that_is_replaced_meanwhile_is_told_and_waited_for_by_nobody(web
         "import runpy, sys; from vit.data.storage import http, patience, tars; tars.BLOCK_BYTES ="
         " 16_000; patience.NUM_REFUSALS = 1\nreal = tars.RemoteTars.blocks\ndef blocks(self,"
         " shards):\n    self.versions[0] = http.Version(5, 'another')\n    return real(self,"
-        " shards)\nstorage.RemoteTars.blocks = blocks\nrunpy.run_module('vit.data.warm',"
+        " shards)\ntars.RemoteTars.blocks = blocks\nrunpy.run_module('vit.data.warm',"
         " run_name='__main__')\n"
     )
     command = [

@@ -189,7 +189,10 @@ def meta_mat(fake: Fake) -> bytes:
     ]
     dtype += [(name, "O") for name in ("wordnet_height", "num_train_images")]
     none = np.zeros((1, 0), np.uint8)
-    number = lambda value: np.array([[float(value)]])
+
+    def number(value: float) -> np.ndarray:
+        return np.array([[float(value)]])
+
     by_id = sorted(fake.ids, key=fake.ids.__getitem__)
     rows = [
         (

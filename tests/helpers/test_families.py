@@ -129,7 +129,9 @@ def test_a_failed_test_a_timed_out_one_and_a_killed_pytest_leave_nothing(session
     ]
     inner = {
         **environment(),
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests" / "helpers"), str(REPOSITORY)]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(REPOSITORY / "tests" / folder) for folder in ("helpers", "")]
+        ),
     }
     line = [
         sys.executable,

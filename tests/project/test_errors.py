@@ -449,10 +449,10 @@ def _(place):
         config = json.loads(file.metadata()["config"])
         config["data"]["root"] = f"{server.url.replace('://', '://***@')}/shards"
         save_file(
-            {name: file.get_tensor(name) for name in file.keys()},
+            {name: file.get_tensor(name) for name in file.keys()},  # noqa: SIM118
             weights,
             {**file.metadata(), "config": json.dumps(config)},
-        )  # noqa: SIM118
+        )
         place.evaluate(weights)
 
 

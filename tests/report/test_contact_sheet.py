@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from pictures import pixels
 from PIL import Image
 from processes import run
-from test_visualize import pixels
 
 from vit.config_io import load_config
 from vit.report import contact_sheet

@@ -12,7 +12,7 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from test_visualize import pixels, places
+from pictures import pixels, places
 
 from vit.report import curves, plots
 

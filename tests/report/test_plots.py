@@ -3,8 +3,6 @@ show them."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import timm
@@ -15,7 +13,7 @@ from hypothesis.extra import numpy as st_numpy
 from matplotlib import colormaps
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
-from PIL import Image
+from pictures import pixels, places
 from scipy import ndimage
 from sklearn import metrics as sklearn_metrics
 from timm.models.beit import Beit
@@ -41,25 +39,6 @@ def randomised(model: nn.Module) -> nn.Module:
 
 def images(batch: int = 2, channels: int = 3, size: tuple[int, int] = (32, 24)) -> torch.Tensor:
     return torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(1))
-
-
-def pixels(picture: Path) -> np.ndarray:
-    """(H, W, 3) int16 of a PNG that is 1400 wide and neither blank nor cut short."""
-    with Image.open(picture) as image:
-        assert image.format == "PNG"
-        colors = image.convert("RGB").reduce(4).getcolors(2**24)
-        found = np.array(image.convert("RGB")).astype(np.int16)
-    assert found.shape[1] == 1400
-    assert len(colors) > 10, "blank"
-    return found
-
-
-def places(shown: np.ndarray, color: str | tuple, tolerance: int = 2) -> np.ndarray:
-    """(H, W) bool: where a picture has a color, given as #rrggbb or as (red, green, blue) in
-    0..255."""
-    if isinstance(color, str):
-        color = tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return (np.abs(shown - np.array(color)) <= tolerance).all(2)
 
 
 # --- where it looks -------------------------------------------------------------------------------

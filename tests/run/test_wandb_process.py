@@ -163,7 +163,7 @@ def ours() -> list[int]:
         try:
             words = (process / "cmdline").read_bytes()
             if (
-                b"tracking.py" in words or b"wandb-core" in words
+                b"wandb_process.py" in words or b"wandb-core" in words
             ) and f"HOME={os.environ['HOME']}".encode() in (process / "environ").read_bytes():
                 found.append(int(process.name))
         except OSError:
@@ -516,7 +516,7 @@ def test_a_server_lost_in_mid_run_costs_seconds_and_no_data(tmp_path, server, ca
 # --- processes that die ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["tracking.py", "wandb-core"])
+@pytest.mark.parametrize("which", ["wandb_process.py", "wandb-core"])
 def test_if_a_process_of_wandb_dies_all_of_the_run_is_shown_again(tmp_path, capfd, which):
     def kill() -> None:
         wait_for(lambda: list(tmp_path.glob("wandb/offline-run-*/*.wandb")))
@@ -572,7 +572,7 @@ def test_signals_to_all_processes_of_a_job_leave_wandb_its_time(tmp_path):
     def terminate() -> None:
         wait_for(lambda: parts(tmp_path))
         for pid in ours():
-            if "tracking.py" in Path(f"/proc/{pid}/cmdline").read_text():
+            if "wandb_process.py" in Path(f"/proc/{pid}/cmdline").read_text():
                 os.kill(pid, signal.SIGTERM)
                 os.kill(pid, signal.SIGINT)
 

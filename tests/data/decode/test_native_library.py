@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vit.data.decode import native
-from vit.data.decode.native import ABI, SOURCES, Misfit, load, stamp_of
+from vit.data.decode.native import ABI, PACKAGE, SOURCES, Misfit, load, stamp_of
 
 needs_gcc = pytest.mark.skipif(
     shutil.which("gcc") is None and os.environ.get("VIT_REQUIRE_NATIVE") != "1",
@@ -91,7 +91,7 @@ def test_one_that_is_no_library(tmp_path):
 def test_a_misfit_beside_the_package_is_not_used(tmp_path):
     """A whole process with the library of another version in the place of ours."""
     package = shutil.copytree(
-        SOURCES.parent, tmp_path / "vit", ignore=shutil.ignore_patterns("_native*", "__pycache__")
+        PACKAGE, tmp_path / "vit", ignore=shutil.ignore_patterns("_native*", "__pycache__")
     )
     command = [
         sys.executable,
