@@ -23,7 +23,7 @@ import webdataset
 from numpy.typing import NDArray
 
 from vit.data.order import DEFAULT_BLOCK_SAMPLES, make_order
-from vit.data.shuffle_quality import PERFECT_DISTANCE, Mixing, measure_mixing, mixing_of
+from vit.data.shuffle_quality import PERFECT_DISTANCE, ShuffleQuality, measure_shuffle, quality_of
 
 BUFFERS = (1000, 5000)
 
@@ -62,13 +62,13 @@ def webdataset_batches(
             ids = []
 
 
-def mixing_of_webdataset(
+def webdataset_quality(
     paths: list[str], labels: NDArray[np.int64], buffer: int, shuffle_shards: bool, batch_size: int
-) -> Mixing:
+) -> ShuffleQuality:
     """The two figures over all batches of an epoch."""
     batches = list(webdataset_batches(paths, buffer, shuffle_shards, batch_size))
     of_labels = [(labels[ids], ids) for ids in batches]
-    return mixing_of(
+    return quality_of(
         of_labels,
         np.arange(len(batches)) / len(batches),
         1 / len(batches),
@@ -88,13 +88,13 @@ def main() -> None:
 
     by_class = np.repeat(np.arange(args.classes), args.per_class)
     layouts = {"sorted by class": by_class, "dealt": np.random.default_rng(0).permutation(by_class)}
-    rows: dict[str, list[Mixing]] = {}
+    rows: dict[str, list[ShuffleQuality]] = {}
     with tempfile.TemporaryDirectory() as place:
         for layout, labels in layouts.items():
             for block in (DEFAULT_BLOCK_SAMPLES, 1):
                 order = make_order(len(labels), args.batch, block_samples=block)
                 rows.setdefault(f"ours, blocks of {block}", []).append(
-                    measure_mixing(order, labels)
+                    measure_shuffle(order, labels)
                 )
             paths = write_shards(Path(place) / layout, labels, args.per_class)
             for buffer, shuffle_shards in (
@@ -106,7 +106,7 @@ def main() -> None:
                     f" {'shuffled shards, ' if shuffle_shards else 'shards in order, '}shuffle({buffer})"
                 )
                 rows.setdefault(name, []).append(
-                    mixing_of_webdataset(paths, labels, buffer, shuffle_shards, args.batch)
+                    webdataset_quality(paths, labels, buffer, shuffle_shards, args.batch)
                 )
 
     perfect = rows[f"ours, blocks of {DEFAULT_BLOCK_SAMPLES}"][0].perfect_classes_per_batch
@@ -122,10 +122,10 @@ def main() -> None:
         + "|"
     )
     print(f"| a perfect shuffle {f'| {perfect:.1f} | {100 * PERFECT_DISTANCE:.1f} % ' * 2}|")
-    for name, (by_class_mixing, dealt_mixing) in rows.items():
+    for name, (by_class_quality, dealt_quality) in rows.items():
         cells = [
-            f"{mixing.classes_per_batch:.1f} | {100 * mixing.distance:.1f} %"
-            for mixing in (by_class_mixing, dealt_mixing)
+            f"{quality.classes_per_batch:.1f} | {100 * quality.distance:.1f} %"
+            for quality in (by_class_quality, dealt_quality)
         ]
         print(f"| {name} | {' | '.join(cells)} |")
 

@@ -34,7 +34,7 @@ import torch
 from vit import config_io, distributed
 from vit.config import Config
 from vit.data.augment.apply import create_augment
-from vit.data.batches import image_format
+from vit.data.batches import ImageFormat
 from vit.distributed import World
 from vit.evaluate import Evaluation, evaluate
 from vit.exit import run_command
@@ -106,7 +106,7 @@ def main() -> World:
     _, as_json = evaluate_trained(trained, config, world, said)
     if world.is_main and known is not None:
         num_classes = open_indexed(config.data, config.data.val_split).num_classes
-        size = image_format(config).size
+        size = ImageFormat.from_config(config.model, config.data).size
         head_classes = trained.num_classes or num_classes
         line = published(known, as_json["num_images"], size, num_classes, head_classes)
         print(f"  {line}", file=said)
@@ -223,7 +223,7 @@ def with_settings(config: Config, settings: dict[str, Any]) -> Config:
 
 def size_of(config: Config) -> str:
     """Height and width of its images in words."""
-    return "x".join(map(str, image_format(config).size))
+    return "x".join(map(str, ImageFormat.from_config(config.model, config.data).size))
 
 
 def newest_run() -> Path:
@@ -254,7 +254,7 @@ def evaluate_trained(
     """
     split = open_indexed(config.data, config.data.val_split, world)
     assert trained.num_classes is not None, "it came with its config"
-    image = image_format(config)
+    image = ImageFormat.from_config(config.model, config.data)
     with world.fail_together():
         if split.num_classes > trained.num_classes:
             raise ValueError(

@@ -16,7 +16,7 @@ from processes import TINY
 from ranks import together
 
 from vit import config_io, train
-from vit.data.batches import Batch, TrainBatches
+from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order, sample_checksum
 from vit.distributed import World
@@ -52,7 +52,7 @@ def test_a_rank_with_other_rows_than_planned_is_named_and_all_end(config, tmp_pa
     assert isinstance(run.batches, TrainBatches)
     split = run.batches.split
     augment = run.config.augment
-    image = train.image_format(run.config)
+    image = ImageFormat.from_config(run.config.model, run.config.data)
 
     def function(world: World, wrong_rank: int | None, wrong_batch: int) -> None:
         placed = {"rank": world.rank, "world_size": world.size}

@@ -22,7 +22,7 @@ from timm.models import save_for_hf
 from data_prep import imagefolder
 from vit.config_io import from_dict
 from vit.data.augment.apply import create_augment
-from vit.data.batches import image_format
+from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_center
 from vit.data.shards.data_set import open_split
 from vit.distributed import World
@@ -336,7 +336,7 @@ def test_a_file_of_timms_computes_and_predicts_what_timm_does(
     result = evaluate(
         {"model": ours},
         split,
-        image_format(config),
+        ImageFormat.from_config(config.model, config.data),
         create_augment(config, 1000, WORLD.device),
         WORLD,
         batch_size=4,
@@ -577,11 +577,11 @@ def test_a_config_says_what_the_row_says(row):
         row.std,
         row.interpolation,
     )
-    assert (config.eval.crop_pct, image_format(config).size, config.train.precision) == (
-        row.crop_pct,
-        row.image_size,
-        "fp32",
-    )
+    assert (
+        config.eval.crop_pct,
+        ImageFormat.from_config(config.model, config.data).size,
+        config.train.precision,
+    ) == (row.crop_pct, row.image_size, "fp32")
     assert {"name": config.model.name, **config.model.fields()} == {"in_chans": 3, **row.model}
 
 

@@ -66,7 +66,7 @@ def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int)
 def evaluate(
     models: dict[str, nn.Module],
     split: Split,
-    image: ImageFormat,
+    image_format: ImageFormat,
     augment: Augment,
     world: World,
     *,
@@ -81,7 +81,9 @@ def evaluate(
 
     `on_batch(done, total)` is called after each batch of this rank.
     """
-    batches = EvalBatches(split, image, view, batch_size, rank=world.rank, world_size=world.size)
+    batches = EvalBatches(
+        split, image_format, view, batch_size, rank=world.rank, world_size=world.size
+    )
     counters = {name: AccuracyCounter(world.device) for name in models}
     predictions = {
         name: torch.zeros(split.num_samples, dtype=torch.int64, device=world.device)

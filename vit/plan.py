@@ -22,7 +22,7 @@ from vit.data.select import Wanted
 from vit.data.shards.data_set import open_split
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.split import Split
-from vit.data.shuffle_quality import measure_mixing
+from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sources
 from vit.data.storage.patience import Patience
 from vit.data.stream import NOT_EXACT, Stream, open_stream
@@ -295,7 +295,7 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     derived: dict[str, object] = {}
     num_classes = config.model.num_classes or 1000
     assumed = "" if config.model.num_classes else " (assumed)"
-    mixing: object = NOT_EXACT if config.data.reader == "webdataset" else None
+    quality: object = NOT_EXACT if config.data.reader == "webdataset" else None
     at_once = config.data.model_copy(update={"patience_s": 0.0})  # nobody waits to see a config
     try:
         val_split = open_indexed(at_once, config.data.val_split)
@@ -316,12 +316,12 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
         images_assumed = ""
         plan, order = make_plan(config, train.num_draws, world_size, train.shares)
         if config.data.reader == "index":
-            mixing = measure_mixing(order, train.split.index["label"])
-        derived |= {"chosen": "; ".join(train.told)} if train.told else {}
+            quality = measure_shuffle(order, train.split.index["label"])
+        derived |= {"chosen": "; ".join(train.summary)} if train.summary else {}
     derived["training_images"] = f"{order.num_samples:,}{images_assumed}"
     derived |= {**asdict(plan), "num_lanes": order.num_lanes, "block_samples": order.block_samples}
-    if mixing is not None:
-        derived["order" if mixing is NOT_EXACT else "shuffle"] = mixing
+    if quality is not None:
+        derived["order" if quality is NOT_EXACT else "shuffle"] = quality
     with torch.device("meta"):
         model = create_model(
             config.model.name, config.model.image_size, num_classes, **config.model.fields()

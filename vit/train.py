@@ -34,11 +34,11 @@ from torch import nn
 from vit import config_io
 from vit.config import Config
 from vit.data.augment.apply import create_augment
-from vit.data.batches import EvalBatches, ImageFormat, TrainBatches, image_format
+from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import Order
 from vit.data.shards.split import Split
-from vit.data.shuffle_quality import measure_mixing
+from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import TrainSet
 from vit.data.stream import NOT_EXACT, StreamBatches
 from vit.distributed import World, wrap
@@ -84,7 +84,7 @@ class Run:
     order: Order
     batches: TrainBatches | StreamBatches
     val_split: Split
-    image: ImageFormat
+    image_format: ImageFormat
     train_step: TrainStep
     record: Record
     progress: Progress
@@ -178,24 +178,31 @@ def _build(
     with world.fail_together():
         plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)
         num_classes = choose_num_classes(config, train_split, val_split)
-        image = image_format(config)
+        image_format = ImageFormat.from_config(config.model, config.data)
         placed = {"rank": world.rank, "world_size": world.size}
         rows: dict[str, Any] = {**placed, "on_bad_image": config.data.on_bad_image}
         batches: TrainBatches | StreamBatches
         if config.data.reader == "index":
             batches = TrainBatches(
-                train_split, order, config.augment, image, num_batches=plan.total_steps, **rows
+                train_split,
+                order,
+                config.augment,
+                image_format,
+                num_batches=plan.total_steps,
+                **rows,
             )
         else:
             batches = StreamBatches(
                 train_split,
                 order,
                 config.augment,
-                image,
+                image_format,
                 num_workers=config.data.num_workers,
                 **rows,
             )
-        val_batches = EvalBatches(val_split, image, config.eval, config.eval.batch_size, **placed)
+        val_batches = EvalBatches(
+            val_split, image_format, config.eval, config.eval.batch_size, **placed
+        )
         checked = preflight(config, world, plan, batches, val_batches)
     identity = world.check_same(train_split.identity, "training data")
     world.check_same(lambda: train_set.identity, "chosen samples")
@@ -286,7 +293,7 @@ def _build(
         order,
         batches,
         val_split,
-        image,
+        image_format,
         train_step,
         record,
         progress,
@@ -349,7 +356,7 @@ def _open_record(
     }
     start["exact"] = isinstance(batches, TrainBatches)
     mixing = (
-        measure_mixing(batches.order, batches.split.index["label"])
+        measure_shuffle(batches.order, batches.split.index["label"])
         if isinstance(batches, TrainBatches)
         else None
     )
@@ -363,7 +370,7 @@ def _open_record(
         shuffle=shuffle,
         chosen=train_set.identity or None,
     )
-    for line in train_set.told:
+    for line in train_set.summary:
         record.say(f"chosen: {line}")
     for line in checked.lines:
         record.say(line)
@@ -456,9 +463,9 @@ def train(run: Run) -> str:
         order = run.order if isinstance(run.batches, TrainBatches) else None
         check = OrderCheck(run.world, order, run.plan, run.record, first_step)
         while progress.step < plan.total_steps and not monitor.stop:
-            waited_before_s = loader.effort.wait_s
+            waited_before_s = loader.stats.wait_s
             batch = next(loader)
-            waited_s = loader.effort.wait_s - waited_before_s
+            waited_s = loader.stats.wait_s - waited_before_s
             if progress.step == first_step:
                 waited_s = 0.0  # that was the start of the process
                 run.train_step.settle(batch)
@@ -592,7 +599,7 @@ def _evaluate(run: Run) -> bool:
         results = evaluate(
             run.models(),
             run.val_split,
-            run.image,
+            run.image_format,
             run.train_step.augment,
             run.world,
             batch_size=config.eval.batch_size,

@@ -24,7 +24,7 @@ from processes import REPOSITORY, environment
 
 from vit.config import AugmentConfig
 from vit.data import slots
-from vit.data.batches import Batch, ImageFormat, Layout, TrainBatches
+from vit.data.batches import Batch, BatchLayout, ImageFormat, TrainBatches
 from vit.data.loader import Loader, page_lock
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
@@ -48,8 +48,8 @@ def test_batches_come_whole_and_in_order(workers):
                 "in the order of rows"
             )
     assert position == 59
-    assert loader.effort.num_made == 53 * 300
-    assert loader.effort.busy_s > 0
+    assert loader.stats.num_made == 53 * 300
+    assert loader.stats.busy_s > 0
 
 
 class Held(Numbered):
@@ -71,7 +71,7 @@ def test_parts_that_wait_fit_into_the_smallest_pipe():
     batches = Held(40 * PART_ROWS, 1)
     with Loader(batches, 0, 40, num_workers=2) as loader:
         # refused if there is more in it by now
-        fcntl.fcntl(loader._crew._put.fileno(), fcntl.F_SETPIPE_SZ, 4096)
+        fcntl.fcntl(loader._pool._put.fileno(), fcntl.F_SETPIPE_SZ, 4096)
         batches.go.set()
         for position, batch in enumerate(loader):
             batches.check(position, batch)
@@ -174,7 +174,7 @@ def test_workers_are_forks_whatever_python_starts_by_default():
 
 
 def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
-    layout = Layout(128, ImageFormat((224, 224)), 8)
+    layout = BatchLayout(128, ImageFormat((224, 224)), 8)
     ring = plan_ring(layout, 4, 10**6, 4, None, False)
     assert ring.num_bytes <= 2**30
     assert ring.slot_bytes >= 128 * (224 * 224 * 3 + 8 + 8 + 4 + 8 * 4)
@@ -194,17 +194,20 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
     # A batch of thousands of images does not need one slot for each worker, nor do small ones take
     # a gigabyte.
     assert (
-        plan_ring(Layout(4096, ImageFormat((224, 224)), 8), 4, 10**6, 16, None, False).num_slots
+        plan_ring(
+            BatchLayout(4096, ImageFormat((224, 224)), 8), 4, 10**6, 16, None, False
+        ).num_slots
         == 4
     )
     assert (
-        plan_ring(Layout(64, ImageFormat((32, 32)), 8), 1, 10**6, 16, None, False).num_slots == 35
+        plan_ring(BatchLayout(64, ImageFormat((32, 32)), 8), 1, 10**6, 16, None, False).num_slots
+        == 35
     )
     assert plan_ring(layout, 4, 2, 4, None, False).num_slots == 2, "no more slots than batches"
 
 
 def test_slots_have_whole_pages_of_their_own():
-    layout = Layout(3, ImageFormat((5, 5), 1), 0)
+    layout = BatchLayout(3, ImageFormat((5, 5), 1), 0)
     made = Slots(layout, plan_ring(layout, 1, 100, 1, None, False))
     for slot in range(made.ring.num_slots):
         batch = made.batch(slot)

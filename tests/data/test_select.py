@@ -158,7 +158,7 @@ def test_keys_and_classes_are_excluded(shards, tmp_path, with_idx, split):
     gone = 60 - len(expected)
     assert (
         f"{len(expected)} of 60 samples of {root} 'train': left out are {gone} by data.exclude (1"
-        " of its keys is not there: nobody); 2 classes have no image left" in (chosen.told)
+        " of its keys is not there: nobody); 2 classes have no image left" in (chosen.summary)
     )
 
 
@@ -205,7 +205,7 @@ def test_what_cannot_be_excluded_is_told(split, tmp_path):
 def test_a_choice_of_everything_is_none(split):
     chosen = choose(split, Wanted(filter="width > 0"))
     assert (chosen.numbers, chosen.identity, choose(split, Wanted()).identity) == (None, "", "")
-    assert chosen.told.endswith("left out are 0 by data.filter")
+    assert chosen.summary.endswith("left out are 0 by data.filter")
 
 
 def test_a_line_of_idx_that_is_not_the_samples_is_not_believed(shards, tmp_path, split):

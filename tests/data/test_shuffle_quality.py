@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 
 from vit.data.order import make_order
-from vit.data.shuffle_quality import PERFECT_DISTANCE, measure_mixing, mixing_of
+from vit.data.shuffle_quality import PERFECT_DISTANCE, measure_shuffle, quality_of
 
 SHUFFLE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "shuffle.py"))
 BY_CLASS = np.repeat(np.arange(1000, dtype=np.int32), 300)  # large enough for blocks of 64
@@ -20,38 +20,38 @@ BY_CLASS = np.repeat(np.arange(1000, dtype=np.int32), 300)  # large enough for b
 def test_figures_are_those_of_counting():
     labels = np.array([0, 0, 0, 1, 1, 2])
     batches = [np.array([0, 1]), np.array([5, 2]), np.array([3, 4])]
-    mixing = mixing_of(
+    quality = quality_of(
         [(labels[ids], ids) for ids in batches],
         np.arange(3) / 3,
         1 / 3,
         len(labels),
         np.bincount(labels),
     )
-    assert mixing.classes_per_batch == pytest.approx((1 + 2 + 1) / 3)
+    assert quality.classes_per_batch == pytest.approx((1 + 2 + 1) / 3)
     # places in time: 0 1 5 2 3 4
-    assert mixing.distance == pytest.approx((0 + 0 + 3 + 1 + 1 + 1) / 6 / 6)
+    assert quality.distance == pytest.approx((0 + 0 + 3 + 1 + 1 + 1) / 6 / 6)
     hits = [1 - scipy.stats.hypergeom(6, size, 2).pmf(0) for size in (3, 2, 1)]
-    assert mixing.perfect_classes_per_batch == pytest.approx(sum(hits))
+    assert quality.perfect_classes_per_batch == pytest.approx(sum(hits))
 
 
 def test_a_perfect_shuffle_has_the_figures_of_one():
     # classes of many sizes, two unused
     labels = np.random.default_rng(0).choice(50, 20_000, p=np.arange(1, 51) / 1275).astype(np.int32)
     shuffled = np.random.default_rng(1).permutation(len(labels)).reshape(-1, 40)
-    mixing = mixing_of(
+    quality = quality_of(
         [(labels[ids], ids) for ids in shuffled],
         np.arange(500) / 500,
         1 / 500,
         len(labels),
         np.bincount(labels),
     )
-    assert mixing.classes_per_batch == pytest.approx(mixing.perfect_classes_per_batch, rel=0.01)
-    assert mixing.distance == pytest.approx(PERFECT_DISTANCE, rel=0.02)
+    assert quality.classes_per_batch == pytest.approx(quality.perfect_classes_per_batch, rel=0.01)
+    assert quality.distance == pytest.approx(PERFECT_DISTANCE, rel=0.02)
 
 
 @pytest.mark.parametrize("aug_repeats", [1, 4])
 def test_blocks_of_class_sorted_shards_are_found_and_the_remedy_helps(aug_repeats):
-    poor = measure_mixing(make_order(len(BY_CLASS), 1024, aug_repeats=aug_repeats), BY_CLASS)
+    poor = measure_shuffle(make_order(len(BY_CLASS), 1024, aug_repeats=aug_repeats), BY_CLASS)
     assert poor.classes_per_batch < 0.95 * poor.perfect_classes_per_batch
     assert str(poor).endswith(
         "neighbours in the shards are of one class and stay together in blocks of 64:"
@@ -59,7 +59,7 @@ def test_blocks_of_class_sorted_shards_are_found_and_the_remedy_helps(aug_repeat
     )
     dealt = np.random.default_rng(0).permutation(BY_CLASS)
     for block, labels in ((1, BY_CLASS), (64, dealt)):
-        good = measure_mixing(
+        good = measure_shuffle(
             make_order(len(BY_CLASS), 1024, block_samples=block, aug_repeats=aug_repeats), labels
         )
         assert good.classes_per_batch == pytest.approx(good.perfect_classes_per_batch, rel=0.02)
@@ -68,8 +68,8 @@ def test_blocks_of_class_sorted_shards_are_found_and_the_remedy_helps(aug_repeat
 
 
 def test_an_epoch_of_one_batch_and_one_class_is_measured():
-    mixing = measure_mixing(make_order(10, 10), np.zeros(10, dtype=np.int32))
-    assert (mixing.classes_per_batch, mixing.perfect_classes_per_batch) == (1, 1)
+    quality = measure_shuffle(make_order(10, 10), np.zeros(10, dtype=np.int32))
+    assert (quality.classes_per_batch, quality.perfect_classes_per_batch) == (1, 1)
 
 
 def test_webdatasets_buffer_mixes_class_sorted_shards_worse(tmp_path):
@@ -77,13 +77,13 @@ def test_webdatasets_buffer_mixes_class_sorted_shards_worse(tmp_path):
     labels = np.repeat(np.arange(30), 50)
     paths = SHUFFLE["write_shards"](tmp_path / "shards", labels, 50)
     theirs = {
-        shuffled: SHUFFLE["mixing_of_webdataset"](paths, labels, 100, shuffled, 60)
+        shuffled: SHUFFLE["webdataset_quality"](paths, labels, 100, shuffled, 60)
         for shuffled in (False, True)
     }
-    ours = measure_mixing(make_order(len(labels), 60), labels)
+    ours = measure_shuffle(make_order(len(labels), 60), labels)
     assert ours.classes_per_batch > 0.95 * ours.perfect_classes_per_batch
     assert (
-        max(mixing.classes_per_batch for mixing in theirs.values())
+        max(quality.classes_per_batch for quality in theirs.values())
         < 0.6 * ours.perfect_classes_per_batch
     )
     assert theirs[False].distance < 0.1 < 0.25 < ours.distance

@@ -23,7 +23,7 @@ from vit.data.loader import Loader
 from vit.data.order import Share, make_order, shares_of
 from vit.data.select import Wanted
 from vit.data.shards.data_set import open_split
-from vit.data.shuffle_quality import measure_mixing
+from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import train_set_of, train_set_of_sources
 from vit.system.files import ShardError
 
@@ -140,14 +140,14 @@ def test_blocks_stay_whole_in_every_pass():
         assert sorted(borders.tolist())[:-2] == [0] * 8, borders
 
 
-def test_shares_of_a_batch_are_those_of_the_weights_and_the_figures_of_mixing_know_them():
+def test_shares_of_a_batch_are_those_of_the_weights_and_the_figures_of_the_shuffle_know_them():
     order = make_order(3000, 60, 1, shares=(Share(2000, 500), Share(1000, 4000, 500)))
     from_first = [int((order.batch(step) < 500).sum()) for step in range(order.steps_per_epoch)]
     assert sum(from_first) == pytest.approx(2000, abs=60)
     assert max(abs(count - 40) for count in from_first) < 16  # five standard deviations
-    mixing = measure_mixing(order, np.arange(4500) % 90)
-    assert mixing.classes_per_batch == pytest.approx(mixing.perfect_classes_per_batch, rel=0.05)
-    assert mixing.distance == pytest.approx(1 / 3, rel=0.05)
+    quality = measure_shuffle(order, np.arange(4500) % 90)
+    assert quality.classes_per_batch == pytest.approx(quality.perfect_classes_per_batch, rel=0.05)
+    assert quality.distance == pytest.approx(1 / 3, rel=0.05)
 
 
 def test_without_weights_each_sample_comes_once_and_with_them_blocks_hold_one_source():
@@ -220,7 +220,7 @@ def test_classes_are_mapped_by_name(shards, other):
     )
     assert (of.split.num_samples, of.num_draws, of.split.num_classes) == (120, 60 + len(kept), 3)
     assert of.split.read(60 + int(kept[0])) == splits[1].read(int(kept[0]))
-    assert "by data.filter" in of.told[1]
+    assert "by data.filter" in of.summary[1]
 
 
 def renamed(shards, root, names):
@@ -253,12 +253,12 @@ def test_names_that_contradict_each_other_are_refused_where_no_others_decide(sha
     with pytest.raises(ShardError, match=told):
         train_set_of_sources([val, cats, eels], [Wanted()] * 3, [None] * 3, val, None)
     by_number = train_set_of_sources([val, cats], [Wanted()] * 2, [None] * 2, val, None)
-    assert "by number" not in by_number.told[0]
-    assert by_number.told[1].endswith(
+    assert "by number" not in by_number.summary[0]
+    assert by_number.summary[1].endswith(
         f"its labels are taken by number, for {val.root} 'train' names no classes"
     )
     by_number = train_set_of_sources([val, eels], [Wanted()] * 2, [None] * 2, eels, None)
-    assert by_number.told[0].endswith(
+    assert by_number.summary[0].endswith(
         f"its labels are taken by number, for {val.root} 'train' names no classes"
     )
 

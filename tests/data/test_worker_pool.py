@@ -22,7 +22,7 @@ from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
-from vit.data.stages import ROW_BYTES, TALLIED, Row, Stage, add_up, since
+from vit.data.stages import STATUS_BYTES, TALLIED, Stage, WorkerStatus, add_up, since
 from vit.data.storage.patience import Passing, Patience, num_retries
 from vit.data.worker_pool import WorkerError
 
@@ -34,7 +34,7 @@ class Reading(Numbered):
     """As `Numbered`; each part takes a moment, and it says that it reads sample 7."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        stages.mine.read(7)
+        stages.current.read(7)
         return super().fill(position, first, rows)
 
     def where(self, sample: int) -> str:
@@ -50,7 +50,7 @@ class Hanging(Reading):
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         if position == 3 and first == 0:
-            stages.mine.read(7)
+            stages.current.read(7)
             with self.left.get_lock():
                 self.left.value -= 1
                 hangs = self.left.value >= 0
@@ -61,12 +61,12 @@ class Hanging(Reading):
 
 def stop_one(loader: Loader) -> int:
     """SIGSTOP to a worker in the middle of a part; returns its process id."""
-    crew = loader._crew
+    pool = loader._pool
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        for number, row in enumerate(crew.rows):
+        for number, row in enumerate(pool.rows):
             if row.stage == Stage.READ:
-                pid = crew._workers[number][0].pid
+                pid = pool._workers[number][0].pid
                 os.kill(pid, signal.SIGSTOP)
                 time.sleep(0.05)
                 if row.stage == Stage.READ:
@@ -81,7 +81,7 @@ def test_a_stopped_worker_is_named_and_replaced_and_no_batch_differs(caplog):
         stopped = stop_one(loader)
         for position, batch in enumerate(loader):
             batches.check(position, batch)
-        assert loader._crew.num_replaced == 1
+        assert loader._pool.num_replaced == 1
     assert not is_alive(stopped)
     what = (
         rf"loader worker \d \(process {stopped}, stopped\) has been reading \(sample 7 of"
@@ -100,16 +100,16 @@ def test_a_stopped_worker_is_named_and_replaced_and_no_batch_differs(caplog):
 def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
     batches = Reading()
     with Loader(batches, 0, 40, num_workers=1, stall_timeout_s=0.6) as loader:
-        while loader._crew.num_queued:
-            loader._note(loader._crew.results(wait=True))
+        while loader._pool.num_queued:
+            loader._note(loader._pool.results(wait=True))
         # what it made is there a moment before it waits again
-        while loader._crew.rows[0].stage != Stage.IDLE:
+        while loader._pool.rows[0].stage != Stage.IDLE:
             time.sleep(0.001)
-        stopped = loader._crew._workers[0][0].pid
+        stopped = loader._pool._workers[0][0].pid
         os.kill(stopped, signal.SIGSTOP)
         for position, batch in enumerate(loader):
             batches.check(position, batch)
-        assert loader._crew.num_replaced == 1
+        assert loader._pool.num_replaced == 1
     assert not is_alive(stopped)
     assert (
         f"next batch: loader worker 0 (process {stopped}, stopped) takes no work\n" in caplog.text
@@ -124,10 +124,10 @@ def test_a_part_that_a_worker_took_and_did_not_begin_is_made_by_another(caplog):
     batches = Reading(pause_s=0.01)
     with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=0.6) as loader:
         # as a worker does that is stopped right after it
-        os.read(loader._crew._parts.fileno(), worker_pool._PART.size)
+        os.read(loader._pool._parts.fileno(), worker_pool._PART.size)
         for position, batch in enumerate(loader):
             batches.check(position, batch)
-        assert loader._crew.num_replaced == 2
+        assert loader._pool.num_replaced == 2
     assert caplog.text.count("all workers are replaced, and others make these") == 1
 
 
@@ -139,7 +139,7 @@ def test_a_worker_that_goes_on_in_time_is_left_alone(caplog):
             other.apply_async(_wake_later, (stopped,))
             for position, batch in enumerate(loader):
                 batches.check(position, batch)
-        assert loader._crew.num_replaced == 0
+        assert loader._pool.num_replaced == 0
         assert is_alive(stopped)
 
 
@@ -223,7 +223,7 @@ def test_who_makes_its_batches_itself_is_told_too(caplog):
     class Slow(Reading):
         def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
             if position == 1:
-                stages.mine.read(7)
+                stages.current.read(7)
                 time.sleep(0.8)
             return super().fill(position, first, rows)
 
@@ -240,7 +240,7 @@ def test_what_is_decoded_between_batches_is_no_wait_of_training(caplog):
     """As the pictures of a report are, while training in the same process has its loader open."""
     with Loader(Reading(), 0, 3, stall_timeout_s=0.4) as loader:
         next(loader)
-        stages.mine.enter(Stage.RESIZE)
+        stages.current.enter(Stage.RESIZE)
         time.sleep(0.5)
         list(loader)
     assert "training has waited" not in caplog.text
@@ -251,10 +251,10 @@ class Trickling(Reading):
     late."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        stages.mine.read(7)
+        stages.current.read(7)
         for _ in range(len(rows.labels) // 40):
             time.sleep(0.1)
-            stages.mine.beat()
+            stages.current.beat()
         return super().fill(position, first, rows)
 
 
@@ -286,7 +286,7 @@ def test_the_time_of_the_workers_is_that_of_their_stages(workers, shards):
             time.sleep(0.01)
         tally = since(loader.tally(), dict.fromkeys(TALLIED, 0.0))
         busy_s = sum(tally[f"{stage.name.lower()}_s"] for stage in Stage if stage != Stage.IDLE)
-        assert busy_s >= 0.9 * loader.effort.busy_s, "no time of theirs is without a stage"
+        assert busy_s >= 0.9 * loader.stats.busy_s, "no time of theirs is without a stage"
         assert tally["read_bytes"] == sum(
             int(batches.split.index["size"][i])
             for n in range(20)
@@ -300,9 +300,9 @@ def test_the_time_of_the_workers_is_that_of_their_stages(workers, shards):
 
 
 def test_a_row_counts_in_any_memory():
-    memory = memoryview(bytearray(3 * ROW_BYTES))
-    row = Row(memory[ROW_BYTES : 2 * ROW_BYTES])
-    seen = Row(memory[ROW_BYTES : 2 * ROW_BYTES])
+    memory = memoryview(bytearray(3 * STATUS_BYTES))
+    row = WorkerStatus(memory[STATUS_BYTES : 2 * STATUS_BYTES])
+    seen = WorkerStatus(memory[STATUS_BYTES : 2 * STATUS_BYTES])
     row.take(5, 128)
     row.read(2**40)
     assert (seen.stage, seen.part, seen.sample) == (Stage.READ, (5, 128), 2**40)
@@ -316,7 +316,7 @@ def test_a_row_counts_in_any_memory():
     tally = seen.tally()
     assert tally["store_s"] >= 0.02
     assert (tally["read_bytes"], tally["cache_hits"], tally["cache_misses"]) == (300, 1, 1)
-    assert not any([*memory[:ROW_BYTES], *memory[2 * ROW_BYTES :]])
+    assert not any([*memory[:STATUS_BYTES], *memory[2 * STATUS_BYTES :]])
 
 
 def test_who_pauses_because_a_store_asked_for_it_does_not_hang():
@@ -327,7 +327,7 @@ def test_who_pauses_because_a_store_asked_for_it_does_not_hang():
             raise Passing("the server answers 429", retry_after_s=1.0)
 
     before = num_retries()
-    row = Row(memoryview(bytearray(ROW_BYTES)))
+    row = WorkerStatus(memoryview(bytearray(STATUS_BYTES)))
     waiting = threading.Thread(
         target=Patience(30.0, 0.1).keep_trying, args=("memory://bucket", attempt)
     )

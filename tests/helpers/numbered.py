@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from vit.data.batches import Batch, Batches, ImageFormat, Layout
+from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat
 
 
 class Numbered(Batches):
     """Batches whose every row says which it is; no images to decode."""
 
     def __init__(self, num_rows: int = 300, side: int = 4, pause_s: float = 0.0):
-        self.layout = Layout(num_rows, ImageFormat((side, side), 3, "bilinear"), 2)
+        self.layout = BatchLayout(num_rows, ImageFormat((side, side), 3, "bilinear"), 2)
         self.pause_s = pause_s
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ from safetensors.torch import save_file
 from servers import WebServer
 
 from vit import exit
-from vit.data.batches import Batch, Batches, ImageFormat, Layout
+from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat
 from vit.data.loader import Loader
 from vit.data.shards.data_set import open_split
 from vit.run.checkpoint import complete_checkpoints, newest_checkpoint, read_info
@@ -909,7 +909,7 @@ def test_every_scenario_has_a_row_and_every_row_a_scenario():
 class TooLarge(Batches):
     """Batches for which no machine has memory."""
 
-    layout = Layout(4, ImageFormat((8, 8)), 0)
+    layout = BatchLayout(4, ImageFormat((8, 8)), 0)
 
     def __init__(self, allocate: Callable[[int], object]):
         self.allocate = allocate

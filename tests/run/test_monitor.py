@@ -15,7 +15,7 @@ import torch
 from processes import TINY, Background, children, environment_of, last_step, metrics
 
 from vit.config_io import load_config
-from vit.data.batches import Batch, Batches, ImageFormat, Layout
+from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat
 from vit.data.loader import Loader
 from vit.data.stages import TALLIED
 from vit.distributed import World
@@ -33,7 +33,7 @@ PAUSE_S = 0.05
 class Slow(Batches):
     """Batches of nothing that take their time."""
 
-    layout = Layout(ROWS, ImageFormat((4, 4)), 0)
+    layout = BatchLayout(ROWS, ImageFormat((4, 4)), 0)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         time.sleep(PAUSE_S)
@@ -53,9 +53,9 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
         monitor = Monitor(settings, plan, world, progress, record, loader, lambda step: 0.1)
         monitor.start_clock()
         for step in range(5):
-            waited_before_s = loader.effort.wait_s
+            waited_before_s = loader.stats.wait_s
             next(loader)
-            waited_s = loader.effort.wait_s - waited_before_s
+            waited_s = loader.stats.wait_s - waited_before_s
             if not is_told:  # a busy machine may have been longer about it
                 waited_s = PAUSE_S
             sums = torch.tensor([1.0, ROWS, 0, 0, waited_s])

@@ -17,7 +17,7 @@ from processes import REPOSITORY, TINY, environment, metrics, train
 
 from vit.config import Config
 from vit.config_io import load_config
-from vit.data.batches import EvalBatches, TrainBatches, image_format
+from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.decode import native
 from vit.data.shards.data_set import open_split
 from vit.distributed import World
@@ -172,7 +172,7 @@ def test_the_kernel_counts_whom_it_has_killed_for_memory(files, expected, tmp_pa
 
 def check(config: Config, root: Path) -> Preflight:
     world = World(0, 1, torch.device("cpu"))
-    image = image_format(config)
+    image = ImageFormat.from_config(config.model, config.data)
     splits = [
         open_split(config.data.root, name, config.data.cache_dir, config.data.cache_gib)
         for name in ("train", "val")

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from vit.config import AugmentConfig, Config, EvalConfig
+from vit.config import AugmentConfig, DataConfig, EvalConfig, ModelConfig
 from vit.data import stages
 from vit.data.augment.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
 from vit.data.decode.views import decode_center, decode_views
@@ -99,25 +99,21 @@ class ImageFormat:
     scaled_decode: bool = False
     """Large training crops may be decoded at 1/2, 1/4 or 1/8."""
 
-
-def image_format(config: Config) -> ImageFormat:
-    """What the model of `config` takes."""
-    size = config.model.image_size
-    data = config.data
-    return ImageFormat(
-        (size, size) if isinstance(size, int) else size,
-        config.model.in_chans,
-        data.interpolation,
-        data.scaled_decode,
-    )
+    @classmethod
+    def from_config(cls, model: ModelConfig, data: DataConfig) -> ImageFormat:
+        """The format of the sections `model` and `data` of a config."""
+        size = model.image_size
+        if isinstance(size, int):
+            size = (size, size)
+        return cls(size, model.in_chans, data.interpolation, data.scaled_decode)
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How the tensors of a batch lie in one piece of memory."""
 
     num_rows: int
-    image: ImageFormat
+    image_format: ImageFormat
     num_columns: int
     """K of the table."""
 
@@ -144,7 +140,7 @@ class Layout:
         one is aligned."""
         rows = self.num_rows
         shapes = {
-            "images": (torch.uint8, (rows, *self.image.size, self.image.channels)),
+            "images": (torch.uint8, (rows, *self.image_format.size, self.image_format.channels)),
             "labels": (torch.int64, (rows,)),
             "weights": (torch.float32, (rows,)),
             "table": (torch.float32, (rows, self.num_columns)),
@@ -159,7 +155,7 @@ class Layout:
 class Batches:
     """What `vit.data.loader.Loader` iterates over, and passes to its workers."""
 
-    layout: Layout
+    layout: BatchLayout
     row_unit = 1
     """A part of a batch begins at a multiple of it."""
     repeatable = True
@@ -188,7 +184,7 @@ class TrainBatches(Batches):
         split: Split | Sources,
         order: Order,
         augment: AugmentConfig,
-        image: ImageFormat,
+        image_format: ImageFormat,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -200,11 +196,11 @@ class TrainBatches(Batches):
         self.split = split
         self.order = order
         self.augment = augment
-        self.image = image
+        self.image_format = image_format
         self.first_row = rank * share
         self.on_bad_image = on_bad_image
         self.num_batches = num_batches
-        self.layout = Layout(share, image, table_layout(augment).width)
+        self.layout = BatchLayout(share, image_format, table_layout(augment).width)
         # holds all copies of its images
         lane = order.global_batch_size // order.num_lanes if order.aug_repeats > 1 else 1
         self.row_unit = math.lcm(augment.mix_group_size if mixes(augment) else 1, lane)
@@ -236,7 +232,9 @@ class TrainBatches(Batches):
                 )
         entries = self.split.index[ids]
         keys = sample_keys(self.order.seed, position // self.order.steps_per_epoch, ids, copies)
-        crops = draw_crops(self.augment, keys, entries["width"], entries["height"], self.image.size)
+        crops = draw_crops(
+            self.augment, keys, entries["width"], entries["height"], self.image_format.size
+        )
         windows = crops.tolist()
         widths = entries["width"].tolist()
         heights = entries["height"].tolist()
@@ -246,18 +244,18 @@ class TrainBatches(Batches):
             images = [rows.images[number] for number in numbers]
             size = (widths[numbers[0]], heights[numbers[0]])
             try:
-                stages.mine.read(sample)
+                stages.current.read(sample)
                 data = self.split.read(sample)
-                stages.mine.enter(Stage.DECODE)
+                stages.current.enter(Stage.DECODE)
                 decode_views(
                     data,
                     [windows[number] for number in numbers],
-                    self.image.size,
-                    self.image.interpolation,
-                    self.image.channels,
+                    self.image_format.size,
+                    self.image_format.interpolation,
+                    self.image_format.channels,
                     out=images,
-                    image_size=size,
-                    scaled=self.image.scaled_decode,
+                    stored_size=size,
+                    scaled=self.image_format.scaled_decode,
                 )
             except ShardError:
                 raise
@@ -272,9 +270,13 @@ class TrainBatches(Batches):
                 weights[numbers] = 0.0
                 # rows, whose number does not depend on how a batch is divided
                 bad_keys += [self.split.key(sample)] * len(numbers)
-        stages.mine.enter(Stage.DRAW)
-        table = draw_table(self.augment, keys, entries["width"], entries["height"], self.image.size)
-        draw_mix(self.augment, table, weights, self.order.seed, position, first, self.image.size)
+        stages.current.enter(Stage.DRAW)
+        table = draw_table(
+            self.augment, keys, entries["width"], entries["height"], self.image_format.size
+        )
+        draw_mix(
+            self.augment, table, weights, self.order.seed, position, first, self.image_format.size
+        )
         write_rows(rows, entries["label"], weights, table, ids)
         return tuple(bad_keys)
 
@@ -286,7 +288,7 @@ class EvalBatches(Batches):
     def __init__(
         self,
         split: Split,
-        image: ImageFormat,
+        image_format: ImageFormat,
         view: EvalConfig,
         batch_size: int,
         *,
@@ -294,11 +296,11 @@ class EvalBatches(Batches):
         world_size: int = 1,
     ):
         self.split = split
-        self.image = image
+        self.image_format = image_format
         self.view = view
         self.rank = rank
         self.world_size = world_size
-        self.layout = Layout(batch_size, image, 0)
+        self.layout = BatchLayout(batch_size, image_format, 0)
 
     def __len__(self) -> int:
         return -(-self.split.num_samples // (self.layout.num_rows * self.world_size))
@@ -330,16 +332,16 @@ class EvalBatches(Batches):
                 rows.images[row] = 0
                 continue
             try:
-                stages.mine.read(sample)
+                stages.current.read(sample)
                 data = self.split.read(sample)
                 out = rows.images[row]
-                stages.mine.enter(Stage.DECODE)
+                stages.current.enter(Stage.DECODE)
                 decode_center(
                     data,
-                    self.image.size,
+                    self.image_format.size,
                     self.view,
-                    self.image.interpolation,
-                    self.image.channels,
+                    self.image_format.interpolation,
+                    self.image_format.channels,
                     out=out,
                 )
             except ShardError:
@@ -350,7 +352,7 @@ class EvalBatches(Batches):
                     " this one"
                 )
                 raise ShardError(f"{_describe(self.split, sample, error)}; {remedy}") from None
-        stages.mine.enter(Stage.DRAW)
+        stages.current.enter(Stage.DRAW)
         write_rows(rows, self.split.index["label"][ids], valid, np.empty((len(ids), 0)), ids)
         return ()
 

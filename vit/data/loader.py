@@ -30,8 +30,8 @@ import torch
 from vit.data import stages
 from vit.data.batches import Batch, Batches
 from vit.data.slots import Slots, plan_ring
-from vit.data.stages import Row, Stage, Tally, add_up
-from vit.data.worker_pool import MAX_QUEUED_PARTS, Crew, Lookout, Result
+from vit.data.stages import Stage, Tally, WorkerStatus, add_up
+from vit.data.worker_pool import MAX_QUEUED_PARTS, Lookout, Result, WorkerPool
 from vit.distributed import local_world_size
 from vit.system.files import ShardError
 
@@ -40,7 +40,7 @@ STALL_TIMEOUT_S = 240.0
 ranks wait for each other."""
 
 
-class Effort(NamedTuple):
+class LoaderStats(NamedTuple):
     """What a loader's batches have cost up to now."""
 
     wait_s: float = 0.0
@@ -51,7 +51,7 @@ class Effort(NamedTuple):
 
 
 @dataclass
-class _Growing:
+class _PartialBatch:
     """A batch of which parts are missing."""
 
     slot: int
@@ -89,7 +89,7 @@ class Loader:
     ):
         on_gpu = device is not None and device.type == "cuda"
         self.num_workers = num_workers
-        self.effort = Effort()
+        self.stats = LoaderStats()
         self._batches = batches
         self.ring = plan_ring(
             batches.layout, batches.row_unit, stop - start, num_workers, prefetch_gib, on_gpu
@@ -101,11 +101,11 @@ class Loader:
         self._slots = Slots(batches.layout, self.ring, num_workers)
         if num_workers:
             batches.prepare(num_workers * local_world_size())
-        self._growing: dict[int, _Growing] = {}
+        self._partial_batches: dict[int, _PartialBatch] = {}
         self._queue: deque[tuple[int, int, int]] = deque()
         works = start < stop
-        self._crew = (
-            Crew(batches, self._slots, num_workers, stall_timeout_s)
+        self._pool = (
+            WorkerPool(batches, self._slots, num_workers, stall_timeout_s)
             if num_workers and works
             else None
         )
@@ -131,8 +131,8 @@ class Loader:
         position = self._position
         began = time.perf_counter()
         self._position += 1  # also where this one fails
-        batch = self._make(position) if self._crew is None else self._receive(position, self._crew)
-        self.effort = self.effort._replace(wait_s=self.effort.wait_s + time.perf_counter() - began)
+        batch = self._make(position) if self._pool is None else self._receive(position, self._pool)
+        self.stats = self.stats._replace(wait_s=self.stats.wait_s + time.perf_counter() - began)
         self._start_batches()
         return batch if self._to_gpu is None else self._to_gpu(batch)
 
@@ -148,17 +148,17 @@ class Loader:
     @property
     def num_replaced(self) -> int:
         """Workers that hung, and in whose place others came."""
-        return self._crew.num_replaced if self._crew is not None else 0
+        return self._pool.num_replaced if self._pool is not None else 0
 
-    def _rows(self) -> list[Row]:
-        return self._crew.rows if self._crew is not None else [self._own_row]
+    def _rows(self) -> list[WorkerStatus]:
+        return self._pool.rows if self._pool is not None else [self._own_row]
 
     def close(self) -> None:
         """End the workers, whatever they are at, and let the memory go with the last batch that is
         held."""
         self._position = self._stop
-        if self._crew is not None:
-            self._crew.end()
+        if self._pool is not None:
+            self._pool.end()
         if self._lookout is not None:
             self._lookout.end()
         self._slots.close_file()
@@ -191,14 +191,14 @@ class Loader:
         self._add_work(time.perf_counter() - began, self._batches.layout.num_rows)
         return replace(self._slots.lend(slot), bad_keys=bad_keys)
 
-    def _receive(self, position: int, crew: Crew) -> Batch:
+    def _receive(self, position: int, pool: WorkerPool) -> Batch:
         """The batch at `position`, made by the workers."""
-        self._note(crew.results(wait=False))
-        crew.begin_wait()
-        while position not in self._growing or self._growing[position].missing_rows:
+        self._note(pool.results(wait=False))
+        pool.begin_wait()
+        while position not in self._partial_batches or self._partial_batches[position].missing_rows:
             self._start_batches()
-            self._note(crew.results(wait=True))
-        done = self._growing.pop(position)
+            self._note(pool.results(wait=True))
+        done = self._partial_batches.pop(position)
         done.results.sort(key=lambda result: result.first)
         for result in done.results:
             if result.mistake or result.stack:
@@ -215,28 +215,28 @@ class Loader:
 
     def _start_batches(self) -> None:
         """Give the workers something to do for each free slot."""
-        if self._crew is None:
+        if self._pool is None:
             return
         rows = self._batches.layout.num_rows
         while self._slots.free and self._to_start < self._stop:
             slot = self._slots.free.popleft()
-            self._growing[self._to_start] = _Growing(slot, rows)
+            self._partial_batches[self._to_start] = _PartialBatch(slot, rows)
             self._queue.extend(
                 (self._to_start, slot, first) for first in range(0, rows, self.ring.part_rows)
             )
             self._to_start += 1
-        while self._queue and self._crew.num_queued < MAX_QUEUED_PARTS:
-            self._crew.put(*self._queue.popleft())
+        while self._queue and self._pool.num_queued < MAX_QUEUED_PARTS:
+            self._pool.put(*self._queue.popleft())
 
     def _add_work(self, busy_s: float, num_rows: int) -> None:
-        wait_s, busy_before_s, made_before = self.effort
-        self.effort = Effort(wait_s, busy_before_s + busy_s, made_before + num_rows)
+        wait_s, busy_before_s, made_before = self.stats
+        self.stats = LoaderStats(wait_s, busy_before_s + busy_s, made_before + num_rows)
 
     def _note(self, results: list[tuple[int, Result]]) -> None:
         for position, result in results:
             self._add_work(result.busy_s, result.num_rows)
-            self._growing[position].missing_rows -= result.num_rows
-            self._growing[position].results.append(result)
+            self._partial_batches[position].missing_rows -= result.num_rows
+            self._partial_batches[position].results.append(result)
 
 
 # --- to the GPU -----------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Chosen:
     num_samples: int
     numbers: NDArray[np.integer] | None = field(repr=False, compare=False)
     """(num_samples,) ascending; None: all of the split."""
-    told: str
+    summary: str
     """In words: how many of how many, and what the others were left out by; "" where nothing was
     asked for."""
     identity: str

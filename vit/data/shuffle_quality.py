@@ -29,7 +29,7 @@ POOR = 0.95
 
 
 @dataclass(frozen=True)
-class Mixing:
+class ShuffleQuality:
     """Figures of an order; `str` makes one line of them."""
 
     classes_per_batch: float
@@ -50,7 +50,7 @@ class Mixing:
         )
 
 
-def measure_mixing(order: Order, labels: NDArray[np.integer]) -> Mixing:
+def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality:
     """Figures of `order` over samples with these labels (N,), from batches of its first shuffle.
     Where draws are not samples, places in storage are those of the draws: all of a source, and then
     all of the next."""
@@ -66,7 +66,7 @@ def measure_mixing(order: Order, labels: NDArray[np.integer]) -> Mixing:
     )
     draws = replace(order, shares=())
     batches = [(labels[order.batch(step)], draws.batch(step)) for step in steps]
-    mixing = mixing_of(
+    quality = quality_of(
         batches,
         np.array(steps) / num_steps,
         1 / num_steps,
@@ -75,14 +75,14 @@ def measure_mixing(order: Order, labels: NDArray[np.integer]) -> Mixing:
     )
     if (
         order.block_samples == 1
-        or mixing.classes_per_batch >= POOR * mixing.perfect_classes_per_batch
+        or quality.classes_per_batch >= POOR * quality.perfect_classes_per_batch
     ):
-        return mixing
+        return quality
     neighbours = (
         "neighbours in the shards are of one class and stay together in blocks of"
         f" {order.block_samples}"
     )
-    return replace(mixing, remedy=f"{neighbours}: data.block_samples=1 parts them")
+    return replace(quality, remedy=f"{neighbours}: data.block_samples=1 parts them")
 
 
 def count_classes(labels: NDArray[np.integer], share: Share) -> NDArray[np.int64]:
@@ -107,13 +107,13 @@ def sum_classes(counts: Iterable[NDArray[Any]]) -> NDArray[Any]:
     return total
 
 
-def mixing_of(
+def quality_of(
     batches: Sequence[tuple[NDArray[np.integer], NDArray[np.int64]]],
     starts: ArrayLike,
     duration: float,
     num_places: int,
     class_sizes: NDArray[np.int64],
-) -> Mixing:
+) -> ShuffleQuality:
     """Figures of batches of (labels, places in storage). A batch begins at its `starts` and takes
     `duration`, both as shares of the time of one shuffle."""
     found = []
@@ -124,7 +124,7 @@ def mixing_of(
         expected.append(_expected_classes(class_sizes, len(np.unique(places))))
         times = start + duration * (np.arange(len(places)) + 0.5) / len(places)
         moved.append(np.abs(times - (places + 0.5) / num_places).mean())
-    return Mixing(float(np.mean(found)), float(np.mean(expected)), float(np.mean(moved)))
+    return ShuffleQuality(float(np.mean(found)), float(np.mean(expected)), float(np.mean(moved)))
 
 
 def _expected_classes(class_sizes: NDArray[np.int64], num_images: int) -> float:

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.data.batches import Batch, Layout
-from vit.data.stages import ROW_BYTES, Row
+from vit.data.batches import Batch, BatchLayout
+from vit.data.stages import STATUS_BYTES, WorkerStatus
 
 PART_ROWS = 128
 """Rows that a worker makes at a time. Order and draws cost 2 ms a part besides 0.01 ms a row,
@@ -55,7 +55,7 @@ class Ring:
 
 
 def plan_ring(
-    layout: Layout,
+    layout: BatchLayout,
     row_unit: int,
     num_batches: int,
     num_workers: int,
@@ -96,10 +96,10 @@ class Slots:
     """The memory of a ring and of what `num_workers` say about themselves. Passed to a worker
     process it is the same memory there."""
 
-    def __init__(self, layout: Layout, ring: Ring, num_workers: int = 0):
+    def __init__(self, layout: BatchLayout, ring: Ring, num_workers: int = 0):
         self.layout = layout
         self.ring = ring
-        self._num_bytes = ring.num_bytes + max(num_workers, 1) * ROW_BYTES
+        self._num_bytes = ring.num_bytes + max(num_workers, 1) * STATUS_BYTES
         self.free = deque(range(ring.num_slots))
         self._lent: dict[int, weakref.ref[memoryview]] = {}
         if hasattr(os, "memfd_create"):
@@ -130,11 +130,11 @@ class Slots:
         """All slots, (num_bytes,) uint8."""
         return torch.frombuffer(self._map, dtype=torch.uint8, count=self.ring.num_bytes)
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> WorkerStatus:
         """What worker `number` says about itself; number 0, where there are no workers, is the
         process that makes the batches."""
-        start = self.ring.num_bytes + number * ROW_BYTES
-        return Row(memoryview(self._map)[start : start + ROW_BYTES])
+        start = self.ring.num_bytes + number * STATUS_BYTES
+        return WorkerStatus(memoryview(self._map)[start : start + STATUS_BYTES])
 
     def batch(self, slot: int) -> Batch:
         """What lies in `slot`, to be written."""

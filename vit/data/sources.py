@@ -37,7 +37,7 @@ class TrainSet(NamedTuple):
     """Images in an epoch, before those that fill no batch go."""
     shares: tuple[Share, ...] = ()
     """For `Order.shares`."""
-    told: tuple[str, ...] = ()
+    summary: tuple[str, ...] = ()
     """What was chosen, in lines; none where it is all of one split."""
     identity: str = ""
     """What a run that goes on must find the same, in words."""
@@ -47,9 +47,11 @@ def train_set_of(split: Split, wanted: Wanted) -> TrainSet:
     """The samples of one split that are `wanted`. Raises ShardError."""
     chosen = choose(split, wanted)
     if chosen.numbers is None:
-        return TrainSet(split, split.num_samples, told=(chosen.told,) if chosen.told else ())
+        return TrainSet(
+            split, split.num_samples, summary=(chosen.summary,) if chosen.summary else ()
+        )
     share = Share(chosen.num_samples, chosen.num_samples, 0, chosen.numbers)
-    return TrainSet(split, chosen.num_samples, (share,), (chosen.told,), chosen.identity)
+    return TrainSet(split, chosen.num_samples, (share,), (chosen.summary,), chosen.identity)
 
 
 def train_set_of_sources(
@@ -78,7 +80,7 @@ def train_set_of_sources(
             else ""
         )
         part = f"{num_draws:,} images an epoch ({num_draws / sum(draws):.1%}{times})"
-        told.append(f"{part} of {each.told or _all_of(split)}{_by_number(split, classes_of)}")
+        told.append(f"{part} of {each.summary or _all_of(split)}{_by_number(split, classes_of)}")
         known.append(
             f"{num_draws:,} draws of {each.identity or f'all {each.num_samples:,} samples'}"
         )

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from vit.data.storage.patience import num_moves, num_retries
 
-ROW_BYTES = 256
+STATUS_BYTES = 256
 """Of one process: 32 numbers of 8 bytes."""
 
 
@@ -81,8 +81,8 @@ def since(now: Tally, before: Tally) -> Tally:
     return {name: now[name] - before[name] for name in TALLIED}
 
 
-class Row:
-    """The numbers of one process, in `ROW_BYTES` bytes of memory. It alone writes; anybody
+class WorkerStatus:
+    """The numbers of one process, in `STATUS_BYTES` bytes of memory. It alone writes; anybody
     reads."""
 
     def __init__(self, memory: memoryview):
@@ -196,13 +196,13 @@ class Row:
         return dict(zip(TALLIED, self._numbers[_SECONDS : _SECONDS + len(TALLIED)], strict=True))
 
 
-mine = Row(memoryview(bytearray(ROW_BYTES)))
+current = WorkerStatus(memoryview(bytearray(STATUS_BYTES)))
 """This process's. Written by whoever reads or decodes, wherever it lies."""
 
 
-def use(row: Row) -> Row:
+def use(row: WorkerStatus) -> WorkerStatus:
     """From now on this process writes into `row`; returns the one before."""
-    global mine
-    before = mine
-    mine = row
+    global current
+    before = current
+    current = row
     return before

@@ -29,8 +29,8 @@ import numpy as np
 
 from vit.config import AugmentConfig
 from vit.data.augment.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
-from vit.data.batches import Batch, Batches, ImageFormat, Layout, write_rows
-from vit.data.decode.images import image_size
+from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat, write_rows
+from vit.data.decode.images import stored_size
 from vit.data.decode.views import decode_views
 from vit.data.order import Order, fold, hash64
 from vit.data.shards.members import META, SETTINGS, SampleLayout, Unfit, describe
@@ -118,7 +118,7 @@ class StreamBatches(Batches):
         split: Stream,
         order: Order,
         augment: AugmentConfig,
-        image: ImageFormat,
+        image_format: ImageFormat,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -128,11 +128,11 @@ class StreamBatches(Batches):
         self.split = split
         self.order = order
         self.augment = augment
-        self.image = image
+        self.image_format = image_format
         share = order.global_batch_size // world_size
         self.first_row = rank * share
         self.on_bad_image = on_bad_image
-        self.layout = Layout(share, image, table_layout(augment).width)
+        self.layout = BatchLayout(share, image_format, table_layout(augment).width)
         self.row_unit = augment.mix_group_size if mixes(augment) else 1
         self._num_processes = max(num_workers, 1)
         self._first_reader = rank * self._num_processes
@@ -158,7 +158,7 @@ class StreamBatches(Batches):
         ids = np.array([sample.number for sample in samples], np.int64)
         widths, heights = np.maximum([(sample.width, sample.height) for sample in samples], 1).T
         keys = sample_keys(self.order.seed, epoch, ids)
-        crops = draw_crops(self.augment, keys, widths, heights, self.image.size).tolist()
+        crops = draw_crops(self.augment, keys, widths, heights, self.image_format.size).tolist()
         weights = np.ones(len(ids), dtype=np.float32)
         bad_keys = []
         for row, (sample, crop) in enumerate(zip(samples, crops, strict=True)):
@@ -168,11 +168,11 @@ class StreamBatches(Batches):
                 decode_views(
                     sample.data,
                     [crop],
-                    self.image.size,
-                    self.image.interpolation,
-                    self.image.channels,
+                    self.image_format.size,
+                    self.image_format.interpolation,
+                    self.image_format.channels,
                     out=out,
-                    image_size=size,
+                    stored_size=size,
                 )
             except ValueError as error:
                 if self.on_bad_image == "error":
@@ -183,8 +183,10 @@ class StreamBatches(Batches):
                 rows.images[row] = 0
                 weights[row] = 0.0
                 bad_keys.append(sample.key)
-        table = draw_table(self.augment, keys, widths, heights, self.image.size)
-        draw_mix(self.augment, table, weights, self.order.seed, position, first, self.image.size)
+        table = draw_table(self.augment, keys, widths, heights, self.image_format.size)
+        draw_mix(
+            self.augment, table, weights, self.order.seed, position, first, self.image_format.size
+        )
         write_rows(rows, [sample.label for sample in samples], weights, table, ids)
         return tuple(bad_keys)
 
@@ -328,7 +330,7 @@ def _wait_for_end(stream: Any) -> None:
 def _size_of(data: bytes) -> tuple[int, int]:
     """Width and height in pixels; 0, 0 for what is no image, which decoding will tell."""
     try:
-        return image_size(data)
+        return stored_size(data)
     except ValueError:
         return 0, 0
 

@@ -34,7 +34,7 @@ import torch
 from vit.data import stages
 from vit.data.batches import Batches
 from vit.data.slots import Slots
-from vit.data.stages import DOING, Row, Stage
+from vit.data.stages import DOING, Stage, WorkerStatus
 from vit.system.child_process import follow_parent, signals_blocked
 from vit.system.files import ShardError
 from vit.system.host import num_oom_kills, process_state
@@ -85,7 +85,9 @@ class Watch:
     nobody hangs.
     """
 
-    def __init__(self, rows: list[Row], where: Callable[[int], str], stall_timeout_s: float | None):
+    def __init__(
+        self, rows: list[WorkerStatus], where: Callable[[int], str], stall_timeout_s: float | None
+    ):
         self._rows = rows
         self._where = where
         self.tell_after_s = min(TELL_AFTER_S, (stall_timeout_s or 1e9) / 4)
@@ -161,7 +163,9 @@ class Lookout:
     """Looks at a process that makes its batches itself, from a thread: it can tell, and do
     nothing."""
 
-    def __init__(self, row: Row, where: Callable[[int], str], stall_timeout_s: float | None):
+    def __init__(
+        self, row: WorkerStatus, where: Callable[[int], str], stall_timeout_s: float | None
+    ):
         watch = Watch([row], where, stall_timeout_s)
         self._over = threading.Event()
 
@@ -178,7 +182,7 @@ class Lookout:
         self.end = Finalize(self, self._over.set)
 
 
-class Crew:
+class WorkerPool:
     """Worker processes, the pipe that they take parts from, and the pipes that their results come
     through."""
 

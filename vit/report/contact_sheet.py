@@ -20,7 +20,7 @@ from torch import Tensor
 from vit.config import AugmentConfig, Config
 from vit.data.augment.apply import create_augment
 from vit.data.augment.draw import describe, mixes
-from vit.data.batches import Batch, TrainBatches, image_format
+from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.plan import choose_num_classes, open_indexed, open_train_set
@@ -80,7 +80,7 @@ def make_contact_sheet(
     drawn = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in drawn)
     num_classes = choose_num_classes(config, split)
     side = _side(num_draws + 1 + (group > 1))
-    image = image_format(config)
+    image = ImageFormat.from_config(config.model, config.data)
     order = make_order(num_rows, num_rows, config.train.seed, shares=drawn)
     height, width = image.size
     middle = AugmentConfig(

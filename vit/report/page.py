@@ -32,7 +32,7 @@ from markupsafe import Markup, escape
 
 from vit import config_io
 from vit.config import Config
-from vit.data.batches import image_format
+from vit.data.batches import ImageFormat
 from vit.metrics import format_interval
 from vit.model import count_parameters, create_model, flops_per_image
 from vit.report.curves import curve_panels
@@ -221,7 +221,7 @@ def _facts(
     """What was trained on what, in a few words each."""
     facts = []
     if config is not None:
-        height, width = image_format(config).size
+        height, width = ImageFormat.from_config(config.model, config.data).size
         facts.append(("model", f"{config.model.name} at {height} × {width} pixels"))
         # a fact less; a model that cannot be made has its sentence at the pictures
         with suppress(Exception):

@@ -29,7 +29,7 @@ from vit import config_io
 from vit.config import Config
 from vit.data.augment.apply import create_augment
 from vit.data.augment.draw import mixes
-from vit.data.batches import TrainBatches, image_format
+from vit.data.batches import ImageFormat, TrainBatches
 from vit.data.decode.views import decode_center
 from vit.data.loader import Loader
 from vit.data.order import divisors
@@ -271,7 +271,7 @@ class RunFolder:
     def eval_image(self, sample: int) -> Tensor:
         """What evaluation sees of an image of the validation split: (C, H, W) uint8."""
         data = self.val_split.read(sample)
-        image = image_format(self.config)
+        image = ImageFormat.from_config(self.config.model, self.config.data)
         return decode_center(
             data, image.size, self.config.eval, image.interpolation, image.channels
         )
@@ -307,7 +307,7 @@ def _paint_augmented(source: RunFolder, picture: Path) -> str:
         train.split,
         order,
         config.augment,
-        image_format(config),
+        ImageFormat.from_config(config.model, config.data),
         world_size=batch_size // share,
         on_bad_image=config.data.on_bad_image,
     )

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from vit.config import Config
-from vit.data.loader import Effort, Loader
+from vit.data.loader import Loader, LoaderStats
 from vit.data.stages import TALLIED, Stage, Tally, add_up, since
 from vit.distributed import World, local_world_size, peak_memory_gib
 from vit.plan import Plan
@@ -131,10 +131,10 @@ class Monitor:
         self.stop = False
         self._told_wait_share = 0.0
         self._tally_before = loader.tally()
-        self._pending: tuple[int, StepResult, float, Effort] | None = None
+        self._pending: tuple[int, StepResult, float, LoaderStats] | None = None
         self._last_step_at: float
         self._run_began = time.perf_counter() - progress.elapsed_s
-        self._new_interval(time.perf_counter(), loader.effort)
+        self._new_interval(time.perf_counter(), loader.stats)
 
     def elapsed_s(self) -> float:
         """Time spent on this run, evaluation and saving included, over all restarts."""
@@ -158,12 +158,12 @@ class Monitor:
         """Read the step before this one, which the device has done by now, and keep this one for
         the next call."""
         self.read(queued_behind=True)
-        self._pending = (step, result, time.perf_counter(), self.loader.effort)
+        self._pending = (step, result, time.perf_counter(), self.loader.stats)
 
     def start_clock(self) -> None:
         """Training time begins now: what came before the first step, with the wait for its batch,
         was the start of the process."""
-        self._new_interval(time.perf_counter(), self.loader.effort)
+        self._new_interval(time.perf_counter(), self.loader.stats)
 
     def resume_clock(self) -> None:
         """Evaluation and saving are no training time."""
@@ -176,7 +176,7 @@ class Monitor:
         once too many updates in a row were skipped."""
         if self._pending is None:
             return
-        step, result, self._last_step_at, effort = self._pending
+        step, result, self._last_step_at, stats = self._pending
         self._pending = None
         values = result.read()
         progress = self.progress
@@ -194,7 +194,7 @@ class Monitor:
             self.record.write(
                 "fault", step + 1, reason="gradient not finite, update skipped", loss=values.loss
             )
-        self._log(step + 1, values, effort)
+        self._log(step + 1, values, stats)
         if progress.updates_skipped_in_a_row >= config.train.max_skipped_steps:
             with self.world.fail_together():
                 raise ValueError(
@@ -204,14 +204,14 @@ class Monitor:
                     " checkpoint is from before"
                 )
 
-    def _new_interval(self, began: float, effort_before: Effort) -> None:
+    def _new_interval(self, began: float, stats_before: LoaderStats) -> None:
         self._began = began
         self._last_step_at = began
-        self._effort_before = effort_before
+        self._stats_before = stats_before
         self._losses = list[float]()
         self._waits_s = list[tuple[float, ...]]()
 
-    def _log(self, step: int, values: StepValues, effort: Effort) -> None:
+    def _log(self, step: int, values: StepValues, stats: LoaderStats) -> None:
         """Move the live line to `step` steps done; at the end of an interval also write a line of
         metrics."""
         plan = self.plan
@@ -233,7 +233,7 @@ class Monitor:
             self.record.progress(step, text)
             return
         _collect()
-        loader_images_per_s = self._loader_images_per_s(effort)
+        loader_images_per_s = self._loader_images_per_s(stats)
         self.record.train_line(step, text)
         loaders = [
             dict(zip((*TALLIED, "worker_mib", "replaced"), told, strict=True))
@@ -260,7 +260,7 @@ class Monitor:
             bad_images=self.progress.bad_images,
             **self._of_loaders(loaders, waiting.rank),
         )
-        self._new_interval(self._last_step_at, effort)
+        self._new_interval(self._last_step_at, stats)
 
     def _logs_after(self, step: int) -> bool:
         """Whether a line of metrics is written when `step` steps are done."""
@@ -281,11 +281,11 @@ class Monitor:
             "loader_slowest": {"rank": slowest, "host": self.world.host_of(slowest), **of_slowest}
         }
 
-    def _loader_images_per_s(self, effort: Effort) -> float | None:
+    def _loader_images_per_s(self, stats: LoaderStats) -> float | None:
         """What the workers of all ranks can make in a second, from the time that this rank's spent
         on what they made in the interval; None if they made nothing."""
-        made = effort.num_made - self._effort_before.num_made
-        busy_s = effort.busy_s - self._effort_before.busy_s
+        made = stats.num_made - self._stats_before.num_made
+        busy_s = stats.busy_s - self._stats_before.busy_s
         return made / busy_s * max(self.loader.num_workers, 1) * self.world.size if made else None
 
     def _tell_of_waiting(

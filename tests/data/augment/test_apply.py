@@ -152,14 +152,16 @@ def test_layers_follow_one_another_after_the_flip_each_row_on_its_own(name):
     images = np.concatenate([photographs()] * 4)
     table = table_of(config, 28, (40, 120))
     ours = changed(config, images, table)
-    layers = table_layout(config).layers
+    op_columns = table_layout(config).op_columns
     for row in range(28):
         expected = (
             images[row : row + 1, :, :, ::-1].copy() if table[row, FLIP] else images[row : row + 1]
         )
-        for layer in layers:
+        for op_column in op_columns:
             op, *values = table[
-                row, layer.column : layer.column + (4 if layer.ops == "big_vision" else 2)
+                row,
+                op_column.column : op_column.column
+                + (4 if op_column.op_set == "big_vision" else 2),
             ]
             if op >= 0:
                 expected = one_op(alone, expected, int(op), *map(float, values)).astype(np.uint8)

@@ -497,7 +497,7 @@ def test_the_image_must_be_the_expected_one_and_one_that_can_be_held():
         (64, 97): Status.IMAGE,
         (97, 65): Status.IMAGE,
     }.items():
-        assert native.decode_into(data, 5, 5, pixels, image_size=size) is status
+        assert native.decode_into(data, 5, 5, pixels, stored_size=size) is status
     at = read_header(data).frame_offset + 5
     huge = data[:at] + (20_000).to_bytes(2, "big") * 2 + data[at + 4 :]
     assert native.decode_into(huge, 5, 5, pixels) is Status.IMAGE

@@ -467,7 +467,7 @@ def test_a_window_for_another_image_is_refused(form, decoder):
         ValueError,
         match="it has 97 x 64 pixels, the index says 64 x 97: the index is of other images",
     ):
-        decode_views(data, [(0, 0, 10, 10)], (8, 8), "bilinear", image_size=(64, 97))
+        decode_views(data, [(0, 0, 10, 10)], (8, 8), "bilinear", stored_size=(64, 97))
     for window in [(90, 0, 8, 8), (0, 60, 8, 8), (-1, 0, 8, 8), (0, 0, 0, 8), (0, 0, 98, 1)]:
         with pytest.raises(ValueError, match=r"are not inside of an image of 97 x 64"):
             decode_box(data, window)
@@ -478,7 +478,7 @@ def test_a_window_for_another_image_is_refused(form, decoder):
 def test_images_of_odd_shapes_are_decoded(width, height, form, decoder):
     data = encode(picture(width, height), form)
     window = width // 3, height // 3, max(width // 2, 1), max(height // 2, 1)
-    [view] = decode_views(data, [window], (16, 16), "bicubic", image_size=(width, height))
+    [view] = decode_views(data, [window], (16, 16), "bicubic", stored_size=(width, height))
     assert view.shape == decode_center(data, (16, 16), EvalConfig(), "bicubic").shape == (3, 16, 16)
 
 

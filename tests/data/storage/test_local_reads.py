@@ -161,7 +161,7 @@ def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
         list(loader)
         ours = shards_open(os.getpid(), root)
         assert sorted(ours.values()) == ["train-00000.tar", "train-00001.tar", "train-00002.tar"]
-        assert [shards_open(worker.pid, root) for worker, _ in loader._crew._workers.values()] == [
+        assert [shards_open(worker.pid, root) for worker, _ in loader._pool._workers.values()] == [
             ours,
             ours,
         ]
@@ -170,7 +170,7 @@ def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
             ours = shards_open(os.getpid(), root)
             assert len(ours) == 4
             assert [
-                shards_open(worker.pid, root) for worker, _ in evaluation._crew._workers.values()
+                shards_open(worker.pid, root) for worker, _ in evaluation._pool._workers.values()
             ] == [ours]
     del split, val, batches, loader, evaluation
     gc.collect()

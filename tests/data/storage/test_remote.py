@@ -662,7 +662,7 @@ def test_who_waits_for_a_block_that_comes_slowly_makes_progress(web, url, cache,
     waiting = threading.Thread(target=split.read, args=(0,))
     waiting.start()
     while waiting.is_alive():
-        turns.append(stages.mine.turns)
+        turns.append(stages.current.turns)
         time.sleep(0.25)
     assert len(turns) >= 3
     assert turns == sorted(set(turns)), "each look finds a change"

@@ -25,7 +25,7 @@ from data_prep.errors import PrepError
 from data_prep.index import main
 from data_prep.read.class_names import read_class_names
 from vit.config import AugmentConfig
-from vit.data.batches import ImageFormat, Layout, TrainBatches
+from vit.data.batches import BatchLayout, ImageFormat, TrainBatches
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.data.shards.members import SampleLayout
@@ -275,7 +275,7 @@ def test_indexed_read_at_random_verified_and_streamed(form, tmp_path, capsys):
     batches = StreamBatches(stream, order, AugmentConfig(), FORMAT)
     seen = set()
     for position in range(9):
-        rows = Layout(6, FORMAT, batches.layout.num_columns).batch_in(
+        rows = BatchLayout(6, FORMAT, batches.layout.num_columns).batch_in(
             memoryview(bytearray(batches.layout.num_bytes))
         )
         batches.fill(position, 0, rows)

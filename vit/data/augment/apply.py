@@ -28,7 +28,7 @@ from vit.data.augment.draw import (
     LEFT,
     RIGHT,
     TOP,
-    Layer,
+    OpColumn,
     mixes,
     partners,
     table_layout,
@@ -97,20 +97,22 @@ class Augment:
     def _apply_layers(self, images: Tensor, table: Tensor, on_device: Tensor) -> Tensor:
         """Each layer's operations, each on its rows of `images` uint8, which it changes. All row
         lists travel in one copy."""
-        if not self.layout.layers:
+        if not self.layout.op_columns:
             return images
-        numbers = table[:, [layer.column for layer in self.layout.layers]].numpy().T
+        numbers = table[:, [op_column.column for op_column in self.layout.op_columns]].numpy().T
         by_number = np.argsort(numbers, axis=1, kind="stable")
         rows_on_device = torch.from_numpy(by_number).to(images.device, non_blocking=True)
-        for layer, of_rows, order, rows in zip(
-            self.layout.layers, numbers, by_number, rows_on_device, strict=True
+        for op_column, of_rows, order, rows in zip(
+            self.layout.op_columns, numbers, by_number, rows_on_device, strict=True
         ):
             chosen, starts = np.unique(of_rows[order], return_index=True)
             for number, start, stop in zip(
                 chosen.tolist(), starts, [*starts[1:], len(order)], strict=True
             ):
                 for part in self._chunks(rows[start:stop], images) if number >= 0 else ():
-                    images[part] = self._apply(layer, int(number), images[part], on_device[part])
+                    images[part] = self._apply(
+                        op_column, int(number), images[part], on_device[part]
+                    )
         return images
 
     @staticmethod
@@ -119,10 +121,10 @@ class Augment:
             max(1, CPU_CHUNK // images[0].numel()) if images.device.type == "cpu" else len(images)
         )
 
-    def _apply(self, layer: Layer, number: int, images: Tensor, table: Tensor) -> Tensor:
-        strength = table[:, layer.column + 1].view(-1, 1, 1, 1)
-        place = table[:, layer.column + 2 : layer.column + 4]
-        return pixel_ops.to_levels(OPS[layer.ops][number](images.float(), strength, place))
+    def _apply(self, op_column: OpColumn, number: int, images: Tensor, table: Tensor) -> Tensor:
+        strength = table[:, op_column.column + 1].view(-1, 1, 1, 1)
+        place = table[:, op_column.column + 2 : op_column.column + 4]
+        return pixel_ops.to_levels(OPS[op_column.op_set][number](images.float(), strength, place))
 
     def finish(
         self, images: Tensor, labels: Tensor, table: Tensor, erased: Tensor, partner: Tensor

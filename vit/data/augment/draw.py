@@ -98,15 +98,15 @@ CROP_TRIES = ERASE_TRIES = 10
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One operation for each sample: its number in `OP_NAMES[ops]`, or -1 for none, in `column`,
+class OpColumn:
+    """One operation for each sample: its number in `OP_NAMES[op_set]`, or -1 for none, in `column`,
     and its strength in the next one.
 
     big_vision's layers have two more, the place of its cutout: uniform numbers in [0, 1) for x and
     y.
     """
 
-    ops: str
+    op_set: str
     column: int
 
 
@@ -114,7 +114,7 @@ class Layer:
 class TableLayout:
     """Which columns of the table mean what; `None`: not drawn."""
 
-    layers: tuple[Layer, ...]
+    op_columns: tuple[OpColumn, ...]
     """In the order in which they are applied: RandAugment's, 3-Augment's, colour jitter's."""
     shift: int | None
     """Two columns: pixels by which the view lies beyond the image's left (negative) or right, and
@@ -130,14 +130,14 @@ class TableLayout:
 
 def table_layout(config: AugmentConfig) -> TableLayout:
     """The columns that `draw_table` writes and `vit.data.augment.apply.Augment` reads."""
-    layers = []
+    op_columns = []
     column = FIRST_OP
     sets: list[str] = [config.randaugment_ops] * config.randaugment_layers
     sets += ["three_augment"] * config.three_augment + ["color_jitter"] * sum(
         amount > 0 for amount in config.color_jitter
     )
     for ops in sets:
-        layers.append(Layer(ops, column))
+        op_columns.append(OpColumn(ops, column))
         column += 4 if ops == "big_vision" else 2
     shift = None
     erase = None
@@ -148,7 +148,7 @@ def table_layout(config: AugmentConfig) -> TableLayout:
     if config.erasing_prob > 0:
         erase = column
         column = column + 4 + num_noise
-    return TableLayout(tuple(layers), shift, erase, num_noise, column)
+    return TableLayout(tuple(op_columns), shift, erase, num_noise, column)
 
 
 def sample_keys(
@@ -266,8 +266,8 @@ def draw_table(
             ]
         )
     drawn += _draw_jitter(config, keys)
-    for layer, columns in zip(layout.layers, drawn, strict=True):
-        table[:, layer.column : layer.column + len(columns)] = np.stack(columns, 1)
+    for op_column, columns in zip(layout.op_columns, drawn, strict=True):
+        table[:, op_column.column : op_column.column + len(columns)] = np.stack(columns, 1)
     if layout.shift is not None:
         table[:, layout.shift : layout.shift + 2] = _simple_crops(keys, widths, heights, size)[1]
     if layout.erase is not None:
@@ -459,13 +459,13 @@ def describe(config: AugmentConfig, row: NDArray[np.float32]) -> list[str]:
     if layout.shift is not None and row[layout.shift : layout.shift + 2].any():
         words.append("shift {:+.0f} {:+.0f}".format(*row[layout.shift : layout.shift + 2]))
     words += ["flip"] * bool(row[FLIP])
-    for layer in layout.layers:
-        op, strength = row[layer.column : layer.column + 2]
+    for op_column in layout.op_columns:
+        op, strength = row[op_column.column : op_column.column + 2]
         if op >= 0:
-            name = OP_NAMES[layer.ops][int(op)]
+            name = OP_NAMES[op_column.op_set][int(op)]
             words.append(
                 name
-                if name in _WITHOUT_STRENGTH.get(layer.ops, _PARAMETERLESS)
+                if name in _WITHOUT_STRENGTH.get(op_column.op_set, _PARAMETERLESS)
                 else f"{name} {strength:.2g}"
             )
     if layout.erase is not None and row[layout.erase + 1] > row[layout.erase]:

@@ -59,7 +59,7 @@ def decoder_name() -> str:
 # --- what is an image -----------------------------------------------------------------------------
 
 
-def image_size(data: bytes) -> tuple[int, int]:
+def stored_size(data: bytes) -> tuple[int, int]:
     """(width, height) in pixels as stored, from the headers. Raises ValueError with the reason for
     what is no image, or is beyond a limit.
 
@@ -258,7 +258,7 @@ def decode_box(
     channels: int = 3,
     *,
     reduce: int = 1,
-    image_size: tuple[int, int] | None = None,
+    stored_size: tuple[int, int] | None = None,
     place: Pixels | None = None,
 ) -> tuple[Pixels, int]:
     """The part `box` of an image as (H, W, channels) uint8, and the reduction that it has: `reduce`
@@ -268,17 +268,17 @@ def decode_box(
     outside. They may lie in `place`, which has their shape, or elsewhere. Damage outside of the box
     may go unnoticed.
 
-    Raises: ValueError: the image cannot be decoded, is not of `image_size` = (width, height), or
+    Raises: ValueError: the image cannot be decoded, is not of `stored_size` = (width, height), or
         the box is not inside of it.
     """
     if reduce == 1 and native.AVAILABLE:
-        window = native.decode_window(data, box, channels, image_size=image_size, out=place)
+        window = native.decode_window(data, box, channels, stored_size=stored_size, out=place)
         if window is not None:
             return window, 1
     header = _ordinary_jpeg(data)
     if header is None:
-        return _by_pillow(data, channels, None, box, image_size), 1
-    _check_box(box, header.size, image_size)
+        return _by_pillow(data, channels, None, box, stored_size), 1
+    _check_box(box, header.size, stored_size)
     left, top, width, height = box
     cut = cut_window(data, header, box, margin=reduce)
     part = None if cut is None else _decode_cut(cut, channels, reduce)
@@ -287,7 +287,7 @@ def decode_box(
     try:
         whole = decode_jpeg(data, header.size, channels, reduce)
     except ValueError as problem:
-        return _by_pillow(data, channels, problem, box, image_size), 1
+        return _by_pillow(data, channels, problem, box, stored_size), 1
     return whole[span(top, height, 0, reduce), span(left, width, 0, reduce)], reduce
 
 
@@ -319,7 +319,7 @@ def _by_pillow(
     channels: int,
     problem: ValueError | None,
     box: Window | None = None,
-    image_size: tuple[int, int] | None = None,
+    stored_size: tuple[int, int] | None = None,
 ) -> Pixels:
     """The image, or the part `box` of it, by Pillow. `problem`: why simplejpeg did not take it,
     which is told if Pillow does not either."""
@@ -329,7 +329,7 @@ def _by_pillow(
             return pixels_of(image, channels)
     except ValueError as error:
         raise undecodable(data, problem or error) from None
-    _check_box(box, image.size, image_size)
+    _check_box(box, image.size, stored_size)
     try:
         return pixels_of(image, channels, box)
     except ValueError as error:

@@ -160,7 +160,7 @@ def decode_into(
     top: int,
     pixels: NDArray[np.uint8],
     *,
-    image_size: tuple[int, int] | None = None,
+    stored_size: tuple[int, int] | None = None,
     portable: bool = False,
 ) -> Status:
     """Decode the window with the size of `pixels`, (height, width, 1 or 3) uint8, and the upper
@@ -169,11 +169,11 @@ def decode_into(
     Rows of `pixels` may lie apart, but not its pixels. After another status than OK it holds
     anything. Damage outside of the window may go unnoticed; inside, whatever libjpeg refuses or
     warns of is refused. (simplejpeg also refuses samplings of colour that nobody writes.)
-    `image_size`: width and height that the image must have. `portable` leaves the processor's own
+    `stored_size`: width and height that the image must have. `portable` leaves the processor's own
     instructions aside, for tests.
     """
     assert LIBRARY is not None, "vit._native is not there: ask AVAILABLE first"
-    return _decode(LIBRARY, data, left, top, pixels, image_size or (0, 0), portable)
+    return _decode(LIBRARY, data, left, top, pixels, stored_size or (0, 0), portable)
 
 
 def _decode(
@@ -182,7 +182,7 @@ def _decode(
     left: int,
     top: int,
     pixels: NDArray[np.uint8],
-    image_size: tuple[int, int],
+    stored_size: tuple[int, int],
     portable: bool,
 ) -> Status:
     height, width, channels = pixels.shape
@@ -195,7 +195,7 @@ def _decode(
         library.vit_decode_window(
             data,
             len(data),
-            *image_size,
+            *stored_size,
             left,
             top,
             width,
@@ -213,7 +213,7 @@ def decode_window(
     window: tuple[int, int, int, int],
     channels: int = 3,
     *,
-    image_size: tuple[int, int] | None = None,
+    stored_size: tuple[int, int] | None = None,
     out: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.uint8] | None:
     """The window (left, top, width, height) of a JPEG as (height, width, channels) uint8, or `out`.
@@ -223,7 +223,9 @@ def decode_window(
         return None
     pixels = np.empty((height, width, channels), np.uint8) if out is None else out
     return (
-        pixels if decode_into(data, left, top, pixels, image_size=image_size) is Status.OK else None
+        pixels
+        if decode_into(data, left, top, pixels, stored_size=stored_size) is Status.OK
+        else None
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vit.config import EvalConfig
 from vit.data import stages
-from vit.data.decode.images import Pixels, decode_box, image_size, span, undecodable
+from vit.data.decode.images import Pixels, decode_box, span, stored_size, undecodable
 from vit.data.decode.jpeg_cut import Window
 from vit.data.stages import Stage
 
@@ -123,14 +123,14 @@ def decode_views(
     channels: int = 3,
     *,
     out: Sequence[Tensor] | None = None,
-    image_size: tuple[int, int] | None = None,
+    stored_size: tuple[int, int] | None = None,
     scaled: bool = False,
 ) -> Sequence[Tensor]:
     """Views of one image from one decoding: each of `windows`, resized to `size` = (height, width).
 
     Returns (channels, height, width) uint8 tensors, `out` if it is given: one for each window,
     channels last in memory. With `scaled` the views of windows of `REDUCE_FROM` times the size and
-    more are made of a reduced image, if it is a JPEG, and are not to the pixel. `image_size` as in
+    more are made of a reduced image, if it is a JPEG, and are not to the pixel. `stored_size` as in
     `decode_box`, which says what is raised.
     """
     if out is None:
@@ -144,8 +144,8 @@ def decode_views(
             max(windows[n][1] + windows[n][3] for n in numbers),
         )
         box = left, top, right - left, bottom - top
-        pixels, reduced = decode_box(data, box, channels, reduce=reduce, image_size=image_size)
-        stages.mine.enter(Stage.RESIZE)
+        pixels, reduced = decode_box(data, box, channels, reduce=reduce, stored_size=stored_size)
+        stages.current.enter(Stage.RESIZE)
         for n in numbers:
             x, y, width, height = windows[n]
             part = pixels[span(y, height, top, reduced), span(x, width, left, reduced)]
@@ -202,7 +202,7 @@ def decode_center(
     JPEG only what the view shows is decoded. Raises ValueError as `decode_box` does.
     """
     try:
-        width, height = image_size(data)
+        width, height = stored_size(data)
     except ValueError as error:
         raise undecodable(data, error) from None
     resized = resized_size((height, width), size, view)
@@ -218,7 +218,7 @@ def decode_center(
     )
     if part is not place:
         place[:] = part
-    stages.mine.enter(Stage.RESIZE)
+    stages.current.enter(Stage.RESIZE)
     if view.resizer == "torch":
         scales = down.scale, across.scale
         view_and_before = resize(

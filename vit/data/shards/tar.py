@@ -21,7 +21,7 @@ from typing import NamedTuple
 import google_crc32c
 import numpy as np
 
-from vit.data.decode.images import image_size
+from vit.data.decode.images import stored_size
 from vit.data.shards.members import (
     FLAGS,
     META,
@@ -115,7 +115,7 @@ def _image_size(read: Read, image: Member) -> tuple[int, int]:
     most images are not."""
     for num_bytes in (min(16384, image.size), image.size):
         try:
-            width, height = image_size(read(num_bytes, image.offset))
+            width, height = stored_size(read(num_bytes, image.offset))
             break
         except ValueError as error:
             if num_bytes == image.size:

@@ -411,7 +411,7 @@ def _lock(fd: int, path: Path) -> Iterator[None]:
                     _holder(fd),
                     moved_s + LOCK_WAIT_S - now_s,
                 )
-            stages.mine.beat()
+            stages.current.beat()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
     finally:

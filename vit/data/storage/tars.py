@@ -151,7 +151,7 @@ class LocalTars:
                 if error.errno not in PASSING_ERRORS:
                     raise
         attempt = partial(self._open_and_read, shard, size, offset)
-        return self.patience.keep_trying(self.where(shard), attempt, stages.mine.beat)
+        return self.patience.keep_trying(self.where(shard), attempt, stages.current.beat)
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
         """Have the next `pread` of these bytes ask the disk, or the server of a network file
@@ -230,7 +230,7 @@ class MountedFolder:
 
 
 def _counted(data: bytes) -> bytes:
-    stages.mine.count(read_bytes=len(data))
+    stages.current.count(read_bytes=len(data))
     return data
 
 
@@ -344,7 +344,7 @@ class RemoteTars:
                 )
                 if data is not None:
                     break
-            stages.mine.count(cache_hits=data is not None, cache_misses=data is None)
+            stages.current.count(cache_hits=data is not None, cache_misses=data is None)
             if data is None and (fetched := self._await(block)) is not None:
                 data = fetched[start - block.start : stop - block.start]
             if data is not None:
@@ -394,15 +394,15 @@ class RemoteTars:
         path = self.cache.folder / block.name
         asked = self._request(block, is_urgent=True)
         pause_s = 0.05
-        with stages.mine.within(Stage.STORE):
+        with stages.current.within(Stage.STORE):
             while not asked.done():
                 wait([asked], pause_s)
                 pause_s = BEAT_S
-                stages.mine.count_retries()
+                stages.current.count_retries()
                 if (
                     stage := Stage.LOCK if waits_for_lock(path) else Stage.STORE
-                ) != stages.mine.stage:
-                    stages.mine.enter(stage)
+                ) != stages.current.stage:
+                    stages.current.enter(stage)
             return asked.result()
 
     def _start(self, sample: int, shard: int) -> int:
@@ -461,7 +461,7 @@ class RemoteTars:
             self.filenames[block.shard], block.start, block.stop, self.versions[block.shard]
         )
         with self._lock:
-            stages.mine.count(fetched_bytes=len(data))
+            stages.current.count(fetched_bytes=len(data))
         rows = self.index[block.first : block.last]
         offsets = (rows["offset"].astype(np.int64) - block.start).tolist()
         sizes = rows["size"].tolist()
