@@ -40,7 +40,7 @@ from vit.evaluate import Evaluation, evaluate
 from vit.exit import run_command
 from vit.metrics import interval95, paired_difference
 from vit.model import create_model
-from vit.plan import open_indexed
+from vit.open_data import open_split
 from vit.published import adopt, published
 from vit.run.checkpoint import newest_checkpoint
 from vit.run.preflight import precision_note
@@ -105,7 +105,7 @@ def main() -> World:
     config = with_settings(config, settings)
     _, as_json = evaluate_trained(trained, config, world, said)
     if world.is_main and known is not None:
-        num_classes = open_indexed(config.data, config.data.val_split).num_classes
+        num_classes = open_split(config.data, config.data.val_split).num_classes
         size = ImageFormat.from_config(config.model, config.data).size
         head_classes = trained.num_classes or num_classes
         line = published(known, as_json["num_images"], size, num_classes, head_classes)
@@ -252,7 +252,7 @@ def evaluate_trained(
 
     Returns it, and as the object that `--json` prints.
     """
-    split = open_indexed(config.data, config.data.val_split, world)
+    split = open_split(config.data, config.data.val_split, world)
     assert trained.num_classes is not None, "it came with its config"
     image = ImageFormat.from_config(config.model, config.data)
     with world.fail_together():
@@ -261,9 +261,7 @@ def evaluate_trained(
                 f"{split.root}: has {split.num_classes} classes, {trained.path} knows"
                 f" {trained.num_classes}: use data of its own kind"
             )
-        model = create_model(
-            config.model.name, config.model.image_size, trained.num_classes, **config.model.fields()
-        )
+        model = create_model(config.model, num_classes=trained.num_classes)
         notes = load_weights(model, trained.weights, trained.grid_size)
     model.to(world.device)
     if world.is_main and (
@@ -276,7 +274,13 @@ def evaluate_trained(
             {"model": model},
             split,
             image,
-            create_augment(config, trained.num_classes, world.device),
+            create_augment(
+                config.augment,
+                config.data,
+                trained.num_classes,
+                world.device,
+                compiled=config.train.compile,
+            ),
             world,
             batch_size=config.eval.batch_size,
             view=config.eval,
@@ -337,7 +341,7 @@ def finetune(
                 f"{tuned.run.dir} was fine-tuned from other weights than {trained.path} holds now:"
                 " use another run.dir, or remove it"
             )
-    split = open_indexed(tuned.data, tuned.data.val_split, world)
+    split = open_split(tuned.data, tuned.data.val_split, world)
     new_size = size_of(tuned)
     before: dict[str, tuple[Evaluation, dict[str, Any]]] = {}
     if base is not None and split.num_classes != trained.num_classes:

@@ -87,7 +87,7 @@ def test_other_ranks_go_on_from_what_the_main_rank_found_as_soon_as_they_see_it(
     newest = seen / "checkpoints" / "step_00000003"
     newest.rename(tmp_path / "not yet")
     assert newest_checkpoint(seen)[0].name == "step_00000002", "what it would have gone on from"
-    facts = {key: run.progress.facts[key] for key in ("num_samples", "index_sha256", "num_classes")}
+    facts = {key: run.state.facts[key] for key in ("num_samples", "index_sha256", "num_classes")}
 
     def show() -> None:
         time.sleep(1.0)

@@ -46,9 +46,7 @@ def test_the_same_numbers_on_1_2_and_3_ranks_and_with_other_batches(trained_run)
 def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
     trained = read_weights(trained_run)
     config = from_dict(trained.config, "test")
-    model = create_model(
-        config.model.name, config.model.image_size, trained.num_classes, **config.model.fields()
-    ).eval()
+    model = create_model(config.model, num_classes=trained.num_classes).eval()
     load_weights(model, trained.weights)
     split = open_split(shards, "val")
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (config.data.mean, config.data.std))

@@ -321,9 +321,7 @@ def test_a_file_of_timms_computes_and_predicts_what_timm_does(
 
     config = from_dict(trained.config, "test")
     assert trained.num_classes == config.model.num_classes == 1000
-    ours = create_model(
-        config.model.name, config.model.image_size, 1000, **config.model.fields()
-    ).eval()
+    ours = create_model(config.model, num_classes=1000).eval()
     assert type(ours).__module__.startswith(
         "vit." if own_model(name.partition(".")[0]) else "timm."
     )
@@ -337,7 +335,7 @@ def test_a_file_of_timms_computes_and_predicts_what_timm_does(
         {"model": ours},
         split,
         ImageFormat.from_config(config.model, config.data),
-        create_augment(config, 1000, WORLD.device),
+        create_augment(config.augment, config.data, 1000, WORLD.device),
         WORLD,
         batch_size=4,
         view=config.eval,

@@ -35,6 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from vit.config import ModelConfig
+
 PRESETS = {
     "ti": {"embed_dim": 192, "depth": 12, "num_heads": 3},
     "s": {"embed_dim": 384, "depth": 12, "num_heads": 6},
@@ -401,18 +403,24 @@ def sincos2d_posemb(grid_size: tuple[int, int], dim: int, num_prefix_tokens: int
 
 
 def create_model(
-    name: str, image_size: int | tuple[int, int] = 224, num_classes: int = 1000, **fields: Any
+    name: str | ModelConfig,
+    image_size: int | tuple[int, int] = 224,
+    num_classes: int = 1000,
+    **fields: Any,
 ) -> nn.Module:
-    """A model by name: `vit_{ti,s,b,l,h}{patch}` (such as vit_b16), or `timm/<any>` for a model of
-    timm, without its weights.
+    """Create a model by name: `vit_{ti,s,b,l,h}{patch}` (such as vit_b16), or `timm/<any>` for a
+    timm model, without its weights.
 
-    `fields` are arguments of `VisionTransformer` and win over the name; for a guest, of timm's
-    model. A guest gets `image_size` (height, width) and `in_chans` as attributes, for
+    A `ModelConfig` as first argument gives name, image size and fields: `create_model(config.model,
+    num_classes=10)`. `fields` are arguments of `VisionTransformer`, or of timm's model, and win
+    over the name. A guest gets `image_size` (height, width) and `in_chans` as attributes, for
     `flops_per_image` and others who need an input for it.
 
     Raises: ValueError: unknown name or field, with the nearest that exists; or values that do not
         fit together.
     """
+    if isinstance(name, ModelConfig):
+        return create_model(name.name, name.image_size, num_classes, **{**name.fields(), **fields})
     if name.startswith("timm/"):
         return _create_guest(name.removeprefix("timm/"), image_size, num_classes, fields)
     match = re.fullmatch(r"vit_(ti|s|b|l|h)([1-9]\d*)", name)

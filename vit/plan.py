@@ -9,29 +9,20 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from vit import config_io
-from vit.config import AugmentConfig, Config, DataConfig
+from vit.config import AugmentConfig, Config
 from vit.data.augment.draw import mixes, partners
 from vit.data.order import Order, Share, divisors, make_order, possible_lanes
-from vit.data.select import Wanted
-from vit.data.shards.data_set import open_split
-from vit.data.shards.members import SampleLayout
-from vit.data.shards.split import Split
 from vit.data.shuffle_quality import measure_shuffle
-from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sources
-from vit.data.storage.patience import Patience
-from vit.data.stream import NOT_EXACT, Stream, open_stream
-from vit.distributed import World
+from vit.data.stream import NOT_EXACT
 from vit.model import count_parameters, create_model, flops_per_image
+from vit.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
 from vit.optim import state_bytes
-from vit.sections import Choice
 from vit.system.files import ShardError
-from vit.system.urls import resolve
 
 
 @dataclass(frozen=True)
@@ -167,114 +158,6 @@ def make_plan(
     return plan, order
 
 
-def open_train_splits(data: DataConfig, world: World | None = None) -> list[Split]:
-    """The split to train on, or those of all sources, on all ranks; none for a stream."""
-    if data.reader == "webdataset":
-        return []
-    if not data.sources:
-        return [open_indexed(data, data.train_split, world)]
-    return [
-        open_indexed(data, source.split or data.train_split, world, source.root)
-        for source in data.sources
-    ]
-
-
-def open_train_set(config: Config, val_split: Split, world: World | None = None) -> TrainSet:
-    """What to train on, on all ranks."""
-    return choose_train_set(config, open_train_splits(config.data, world), val_split, world)
-
-
-def choose_train_set(
-    config: Config, splits: list[Split], val_split: Split, world: World | None = None
-) -> TrainSet:
-    """What to train on of `open_train_splits`. A stream has the classes of the evaluation's images,
-    and `model.num_classes`.
-
-    Raises ShardError and ValueError for what the settings choose and is not there.
-    """
-    data = config.data
-
-    def choose() -> TrainSet:
-        if data.reader == "webdataset":
-            assert data.stream is not None, "the config is checked"
-            assert data.num_samples is not None, "the config is checked"
-            names = val_split.class_names
-            layout = SampleLayout(
-                data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names)
-            )
-            num_classes = max(val_split.num_classes, config.model.num_classes or 0)
-            stream = open_stream(
-                resolve(data.stream),
-                data.num_samples,
-                num_classes,
-                names,
-                layout,
-                Patience(data.patience_s),
-            )
-            return TrainSet(stream, data.num_samples)
-        if not data.sources:
-            return train_set_of(splits[0], _wanted(data, "data."))
-        wanted = [
-            _wanted(source, f"data.sources[{number}].")
-            for number, source in enumerate(data.sources)
-        ]
-        return train_set_of_sources(
-            splits,
-            wanted,
-            [source.weight for source in data.sources],
-            val_split,
-            data.block_samples,
-        )
-
-    return choose() if world is None else world.main_first(choose)
-
-
-def _wanted(choice: Choice, name: str) -> Wanted:
-    return Wanted(name, **{key: getattr(choice, key) for key in Choice.model_fields})
-
-
-def open_indexed(
-    data: DataConfig, split: str, world: World | None = None, root: str | None = None
-) -> Split:
-    """A split of shards, opened as the config says, of `data.root` where no other is named. Of
-    several ranks the first asks a server about the shards and tells the others, and one of each
-    host looks at all rows of the index."""
-    opened: list[Split] = []
-
-    def open_it(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
-        patience = Patience(data.patience_s)
-        return open_split(
-            resolve(root or data.root),
-            split,
-            data.cache_dir,
-            data.cache_gib,
-            patience,
-            is_checked,
-            versions,
-        )
-
-    def first() -> list[Any] | None:
-        opened.append(open_it())
-        return opened[0].versions
-
-    if world is None:
-        return open_it()
-    versions = world.broadcast_from_main(first)
-    return opened[0] if opened else open_it(not world.is_local_main, versions)
-
-
-def choose_num_classes(config: Config, *splits: Split | Sources | Stream) -> int:
-    """The size of the head: `model.num_classes`, or what the data need. Raises ValueError if the
-    former is too small for the latter."""
-    in_data = max(split.num_classes for split in splits)
-    if config.model.num_classes is not None and config.model.num_classes < in_data:
-        raise ValueError(
-            f"model.num_classes={config.model.num_classes}, but {config.data.root} has {in_data}"
-            " classes: remove the key"
-        )
-    return config.model.num_classes or in_data
-
-
 IMAGENET_IMAGES = 1_281_167
 """Training images of ImageNet-1k: what is assumed where the data are not at hand."""
 
@@ -298,7 +181,7 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     quality: object = NOT_EXACT if config.data.reader == "webdataset" else None
     at_once = config.data.model_copy(update={"patience_s": 0.0})  # nobody waits to see a config
     try:
-        val_split = open_indexed(at_once, config.data.val_split)
+        val_split = open_split(at_once, config.data.val_split)
         splits = open_train_splits(at_once)
     except ShardError as error:
         num_images = config.data.num_samples or IMAGENET_IMAGES
@@ -310,8 +193,10 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
             )
         plan, order = make_plan(config, num_images, world_size)
     else:
-        train = choose_train_set(config, splits, val_split)
-        num_classes = choose_num_classes(config, train.split, val_split)
+        train = choose_train_set(
+            config.data, splits, val_split, num_classes=config.model.num_classes
+        )
+        num_classes = choose_num_classes(config.model, config.data, train.split, val_split)
         assumed = ""
         images_assumed = ""
         plan, order = make_plan(config, train.num_draws, world_size, train.shares)
@@ -323,9 +208,7 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     if quality is not None:
         derived["order" if quality is NOT_EXACT else "shuffle"] = quality
     with torch.device("meta"):
-        model = create_model(
-            config.model.name, config.model.image_size, num_classes, **config.model.fields()
-        )
+        model = create_model(config.model, num_classes=num_classes)
     gflop = flops_per_image(model) / 1e9
     state, gradients = training_bytes(model, config)
     derived["classes"] = f"{num_classes}{assumed}"

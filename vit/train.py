@@ -46,12 +46,13 @@ from vit.ema import Ema
 from vit.evaluate import evaluate, save_predictions
 from vit.exit import Interrupted, StopSignals
 from vit.model import count_parameters, create_model, flops_per_image
+from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.optim import create_optimizer
-from vit.plan import Plan, choose_num_classes, make_plan, open_indexed, open_train_set
+from vit.plan import Plan, make_plan
 from vit.report.page import make_report
 from vit.report.pictures import ClassAccuracy, ConfusedPair
 from vit.run import checkpoint as checkpoints
-from vit.run.checkpoint import Progress
+from vit.run.checkpoint import RunState
 from vit.run.monitor import Monitor, collecting_at_log_lines
 from vit.run.order_check import OrderCheck
 from vit.run.preflight import Preflight, check_disk, filling_note, preflight
@@ -87,7 +88,7 @@ class Run:
     image_format: ImageFormat
     train_step: TrainStep
     record: Record
-    progress: Progress
+    state: RunState
     signals: StopSignals
 
     def __enter__(self) -> Run:
@@ -103,7 +104,7 @@ class Run:
                 with suppress(ValueError):  # a full disk: the first error is the one to tell
                     self.record.write(
                         "end",
-                        self.progress.step,
+                        self.state.step,
                         outcome="error",
                         reason=f"{type(error).__name__}: {error}",
                     )
@@ -172,12 +173,12 @@ def _build(
     `world.fail_together`: all do it, and a mistake on any rank ends all, told once.
     """
     # 1. The cheap checks come first: a mistake should show in a second.
-    val_split = open_indexed(config.data, config.data.val_split, world)
-    train_set = open_train_set(config, val_split, world)
+    val_split = open_split(config.data, config.data.val_split, world)
+    train_set = open_train_set(config.data, val_split, world, config.model.num_classes)
     train_split = train_set.split
     with world.fail_together():
         plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)
-        num_classes = choose_num_classes(config, train_split, val_split)
+        num_classes = choose_num_classes(config.model, config.data, train_split, val_split)
         image_format = ImageFormat.from_config(config.model, config.data)
         placed = {"rank": world.rank, "world_size": world.size}
         rows: dict[str, Any] = {**placed, "on_bad_image": config.data.on_bad_image}
@@ -222,9 +223,7 @@ def _build(
     # 2. All ranks draw the same weights.
     with world.fail_together():
         torch.manual_seed(config.train.seed)
-        model = create_model(
-            config.model.name, config.model.image_size, num_classes, **config.model.fields()
-        )
+        model = create_model(config.model, num_classes=num_classes)
         if config.init.checkpoint is not None and found is None:
             trained = read_weights(config.init.checkpoint)
             try:
@@ -258,7 +257,9 @@ def _build(
         model,
         wrap(model, world),
         create_optimizer(model, config.optim),
-        create_augment(config, num_classes, world.device),
+        create_augment(
+            config.augment, config.data, num_classes, world.device, compiled=config.train.compile
+        ),
         world,
         lr_at=partial(schedule, total_steps=plan.total_steps, warmup_steps=plan.warmup_steps),
         micro_batch_size=plan.micro_batch_size,
@@ -270,19 +271,19 @@ def _build(
     )
 
     # 4. In place: DDP and the average keep their tensors.
-    progress = Progress(facts={**facts, "grid_size": grid_size(model)})
+    state = RunState(facts={**facts, "grid_size": grid_size(model)})
     if found is not None:
         with world.fail_together():
-            progress = checkpoints.load_checkpoint(*found, train_step)
-            if progress.step > plan.total_steps:
+            state = checkpoints.load_checkpoint(*found, train_step)
+            if state.step > plan.total_steps:
                 raise ValueError(
-                    f"{folder} has come to step {progress.step}, the run is to end at"
+                    f"{folder} has come to step {state.step}, the run is to end at"
                     f" {plan.total_steps}: nothing is left to train"
                 )
-        progress.restarts += 1
+        state.restarts += 1
     record = world.main_first(
         lambda: _open_record(
-            config, world, folder, plan, checked, progress, model, lock, batches, train_set
+            config, world, folder, plan, checked, state, model, lock, batches, train_set
         )
     )
     return Run(
@@ -296,7 +297,7 @@ def _build(
         image_format,
         train_step,
         record,
-        progress,
+        state,
         signals,
     )
 
@@ -320,7 +321,7 @@ def _open_record(
     folder: Path,
     plan: Plan,
     checked: Preflight,
-    progress: Progress,
+    state: RunState,
     model: nn.Module,
     lock: IO[str] | None,
     batches: TrainBatches | StreamBatches,
@@ -333,12 +334,7 @@ def _open_record(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         record = Record(
-            folder,
-            config.log,
-            True,
-            total_steps=plan.total_steps,
-            first_step=progress.step,
-            lock=lock,
+            folder, config.log, True, total_steps=plan.total_steps, first_step=state.step, lock=lock
         )
         header = "".join(f"# {key}: {value}\n" for key, value in made_by.items())
         with replacing(folder / "config.yaml") as file:
@@ -349,7 +345,7 @@ def _open_record(
             " make room for it"
         ) from None
     start = {
-        "restarts": progress.restarts,
+        "restarts": state.restarts,
         "world_size": world.size,
         "device": str(world.device),
         **made_by,
@@ -363,7 +359,7 @@ def _open_record(
     shuffle = mixing and asdict(mixing)
     record.write(
         "start",
-        progress.step,
+        state.step,
         **start,
         plan=asdict(plan),
         preflight=checked.numbers,
@@ -405,22 +401,22 @@ def _open_record(
                 f"note: train.ema_decay={decay} over {plan.total_steps} steps leaves {share:.0%} of"
                 " the initial weights in the average: train.ema_warmup=true, or a smaller decay"
             )
-    if (filling := filling_note(batches, progress.step, plan)) is not None:
+    if (filling := filling_note(batches, state.step, plan)) is not None:
         record.say(filling)
-    if progress.restarts:
+    if state.restarts:
         record.say(
-            f"resumed at step {progress.step} of {plan.total_steps} from {folder}/checkpoints"
-            f" (restart {progress.restarts})"
+            f"resumed at step {state.step} of {plan.total_steps} from {folder}/checkpoints"
+            f" (restart {state.restarts})"
         )
-    if not _is_done(plan, progress):  # the same command again on a finished run shows nothing new
+    if not _is_done(plan, state):  # the same command again on a finished run shows nothing new
         record.start_wandb({**values, "provenance": made_by})
     return record
 
 
-def _is_done(plan: Plan, progress: Progress) -> bool:
+def _is_done(plan: Plan, state: RunState) -> bool:
     """Whether nothing is left to train and to evaluate."""
-    return progress.step == plan.total_steps and (
-        not plan.evaluates_at(progress.step) or progress.evaluated_step == progress.step
+    return state.step == plan.total_steps and (
+        not plan.evaluates_at(state.step) or state.evaluated_step == state.step
     )
 
 
@@ -432,8 +428,8 @@ def train(run: Run) -> str:
     is in its hands."""
     config = run.config
     plan = run.plan
-    progress = run.progress
-    first_step = progress.step
+    state = run.state
+    first_step = state.step
     loading: dict[str, Any] = {
         "num_workers": config.data.num_workers,
         "prefetch_gib": config.data.prefetch_gib,
@@ -441,65 +437,60 @@ def train(run: Run) -> str:
     loading |= {"device": run.world.device, "stall_timeout_s": config.data.stall_timeout_s}
     positions = first_step, plan.total_steps
     with run, Loader(run.batches, *positions, **loading) as loader, collecting_at_log_lines():
-        monitor = Monitor(
-            config, plan, run.world, progress, run.record, loader, run.train_step.lr_at
-        )
+        monitor = Monitor(config, plan, run.world, state, run.record, loader, run.train_step.lr_at)
         # forget an earlier stop; a signal in this attempt writes the file again
         if run.world.is_main:
             (run.folder / "stopped_early").unlink(missing_ok=True)
         # broken off by a signal: made up for
-        if plan.evaluates_at(progress.step) and progress.evaluated_step < progress.step:
+        if plan.evaluates_at(state.step) and state.evaluated_step < state.step:
             monitor.stop = not _evaluate(run)
             _save(run, monitor)
             monitor.resume_clock()
-        elif progress.step == plan.total_steps:
-            best = f", best top-1 {progress.best_top1:.2f} %" if progress.best_top1 >= 0 else ""
+        elif state.step == plan.total_steps:
+            best = f", best top-1 {state.best_top1:.2f} %" if state.best_top1 >= 0 else ""
             length = "train.epochs" if config.train.steps is None else "train.steps"
             run.record.say(
-                f"{run.folder} is finished: {progress.step} steps{best}; for more: another run.dir,"
+                f"{run.folder} is finished: {state.step} steps{best}; for more: another run.dir,"
                 f" or a larger {length} with --allow-change {length}"
             )
         run.train_step.model.train()
         order = run.order if isinstance(run.batches, TrainBatches) else None
         check = OrderCheck(run.world, order, run.plan, run.record, first_step)
-        while progress.step < plan.total_steps and not monitor.stop:
+        while state.step < plan.total_steps and not monitor.stop:
             waited_before_s = loader.stats.wait_s
             batch = next(loader)
             waited_s = loader.stats.wait_s - waited_before_s
-            if progress.step == first_step:
+            if state.step == first_step:
                 waited_s = 0.0  # that was the start of the process
                 run.train_step.settle(batch)
                 monitor.start_clock()
             # Forward, backward, update: vit/step.py. That a signal came, how long this rank waited,
             # and now and then what its loader did, travel with the sums that all ranks exchange.
             stop = bool(run.signals.received)
-            result = run.train_step(
-                batch, progress.step, stop, waited_s, monitor.tell(progress.step)
-            )
+            result = run.train_step(batch, state.step, stop, waited_s, monitor.tell(state.step))
             for key in batch.bad_keys:
                 print(
-                    f"step {progress.step}: {key} could not be decoded and counts nowhere",
+                    f"step {state.step}: {key} could not be decoded and counts nowhere",
                     file=sys.stderr,
                 )
             # reads the step before this one, and sets monitor.stop
-            monitor.take(progress.step, result)
-            progress.step += 1
+            monitor.take(state.step, result)
+            state.step += 1
 
             check.add(batch)
-            if progress.step % plan.steps_per_epoch == 0 or progress.step == plan.total_steps:
-                check(progress.step)
+            if state.step % plan.steps_per_epoch == 0 or state.step == plan.total_steps:
+                check(state.step)
 
-            evaluation_due = plan.evaluates_at(progress.step)
+            evaluation_due = plan.evaluates_at(state.step)
             save_due = (
-                progress.step % config.checkpoint.every_steps == 0
-                or progress.step == plan.total_steps
+                state.step % config.checkpoint.every_steps == 0 or state.step == plan.total_steps
             )
             if evaluation_due or save_due or monitor.stop:
                 monitor.read()
                 if evaluation_due and not monitor.stop:
                     monitor.stop = not _evaluate(run)
                 if monitor.stop:
-                    check(progress.step)  # what was trained on since the epoch began
+                    check(state.step)  # what was trained on since the epoch began
                 if save_due or monitor.stop:
                     _save(run, monitor)
                 monitor.resume_clock()
@@ -509,22 +500,22 @@ def train(run: Run) -> str:
 def _save(run: Run, monitor: Monitor) -> None:
     """Weights first: a run whose last checkpoint is whole is finished, and nobody would write them
     again. The other ranks wait, and end with the main rank where it cannot write."""
-    run.record.progress(run.progress.step, f"step {run.progress.step}: saving")
-    run.progress.elapsed_s = monitor.elapsed_s()
+    run.record.progress(run.state.step, f"step {run.state.step}: saving")
+    run.state.elapsed_s = monitor.elapsed_s()
     values = config_io.to_dict(run.config)
     keep_last = run.config.checkpoint.keep_last
     with run.world.fail_together():
         _write_weights(run, "last")
         folder = checkpoints.save_checkpoint(
-            run.folder, run.train_step, run.progress, values, run.world, keep_last
+            run.folder, run.train_step, run.state, values, run.world, keep_last
         )
-    run.record.write("checkpoint", run.progress.step, folder=folder.name)
+    run.record.write("checkpoint", run.state.step, folder=folder.name)
 
 
 def _finish(run: Run, monitor: Monitor) -> str:
     """Tell how it ended, in the folder, in the record and to people."""
-    step = run.progress.step
-    outcome = "stopped" if monitor.stop and not _is_done(run.plan, run.progress) else "finished"
+    step = run.state.step
+    outcome = "stopped" if monitor.stop and not _is_done(run.plan, run.state) else "finished"
     if run.world.is_main:
         if outcome == "stopped":
             _mark_stopped(run.folder, step, run.signals.received)
@@ -534,7 +525,7 @@ def _finish(run: Run, monitor: Monitor) -> str:
             )
         else:
             (run.folder / "stopped_early").unlink(missing_ok=True)
-            if run.progress.evaluated_step < 0:
+            if run.state.evaluated_step < 0:
                 run.record.say(
                     f"not evaluated: the run has {step} steps, and an evaluation comes each"
                     f" {run.plan.eval_every_steps} (eval.every_steps, eval.every_epochs); python"
@@ -582,10 +573,10 @@ def _evaluate(run: Run) -> bool:
     """Evaluate the weights and their average, and record it. False if a signal broke it off; a
     resumed run then does it again."""
     config = run.config
-    progress = run.progress
+    state = run.state
     record = run.record
 
-    into = (lambda text: record.progress(progress.step, text)) if record.is_live else None
+    into = (lambda text: record.progress(state.step, text)) if record.is_live else None
     meter = Meter(
         "evaluating", run.val_split.num_samples, "images", shown=run.world.is_main, into=into
     )
@@ -615,7 +606,7 @@ def _evaluate(run: Run) -> bool:
     suffixed = {name: "" if name == "model" else f"_{name}" for name in results}
     record.write(
         "eval",
-        progress.step,
+        state.step,
         **{key + suffixed[name]: v for name, group in values.items() for key, v in group.items()},
     )
     parts = [
@@ -623,17 +614,17 @@ def _evaluate(run: Run) -> bool:
         for name, result in results.items()
     ]
     record.say(
-        f"step {progress.step}: {'; '.join(parts)} on {run.val_split.num_samples} images of"
+        f"step {state.step}: {'; '.join(parts)} on {run.val_split.num_samples} images of"
         f" {config.data.val_split!r}"
     )
-    progress.evaluated_step = progress.step
-    is_best = progress.take_best(
+    state.evaluated_step = state.step
+    is_best = state.take_best(
         *((result.accuracy.top1, result.accuracy.loss) for result in results.values())
     )
     with run.world.fail_together():
         if run.world.is_main:
             save_predictions(
-                run.folder, results.get("ema", results["model"]), run.val_split, progress.step
+                run.folder, results.get("ema", results["model"]), run.val_split, state.step
             )
         if is_best:
             _write_weights(run, "best")
@@ -645,14 +636,14 @@ def _write_weights(run: Run, name: str) -> None:
     themselves what they are."""
     if not run.world.is_main:
         return
-    facts = run.progress.facts
+    facts = run.state.facts
     metadata = {
         "format": "pt",
         "config": json.dumps(config_io.to_dict(run.config)),
         "num_classes": str(facts["num_classes"]),
         "grid_size": json.dumps(facts["grid_size"]),
         "class_names": json.dumps(run.batches.split.class_names),
-        "step": str(run.progress.step),
+        "step": str(run.state.step),
     }
     for kind, model in run.models().items():
         averaged = kind == "ema"

@@ -156,7 +156,7 @@ def test_the_size_of_a_checkpoint_is_that_of_the_file(overrides, tmp_path, shard
     ).read_bytes()
     loaded = load_config(config, settings).config
     with torch.device("meta"):
-        model = create_model(loaded.model.name, loaded.model.image_size, 3, **loaded.model.fields())
+        model = create_model(loaded.model, num_classes=3)
     assert training_bytes(model, loaded)[0] == len(written) - 8 - int.from_bytes(
         written[:8], "little"
     )

@@ -153,9 +153,7 @@ def test_what_a_header_derives_follows_from_its_recipe(path):
     if stated := re.search(r"# a ceiling.*: (\d+) micro-steps", path.read_text()):
         assert int(stated[1]) == plans[8].accumulation_steps
     with torch.device("meta"):
-        model = create_model(
-            config.model.name, config.model.image_size, 1000, **config.model.fields()
-        )
+        model = create_model(config.model, num_classes=1000)
     hours = (
         config.train.epochs * IMAGENET_TRAIN * 3 * flops_per_image(model) / (0.6 * 790e12) / 3600
     )

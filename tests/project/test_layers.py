@@ -80,7 +80,7 @@ LAYERS = [
         "vit.run.wandb_process",
         "vit.run.monitor",
     }
-    | {"vit.run.order_check"}
+    | {"vit.run.order_check", "vit.open_data", "vit.precision", "vit.run.folder"}
     | {
         "vit.run.resume",
         "vit.run.preflight",

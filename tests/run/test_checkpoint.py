@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from vit.run.checkpoint import Progress
+from vit.run.checkpoint import RunState
 
 
 @pytest.mark.parametrize(
@@ -23,22 +23,22 @@ from vit.run.checkpoint import Progress
     ],
 )
 def test_of_equal_accuracies_the_smaller_loss_wins(before, found, expected):
-    progress = Progress(best_top1=before, best_loss=1.0)
-    assert progress.take_best(*found) == expected
+    state = RunState(best_top1=before, best_loss=1.0)
+    assert state.take_best(*found) == expected
 
 
 def test_progress_of_an_older_checkpoint_takes_part():
     """It has no loss: the next evaluation as good takes its place."""
     older = {
-        key: value for key, value in asdict(Progress(best_top1=100.0)).items() if key != "best_loss"
+        key: value for key, value in asdict(RunState(best_top1=100.0)).items() if key != "best_loss"
     }
-    progress = Progress(**older)
-    assert not progress.take_best((99.0, 0.1))
-    assert progress.take_best((100.0, 2.0))
-    assert (progress.best_top1, progress.best_loss) == (100.0, 2.0)
+    state = RunState(**older)
+    assert not state.take_best((99.0, 0.1))
+    assert state.take_best((100.0, 2.0))
+    assert (state.best_top1, state.best_loss) == (100.0, 2.0)
 
 
 def test_a_loss_that_is_no_number_can_be_stored():
-    progress = Progress()
-    assert progress.take_best((10.0, math.nan))
-    assert (progress.best_top1, progress.best_loss) == (10.0, None)
+    state = RunState()
+    assert state.take_best((10.0, math.nan))
+    assert (state.best_top1, state.best_loss) == (10.0, None)

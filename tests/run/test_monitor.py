@@ -20,7 +20,7 @@ from vit.data.loader import Loader
 from vit.data.stages import TALLIED
 from vit.distributed import World
 from vit.plan import make_plan
-from vit.run.checkpoint import Progress
+from vit.run.checkpoint import RunState
 from vit.run.monitor import Monitor, Waiting, _collect, collecting_at_log_lines, sum_up
 from vit.run.record import Record
 from vit.step import StepResult
@@ -49,8 +49,8 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
     with Loader(Slow(), 0, 5) as loader:
         world = World(0, 1, torch.device("cpu"))
-        progress = Progress(facts={})
-        monitor = Monitor(settings, plan, world, progress, record, loader, lambda step: 0.1)
+        state = RunState(facts={})
+        monitor = Monitor(settings, plan, world, state, record, loader, lambda step: 0.1)
         monitor.start_clock()
         for step in range(5):
             waited_before_s = loader.stats.wait_s
@@ -121,8 +121,8 @@ def test_a_rank_that_others_wait_for_is_named_with_its_host(
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
     world = World(0, 3, torch.device("cpu"), hosts=("near", "near", "far"))
     with Loader(Slow(), 0, 3) as loader:
-        progress = Progress(facts={})
-        monitor = Monitor(settings, plan, world, progress, record, loader, lambda step: 0.1)
+        state = RunState(facts={})
+        monitor = Monitor(settings, plan, world, state, record, loader, lambda step: 0.1)
         monitor.start_clock()
         for step in range(3):
             next(loader)

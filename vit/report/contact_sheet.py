@@ -23,7 +23,7 @@ from vit.data.augment.draw import describe, mixes
 from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.plan import choose_num_classes, open_indexed, open_train_set
+from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.report.plots import (
     SMALL_PT,
     TEXT_PT,
@@ -60,12 +60,12 @@ def make_contact_sheet(
     """
     data = config.data
     train = (
-        open_train_set(config, open_indexed(data, data.val_split))
+        open_train_set(data, open_split(data, data.val_split), num_classes=config.model.num_classes)
         if data.reader == "index"
         else None
     )
     split, drawn = (
-        (open_indexed(data, data.train_split), ())
+        (open_split(data, data.train_split), ())
         if train is None
         else (train.split, train.shares[:1])
     )
@@ -78,7 +78,7 @@ def make_contact_sheet(
             " on: ask for fewer"
         )
     drawn = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in drawn)
-    num_classes = choose_num_classes(config, split)
+    num_classes = choose_num_classes(config.model, data, split)
     side = _side(num_draws + 1 + (group > 1))
     image = ImageFormat.from_config(config.model, config.data)
     order = make_order(num_rows, num_rows, config.train.seed, shares=drawn)
@@ -127,7 +127,7 @@ def _augmented(
     """Inputs (B, C, H, W) float in [0, 1], the normalisation taken back, and targets (B, classes),
     on the host."""
     on_device = batch.to(device)
-    inputs, targets = create_augment(config, num_classes, device)(
+    inputs, targets = create_augment(config.augment, config.data, num_classes, device)(
         on_device.images, on_device.labels, batch.table
     )
     shift, scale = (

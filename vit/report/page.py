@@ -227,9 +227,7 @@ def _facts(
         with suppress(Exception):
             with torch.device("meta"):
                 num_classes = config.model.num_classes or len(source.class_names) or 1000
-                model = create_model(
-                    config.model.name, config.model.image_size, num_classes, **config.model.fields()
-                )
+                model = create_model(config.model, num_classes=num_classes)
             facts.append(
                 (
                     "size",
@@ -304,7 +302,7 @@ def _evaluations(story: History, plan: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _rank(row: dict[str, Any], suffix: str) -> tuple[float, float]:
-    """Larger is better: top-1, and of equals the smaller loss, as in `Progress.take_best`."""
+    """Larger is better: top-1, and of equals the smaller loss, as in `RunState.take_best`."""
     top1 = row[f"top1{suffix}"]
     loss = row[f"loss{suffix}"]
     return -1.0 if top1 is None else top1, -math.inf if loss is None else -loss

@@ -38,7 +38,8 @@ from vit.data.sources import TrainSet
 from vit.evaluate import PREDICTIONS_FILE
 from vit.metrics import predicted_classes
 from vit.model import create_model
-from vit.plan import create_order, open_indexed, open_train_set
+from vit.open_data import open_split, open_train_set
+from vit.plan import create_order
 from vit.report import plots
 from vit.report.curves import plot_curves
 from vit.run.record import METRICS_FILE
@@ -188,12 +189,14 @@ class RunFolder:
                 "Training images were streamed, and a stream does not begin twice with the same"
                 " ones"
             )
-        return open_train_set(self.config, self.val_split)
+        return open_train_set(
+            self.config.data, self.val_split, num_classes=self.config.model.num_classes
+        )
 
     @cached_property
     def val_split(self) -> Split:
         data = self.config.data
-        return open_indexed(data, data.val_split)
+        return open_split(data, data.val_split)
 
     @cached_property
     def predictions(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
@@ -252,12 +255,7 @@ class RunFolder:
 
     @cached_property
     def model(self) -> nn.Module:
-        model = create_model(
-            self.config.model.name,
-            self.config.model.image_size,
-            self.num_classes,
-            **self.config.model.fields(),
-        )
+        model = create_model(self.config.model, num_classes=self.num_classes)
         load_weights(model, self.trained.weights, self.trained.grid_size)
         return model.to(self.device).eval()
 
@@ -314,9 +312,9 @@ def _paint_augmented(source: RunFolder, picture: Path) -> str:
     with Loader(batches, 0, 1) as loader:
         batch = next(loader)
     on_device = batch.to(source.device)
-    inputs, targets = create_augment(config, source.num_classes, source.device)(
-        on_device.images, on_device.labels, batch.table
-    )
+    inputs, targets = create_augment(
+        config.augment, config.data, source.num_classes, source.device
+    )(on_device.images, on_device.labels, batch.table)
     rows = np.flatnonzero(batch.weights.numpy() > 0)[:NUM_AUGMENTED]
     mean = config.data.mean
     std = config.data.std
@@ -335,9 +333,9 @@ def _paint_attention(source: RunFolder, picture: Path) -> str:
     chosen = pick_images(labels, predictions, NUM_ATTENTION, NUM_ATTENTION_WRONG)
     images = torch.stack([source.eval_image(sample) for sample in chosen])
     model: Any = source.model
-    inputs = create_augment(source.config, source.num_classes, source.device).normalize(
-        images.to(source.device)
-    )
+    inputs = create_augment(
+        source.config.augment, source.config.data, source.num_classes, source.device
+    ).normalize(images.to(source.device))
     logits = []
     relevance = []
     with torch.no_grad():

@@ -8,7 +8,7 @@ whole. Only then does `latest` name it and do older ones go.
     runs/<name>/checkpoints/
       step_00012500/
         state.safetensors       model.<name>  ema.<name>  optim.<exp_avg|...>.<name>  scaler.<name>
-        checkpoint.json         format_version, step, progress, config, size and sha256 of each file
+        checkpoint.json         format_version, step, state, config, size and sha256 of each file
       latest                    "step_00012500"
 
 No pickles. The tensor file is what torch.distributed.checkpoint's `HuggingFaceStorageReader` reads,
@@ -57,7 +57,7 @@ class NewerFormatError(CheckpointError):
 
 
 @dataclass
-class Progress:
+class RunState:
     """Where the run is: the part of a checkpoint that is not tensors."""
 
     step: int = 0
@@ -116,7 +116,7 @@ def tensors_of(train_step: TrainStep) -> dict[str, Tensor]:
 def save_checkpoint(
     run_dir: Path,
     train_step: TrainStep,
-    progress: Progress,
+    state: RunState,
     config: dict[str, Any],
     world: World,
     keep_last: int,
@@ -127,7 +127,7 @@ def save_checkpoint(
     Raises CheckpointError where there is no room or no permission; the previous checkpoint stays as
     it was.
     """
-    folder = run_dir / "checkpoints" / f"step_{progress.step:08d}"
+    folder = run_dir / "checkpoints" / f"step_{state.step:08d}"
     if world.is_main:
         try:
             if folder.exists() and not (folder / INFO_FILE).is_file():
@@ -135,10 +135,10 @@ def save_checkpoint(
             # the same step again, after its evaluation: the tensors are the same
             if folder.exists():
                 _write_info(
-                    folder, {**json.loads((folder / INFO_FILE).read_text()), **asdict(progress)}
+                    folder, {**json.loads((folder / INFO_FILE).read_text()), **asdict(state)}
                 )
                 return folder
-            _write(folder, tensors_of(train_step), progress, config, world.size)
+            _write(folder, tensors_of(train_step), state, config, world.size)
             for old in complete_checkpoints(run_dir)[keep_last:]:
                 shutil.rmtree(old)
         except (OSError, WeightsError) as error:
@@ -156,7 +156,7 @@ def save_checkpoint(
 def _write(
     folder: Path,
     tensors: dict[str, Tensor],
-    progress: Progress,
+    state: RunState,
     config: dict[str, Any],
     world_size: int,
 ) -> None:
@@ -176,7 +176,7 @@ def _write(
     save_weights(hidden / STATE_FILE, tensors, {"format": "pt"})
     info = {
         "format_version": FORMAT_VERSION,
-        **asdict(progress),
+        **asdict(state),
         "world_size": world_size,
         "torch": torch.__version__,
         "files": {
@@ -313,8 +313,8 @@ def _set_aside(folder: Path) -> Path:
     return aside
 
 
-def load_checkpoint(folder: Path, info: dict[str, Any], train_step: TrainStep) -> Progress:
-    """Copy a checkpoint's tensors into `train_step`, in place, and return its progress. Raises
+def load_checkpoint(folder: Path, info: dict[str, Any], train_step: TrainStep) -> RunState:
+    """Copy a checkpoint's tensors into `train_step`, in place, and return its state. Raises
     CheckpointError if names or shapes differ."""
     targets = tensors_of(train_step)
     try:
@@ -343,4 +343,4 @@ def load_checkpoint(folder: Path, info: dict[str, Any], train_step: TrainStep) -
     except SafetensorError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     # a younger field has its default
-    return Progress(**{key: info[key] for key in Progress.__dataclass_fields__ if key in info})
+    return RunState(**{key: info[key] for key in RunState.__dataclass_fields__ if key in info})

@@ -20,7 +20,7 @@ from vit.data.loader import Loader, LoaderStats
 from vit.data.stages import TALLIED, Stage, Tally, add_up, since
 from vit.distributed import World, local_world_size, peak_memory_gib
 from vit.plan import Plan
-from vit.run.checkpoint import Progress
+from vit.run.checkpoint import RunState
 from vit.run.record import Record
 from vit.step import StepResult, StepValues
 from vit.system.host import num_cores
@@ -116,7 +116,7 @@ class Monitor:
         config: Config,
         plan: Plan,
         world: World,
-        progress: Progress,
+        state: RunState,
         record: Record,
         loader: Loader,
         lr_at: Callable[[int], float],
@@ -124,7 +124,7 @@ class Monitor:
         self.config = config
         self.plan = plan
         self.world = world
-        self.progress = progress
+        self.state = state
         self.record = record
         self.loader = loader
         self.lr_at = lr_at
@@ -133,7 +133,7 @@ class Monitor:
         self._tally_before = loader.tally()
         self._pending: tuple[int, StepResult, float, LoaderStats] | None = None
         self._last_step_at: float
-        self._run_began = time.perf_counter() - progress.elapsed_s
+        self._run_began = time.perf_counter() - state.elapsed_s
         self._new_interval(time.perf_counter(), loader.stats)
 
     def elapsed_s(self) -> float:
@@ -179,26 +179,26 @@ class Monitor:
         step, result, self._last_step_at, stats = self._pending
         self._pending = None
         values = result.read()
-        progress = self.progress
+        state = self.state
         config = self.config
         if not queued_behind:  # the wait for this step is training time, too
             self._last_step_at = time.perf_counter()
         self.stop = self.stop or values.stop > 0
         self._losses.append(values.loss)
         self._waits_s.append(values.waits_s)
-        progress.bad_images += values.bad_images
+        state.bad_images += values.bad_images
         finite = math.isfinite(values.grad_norm)
-        progress.updates_skipped += not finite
-        progress.updates_skipped_in_a_row = 0 if finite else progress.updates_skipped_in_a_row + 1
+        state.updates_skipped += not finite
+        state.updates_skipped_in_a_row = 0 if finite else state.updates_skipped_in_a_row + 1
         if not finite:
             self.record.write(
                 "fault", step + 1, reason="gradient not finite, update skipped", loss=values.loss
             )
         self._log(step + 1, values, stats)
-        if progress.updates_skipped_in_a_row >= config.train.max_skipped_steps:
+        if state.updates_skipped_in_a_row >= config.train.max_skipped_steps:
             with self.world.fail_together():
                 raise ValueError(
-                    f"step {step}: the gradient was not finite {progress.updates_skipped_in_a_row}"
+                    f"step {step}: the gradient was not finite {state.updates_skipped_in_a_row}"
                     f" times in a row (loss {values.loss:.4g}): training has diverged. Lower"
                     " optim.lr, lengthen the warm-up, or use train.precision=bf16; the last"
                     " checkpoint is from before"
@@ -256,8 +256,8 @@ class Monitor:
             loader_images_per_s=loader_images_per_s,
             elapsed_s=self.elapsed_s(),
             peak_memory_gib=peak_memory_gib(self.world.device),
-            updates_skipped=self.progress.updates_skipped,
-            bad_images=self.progress.bad_images,
+            updates_skipped=self.state.updates_skipped,
+            bad_images=self.state.bad_images,
             **self._of_loaders(loaders, waiting.rank),
         )
         self._new_interval(self._last_step_at, stats)

@@ -234,9 +234,7 @@ def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
     """From parameters, optimizer and average, without making them. A checkpoint is written before
     the oldest goes, so there is one more than `checkpoint.keep_last` for a while."""
     with torch.device("meta"):
-        model = create_model(
-            config.model.name, config.model.image_size, num_classes, **config.model.fields()
-        )
+        model = create_model(config.model, num_classes=num_classes)
     copies = 1 if config.train.ema_decay is None else 2
     weights = _file_bytes([tensor.nbytes for tensor in model.state_dict().values()])
     optimizer = _file_bytes(state_bytes(config.optim, model))

@@ -30,6 +30,7 @@ from ranks import together
 from servers import FtpServer, S3Server, WebServer
 
 from data_prep import imagefolder, index
+from vit import open_data
 from vit.config import AugmentConfig, DataConfig, EvalConfig
 from vit.data import stages
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
@@ -40,7 +41,6 @@ from vit.data.storage import http, remote, tars
 from vit.data.storage.block_cache import GIB, BlockCache, Fetched, locked_part
 from vit.data.storage.patience import Patience
 from vit.distributed import AlreadyReported
-from vit.plan import open_indexed
 from vit.system.files import ShardError
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
@@ -843,7 +843,7 @@ def test_a_server_is_asked_once_for_each_shard_however_many_ranks_open_them(
     assert imagefolder.main(arguments) == 0
     with WebServer(files_of(tmp_path / "many")) as server:
         data = DataConfig(root=f"{server.url}/set", cache_dir=str(tmp_path / "cache"))
-        opened = together(4, lambda world: open_indexed(data, "train", world))
+        opened = together(4, lambda world: open_data.open_split(data, "train", world))
         asked = Counter(
             path
             for _, path, wanted in server.requests
@@ -855,7 +855,7 @@ def test_a_server_is_asked_once_for_each_shard_however_many_ranks_open_them(
         assert opened[1].versions == opened[0].versions
         assert samples(opened[3]) == samples(opened[0])
         del server.files["/set/train-00003.tar"]
-        found = together(3, lambda world: open_indexed(data, "train", world))
+        found = together(3, lambda world: open_data.open_split(data, "train", world))
     assert ["no such file" in str(error) for error in found] == [True] * 3
     assert [isinstance(error, AlreadyReported) for error in found] == [False, True, True]
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit.config import AugmentConfig, Config
+from vit.config import AugmentConfig, DataConfig
 from vit.data.augment import pixel_ops
 from vit.data.augment.dialects import OPS
 from vit.data.augment.draw import (
@@ -158,10 +158,17 @@ class Augment:
         return torch.where(pixel_ops.in_box(inputs, top, bottom, left, right), fill, inputs)
 
 
-def create_augment(config: Config, num_classes: int, device: torch.device) -> Augment:
-    """The device's part of the image path, for training and evaluation. Compiled with the model, on
-    a GPU: a CPU would gain nothing."""
-    compiled = config.train.compile and device.type == "cuda"
-    return Augment(
-        config.augment, num_classes, config.data.mean, config.data.std, device, compiled=compiled
-    )
+def create_augment(
+    config: AugmentConfig,
+    data: DataConfig,
+    num_classes: int,
+    device: torch.device,
+    *,
+    compiled: bool = False,
+) -> Augment:
+    """Create the device's part of the image path, for training and evaluation.
+
+    `compiled` has no effect on a CPU, which would gain nothing from it.
+    """
+    compiled = compiled and device.type == "cuda"
+    return Augment(config, num_classes, data.mean, data.std, device, compiled=compiled)

@@ -1,0 +1,141 @@
+"""Open the data that a config names, on all ranks.
+
+`open_split` opens one split of shards; `open_train_set` adds what chooses training samples, several
+sources or a stream. `vit.data.shards.data_set.open_split` is the same without a config.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vit.config import DataConfig, ModelConfig
+from vit.data.select import Wanted
+from vit.data.shards import data_set
+from vit.data.shards.members import SampleLayout
+from vit.data.shards.split import Split
+from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sources
+from vit.data.storage.patience import Patience
+from vit.data.stream import Stream, open_stream
+from vit.distributed import World
+from vit.sections import Choice
+from vit.system.urls import resolve
+
+
+def open_split(
+    data: DataConfig, split: str, world: World | None = None, root: str | None = None
+) -> Split:
+    """Open `split` of `root` (by default `data.root`) with the cache and the patience of `data`.
+
+    Of several ranks the first asks a server about the shards and hands the answer to the others;
+    one rank of each host checks all rows of the index. Raises ShardError.
+    """
+    opened: list[Split] = []
+
+    def open_it(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
+        return data_set.open_split(
+            resolve(root or data.root),
+            split,
+            data.cache_dir,
+            data.cache_gib,
+            Patience(data.patience_s),
+            is_checked,
+            versions,
+        )
+
+    def open_first() -> list[Any] | None:
+        opened.append(open_it())
+        return opened[0].versions
+
+    if world is None:
+        return open_it()
+    versions = world.broadcast_from_main(open_first)
+    if opened:
+        return opened[0]
+    return open_it(not world.is_local_main, versions)
+
+
+def open_train_splits(data: DataConfig, world: World | None = None) -> list[Split]:
+    """Open the split to train on, or one of each source; none for a stream."""
+    if data.reader == "webdataset":
+        return []
+    if not data.sources:
+        return [open_split(data, data.train_split, world)]
+    return [
+        open_split(data, source.split or data.train_split, world, source.root)
+        for source in data.sources
+    ]
+
+
+def open_train_set(
+    data: DataConfig, val_split: Split, world: World | None = None, num_classes: int | None = None
+) -> TrainSet:
+    """Open what to train on; arguments and errors as `choose_train_set`."""
+    splits = open_train_splits(data, world)
+    return choose_train_set(data, splits, val_split, world, num_classes)
+
+
+def choose_train_set(
+    data: DataConfig,
+    splits: list[Split],
+    val_split: Split,
+    world: World | None = None,
+    num_classes: int | None = None,
+) -> TrainSet:
+    """Choose the training samples of `open_train_splits`.
+
+    A stream does not know its classes: it has those of `val_split`, or `num_classes` if that is
+    more. Raises ShardError and ValueError if a setting names samples that do not exist.
+    """
+
+    def choose() -> TrainSet:
+        if data.reader == "webdataset":
+            assert data.stream is not None, "the config is checked"
+            assert data.num_samples is not None, "the config is checked"
+            names = val_split.class_names
+            layout = SampleLayout(
+                data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names)
+            )
+            stream = open_stream(
+                resolve(data.stream),
+                data.num_samples,
+                max(val_split.num_classes, num_classes or 0),
+                names,
+                layout,
+                Patience(data.patience_s),
+            )
+            return TrainSet(stream, data.num_samples)
+        if not data.sources:
+            return train_set_of(splits[0], _wanted(data, "data."))
+        wanted = [
+            _wanted(source, f"data.sources[{number}].")
+            for number, source in enumerate(data.sources)
+        ]
+        return train_set_of_sources(
+            splits,
+            wanted,
+            [source.weight for source in data.sources],
+            val_split,
+            data.block_samples,
+        )
+
+    return choose() if world is None else world.main_first(choose)
+
+
+def _wanted(choice: Choice, name: str) -> Wanted:
+    return Wanted(name, **{key: getattr(choice, key) for key in Choice.model_fields})
+
+
+def choose_num_classes(
+    model: ModelConfig, data: DataConfig, *splits: Split | Sources | Stream
+) -> int:
+    """Return the size of the head: `model.num_classes`, or the number of classes of `splits`.
+
+    Raises ValueError if the head would have fewer classes than the data.
+    """
+    in_data = max(split.num_classes for split in splits)
+    if model.num_classes is not None and model.num_classes < in_data:
+        raise ValueError(
+            f"model.num_classes={model.num_classes}, but {data.root} has {in_data} classes: remove"
+            " the key"
+        )
+    return model.num_classes or in_data
