@@ -266,6 +266,25 @@ def test_links_and_pictures_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
 
 
+def test_the_map_names_every_folder():
+    """In the README's Map, where the layout is told, and nowhere else."""
+    lines = README.read_text().partition("## Map")[2].splitlines()
+    mapped: set[Path] = set()
+    parents: list[str] = []
+    for line in lines:
+        if found := re.match(r"    ( *)(\w+)/ ", line):
+            parents[len(found[1]) // 2 :] = [found[2]]
+            mapped.add(ROOT.joinpath(*parents))
+    code = [
+        path
+        for name in ("vit", "data_prep", "launch", "benchmarks")
+        for path in (ROOT / name).rglob("*")
+        if path.suffix in (".py", ".c") and "__pycache__" not in path.parts
+    ]
+    assert {path.parent for path in code} <= mapped
+    assert all(folder.is_dir() for folder in mapped)
+
+
 @pytest.mark.parametrize(
     "page", [*PAGES, *sorted((ROOT / "configs").glob("*.yaml"))], ids=lambda page: page.name
 )
