@@ -55,9 +55,9 @@ from data_prep.write.output import Output, temporary_folder
 from data_prep.write.plan import Settings, allowed_unreadable
 from data_prep.write.writer import write_quarantine
 from vit.data.shards import data_set
-from vit.data.shards.index_file import firsts_of, has_checksums, open_index, save_index
+from vit.data.shards.index_file import first_samples, has_checksums, open_index, save_index
 from vit.data.shards.members import printable
-from vit.data.shards.tar import told_passed_over
+from vit.data.shards.tar import describe_ignored
 from vit.data.storage.http import on_the_web
 from vit.system import files
 from vit.system.files import ShardError
@@ -228,7 +228,7 @@ def index(
         (Counter(sidecar.get("passed_over", {})) for sidecar in sidecars.values()), Counter[str]()
     )
     if passed_over:
-        print(f"note: {told_passed_over(passed_over)}")
+        print(f"note: {describe_ignored(passed_over)}")
     for line in _without_images(classes["num_classes"], found):
         print(line)
     check = (
@@ -428,7 +428,7 @@ def _known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.nda
             continue
         with temporary_folder() as folder, suppress(ValueError):  # what is damaged is made again
             rows = open_index(output.fetch(f"{split}.index.npy", folder))
-            pieces = itertools.pairwise(firsts_of(described["shard_lengths"]))
+            pieces = itertools.pairwise(first_samples(described["shard_lengths"]))
             if has_checksums(rows) and len(rows) == sum(described["shard_lengths"]):
                 known |= {
                     name: np.array(rows[a:b])

@@ -41,7 +41,7 @@ if __name__ == "__main__":
 from data_prep.write.images import ImagePolicy, Unreadable, prepare
 from vit.config import EvalConfig
 from vit.data.decode import native
-from vit.data.decode.images import Pixels, decode, decode_box, stored_size
+from vit.data.decode.images import Pixels, decode, decode_box, read_image_size
 from vit.data.decode.jpeg_cut import Window
 from vit.data.decode.jpeg_header import read_header
 from vit.data.decode.views import decode_center, decode_views, resize, resized_size
@@ -300,7 +300,7 @@ class Comparison:
         """Windows that show nothing of damage outside of them. Only damaged files that end like
         whole ones may have such."""
         try:
-            self.size: tuple[int, int] | None = stored_size(data)
+            self.size: tuple[int, int] | None = read_image_size(data)
         except ValueError:
             self.size = None
         if self.size is None or self.size[0] * self.size[1] <= MOST_PIXELS:

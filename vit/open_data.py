@@ -14,7 +14,7 @@ from vit.data.shards import data_set
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.split import Split
 from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sources
-from vit.data.storage.patience import Patience
+from vit.data.storage.retry import RetryPolicy
 from vit.data.stream import Stream, open_stream
 from vit.distributed import World
 from vit.sections import Choice
@@ -37,7 +37,7 @@ def open_split(
             split,
             data.cache_dir,
             data.cache_gib,
-            Patience(data.patience_s),
+            RetryPolicy(data.patience_s),
             is_checked,
             versions,
         )
@@ -101,7 +101,7 @@ def choose_train_set(
                 max(val_split.num_classes, num_classes or 0),
                 names,
                 layout,
-                Patience(data.patience_s),
+                RetryPolicy(data.patience_s),
             )
             return TrainSet(stream, data.num_samples)
         if not data.sources:

@@ -108,7 +108,6 @@ def read_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], di
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
-                # noqa: SIM118 (not iterable)
                 content = {name: file.get_tensor(name) for name in file.keys()}
                 metadata = file.metadata() or {}
         except SafetensorError as error:

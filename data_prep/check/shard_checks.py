@@ -31,7 +31,7 @@ from data_prep.write.images import ImagePolicy, Prepared, Unreadable, prepare
 from data_prep.write.jobs import count_one
 from data_prep.write.output import temporary_folder
 from vit.data.shards.index_file import has_checksums, left_out, open_index, sha256_of
-from vit.data.shards.members import SampleLayout, Unfit
+from vit.data.shards.members import InvalidSample, SampleLayout
 from vit.data.shards.tar import (
     DEFAULT_LAYOUT,
     Member,
@@ -447,7 +447,7 @@ def _check_rows(
         size = int(rows["size"][number])
         try:
             sample = _sample_around(shard, read, end, rows, number)
-        except (TarDamaged, Unfit) as error:
+        except (TarDamaged, InvalidSample) as error:
             told = (
                 f"no sample with an image of {size} bytes at offset {offset}, where the index has"
                 f" one ({error})"
@@ -471,7 +471,7 @@ def _sample_around(
     shard: Shard, read: Read, end: int, rows: np.ndarray, number: int
 ) -> ScannedSample:
     """The sample of a row, of the members between the image before and the one behind. Raises
-    TarDamaged, Unfit."""
+    TarDamaged, InvalidSample."""
     offset = int(rows["offset"][number])
     start = (
         0

@@ -27,7 +27,15 @@ import numpy as np
 from data_prep.errors import PrepError
 from data_prep.read.image_tree import MAX_IMAGE_BYTES
 from data_prep.write.catalogue import Sample, descriptor
-from vit.data.shards.tar_walk import FILE, FOLDER, TarDamaged, TarMember, pread, walk, what_it_is
+from vit.data.shards.tar_walk import (
+    FILE,
+    FOLDER,
+    TarDamaged,
+    TarMember,
+    describe_content,
+    pread,
+    walk,
+)
 from vit.system.files import unreadable
 
 BATCH = 4096
@@ -155,7 +163,8 @@ def _central_directory(fd: int, path: Path) -> tuple[int, int, int, int]:
                 " none either: join the parts)",
             )
         raise _bad_zip(
-            path, f"not a zip but {what_it_is(head)}" if what_it_is(head) else "not a zip"
+            path,
+            f"not a zip but {describe_content(head)}" if describe_content(head) else "not a zip",
         )
     _, disk, first_disk, _, entries, num_bytes, offset, comment_bytes = END.unpack_from(tail, found)
     if found + END.size + comment_bytes > len(tail):

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from data_prep.errors import PrepError
 from data_prep.write.jobs import count_one
 from vit.data.storage.http import Refused, WebFile, WebFolder, on_the_web
-from vit.data.storage.patience import Patience
+from vit.data.storage.retry import RetryPolicy
 from vit.system.files import parse_json
 from vit.system.meter import Meter
 from vit.system.urls import address, shown
@@ -140,7 +140,11 @@ def _fetch(
         file.truncate(have)
         try:
             with WebFile(
-                url, name, Patience(), start=have, while_waiting=on_bytes and partial(on_bytes, 0)
+                url,
+                name,
+                RetryPolicy(),
+                start=have,
+                while_waiting=on_bytes and partial(on_bytes, 0),
             ) as source:
                 size = source.open().size
                 if 0 <= size < have:
@@ -210,7 +214,7 @@ class WebShards(WebFolder):
         """The object in a JSON file, None if there is no such file. Raises ShardError if it is
         something else."""
         try:
-            with WebFile(self.url, name, self.patience) as file:
+            with WebFile(self.url, name, self.retry) as file:
                 return parse_json(b"".join(iter(file.read1, b"")), f"{self}/{name}")
         except FileNotFoundError:
             return None

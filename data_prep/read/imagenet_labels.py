@@ -20,7 +20,7 @@ from pathlib import Path
 from data_prep.errors import PrepError
 from data_prep.read.archives import read_zip_member
 from data_prep.write.catalogue import Sample
-from vit.data.shards.tar_walk import what_it_is
+from vit.data.shards.tar_walk import describe_content
 from vit.system.files import unreadable
 
 WNID = re.compile(r"n\d{8}", re.ASCII)
@@ -64,8 +64,8 @@ def _content(path: Path) -> bytes:
 
 
 def _text(content: bytes, where: str) -> str:
-    if what_it_is(content):
-        raise PrepError(f"{where}: is {what_it_is(content)}; download it again")
+    if describe_content(content):
+        raise PrepError(f"{where}: is {describe_content(content)}; download it again")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -130,7 +130,7 @@ def read_devkit_archive(path: Path) -> dict[str, str]:
                     return _by_kit(found[META], found[TRUTH], str(path))
     except (tarfile.TarError, EOFError, zlib.error) as error:
         with open(path, "rb") as file:
-            kind = what_it_is(file.read(256))
+            kind = describe_content(file.read(256))
         reason = f"it is {kind}" if kind and "gzip" not in kind else error
         raise PrepError(
             f"{path}: not a readable .tar.gz ({reason}); download it again, its md5 is checked with"

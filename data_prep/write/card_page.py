@@ -28,7 +28,7 @@ from data_prep.write.card_data import (
 )
 from data_prep.write.card_text import card_text
 from data_prep.write.output import Output
-from vit.data.shards.index_file import firsts_of, sha256_of
+from vit.data.shards.index_file import first_samples, sha256_of
 from vit.system.files import replacing
 
 SHEET_CELLS = 60
@@ -64,7 +64,7 @@ def write_card(place: Output | Path | str) -> None:
             found = indexes[split][row]
             described = info["splits"][split]
             filename = described["filenames"][
-                bisect.bisect_right(firsts_of(described["shard_lengths"]), row) - 1
+                bisect.bisect_right(first_samples(described["shard_lengths"]), row) - 1
             ]
             return read_range(
                 f"{info.get('shards_at', output)}/{filename}",

@@ -89,7 +89,7 @@ class ImagePolicy:
         elif self.restart_markers == "auto" and not native.AVAILABLE:
             problems.append(
                 "--restart-markers auto: needs the C part of this package:"
-                f" {native.WHY_NOT or 'VIT_NATIVE=0 turns it off'}"
+                f" {native.UNAVAILABLE_REASON or 'VIT_NATIVE=0 turns it off'}"
             )
         if problems:
             raise PrepError("; ".join(problems))

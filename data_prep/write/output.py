@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.errors import PrepError
-from vit.data.storage.object_store import KINDS, Store
+from vit.data.storage.object_store import KINDS, ObjectStore
 from vit.system import files
 from vit.system.files import locked_folder, remove_if_abandoned, replacing, temporary_file
 from vit.system.urls import shown
@@ -31,7 +31,7 @@ class Output:
     """A local folder or the URL of a folder in a store; the files directly in it go by their names.
 
     Picklable, as workers get one. Errors of a store that may pass (a lost connection, "slow down")
-    are tried again by `vit.data.storage.patience`; ShardError says what is left to do. Errors of a
+    are tried again by `vit.data.storage.retry`; ShardError says what is left to do. Errors of a
     local disk are raised as they are (OSError).
     """
 
@@ -46,7 +46,7 @@ class Output:
         scheme, is_url, place = text.partition("://")
         self.local = None if is_url else Path(text)
         self.url = f"{scheme}://{place.rstrip('/')}" if is_url else str(self.local)
-        self._store = Store(self.url)
+        self._store = ObjectStore(self.url)
 
     def __str__(self) -> str:
         return shown(self.url)

@@ -27,12 +27,12 @@ from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.data.storage import http
-from vit.data.storage.patience import Patience
+from vit.data.storage.retry import RetryPolicy
 from vit.data.stream import StreamBatches, open_stream
 from vit.system.files import ShardError
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
-PATIENCE = Patience(0.5, 0.01, 0.05)
+PATIENCE = RetryPolicy(0.5, 0.01, 0.05)
 WHOLE = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0), hflip_prob=0.0)
 
 
@@ -40,7 +40,7 @@ def batches(
     stream: str, *, num_samples=60, workers=0, ranks=1, rank=0, augment=WHOLE, **options
 ) -> StreamBatches:
     order = make_order(num_samples, 12, seed=3)
-    opened = open_stream(stream, num_samples, 3, [], patience=PATIENCE)
+    opened = open_stream(stream, num_samples, 3, [], retry=PATIENCE)
     return StreamBatches(
         opened, order, augment, FORMAT, rank=rank, world_size=ranks, num_workers=workers, **options
     )

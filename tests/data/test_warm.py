@@ -147,10 +147,10 @@ def test_damaged_blocks_are_counted_and_the_others_are_fetched(web, tmp_path, sh
 def test_a_shard_that_is_replaced_meanwhile_is_told_and_waited_for_by_nobody(web, tmp_path):
     """Its other threads still wait for a server that is away."""
     code = (
-        "import runpy, sys; from vit.data.storage import http, patience, tars; tars.BLOCK_BYTES ="
-        " 16_000; patience.NUM_REFUSALS = 1\nreal = tars.RemoteTars.blocks\ndef blocks(self,"
+        "import runpy, sys; from vit.data.storage import http, retry, tars; tars.BLOCK_BYTES ="
+        " 16_000; retry.NUM_REFUSALS = 1\nreal = tars.CachedTars.blocks\ndef blocks(self,"
         " shards):\n    self.versions[0] = http.Version(5, 'another')\n    return real(self,"
-        " shards)\ntars.RemoteTars.blocks = blocks\nrunpy.run_module('vit.data.warm',"
+        " shards)\ntars.CachedTars.blocks = blocks\nrunpy.run_module('vit.data.warm',"
         " run_name='__main__')\n"
     )
     command = [

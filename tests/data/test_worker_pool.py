@@ -23,7 +23,7 @@ from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.data.stages import STATUS_BYTES, TALLIED, Stage, WorkerStatus, add_up, since
-from vit.data.storage.patience import Passing, Patience, num_retries
+from vit.data.storage.retry import RetryableError, RetryPolicy, num_retries
 from vit.data.worker_pool import WorkerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -324,12 +324,12 @@ def test_who_pauses_because_a_store_asked_for_it_does_not_hang():
 
     def attempt() -> None:
         if num_retries() == before:
-            raise Passing("the server answers 429", retry_after_s=1.0)
+            raise RetryableError("the server answers 429", retry_after_s=1.0)
 
     before = num_retries()
     row = WorkerStatus(memoryview(bytearray(STATUS_BYTES)))
     waiting = threading.Thread(
-        target=Patience(30.0, 0.1).keep_trying, args=("memory://bucket", attempt)
+        target=RetryPolicy(30.0, 0.1).call, args=("memory://bucket", attempt)
     )
     waiting.start()
     turns = []

@@ -44,7 +44,7 @@ from servers import S3Server, WebServer
 
 from vit.data.shards.index_file import left_out
 from vit.data.shards.tar import scan_tar
-from vit.data.storage.patience import Patience
+from vit.data.storage.retry import RetryPolicy
 
 # ---- the output folder ---------------------------------------------------------------------------
 
@@ -511,7 +511,7 @@ def place(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(Patience.__init__, "__defaults__", (0.3, 0.01, 0.05))
+    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (0.3, 0.01, 0.05))
     return Place(tmp_path, capfd)
 
 

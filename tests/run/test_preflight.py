@@ -229,7 +229,7 @@ def test_memory_that_suffices_and_that_does_not(config, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             native,
-            "WHY_NOT",
+            "UNAVAILABLE_REASON",
             "_native.so is of another version of this package; build it again: pip install -e .",
         )
         told = (

@@ -11,7 +11,7 @@ import pytest
 from servers import WebServer
 
 from vit.data.storage.http import WebFile
-from vit.data.storage.patience import Patience
+from vit.data.storage.retry import RetryPolicy
 from vit.system import urls
 from vit.system.files import ShardError
 
@@ -248,7 +248,7 @@ def test_a_login_stays_with_its_server_when_it_redirects(kind, monkeypatch, tmp_
         elif kind == "address":
             url = url.replace("://", "://me:pa55word@")
         for name, content in (("a", b"here"), ("b", b"there")):
-            with WebFile(url, name, Patience(0)) as file:
+            with WebFile(url, name, RetryPolicy(0)) as file:
                 assert file.read1() == content
         assert first.headers
         assert not {"Authorization", "X-Key"} & second.headers[0].keys()

@@ -25,7 +25,7 @@ from vit.data.order import fold
 from vit.data.row_filter import RowFilter
 from vit.data.shards.split import Split
 from vit.data.storage.remote import RemoteFolder
-from vit.data.storage.tars import RemoteTars
+from vit.data.storage.tars import CachedTars
 from vit.system.files import ShardError
 
 PIECE = 1 << 20
@@ -254,7 +254,7 @@ def _keys_of_shard(split: Split, shard: int, first: int, length: int) -> Iterato
     name = split.filenames[shard].removesuffix(".tar") + ".idx"
     try:
         if (
-            isinstance(split.tars, RemoteTars)
+            isinstance(split.tars, CachedTars)
             and isinstance(split.tars.folder, RemoteFolder)
             and not isinstance(split.root, Path)
         ):

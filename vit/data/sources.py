@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from vit.data.order import Share, shares_of
 from vit.data.select import Chosen, Wanted, choose, labels_of
-from vit.data.shards.index_file import firsts_of
+from vit.data.shards.index_file import first_samples
 from vit.data.shards.split import Split
 from vit.data.shards.tar import INDEX_DTYPE
 from vit.system.files import ShardError
@@ -111,7 +111,7 @@ class Sources:
         where that has no names and the sources' differ."""
         self.splits = list(splits)
         self.root = " + ".join(str(split.root) for split in splits)
-        self.firsts = firsts_of(split.num_samples for split in splits)
+        self.firsts = first_samples(split.num_samples for split in splits)
         self.num_samples = self.firsts[-1]
         self.filenames = [name for split in splits for name in split.filenames]
         self.class_names = classes_of.class_names

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 
-from vit.data.storage.patience import num_moves, num_retries
+from vit.data.storage.retry import num_progress, num_retries
 
 STATUS_BYTES = 256
 """Of one process: 32 numbers of 8 bytes."""
@@ -88,7 +88,7 @@ class WorkerStatus:
     def __init__(self, memory: memoryview):
         self._numbers = memory.cast("d")
         self._retries = num_retries()
-        self._moves = num_moves()
+        self._moves = num_progress()
 
     # ---- by the process itself ----
 
@@ -132,7 +132,7 @@ class WorkerStatus:
         """What this process has tried again by now. That, a pause before it, and bytes that come
         are progress: who waits for it does not hang."""
         retries = num_retries()
-        moves = num_moves()
+        moves = num_progress()
         self._numbers[_PLACES["retries"]] += retries - self._retries
         if (retries, moves) != (self._retries, self._moves):
             self._retries = retries

@@ -30,14 +30,14 @@ import numpy as np
 from vit.config import AugmentConfig
 from vit.data.augment.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
 from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat, write_rows
-from vit.data.decode.images import stored_size
+from vit.data.decode.images import read_image_size
 from vit.data.decode.views import decode_views
 from vit.data.order import Order, fold, hash64
-from vit.data.shards.members import META, SETTINGS, SampleLayout, Unfit, describe
+from vit.data.shards.members import META, SETTINGS, InvalidSample, SampleLayout, describe
 from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE
 from vit.data.shards.tar_walk import FILE, TarDamaged, decompressed, in_order, walk
 from vit.data.storage.http import PIECE_BYTES, WebFile, on_the_web
-from vit.data.storage.patience import Patience
+from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError
 from vit.system.urls import expand_braces, shown
 
@@ -59,7 +59,7 @@ class Stream:
     class_names: list[str]
     layout: SampleLayout = DEFAULT_LAYOUT
     """Where image and label of a sample are."""
-    patience: Patience = field(default_factory=Patience)
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
     """With servers."""
 
     def identity(self) -> str:
@@ -83,7 +83,7 @@ def open_stream(
     num_classes: int,
     class_names: list[str],
     layout: SampleLayout = DEFAULT_LAYOUT,
-    patience: Patience | None = None,
+    retry: RetryPolicy | None = None,
 ) -> Stream:
     """The stream of `shards`: URLs, files and `pipe:` commands with braces as `expand_braces` takes
     them, several joined by `::`.
@@ -93,7 +93,7 @@ def open_stream(
     if find_spec("webdataset") is None:
         raise ShardError("data.reader: webdataset needs another package: pip install webdataset")
     urls = [url for part in shards.split("::") for url in expand_braces(part)]
-    return Stream(urls, num_samples, num_classes, class_names, layout, patience or Patience())
+    return Stream(urls, num_samples, num_classes, class_names, layout, retry or RetryPolicy())
 
 
 class _Sample(NamedTuple):
@@ -221,7 +221,7 @@ class StreamBatches(Batches):
             ]
             by_shard = len(urls) >= self._num_readers
             own_urls = shuffled[reader :: self._num_readers] if by_shard else shuffled
-            for sample in _read_tars(own_urls, self.split.layout, self.split.patience):
+            for sample in _read_tars(own_urls, self.split.layout, self.split.retry):
                 if by_shard or seen % self._num_readers == reader:
                     own += 1
                     yield self._checked(sample)
@@ -247,7 +247,7 @@ class StreamBatches(Batches):
         try:
             image = layout.find(suffixes)
             label = layout.label_of(sample[layout.label_suffix])
-        except Unfit as error:
+        except InvalidSample as error:
             members = [(f"{key}.{suffix}", sample[suffix]) for suffix in suffixes]
             raise ShardError(f"{where} {error}. {describe(members, layout, SETTINGS)}") from error
         if not 0 <= label < self.split.num_classes:
@@ -263,7 +263,7 @@ class StreamBatches(Batches):
 
 
 def _read_tars(
-    urls: list[str], layout: SampleLayout, patience: Patience
+    urls: list[str], layout: SampleLayout, retry: RetryPolicy
 ) -> Iterator[dict[str, Any]]:
     """webdataset's samples of some tars, one after the other. Raises ShardError for one that cannot
     be read to its end."""
@@ -272,7 +272,7 @@ def _read_tars(
     for url in urls:
         try:
             yield from group_by_keys(
-                _read_files(url, patience), keys=lambda name: layout.cut(name) or (None, None)
+                _read_files(url, retry), keys=lambda name: layout.cut(name) or (None, None)
             )
         except ShardError:
             raise
@@ -285,7 +285,7 @@ def _read_tars(
             raise ShardError(f"{shown(url)}: the stream broke ({reason}); {remedy}") from error
 
 
-def _read_files(url: str, patience: Patience) -> Iterator[dict[str, Any]]:
+def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
     """The files of a tar, up to its end mark, as webdataset groups them. Raises OSError if its
     command fails, TarDamaged if cut.
 
@@ -296,9 +296,7 @@ def _read_files(url: str, patience: Patience) -> Iterator[dict[str, Any]]:
     from webdataset.gopen import gopen, set_options
 
     stream: Any = (
-        io.BufferedReader(WebFile(url, "", patience), PIECE_BYTES)
-        if on_the_web(url)
-        else gopen(url)
+        io.BufferedReader(WebFile(url, "", retry), PIECE_BYTES) if on_the_web(url) else gopen(url)
     )
     set_options(stream, ignore_errors=True)  # `_wait_for_end` tells them
     try:
@@ -330,7 +328,7 @@ def _wait_for_end(stream: Any) -> None:
 def _size_of(data: bytes) -> tuple[int, int]:
     """Width and height in pixels; 0, 0 for what is no image, which decoding will tell."""
     try:
-        return stored_size(data)
+        return read_image_size(data)
     except ValueError:
         return 0, 0
 

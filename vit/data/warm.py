@@ -25,8 +25,8 @@ from vit.config_io import load_config
 from vit.data.order import hash64
 from vit.data.shards.data_set import open_split
 from vit.data.storage.block_cache import Fetched
-from vit.data.storage.patience import Patience
-from vit.data.storage.tars import Block, RemoteTars
+from vit.data.storage.retry import RetryPolicy
+from vit.data.storage.tars import CacheBlock, CachedTars
 from vit.system.command_line import Parser
 from vit.system.files import ShardError
 from vit.system.meter import Meter
@@ -41,7 +41,7 @@ class Damaged(ShardError):
 
 
 def warm(
-    tars: RemoteTars,
+    tars: CachedTars,
     split: str,
     shards: range,
     fraction: float = 1.0,
@@ -64,9 +64,9 @@ def warm(
     )
     fetched_bytes = 0
     is_full = threading.Event()
-    damaged = set[Block]()
+    damaged = set[CacheBlock]()
 
-    def get(block: Block) -> Fetched:
+    def get(block: CacheBlock) -> Fetched:
         try:
             fetched = tars.get(block)
         except OSError as error:
@@ -78,7 +78,7 @@ def warm(
             damaged.add(block)
         return fetched
 
-    def fetch(block: Block) -> int:
+    def fetch(block: CacheBlock) -> int:
         if not is_full.is_set() and tars.cache.has_room(block.num_bytes):
             tars.cache.fetch(block.name, lambda: get(block), may_remove=False)
             if tars.cache.holds(block.name):
@@ -196,12 +196,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ]
             wanted = [*(sources or [(data.root, data.train_split)]), (data.root, data.val_split)]
             wanted = [(data.root, split) for split in given.split] if given.split else wanted
-            patience = Patience(data.patience_s)
+            retry = RetryPolicy(data.patience_s)
             cache_dir = given.cache_dir or data.cache_dir
             cache_gib = given.cache_gib or data.cache_gib
         elif len(given.root) == 1:
             wanted = [(given.root[0], split) for split in given.split or ["train", "val"]]
-            patience = Patience()
+            retry = RetryPolicy()
             cache_dir = given.cache_dir
             cache_gib = given.cache_gib
         else:
@@ -210,8 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 " vit.data.warm --help)"
             )
         for root, split in dict.fromkeys(wanted):
-            tars = open_split(resolve(root), split, cache_dir, cache_gib, patience).tars
-            if not isinstance(tars, RemoteTars):
+            tars = open_split(resolve(root), split, cache_dir, cache_gib, retry).tars
+            if not isinstance(tars, CachedTars):
                 raise ValueError(
                     f"{shown(root)} is a folder, which is read in place: --cache-dir says where"
                     " copies of its blocks go"

@@ -24,7 +24,7 @@ from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.decode import native
 from vit.data.decode.images import decoder_name
 from vit.data.slots import plan_ring
-from vit.data.storage.tars import FETCH_BYTES, LocalTars, RemoteTars, threads_of_each
+from vit.data.storage.tars import FETCH_BYTES, CachedTars, LocalTars, fetch_threads_per_process
 from vit.data.stream import StreamBatches
 from vit.distributed import World, local_world_size
 from vit.model import create_model
@@ -133,8 +133,8 @@ def preflight(
     emulated = precision_note(config.train.precision, world.device) if world.is_main else None
     notes += [emulated] if emulated else []
     notes += (
-        [f"JPEGs are decoded by simplejpeg, at 0.6 of the speed: {native.WHY_NOT}"]
-        if native.WHY_NOT
+        [f"JPEGs are decoded by simplejpeg, at 0.6 of the speed: {native.UNAVAILABLE_REASON}"]
+        if native.UNAVAILABLE_REASON
         else []
     )
     shm = Path("/dev/shm")
@@ -178,8 +178,10 @@ def preflight(
 
 def _worker_bytes(batches: TrainBatches | StreamBatches | EvalBatches, num_processes: int) -> int:
     """Memory of one of so many loader processes of this host."""
-    is_remote = isinstance(getattr(batches.split, "tars", None), RemoteTars)
-    return WORKER_BYTES + (threads_of_each(num_processes) * FETCH_BYTES if is_remote else 0)
+    is_remote = isinstance(getattr(batches.split, "tars", None), CachedTars)
+    return WORKER_BYTES + (
+        fetch_threads_per_process(num_processes) * FETCH_BYTES if is_remote else 0
+    )
 
 
 def precision_note(
@@ -308,7 +310,7 @@ def filling_note(batches: TrainBatches | StreamBatches, step: int, plan: Plan) -
     wanted = 0
     missing = 0
     for split, own in batches.split.divided(samples):
-        if isinstance(split.tars, RemoteTars):
+        if isinstance(split.tars, CachedTars):
             tars = split.tars
             of_split = split.tars.wanted_bytes(own)
             wanted = wanted + of_split[0]
@@ -327,7 +329,7 @@ def _notes_of_cache(train: TrainBatches | StreamBatches, ranks: int) -> list[str
     the order reads from at a time."""
     order = train.order
     remote = [
-        (split, split.tars) for split in train.split.splits if isinstance(split.tars, RemoteTars)
+        (split, split.tars) for split in train.split.splits if isinstance(split.tars, CachedTars)
     ]
     if not remote:
         return []

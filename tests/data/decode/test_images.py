@@ -23,7 +23,7 @@ from vit.data.decode.images import (
     decode_box,
     open_image,
     pixels_of,
-    stored_size,
+    read_image_size,
 )
 from vit.data.decode.jpeg_header import MAX_PIXELS, read_header
 from vit.data.decode.views import decode_center
@@ -160,7 +160,7 @@ def test_no_bytes_start_another_program(tmp_path, monkeypatch):
     assert log.exists(), "Pillow alone would: or this test shows nothing"
     log.unlink()
 
-    for way in (decode, stored_size, open_image, lambda data: decode_box(data, (0, 0, 8, 8))):
+    for way in (decode, read_image_size, open_image, lambda data: decode_box(data, (0, 0, 8, 8))):
         with pytest.raises(
             ValueError,
             match=r"no image; expected one of JPEG, PNG, .* begins with b'%!PS-Adobe-3\.0 E'",
@@ -240,7 +240,7 @@ def test_an_index_accepts_nothing_that_the_loader_refuses_by_its_headers(
     # of the process: any program may have set it
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
     for way in (
-        stored_size,
+        read_image_size,
         decode,
         lambda data: decode_box(data, (0, 0, 1, 1)),
         lambda data: prepare(data, ImagePolicy()),

@@ -19,9 +19,9 @@ from vit.data.decode.jpeg_header import read_header
 from vit.data.decode.native import Status
 
 if os.environ.get("VIT_REQUIRE_NATIVE") == "1":
-    assert native.AVAILABLE, native.WHY_NOT or "VIT_NATIVE=0 is set"
+    assert native.AVAILABLE, native.UNAVAILABLE_REASON or "VIT_NATIVE=0 is set"
 pytestmark = pytest.mark.skipif(
-    not native.AVAILABLE, reason=native.WHY_NOT or "VIT_NATIVE=0 is set"
+    not native.AVAILABLE, reason=native.UNAVAILABLE_REASON or "VIT_NATIVE=0 is set"
 )
 
 SIZES = ((1, 1), (2, 2), (5, 3), (7, 9), (8, 8), (15, 17), (16, 16), (33, 47), (64, 40), (131, 77))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vit.data.decode import native
-from vit.data.decode.native import ABI, PACKAGE, SOURCES, Misfit, load, stamp_of
+from vit.data.decode.native import ABI, PACKAGE, SOURCES, UnusableLibrary, load, stamp_of
 
 needs_gcc = pytest.mark.skipif(
     shutil.which("gcc") is None and os.environ.get("VIT_REQUIRE_NATIVE") != "1",
@@ -50,11 +50,11 @@ def abi(number: int) -> str:
 @needs_gcc
 def test_one_of_another_version(tmp_path):
     """Calling it with other arguments than it takes ends the process, or worse does not."""
-    with pytest.raises(Misfit, match=OTHER):
+    with pytest.raises(UnusableLibrary, match=OTHER):
         load(small(tmp_path, "int vit_decode_window(void) { return 0; }"))
     (tmp_path / "next").mkdir()
     functions = abi(ABI + 1) + "const char *vit_native_sources(void) { return 0; }"
-    with pytest.raises(Misfit, match=OTHER):
+    with pytest.raises(UnusableLibrary, match=OTHER):
         load(small(tmp_path / "next", functions))
 
 
@@ -66,7 +66,8 @@ def test_one_of_other_sources(tmp_path):
     load(library, sources)
     (sources / "window.c").open("a").write("\n")
     with pytest.raises(
-        Misfit, match=r"was built from other sources than .*sources holds now; build it again"
+        UnusableLibrary,
+        match=r"was built from other sources than .*sources holds now; build it again",
     ):
         load(library, sources)
     load(library, tmp_path / "none")
@@ -76,14 +77,16 @@ def test_one_of_other_sources(tmp_path):
 def test_one_that_decodes_wrongly(tmp_path):
     sources, library = copied(tmp_path, *WRONG)
     with pytest.raises(
-        Misfit, match="gives other pixels than simplejpeg on this machine; build it again"
+        UnusableLibrary, match="gives other pixels than simplejpeg on this machine; build it again"
     ):
         load(library, sources)
 
 
 def test_one_that_is_no_library(tmp_path):
     (tmp_path / "library.so").write_bytes(b"\x7fELF" + bytes(60))
-    with pytest.raises(Misfit, match=r"library.so cannot be loaded \(.*\); build it again"):
+    with pytest.raises(
+        UnusableLibrary, match=r"library.so cannot be loaded \(.*\); build it again"
+    ):
         load(tmp_path / "library.so")
 
 
@@ -96,7 +99,7 @@ def test_a_misfit_beside_the_package_is_not_used(tmp_path):
     command = [
         sys.executable,
         "-c",
-        "from vit.data.decode import native; print(native.AVAILABLE, native.WHY_NOT)",
+        "from vit.data.decode import native; print(native.AVAILABLE, native.UNAVAILABLE_REASON)",
     ]
     environment = {name: value for name, value in os.environ.items() if name != "VIT_NATIVE"} | {
         "PYTHONPATH": str(tmp_path)
@@ -123,5 +126,5 @@ def test_turned_off_by_the_environment(monkeypatch):
 def test_it_is_built_as_it_is_loaded():
     """setup.py stamps the library with the very hash that is compared here."""
     if native.LIBRARY is None:
-        pytest.skip(f"no library: {native.WHY_NOT or 'VIT_NATIVE=0'}")
+        pytest.skip(f"no library: {native.UNAVAILABLE_REASON or 'VIT_NATIVE=0'}")
     assert native.LIBRARY.vit_native_sources().decode() == stamp_of(SOURCES)

@@ -20,11 +20,11 @@ from servers import WebServer
 
 from vit.data.storage import http
 from vit.data.storage.http import Refused, Version, WebFile, WebFolder
-from vit.data.storage.patience import NUM_REFUSALS, Patience
+from vit.data.storage.retry import NUM_REFUSALS, RetryPolicy
 from vit.system.files import ShardError
 
 DATA = random.Random(0).randbytes(300_000)
-QUICK = Patience(1.0, 0.01, 0.05)
+QUICK = RetryPolicy(1.0, 0.01, 0.05)
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def test_a_host_that_is_misspelt_is_told_soon_and_one_whose_name_is_lost_in_mid_
     def unknown(*arguments, **options):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    patience = Patience(60.0, 0.001, 0.001)
-    was_there = WebFolder(web.url.replace("127.0.0.1", "localhost"), Patience(0.5, 0.01, 0.05))
+    retry = RetryPolicy(60.0, 0.001, 0.001)
+    was_there = WebFolder(web.url.replace("127.0.0.1", "localhost"), RetryPolicy(0.5, 0.01, 0.05))
     version = was_there.stat("set/a.tar")
     http._pool.cache_clear()  # no connection is left open
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
@@ -82,7 +82,7 @@ def test_a_host_that_is_misspelt_is_told_soon_and_one_whose_name_is_lost_in_mid_
             r" address"
         ),
     ):
-        WebFolder("http://data.exmaple.org/set", patience).stat("a.tar")
+        WebFolder("http://data.exmaple.org/set", retry).stat("a.tar")
     with pytest.raises(ShardError, match=r"cannot be reached .*, \d+ times in "):
         was_there.read("set/a.tar", 0, 10, version)
 
@@ -90,7 +90,7 @@ def test_a_host_that_is_misspelt_is_told_soon_and_one_whose_name_is_lost_in_mid_
 def test_a_closed_port_ends_a_start_and_no_run():
     with WebServer({"/a.tar": DATA}) as server:
         url = server.url
-    patience = Patience(60.0, 0.001, 0.001)
+    retry = RetryPolicy(60.0, 0.001, 0.001)
     with pytest.raises(
         ShardError,
         match=(
@@ -98,9 +98,9 @@ def test_a_closed_port_ends_a_start_and_no_run():
             r" start"
         ),
     ):
-        WebFolder(url, patience).stat("a.tar")
+        WebFolder(url, retry).stat("a.tar")
     with pytest.raises(ShardError, match=r"cannot be reached .*, \d+ times in "):
-        WebFolder(url, Patience(0.3, 0.01, 0.02)).read("a.tar", 0, 10, Version(len(DATA), ""))
+        WebFolder(url, RetryPolicy(0.3, 0.01, 0.02)).read("a.tar", 0, 10, Version(len(DATA), ""))
 
 
 def test_https_at_a_port_of_http_is_told_at_once(web):
@@ -108,7 +108,7 @@ def test_https_at_a_port_of_http_is_told_at_once(web):
     with pytest.raises(
         ShardError, match=r"/a\.tar: the server speaks no TLS there; is http:// meant\?$"
     ):
-        WebFolder(f"{url}/set", Patience(60.0)).stat("a.tar")
+        WebFolder(f"{url}/set", RetryPolicy(60.0)).stat("a.tar")
 
 
 # ---- what passes ---------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_a_server_is_left_alone_for_as_long_as_it_asks(date, web, version):
     web.retry_after = formatdate(time.time() + 2, usegmt=True) if date else "1"
     start_s = time.monotonic()
     assert (
-        WebFolder(f"{web.url}/set", Patience(10, 0.01, 0.05)).read("a.tar", 0, 100, version)
+        WebFolder(f"{web.url}/set", RetryPolicy(10, 0.01, 0.05)).read("a.tar", 0, 100, version)
         == DATA[:100]
     )
     assert time.monotonic() - start_s >= 0.9
@@ -163,7 +163,7 @@ def test_what_is_slower_than_a_byte_now_and_then_ends(web, version, monkeypatch)
     monkeypatch.setattr(http, "ATTEMPT_S", 0.1)
     web.drip = (1, 0.05)
     with pytest.raises(ShardError, match=r"a.tar: only \d+ bytes came in 1 s; check the network"):
-        WebFolder(f"{web.url}/set", Patience(0.5, 0.01, 0.05)).read("a.tar", 0, 300_000, version)
+        WebFolder(f"{web.url}/set", RetryPolicy(0.5, 0.01, 0.05)).read("a.tar", 0, 300_000, version)
 
 
 def test_a_process_that_was_suspended_goes_on(web, version, monkeypatch):
@@ -222,7 +222,7 @@ def test_a_server_that_is_stopped_and_goes_on(tmp_path, monkeypatch):
             folder.read("a", 0, 10, version)
         server.send_signal(signal.SIGCONT)
         # the other's is used up, with this server
-        more_patient = WebFolder(folder.url, Patience(20.0, 0.01, 0.05))
+        more_patient = WebFolder(folder.url, RetryPolicy(20.0, 0.01, 0.05))
         assert more_patient.read("a", 0, 10, version) == b"x" * 10
 
 

@@ -26,7 +26,7 @@ from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.data.storage import tars
-from vit.data.storage.patience import Patience
+from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, preloads a library")
@@ -101,9 +101,9 @@ def run(
 
 READ_ALL = """
     import hashlib, sys
-    from vit.data.storage.patience import Patience, num_retries
+    from vit.data.storage.retry import RetryPolicy, num_retries
     from vit.data.shards.data_set import open_split
-    split = open_split(sys.argv[1], "train", patience=Patience(float(sys.argv[2]), 0.1))
+    split = open_split(sys.argv[1], "train", retry=RetryPolicy(float(sys.argv[2]), 0.1))
     print(hashlib.sha256(b"".join(split.read(i) for i in range(60))).hexdigest(), num_retries())
 """
 
@@ -243,7 +243,7 @@ def test_a_shard_of_a_mounted_folder_that_is_replaced_is_told_and_its_blocks_are
         ),
     ):
         split.read(12)
-    again = open_split(root, "train", tmp_path / "near", patience=Patience(1.0))
+    again = open_split(root, "train", tmp_path / "near", retry=RetryPolicy(1.0))
     assert again.read(0) == kept
     assert len(list((tmp_path / "near").rglob("train-00000.*.0-*.block"))) == 2, (
         "of the old one and of the new one"

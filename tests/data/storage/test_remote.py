@@ -39,7 +39,7 @@ from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.data.storage import http, remote, tars
 from vit.data.storage.block_cache import GIB, BlockCache, Fetched, locked_part
-from vit.data.storage.patience import Patience
+from vit.data.storage.retry import RetryPolicy
 from vit.distributed import AlreadyReported
 from vit.system.files import ShardError
 
@@ -50,7 +50,7 @@ FORMAT = ImageFormat((16, 16), 3, "bilinear")
 def small_and_quick(monkeypatch):
     """Blocks of 4 samples and not of 4,096; no waiting where nothing is learnt by it."""
     monkeypatch.setattr(tars, "BLOCK_BYTES", 16_000)
-    monkeypatch.setattr(Patience.__init__, "__defaults__", (1.0, 0.01, 0.2))
+    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (1.0, 0.01, 0.2))
 
 
 @pytest.fixture
@@ -861,7 +861,7 @@ def test_a_server_is_asked_once_for_each_shard_however_many_ranks_open_them(
 
 
 def test_a_signal_is_heard_while_a_server_is_asked_about_shards(web, url):
-    folder = remote.RemoteFolder(url, Patience(60, 0.01, 0.2))
+    folder = remote.RemoteFolder(url, RetryPolicy(60, 0.01, 0.2))
     web.away_until_s = time.monotonic() + 60
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     began_s = time.monotonic()

@@ -15,7 +15,7 @@ from servers import WebServer
 
 from data_prep.errors import PrepError
 from data_prep.read.download import WebShards, download
-from vit.data.storage.patience import Patience
+from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError
 
 DATA = random.Random(0).randbytes(3_000_000)
@@ -24,7 +24,7 @@ MD5 = hashlib.md5(DATA).hexdigest()
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(Patience.__init__, "__defaults__", (0.3, 0.01, 0.05))
+    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (0.3, 0.01, 0.05))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 

@@ -13,7 +13,7 @@ from servers import S3Server, cable, forget_clients
 
 from data_prep.errors import PrepError
 from data_prep.write.output import Output, temporary_folder
-from vit.data.storage.patience import Patience, num_retries
+from vit.data.storage.retry import RetryPolicy, num_retries
 from vit.system.files import ShardError, locked_folder
 
 
@@ -32,7 +32,7 @@ def bucket(s3) -> str:
 def fresh(monkeypatch, tmp_path):
     """Short pauses, an empty TMPDIR, and no client of an earlier test."""
     forget_clients()
-    monkeypatch.setattr(Patience.__init__, "__defaults__", (1.0, 0.05, 0.1))
+    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (1.0, 0.05, 0.1))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", None)  # what it found earlier
@@ -185,7 +185,7 @@ def test_make_leaves_nothing(bucket, s3):
 def test_a_cut_upload_is_repeated(bucket, s3, tmp_path, monkeypatch):
     content = os.urandom(3 << 20)
     before = num_retries()
-    monkeypatch.setattr(Patience.__init__, "__defaults__", (60.0, 0.05, 0.1))
+    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (60.0, 0.05, 0.1))
     # Each of our attempts takes one to ten connections: s3fs tries again up to four times, aiohttp
     # sometimes twice each.
     with (

@@ -25,9 +25,9 @@ from vit.data.decode import native
 from vit.data.decode.jpeg_header import read_header
 
 if not native.AVAILABLE and os.environ.get("VIT_REQUIRE_NATIVE") == "1":
-    pytest.fail(f"VIT_REQUIRE_NATIVE=1, but {native.WHY_NOT}", pytrace=False)
+    pytest.fail(f"VIT_REQUIRE_NATIVE=1, but {native.UNAVAILABLE_REASON}", pytrace=False)
 NEEDS_NATIVE = pytest.mark.skipif(
-    not native.AVAILABLE, reason=native.WHY_NOT or "VIT_NATIVE=0 is set"
+    not native.AVAILABLE, reason=native.UNAVAILABLE_REASON or "VIT_NATIVE=0 is set"
 )
 NEEDS_JPEGTRAN = pytest.mark.skipif(
     shutil.which("jpegtran") is None, reason="no jpegtran: apt-get install libjpeg-turbo-progs"
@@ -397,7 +397,7 @@ def test_what_is_recorded():
 
 def test_without_the_native_part_there_are_none(monkeypatch):
     monkeypatch.setattr(native, "AVAILABLE", False)
-    monkeypatch.setattr(native, "WHY_NOT", "it was not built")
+    monkeypatch.setattr(native, "UNAVAILABLE_REASON", "it was not built")
     with pytest.raises(
         PrepError,
         match="--restart-markers auto: needs the C part of this package: it was not built",

@@ -59,7 +59,7 @@ def decoder_name() -> str:
 # --- what is an image -----------------------------------------------------------------------------
 
 
-def stored_size(data: bytes) -> tuple[int, int]:
+def read_image_size(data: bytes) -> tuple[int, int]:
     """(width, height) in pixels as stored, from the headers. Raises ValueError with the reason for
     what is no image, or is beyond a limit.
 

@@ -62,7 +62,7 @@ class Status(IntEnum):
     """Another size of the image than was expected, or one that nobody can hold."""
 
 
-class Misfit(Exception):
+class UnusableLibrary(Exception):
     """A library that must not be used: what is wrong with it, and what to do."""
 
 
@@ -72,18 +72,20 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
 
     Asked, in this order: the number of the interface; the sources it was built from, where the C
     files are beside the package (a checkout that was pulled and not installed again); a small JPEG,
-    see `_decodes_rightly`. Raises Misfit.
+    see `_decodes_rightly`. Raises UnusableLibrary.
     """
     again = "build it again: pip install -e ."
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise Misfit(f"{path} cannot be loaded ({error}); {again}") from None
+        raise UnusableLibrary(f"{path} cannot be loaded ({error}); {again}") from None
     if not hasattr(library, "vit_native_abi") or library.vit_native_abi() != ABI:
-        raise Misfit(f"{path} is of another version of this package; {again}")
+        raise UnusableLibrary(f"{path} is of another version of this package; {again}")
     library.vit_native_sources.restype = ctypes.c_char_p
     if sources.is_dir() and library.vit_native_sources().decode() != stamp_of(sources):
-        raise Misfit(f"{path} was built from other sources than {sources} holds now; {again}")
+        raise UnusableLibrary(
+            f"{path} was built from other sources than {sources} holds now; {again}"
+        )
     size = ctypes.c_size_t
     pointer = ctypes.c_void_p
     decode = library.vit_decode_window
@@ -101,7 +103,7 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
     transcode.argtypes = [ctypes.c_char_p, size, pointer, size, ctypes.POINTER(size)]
     transcode.restype = ctypes.c_int
     if not _decodes_rightly(library):
-        raise Misfit(
+        raise UnusableLibrary(
             f"{path} gives other pixels than simplejpeg on this machine; {again}; if that does not"
             " help, please report it"
         )
@@ -150,7 +152,7 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
         return None, NOT_BUILT
     try:
         return load(path), None
-    except Misfit as misfit:
+    except UnusableLibrary as misfit:
         return None, str(misfit)
 
 
@@ -229,7 +231,7 @@ def decode_window(
     )
 
 
-LIBRARY, WHY_NOT = _find()
+LIBRARY, UNAVAILABLE_REASON = _find()
 """`vit_decode_window`, and `vit_jpeg_transcode` for data_prep/write/restart_markers.py; or None,
 and why, unless VIT_NATIVE=0."""
 AVAILABLE = LIBRARY is not None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vit.config import EvalConfig
 from vit.data import stages
-from vit.data.decode.images import Pixels, decode_box, span, stored_size, undecodable
+from vit.data.decode.images import Pixels, decode_box, read_image_size, span, undecodable
 from vit.data.decode.jpeg_cut import Window
 from vit.data.stages import Stage
 
@@ -202,7 +202,7 @@ def decode_center(
     JPEG only what the view shows is decoded. Raises ValueError as `decode_box` does.
     """
     try:
-        width, height = stored_size(data)
+        width, height = read_image_size(data)
     except ValueError as error:
         raise undecodable(data, error) from None
     resized = resized_size((height, width), size, view)

@@ -35,24 +35,24 @@ import numpy as np
 
 from vit.data.shards.index_file import (
     altered,
-    firsts_of,
+    first_samples,
     has_checksums,
+    index_mismatch,
     labels_outside,
     moved_shards,
     open_index,
     rows_of_tars,
     save_index,
     sha256_of,
-    why_unfit,
 )
 from vit.data.shards.members import recorded_layout
 from vit.data.shards.records import INFO, SIDECAR, check_types, is_sidecar
 from vit.data.shards.split import Split
 from vit.data.storage.block_cache import BlockCache
 from vit.data.storage.http import Version
-from vit.data.storage.patience import Patience
 from vit.data.storage.remote import RemoteFolder, local_path
-from vit.data.storage.tars import LocalTars, MountedFolder, RemoteTars
+from vit.data.storage.retry import RetryPolicy
+from vit.data.storage.tars import CachedTars, LocalTars, MountedFolder
 from vit.system.files import ShardError, read_json, unreadable, write_json
 from vit.system.urls import bare, did_you_mean
 
@@ -315,7 +315,7 @@ def _load_index(
     else:
         if is_checked:
             return index
-        if misfit := why_unfit(index, lengths, sizes):
+        if misfit := index_mismatch(index, lengths, sizes):
             reason = misfit
         elif moved := moved_shards(index, lengths, tars):
             # The first of them is enough: hashing a whole data set would take minutes.
@@ -350,7 +350,7 @@ def _labels_are_its_shards(
 ) -> bool:
     """Whether the index has the labels that are in the shard of `sample`; of this one shard headers
     and labels are read."""
-    firsts = firsts_of(described.lengths)
+    firsts = first_samples(described.lengths)
     shard = bisect.bisect_right(firsts, sample) - 1
     [rows] = rows_of_tars(
         [root / described.filenames[shard]],
@@ -369,7 +369,7 @@ def _open_remote(
     versions: list[Version],
     cache: BlockCache,
     is_checked: bool,
-) -> RemoteTars:
+) -> CachedTars:
     """The shards in `folder` with their index, which lies beside them or in the folder `home`.
     Raises ShardError if it does not fit."""
     path = folder.fetch_index(split, cache) if home is None else home / f"{split}.index.npy"
@@ -379,7 +379,7 @@ def _open_remote(
         reason = (
             ""
             if is_checked
-            else why_unfit(index, described.lengths, [version.size for version in versions])
+            else index_mismatch(index, described.lengths, [version.size for version in versions])
         )
     except (ValueError, OSError) as error:
         reason = f"unreadable ({error})"
@@ -391,8 +391,8 @@ def _open_remote(
         raise ShardError(f"{place}: {reason}; {remedy}")
     if not has_checksums(index):
         log.warning("%s: %s", place, UNCHECKED)
-    return RemoteTars(
-        folder, described.filenames, versions, index, firsts_of(described.lengths), cache
+    return CachedTars(
+        folder, described.filenames, versions, index, first_samples(described.lengths), cache
     )
 
 
@@ -423,7 +423,7 @@ def open_split(
     split: str,
     cache_dir: Path | str | None = None,
     cache_gib: float | None = None,
-    patience: Patience | None = None,
+    retry: RetryPolicy | None = None,
     is_checked: bool = False,
     versions: Sequence[Sequence[Any]] | None = None,
 ) -> Split:
@@ -431,7 +431,7 @@ def open_split(
 
     An index that is absent or does not fit the tars of a folder is made of them (all are read,
     which is logged as a warning). cache_dir, cache_gib: see `BlockCache`; shards in a folder are
-    read in place where cache_dir is None. patience: with what does not answer for a while.
+    read in place where cache_dir is None. retry: with what does not answer for a while.
     is_checked: another process of this host has opened it just now, so the rows of the index are
     not looked at again. versions: `Split.versions` as another process has found them just now: 64
     ranks would ask for each of 5,000 shards. Raises ShardError listing all problems at once:
@@ -446,7 +446,7 @@ def open_split(
             f"{root}: no host in this address; expected https://host/folder or s3://bucket/folder"
         )
     info = (
-        _checked_info(RemoteFolder(url, patience).read_info(), shown)
+        _checked_info(RemoteFolder(url, retry).read_info(), shown)
         if home is None
         else read_info(home)
     )
@@ -461,7 +461,7 @@ def open_split(
         if home is None or not any((home / name).exists() for name in filenames)
         else None
     )
-    folder = RemoteFolder(elsewhere or url, patience) if elsewhere or home is None else None
+    folder = RemoteFolder(elsewhere or url, retry) if elsewhere or home is None else None
     if versions is not None and len(versions) == len(filenames):
         found: list[Version | str] = [Version(*version) for version in versions]
     else:
@@ -484,7 +484,7 @@ def open_split(
     sizes = [version.size for version in known]
 
     # 2. The index; in a folder it is made anew if it does not fit.
-    tars: LocalTars | RemoteTars | None = None
+    tars: LocalTars | CachedTars | None = None
     index = None
     if folder is not None:
         tars = _open_remote(
@@ -516,7 +516,7 @@ def open_split(
         if outside:
             told = (
                 f"the first is {index['label'][first]} (sample {first},"
-                f" {filenames[bisect.bisect_right(firsts_of(lengths), first) - 1]})"
+                f" {filenames[bisect.bisect_right(first_samples(lengths), first) - 1]})"
             )
             raise ShardError(
                 f"{where}: {outside} labels lie outside [0, {num_classes}), {told}; correct the"
@@ -525,12 +525,12 @@ def open_split(
 
     # 4. How the shards are read.
     if tars is None and home is not None and cache_dir is not None:
-        mounted = MountedFolder(home, filenames, patience)
+        mounted = MountedFolder(home, filenames, retry)
         cache = BlockCache(cache_dir, cache_gib)
-        tars = RemoteTars(mounted, filenames, known, index, firsts_of(lengths), cache)
+        tars = CachedTars(mounted, filenames, known, index, first_samples(lengths), cache)
     # a split travels to workers
     layout = replace(recorded_layout(info, home and home / filenames[0]), class_names=())
-    tars = tars or LocalTars(Path(shown), filenames, patience)
+    tars = tars or LocalTars(Path(shown), filenames, retry)
     return Split(
         home or shown,
         split,

@@ -29,7 +29,7 @@ import numpy as np
 
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.records import SIDECAR, check_types, is_sidecar
-from vit.data.shards.tar import INDEX_DTYPE, index_rows, scan_tar, size_said_by
+from vit.data.shards.tar import INDEX_DTYPE, index_rows, member_size, scan_tar
 from vit.data.shards.tar_walk import TAR_BLOCK
 from vit.system.files import ShardError, read_json, replacing, unreadable
 
@@ -47,7 +47,7 @@ TELL_EACH_S = 10.0
 log = logging.getLogger(__name__)
 
 
-def firsts_of(lengths: Iterable[int]) -> list[int]:
+def first_samples(lengths: Iterable[int]) -> list[int]:
     """Of each shard the number of its first sample, and the number of all, from how many samples
     each shard has."""
     return list(itertools.accumulate(lengths, initial=0))
@@ -111,7 +111,7 @@ def has_checksums(index: np.ndarray) -> bool:
     return index.dtype == INDEX_DTYPE
 
 
-def why_unfit(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[int]) -> str:
+def index_mismatch(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[int]) -> str:
     """Why an index does not fit shards of these lengths, and sizes in bytes, as far as its rows
     tell; "" if it does."""
     if len(index) != sum(lengths):
@@ -131,7 +131,7 @@ def why_unfit(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[int]) -
 def moved_shards(index: np.ndarray, lengths: Sequence[int], tars: Sequence[Path]) -> list[int]:
     """Shards that were replaced by others of equal length: the header in front of the last image
     tells, at a read for each."""
-    ends = firsts_of(lengths)[1:]
+    ends = first_samples(lengths)[1:]
     return [
         shard
         for shard, end in enumerate(ends)
@@ -172,7 +172,7 @@ def index_sha256(index: np.ndarray, lengths: Sequence[int]) -> str:
 
 
 def _by_shard(index: np.ndarray, lengths: Sequence[int]) -> Iterator[np.ndarray]:
-    firsts = firsts_of(lengths)
+    firsts = first_samples(lengths)
     return (index[start:stop] for start, stop in itertools.pairwise(firsts))
 
 
@@ -182,7 +182,7 @@ def _size_in_header(tar: Path, row: np.void) -> int:
     try:
         with open(tar, "rb") as file:
             file.seek(max(0, int(row["offset"]) - TAR_BLOCK))
-            return size_said_by(file.read(TAR_BLOCK))
+            return member_size(file.read(TAR_BLOCK))
     except OSError as error:
         raise unreadable(tar, error) from error
 

@@ -34,7 +34,7 @@ META = re.compile(r"__[^/]*__($|/)")
 INTEGER = re.compile(r"-?[0-9]{1,9}")
 
 
-class Unfit(ValueError):
+class InvalidSample(ValueError):
     """A sample that a layout does not take; its text does not name the sample."""
 
     def __init__(self, kind: str, text: str):
@@ -142,7 +142,7 @@ class SampleLayout:
         return (found[1], found[2].lower()) if found and not META.match(name) else None
 
     def find(self, suffixes: Sequence[str]) -> str:
-        """Of a sample's suffixes that of the image; the label's is there. Raises Unfit."""
+        """Of a sample's suffixes that of the image; the label's is there. Raises InvalidSample."""
         images = [suffix for suffix in suffixes if suffix in self.image_suffixes]
         has_label = self.label_suffix in suffixes
         is_twice = len(set(suffixes)) < len(suffixes)
@@ -150,7 +150,7 @@ class SampleLayout:
             return images[0]
         members = printable(f"its members: {', '.join(suffixes)}")
         if is_twice:
-            raise Unfit(
+            raise InvalidSample(
                 "twice", f"has an extension twice, or two samples have this key ({members})"
             )
         problems = []
@@ -160,10 +160,10 @@ class SampleLayout:
         if not has_label:
             more = "" if problems else f" ({members})"
             problems.append(f"no .{self.label_suffix} with the label{more}")
-        raise Unfit("members", f"has {' and '.join(problems)}")
+        raise InvalidSample("members", f"has {' and '.join(problems)}")
 
     def label_of(self, data: bytes) -> int:
-        """The label in the label's member. Raises Unfit."""
+        """The label in the label's member. Raises InvalidSample."""
         suffix, colon, field = self.label.partition(":")
         if not colon:
             value: Any = data.decode("utf-8-sig", "replace")
@@ -171,11 +171,11 @@ class SampleLayout:
             try:
                 content = json.loads(data)
             except ValueError as error:
-                raise Unfit("JSON", f"has a .{suffix} that is no JSON ({error})") from error
+                raise InvalidSample("JSON", f"has a .{suffix} that is no JSON ({error})") from error
             value = _look_up(content, field)
             if value is _ABSENT:
                 there = ", ".join(name for name, _ in _leaves(content)) or repr(content)[:40]
-                raise Unfit(
+                raise InvalidSample(
                     "field",
                     f"has no field {field!r} in its .{suffix} (there: {printable(there[:200])})",
                 )
@@ -192,7 +192,7 @@ class SampleLayout:
             if number is None
             else "an integer from 0"
         )
-        raise Unfit("label", f"has the label {text[:40]!r}; expected {wanted}")
+        raise InvalidSample("label", f"has the label {text[:40]!r}; expected {wanted}")
 
 
 _ABSENT = object()

@@ -18,13 +18,19 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vit.data.decode.images import decode
-from vit.data.shards.index_file import firsts_of, has_checksums, index_sha256, open_index, sha256_of
+from vit.data.shards.index_file import (
+    first_samples,
+    has_checksums,
+    index_sha256,
+    open_index,
+    sha256_of,
+)
 from vit.data.shards.members import SampleLayout
-from vit.data.shards.tar import DEFAULT_LAYOUT, crc32c, size_said_by
+from vit.data.shards.tar import DEFAULT_LAYOUT, crc32c, member_size
 from vit.data.shards.tar_walk import TAR_BLOCK, TarDamaged, walk
 from vit.data.storage.http import Version
 from vit.data.storage.remote import RemoteFolder
-from vit.data.storage.tars import LocalTars, RemoteTars
+from vit.data.storage.tars import CachedTars, LocalTars
 from vit.system.files import ShardError
 
 FLIPPED = "gave others than were indexed, twice: a bit flipped on the disk or on the way"
@@ -46,7 +52,7 @@ class Split:
     filenames: list[str]
     lengths: list[int]
     """How many samples each shard has."""
-    tars: LocalTars | RemoteTars
+    tars: LocalTars | CachedTars
     """Where the bytes come from."""
     index: np.ndarray
     """(num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version; normally
@@ -65,7 +71,7 @@ class Split:
         index: np.ndarray,
         num_classes: int,
         class_names: list[str],
-        tars: LocalTars | RemoteTars | None = None,
+        tars: LocalTars | CachedTars | None = None,
         layout: SampleLayout = DEFAULT_LAYOUT,
         sha256: Sequence[str | None] = (),
     ):
@@ -76,7 +82,7 @@ class Split:
         self.lengths = lengths
         self.index = index
         self._layout = layout
-        self._firsts = firsts_of(lengths)
+        self._firsts = first_samples(lengths)
         self._has_checksums = has_checksums(index)
         self.num_samples = len(index)
         self.num_classes = num_classes
@@ -168,7 +174,7 @@ class Split:
             data = block[TAR_BLOCK:]
         if len(data) < size:
             return data, f"gave {len(data)}"
-        if size_said_by(header) != size:
+        if member_size(header) != size:
             return data, "found no image of this size there, the shard is not the indexed one"
         return data, FLIPPED if expected else ""
 
@@ -202,7 +208,7 @@ class Split:
         sees for itself."""
         return (
             self.tars.versions
-            if isinstance(self.tars, RemoteTars) and isinstance(self.tars.folder, RemoteFolder)
+            if isinstance(self.tars, CachedTars) and isinstance(self.tars.folder, RemoteFolder)
             else None
         )
 
@@ -214,7 +220,7 @@ class Split:
     def prefetch(self, samples: NDArray[np.int64]) -> None:
         """Say which samples will be read soon, (n,) numbers: they are read, or from a URL fetched,
         in the background."""
-        if isinstance(self.tars, RemoteTars):
+        if isinstance(self.tars, CachedTars):
             self.tars.prefetch(samples)
         else:
             rows = self.index[samples]

@@ -21,14 +21,14 @@ from typing import NamedTuple
 import google_crc32c
 import numpy as np
 
-from vit.data.decode.images import stored_size
+from vit.data.decode.images import read_image_size
 from vit.data.shards.members import (
     FLAGS,
     META,
     MOST_BYTES,
     MOST_READ,
+    InvalidSample,
     SampleLayout,
-    Unfit,
     describe,
 )
 from vit.data.shards.tar_walk import FILE, FOLDER, TAR_BLOCK, Read, TarDamaged, pread, walk
@@ -115,15 +115,15 @@ def _image_size(read: Read, image: Member) -> tuple[int, int]:
     most images are not."""
     for num_bytes in (min(16384, image.size), image.size):
         try:
-            width, height = stored_size(read(num_bytes, image.offset))
+            width, height = read_image_size(read(num_bytes, image.offset))
             break
         except ValueError as error:
             if num_bytes == image.size:
-                raise Unfit(
+                raise InvalidSample(
                     "image", f"has an image whose size cannot be read, {image.name!r}: {error}"
                 ) from error
     if max(width, height) > np.iinfo(np.uint16).max:
-        raise Unfit(
+        raise InvalidSample(
             "image", f"has {width} x {height} pixels in {image.name!r}; at most 65535 fit the index"
         )
     return width, height
@@ -137,23 +137,25 @@ def scan_sample(
     with_checksum: bool = True,
 ) -> ScannedSample:
     """Check and read one sample. group: of each member the key, itself, and what it is. Raises
-    Unfit."""
+    InvalidSample."""
     members = tuple(member for _, member, kind in group if kind == FILE)
     try:
         found = layout.find([member.ext for member in members])
-    except Unfit:
+    except InvalidSample:
         if others := [
             f"{member.name!r} is {kind}" for _, member, kind in group if kind not in (FILE, FOLDER)
         ]:
             remedy = "write the shard with what they link to (tar --hard-dereference --dereference)"
-            raise Unfit("link", f"is not there as files: {', '.join(others)}; {remedy}") from None
+            raise InvalidSample(
+                "link", f"is not there as files: {', '.join(others)}; {remedy}"
+            ) from None
         raise
     by_ext = {member.ext: member for member in members}
     image = by_ext[found]
     told = by_ext[layout.label_suffix]
     label = layout.label_of(read(told.size, told.offset))
     if not image.size:
-        raise Unfit("image", f"has an image of 0 bytes, {image.name!r}")
+        raise InvalidSample("image", f"has an image of 0 bytes, {image.name!r}")
     width, height = _image_size(read, image)
     checksum = crc32c(read(image.size, image.offset)) if with_checksum else 0
     return ScannedSample(key, label, width, height, image, members, checksum)
@@ -193,7 +195,7 @@ def survey_tar(
             try:
                 found.samples.append(scan_sample(pread(fd), key, group, layout, with_checksums))
                 last_fits = True
-            except Unfit as error:
+            except InvalidSample as error:
                 found.unfit.append(LeftOut(key, first.name, first.offset, error.kind, str(error)))
                 last_fits = False
         if found.unfit and not last_fits and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
@@ -209,13 +211,13 @@ def survey_tar(
                 if of_images
                 else _proposal(fd, path, end, layout)
             )
-            raise ShardError(f"{path}: {told_unfit(found.unfit, len(found.unfit))}. {remedy}")
+            raise ShardError(f"{path}: {describe_invalid(found.unfit, len(found.unfit))}. {remedy}")
     except TarDamaged as error:
         raise ShardError(f"{path}: {error}; {COPY_AGAIN}") from error
     finally:
         os.close(fd)
     if not found.samples:
-        passed_over = f" ({told_passed_over(found.passed_over)})" if found.passed_over else ""
+        passed_over = f" ({describe_ignored(found.passed_over)})" if found.passed_over else ""
         raise ShardError(
             f"{path}: holds no samples; expected pairs of <key>.jpg and <key>.cls{passed_over};"
             " copy it again, or move it away"
@@ -233,7 +235,7 @@ def scan_tar(
     of `left_out`."""
     found = survey_tar(path, layout, left_out, with_checksums)
     if found.unfit:
-        told = told_unfit(found.unfit, len(found.samples) + len(found.unfit))
+        told = describe_invalid(found.unfit, len(found.samples) + len(found.unfit))
         fit = (
             f"The other {len(found.samples):,} samples fit: mend these, or write the shard again"
             " without them"
@@ -242,7 +244,7 @@ def scan_tar(
     return found.samples
 
 
-def told_unfit(unfit: Sequence[LeftOut], total: int) -> str:
+def describe_invalid(unfit: Sequence[LeftOut], total: int) -> str:
     """Samples that do not fit, in words, once for each kind. total: samples, with those that
     fit."""
     by_kind: dict[str, list[LeftOut]] = {}
@@ -267,7 +269,7 @@ def told_unfit(unfit: Sequence[LeftOut], total: int) -> str:
     return "; ".join(parts)
 
 
-def told_passed_over(passed_over: Counter[str]) -> str:
+def describe_ignored(passed_over: Counter[str]) -> str:
     """Members that belong to no sample, in words."""
     kinds = ", ".join(f"{kind} ({count:,} times)" for kind, count in sorted(passed_over.items()))
     return f"passed over, as part of no sample: {kinds}"
@@ -317,7 +319,7 @@ def idx_lines(samples: list[ScannedSample]) -> list[bytes]:
     return [line.encode("utf-8", "surrogateescape") + b"\n" for line in lines]
 
 
-def size_said_by(header: bytes) -> int:
+def member_size(header: bytes) -> int:
     """Size in bytes of the member behind a tar header, -1 if it is none."""
     try:
         # some 50 times as fast as tarfile, and done for each image

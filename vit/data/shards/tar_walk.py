@@ -76,7 +76,7 @@ Read = Callable[[int, int], bytes]
 go back."""
 
 
-def what_it_is(head: bytes) -> str:
+def describe_content(head: bytes) -> str:
     """In words, what a file that begins with `head` is instead of an archive; empty if that is not
     known."""
     if WEB_PAGE.match(head):
@@ -220,7 +220,7 @@ def walk(
         except (ValueError, tarfile.HeaderError) as error:
             if isinstance(error, TarDamaged):
                 raise
-            other = what_it_is(block)
+            other = describe_content(block)
             no_tar = f"not a tar but {other}" if other else f"not a tar ({error})"
             raise damaged(
                 no_tar if position == start else f"damaged: no tar header ({error})"

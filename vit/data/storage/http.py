@@ -2,7 +2,7 @@
 
 The data's story: a `WebFile` asks for a range of bytes and gives them in pieces as they come. When
 the connection ends, falls silent or takes too long, the rest is asked for on another one;
-`vit.data.storage.patience` says for how long without a byte. The first answer tells the file's
+`vit.data.storage.retry` says for how long without a byte. The first answer tells the file's
 version (size, ETag), and later ones must be of that version. An answer is read to the byte that was
 asked for and no further.
 
@@ -26,7 +26,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from vit.data.storage.patience import NUM_REFUSALS, Passing, Patience, moved
+from vit.data.storage.retry import NUM_REFUSALS, RetryableError, RetryPolicy, note_progress
 from vit.system.files import ShardError
 from vit.system.urls import address, credentials, login_hint, shown
 
@@ -43,7 +43,7 @@ SLOWEST_BYTES_PER_S = 1000
 MOST_REDIRECTS = 5
 NUM_CLOSED = 9
 """Attempts (some 70 s) at a port where nothing has answered yet: the server may be starting."""
-PASSING = {408, 425, 429, *range(500, 600)} - {501, 505}
+RETRYABLE_STATUS = {408, 425, 429, *range(500, 600)} - {501, 505}
 """Answers that a later attempt may not get. Of 5xx all, as proxies have numbers of their own, but
 not "I cannot do that"."""
 HEADERS = {"User-Agent": "vit", "Accept-Encoding": "identity"}
@@ -56,7 +56,7 @@ class Version(NamedTuple):
     size: int
     tag: str
 
-    def brief(self) -> str:
+    def digest(self) -> str:
         """For file names."""
         return hashlib.sha256(f"{self.size} {self.tag}".encode()).hexdigest()[:12]
 
@@ -97,7 +97,7 @@ class WebFile(io.RawIOBase):
         self,
         url: str,
         name: str,
-        patience: Patience,
+        retry: RetryPolicy,
         *,
         start: int = 0,
         stop: int | None = None,
@@ -110,11 +110,11 @@ class WebFile(io.RawIOBase):
         version: of a file that is in use; another one is an error. parts_only: do not take a whole
         file to skip what is not wanted.
 
-        while_waiting: see `Patience.keep_trying`.
+        while_waiting: see `RetryPolicy.call`.
         """
         self.url = url
         self.name = name
-        self.patience = patience
+        self.retry = retry
         self.at = start
         self.stop = stop
         self.version = version
@@ -151,14 +151,12 @@ class WebFile(io.RawIOBase):
         OSError for a file that was replaced, ShardError for what patience does not mend."""
         while self.at != self.stop:
             began_s = time.monotonic()
-            piece = self.patience.keep_trying(
-                self._where, lambda: self._next(most), self._while_waiting
-            )
+            piece = self.retry.call(self._where, lambda: self._next(most), self._while_waiting)
             # more is what this process was suspended for
             self._waited_s += min(time.monotonic() - began_s, CONNECT_S + SILENCE_S)
             if not piece:
                 break
-            moved()
+            note_progress()
             first = self._given
             self._given = self._given + len(piece)
             if self._given == self._until:
@@ -177,7 +175,7 @@ class WebFile(io.RawIOBase):
     def open(self) -> Version:
         """Ask, if that was not done; the file's version."""
         if self._response is None and self.version is None:
-            self.patience.keep_trying(self._where, self._ask, self._while_waiting)
+            self.retry.call(self._where, self._ask, self._while_waiting)
         assert self.version is not None
         return self.version
 
@@ -200,18 +198,20 @@ class WebFile(io.RawIOBase):
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
             self._end_answer()
-            raise Passing(f"the connection broke ({_reason(error)}) {self._progress()}") from error
+            raise RetryableError(
+                f"the connection broke ({_reason(error)}) {self._progress()}"
+            ) from error
         if not piece:
             self._end_answer()
             if self._until is not None:
-                raise Passing(f"the connection ended {self._progress()}")
+                raise RetryableError(f"the connection ended {self._progress()}")
             self.stop = self.at  # nobody knows better
         return piece
 
     def _ask(self) -> None:
         came = self.at - self._mark_at
         elapsed_s = self._waited_s - self._mark_s
-        if elapsed_s > self.patience.limit_s:
+        if elapsed_s > self.retry.limit_s:
             if came < SLOWEST_BYTES_PER_S * elapsed_s:
                 raise ShardError(
                     f"{self._where}: only {came} bytes came in {elapsed_s:.0f} s; check the"
@@ -230,7 +230,7 @@ class WebFile(io.RawIOBase):
         self._attempt_s = self._waited_s
 
     def _understand(self, response: Any, wanted: str) -> None:
-        """Take an answer. Raises Passing or what will not pass."""
+        """Take an answer. Raises RetryableError or what will not pass."""
         self._is_whole = response.status == 200
         told = re.fullmatch(
             r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", response.headers.get("Content-Range", "")
@@ -240,12 +240,14 @@ class WebFile(io.RawIOBase):
         if response.status == 206 and told and told[1] and (size >= 0 or not self.parts_only):
             first, last = int(told[1]), int(told[2])
             if first != self.at or last < first or (self.stop is not None and last >= self.stop):
-                raise Passing(f"it gives bytes {first} to {last} where {wanted} was asked for")
+                raise RetryableError(
+                    f"it gives bytes {first} to {last} where {wanted} was asked for"
+                )
             self._given = first
             self._until = last + 1
         elif response.status == 416:
             if self.at < size:
-                raise Passing(
+                raise RetryableError(
                     f"it says that the file ends before byte {self.at}, and that it has {size}"
                 )
         elif self._is_whole:
@@ -262,7 +264,7 @@ class WebFile(io.RawIOBase):
         if self._is_whole and self.parts_only and size != 0:
             whole = "the server does not give parts of files (it ignores Range)"
             if self.version is not None:
-                raise Passing(whole)
+                raise RetryableError(whole)
             raise ShardError(
                 f"{self._where}: {whole}, which reading at random needs; copy the shards to a disk,"
                 " or stream them with data.reader: webdataset, which is not exact"
@@ -272,7 +274,7 @@ class WebFile(io.RawIOBase):
         )
         if self.version not in (None, now):
             was_replaced = replaced(self.version, now)
-            raise Passing(str(was_replaced.strerror), final=was_replaced)
+            raise RetryableError(str(was_replaced.strerror), final=was_replaced)
         self.version = now
         if self.stop is None and size >= 0:
             self.stop = size
@@ -286,8 +288,8 @@ class WebFile(io.RawIOBase):
         that is just being renewed."""
         said = f"the server answers {response.status} {response.reason}"
         retry_after_s = _retry_after_s(response)
-        if response.status in PASSING:
-            return Passing(said, retry_after_s)
+        if response.status in RETRYABLE_STATUS:
+            return RetryableError(said, retry_after_s)
         final: Exception
         if response.status in (404, 410):
             final = FileNotFoundError(errno.ENOENT, "no such file on the server")
@@ -295,7 +297,7 @@ class WebFile(io.RawIOBase):
             hint = login_hint(self.url) if response.status in (401, 403) else "correct the address"
             final = Refused(f"{self._where}: {said}; {hint}")
             final.status = response.status
-        return final if self.version is None else Passing(said, retry_after_s, final)
+        return final if self.version is None else RetryableError(said, retry_after_s, final)
 
     def _end_answer(self) -> None:
         # not read to its end: the connection is of no use
@@ -313,9 +315,9 @@ class WebFile(io.RawIOBase):
 class WebFolder:
     """The files directly at `<url>/`. Any number of threads; pickled as its URL."""
 
-    def __init__(self, url: str, patience: Patience | None = None):
+    def __init__(self, url: str, retry: RetryPolicy | None = None):
         self.url = url.rstrip("/")
-        self.patience = patience or Patience()
+        self.retry = retry or RetryPolicy()
 
     def __str__(self) -> str:
         return shown(self.url)
@@ -330,12 +332,7 @@ class WebFolder:
         """Size and tag, by asking for the first byte: servers that know no ranges are found out at
         once. Raises FileNotFoundError."""
         with WebFile(
-            self.url,
-            name,
-            self.patience,
-            stop=1,
-            parts_only=parts_only,
-            while_waiting=while_waiting,
+            self.url, name, self.retry, stop=1, parts_only=parts_only, while_waiting=while_waiting
         ) as file:
             if parts_only:
                 file.read1()  # and the connection can be used again
@@ -345,7 +342,7 @@ class WebFolder:
         """Bytes [start, stop). Raises OSError if the file is gone or of another version,
         ShardError."""
         with WebFile(
-            self.url, name, self.patience, start=start, stop=stop, version=version, parts_only=True
+            self.url, name, self.retry, start=start, stop=stop, version=version, parts_only=True
         ) as file:
             return b"".join(iter(file.read1, b""))
 
@@ -431,7 +428,9 @@ def _unreached(url: str, error: Exception, was_there: bool) -> Exception:
         )
         final = ShardError(f"{shown(url)}: {told}")
         num_refusals = NUM_CLOSED
-    return Passing(f"cannot be reached ({_reason(error)})", final=final, num_refusals=num_refusals)
+    return RetryableError(
+        f"cannot be reached ({_reason(error)})", final=final, num_refusals=num_refusals
+    )
 
 
 def _proxy(url: str) -> str | None:

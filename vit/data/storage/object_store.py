@@ -2,7 +2,7 @@
 Free of torch.
 
 The data's story: each call asks fsspec for its client, which it keeps for the process, and is
-repeated by `vit.data.storage.patience` while errors may pass; what a user can set right is told
+repeated by `vit.data.storage.retry` while errors may pass; what a user can set right is told
 with the place, the reason and the remedy. Files come and go whole; a range of bytes comes with the
 version it was of.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from vit.data.storage.http import ATTEMPT_S, Refused, Version, replaced
-from vit.data.storage.patience import Passing, Patience, moved
+from vit.data.storage.retry import RetryableError, RetryPolicy, note_progress
 from vit.system.files import temporary_file
 from vit.system.urls import did_you_mean, shown
 
@@ -50,16 +50,16 @@ KINDS = {"s3": S3, "s3a": S3, "gs": GS, "gcs": GS}
 LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
-class Store:
+class ObjectStore:
     """The files directly at `<url>/`. Any number of threads; pickled as its URL.
 
     All methods raise Refused for what a user can set right, ShardError when patience is at an end,
     FileNotFoundError, and OSError about this machine's disk.
     """
 
-    def __init__(self, url: str, patience: Patience | None = None):
+    def __init__(self, url: str, retry: RetryPolicy | None = None):
         self.url = url if url.endswith("://") else url.rstrip("/")
-        self.patience = patience or Patience()
+        self.retry = retry or RetryPolicy()
         self.kind = KINDS.get(url.partition("://")[0])
 
     def __str__(self) -> str:
@@ -96,8 +96,8 @@ class Store:
                     piece_bytes = max(piece_bytes // 4, SMALLEST_PIECE)
                     raise
                 if not piece:
-                    raise Passing(f"nothing came after {at - start} of {stop - start} bytes")
-                moved()
+                    raise RetryableError(f"nothing came after {at - start} of {stop - start} bytes")
+                note_progress()
                 pieces.append(piece)
                 at += len(piece)
             now = _version_now(fs, path, name)
@@ -132,7 +132,7 @@ class Store:
                 str(path), f"{folder}/{path.name}", **(self.kind.transfer if self.kind else {})
             )
             if (arrived := _version_now(fs, folder, path.name).size) != size:
-                raise Passing(f"{arrived} of {size} bytes arrived")
+                raise RetryableError(f"{arrived} of {size} bytes arrived")
 
         self._ask(path.name, put)
 
@@ -146,7 +146,7 @@ class Store:
                     f"{folder}/{name}", file.name, **(self.kind.transfer if self.kind else {})
                 )
                 if (arrived := os.path.getsize(file.name)) != size:
-                    raise Passing(f"{arrived} of {size} bytes arrived")
+                    raise RetryableError(f"{arrived} of {size} bytes arrived")
                 os.replace(file.name, path)
 
         self._ask(name, get)
@@ -176,7 +176,7 @@ class Store:
             try:
                 fs, path = fsspec.core.url_to_fs(self.url)
                 return action(fs, path.rstrip("/"))
-            except Passing:
+            except RetryableError:
                 raise
             except Exception as error:  # every store's client has classes of its own
                 if isinstance(error, OSError) and error.errno in LOCAL_ERRORS:
@@ -195,12 +195,12 @@ class Store:
                 if fs is not None and (final is not None or not fs.async_impl):
                     # the next attempt gets one with new credentials, and a new connection
                     fs.clear_instance_cache()
-                raise Passing(
+                raise RetryableError(
                     _words(error) if _is_stale(error) else f"cannot be reached ({_words(error)})",
                     final=final,
                 ) from error
 
-        return self.patience.keep_trying(where, attempt, while_waiting)
+        return self.retry.call(where, attempt, while_waiting)
 
     def _refusal(self, error: Exception, where: str) -> Refused | None:
         """What to tell about an error that waiting does not mend, None for one that may pass."""

@@ -26,8 +26,8 @@ from vit.data.storage.block_cache import (
     write_whole,
 )
 from vit.data.storage.http import NUM_CONNECTIONS, Refused, Version, WebFolder, on_the_web
-from vit.data.storage.object_store import Store
-from vit.data.storage.patience import Patience
+from vit.data.storage.object_store import ObjectStore
+from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError, parse_json, temporary_file
 from vit.system.urls import bare
 
@@ -47,14 +47,14 @@ def local_path(root: str | Path) -> Path | None:
 class RemoteFolder:
     """The files directly at `<url>/`."""
 
-    def __init__(self, url: str, patience: Patience | None = None):
-        self._server = (WebFolder if on_the_web(url) else Store)(url, patience)
+    def __init__(self, url: str, retry: RetryPolicy | None = None):
+        self._server = (WebFolder if on_the_web(url) else ObjectStore)(url, retry)
 
     def __str__(self) -> str:
         return str(self._server)
 
     @property
-    def brief(self) -> str:
+    def digest(self) -> str:
         """For folder names."""
         return hashlib.sha256(bare(self._server.url).encode()).hexdigest()[:16]
 
@@ -80,7 +80,7 @@ class RemoteFolder:
             raise self._not_indexed(f"no {name}") from None
         if version.size == 0:
             raise self._not_indexed(f"an empty {name}")
-        path = cache.folder / self.brief / f"{split}.index.{version.brief()}.npy"
+        path = cache.folder / self.digest / f"{split}.index.{version.digest()}.npy"
         try:
             with ExitStack() as stack:
                 try:
@@ -136,7 +136,7 @@ class RemoteFolder:
 
     def stat(self, name: str, while_waiting: Callable[[], None] | None = None) -> Version:
         """The version of a file. Raises FileNotFoundError, ShardError. while_waiting: see
-        `Patience.keep_trying`."""
+        `RetryPolicy.call`."""
         return self._server.stat(name, while_waiting)
 
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:

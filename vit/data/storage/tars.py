@@ -33,12 +33,12 @@ from numpy.typing import NDArray
 from vit.data import stages
 from vit.data.order import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
 from vit.data.shards.index_file import has_checksums, open_index
-from vit.data.shards.tar import TAR_BLOCK, crc32c, size_said_by
+from vit.data.shards.tar import TAR_BLOCK, crc32c, member_size
 from vit.data.stages import Stage
 from vit.data.storage.block_cache import BlockCache, Fetched, waits_for_lock
 from vit.data.storage.http import Version
-from vit.data.storage.patience import Passing, Patience
 from vit.data.storage.remote import RemoteFolder
+from vit.data.storage.retry import RetryableError, RetryPolicy
 from vit.system.files import ShardError
 
 BLOCK_BYTES = 8 << 20
@@ -56,7 +56,7 @@ BEAT_S = 1.0
 """While a block is awaited, how often it is looked whether the store was asked again."""
 NUM_OPENING = 16
 """Files opened at once."""
-PASSING_ERRORS = {
+RETRYABLE_ERRNOS = {
     *(
         errno.EIO,
         errno.ESTALE,
@@ -97,15 +97,15 @@ class LocalTars:
     read_ahead_batches = 0
     """A part's own images are enough: the disk has them while the first is decoded."""
 
-    def __init__(self, root: Path, filenames: list[str], patience: Patience | None = None):
+    def __init__(self, root: Path, filenames: list[str], retry: RetryPolicy | None = None):
         self.root = root
         self.filenames = filenames
-        self.patience = patience or Patience()
+        self.retry = retry or RetryPolicy()
         self._fds = dict[int, int]()
         weakref.finalize(self, _close, self._fds)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LocalTars, (self.root, self.filenames, self.patience)
+        return LocalTars, (self.root, self.filenames, self.retry)
 
     def where(self, shard: int) -> str:
         """The shard's path."""
@@ -135,7 +135,7 @@ class LocalTars:
 
     def pread(self, sample: int, shard: int, size: int, offset: int) -> bytes:
         """`size` bytes at `offset` of a shard, fewer at its end. `sample`, to which they belong, is
-        for `RemoteTars`.
+        for `CachedTars`.
 
         Raises OSError; ShardError if what may pass did not.
         """
@@ -148,10 +148,10 @@ class LocalTars:
             try:
                 return os.pread(fd, size, offset)
             except OSError as error:
-                if error.errno not in PASSING_ERRORS:
+                if error.errno not in RETRYABLE_ERRNOS:
                     raise
         attempt = partial(self._open_and_read, shard, size, offset)
-        return self.patience.keep_trying(self.where(shard), attempt, stages.current.beat)
+        return self.retry.call(self.where(shard), attempt, stages.current.beat)
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
         """Have the next `pread` of these bytes ask the disk, or the server of a network file
@@ -179,9 +179,9 @@ class LocalTars:
                 os.close(fd)
                 raise
         except OSError as error:
-            if error.errno not in PASSING_ERRORS:
+            if error.errno not in RETRYABLE_ERRNOS:
                 raise
-            raise Passing(f"reading failed: {error.strerror}") from error
+            raise RetryableError(f"reading failed: {error.strerror}") from error
         self._keep(shard, fd)
         return data
 
@@ -208,14 +208,14 @@ class MountedFolder:
     """A folder on a file system of other machines, of which blocks are kept here as those of a URL
     are."""
 
-    def __init__(self, root: Path, filenames: list[str], patience: Patience | None = None):
-        self._tars = LocalTars(root.absolute(), filenames, patience)
+    def __init__(self, root: Path, filenames: list[str], retry: RetryPolicy | None = None):
+        self._tars = LocalTars(root.absolute(), filenames, retry)
 
     def __str__(self) -> str:
         return str(self._tars.root)
 
     @property
-    def brief(self) -> str:
+    def digest(self) -> str:
         """For folder names."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
@@ -234,7 +234,7 @@ def _counted(data: bytes) -> bytes:
     return data
 
 
-class Block(NamedTuple):
+class CacheBlock(NamedTuple):
     """Samples [first, last) of one shard, and the bytes [start, stop) that hold them."""
 
     name: str
@@ -250,12 +250,12 @@ class Block(NamedTuple):
         return self.stop - self.start
 
 
-def threads_of_each(num_processes: int) -> int:
+def fetch_threads_per_process(num_processes: int) -> int:
     """That fetch blocks, in each of so many processes of a host."""
     return max(min(NUM_THREADS, NUM_THREADS_OF_HOST // max(num_processes, 1)), 1)
 
 
-_OF_A_PROCESS = (
+_PER_PROCESS_STATE = (
     "_lock",
     "_pid",
     "_num_threads",
@@ -266,7 +266,7 @@ _OF_A_PROCESS = (
 )
 
 
-class RemoteTars:
+class CachedTars:
     """The shards of a split at a URL or in a mounted folder, through a cache. Threads, forks and
     pickles as `vit.data.shards.split.Split` says.
 
@@ -299,14 +299,14 @@ class RemoteTars:
         self.block_samples = min(1 << (fitting.bit_length() - 1), most)
         names = zip(filenames, versions, strict=True)
         self._names = [
-            f"{folder.brief}/{name.removesuffix('.tar').replace('/', '%')}.{version.brief()}"
+            f"{folder.digest}/{name.removesuffix('.tar').replace('/', '%')}.{version.digest()}"
             for name, version in names
         ]
         self.most_threads = NUM_THREADS
         self._start_over()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {key: value for key, value in self.__dict__.items() if key not in _OF_A_PROCESS}
+        kept = {key: value for key, value in self.__dict__.items() if key not in _PER_PROCESS_STATE}
         return {
             **kept,
             "index": (
@@ -357,7 +357,7 @@ class RemoteTars:
     def prepare(self, num_processes: int) -> None:
         """Of so many processes on this host each fetches by itself: together by few enough threads,
         each of which holds a block."""
-        self.most_threads = threads_of_each(num_processes)
+        self.most_threads = fetch_threads_per_process(num_processes)
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
         """Have the blocks of these samples fetched in the background, if they can be kept. What
@@ -389,7 +389,7 @@ class RemoteTars:
     def close(self) -> None:
         """Nothing stays open between reads."""
 
-    def _await(self, block: Block) -> bytes | None:
+    def _await(self, block: CacheBlock) -> bytes | None:
         """What `_request` will have given; meanwhile the row says what is waited for."""
         path = self.cache.folder / block.name
         asked = self._request(block, is_urgent=True)
@@ -412,11 +412,11 @@ class RemoteTars:
         row = self.index[sample]
         return int(row["offset"]) + int(row["size"])
 
-    def _block(self, sample: int, shard: int) -> Block:
+    def _block(self, sample: int, shard: int) -> CacheBlock:
         number = sample // self.block_samples
         first = max(number * self.block_samples, self.firsts[shard])
         last = min((number + 1) * self.block_samples, self.firsts[shard + 1])
-        return Block(
+        return CacheBlock(
             f"{self._names[shard]}.{first}-{last}.block",
             shard,
             first,
@@ -425,14 +425,14 @@ class RemoteTars:
             self._stop(last - 1),
         )
 
-    def _alone(self, sample: int, shard: int) -> Block:
+    def _alone(self, sample: int, shard: int) -> CacheBlock:
         """A block of one sample, for a cache in which whole ones find no room."""
         name = f"{self._names[shard]}.{sample}-{sample + 1}.block"
-        return Block(
+        return CacheBlock(
             name, shard, sample, sample + 1, self._start(sample, shard), self._stop(sample)
         )
 
-    def blocks(self, shards: Iterable[int]) -> list[Block]:
+    def blocks(self, shards: Iterable[int]) -> list[CacheBlock]:
         """All blocks of these shards, in order."""
         found = []
         for shard in shards:
@@ -454,7 +454,7 @@ class RemoteTars:
             b.num_bytes for b in found if not self.cache.holds(b.name)
         )
 
-    def get(self, block: Block) -> Fetched:
+    def get(self, block: CacheBlock) -> Fetched:
         """Fetch a block; one whose tar headers do not say the index's sizes, or whose images have
         other checksums, is not to be kept."""
         data = self.folder.read(
@@ -466,7 +466,7 @@ class RemoteTars:
         offsets = (rows["offset"].astype(np.int64) - block.start).tolist()
         sizes = rows["size"].tolist()
         sound = all(
-            size_said_by(data[at - TAR_BLOCK : at]) == size
+            member_size(data[at - TAR_BLOCK : at]) == size
             for at, size in zip(offsets, sizes, strict=True)
         )
         if has_checksums(rows):
@@ -488,10 +488,10 @@ class RemoteTars:
         self._num_threads = 0
         self._asked_at_s: dict[int, float] = {}
         self._under_way: dict[str, Future[bytes | None]] = {}
-        self._waiting: OrderedDict[str, tuple[Future[bytes | None], Block]] = OrderedDict()
+        self._waiting: OrderedDict[str, tuple[Future[bytes | None], CacheBlock]] = OrderedDict()
         self._num_waiting = threading.Semaphore(0)
 
-    def _request(self, block: Block, is_urgent: bool = False) -> Future[bytes | None]:
+    def _request(self, block: CacheBlock, is_urgent: bool = False) -> Future[bytes | None]:
         """The block's bytes when it will have been fetched, None where another process was first.
         First asked, first served; before them who `is_urgent`, as a sample of it is read now."""
         if self._pid != os.getpid():

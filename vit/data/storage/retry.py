@@ -1,7 +1,7 @@
 """How long to go on when files cannot be had for a while: one rule for servers, object stores and
 mounted folders. Free of torch.
 
-The data's story: who reads gives an attempt that raises `Passing` for what a later attempt may not
+The data's story: who reads gives an attempt that raises `RetryableError` for what a later attempt may not
 meet (a lost connection, "slow down", a stale handle). It is made again after growing pauses, for as
 long as the limit says; what looks final, though it may pass, a few times only. A process tells once
 that a server is away, and once that it is back, however many threads wait for it.
@@ -33,7 +33,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Passing(Exception):
+class RetryableError(Exception):
     """What a later attempt may not meet; the text is the reason."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Passing(Exception):
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """Repeats attempts; picklable, and without state of its own."""
 
     limit_s: float = 480.0
@@ -63,10 +63,10 @@ class Patience:
     together does not come back together."""
     longest_pause_s: float = 20.0
 
-    def keep_trying(
+    def call(
         self, where: str, attempt: Callable[[], T], while_waiting: Callable[[], None] | None = None
     ) -> T:
-        """What `attempt` returns, repeated while it raises `Passing`.
+        """What `attempt` returns, repeated while it raises `RetryableError`.
 
         where: URL or path, for people, without secrets. while_waiting: called a few times a second
         in pauses; may raise to stop. Raises ShardError that says how often and how long it was
@@ -81,7 +81,7 @@ class Patience:
             number += 1
             try:
                 result = attempt()
-            except Passing as error:
+            except RetryableError as error:
                 now_s = time.monotonic()
                 failed_s = failed_s or now_s
                 place = _place(where)
@@ -180,13 +180,13 @@ def num_retries() -> int:
     return _retries
 
 
-def num_moves() -> int:
+def num_progress() -> int:
     """Goes on for as long as bytes come to any of this process's threads, or one pauses between
     attempts: none of them hangs."""
     return _moves
 
 
-def moved() -> None:
+def note_progress() -> None:
     """Some bytes have come."""
     global _moves
     _moves += 1  # threads may lose one of each other's: another number is enough
@@ -219,4 +219,4 @@ def _wait(pause_s: float, while_waiting: Callable[[], None] | None) -> None:
         if while_waiting is not None:
             while_waiting()
         time.sleep(min(left_s, 0.2))
-        moved()
+        note_progress()

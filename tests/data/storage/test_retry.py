@@ -10,18 +10,24 @@ import time
 
 import pytest
 
-from vit.data.storage import patience
-from vit.data.storage.patience import NUM_REFUSALS, TELL_AFTER_S, Passing, Patience, num_retries
+from vit.data.storage import retry
+from vit.data.storage.retry import (
+    NUM_REFUSALS,
+    TELL_AFTER_S,
+    RetryableError,
+    RetryPolicy,
+    num_retries,
+)
 from vit.system.files import ShardError
 
-QUICK = Patience(limit_s=0.3, first_pause_s=0.01, longest_pause_s=0.05)
+QUICK = RetryPolicy(limit_s=0.3, first_pause_s=0.01, longest_pause_s=0.05)
 URL = "http://host.example/set/a.tar"
 
 
 @pytest.fixture(autouse=True)
 def no_outage():
     """All of these tests ask one server."""
-    patience._start_over()
+    retry._start_over()
 
 
 def failing(times: int, **told):
@@ -31,7 +37,7 @@ def failing(times: int, **told):
     def attempt() -> int:
         made.append(time.monotonic())
         if len(made) <= times:
-            raise Passing("the server answers 503", **told)
+            raise RetryableError("the server answers 503", **told)
         return len(made)
 
     attempt.made = made
@@ -40,7 +46,7 @@ def failing(times: int, **told):
 
 def test_what_passes_is_tried_again():
     before = num_retries()
-    assert QUICK.keep_trying(URL, failing(3)) == 4
+    assert QUICK.call(URL, failing(3)) == 4
     assert num_retries() - before == 3
 
 
@@ -52,7 +58,7 @@ def test_what_does_not_pass_is_raised_at_once():
         raise FileNotFoundError
 
     with pytest.raises(FileNotFoundError):
-        QUICK.keep_trying(URL, attempt)
+        QUICK.call(URL, attempt)
     assert made == [1]
 
 
@@ -65,7 +71,7 @@ def test_at_the_limit_everything_is_told():
             r" network"
         ),
     ) as error:
-        QUICK.keep_trying(URL, attempt)
+        QUICK.call(URL, attempt)
     assert f" {len(attempt.made)} times" in str(error.value)
     assert 5 < len(attempt.made) < 40
     assert 0.3 <= attempt.made[-1] - attempt.made[0] < 2, "the last attempt is made at the limit"
@@ -74,41 +80,40 @@ def test_at_the_limit_everything_is_told():
 def test_a_limit_of_0_is_one_attempt():
     attempt = failing(1)
     with pytest.raises(ShardError, match=rf"^{URL}: the server answers 503; check"):
-        Patience(limit_s=0).keep_trying(URL, attempt)
+        RetryPolicy(limit_s=0).call(URL, attempt)
     assert len(attempt.made) == 1
 
 
 def test_what_is_probably_final_is_tried_a_few_times_only():
     gone = FileNotFoundError("gone")
     assert (
-        Patience(60, 0.01, 0.05).keep_trying(URL, failing(NUM_REFUSALS - 1, final=gone))
-        == NUM_REFUSALS
+        RetryPolicy(60, 0.01, 0.05).call(URL, failing(NUM_REFUSALS - 1, final=gone)) == NUM_REFUSALS
     )
     attempt = failing(NUM_REFUSALS, final=gone)
     with pytest.raises(FileNotFoundError, match="gone"):
-        Patience(60, 0.01, 0.05).keep_trying(URL, attempt)
+        RetryPolicy(60, 0.01, 0.05).call(URL, attempt)
     assert len(attempt.made) == NUM_REFUSALS
 
 
 def test_the_server_says_when_to_come_back():
     attempt = failing(1, retry_after_s=0.2)
-    QUICK.keep_trying(URL, attempt)
+    QUICK.call(URL, attempt)
     assert attempt.made[1] - attempt.made[0] >= 0.2
 
 
 def test_a_later_moment_than_the_limit_is_not_waited_for():
     attempt = failing(1000, retry_after_s=3600)
     with pytest.raises(ShardError, match="2 times in 0 s"):
-        QUICK.keep_trying(URL, attempt)
+        QUICK.call(URL, attempt)
     assert len(attempt.made) == 2
 
 
 def test_many_threads_that_wait_for_one_server_tell_it_once(caplog):
     with caplog.at_level(logging.WARNING):
-        several = Patience(limit_s=30, first_pause_s=0.01)
+        several = RetryPolicy(limit_s=30, first_pause_s=0.01)
         waits = [failing(1, retry_after_s=TELL_AFTER_S) for _ in range(8)]
         threads = [
-            threading.Thread(target=several.keep_trying, args=(f"{URL}{n}", wait))
+            threading.Thread(target=several.call, args=(f"{URL}{n}", wait))
             for n, wait in enumerate(waits)
         ]
         for thread in threads:
@@ -122,10 +127,10 @@ def test_many_threads_that_wait_for_one_server_tell_it_once(caplog):
 
 
 def test_what_goes_on_is_told_again(caplog, monkeypatch):
-    monkeypatch.setattr(patience, "TELL_AFTER_S", 0.05)
-    monkeypatch.setattr(patience, "TELL_AGAIN_S", 0.1)
+    monkeypatch.setattr(retry, "TELL_AFTER_S", 0.05)
+    monkeypatch.setattr(retry, "TELL_AGAIN_S", 0.1)
     with caplog.at_level(logging.WARNING), pytest.raises(ShardError):
-        Patience(0.5, 0.01, 0.02).keep_trying(URL, failing(1000))
+        RetryPolicy(0.5, 0.01, 0.02).call(URL, failing(1000))
     assert 3 <= len(caplog.messages) <= 6
     assert len({line.split("; trying")[0] for line in caplog.messages}) == 1, "since when, and why"
 
@@ -136,27 +141,27 @@ def test_who_comes_later_has_no_patience_of_his_own(caplog):
     for number in range(9):
         attempt = failing(1000)
         with pytest.raises(ShardError, match=r"the server answers 503, .*; check the address"):
-            Patience(1.0, 0.01, 0.05).keep_trying(f"{URL}{number}", attempt)
+            RetryPolicy(1.0, 0.01, 0.05).call(f"{URL}{number}", attempt)
     assert time.monotonic() - began_s < 2
     assert len(attempt.made) == 1
-    assert QUICK.keep_trying("http://other.example/a.tar", failing(2)) == 3, (
+    assert QUICK.call("http://other.example/a.tar", failing(2)) == 3, (
         "another server is another matter"
     )
-    assert Patience(1.0).keep_trying(URL, failing(0)) == 1
-    assert Patience(1.0, 0.01).keep_trying(URL, failing(2)) == 3, "it had answered"
+    assert RetryPolicy(1.0).call(URL, failing(0)) == 1
+    assert RetryPolicy(1.0, 0.01).call(URL, failing(2)) == 3, "it had answered"
 
 
 def test_an_outage_that_nobody_asked_about_for_long_is_over(monkeypatch):
     with pytest.raises(ShardError):
-        QUICK.keep_trying(URL, failing(1000))
-    monkeypatch.setattr(patience, "FORGOTTEN_AFTER_S", 0.0)
+        QUICK.call(URL, failing(1000))
+    monkeypatch.setattr(retry, "FORGOTTEN_AFTER_S", 0.0)
     time.sleep(0.01)
-    assert QUICK.keep_trying(URL, failing(2)) == 3
+    assert QUICK.call(URL, failing(2)) == 3
 
 
 def test_what_a_process_was_suspended_for_is_not_counted():
     naps = [0.6]
-    assert QUICK.keep_trying(URL, failing(3), lambda: time.sleep(naps.pop() if naps else 0)) == 4
+    assert QUICK.call(URL, failing(3), lambda: time.sleep(naps.pop() if naps else 0)) == 4
 
 
 def test_a_command_can_be_stopped_in_a_pause():
@@ -164,11 +169,11 @@ def test_a_command_can_be_stopped_in_a_pause():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Patience(first_pause_s=60).keep_trying(URL, failing(1), stop)
+        RetryPolicy(first_pause_s=60).call(URL, failing(1), stop)
 
 
 def test_a_forked_process_counts_its_own():
-    QUICK.keep_trying(URL, failing(1))
+    QUICK.call(URL, failing(1))
     assert num_retries() > 0
     pid = os.fork()
     if pid == 0:
