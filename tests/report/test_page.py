@@ -25,7 +25,7 @@ from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.metrics import interval95
-from vit.report import page, plots
+from vit.report import facts, plots
 from vit.report.page import make_report, write_page
 from vit.report.pictures import PAINTERS, Pictures, draw_pictures, pick_images
 from vit.run.record import is_in_use
@@ -610,4 +610,4 @@ def test_of_equal_accuracies_the_smaller_loss_is_the_best():
         row | {"step": step, "top1": top1, "loss": loss}
         for step, top1, loss in ((4, 100.0, 1.35), (8, 100.0, 0.43), (12, 95.0, 0.1))
     ]
-    assert page._headline(rows)["best"]["step"] == 8
+    assert facts._headline(rows)["best"]["step"] == 8

@@ -24,6 +24,9 @@ from torch import nn
 
 from vit.model import VisionTransformer
 from vit.report import plots
+from vit.report.attention import attention_maps, attention_rollout
+from vit.report.confusion import confusion_matrix, most_confused, plot_confusion, plot_most_confused
+from vit.report.figures import BLUE, ORANGE, share_lines, shorten
 
 SMALL = {"patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
 NAMES = [f"the class of number {i}, which has a long name" for i in range(1000)]
@@ -54,7 +57,7 @@ def test_attention_of_our_model_is_that_of_timm_with_its_softmax_spelled_out(fie
     for block in theirs.blocks:
         block.attn.fused_attn = False
     expected = AttentionExtract(theirs, names=["blocks.*.attn.attn_drop"], method="hook")(images())
-    found = plots.attention_maps(ours, images())
+    found = attention_maps(ours, images())
     assert len(found) == len(expected) == 3
     for one, other in zip(found, expected.values(), strict=True):
         torch.testing.assert_close(one, other)
@@ -67,7 +70,7 @@ def test_attention_of_our_model_is_that_of_timm_with_its_softmax_spelled_out(fie
 )
 def test_attention_of_guests(fields):
     theirs = randomised(TimmVisionTransformer((32, 24), **SMALL, **fields)).eval()
-    found = plots.attention_maps(theirs, images())
+    found = attention_maps(theirs, images())
     for block in theirs.blocks:
         block.attn.fused_attn = False
     expected = AttentionExtract(theirs, names=["blocks.*.attn.attn_drop"], method="hook")(images())
@@ -85,7 +88,7 @@ def test_attention_applied_to_the_values_is_what_the_module_gives():
             lambda module, inputs, output: seen.append((module, inputs[0], output))
         )
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        maps = plots.attention_maps(model, images())
+        maps = attention_maps(model, images())
     assert all(map.dtype == torch.float32 and map.shape == (2, 4, 13, 13) for map in maps)
     assert all(module.training for module in model.modules()), "the model is given back as it came"
     assert not any(block.attn._forward_pre_hooks for block in model.blocks)
@@ -118,7 +121,7 @@ def test_attention_applied_to_the_values_is_what_the_module_gives():
 def test_models_whose_attention_is_something_else_are_refused(make):
     model = make()
     with pytest.raises(ValueError, match="no attention maps of it"):
-        plots.attention_maps(model, images())
+        attention_maps(model, images())
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
@@ -138,7 +141,7 @@ def test_rollout_is_a_sum_over_all_paths(num_prefix_tokens, global_pool):
     token."""
     tokens = num_prefix_tokens + 3
     maps = random_maps(3, 2, 2, num_prefix_tokens + 3)
-    found = plots.attention_rollout(maps, num_prefix_tokens, global_pool)
+    found = attention_rollout(maps, num_prefix_tokens, global_pool)
     for image in range(2):
         first, second, third = (
             0.5 * map[image].double().numpy().mean(0) + 0.5 * np.eye(tokens) for map in maps
@@ -157,7 +160,7 @@ def one_hot_rows(*targets: int) -> torch.Tensor:
 
 def test_rollout_of_handmade_attention():
     identity = one_hot_rows(0, 1, 2, 3)
-    rollout = plots.attention_rollout
+    rollout = attention_rollout
     assert rollout([identity] * 3, 0, "avg").tolist() == [[1, 1, 1, 1]], (
         "everybody looks at himself: all count the same"
     )
@@ -176,7 +179,7 @@ def test_rollout_of_handmade_attention():
 @pytest.mark.parametrize(("num_prefix_tokens", "global_pool"), [(0, "token"), (1, "map")])
 def test_rollout_needs_to_know_what_the_head_reads(num_prefix_tokens, global_pool):
     with pytest.raises(ValueError, match="expected 'avg', or 'token' with a class token"):
-        plots.attention_rollout(random_maps(1, 1, 1, 4), num_prefix_tokens, global_pool)
+        attention_rollout(random_maps(1, 1, 1, 4), num_prefix_tokens, global_pool)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -198,10 +201,10 @@ def test_attention_picture(tmp_path, channels):
     middle = violet[:, :700].nonzero()[1].min()
     assert 300 < yellow.nonzero()[1].min() < middle - 100, "in the overlay"
     assert yellow.nonzero()[1].max() < middle, "the left half of the first image counts"
-    assert places(right, plots.BLUE).sum() > 50
-    assert not places(right, plots.ORANGE).any()
+    assert places(right, BLUE).sum() > 50
+    assert not places(right, ORANGE).any()
     for wrong in (draw([3, 8], NAMES), draw([-1, 7], []), draw([3, 999], NAMES[:5])):
-        assert places(wrong, plots.ORANGE).sum() > 50 < places(wrong, plots.BLUE).sum()
+        assert places(wrong, ORANGE).sum() > 50 < places(wrong, BLUE).sum()
 
 
 @pytest.mark.parametrize(
@@ -242,7 +245,7 @@ def test_confusion_against_scikit_learn(num_classes, data):
         )
         for name, low in (("labels", 0), ("predictions", -1))
     )
-    matrix = plots.confusion_matrix(labels, predictions, num_classes)
+    matrix = confusion_matrix(labels, predictions, num_classes)
     seen = predictions >= 0
     assert matrix.dtype == np.int64
     assert matrix.sum() == seen.sum(), "what has no prediction is in no cell"
@@ -259,7 +262,7 @@ def test_confusion_against_scikit_learn(num_classes, data):
 )
 def test_confusion_refuses_what_belongs_to_other_classes(labels, predictions):
     with pytest.raises(ValueError, match="expected the labels and predictions of one evaluation"):
-        plots.confusion_matrix(np.array(labels), np.array(predictions), 3)
+        confusion_matrix(np.array(labels), np.array(predictions), 3)
 
 
 @given(
@@ -268,7 +271,7 @@ def test_confusion_refuses_what_belongs_to_other_classes(labels, predictions):
 )
 @settings(max_examples=100, deadline=None)
 def test_most_confused_against_brute_force(matrix, num):
-    found = plots.most_confused(matrix, num)
+    found = most_confused(matrix, num)
     left = {}
     for true in range(len(matrix)):
         for predicted in range(len(matrix)):
@@ -297,7 +300,7 @@ def test_confusion_pictures_show_where_the_mistakes_are(tmp_path, num_classes):
     def draw(predicted: int) -> np.ndarray:
         matrix = 50 * np.eye(num_classes, dtype=np.int64)
         matrix[true, predicted] = 3
-        return pixels(plots.plot_confusion(matrix, NAMES[:num_classes], tmp_path / "c.png"))
+        return pixels(plot_confusion(matrix, NAMES[:num_classes], tmp_path / "c.png"))
 
     rows = (draw(far) != draw(near)).any(2)[:, :450].nonzero()[0]
     assert len(rows) > 4, "more than a speck"
@@ -308,8 +311,7 @@ def test_confusion_pictures_show_where_the_mistakes_are(tmp_path, num_classes):
 def test_confusion_pictures_of_perfect_and_of_no_results(tmp_path, num_classes):
     perfect = 5 * np.eye(num_classes, dtype=np.int64)
     shown = [
-        pixels(plots.plot_confusion(matrix, [], tmp_path / "c.png"))
-        for matrix in (perfect, 0 * perfect)
+        pixels(plot_confusion(matrix, [], tmp_path / "c.png")) for matrix in (perfect, 0 * perfect)
     ]
     assert (shown[0] != shown[1]).any()
 
@@ -319,12 +321,10 @@ def test_most_confused_picture(tmp_path):
     grey = np.full((20, 40, 1), 77, np.uint8)
     red[..., 0] = 201
     pairs = [(10, 999, 4, 50), (1, 0, 2, 50)]
-    shown = pixels(plots.plot_most_confused(pairs, [[red] * 9, [grey]], NAMES, tmp_path / "m.png"))
+    shown = pixels(plot_most_confused(pairs, [[red] * 9, [grey]], NAMES, tmp_path / "m.png"))
     assert ndimage.label(places(shown, (201, 0, 0)))[1] == 6, "six examples at most"
     assert ndimage.label(places(shown, (77, 77, 77), 0))[1] >= 1
-    bars, num_bars = ndimage.label(
-        ndimage.binary_opening(places(shown, plots.ORANGE), np.ones((9, 9)))
-    )
+    bars, num_bars = ndimage.label(ndimage.binary_opening(places(shown, ORANGE), np.ones((9, 9))))
     widths = [place[1].stop - place[1].start for place in ndimage.find_objects(bars)]
     assert num_bars == 2
     assert widths[0] == pytest.approx(2 * widths[1], abs=3)
@@ -366,10 +366,7 @@ def test_augmented_inputs_are_shown_in_their_own_colors(tmp_path, channels):
     ],
 )
 def test_shares(target, expected):
-    assert (
-        plots.share_lines(torch.tensor(target, dtype=torch.float32), ["cat", "dog"], 2.0)
-        == expected
-    )
+    assert share_lines(torch.tensor(target, dtype=torch.float32), ["cat", "dog"], 2.0) == expected
 
 
 @given(
@@ -386,7 +383,7 @@ def test_names_fit_their_room(text, width_in):
             / 72
         )
 
-    shown = plots.shorten(text, width_in)
+    shown = shorten(text, width_in)
     assert width(shown) <= width_in
     if width(text) <= width_in:
         assert shown == text

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.report.plots import BLUE, GREEN, GREY, ORANGE, drawing, style
+from vit.report.figures import BLUE, GREEN, GREY, ORANGE, drawing, style
 from vit.run.record import read_metrics
 
 if TYPE_CHECKING:

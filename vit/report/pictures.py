@@ -10,40 +10,31 @@ by itself: one that cannot be drawn leaves its reason in a sentence and the othe
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
-from torch import Tensor, nn
 
-from vit import config_io
-from vit.config import Config
 from vit.data.augment.apply import create_augment
 from vit.data.augment.draw import mixes
 from vit.data.batches import ImageFormat, TrainBatches
-from vit.data.decode.views import decode_center
 from vit.data.loader import Loader
 from vit.data.order import divisors
-from vit.data.shards.split import Split
-from vit.data.sources import TrainSet
-from vit.evaluate import PREDICTIONS_FILE
 from vit.metrics import predicted_classes
-from vit.model import create_model
-from vit.open_data import open_split, open_train_set
 from vit.plan import create_order
 from vit.report import plots
+from vit.report.attention import attention_maps, attention_rollout
+from vit.report.confusion import most_confused, plot_confusion, plot_most_confused
 from vit.report.curves import plot_curves
+from vit.report.source import ReportSource, sentence
 from vit.run.record import METRICS_FILE
-from vit.weights import LoadedWeights, WeightsError, find_weights, load_weights, read_weights
+from vit.weights import LoadedWeights
 
 REPORT_FOLDER = "report"
 NUM_AUGMENTED = 24
@@ -53,9 +44,6 @@ NUM_CONFUSED_PAIRS = 10
 NUM_EXAMPLES = 6
 """Images in `augmented.png`; in `attention.png`, and how many of those were mistaken; rows and
 columns of `confused.png`."""
-MAX_CONFUSION_CLASSES = 5_000
-"""A matrix of 200 MB. The 21,841 classes of ImageNet-21k would take 3.8 GB, at the end of a run
-that is finished."""
 
 
 class ConfusedPair(NamedTuple):
@@ -120,7 +108,7 @@ def draw_pictures(
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
-    source = RunFolder(run_dir, device)
+    source = ReportSource(run_dir, device)
     drawn = Pictures()
     with torch.random.fork_rng(devices=[]):  # a new model draws weights before it gets the run's
         for number, (name, paint) in enumerate(PAINTERS.items()):
@@ -138,157 +126,12 @@ def draw_pictures(
     return drawn
 
 
-def sentence(error: Exception) -> str:
-    """An error as one sentence: a ValueError of ours is written for people, others name their
-    kind."""
-    lines = str(error).strip().splitlines() or [""]
-    text = lines[0] + (f" (and {len(lines) - 1} more of the kind)" if len(lines) > 1 else "")
-    text = (
-        text
-        if isinstance(error, ValueError) and text
-        else f"{type(error).__name__}: {text}".rstrip(": ")
-    )
-    return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-class RunFolder:
-    """What a run folder holds, each part read when a picture asks for it. One that is not there
-    raises ValueError with the reason."""
-
-    def __init__(self, run_dir: Path, device: torch.device):
-        self.run_dir = run_dir
-        self.device = device
-
-    @cached_property
-    def config(self) -> Config:
-        """As the newest attempt resolved it; `config.yaml` is younger than the weights after a
-        resume with a changed setting."""
-        try:
-            return config_io.load_config(self.run_dir / "config.yaml", used_here=False).config
-        except ValueError as error:
-            try:
-                trained = self.trained
-            except ValueError:
-                raise error from None
-            if trained.config is None:
-                raise
-            return config_io.from_dict(trained.config, str(trained.path))
-
-    @cached_property
-    def trained(self) -> LoadedWeights:
-        try:
-            find_weights(self.run_dir)
-        except WeightsError:
-            raise ValueError("The run has not saved any weights yet") from None
-        return read_weights(self.run_dir)
-
-    @cached_property
-    def train_set(self) -> TrainSet:
-        if self.config.data.reader == "webdataset":
-            raise ValueError(
-                "Training images were streamed, and a stream does not begin twice with the same"
-                " ones"
-            )
-        return open_train_set(
-            self.config.data, self.val_split, num_classes=self.config.model.num_classes
-        )
-
-    @cached_property
-    def val_split(self) -> Split:
-        data = self.config.data
-        return open_split(data, data.val_split)
-
-    @cached_property
-    def predictions(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-        """predictions (num_images,), -1 where the logits were not numbers; labels (num_images,);
-        the step of that evaluation."""
-        try:
-            with np.load(self.run_dir / PREDICTIONS_FILE) as file:
-                predictions = file["predictions"]
-                labels = file["labels"]
-                step = int(file["step"])
-        except FileNotFoundError:
-            raise ValueError("The run has not been evaluated yet") from None
-        except Exception as error:  # a damaged zip has many voices
-            raise ValueError(
-                f"{PREDICTIONS_FILE} is damaged ({type(error).__name__}); the next evaluation"
-                " writes it anew"
-            ) from None
-        if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
-            raise ValueError(
-                f"{PREDICTIONS_FILE} is damaged: {predictions.shape} predictions for {labels.shape}"
-                " labels"
-            )
-        return predictions, labels, step
-
-    @cached_property
-    def class_names(self) -> list[str]:
-        """A name for each class, "class 7" where none is known."""
-        num = 0
-        names = list[str]()
-        with suppress(ValueError):
-            num = self.num_classes
-            path = self.trained.path
-            if path.suffix == ".safetensors":
-                with safe_open(path, framework="pt") as file:
-                    names = json.loads((file.metadata() or {}).get("class_names", "[]"))
-        with suppress(ValueError):
-            num = max(num, self.val_split.num_classes)
-            names = names or self.val_split.class_names
-        with suppress(ValueError):
-            num = max(num, int(np.max(self.predictions[:2])) + 1)
-        return [
-            names[n] if n < len(names) and names[n] else f"class {n}"
-            for n in range(max(num, len(names)))
-        ]
-
-    @cached_property
-    def confusion(self) -> NDArray[np.int64]:
-        """(classes, classes): images of a class (row) by what they were taken for (column)."""
-        predictions, labels, _ = self.predictions
-        if len(self.class_names) > MAX_CONFUSION_CLASSES:
-            raise ValueError(
-                f"{len(self.class_names):,} classes are too many for a matrix: more than"
-                f" {MAX_CONFUSION_CLASSES:,}"
-            )
-        return plots.confusion_matrix(labels, predictions, len(self.class_names))
-
-    @cached_property
-    def model(self) -> nn.Module:
-        model = create_model(self.config.model, num_classes=self.num_classes)
-        load_weights(model, self.trained.weights, self.trained.grid_size)
-        return model.to(self.device).eval()
-
-    @property
-    def num_classes(self) -> int:
-        """The size of the model's head."""
-        if self.trained.num_classes is None:
-            raise ValueError(f"{self.trained.path} does not say how many classes it knows")
-        return self.trained.num_classes
-
-    def eval_image(self, sample: int) -> Tensor:
-        """What evaluation sees of an image of the validation split: (C, H, W) uint8."""
-        data = self.val_split.read(sample)
-        image = ImageFormat.from_config(self.config.model, self.config.data)
-        return decode_center(
-            data, image.size, self.config.eval, image.interpolation, image.channels
-        )
-
-    def check_same_images(self) -> None:
-        """Raise ValueError if the validation split is not the one that was evaluated."""
-        if not np.array_equal(self.predictions[1], self.val_split.index["label"]):
-            raise ValueError(
-                f"{self.val_split.root} is no longer what was evaluated: its"
-                f" {self.val_split.name!r} split has other labels"
-            )
-
-
-def _paint_curves(source: RunFolder, picture: Path) -> str:
+def _paint_curves(source: ReportSource, picture: Path) -> str:
     plot_curves(source.run_dir / METRICS_FILE, picture)
     return "What the record says, over the steps."
 
 
-def _paint_augmented(source: RunFolder, picture: Path) -> str:
+def _paint_augmented(source: ReportSource, picture: Path) -> str:
     """The first rows of the run's first batch. The order is asked as by one of many ranks, which
     decodes their rows and no others."""
     config = source.config
@@ -323,7 +166,7 @@ def _paint_augmented(source: RunFolder, picture: Path) -> str:
     return f"The first {len(rows)} of the {batch_size:,} images of step 1, as the model saw them."
 
 
-def _paint_attention(source: RunFolder, picture: Path) -> str:
+def _paint_attention(source: ReportSource, picture: Path) -> str:
     try:
         predictions = source.predictions[0]
         source.check_same_images()
@@ -341,8 +184,8 @@ def _paint_attention(source: RunFolder, picture: Path) -> str:
     with torch.no_grad():
         # one after the other: a ViT-H at 518 pixels holds 4 GB of attention for each
         for one in inputs.split(1):
-            maps = plots.attention_maps(model, one)
-            rolled = plots.attention_rollout(
+            maps = attention_maps(model, one)
+            rolled = attention_rollout(
                 maps, getattr(model, "num_prefix_tokens", 0), getattr(model, "global_pool", "avg")
             )
             relevance.append(rolled.unflatten(1, _grid(source.trained, model)).cpu())
@@ -414,7 +257,7 @@ def _spread(rounds: list[list[int]], num: int) -> list[int]:
     return chosen
 
 
-def _paint_positions(source: RunFolder, picture: Path) -> str:
+def _paint_positions(source: ReportSource, picture: Path) -> str:
     trained = source.trained
     positions = trained.weights.get("pos_embed")
     if positions is None:
@@ -433,8 +276,8 @@ def _paint_positions(source: RunFolder, picture: Path) -> str:
     )
 
 
-def _paint_confusion(source: RunFolder, picture: Path) -> str:
-    plots.plot_confusion(source.confusion, source.class_names, picture)
+def _paint_confusion(source: ReportSource, picture: Path) -> str:
+    plot_confusion(source.confusion, source.class_names, picture)
     predictions, _, step = source.predictions
     unknown = int((predictions < 0).sum())
     missing = (
@@ -448,9 +291,9 @@ def _paint_confusion(source: RunFolder, picture: Path) -> str:
     )
 
 
-def _paint_confused(source: RunFolder, picture: Path) -> str:
+def _paint_confused(source: ReportSource, picture: Path) -> str:
     predictions, labels, step = source.predictions
-    pairs = plots.most_confused(source.confusion, NUM_CONFUSED_PAIRS)
+    pairs = most_confused(source.confusion, NUM_CONFUSED_PAIRS)
     if not pairs:
         raise ValueError("No validation image was taken for another class")
     source.check_same_images()
@@ -462,11 +305,11 @@ def _paint_confused(source: RunFolder, picture: Path) -> str:
         [source.eval_image(int(place)).permute(1, 2, 0).numpy() for place in found]
         for found in places
     ]
-    plots.plot_most_confused(pairs, examples, source.class_names, picture)
+    plot_most_confused(pairs, examples, source.class_names, picture)
     return f"The commonest mistakes at step {step:,}, with the first images of each."
 
 
-PAINTERS: dict[str, Callable[[RunFolder, Path], str]] = {
+PAINTERS: dict[str, Callable[[ReportSource, Path], str]] = {
     "curves": _paint_curves,
     "attention": _paint_attention,
     "confusion": _paint_confusion,
@@ -477,15 +320,15 @@ PAINTERS: dict[str, Callable[[RunFolder, Path], str]] = {
 """Each draws its PNG and says what is to be seen, or raises with the reason why not."""
 
 
-def _confused_pairs(source: RunFolder) -> list[ConfusedPair]:
-    pairs = plots.most_confused(source.confusion, NUM_CONFUSED_PAIRS)
+def _confused_pairs(source: ReportSource) -> list[ConfusedPair]:
+    pairs = most_confused(source.confusion, NUM_CONFUSED_PAIRS)
     return [
         ConfusedPair(source.class_names[true], source.class_names[taken], count, total)
         for true, taken, count, total in pairs
     ]
 
 
-def _class_accuracies(source: RunFolder) -> list[ClassAccuracy]:
+def _class_accuracies(source: ReportSource) -> list[ClassAccuracy]:
     predictions, labels, _ = source.predictions
     num = len(source.class_names)
     totals = np.bincount(labels, minlength=num)

@@ -1,0 +1,108 @@
+"""Attention maps of a ViT, and attention rollout: which patches the output gathers from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """The attention of every block, images (B, C, H, W) float -> (B, heads, N, N) float32 each: row
+    i says where token i looks, sum 1.
+
+    For our VisionTransformer and timm's. The fused kernels never hold these weights, so they are
+    computed again from the tokens that come into each `blocks[i].attn`. In evaluation mode and full
+    precision; ViT-B/16 at 224 pixels takes 22 MB an image.
+
+    Raises ValueError for a model without such blocks, or whose attention is not softmax(q k /
+    sqrt(dim)) alone.
+    """
+    blocks = getattr(model, "blocks", None)
+    attentions = (
+        [getattr(block, "attn", None) for block in blocks]
+        if isinstance(blocks, nn.Sequential | nn.ModuleList)
+        else []
+    )
+    if not attentions or not all(_is_plain(attention) for attention in attentions):
+        raise ValueError(
+            f"{type(model).__name__} has no plain self-attention in its blocks"
+            " (blocks[i].attn.qkv): no attention maps of it"
+        )
+    maps = list[Tensor]()
+
+    def catch(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens, *others = (*args, *kwargs.values())
+        if tokens.ndim != 3 or any(other is not None and other is not False for other in others):
+            raise ValueError(
+                f"{type(model).__name__} masks, rotates or cuts up its attention: no attention maps"
+                " of it"
+            )
+        q, k, _ = (
+            attention.qkv(tokens).unflatten(2, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        )
+        q, k = (
+            getattr(attention, norm, nn.Identity())(x).float()
+            for norm, x in (("q_norm", q), ("k_norm", k))
+        )
+        maps.append((q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(-1))
+
+    was_training = model.training
+    model.eval()
+    handles = [
+        attention.register_forward_pre_hook(catch, with_kwargs=True)
+        for attention in attentions
+        if attention is not None
+    ]
+    try:
+        with torch.autocast(images.device.type, enabled=False):
+            model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.train(was_training)
+    return maps
+
+
+def _is_plain(attention: Any) -> bool:
+    """Whether nothing but queries and keys can decide where it looks: a relative position bias,
+    say, would be a further parameter."""
+    if not isinstance(getattr(attention, "qkv", None), nn.Linear) or not isinstance(
+        getattr(attention, "num_heads", None), int
+    ):
+        return False
+    names = [
+        name.partition(".")[0]
+        for tensors in (attention.named_parameters(), attention.named_buffers())
+        for name, _ in tensors
+    ]
+    return set(names) <= {"qkv", "q_norm", "k_norm", "norm", "gate", "proj"}
+
+
+def attention_rollout(maps: list[Tensor], num_prefix_tokens: int, global_pool: str) -> Tensor:
+    """How much each patch of the input reaches the output: maps, one (B, heads, N, N) a block ->
+    (B, h*w) float32, at most 1 in each image.
+
+    Attention rollout, Abnar & Zuidema 2020 (arXiv 2005.00928): the residual branch counts as half
+    of each layer, A = 0.5 W + 0.5 I with rows of sum 1, and layers multiply; heads are averaged, as
+    for the ViT paper's figure 6. Read from the class token's row (`global_pool` "token") or as the
+    mean over the patches' rows ("avg"). An image of which nothing reaches the class token gets
+    zeros.
+
+    Raises ValueError for another `global_pool`, or "token" without a class token.
+    """
+    if global_pool not in ("token", "avg") or (global_pool == "token" and num_prefix_tokens == 0):
+        raise ValueError(
+            f"global_pool {global_pool!r} with {num_prefix_tokens} prefix tokens: expected 'avg',"
+            " or 'token' with a class token"
+        )
+    identity = torch.eye(maps[0].shape[-1], device=maps[0].device)
+    rollout = identity
+    for attention in maps:
+        layer = 0.5 * attention.float().mean(1) + 0.5 * identity
+        rollout = layer / layer.sum(-1, keepdim=True) @ rollout
+    rows = rollout[:, 0] if global_pool == "token" else rollout[:, num_prefix_tokens:].mean(1)
+    relevance = rows[:, num_prefix_tokens:]
+    return relevance / relevance.amax(1, keepdim=True).clamp(min=torch.finfo(relevance.dtype).tiny)

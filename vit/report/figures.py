@@ -1,0 +1,139 @@
+"""Helpers for the report's pictures: one width, one style, sheets in inches, names that fit.
+
+Every PNG is 1400 pixels wide. Colours are from Okabe and Ito (2008), which colour-blind readers
+can distinguish; nothing is shown by colour alone. Class names are shortened in the middle to fit;
+a class without a name is "class 7".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+if (
+    TYPE_CHECKING
+):  # matplotlib is imported only where something is drawn: training starts without it
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH_IN = 8.0
+DPI = 175
+TITLE_PT = 12.0
+TEXT_PT = 10.5
+SMALL_PT = 9.5
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+GREEN = "#009E73"
+GREY = "#666666"
+STYLE = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters everywhere
+    "font.size": TEXT_PT,
+    "axes.titlesize": TITLE_PT,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": False,
+    "grid.alpha": 0.3,
+    "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.w_pad": 0.08,
+    "legend.fontsize": 9,
+    "legend.framealpha": 0.8,
+    "savefig.dpi": DPI,
+    "svg.fonttype": "path",  # text as outlines: a phone has no DejaVu Sans
+    "svg.hashsalt": "vit",
+    "text.parse_math": False,  # a class may be called "US$"
+}
+
+
+@contextmanager
+def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]:
+    """A figure of the common width and style, written to `picture` when the block ends."""
+    with style():
+        from matplotlib.figure import Figure
+
+        figure = Figure((WIDTH_IN, height_in), **options)
+        yield figure
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(picture, format="png")
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Our settings over matplotlib's own, whatever the user's are."""
+    import matplotlib.style
+
+    with matplotlib.style.context(["default", STYLE]):
+        yield
+
+
+def new_sheet(figure: Figure, heading: str) -> Axes:
+    """One axes over the whole figure, in inches from its top left corner, for pictures and text.
+    Content begins at 0.5."""
+    width, height = figure.get_size_inches()
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(height, 0))
+    axes.set_axis_off()
+    axes.text(0.1, 0.25, heading, size=TITLE_PT, weight="bold", va="center")
+    return axes
+
+
+def place(
+    sheet: Axes, pixels: NDArray, left: float, top: float, width: float, height: float
+) -> None:
+    """Draw `pixels` (H, W, 3) into a box of a sheet, in inches, as large as their aspect allows."""
+    scale = min(width / pixels.shape[1], height / pixels.shape[0])
+    half_w = pixels.shape[1] * scale / 2
+    half_h = pixels.shape[0] * scale / 2
+    x, y = left + width / 2, top + height / 2
+    sheet.imshow(pixels, extent=(x - half_w, x + half_w, y + half_h, y - half_h), aspect="auto")
+
+
+def add_title(figure: Figure, text: str) -> None:
+    figure.suptitle(text, x=0.1 / WIDTH_IN, ha="left", size=TITLE_PT, weight="bold")
+
+
+def to_pixels(image: Tensor) -> NDArray:
+    """(1 or 3, H, W) -> (H, W, 3), of the same dtype."""
+    return image.detach().cpu().expand(3, -1, -1).permute(1, 2, 0).numpy()
+
+
+def display_name(class_names: Sequence[str], label: int) -> str:
+    return (
+        " ".join(class_names[label].split()) if 0 <= label < len(class_names) else f"class {label}"
+    )
+
+
+def shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "normal") -> str:
+    """`text`, or its beginning and end with an ellipsis between, so that it is at most `width_in`
+    wide in letters of `size` points."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(family="DejaVu Sans", size=size, weight=weight)
+    kept = len(text)
+    shown = text
+    while (
+        kept > 1
+        and text_to_path.get_text_width_height_descent(shown, font, False)[0] > width_in * 72
+    ):
+        kept -= 1
+        shown = text[: (kept + 1) // 2].rstrip() + "…" + text[len(text) - kept // 2 :].lstrip()
+    return shown
+
+
+def share_lines(target: Tensor, class_names: Sequence[str], width_in: float) -> list[str]:
+    """A line for a class alone, or one for each of the two largest shares: "cat .72", "dog .28"."""
+    values, classes = target.topk(min(2, len(target)))
+    if values[0] >= 0.995 or values[-1] < 0.005:
+        return [shorten(display_name(class_names, int(classes[0])), width_in, SMALL_PT)]
+    shares = [f" {value:.2f}".replace(" 0", " ") for value in values.tolist()]
+    return [
+        shorten(display_name(class_names, int(c)), width_in - 0.3, SMALL_PT) + share
+        for c, share in zip(classes, shares, strict=True)
+    ]
