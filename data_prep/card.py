@@ -2,17 +2,12 @@
 
     python -m data_prep.card ROOT
 
-`_info.json` and the index of a finished data set give counts, sizes and what the
-writer did; of the training split up to 1,000 images, spread over it by a hash, are decoded for the
-mean and standard deviation of their colours, and one image for each of up to 60 classes is drawn.
-Every source's command ends with it; this one makes it again.
+Every source's command ends with it; this one draws it again for a finished or indexed data set.
 
     <root>/
-      dataset.md            splits, image sizes, colours, what was converted or left out, source and options, all classes
+      dataset.md            splits, image sizes, colours, conversions, source, options, all classes
       contact_sheet.png     1,400 pixels wide at most
-      README.md             if there is none yet: which shards are which split, in the form that Hugging Face's `load_dataset` reads
-
-Equal data sets give equal bytes, with equal versions of Pillow.
+      README.md             if there is none yet: the shards of each split, for Hugging Face
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ from data_prep.check.shard_checks import (
     counted,
 )
 from data_prep.command import Parser, add_workers_argument, positive, run
+from data_prep.write.card_text import number_range
 from data_prep.write.jobs import run_jobs
 from vit.data.shards.members import printable, recorded_layout
 
@@ -246,11 +247,7 @@ def _images_per_class(data: DataSet, part: Part) -> str:
     counts = images_per_class(data, part)
     if not len(counts):
         return "-"
-    return (
-        f"{counts.min():,} to {counts.max():,}"
-        if counts.min() < counts.max()
-        else f"{counts.min():,}"
-    )
+    return number_range(counts)
 
 
 ROWS: dict[str, Callable[[DataSet, Part], str]] = {

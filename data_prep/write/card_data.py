@@ -1,11 +1,12 @@
-"""What a data set's card is made from: its records, index and images."""
+"""What a data set's card is made of: its records, its index and some of its images."""
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from data_prep.write.catalogue import stable_hash
 from data_prep.write.output import Output
 from vit.data.decode.images import decode
 from vit.data.shards.data_set import read_info
-from vit.data.shards.index_file import open_index
+from vit.data.shards.index_file import first_samples, open_index
 from vit.system.files import ShardError
 
 THREADS = 8
@@ -26,20 +27,28 @@ THREADS = 8
 
 @dataclass(frozen=True)
 class Card:
-    """What a card is made of."""
+    """The data set that a card describes."""
 
-    name: str
     info: Mapping[str, Any]
     indexes: Mapping[str, np.ndarray]
     """INDEX_DTYPE of each split; the first is the training split."""
-    read: Callable[[str, int], bytes]
-    """Encoded image of a sample of a split, by its number; called from several threads."""
+    tars_at: str
+    """Folder or URL of the shards."""
     quarantined: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def name(self) -> str:
+        # not the folder's name: equal data sets have equal cards
+        return str(self.info.get("source", "data set"))
 
     @property
     def num_classes(self) -> int:
         known = len(self.info.get("class_names") or []) or self.info.get("num_classes")
         return known or 1 + max(int(index["label"].max()) for index in self.indexes.values())
+
+    @property
+    def num_images(self) -> int:
+        return sum(map(len, self.indexes.values()))
 
     def class_name(self, label: int) -> str:
         names = self.info.get("class_names") or []
@@ -49,17 +58,40 @@ class Card:
         """(num_classes,) images of each class."""
         return np.bincount(self.indexes[split]["label"], minlength=self.num_classes)
 
+    def image(self, split: str, row: int) -> Image.Image:
+        """Sample `row` of a split in RGB; safe to call from several threads."""
+        found = self.indexes[split][row]
+        described = self.info["splits"][split]
+        shard = bisect.bisect_right(first_samples(described["shard_lengths"]), row) - 1
+        tar = f"{self.tars_at}/{described['filenames'][shard]}"
+        data = _read_range(tar, int(found["offset"]), int(found["size"]))
+        try:
+            return Image.fromarray(decode(data))
+        except ValueError as error:
+            raise ShardError(
+                f"{self.name}: image {row} of {split}: {error}; `python -m data_prep.verify`"
+                " reports more"
+            ) from error
 
-def read_card_info(output: Output) -> Mapping[str, Any]:
-    if output.local is not None:
-        return read_info(output.local)
-    info = output.read_json("_info.json")
+
+def load_card(output: Output, folder: Path) -> Card:
+    """The card's data. folder: where files of an output at a URL are fetched to.
+
+    Raises ShardError if something is missing.
+    """
+    info = output.read_json("_info.json") if output.local is None else read_info(output.local)
     if info is None:
         raise ShardError(f"{output}: no _info.json; expected a finished data set")
-    return info
+    indexes = {split: _load_index(output, split, folder) for split in info["splits"]}
+    quarantined = []
+    if info.get("quarantined"):
+        lines = output.fetch("quarantine.jsonl", folder).read_bytes().splitlines()
+        quarantined = [json.loads(line) for line in lines]
+    return Card(info, indexes, str(info.get("shards_at", output)), quarantined)
 
 
-def fetch_index(output: Output, name: str, folder: Path) -> np.ndarray:
+def _load_index(output: Output, split: str, folder: Path) -> np.ndarray:
+    name = f"{split}.index.npy"
     if output.size(name) < 0:
         raise ShardError(
             f"{output}/{name}: no such file; run `python -m data_prep.index {output}`, which"
@@ -68,7 +100,7 @@ def fetch_index(output: Output, name: str, folder: Path) -> np.ndarray:
     return open_index(output.fetch(name, folder))
 
 
-def read_range(place: str, offset: int, size: int) -> bytes:
+def _read_range(place: str, offset: int, size: int) -> bytes:
     if "://" not in place:
         with open(place, "rb") as file:
             return os.pread(file.fileno(), size, offset)
@@ -78,37 +110,16 @@ def read_range(place: str, offset: int, size: int) -> bytes:
     return system.cat_file(path, start=offset, end=offset + size)
 
 
-def read_quarantine(
-    output: Output, info: Mapping[str, Any], folder: Path
-) -> list[Mapping[str, Any]]:
-    if not info.get("quarantined"):
-        return []
-    return [
-        json.loads(line)
-        for line in output.fetch("quarantine.jsonl", folder).read_bytes().splitlines()
-    ]
-
-
-def decoded(card: Card, split: str, row: int) -> Image.Image:
-    """One image in RGB."""
-    try:
-        return Image.fromarray(decode(card.read(split, row)))
-    except ValueError as error:
-        raise ShardError(
-            f"{card.name}: image {row} of {split}: {error}; `python -m data_prep.verify` tells more"
-        ) from error
-
-
 def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
-    """Row numbers, ascending: from each of `num_chosen` equal stretches one that a hash chooses;
-    all rows if there are not more."""
+    """Ascending row numbers, one from each of `num_chosen` equal stretches, chosen by a hash.
+
+    All rows if there are not more.
+    """
     if num_chosen >= num_rows:
         return list(range(num_rows))
     edges = [part * num_rows // num_chosen for part in range(num_chosen + 1)]
-    chances = (
-        int.from_bytes(stable_hash("spread", *seed, part), "little") for part in range(num_chosen)
-    )
-    return [
-        low + chance % (high - low)
-        for (low, high), chance in zip(itertools.pairwise(edges), chances, strict=True)
-    ]
+    chosen = []
+    for part, (low, high) in enumerate(itertools.pairwise(edges)):
+        chance = int.from_bytes(stable_hash("spread", *seed, part), "little")
+        chosen.append(low + chance % (high - low))
+    return chosen

@@ -1,8 +1,12 @@
-"""A data set's card: dataset.md, contact_sheet.png and README.md."""
+"""A data set's card: dataset.md, its contact sheet, and a README.md for Hugging Face.
+
+Up to 1,000 images of the training split, spread over it by a hash, are decoded for the mean and
+standard deviation of their colours; one image of each of up to 60 classes is drawn. Equal data sets
+give equal bytes, with equal versions of Pillow.
+"""
 
 from __future__ import annotations
 
-import bisect
 import fnmatch
 import hashlib
 import json
@@ -16,74 +20,74 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from data_prep.write.card_data import (
-    THREADS,
-    Card,
-    decoded,
-    fetch_index,
-    read_card_info,
-    read_quarantine,
-    read_range,
-    spread,
-)
+from data_prep.write.card_data import THREADS, Card, load_card, spread
 from data_prep.write.card_text import card_text
 from data_prep.write.output import Output
-from vit.data.shards.index_file import first_samples, sha256_of
+from vit.data.shards.index_file import sha256_of
 from vit.system.files import replacing
 
 SHEET_CELLS = 60
 COLUMNS = 10
-# pixels
 CELL = 128
+"""Pixels of a cell's side, as those that follow."""
 GAP = 10
 TEXT_HEIGHT = 22
 MARGIN = 16
 INK = "#222222"
 PALE = "#f2f2f2"
 SEAL = b"\n<!-- sha256 of the above: %s; of contact_sheet.png: %s -->\n"
-"""The last line of a card, by which `verify` sees whether it was altered."""
+"""Last line of a card; `verify` finds alterations by it."""
 
 
 def write_card(place: Output | Path | str) -> None:
-    """Write `dataset.md` and `contact_sheet.png` of the finished data set at `place`, a folder or a
-    URL, into it.
+    """Write the card of the finished data set at `place`, a folder or a URL, into it.
 
     Raises ShardError if something is missing or an image cannot be decoded; OSError and PrepError
     as `Output` does.
     """
     output = place if isinstance(place, Output) else Output(place)
-    info = read_card_info(output)
-    # not the folder's name: equal data sets have equal cards
-    name = str(info.get("source", "data set"))
     with output.staging() as folder:
-        indexes = {
-            split: fetch_index(output, f"{split}.index.npy", folder) for split in info["splits"]
-        }
+        card = load_card(output, folder)
+        sheet = folder / "contact_sheet.png"
+        with replacing(sheet) as file:
+            contact_sheet(card).save(file, "PNG")
+        text = card_text(card).encode("utf-8", "replace")
+        hashes = (hashlib.sha256(text).hexdigest().encode(), sha256_of(sheet).encode())
+        with replacing(folder / "dataset.md") as file:
+            file.write(text + SEAL % hashes)
+        output.publish(sheet)
+        output.publish(folder / "dataset.md")
+    write_readme(output, card.info)
 
-        def read(split: str, row: int) -> bytes:
-            found = indexes[split][row]
-            described = info["splits"][split]
-            filename = described["filenames"][
-                bisect.bisect_right(first_samples(described["shard_lengths"]), row) - 1
-            ]
-            return read_range(
-                f"{info.get('shards_at', output)}/{filename}",
-                int(found["offset"]),
-                int(found["size"]),
-            )
 
-        card = Card(name, info, indexes, read, read_quarantine(output, info, folder))
-        for path in draw_card(card, folder):
-            output.publish(path)
-    write_readme(output, info)
+def altered_card(folder: Path) -> str:
+    """What is wrong with `dataset.md` in `folder` or its picture, by its last line; "": nothing."""
+    content = (folder / "dataset.md").read_bytes()
+    pattern = re.escape(SEAL).replace(b"%s", b"([0-9a-f]{64})")
+    seal = re.search(pattern + rb"\Z", content)
+    if seal is None:
+        return "its last line, with the hashes of the card, is missing"
+    if hashlib.sha256(content[: seal.start()]).hexdigest().encode() != seal[1]:
+        return "altered: its text is not the one whose hash is in its last line"
+    sheet = folder / "contact_sheet.png"
+    if not sheet.exists():
+        return "contact_sheet.png, which it shows, is missing"
+    if sha256_of(sheet).encode() != seal[2]:
+        return "contact_sheet.png is another one than it was drawn with"
+    return ""
+
+
+# ---- README.md -----------------------------------------------------------------------------------
 
 
 def write_readme(output: Output, info: Mapping[str, Any]) -> None:
-    """Write `README.md` unless one is there, or there are no shards beside it: without it
-    `load_dataset(ROOT)` takes sidecars for data."""
+    """Write `README.md` next to the shards, unless there is one.
+
+    Without it Hugging Face's `load_dataset(ROOT)` takes the sidecars for data.
+    """
     if "shards_at" in info or output.size("README.md") >= 0:
         return
-    # other names are none to Hugging Face
+    # Hugging Face accepts no other split names
     if not all(re.fullmatch(r"\w+(\.\w+)*", split) for split in info["splits"]):
         return
     with output.staging() as folder:
@@ -93,7 +97,7 @@ def write_readme(output: Output, info: Mapping[str, Any]) -> None:
 
 
 def readme(info: Mapping[str, Any]) -> str:
-    """Hugging Face's description of the files, in YAML, and a line for people."""
+    """The files of each split in Hugging Face's YAML, and a line for people."""
     everything = {name for described in info["splits"].values() for name in described["filenames"]}
     files = []
     for split, described in info["splits"].items():
@@ -115,77 +119,38 @@ def readme(info: Mapping[str, Any]) -> str:
     return "\n".join([*head, "# Images", "", told]) + "\n"
 
 
-def draw_card(card: Card, folder: Path) -> list[Path]:
-    """Write both files to `folder`; returns their paths."""
-    sheet = contact_sheet(card)
-    text = card_text(card)
-    paths = [folder / "contact_sheet.png", folder / "dataset.md"]
-    with replacing(paths[0]) as file:
-        sheet.save(file, "PNG")
-    content = text.encode("utf-8", "replace")
-    with replacing(paths[1]) as file:
-        file.write(
-            content
-            + SEAL % (hashlib.sha256(content).hexdigest().encode(), sha256_of(paths[0]).encode())
-        )
-    return paths
-
-
-def altered_card(folder: Path) -> str:
-    """What is wrong with `dataset.md` in `folder`, or the picture beside it, by the line at its
-    end; "" if nothing is."""
-    content = (folder / "dataset.md").read_bytes()
-    found = re.fullmatch(
-        re.escape(SEAL).replace(b"%s", b"([0-9a-f]{64})"),
-        content[-len(SEAL % (b"0" * 64, b"0" * 64)) :],
-    )
-    if found is None:
-        return "its last line, with the hashes of the card, is missing"
-    if hashlib.sha256(content[: -len(found[0])]).hexdigest().encode() != found[1]:
-        return "altered: its text is not the one whose hash is in its last line"
-    sheet = folder / "contact_sheet.png"
-    if not sheet.exists():
-        return "contact_sheet.png, which it shows, is missing"
-    return (
-        ""
-        if sha256_of(sheet).encode() == found[2]
-        else "contact_sheet.png is another one than it was drawn with"
-    )
-
-
 # ---- the picture ---------------------------------------------------------------------------------
 
 
 def contact_sheet(card: Card) -> Image.Image:
-    """One image for each of up to 60 classes, evenly spaced; of few classes several, side by side.
-    Names stand under the images."""
+    """Images of up to 60 classes, evenly spaced, with the names under them.
+
+    One image of each class; of few classes several, side by side.
+    """
     split = next(iter(card.indexes))
     labels = np.flatnonzero(card.images_per_class(split)).tolist()
-    shown = [
-        labels[number * len(labels) // min(len(labels), SHEET_CELLS)]
-        for number in range(min(len(labels), SHEET_CELLS))
-    ]
-    copies = min(COLUMNS, SHEET_CELLS // len(shown))
-    chosen = [_rows_of_class(card, split, label, copies) for label in shown]
-    cells = [
-        (label, row)
-        for label, rows in zip(shown, chosen, strict=True)
-        for row in [*rows, *[None] * (copies - len(rows))]
-    ]
+    num_shown = min(len(labels), SHEET_CELLS)
+    copies = min(COLUMNS, SHEET_CELLS // num_shown)
+    cells: list[tuple[int, int | None]] = []  # (label, row); None: an empty cell
+    for number in range(num_shown):
+        label = labels[number * len(labels) // num_shown]
+        rows = np.flatnonzero(card.indexes[split]["label"] == label)
+        chosen = [int(rows[place]) for place in spread(len(rows), copies, label)]
+        cells += [(label, row) for row in [*chosen, *[None] * (copies - len(chosen))]]
     columns = min(COLUMNS - COLUMNS % copies, len(cells))
+    num_lines = -(-len(cells) // columns)
 
     font = _font(14)
     width = 2 * MARGIN + columns * (CELL + GAP) - GAP
-    height = 2 * MARGIN + -(-len(cells) // columns) * (CELL + TEXT_HEIGHT + GAP) - GAP
+    height = 2 * MARGIN + num_lines * (CELL + TEXT_HEIGHT + GAP) - GAP
     sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
+
+    def thumbnail(cell: tuple[int, int | None]) -> Image.Image | None:
+        return None if cell[1] is None else _thumbnail(card.image(split, cell[1]))
+
     with ThreadPoolExecutor(THREADS) as pool:
-        images = list(
-            pool.map(
-                lambda cell: None if cell[1] is None else _thumbnail(decoded(card, split, cell[1])),
-                cells,
-            )
-        )
+        images = list(pool.map(thumbnail, cells))
     for place, ((label, _), image) in enumerate(zip(cells, images, strict=True)):
         if image is None:
             continue
@@ -198,13 +163,8 @@ def contact_sheet(card: Card) -> Image.Image:
     return sheet
 
 
-def _rows_of_class(card: Card, split: str, label: int, num_chosen: int) -> list[int]:
-    rows = np.flatnonzero(card.indexes[split]["label"] == label)
-    return [int(rows[number]) for number in spread(len(rows), num_chosen, label)]
-
-
 def _thumbnail(image: Image.Image) -> Image.Image:
-    """The whole image, as large as fits into a cell."""
+    """The complete image, as large as fits into a cell."""
     size = (
         max(1, CELL * image.width // max(image.size)),
         max(1, CELL * image.height // max(image.size)),

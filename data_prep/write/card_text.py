@@ -12,40 +12,43 @@ from typing import Any
 import numpy as np
 
 from data_prep.write import restart_markers
-from data_prep.write.card_data import THREADS, Card, decoded, spread
-from data_prep.write.images import ASKS_TO_BE_TURNED, told_of_turned
+from data_prep.write.card_data import THREADS, Card, spread
+from data_prep.write.images import ASKS_TO_BE_TURNED, exif_summary
 
 QUANTILES = {"smallest": 0, "5 %": 5, "median": 50, "95 %": 95, "largest": 100}
 SIDE_EDGES = (1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 65536)
 """Bins of the histogram of shorter sides, in pixels."""
 BAR = 40
-"""Letters of the longest bar."""
+"""Characters of the longest bar."""
 MOST_REASONS = 20
 COLOUR_IMAGES = 1000
-"""Images decoded for mean and standard deviation: some seconds, and the error of the mean is below
-0.01."""
+"""Images decoded for mean and standard deviation.
+
+Takes seconds; the error of the mean is below 0.01.
+"""
 
 
 def card_text(card: Card) -> str:
     """The card in Markdown."""
     counts = ", ".join(f"{len(index):,} in `{split}`" for split, index in card.indexes.items())
-    sections = {
-        f"# {card.name}": [
-            f"{sum(map(len, card.indexes.values())):,} images of {card.num_classes:,} classes:"
-            f" {counts}."
-        ],
-        "![Images by class](contact_sheet.png)": [],
-        "## Splits": _splits(card),
-        "## Sizes": _sizes(card),
-        "## Colours": _colours(card),
-        "## Converted or left out": _conversions(card),
-        "## Source": _source(card),
-        "## Classes": _classes(card),
-    }
-    return (
-        "\n\n".join("\n\n".join([heading, *paragraphs]) for heading, paragraphs in sections.items())
-        + "\n"
-    )
+    paragraphs = [
+        f"# {card.name}",
+        f"{card.num_images:,} images of {card.num_classes:,} classes: {counts}.",
+        "![Images by class](contact_sheet.png)",
+        "## Splits",
+        _splits(card),
+        "## Sizes",
+        *_sizes(card),
+        "## Colours",
+        *_colours(card),
+        "## Converted or left out",
+        *_conversions(card),
+        "## Source",
+        *_source(card),
+        "## Classes",
+        _classes(card),
+    ]
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> str:
@@ -63,53 +66,41 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\`*|<\[\]]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", re.sub(r"\s+", " ", text))
 
 
-def _splits(card: Card) -> list[str]:
+def number_range(counts: np.ndarray) -> str:
+    """The smallest and the largest count."""
+    low, high = counts.min(), counts.max()
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _splits(card: Card) -> str:
     left_out = Counter(entry["split"] for entry in card.quarantined)
-    rows = []
-    for split, index in card.indexes.items():
-        described = card.info["splits"][split]
-        counts = card.images_per_class(split)
-        per_class = (
-            f"{counts.min():,} to {counts.max():,}"
-            if counts.min() < counts.max()
-            else f"{counts.min():,}"
+    rows = [
+        (
+            split,
+            f"{len(index):,}",
+            number_range(card.images_per_class(split)),
+            f"{len(card.info['splits'][split]['filenames']):,}",
+            f"{int(index['size'].sum(dtype=np.uint64)) / 1e6:,.1f}",
+            f"{left_out[split]:,}",
         )
-        megabytes = f"{int(index['size'].sum(dtype=np.uint64)) / 1e6:,.1f}"
-        rows.append(
-            (
-                split,
-                f"{len(index):,}",
-                per_class,
-                f"{len(described['filenames']):,}",
-                megabytes,
-                f"{left_out[split]:,}",
-            )
-        )
-    return [
-        markdown_table(
-            ("split", "images", "of each class", "shards", "MB of images", "left out"), rows
-        )
+        for split, index in card.indexes.items()
     ]
+    head = ("split", "images", "of each class", "shards", "MB of images", "left out")
+    return markdown_table(head, rows)
 
 
 def _sizes(card: Card) -> list[str]:
-    columns = {
-        name: np.concatenate([index[name] for index in card.indexes.values()])
+    width, height, num_bytes = (
+        np.concatenate([index[name] for index in card.indexes.values()])
         for name in ("width", "height", "size")
-    }
-    shorter = np.minimum(columns["width"], columns["height"])
+    )
+    shorter = np.minimum(width, height)
+    columns = {"width": width, "height": height, "shorter side": shorter, "bytes": num_bytes}
     rows = []
-    for title, values in (
-        ("width", columns["width"]),
-        ("height", columns["height"]),
-        ("shorter side", shorter),
-        ("bytes", columns["size"]),
-    ):
+    for title, values in columns.items():
         found = np.percentile(values, list(QUANTILES.values()), method="inverted_cdf")
         rows.append((title, *(f"{int(value):,}" for value in found)))
-    pairs, counts = np.unique(
-        columns["width"].astype(np.uint32) << 16 | columns["height"], return_counts=True
-    )
+    pairs, counts = np.unique(width.astype(np.uint32) << 16 | height, return_counts=True)
     most = np.argsort(-counts, kind="stable")[:5]
     common = ", ".join(
         f"{pairs[k] >> 16} x {pairs[k] & 65535} ({_percent(counts[k], len(shorter))})" for k in most
@@ -129,8 +120,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def histogram(sides: np.ndarray) -> str:
-    """A bar of text for each bin of SIDE_EDGES between the first and the last that are not
-    empty."""
+    """A bar of text for each bin of SIDE_EDGES, from the first to the last that is not empty."""
     counts, _ = np.histogram(sides, SIDE_EDGES)
     filled = np.flatnonzero(counts)
     lines = []
@@ -148,24 +138,26 @@ def _colours(card: Card) -> list[str]:
     rows = spread(len(card.indexes[split]), COLOUR_IMAGES)
     mean, std = colour_statistics(card, split, rows)
     which = f"all {len(rows):,}" if len(rows) == len(card.indexes[split]) else f"{len(rows):,}"
-    told = (
+    table_rows = [
+        (name, *(f"{value:.3f}" for value in values))
+        for name, values in (("mean", mean), ("std", std))
+    ]
+    return [
         f"Over {which} images of `{split}`, each with the same weight, decoded in full; red, green"
-        " and blue from 0 to 1:"
-    )
-    table = markdown_table(
-        ("", "red", "green", "blue"),
-        [(name, *(f"{x:.3f}" for x in v)) for name, v in (("mean", mean), ("std", std))],
-    )
-    return [told, table]
+        " and blue from 0 to 1:",
+        markdown_table(("", "red", "green", "blue"), table_rows),
+    ]
 
 
 def colour_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of red, green and blue, (3,) each in [0, 1], over all pixels;
-    each image has the same weight."""
+    """Mean and standard deviation of red, green and blue over all pixels, (3,) each in [0, 1].
+
+    Each image has the same weight.
+    """
     levels = np.arange(256) / 255
 
     def moments(row: int) -> np.ndarray:
-        counts = np.array(decoded(card, split, row).histogram(), np.float64).reshape(3, 256)
+        counts = np.array(card.image(split, row).histogram(), np.float64).reshape(3, 256)
         return np.stack([counts @ levels, counts @ levels**2]) / counts[0].sum()
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -176,79 +168,68 @@ def colour_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.n
 def _conversions(card: Card) -> list[str]:
     if "catalogue" not in card.info:
         return ["Not known: these shards were made elsewhere and indexed."]
-    told = []
+    lines = ["No image was converted."]
     if changed := card.info.get("changed"):
-        told.append(
-            "What the writer changed or remarked; all other images have the bytes of their source."
-        )
-        told.append(
-            markdown_table(
-                ("", "images"),
-                [(reason, f"{count:,}") for reason, count in sorted(changed.items())],
-            )
-        )
-        told += _restart_markers(changed)
-    else:
-        told.append("No image was converted.")
+        rows = [(reason, f"{count:,}") for reason, count in sorted(changed.items())]
+        lines = [
+            "What the writer changed or remarked; all other images have the bytes of their source.",
+            markdown_table(("", "images"), rows),
+            *_restart_markers(changed),
+        ]
     if turned := card.info.get(ASKS_TO_BE_TURNED):
-        told.append(f"{told_of_turned(turned, sum(map(len, card.indexes.values())))}.")
-    if card.quarantined:
-        reasons = Counter((entry["split"], entry["reason"]) for entry in card.quarantined)
-        told.append(
-            f"{len(card.quarantined):,} images cannot be read and were left out;"
-            " [quarantine.jsonl](quarantine.jsonl) names them."
-        )
-        told.append(
-            markdown_table(
-                ("split", "reason", "images"),
-                [(*key, f"{n:,}") for key, n in reasons.most_common(MOST_REASONS)],
-                2,
-            )
-        )
-        if len(reasons) > MOST_REASONS:
-            told.append(f"And {len(reasons) - MOST_REASONS:,} other reasons.")
-    else:
-        told.append("No image was left out.")
-    return told
+        lines.append(f"{exif_summary(turned, card.num_images)}.")
+    if not card.quarantined:
+        return [*lines, "No image was left out."]
+    reasons = Counter((entry["split"], entry["reason"]) for entry in card.quarantined)
+    listed = [(*key, f"{count:,}") for key, count in reasons.most_common(MOST_REASONS)]
+    lines += [
+        f"{len(card.quarantined):,} images cannot be read and were left out;"
+        " [quarantine.jsonl](quarantine.jsonl) names them.",
+        markdown_table(("split", "reason", "images"), listed, 2),
+    ]
+    if len(reasons) > MOST_REASONS:
+        lines.append(f"And {len(reasons) - MOST_REASONS:,} other reasons.")
+    return lines
 
 
 def _restart_markers(changed: Mapping[str, int]) -> list[str]:
-    marked = sum(
-        count for reason, count in changed.items() if reason.endswith(restart_markers.MARKED)
-    )
+    marked = 0
     kept: Counter[str] = Counter()
     for reason, count in changed.items():
-        if restart_markers.UNMARKED in reason:
-            kept[reason.partition(restart_markers.UNMARKED)[2]] += count
+        _, unmarked, why = reason.partition(restart_markers.UNMARKED)
+        if unmarked:
+            kept[why] += count
+        elif reason.endswith(restart_markers.MARKED):
+            marked += count
     if not marked and not kept:
         return []
-    told = (
+    line = (
         f"{marked:,} images got restart markers and better Huffman tables: other bytes, the same"
         " pixels in every decoder."
     )
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in kept.most_common())
-    return [told + (f" {kept.total():,} stayed as they were: {reasons}." if kept else "")]
+    if kept:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in kept.most_common())
+        line += f" {kept.total():,} stayed as they were: {reasons}."
+    return [line]
 
 
 def _source(card: Card) -> list[str]:
-    options = card.info.get("options") or {}
-    notes = [f"- {escaped(line)}" for line in card.info.get("origin") or []]
-    told = [
-        (
-            f"Made by `python -m data_prep.{card.info['source']}`."
-            if "source" in card.info
-            else "Not known."
-        )
-    ]
-    told += ["\n".join(notes)] if notes else []
-    rows = [(name, json.dumps(value, ensure_ascii=False)) for name, value in options.items()]
-    return told + ([markdown_table(("option", "value"), rows, 2)] if rows else [])
+    if "source" in card.info:
+        lines = [f"Made by `python -m data_prep.{card.info['source']}`."]
+    else:
+        lines = ["Not known."]
+    if notes := card.info.get("origin"):
+        lines.append("\n".join(f"- {escaped(line)}" for line in notes))
+    if options := card.info.get("options"):
+        rows = [(name, json.dumps(value, ensure_ascii=False)) for name, value in options.items()]
+        lines.append(markdown_table(("option", "value"), rows, 2))
+    return lines
 
 
-def _classes(card: Card) -> list[str]:
+def _classes(card: Card) -> str:
     counts = {split: card.images_per_class(split) for split in card.indexes}
     rows = [
         (label, card.class_name(label), *(f"{count[label]:,}" for count in counts.values()))
         for label in range(card.num_classes)
     ]
-    return [markdown_table(("label", "class", *counts), rows, 2)]
+    return markdown_table(("label", "class", *counts), rows, 2)

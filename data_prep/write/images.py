@@ -132,7 +132,7 @@ class Prepared(NamedTuple):
     """Its EXIF orientation is not upright, and was left alone."""
 
 
-def told_of_turned(number: int, total: int) -> str:
+def exif_summary(number: int, total: int) -> str:
     """A line about images whose EXIF orientation was left alone."""
     return (
         f"{number:,} of {total:,} images ask to be turned (EXIF orientation): --apply-exif turns"

@@ -46,7 +46,7 @@ from data_prep.write.catalogue import (
     remove_catalogues,
     some,
 )
-from data_prep.write.images import ASKS_TO_BE_TURNED, told_of_turned
+from data_prep.write.images import ASKS_TO_BE_TURNED, exif_summary
 from data_prep.write.jobs import run_jobs
 from data_prep.write.output import Output
 from data_prep.write.plan import (
@@ -348,7 +348,7 @@ def _complete(
         )
     if turned := info.get(ASKS_TO_BE_TURNED):
         print(
-            told_of_turned(
+            exif_summary(
                 turned, sum(described["num_samples"] for described in info["splits"].values())
             )
         )
