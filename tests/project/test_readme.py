@@ -266,6 +266,14 @@ def test_links_and_pictures_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
 
 
+def test_a_decision_has_one_heading_and_at_most_120_words():
+    decisions = re.split(r"^### ", (ROOT / "docs" / "design.md").read_text(), flags=re.M)[1:]
+    assert len(decisions) > 40
+    for decision in decisions:
+        heading, _, text = decision.partition("\n## ")[0].partition("\n")
+        assert len(text.split()) <= 120, heading
+
+
 def test_the_map_names_every_folder():
     """In the README's Map, where the layout is told, and nowhere else."""
     lines = README.read_text().partition("## Map")[2].splitlines()
