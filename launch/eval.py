@@ -43,6 +43,7 @@ from vit.model import create_model
 from vit.open_data import open_split
 from vit.published import adopt, published
 from vit.run.checkpoint import newest_checkpoint
+from vit.run.folder import LATEST_FILE, newest_run
 from vit.run.preflight import precision_note
 from vit.system.command_line import Parser
 from vit.system.meter import Meter
@@ -72,7 +73,7 @@ def main() -> World:
     world = distributed.join_world(
         tuned.train.device if args.finetune else args.device or "auto", setting
     )
-    path = world.main_first(lambda: find_weights(args.checkpoint or newest_run()))
+    path = world.main_first(lambda: find_weights(args.checkpoint or _newest_run()))
     known = None
     config = None
     problem = ""
@@ -226,19 +227,14 @@ def size_of(config: Config) -> str:
     return "x".join(map(str, ImageFormat.from_config(config.model, config.data).size))
 
 
-def newest_run() -> Path:
-    """The folder under runs/ whose weights or checkpoints changed last."""
-    changed = [
-        p
-        for pattern in ("*/weights/last.safetensors", "*/checkpoints/latest")
-        for p in Path("runs").glob(pattern)
-    ]
-    if not changed:
+def _newest_run() -> Path:
+    """The run whose weights or checkpoints changed last."""
+    run = newest_run("weights/last.safetensors", LATEST_FILE)
+    if run is None:
         raise ValueError(
             "no --checkpoint given and no run with weights under runs/: train one first, or name a"
             " run folder or a file"
         )
-    run = max(changed, key=lambda p: p.stat().st_mtime).parent.parent
     if distributed.is_main_process():
         print(f"--checkpoint not given: taking the newest run, {run}", file=sys.stderr)
     return run

@@ -22,7 +22,7 @@ from vit.distributed import World
 from vit.exit import run_command
 from vit.report.page import make_report
 from vit.report.pictures import PAINTERS
-from vit.run.record import METRICS_FILE, is_in_use
+from vit.run.folder import METRICS_FILE, is_in_use, newest_run
 from vit.system.command_line import Parser
 from vit.system.meter import Meter
 
@@ -30,7 +30,7 @@ from vit.system.meter import Meter
 def main() -> World:
     """The command line above; returns the world it started."""
     args = read_command_line()
-    run_dir = args.run or newest_run()
+    run_dir = args.run or _newest_run()
     in_use = is_in_use(run_dir)
     # The GPU of a run that is going on may be full to the brim.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
@@ -69,12 +69,11 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
     return parser.parse_args(words)
 
 
-def newest_run() -> Path:
-    """The folder under runs/ whose record changed last; it may have no weights yet."""
-    records = list(Path("runs").glob(f"*/{METRICS_FILE}"))
-    if not records:
+def _newest_run() -> Path:
+    """The run whose record changed last; it may have no weights yet."""
+    run_dir = newest_run(METRICS_FILE)
+    if run_dir is None:
         raise ValueError("no RUN given and none under runs/: train one first, or name a run folder")
-    run_dir = max(records, key=lambda path: path.stat().st_mtime).parent
     print(f"RUN not given: taking the newest one, {run_dir}", file=sys.stderr)
     return run_dir
 

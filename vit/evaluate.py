@@ -24,6 +24,7 @@ from vit.data.loader import STALL_TIMEOUT_S, Loader
 from vit.data.shards.split import Split
 from vit.distributed import World
 from vit.metrics import Accuracy, AccuracyCounter, predicted_classes
+from vit.run.folder import PREDICTIONS_FILE
 from vit.step import autocast
 
 
@@ -35,11 +36,6 @@ class Evaluation:
     predictions: Tensor
     """(num_images,) int64 on the CPU: the predicted class of each sample in the split's order, -1
     where the logits were not numbers."""
-
-
-PREDICTIONS_FILE = "predictions.npz"
-"""In a run folder: `predictions` and `labels` (num_images,) int64 and `step` of the newest
-evaluation."""
 
 
 def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int) -> None:

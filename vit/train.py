@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,10 +53,11 @@ from vit.report.page import make_report
 from vit.report.pictures import ClassAccuracy, ConfusedPair
 from vit.run import checkpoint as checkpoints
 from vit.run.checkpoint import RunState
+from vit.run.folder import CONFIG_FILE, RunLock, clear_stopped, mark_stopped, weights_file
 from vit.run.monitor import Monitor, collecting_at_log_lines
 from vit.run.order_check import OrderCheck
 from vit.run.preflight import Preflight, check_disk, filling_note, preflight
-from vit.run.record import Record, lock_run, provenance
+from vit.run.record import Record, provenance
 from vit.run.resume import find_checkpoint
 from vit.schedule import lr_at
 from vit.step import TrainStep, compile_blocks
@@ -129,33 +130,25 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     """
     assert config.run.dir is not None, "load_config names the run folder"
     folder = Path(config.run.dir)
-    lock: IO[str] | None = None
+    lock = RunLock(folder)
     is_new_here = world.is_main and not folder.is_dir()
     signals = StopSignals()
     try:
         # A folder that is not there yet is locked by `_open_record`, which makes it.
-        lock = world.main_first(
-            lambda: lock_run(folder) if world.is_main and folder.is_dir() else None
-        )
+        world.main_first(lambda: lock.acquire() if world.is_main and folder.is_dir() else None)
         run = _build(config, world, folder, set(allow_change), signals, lock)
         signals.remember_only()
     except BaseException as error:
         signals.restore()
         # As if it had been just saved, also a new run: Slurm's script goes by the mark.
         preempted = isinstance(error, Interrupted) and error.number == signal.SIGTERM
-        if isinstance(error, Interrupted) and (lock is not None or (is_new_here and preempted)):
+        if isinstance(error, Interrupted) and (lock.is_held or (is_new_here and preempted)):
             with suppress(OSError, checkpoints.CheckpointError):  # the signal is what to tell
                 folder.mkdir(parents=True, exist_ok=True)
                 newest = checkpoints.newest_checkpoint(folder)
-                _mark_stopped(folder, newest[1]["step"] if newest else 0, error.number.name)
+                mark_stopped(folder, newest[1]["step"] if newest else 0, error.number.name)
         raise
     return run
-
-
-def _mark_stopped(folder: Path, step: int, received: str) -> None:
-    """Leave word that the run was asked to stop by the signal `received` and is not finished."""
-    text = json.dumps({"step": step, "signal": received})
-    (folder / "stopped_early").write_text(text + "\n")
 
 
 def _build(
@@ -164,7 +157,7 @@ def _build(
     folder: Path,
     allow_change: set[str],
     signals: StopSignals,
-    lock: IO[str] | None,
+    lock: RunLock,
 ) -> Run:
     """`build` in its order:
 
@@ -323,7 +316,7 @@ def _open_record(
     checked: Preflight,
     state: RunState,
     model: nn.Module,
-    lock: IO[str] | None,
+    lock: RunLock,
     batches: TrainBatches | StreamBatches,
     train_set: TrainSet,
 ) -> Record:
@@ -337,7 +330,7 @@ def _open_record(
             folder, config.log, True, total_steps=plan.total_steps, first_step=state.step, lock=lock
         )
         header = "".join(f"# {key}: {value}\n" for key, value in made_by.items())
-        with replacing(folder / "config.yaml") as file:
+        with replacing(folder / CONFIG_FILE) as file:
             file.write((header + config_io.dump_yaml(values)).encode())
     except OSError as error:
         raise ValueError(
@@ -440,7 +433,7 @@ def train(run: Run) -> str:
         monitor = Monitor(config, plan, run.world, state, run.record, loader, run.train_step.lr_at)
         # forget an earlier stop; a signal in this attempt writes the file again
         if run.world.is_main:
-            (run.folder / "stopped_early").unlink(missing_ok=True)
+            clear_stopped(run.folder)
         # broken off by a signal: made up for
         if plan.evaluates_at(state.step) and state.evaluated_step < state.step:
             monitor.stop = not _evaluate(run)
@@ -518,13 +511,13 @@ def _finish(run: Run, monitor: Monitor) -> str:
     outcome = "stopped" if monitor.stop and not _is_done(run.plan, run.state) else "finished"
     if run.world.is_main:
         if outcome == "stopped":
-            _mark_stopped(run.folder, step, run.signals.received)
+            mark_stopped(run.folder, step, run.signals.received)
             run.record.say(
                 f"stopped at step {step} of {run.plan.total_steps}, saved; the same command goes on"
                 " from here"
             )
         else:
-            (run.folder / "stopped_early").unlink(missing_ok=True)
+            clear_stopped(run.folder)
             if run.state.evaluated_step < 0:
                 run.record.say(
                     f"not evaluated: the run has {step} steps, and an evaluation comes each"
@@ -647,5 +640,5 @@ def _write_weights(run: Run, name: str) -> None:
     }
     for kind, model in run.models().items():
         averaged = kind == "ema"
-        path = run.folder / "weights" / f"{name}{'_ema' if averaged else ''}.safetensors"
+        path = weights_file(run.folder, name, averaged)
         save_weights(path, model.state_dict(), {**metadata, "averaged": json.dumps(averaged)})

@@ -34,6 +34,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from vit.run.folder import CHECKPOINTS, INFO_FILE, weights_file
+
 CONTAINERS = ("state_dict", "model", "model_ema")
 """Keys under which training programs keep the weights (timm; DeiT and MAE), the first of them
 wins."""
@@ -334,12 +336,11 @@ def find_weights(path: str | os.PathLike[str]) -> Path:
     newest checkpoint. Raises WeightsError.
     """
     path = Path(path)
-    if not path.is_dir() or (path / "checkpoint.json").is_file():
+    if not path.is_dir() or (path / INFO_FILE).is_file():
         return path
-    candidates = [path / "weights" / "last_ema.safetensors", path / "weights" / "last.safetensors"]
+    candidates = [weights_file(path, "last", averaged) for averaged in (True, False)]
     candidates += [
-        info.parent
-        for info in sorted(path.glob("checkpoints/step_*/checkpoint.json"), reverse=True)
+        info.parent for info in sorted(path.glob(f"{CHECKPOINTS}/step_*/{INFO_FILE}"), reverse=True)
     ]
     candidates += [path / name for name in HUB_FILES]
     found = next((candidate for candidate in candidates if candidate.exists()), None)
@@ -377,14 +378,14 @@ def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:
 
 def _from_checkpoint(folder: Path) -> LoadedWeights:
     try:
-        info = json.loads((folder / "checkpoint.json").read_text())
+        info = json.loads((folder / INFO_FILE).read_text())
         config = info["config"]
         facts = info["facts"]
         step = info["step"]
         files = info["files"]
     except (OSError, ValueError, KeyError, TypeError):
         raise WeightsError(
-            f"{folder}: checkpoint.json is damaged, so this is not a checkpoint of this project"
+            f"{folder}: {INFO_FILE} is damaged, so this is not a checkpoint of this project"
         ) from None
     tensors: dict[str, Tensor] = {}
     for name in files:

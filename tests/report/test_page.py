@@ -28,7 +28,7 @@ from vit.metrics import interval95
 from vit.report import facts, plots
 from vit.report.page import make_report, write_page
 from vit.report.pictures import PAINTERS, Pictures, draw_pictures, pick_images
-from vit.run.record import is_in_use
+from vit.run.folder import is_in_use
 
 CPU = torch.device("cpu")
 HOSTILE = [

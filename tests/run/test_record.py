@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vit.config import LogConfig
-from vit.run.record import METRICS_FILE, Record, lock_run, read_metrics
+from vit.run.folder import METRICS_FILE, RunLock
+from vit.run.record import Record, read_metrics
 
 ROOT = Path(__file__).parents[2]
 OFF = LogConfig(wandb="off")
@@ -164,8 +165,9 @@ def test_lines_for_people_go_to_stderr_as_they_are(tmp_path, capsys):
 HOLD = """
 import sys, time
 from pathlib import Path
-from vit.run.record import lock_run
-lock = lock_run(Path(sys.argv[1]))
+from vit.run.folder import RunLock
+lock = RunLock(Path(sys.argv[1]))
+lock.acquire()
 print("held", flush=True)
 time.sleep(float(sys.argv[2]))
 """
@@ -198,7 +200,7 @@ def test_a_run_that_is_ending_is_waited_for(tmp_path, capsys):
 
 
 def test_a_run_that_goes_on_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("vit.run.record.LOCK_WAIT_S", 0.5)
+    monkeypatch.setattr("vit.run.folder.LOCK_WAIT_S", 0.5)
     with hold(tmp_path, 60) as other:
         with pytest.raises(
             ValueError,
@@ -214,7 +216,7 @@ def test_a_run_that_goes_on_is_left_alone(tmp_path, monkeypatch):
 
 def test_a_lock_taken_before_is_kept_by_the_record_until_its_end(tmp_path):
     """A second handle of the same file would lose it: POSIX locks end when a process closes any."""
-    record = Record(tmp_path, OFF, True, total_steps=1, lock=lock_run(tmp_path))
+    record = Record(tmp_path, OFF, True, total_steps=1, lock=RunLock(tmp_path))
     gc.collect()
     trial = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     locked = [sys.executable, "-c", trial, str(tmp_path / ".lock")]

@@ -27,7 +27,8 @@ from PIL import Image
 
 from vit.config import LogConfig
 from vit.run import wandb_process
-from vit.run.record import METRICS_FILE, Record
+from vit.run.folder import METRICS_FILE
+from vit.run.record import Record
 
 ROOT = Path(__file__).parents[2]
 KEY = "0123456789abcdef" * 2 + "01234567"

@@ -26,7 +26,7 @@ from vit.report.curves import curve_panels
 from vit.report.history import History
 from vit.report.pictures import PAINTERS, Pictures
 from vit.report.source import ReportSource, sentence
-from vit.run.record import METRICS_FILE
+from vit.run.folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, STOPPED_FILE
 from vit.system.meter import duration
 from vit.system.urls import shown
 
@@ -76,7 +76,7 @@ def page_values(source: ReportSource, story: History, pictures: Pictures) -> dic
         "faults": _faults(story, run_dir),
         "settings": _settings(config) if config is not None else [],
         "config_problem": config_problem,
-        "config_text": _text(run_dir / "config.yaml") if config is None else "",
+        "config_text": _text(run_dir / CONFIG_FILE) if config is None else "",
         "plan": plan,
         "provenance": _provenance(story),
     }
@@ -125,7 +125,7 @@ def _state(story: History, plan: dict[str, Any], run_dir: Path, now_s: float) ->
 
 def _signal(run_dir: Path) -> str:
     try:
-        return f" by {json.loads((run_dir / 'stopped_early').read_text())['signal'] or 'request'}"
+        return f" by {json.loads((run_dir / STOPPED_FILE).read_text())['signal'] or 'request'}"
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
@@ -353,7 +353,7 @@ def _faults(story: History, run_dir: Path) -> dict[str, Any]:
         for line in (*story.of_kind("fault"), *story.of_kind("end"))
         if line["kind"] == "fault" or line.get("outcome") == "error"
     ]
-    damaged = sorted(path.name for path in (run_dir / "checkpoints").glob("damaged_*"))
+    damaged = sorted(path.name for path in (run_dir / CHECKPOINTS).glob("damaged_*"))
     return {
         "lines": sorted(faults, key=lambda fault: fault["step"]),
         "updates_skipped": max((line.get("updates_skipped") or 0 for line in train), default=0),

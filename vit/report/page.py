@@ -25,9 +25,9 @@ from markupsafe import Markup, escape
 
 from vit.report.facts import TEMPLATE_FILE, page_values
 from vit.report.history import read_history
-from vit.report.pictures import REPORT_FOLDER, Pictures, draw_pictures
+from vit.report.pictures import Pictures, draw_pictures
 from vit.report.source import ReportSource
-from vit.run.record import METRICS_FILE
+from vit.run.folder import METRICS_FILE, REPORT_FOLDER
 from vit.system.files import replacing
 from vit.system.meter import duration
 

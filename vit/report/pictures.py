@@ -33,10 +33,9 @@ from vit.report.attention import attention_maps, attention_rollout
 from vit.report.confusion import most_confused, plot_confusion, plot_most_confused
 from vit.report.curves import plot_curves
 from vit.report.source import ReportSource, sentence
-from vit.run.record import METRICS_FILE
+from vit.run.folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.weights import LoadedWeights
 
-REPORT_FOLDER = "report"
 NUM_AUGMENTED = 24
 NUM_ATTENTION = 12
 NUM_ATTENTION_WRONG = 4
@@ -95,8 +94,7 @@ def draw_pictures(
     caller are left alone.
     """
     if not any(
-        (run_dir / name).exists()
-        for name in (METRICS_FILE, "config.yaml", "weights", "checkpoints")
+        (run_dir / name).exists() for name in (METRICS_FILE, CONFIG_FILE, "weights", CHECKPOINTS)
     ):
         there = "has neither config.yaml nor metrics.jsonl" if run_dir.is_dir() else "is no folder"
         raise ValueError(

@@ -19,10 +19,10 @@ from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_center
 from vit.data.shards.split import Split
 from vit.data.sources import TrainSet
-from vit.evaluate import PREDICTIONS_FILE
 from vit.model import create_model
 from vit.open_data import open_split, open_train_set
 from vit.report.confusion import confusion_matrix
+from vit.run.folder import CONFIG_FILE, PREDICTIONS_FILE
 from vit.weights import LoadedWeights, WeightsError, find_weights, load_weights, read_weights
 
 MAX_CONFUSION_CLASSES = 5_000
@@ -43,7 +43,7 @@ class ReportSource:
         """As the newest attempt resolved it; `config.yaml` is younger than the weights after a
         resume with a changed setting."""
         try:
-            return config_io.load_config(self.run_dir / "config.yaml", used_here=False).config
+            return config_io.load_config(self.run_dir / CONFIG_FILE, used_here=False).config
         except ValueError as error:
             try:
                 trained = self.trained

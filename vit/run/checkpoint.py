@@ -36,13 +36,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vit.distributed import World
+from vit.run.folder import CHECKPOINTS, INFO_FILE
 from vit.step import TrainStep
 from vit.system.meter import Meter
 from vit.weights import WeightsError, flush, save_weights
 
 FORMAT_VERSION = 1
 STATE_FILE = "state.safetensors"
-INFO_FILE = "checkpoint.json"
 SEEN_WITHIN_S = 120.0
 """Twice what NFS keeps the listing of a folder for at most (acdirmax)."""
 SEEN_PAUSE_S = 0.5
@@ -127,7 +127,7 @@ def save_checkpoint(
     Raises CheckpointError where there is no room or no permission; the previous checkpoint stays as
     it was.
     """
-    folder = run_dir / "checkpoints" / f"step_{state.step:08d}"
+    folder = run_dir / CHECKPOINTS / f"step_{state.step:08d}"
     if world.is_main:
         try:
             if folder.exists() and not (folder / INFO_FILE).is_file():
@@ -217,7 +217,7 @@ def _sha256(path: Path, meter: Meter | None = None) -> str:
 def complete_checkpoints(run_dir: Path) -> list[Path]:
     """Checkpoint folders of a run, newest first."""
     return sorted(
-        (p for p in (run_dir / "checkpoints").glob("step_*") if (p / INFO_FILE).is_file()),
+        (p for p in (run_dir / CHECKPOINTS).glob("step_*") if (p / INFO_FILE).is_file()),
         reverse=True,
     )
 

@@ -10,27 +10,22 @@ offline, down or hanging changes nothing in the file and never stops the run.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
-import socket
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from vit.config import LogConfig
+from vit.run.folder import METRICS_FILE, RunLock
 from vit.run.wandb_process import Tracking, wanted_mode
 from vit.system.urls import shown, shown_values
 
-METRICS_FILE = "metrics.jsonl"
-LOCK_WAIT_S = 15.0
-"""For the last attempt in the same run folder to end: about what saving a large checkpoint
-takes."""
 SILENT_S = 60.0
 """After so long without a line a log file gets one: steps may take minutes each."""
 
@@ -70,8 +65,8 @@ class Record:
     """Rank 0 writes and shows; on other ranks every call does nothing.
 
     `total_steps` and `first_step` serve the progress line. Lines go to stderr, so that a command's
-    stdout stays its own. `lock` is what `lock_run` has given to whoever looked into the folder
-    before; the record takes it over.
+    stdout stays its own. `lock` is that of the run folder; the record acquires it, if it is
+    not held yet, and releases it at its end.
     """
 
     def __init__(
@@ -82,7 +77,7 @@ class Record:
         *,
         total_steps: int,
         first_step: int = 0,
-        lock: IO[str] | None = None,
+        lock: RunLock | None = None,
     ):
         self.is_main = is_main
         self._tracking: Tracking | None = None
@@ -96,7 +91,8 @@ class Record:
         self._config = config
         self._said_at = time.monotonic()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._lock = lock or lock_run(run_dir)
+        self._lock = lock or RunLock(run_dir)
+        self._lock.acquire()
         self._file = _open_whole_lines(run_dir / METRICS_FILE)
         self._live: Progress | None = None
         if self._console.is_terminal:
@@ -213,80 +209,10 @@ class Record:
         if self._live is not None:
             self._live.stop()
         self._file.close()
-        self._lock.close()  # the next attempt need not wait for W&B
+        self._lock.release()  # the next attempt does not wait for W&B
         if self._tracking is not None:
             self._tracking.close(self._failed, self._stopped)
             self._tracking = None
-
-
-def lock_run(run_dir: Path) -> IO[str]:
-    """Hold the run folder for this process, until the file that is returned is closed. Two writers
-    would ruin record and checkpoints.
-
-    Waits up to `LOCK_WAIT_S` for a process that has it: after a kill of the launcher, the ranks of
-    the last attempt may still be saving. Raises ValueError if it goes on.
-
-    A POSIX record lock: it ends with its process, is not inherited by loader workers, and works
-    over NFS. It also ends when this process closes *any* handle of the file, so it is taken once
-    and handed on, never tried and taken again.
-    """
-    try:
-        file = (run_dir / ".lock").open("a+")
-    except OSError as error:
-        raise ValueError(
-            f"run.dir={run_dir}: cannot be written ({error.strerror}): choose another folder"
-        ) from None
-    deadline = time.monotonic() + LOCK_WAIT_S
-    told = False
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except (BlockingIOError, PermissionError):
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            if time.monotonic() > deadline:
-                file.close()
-                raise ValueError(
-                    f"{run_dir}: in use by a live run ({holder}): wait for its end, stop it, or use"
-                    " another run.dir"
-                ) from None
-            if not told:
-                told = True
-                print(
-                    f"{run_dir}: waiting up to {LOCK_WAIT_S:.0f} s for {holder} to end",
-                    file=sys.stderr,
-                )
-            time.sleep(0.2)
-        except OSError as error:  # a file system without locks
-            print(
-                f"{run_dir}: cannot be locked here ({error.strerror}): make sure that only one run"
-                " uses it",
-                file=sys.stderr,
-            )
-            break
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    return file
-
-
-def is_in_use(run_dir: Path) -> bool | None:
-    """Whether another process is training in `run_dir`; None if that cannot be seen from here.
-
-    Never call it from the process that trains: closing the file would give the run's own lock away
-    (POSIX).
-    """
-    try:
-        with (run_dir / ".lock").open("rb") as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return None
-    return False
 
 
 def _open_whole_lines(path: Path) -> Any:

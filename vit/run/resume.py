@@ -15,6 +15,7 @@ from vit import config_io
 from vit.config import Config
 from vit.distributed import World
 from vit.run import checkpoint as checkpoints
+from vit.run.folder import CHECKPOINTS
 from vit.system.urls import bare
 
 MAY_CHANGE = (
@@ -67,7 +68,7 @@ def find_checkpoint(
     told = world.broadcast_from_main(look)
     if told is None:
         return None
-    path = folder / "checkpoints" / told[0]
+    path = folder / CHECKPOINTS / told[0]
     with world.fail_together():
         checkpoints.wait_for_checkpoint(path, told[1])
     return path, told[1]

@@ -1,0 +1,157 @@
+"""A run folder: every name in it, the lock that one process holds on it, and the mark of a stopped
+run.
+
+    runs/<name>/
+      config.yaml            the resolved config; command, commit and versions in its header
+      metrics.jsonl          the record, see vit.run.record
+      predictions.npz        predicted class of each validation image, from the newest evaluation
+      checkpoints/           full state, see vit.run.checkpoint
+      weights/               last, best (and last_ema, best_ema), for evaluation and other tools
+      report/                index.html and its pictures, see vit.report
+      stopped_early          only while the run was asked to stop and is not finished
+      .lock                  held by the process that trains
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+PREDICTIONS_FILE = "predictions.npz"
+CHECKPOINTS = "checkpoints"
+INFO_FILE = "checkpoint.json"
+"""In each folder of `CHECKPOINTS`; written last, so a checkpoint that has it is complete."""
+LATEST_FILE = f"{CHECKPOINTS}/latest"
+REPORT_FOLDER = "report"
+STOPPED_FILE = "stopped_early"
+LOCK_FILE = ".lock"
+LOCK_WAIT_S = 15.0
+"""How long to wait for the previous process of a run to end: about what saving a large checkpoint
+takes."""
+
+
+def weights_file(run_dir: Path, name: str, averaged: bool = False) -> Path:
+    """Return the file of the weights `name` (last or best), or of their average."""
+    return run_dir / "weights" / f"{name}{'_ema' if averaged else ''}.safetensors"
+
+
+def newest_run(*names: str, runs: Path = Path("runs")) -> Path | None:
+    """Return the folder in `runs` that has the most recently changed of the files `names`."""
+    found = [(path, name) for name in names for path in runs.glob(f"*/{name}")]
+    if not found:
+        return None
+    path, name = max(found, key=lambda pair: pair[0].stat().st_mtime)
+    return path.parents[name.count("/")]
+
+
+def mark_stopped(run_dir: Path, step: int, signal_name: str) -> None:
+    """Record that the run was asked to stop at `step` and is not finished; Slurm's script reads
+    it."""
+    text = json.dumps({"step": step, "signal": signal_name})
+    (run_dir / STOPPED_FILE).write_text(text + "\n")
+
+
+def clear_stopped(run_dir: Path) -> None:
+    """Remove the mark of `mark_stopped`, if there is one."""
+    (run_dir / STOPPED_FILE).unlink(missing_ok=True)
+
+
+class RunLock:
+    """Keeps a second process from writing to a run folder.
+
+    A POSIX record lock: it ends with its process, is not inherited by loader workers, and works
+    over NFS. It also ends when this process closes *any* handle of the file, so it is acquired
+    once, and `is_in_use` must not be called by the process that holds it.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._file: IO[str] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process holds the lock."""
+        return self._file is not None
+
+    def acquire(self) -> None:
+        """Take the lock, unless it is held already.
+
+        Waits up to `LOCK_WAIT_S` for the process that holds it: after the launcher was killed, the
+        ranks of the previous attempt may still be saving. Raises ValueError if it goes on.
+        """
+        if self._file is not None:
+            return
+        try:
+            file = (self._run_dir / LOCK_FILE).open("a+")
+        except OSError as error:
+            raise ValueError(
+                f"run.dir={self._run_dir}: cannot be written ({error.strerror}): choose another"
+                " folder"
+            ) from None
+        try:
+            self._wait_for(file)
+        except BaseException:
+            file.close()
+            raise
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        self._file = file
+
+    def _wait_for(self, file: IO[str]) -> None:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        is_announced = False
+        while True:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except (BlockingIOError, PermissionError):
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+            except OSError as error:  # a file system without locks
+                print(
+                    f"{self._run_dir}: cannot be locked here ({error.strerror}): make sure that"
+                    " only one run uses it",
+                    file=sys.stderr,
+                )
+                return
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{self._run_dir}: in use by a live run ({holder}): wait for its end, stop it,"
+                    " or use another run.dir"
+                )
+            if not is_announced:
+                is_announced = True
+                print(
+                    f"{self._run_dir}: waiting up to {LOCK_WAIT_S:.0f} s for {holder} to end",
+                    file=sys.stderr,
+                )
+            time.sleep(0.2)
+
+    def release(self) -> None:
+        """Let another process use the folder."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def is_in_use(run_dir: Path) -> bool | None:
+    """Return whether another process is training in `run_dir`; None if that is not visible here."""
+    try:
+        with (run_dir / LOCK_FILE).open("rb") as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False
