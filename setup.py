@@ -1,22 +1,41 @@
-"""The part in C, a plain shared library for vit/data/decode/native.py: optional, all works without
-it. The rest is in pyproject.toml."""
+"""What pyproject.toml cannot say: the optional part in C, and what else goes into a wheel."""
 
 import hashlib
+import shutil
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 FILES = sorted(Path("vit/data/decode/c").glob("*.[ch]"))
-# vit/data/decode/native.py: stamp_of
 STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in FILES)).hexdigest()[:16]
 NATIVE = Extension(
     "vit._native",
     sources=[str(path) for path in FILES if path.suffix == ".c"],
     depends=[str(path) for path in FILES],
+    # vit/data/decode/native.py (stamp_of) compares it with the files that it finds
     define_macros=[("VIT_NATIVE_SOURCES", f'"{STAMP}"')],
     extra_compile_args=["-O3", "-g0"],
     optional=True,
 )
 
-# by dates alone a checkout of older files would build nothing
-setup(ext_modules=[NATIVE], options={"build_ext": {"force": True}})
+
+class BuildWithCommands(build_py):
+    """Puts launch/ and configs/ into the installed `vit`; vit/__main__.py runs them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for folder, pattern in (("launch", "*.py"), ("configs", "*.yaml")):
+                target = Path(self.build_lib, "vit", folder)
+                target.mkdir(parents=True, exist_ok=True)
+                for path in Path(folder).glob(pattern):
+                    shutil.copy(path, target)
+
+
+setup(
+    ext_modules=[NATIVE],
+    cmdclass={"build_py": BuildWithCommands},
+    # By dates alone a checkout of older files would build nothing.
+    options={"build_ext": {"force": True}},
+)

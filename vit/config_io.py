@@ -394,6 +394,19 @@ class LoadedConfig(NamedTuple):
     origins: dict[str, str]
 
 
+def recipes_folder() -> Path:
+    """The folder of our recipes: next to `vit` in a checkout, inside it where it is installed."""
+    installed = Path(__file__).with_name("configs")
+    return installed if installed.is_dir() else Path(__file__).parents[1] / "configs"
+
+
+def _find_config(path: Path) -> Path:
+    """`path`; if there is no such file, our recipe of that name: `configs/vit_b16.yaml`, `vit_b16`."""
+    recipe = recipes_folder() / f"{path.stem}.yaml"
+    is_ours = str(path.parent) in (".", "configs") and path.suffix in ("", ".yaml")
+    return recipe if is_ours and not path.exists() and recipe.is_file() else path
+
+
 def load_config(
     path: str | Path, overrides: Iterable[str] = (), *, used_here: bool = True
 ) -> LoadedConfig:
@@ -404,11 +417,12 @@ def load_config(
     looked at. Without `run.dir` the run lives in `runs/<name of the file>`. Raises `ConfigError`
     with all problems found, one line each.
     """
-    path = Path(path)
+    path = _find_config(Path(path))
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        there = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        folder = path.parent if path.suffix and path.parent.is_dir() else recipes_folder()
+        there = sorted(str(p) for p in folder.glob("*.yaml"))
         hint = f"; there are: {', '.join(there)}" if there else ""
         raise ConfigError(f"{path}: cannot read the config file ({error.strerror}){hint}") from None
     except UnicodeDecodeError:

@@ -25,9 +25,13 @@ from families import Family, inherited
 from PIL import Image
 from safetensors.torch import load_file
 
+import vit.config
 from data_prep import imagefolder
 
 REPOSITORY = Path(__file__).parents[2]
+_package = Path(vit.config.__file__).parent
+COMMANDS = _package if (_package / "launch").is_dir() else REPOSITORY
+"""Where launch/ is: in an installed package inside of it (tests/project/test_wheel.py)."""
 TINY = [
     "model.embed_dim=32",
     "model.depth=2",
@@ -118,7 +122,7 @@ def command(
         if ranks
         else [python]
     )
-    return [*launcher, str(REPOSITORY / script), *map(str, arguments)]
+    return [*launcher, str(COMMANDS / script), *map(str, arguments)]
 
 
 def call(
@@ -159,7 +163,7 @@ def _typed(script: str, words: Sequence[object]) -> Iterator[None]:
     path = list(sys.path)
     num_threads = torch.get_num_threads()
     sys.argv = [script, *map(str, words)]
-    sys.path.insert(0, str((REPOSITORY / script).parent))
+    sys.path.insert(0, str((COMMANDS / script).parent))
     torch.set_num_threads(1)
     try:
         yield
@@ -173,7 +177,7 @@ def run_here(script: str, *words: object) -> None:
     """Run a command of launch/ in this process, which has torch already; what ends a command with
     status 2 is a ValueError."""
     with _typed(script, words):
-        runpy.run_path(str(REPOSITORY / script))["main"]()
+        runpy.run_path(str(COMMANDS / script))["main"]()
 
 
 def train(

@@ -3,8 +3,12 @@ this process."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from processes import run_here
+
+from vit.system.command_line import as_typed
 
 CONFIG = ["--config", "configs/demo.yaml"]
 
@@ -14,14 +18,13 @@ def refusal(capsys):
     """What a command of launch/ says to a command line that it refuses."""
 
     def refused(script: str, *words: str) -> str:
-        with pytest.raises(
-            ValueError, match=rf"\(python launch/{script}.py .*--help lists the options\)"
-        ) as caught:
+        typed = re.escape(as_typed(f"python launch/{script}.py"))
+    with pytest.raises(ValueError, match=rf"\({typed} .*--help lists the options\)") as caught:
             run_here(f"launch/{script}.py", *words)
         printed = capsys.readouterr()
         assert (printed.out, printed.err) == ("", ""), "argparse's usage is no help"
         assert "\n" not in str(caught.value)
-        return str(caught.value).rpartition(" (python")[0]
+        return str(caught.value).rpartition(" (")[0]
 
     return refused
 

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NoReturn
 
 from vit.system.urls import shown
@@ -20,6 +21,19 @@ from vit.system.urls import shown
 Hint = Callable[[str, str], str]
 """What is meant by an unknown option and the value that was given with it ("" for none), in words;
 "" if nobody knows."""
+
+
+INSTALLED_LAUNCH = Path(__file__).parents[1] / "launch"
+"""Where setup.py puts the commands of a wheel; a checkout has them at its top."""
+
+
+def as_typed(text: str) -> str:
+    """`text` with our commands as people type them; of an installed package: vit/__main__.py."""
+    if not INSTALLED_LAUNCH.is_dir():
+        return text
+    text = re.sub(r"(torchrun .*?)launch/(\w+)\.py", r"\1-m vit \2", text)
+    text = re.sub(r"python launch/(\w+)\.py", r"vitline \1", text)
+    return re.sub(r"python -m data_prep\.(\w+)", r"vitline prep \1", text)
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,8 +45,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str | None = None, hint: Hint | None = None):
         super().__init__(
-            prog=prog,
-            description=description,
+            prog=as_typed(prog),
+            description=as_typed(description or ""),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

@@ -1,0 +1,87 @@
+"""What `pip install vitline` gives: the package built from its sdist, outside of any checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import REPOSITORY, call, environment, make_shards
+
+from vit.data.decode import native
+
+pytestmark = pytest.mark.slow
+IN_AN_SDIST = "vit data_prep launch configs setup.py pyproject.toml MANIFEST.in README.md LICENSE"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """An empty folder with `site/`: the wheel of the sdist of this checkout, installed there."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in [*IN_AN_SDIST.split(), "CHANGELOG.md", "CITATION.cff"]:
+        path = REPOSITORY / name
+        if path.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "_native*")
+            shutil.copytree(path, source / name, ignore=ignored)
+        else:
+            shutil.copy(path, source)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source]
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
+    subprocess.run(build, check=True, capture_output=True)
+    [wheel] = folder.glob("vitline-*.whl")
+    subprocess.run([*install, folder / "site", wheel], check=True, capture_output=True)
+    shutil.rmtree(source)
+    return folder
+
+
+def installed(place: Path) -> dict[str, str]:
+    """The environment of somebody who has installed it, and nothing of this checkout."""
+    path = os.pathsep.join([str(place / "site" / "bin"), os.environ["PATH"]])
+    return {**environment(), "PYTHONPATH": str(place / "site"), "PATH": path}
+
+
+def test_the_command_trains_and_evaluates_by_the_name_of_a_recipe(place, tmp_path):
+    vitline = str(place / "site" / "bin" / "vitline")
+    images = make_shards(tmp_path).parent / "images"
+    env = installed(place)
+    prepared = call([vitline, "prep", "imagefolder", str(images), "--out", "mine"], env, tmp_path)
+    assert prepared.returncode == 0, prepared.stderr
+    small = ["data.root=mine", "train.epochs=null", "train.steps=2", "data.global_batch_size=12"]
+    small += ["schedule.warmup_steps=1", "run.dir=run", "log.report=false", "log.wandb=off"]
+    trained = call([vitline, "train", "--config", "demo", *small], env, tmp_path)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    evaluated = call([vitline, "eval", "run"], env, tmp_path)
+    assert "23 images at 32x32" in evaluated.stdout, evaluated.stderr
+
+
+def test_it_names_its_commands_and_itself_in_them(place):
+    vitline = str(place / "site" / "bin" / "vitline")
+    shown = call([vitline, "--help"], installed(place), place).stdout
+    assert all(f"\n  {name} " in shown for name in ("train", "eval", "report", "visualize", "prep"))
+    help_text = call([vitline, "train", "--help"], installed(place), place).stdout
+    assert help_text.startswith("usage: vitline train")
+    assert "launch/" not in help_text
+    assert call([vitline, "trian"], installed(place), place).returncode == 2
+
+
+@pytest.mark.skipif(not native.AVAILABLE, reason="no C compiler")
+def test_its_part_in_c_is_there_and_fits(place):
+    code = "from vit.data.decode import native; print(native.__file__, native.AVAILABLE)"
+    done = call([sys.executable, "-c", code], installed(place), place)
+    assert done.stdout.split() == [str(place / "site/vit/data/decode/native.py"), "True"]
+
+
+@pytest.mark.full
+def test_the_tests_of_the_commands_pass_on_it(place):
+    """The same test files, which find the commands where the package is."""
+    folders = ["launch", "system/test_command_line.py", "report/test_page.py"]
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0"]
+    helpers = " ".join(str(REPOSITORY / "tests" / folder) for folder in ("helpers", ""))
+    line += ["-o", f"pythonpath={helpers}", *(str(REPOSITORY / "tests" / name) for name in folders)]
+    done = call(line, installed(place), place, timeout_s=600)
+    assert done.returncode == 0, done.stdout[-5000:]

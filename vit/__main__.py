@@ -1,0 +1,60 @@
+"""The commands of launch/ and data_prep/ where the package is installed: `vitline COMMAND ...`.
+
+    vitline train --config vit_b16 data.root=/data/imagenet
+    torchrun --nproc_per_node=8 -m vit train --config vit_b16 data.root=/data/imagenet
+    vitline prep imagefolder PHOTOS --out /data/photos
+
+A command is the file of that name in launch/, run as `python launch/NAME.py` runs it: in a checkout
+from there, in an installed package from its copy inside `vit`. `prep` takes a module of data_prep.
+Recipes go by name: `--config vit_b16` is configs/vit_b16.yaml unless there is such a file.
+"""
+
+from __future__ import annotations
+
+import ast
+import runpy
+import sys
+from pathlib import Path
+
+LAUNCH = next(
+    folder
+    for folder in (Path(__file__).with_name("launch"), Path(__file__).parents[1] / "launch")
+    if folder.is_dir()
+)
+COMMANDS = sorted(path.stem for path in LAUNCH.glob("*.py") if path.stem != "check_versions")
+
+
+def main() -> None:
+    """Run the command that the command line names. Exit status 2 if it names none."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in COMMANDS:
+        script = LAUNCH / f"{name}.py"
+        sys.argv = [str(script), *sys.argv[2:]]
+        sys.path.insert(
+            0, str(LAUNCH)
+        )  # as `python launch/NAME.py` has it: scripts import check_versions
+        runpy.run_path(str(script), run_name="__main__")
+    elif name == "prep":
+        module = ".".join(["data_prep", *sys.argv[2:3]])
+        sys.argv = sys.argv[2:] or sys.argv[1:]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        print(usage())
+        raise SystemExit(0 if name in ("-h", "--help") else 2)
+
+
+def usage() -> str:
+    """The commands, each with the first line of its docstring."""
+    lines = [f"  {name:10} {_first_line(LAUNCH / f'{name}.py')}" for name in COMMANDS]
+    lines.append(
+        f"  {'prep':10} Write, index, verify and describe shards: `prep` alone lists its commands."
+    )
+    return "\n".join(["usage: vitline COMMAND ...", "", *lines, "", "Each has --help."])
+
+
+def _first_line(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+
+
+if __name__ == "__main__":
+    main()
