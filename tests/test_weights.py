@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 
 from vit.model import VisionTransformer, create_model
+from vit.posemb import resample_posemb
 from vit.weights import (
     LoadedWeights,
     WeightsError,
     class_mismatch,
     load_weights,
     read_state_dict,
-    resample_posemb,
     save_weights,
 )
 
@@ -98,7 +98,7 @@ def test_resampling_computes_in_float32_and_keeps_the_dtype():
 
 
 def test_resampling_refuses_another_grid():
-    with pytest.raises(WeightsError, match=r"pos_embed is \(1, 197, 8\), expected \(1, 170, dim\)"):
+    with pytest.raises(ValueError, match=r"pos_embed is \(1, 197, 8\), expected \(1, 170, dim\)"):
         resample_posemb(posemb(14, 14), (13, 13), (24, 24), 1)
 
 

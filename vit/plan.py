@@ -19,7 +19,8 @@ from vit.data.augment.draw import mixes, partners
 from vit.data.order import Order, Share, divisors, make_order, possible_lanes
 from vit.data.shuffle_quality import measure_shuffle
 from vit.data.stream import NOT_EXACT
-from vit.model import count_parameters, create_model, flops_per_image
+from vit.model import create_model
+from vit.model_summary import count_parameters, flops_per_image
 from vit.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
 from vit.optim import state_bytes
 from vit.system.files import ShardError

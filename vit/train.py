@@ -45,7 +45,8 @@ from vit.distributed import World, wrap
 from vit.ema import Ema
 from vit.evaluate import evaluate, save_predictions
 from vit.exit import Interrupted, StopSignals
-from vit.model import count_parameters, create_model, flops_per_image
+from vit.model import create_model
+from vit.model_summary import count_parameters, flops_per_image
 from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.optim import create_optimizer
 from vit.plan import Plan, make_plan

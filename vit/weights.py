@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from vit.posemb import resample_posemb
 from vit.run.folder import CHECKPOINTS, INFO_FILE, weights_file
 
 CONTAINERS = ("state_dict", "model", "model_ema")
@@ -50,43 +50,6 @@ depth."""
 
 class WeightsError(ValueError):
     """Weights that cannot be read, or do not fit the model; the message is for people."""
-
-
-def resample_posemb(
-    pos_embed: Tensor,
-    old_grid: tuple[int, int],
-    new_grid: tuple[int, int],
-    num_prefix_tokens: int,
-    interpolation: str = "bicubic",
-    antialias: bool = True,
-) -> Tensor:
-    """Position embeddings for another grid: (1, P + h*w, D) -> (1, P + h'*w', D), same dtype
-    (paper, section 3.2).
-
-    Tokens lie row by row. The first P = `num_prefix_tokens` rows have no place in the image and
-    stay as they are. `interpolation` is "bicubic" or "bilinear"; the defaults are those of timm's
-    `resample_abs_pos_embed` (huggingface/pytorch-image-models:timm/layers/pos_embed.py).
-    `antialias` matters only towards a smaller grid; DeiT and MAE have none. The result has exactly
-    h' x w' positions: a scale factor would round.
-
-    Raises:
-        WeightsError: `pos_embed` is not of `old_grid`.
-    """
-    if pos_embed.ndim != 3 or pos_embed.shape[:2] != (1, num_prefix_tokens + math.prod(old_grid)):
-        raise WeightsError(
-            f"pos_embed is {tuple(pos_embed.shape)}, expected (1,"
-            f" {num_prefix_tokens + math.prod(old_grid)}, dim): {num_prefix_tokens} prefix tokens"
-            f" and a grid of {old_grid[0]}x{old_grid[1]}"
-        )
-    if tuple(old_grid) == tuple(new_grid):
-        return pos_embed
-    prefix = pos_embed[:, :num_prefix_tokens]
-    positions = pos_embed[:, num_prefix_tokens:]
-    image = positions.float().unflatten(1, tuple(old_grid)).permute(0, 3, 1, 2)
-    image = F.interpolate(
-        image, size=tuple(new_grid), mode=interpolation, align_corners=False, antialias=antialias
-    )
-    return torch.cat((prefix, image.flatten(2).transpose(1, 2).to(pos_embed.dtype)), dim=1)
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -13,7 +13,8 @@ from processes import metrics, run
 
 from vit.config_io import load_config, to_dict
 from vit.distributed import World
-from vit.model import create_model, flops_per_image
+from vit.model import create_model
+from vit.model_summary import flops_per_image
 from vit.plan import make_plan
 from vit.train import build, train
 

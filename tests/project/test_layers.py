@@ -24,6 +24,7 @@ LAYERS = [
     }
     | {
         "vit.system.files",
+        "vit.system.spelling",
         "vit.system.urls",
         "vit.data.row_filter",
         "vit.sections",
@@ -68,7 +69,17 @@ LAYERS = [
         "vit.data.augment.dialects",
         "vit.data.augment.pixel_ops",
     }
-    | {"vit.data.worker_pool", "vit.model", "vit.loss", "vit.optim", "vit.ema", "vit.metrics"},
+    | {
+        "vit.data.worker_pool",
+        "vit.timm_model",
+        "vit.posemb",
+        "vit.model",
+        "vit.model_summary",
+        "vit.loss",
+        "vit.optim",
+        "vit.ema",
+        "vit.metrics",
+    },
     {
         "vit.step",
         "vit.evaluate",

@@ -21,7 +21,8 @@ from vit import config_io
 from vit.config import Config
 from vit.data.batches import ImageFormat
 from vit.metrics import format_interval
-from vit.model import count_parameters, create_model, flops_per_image
+from vit.model import create_model
+from vit.model_summary import count_parameters, flops_per_image
 from vit.report.curves import curve_panels
 from vit.report.history import History
 from vit.report.pictures import PAINTERS, Pictures

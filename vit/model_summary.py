@@ -1,0 +1,103 @@
+"""What a model costs: parameters, operations, and the shapes at each stage.
+
+    python -m vit.model [vit_b16] [--image-size PIXELS [PIXELS]] [--num-classes N]
+
+The forward pass runs on the meta device: nothing is computed and nothing allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from vit.model import DropPath, create_model
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Number of trainable and frozen parameters, without buffers (fixed positions)."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def flops_per_image(model: Any) -> int:
+    """Operations of one image's forward pass in matrix products and convolutions.
+
+    A multiply-add counts as 2. `model` comes from `create_model` and is not wrapped (DDP, FSDP2).
+    """
+    weights = {
+        name: torch.empty_like(tensor, device="meta")
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+    }
+    # Two images, since a batch norm in training refuses one.
+    images = torch.empty(2, model.in_chans, *model.image_size, device="meta")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        torch.func.functional_call(model, weights, (images,))
+    return counter.get_total_flops() // 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m vit.model",
+        description="Shapes at each stage, parameters and GFLOP of a model.",
+    )
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default="vit_b16",
+        help="vit_{ti,s,b,l,h}{patch} or timm/<name> (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--image-size",
+        type=int,
+        nargs="+",
+        default=[224],
+        metavar="PIXELS",
+        help="side, or height and width (default: 224)",
+    )
+    parser.add_argument("--num-classes", type=int, default=1000, help="(default: %(default)s)")
+    args = parser.parse_args()
+    size = args.image_size[0] if len(args.image_size) == 1 else tuple(args.image_size)
+    model: Any
+    try:
+        with torch.device("meta"):
+            model = create_model(args.name, size, args.num_classes)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{'stage':<20} {'module':<18} {'in':<20}    {'out':<20} {'parameters':>12}")
+    _print_shapes_in_forward(model)
+    gflop = flops_per_image(model) / 1e9
+    print(
+        f"{args.name} at {model.image_size[0]}x{model.image_size[1]}: {count_parameters(model):,}"
+        f" parameters, {gflop:.2f} GFLOP per image forward (2 for each multiply-add; papers often"
+        " count 1)"
+    )
+
+
+def _print_shapes_in_forward(model: nn.Module) -> None:
+    """Let the next forward pass print a line for each stage and each part of the first block."""
+
+    def watch(name: str, module: nn.Module) -> None:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            before, after = (
+                f"({', '.join(map(str, ('B', *tensor.shape[1:])))})"
+                for tensor in (inputs[0], output)
+            )
+            print(
+                f"{name:<20} {type(module).__name__:<18} {before:<20} -> {after:<20}"
+                f" {count_parameters(module):>12,}"
+            )
+
+        module.register_forward_hook(hook)
+
+    for name, module in model.named_modules():
+        is_stage = name and ("." not in name or name.startswith("blocks.0."))
+        if is_stage and not isinstance(module, (nn.Identity, nn.Dropout, DropPath)):
+            watch(name, module)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Position embeddings: fixed 2-D sine-cosine ones, and resampling to another grid."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def sincos2d_posemb(grid_size: tuple[int, int], dim: int, num_prefix_tokens: int) -> Tensor:
+    """Fixed 2-D sine-cosine positions: (1, P + h*w, dim) float32, 0 for prefix tokens.
+
+    A quarter of the channels each is sin x, cos x, sin y, cos y; `dim` is a multiple of 4 and at
+    least 8. As in google-research/big_vision:big_vision/models/vit.py (`posemb_sincos_2d`): the
+    frequencies fall from 1 to exactly 1/10,000. MoCo v3 (arXiv 2104.02057), where the positions
+    come from, stops one step before.
+    """
+    quarter = dim // 4  # in float64, rounded once at the end
+    frequencies = 10_000.0 ** (-torch.arange(quarter, dtype=torch.float64) / (quarter - 1))
+    rows, columns = (torch.arange(n, dtype=torch.float64) for n in grid_size)
+    y, x = torch.meshgrid(rows, columns, indexing="ij")
+    x = x.reshape(-1, 1) * frequencies
+    y = y.reshape(-1, 1) * frequencies
+    positions = torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), dim=1)
+    prefix = positions.new_zeros(num_prefix_tokens, dim)
+    return torch.cat((prefix, positions)).unsqueeze(0).float()
+
+
+def resample_posemb(
+    pos_embed: Tensor,
+    old_grid: tuple[int, int],
+    new_grid: tuple[int, int],
+    num_prefix_tokens: int,
+    interpolation: str = "bicubic",
+    antialias: bool = True,
+) -> Tensor:
+    """Resample positions to another grid (section 3.2): (1, P + h*w, D) -> (1, P + h'*w', D).
+
+    The dtype is kept, and so are the first P = `num_prefix_tokens` rows, which have no place in the
+    image. `interpolation` is "bicubic" or "bilinear"; the defaults are those of timm's
+    `resample_abs_pos_embed` (huggingface/pytorch-image-models:timm/layers/pos_embed.py).
+    `antialias` matters only towards a smaller grid; DeiT and MAE have none.
+
+    Raises:
+        ValueError: `pos_embed` is not of `old_grid`.
+    """
+    length = num_prefix_tokens + math.prod(old_grid)
+    if pos_embed.ndim != 3 or pos_embed.shape[:2] != (1, length):
+        raise ValueError(
+            f"pos_embed is {tuple(pos_embed.shape)}, expected (1, {length}, dim):"
+            f" {num_prefix_tokens} prefix tokens and a grid of {old_grid[0]}x{old_grid[1]}"
+        )
+    if tuple(old_grid) == tuple(new_grid):
+        return pos_embed
+    prefix = pos_embed[:, :num_prefix_tokens]
+    image = pos_embed[:, num_prefix_tokens:].float().unflatten(1, tuple(old_grid))
+    # By size, not by a scale factor, which would round to another number of positions.
+    image = F.interpolate(
+        image.permute(0, 3, 1, 2),
+        size=tuple(new_grid),
+        mode=interpolation,
+        align_corners=False,
+        antialias=antialias,
+    )
+    positions = image.flatten(2).transpose(1, 2).to(pos_embed.dtype)
+    return torch.cat((prefix, positions), dim=1)
