@@ -1,18 +1,18 @@
-"""What a batch is: any rows of any batch of one rank, made in place. Who makes them, and where:
-`vit.data.loader`.
+"""What is in a batch: any rows of any batch of one rank, written in place.
 
-The data's story: the order says which samples stand in this rank's rows of the batch at a position;
-the index says where their bytes and how big their images are; crops are drawn before decoding;
-images are decoded into the rows of memory that is there already. Some rows are made like all of
-them: what is in a row depends neither on who makes it nor on what was made before, and starting at
-position p costs nothing but the arithmetic for p. Evaluation deals all samples of a split over the
-ranks in batches of one shape, filled up with rows of weight 0.
+The order gives the samples of this rank's rows at a position. The index gives the place and the
+size of each image, so crops are drawn before decoding, and images are decoded straight into their
+rows of memory that is there already (`vit.data.slots`). The content of a row depends neither on
+which process makes it nor on what was made before it, and starting at position p costs only the
+arithmetic for p. Evaluation deals all samples of a split over the ranks in batches of one shape,
+padded with rows of weight 0. `vit.data.loader` decides who makes which rows.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,11 @@ from vit.data.sources import Sources
 from vit.data.stages import Stage
 from vit.system.files import ShardError
 
+ALIGNMENT = 64
+"""Bytes to which the tensors of a batch are aligned in memory: a cache line."""
+TENSORS = ("images", "labels", "weights", "table", "ids")
+"""The fields of `Batch` that have a row for each sample."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -40,55 +45,38 @@ class Batch:
     labels: Tensor
     """(B,) int64."""
     weights: Tensor
-    """(B,) float32: 1, or 0 for a row that counts nowhere."""
+    """(B,) float32: 1, or 0 for a row that is ignored in loss and metrics."""
     table: Tensor
     """(B, K) float32: what `augment.Augment` applies; K = 0 for evaluation."""
     ids: Tensor
     """(B,) int64: sample numbers in the split."""
     bad_keys: tuple[str, ...] = ()
-    """Samples that could not be decoded, with `on_bad_image: skip`."""
+    """Keys of samples that could not be decoded, with `on_bad_image: skip`."""
 
     def rows(self, start: int, stop: int) -> Batch:
-        """The micro-batch of rows [start, stop)."""
-        return replace(
-            self,
-            **{
-                f.name: getattr(self, f.name)[start:stop]
-                for f in fields(self)
-                if f.name != "bad_keys"
-            },
-        )
+        """Return the micro-batch of rows [start, stop): views, no copy."""
+        return self._map(lambda tensor: tensor[start:stop])
 
     def to(self, device: torch.device) -> Batch:
-        """Images, labels and weights on `device`, queued; table and ids stay on the host."""
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("images", "labels", "weights")
-        }
-        return replace(self, **moved)
+        """Queue copies of images, labels and weights to `device`; the rest stays on the host."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True), TENSORS[:3])
 
     def pin_memory(self) -> Batch:
-        """A copy in page-locked memory, from which copies to a GPU do not make the host wait."""
-        return replace(
-            self,
-            **{
-                f.name: getattr(self, f.name).pin_memory()
-                for f in fields(self)
-                if f.name != "bad_keys"
-            },
-        )
+        """Copy into page-locked memory, from which a copy to a GPU does not block the host."""
+        return self._map(Tensor.pin_memory)
 
     def clone(self) -> Batch:
-        """The same in memory of its own."""
-        return replace(
-            self,
-            **{f.name: getattr(self, f.name).clone() for f in fields(self) if f.name != "bad_keys"},
-        )
+        """Copy into memory of its own."""
+        return self._map(Tensor.clone)
+
+    def _map(self, function: Callable[[Tensor], Tensor], names: tuple[str, ...] = TENSORS) -> Batch:
+        changed: dict[str, Any] = {name: function(getattr(self, name)) for name in names}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """What the model takes."""
+    """The images that the model takes."""
 
     size: tuple[int, int]
     """(height, width) in pixels."""
@@ -101,7 +89,7 @@ class ImageFormat:
 
     @classmethod
     def from_config(cls, model: ModelConfig, data: DataConfig) -> ImageFormat:
-        """The format of the sections `model` and `data` of a config."""
+        """Return the format for the sections `model` and `data` of a config."""
         size = model.image_size
         if isinstance(size, int):
             size = (size, size)
@@ -110,7 +98,7 @@ class ImageFormat:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How the tensors of a batch lie in one piece of memory."""
+    """Where the tensors of a batch are in one piece of memory."""
 
     num_rows: int
     image_format: ImageFormat
@@ -123,21 +111,19 @@ class BatchLayout:
         return sum(num_bytes for _, _, num_bytes in self._pieces().values())
 
     def batch_in(self, memory: memoryview) -> Batch:
-        """The batch whose tensors are views of `memory`, `num_bytes` long; whatever lies there is
-        its content."""
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        at = 0
+        """Return the batch whose tensors are views of `memory`, `num_bytes` long, as it is."""
+        memory_tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        offset = 0
         tensors: dict[str, Any] = {}
         for name, (dtype, shape, num_bytes) in self._pieces().items():
-            tensors[name] = (
-                whole[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            )
-            at += num_bytes
-        return Batch(**{**tensors, "images": tensors["images"].permute(0, 3, 1, 2)})
+            piece = memory_tensor[offset : offset + math.prod(shape) * dtype.itemsize]
+            tensors[name] = piece.view(dtype).view(shape)
+            offset += num_bytes
+        tensors["images"] = tensors["images"].permute(0, 3, 1, 2)
+        return Batch(**tensors)
 
     def _pieces(self) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:
-        """dtype, shape in memory and bytes of each tensor, the latter rounded up so that the next
-        one is aligned."""
+        """Return dtype, shape in memory, and bytes with padding of each tensor."""
         rows = self.num_rows
         shapes = {
             "images": (torch.uint8, (rows, *self.image_format.size, self.image_format.channels)),
@@ -147,7 +133,7 @@ class BatchLayout:
             "ids": (torch.int64, (rows,)),
         }
         return {
-            name: (dtype, shape, -(-math.prod(shape) * dtype.itemsize // 64) * 64)
+            name: (dtype, shape, _round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT))
             for name, (dtype, shape) in shapes.items()
         }
 
@@ -157,27 +143,137 @@ class Batches:
 
     layout: BatchLayout
     row_unit = 1
-    """A part of a batch begins at a multiple of it."""
+    """Parts of a batch begin at multiples of it."""
     repeatable = True
-    """Whether the same rows come again when they are made again, by whomever."""
+    """Whether any process that makes the same rows again gets the same content."""
 
     def prepare(self, num_processes: int) -> None:
-        """Called before workers start, which inherit what this leaves. num_processes: of this host
-        that will make batches at once."""
+        """Open what workers inherit; called before they start.
+
+        num_processes: processes of this host that will make batches at the same time.
+        """
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Write rows `first` and following of the batch at `position` into all tensors of `rows`;
-        returns the keys of bad images."""
+        """Write rows `first` and following of the batch at `position` into all tensors of `rows`.
+
+        Returns the keys of images that could not be decoded.
+        """
         raise NotImplementedError
 
     def where(self, sample: int) -> str:
-        """What holds the bytes of `sample`, without looking there."""
+        """Name the file that has the bytes of `sample`, without opening it."""
         return "its source"
 
 
-class TrainBatches(Batches):
-    """This rank's rows of the batch at a position. Pickles small: workers map the index
-    themselves."""
+@dataclass(frozen=True)
+class Samples:
+    """The samples of some rows of a training batch."""
+
+    ids: NDArray[np.int64]
+    """(B,) numbers by which draws and reports name them."""
+    copies: NDArray[np.int64] | int
+    """(B,) which copy of its image each row shows (repeated augmentation)."""
+    labels: ArrayLike
+    """(B,)."""
+    widths: NDArray[Any]
+    """(B,) pixels, of the stored images."""
+    heights: NDArray[Any]
+    """(B,) pixels."""
+    read: Callable[[int], bytes]
+    """Row -> encoded image."""
+    key: Callable[[int], str]
+    """Row -> key."""
+    describe: Callable[[int], str]
+    """Row -> which image it is, for an error message."""
+    groups: list[list[int]]
+    """Rows that show the same image."""
+
+
+class AugmentedBatches(Batches):
+    """Training batches: crops, decoding and the augmentation's table, for samples from anywhere."""
+
+    def __init__(
+        self,
+        split: Any,
+        order: Order,
+        augment: AugmentConfig,
+        image_format: ImageFormat,
+        *,
+        rank: int,
+        world_size: int,
+        on_bad_image: str,
+    ):
+        num_rows = order.global_batch_size // world_size
+        self.split = split
+        self.order = order
+        self.augment = augment
+        self.image_format = image_format
+        self.first_row = rank * num_rows
+        self.on_bad_image = on_bad_image
+        self.layout = BatchLayout(num_rows, image_format, table_layout(augment).width)
+        # A group of rows that mix with each other must not be divided between two workers.
+        self.row_unit = augment.mix_group_size if mixes(augment) else 1
+
+    def make_rows(
+        self, position: int, first_row: int, rows: Batch, samples: Samples
+    ) -> tuple[str, ...]:
+        """Crop, decode and draw `samples` into `rows`, from row `first_row` of the global batch.
+
+        Returns the key of each row that could not be decoded, with `on_bad_image: skip`; else
+        raises ShardError.
+        """
+        size = self.image_format.size
+        widths = samples.widths
+        heights = samples.heights
+        epoch = position // self.order.steps_per_epoch
+        keys = sample_keys(self.order.seed, epoch, samples.ids, samples.copies)
+        crops = draw_crops(self.augment, keys, widths, heights, size).tolist()
+        stored_sizes = list(zip(widths.tolist(), heights.tolist(), strict=True))
+        weights = np.ones(len(samples.ids), dtype=np.float32)
+        bad_keys = []
+        for group in samples.groups:
+            views = [rows.images[row] for row in group]
+            try:
+                data = samples.read(group[0])
+                stages.current.enter(Stage.DECODE)
+                decode_views(
+                    data,
+                    [crops[row] for row in group],
+                    size,
+                    self.image_format.interpolation,
+                    self.image_format.channels,
+                    out=views,
+                    stored_size=stored_sizes[group[0]],
+                    scaled=self.image_format.scaled_decode,
+                )
+            except ShardError:
+                raise
+            except ValueError as error:
+                if self.on_bad_image == "error":
+                    raise ShardError(
+                        f"{samples.describe(group[0])}: {error}; data.on_bad_image=skip trains"
+                        " without it"
+                    ) from None
+                # Slots are reused: without this the row would show an image of an older batch.
+                for view in views:
+                    view[:] = 0
+                weights[group] = 0.0
+                # One key per row, not per image: the count must not depend on how workers divide
+                # the batch.
+                bad_keys += [samples.key(group[0])] * len(group)
+        stages.current.enter(Stage.DRAW)
+        table = draw_table(self.augment, keys, widths, heights, size)
+        # After decoding: a row whose partner could not be decoded stays unmixed.
+        draw_mix(self.augment, table, weights, self.order.seed, position, first_row, size)
+        write_rows(rows, samples.labels, weights, table, samples.ids)
+        return tuple(bad_keys)
+
+
+class TrainBatches(AugmentedBatches):
+    """This rank's rows of the batch at a position, from shards with an index.
+
+    Pickles small: workers map the index themselves.
+    """
 
     def __init__(
         self,
@@ -191,99 +287,74 @@ class TrainBatches(Batches):
         on_bad_image: str = "error",
         num_batches: int | None = None,
     ):
-        """num_batches: of the whole run; nothing is read ahead for later ones."""
-        share = order.global_batch_size // world_size
-        self.split = split
-        self.order = order
-        self.augment = augment
-        self.image_format = image_format
-        self.first_row = rank * share
-        self.on_bad_image = on_bad_image
+        """num_batches: of the complete run; nothing is read ahead for later ones."""
+        super().__init__(
+            split,
+            order,
+            augment,
+            image_format,
+            rank=rank,
+            world_size=world_size,
+            on_bad_image=on_bad_image,
+        )
         self.num_batches = num_batches
-        self.layout = BatchLayout(share, image_format, table_layout(augment).width)
-        # holds all copies of its images
-        lane = order.global_batch_size // order.num_lanes if order.aug_repeats > 1 else 1
-        self.row_unit = math.lcm(augment.mix_group_size if mixes(augment) else 1, lane)
+        if order.aug_repeats > 1:
+            # A lane holds all copies of its images: divided, two workers would decode each image.
+            lane_rows = order.global_batch_size // order.num_lanes
+            self.row_unit = math.lcm(self.row_unit, lane_rows)
 
     def prepare(self, num_processes: int) -> None:
-        """Open the shards' files; workers inherit them."""
+        """Open the shards' files, which workers inherit."""
         self.split.prepare(num_processes)
 
     def where(self, sample: int) -> str:
-        """The shard of `sample`."""
+        """Name the shard of `sample`."""
         return self.split.where(sample)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Make rows `first` and following of the batch at `position` in the tensors of `rows`, all
-        of which are written; multiples of `row_unit`, so that no group that mixes is torn, and
-        copies of an image need one decoding. Returns the key of each row that could not be decoded,
-        with `on_bad_image: skip`.
+        """Write rows `first` and following of the batch at `position` into all tensors of `rows`.
+
+        `first` and the number of rows are multiples of `row_unit`. Returns the key of each row that
+        could not be decoded, with `on_bad_image: skip`.
         """
-        is_beginning = first == 0
-        first += self.first_row
-        ids, copies = self.order.rows_and_copies(position, first, first + len(rows.labels))
+        first_row = self.first_row + first
+        ids, copies = self.order.rows_and_copies(position, first_row, first_row + len(rows.labels))
         self.split.prefetch(ids)
-        if self.split.read_ahead_batches:
-            later = position + self.split.read_ahead_batches
-            # who makes it asks for all of a later batch
-            if is_beginning and (self.num_batches is None or later < self.num_batches):
-                self.split.prefetch(
-                    self.order.rows(later, self.first_row, self.first_row + self.layout.num_rows)
-                )
+        if first == 0:
+            self._read_ahead(position)
         entries = self.split.index[ids]
-        keys = sample_keys(self.order.seed, position // self.order.steps_per_epoch, ids, copies)
-        crops = draw_crops(
-            self.augment, keys, entries["width"], entries["height"], self.image_format.size
+
+        def read(row: int) -> bytes:
+            stages.current.read(int(ids[row]))
+            return self.split.read(int(ids[row]))
+
+        samples = Samples(
+            ids,
+            copies,
+            entries["label"],
+            entries["width"],
+            entries["height"],
+            read,
+            lambda row: self.split.key(int(ids[row])),
+            lambda row: _describe(self.split, int(ids[row])),
+            _rows_by_sample(ids),
         )
-        windows = crops.tolist()
-        widths = entries["width"].tolist()
-        heights = entries["height"].tolist()
-        weights = np.ones(len(ids), dtype=np.float32)
-        bad_keys = []
-        for sample, numbers in _rows_of(ids).items():
-            images = [rows.images[number] for number in numbers]
-            size = (widths[numbers[0]], heights[numbers[0]])
-            try:
-                stages.current.read(sample)
-                data = self.split.read(sample)
-                stages.current.enter(Stage.DECODE)
-                decode_views(
-                    data,
-                    [windows[number] for number in numbers],
-                    self.image_format.size,
-                    self.image_format.interpolation,
-                    self.image_format.channels,
-                    out=images,
-                    stored_size=size,
-                    scaled=self.image_format.scaled_decode,
-                )
-            except ShardError:
-                raise
-            except ValueError as error:
-                if self.on_bad_image == "error":
-                    raise ShardError(
-                        _describe(self.split, sample, error)
-                        + "; data.on_bad_image=skip trains without it"
-                    ) from None
-                for image in images:
-                    image[:] = 0
-                weights[numbers] = 0.0
-                # rows, whose number does not depend on how a batch is divided
-                bad_keys += [self.split.key(sample)] * len(numbers)
-        stages.current.enter(Stage.DRAW)
-        table = draw_table(
-            self.augment, keys, entries["width"], entries["height"], self.image_format.size
-        )
-        draw_mix(
-            self.augment, table, weights, self.order.seed, position, first, self.image_format.size
-        )
-        write_rows(rows, entries["label"], weights, table, ids)
-        return tuple(bad_keys)
+        return self.make_rows(position, first_row, rows, samples)
+
+    def _read_ahead(self, position: int) -> None:
+        """Start to fetch a later batch: the worker that has its first part asks for all of it."""
+        later = position + self.split.read_ahead_batches
+        if later == position or (self.num_batches is not None and later >= self.num_batches):
+            return
+        last_row = self.first_row + self.layout.num_rows
+        self.split.prefetch(self.order.rows(later, self.first_row, last_row))
 
 
 class EvalBatches(Batches):
-    """All samples of a split once, dealt over the ranks in the same number of batches of one shape;
-    fillers have weight 0."""
+    """All samples of a split once, in the same number of equal batches on every rank.
+
+    Rows without a sample have weight 0.
+    """
 
     def __init__(
         self,
@@ -306,82 +377,85 @@ class EvalBatches(Batches):
         return -(-self.split.num_samples // (self.layout.num_rows * self.world_size))
 
     def num_filled(self, number: int) -> int:
-        """Rows of batch `number` that hold a sample; they come first."""
+        """Return how many rows of batch `number` have a sample; they come first."""
         return min(max(self.split.num_samples - self._start(number), 0), self.layout.num_rows)
 
     def prepare(self, num_processes: int) -> None:
-        """Open the shards' files; workers inherit them."""
+        """Open the shards' files, which workers inherit."""
         self.split.prepare(num_processes)
 
     def where(self, sample: int) -> str:
-        """The shard of `sample`."""
+        """Name the shard of `sample`."""
         return self.split.where(sample)
 
     def fill(self, number: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Make rows `first` and following of batch `number` in the tensors of `rows`, all of which
-        are written. Returns ()."""
+        """Write rows `first` and following of batch `number` into all tensors of `rows`.
+
+        Returns (): an image that cannot be decoded raises ShardError.
+        """
+        num_samples = self.split.num_samples
         ids = self._start(number) + first + np.arange(len(rows.labels))
-        valid = ids < self.split.num_samples
+        is_sample = ids < num_samples
         later = ids + self.split.read_ahead_batches * self.layout.num_rows * self.world_size
-        self.split.prefetch(
-            np.unique(np.concatenate([ids[valid], later[later < self.split.num_samples]]))
-        )
-        ids = np.where(valid, ids, 0)
+        wanted = np.concatenate([ids, later])
+        self.split.prefetch(np.unique(wanted[wanted < num_samples]))
+        ids[~is_sample] = 0
         for row, sample in enumerate(ids.tolist()):
-            if not valid[row]:
+            if is_sample[row]:
+                self._decode(sample, rows.images[row])
+            else:
                 rows.images[row] = 0
-                continue
-            try:
-                stages.current.read(sample)
-                data = self.split.read(sample)
-                out = rows.images[row]
-                stages.current.enter(Stage.DECODE)
-                decode_center(
-                    data,
-                    self.image_format.size,
-                    self.view,
-                    self.image_format.interpolation,
-                    self.image_format.channels,
-                    out=out,
-                )
-            except ShardError:
-                raise
-            except ValueError as error:
-                remedy = (
-                    "evaluation counts every image: restore the shard, or write it again without"
-                    " this one"
-                )
-                raise ShardError(f"{_describe(self.split, sample, error)}; {remedy}") from None
         stages.current.enter(Stage.DRAW)
-        write_rows(rows, self.split.index["label"][ids], valid, np.empty((len(ids), 0)), ids)
+        write_rows(rows, self.split.index["label"][ids], is_sample, np.empty((len(ids), 0)), ids)
         return ()
+
+    def _decode(self, sample: int, view: Tensor) -> None:
+        try:
+            stages.current.read(sample)
+            data = self.split.read(sample)
+            stages.current.enter(Stage.DECODE)
+            decode_center(
+                data,
+                self.image_format.size,
+                self.view,
+                self.image_format.interpolation,
+                self.image_format.channels,
+                out=view,
+            )
+        except ShardError:
+            raise
+        except ValueError as error:
+            raise ShardError(
+                f"{_describe(self.split, sample)}: {error}; evaluation counts every image: restore"
+                " the shard, or write it again without this one"
+            ) from None
 
     def _start(self, number: int) -> int:
         return (number * self.world_size + self.rank) * self.layout.num_rows
 
 
-def _rows_of(ids: NDArray[np.int64]) -> dict[int, list[int]]:
-    """Sample -> the rows that show it, several with repeated augmentation: they are views of one
-    decoding."""
-    found: dict[int, list[int]] = {}
-    for row, sample in enumerate(ids.tolist()):
-        found.setdefault(sample, []).append(row)
-    return found
-
-
 def write_rows(
     rows: Batch, labels: ArrayLike, weights: ArrayLike, table: ArrayLike, ids: ArrayLike
 ) -> None:
-    """Everything but the images, into the tensors of `rows`."""
-    for tensor, values in (
-        (rows.labels, labels),
-        (rows.weights, weights),
-        (rows.table, table),
-        (rows.ids, ids),
-    ):
-        tensor.numpy()[:] = values
+    """Write everything but the images into the tensors of `rows`."""
+    rows.labels.numpy()[:] = labels
+    rows.weights.numpy()[:] = weights
+    rows.table.numpy()[:] = table
+    rows.ids.numpy()[:] = ids
 
 
-def _describe(split: Split | Sources, sample: int, error: Exception) -> str:
-    row = split.index[sample]
-    return f"{split.where(sample)}: image {split.key(sample)!r} at byte {row['offset']}: {error}"
+def _rows_by_sample(ids: NDArray[np.int64]) -> list[list[int]]:
+    """Group rows that show the same sample (repeated augmentation): it is decoded once."""
+    groups: dict[int, list[int]] = {}
+    for row, sample in enumerate(ids.tolist()):
+        groups.setdefault(sample, []).append(row)
+    return list(groups.values())
+
+
+def _describe(split: Split | Sources, sample: int) -> str:
+    offset = split.index[sample]["offset"]
+    return f"{split.where(sample)}: image {split.key(sample)!r} at byte {offset}"
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,14 +1,13 @@
-"""Batches from a stream of tars, for what cannot be read at random. Not exact.
+"""Batches from a stream of tars, for sources that cannot be read at random. Not exact.
 
-The data's story: URLs are opened by `vit.data.storage.http`, `pipe:` commands by the webdataset
-library, one after the other, and it groups the files of their tars into samples; a tar that ends
-without its end mark, or whose command fails, is an error. Each worker of each rank has shards of
-its own or, where there are fewer shards than workers, its share of the samples of all; a buffer
-shuffles, and when the shards are at an end the next pass begins in another order. Crops and tables
-are drawn from a hash of the key.
+`vit.data.storage.http` opens URLs, the webdataset library opens `pipe:` commands, one after the
+other; webdataset also groups the files of the tars into samples. A tar that ends without its end
+mark, or whose command fails, is an error. Each worker of each rank has its own shards or, with
+fewer shards than workers, its share of the samples of all shards. A buffer shuffles, and each pass
+over the shards has its own order. Crops and tables are drawn from a hash of the key.
 
-Exact it is not: workers pass through their shards at different speeds, so that in an epoch of
-`data.num_samples` some samples come twice and others not at all, and a resumed run begins a new
+It is not exact: workers get through their shards at different speeds, so in an epoch of
+`data.num_samples` some samples come twice and others not at all, and a resumed run starts a new
 pass. The record says so ("exact": false). Evaluation, which counts every image once, reads an
 indexed split.
 """
@@ -21,17 +20,15 @@ import itertools
 import multiprocessing
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from vit.config import AugmentConfig
-from vit.data.augment.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
-from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat, write_rows
+from vit.data.batches import AugmentedBatches, Batch, ImageFormat, Samples
 from vit.data.decode.images import read_image_size
-from vit.data.decode.views import decode_views
 from vit.data.order import Order, fold, hash64
 from vit.data.shards.members import META, SETTINGS, InvalidSample, SampleLayout, describe
 from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE
@@ -43,32 +40,32 @@ from vit.system.urls import expand_braces, shown
 
 SHUFFLE_SAMPLES = 1000
 SHUFFLE_BYTES = 64 << 20
-"""Encoded samples that a worker shuffles among, at most."""
+"""Limits of a worker's shuffle buffer: encoded samples, and their bytes."""
 NOT_EXACT = "not exact: samples may repeat or be missed, resume starts a new pass"
 
 
 @dataclass(frozen=True)
 class Stream:
-    """What is known of a stream before it is read; in place of a `Split` for training."""
+    """What is known of a stream before it is read; takes the place of a `Split` in training."""
 
     filenames: list[str]
     """URLs and `pipe:` commands."""
     num_samples: int
-    """In an epoch, as somebody said."""
+    """In an epoch, as the config says."""
     num_classes: int
     class_names: list[str]
     layout: SampleLayout = DEFAULT_LAYOUT
-    """Where image and label of a sample are."""
+    """Which members of a sample are its image and its label."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
-    """With servers."""
+    """How long to retry a server."""
 
     def identity(self) -> str:
-        """A hash of no rows."""
+        """Return the hash of an empty index."""
         return hashlib.sha256().hexdigest()
 
     @property
     def splits(self) -> list[Any]:
-        """None: nothing is read at random."""
+        """Empty: nothing is read at random."""
         return []
 
     @property
@@ -85,10 +82,10 @@ def open_stream(
     layout: SampleLayout = DEFAULT_LAYOUT,
     retry: RetryPolicy | None = None,
 ) -> Stream:
-    """The stream of `shards`: URLs, files and `pipe:` commands with braces as `expand_braces` takes
-    them, several joined by `::`.
+    """Return the stream of `shards`, without opening anything.
 
-    Nothing is opened. Raises ShardError if webdataset is not installed.
+    shards: URLs, files and `pipe:` commands with braces (see `expand_braces`), joined by `::`.
+    Raises ShardError if webdataset is not installed.
     """
     if find_spec("webdataset") is None:
         raise ShardError("data.reader: webdataset needs another package: pip install webdataset")
@@ -104,12 +101,14 @@ class _Sample(NamedTuple):
     data: bytes
     width: int
     height: int
-    """0 x 0 if the image has no size that could be read."""
+    """1 x 1 pixels if the size cannot be read: decoding will report that image."""
 
 
-class StreamBatches(Batches):
-    """This rank's rows of a batch: whatever the stream of the process that makes them holds next.
-    See `TrainBatches`."""
+class StreamBatches(AugmentedBatches):
+    """This rank's rows of a batch: the next samples of the stream of the process that makes them.
+
+    See `TrainBatches`.
+    """
 
     repeatable = False
 
@@ -125,19 +124,19 @@ class StreamBatches(Batches):
         num_workers: int = 0,
         on_bad_image: str = "error",
     ):
-        self.split = split
-        self.order = order
-        self.augment = augment
-        self.image_format = image_format
-        share = order.global_batch_size // world_size
-        self.first_row = rank * share
-        self.on_bad_image = on_bad_image
-        self.layout = BatchLayout(share, image_format, table_layout(augment).width)
-        self.row_unit = augment.mix_group_size if mixes(augment) else 1
+        super().__init__(
+            split,
+            order,
+            augment,
+            replace(image_format, scaled_decode=False),
+            rank=rank,
+            world_size=world_size,
+            on_bad_image=on_bad_image,
+        )
         self._num_processes = max(num_workers, 1)
         self._first_reader = rank * self._num_processes
         self._num_readers = world_size * self._num_processes
-        self._begun = multiprocessing.Value("i", 0)
+        self._num_started = multiprocessing.Value("i", 0)
         self._pid = 0
         self._samples: Iterator[_Sample] = iter(())
 
@@ -145,103 +144,83 @@ class StreamBatches(Batches):
         return {**self.__dict__, "_pid": 0, "_samples": iter(())}
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Make rows `first` and following of the batch at `position` in the tensors of `rows`.
-        Returns the keys of bad images."""
-        first += self.first_row
-        epoch = position // self.order.steps_per_epoch
-        if self._pid != os.getpid():  # a new process: the next free share of the stream is its own
-            with self._begun.get_lock():
-                reader = self._first_reader + self._begun.value % self._num_processes
-                self._begun.value += 1
-            self._pid, self._samples = os.getpid(), self._shuffled(reader, epoch)
-        samples = list(itertools.islice(self._samples, len(rows.labels)))
-        ids = np.array([sample.number for sample in samples], np.int64)
-        widths, heights = np.maximum([(sample.width, sample.height) for sample in samples], 1).T
-        keys = sample_keys(self.order.seed, epoch, ids)
-        crops = draw_crops(self.augment, keys, widths, heights, self.image_format.size).tolist()
-        weights = np.ones(len(ids), dtype=np.float32)
-        bad_keys = []
-        for row, (sample, crop) in enumerate(zip(samples, crops, strict=True)):
-            try:
-                size = (sample.width, sample.height)
-                out = [rows.images[row]]
-                decode_views(
-                    sample.data,
-                    [crop],
-                    self.image_format.size,
-                    self.image_format.interpolation,
-                    self.image_format.channels,
-                    out=out,
-                    stored_size=size,
-                )
-            except ValueError as error:
-                if self.on_bad_image == "error":
-                    raise ShardError(
-                        f"image {sample.key!r} of the stream: {error}; data.on_bad_image=skip"
-                        " trains without it"
-                    ) from None
-                rows.images[row] = 0
-                weights[row] = 0.0
-                bad_keys.append(sample.key)
-        table = draw_table(self.augment, keys, widths, heights, self.image_format.size)
-        draw_mix(
-            self.augment, table, weights, self.order.seed, position, first, self.image_format.size
-        )
-        write_rows(rows, [sample.label for sample in samples], weights, table, ids)
-        return tuple(bad_keys)
+        """Write rows `first` and following of the batch at `position` into all tensors of `rows`.
 
-    def _shuffled(self, reader: int, epoch: int) -> Iterator[_Sample]:
-        """The samples of one of the readers, without end, each drawn at random from a buffer."""
+        Returns the keys of bad images.
+        """
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._samples = self._shuffled(position // self.order.steps_per_epoch)
+        parts = list(itertools.islice(self._samples, len(rows.labels)))
+        samples = Samples(
+            ids=np.array([sample.number for sample in parts], np.int64),
+            copies=0,
+            labels=[sample.label for sample in parts],
+            widths=np.array([sample.width for sample in parts]),
+            heights=np.array([sample.height for sample in parts]),
+            read=lambda row: parts[row].data,
+            key=lambda row: parts[row].key,
+            describe=lambda row: f"image {parts[row].key!r} of the stream",
+            groups=[[row] for row in range(len(parts))],
+        )
+        return self.make_rows(position, self.first_row + first, rows, samples)
+
+    def _shuffled(self, epoch: int) -> Iterator[_Sample]:
+        """Yield this process's samples without end, each drawn at random from a buffer."""
+        with self._num_started.get_lock():  # a new process takes the next free share of the stream
+            reader = self._first_reader + self._num_started.value % self._num_processes
+            self._num_started.value += 1
         buffer: list[_Sample] = []
-        held_bytes = 0
+        buffer_bytes = 0
         draws = fold(self.order.seed, epoch, reader)
-        # else a buffer would hold several passes
-        most = min(SHUFFLE_SAMPLES, self.split.num_samples // self._num_readers // 4)
+        # A larger buffer would hold several passes of a small stream.
+        max_samples = min(SHUFFLE_SAMPLES, self.split.num_samples // self._num_readers // 4)
         for number, sample in enumerate(self._passes(reader, epoch)):
             buffer.append(sample)
-            held_bytes += len(sample.data)
-            while buffer and (len(buffer) > most or held_bytes > SHUFFLE_BYTES):
+            buffer_bytes += len(sample.data)
+            while buffer and (len(buffer) > max_samples or buffer_bytes > SHUFFLE_BYTES):
                 chosen = int(hash64(draws ^ np.uint64(number)) % np.uint64(len(buffer)))
                 buffer[chosen], buffer[-1] = buffer[-1], buffer[chosen]
-                held_bytes -= len(buffer[-1].data)
+                buffer_bytes -= len(buffer[-1].data)
                 yield buffer.pop()
 
     def _passes(self, reader: int, epoch: int) -> Iterator[_Sample]:
-        """The samples of one of the readers, pass after pass, the shards of each in an order of its
-        own that all readers know."""
+        """Yield one reader's samples, pass after pass; all readers know each pass's shard order."""
+        urls = self.split.filenames
+        num_readers = self._num_readers
+        has_own_shards = len(urls) >= num_readers
         for number in itertools.count():
-            urls = self.split.filenames
-            seen = 0
-            own = 0
-            shuffled = [
-                urls[i]
-                for i in np.argsort(
-                    fold(self.order.seed, epoch, number, np.arange(len(urls))), kind="stable"
-                )
-            ]
-            by_shard = len(urls) >= self._num_readers
-            own_urls = shuffled[reader :: self._num_readers] if by_shard else shuffled
+            hashes = fold(self.order.seed, epoch, number, np.arange(len(urls)))
+            own_urls = [urls[i] for i in np.argsort(hashes, kind="stable")]
+            if has_own_shards:
+                own_urls = own_urls[reader::num_readers]
+            num_seen = 0
+            num_own = 0
             for sample in _read_tars(own_urls, self.split.layout, self.split.retry):
-                if by_shard or seen % self._num_readers == reader:
-                    own += 1
+                if has_own_shards or num_seen % num_readers == reader:
+                    num_own += 1
                     yield self._checked(sample)
-                seen += 1
-            if not own:
-                readers = (
-                    f"; its {self._num_readers} readers (ranks times data.num_workers) need one"
-                    " each at least"
-                    if seen
-                    else ""
-                )
-                raise ShardError(
-                    f"{_brief(shuffled)}: {seen or 'no'} samples came, expected tars of <key>.jpg"
-                    f" and <key>.cls{readers}"
-                )
+                num_seen += 1
+            if not num_own:
+                self._report_too_few(own_urls, num_seen)
+
+    def _report_too_few(self, urls: list[str], num_seen: int) -> NoReturn:
+        more = f" and {len(urls) - 1} more" if len(urls) > 1 else ""
+        readers = ""
+        if num_seen:
+            readers = (
+                f"; its {self._num_readers} readers (ranks times data.num_workers) need one each at"
+                " least"
+            )
+        raise ShardError(
+            f"{shown(urls[0])}{more}: {num_seen or 'no'} samples came, expected tars of <key>.jpg"
+            f" and <key>.cls{readers}"
+        )
 
     def _checked(self, sample: dict[str, Any]) -> _Sample:
-        """One of webdataset's samples, as we take them."""
+        """Convert a sample of webdataset. Raises ShardError if it lacks an image or a label."""
         key = sample["__key__"]
-        where = f"{shown(sample['__url__'])}: sample {sample['__key__']!r}"
+        where = f"{shown(sample['__url__'])}: sample {key!r}"
         layout = self.split.layout
         suffixes = [suffix for suffix in sample if not suffix.startswith("__")]
         try:
@@ -253,20 +232,21 @@ class StreamBatches(Batches):
         if not 0 <= label < self.split.num_classes:
             raise ShardError(f"{where}: label {label}; expected 0 to {self.split.num_classes - 1}")
         data = sample[image]
-        number = (
-            int.from_bytes(
-                hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-            )
-            >> 1
-        )
-        return _Sample(key, number, label, data, *_size_of(data))
+        digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+        try:
+            width, height = read_image_size(data)
+        except ValueError:
+            width, height = 1, 1
+        return _Sample(key, int.from_bytes(digest) >> 1, label, data, width, height)
 
 
 def _read_tars(
     urls: list[str], layout: SampleLayout, retry: RetryPolicy
 ) -> Iterator[dict[str, Any]]:
-    """webdataset's samples of some tars, one after the other. Raises ShardError for one that cannot
-    be read to its end."""
+    """Yield webdataset's samples of some tars, one after the other.
+
+    Raises ShardError for a tar that cannot be read to its end.
+    """
     from webdataset.tariterators import group_by_keys
 
     for url in urls:
@@ -276,44 +256,46 @@ def _read_tars(
             )
         except ShardError:
             raise
-        except Exception as error:  # a damaged tar's, the system's, webdataset's own
-            reason = next(
-                (str(part) for part in error.args if isinstance(part, str) and part),
-                type(error).__name__,
-            )
-            remedy = "run its command, or fetch its address, by hand to see why"
-            raise ShardError(f"{shown(url)}: the stream broke ({reason}); {remedy}") from error
+        except Exception as error:  # of a damaged tar, of the system, of webdataset
+            texts = [part for part in error.args if isinstance(part, str) and part]
+            reason = texts[0] if texts else type(error).__name__
+            raise ShardError(
+                f"{shown(url)}: the stream broke ({reason}); run its command, or fetch its address,"
+                " by hand to see why"
+            ) from error
 
 
 def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
-    """The files of a tar, up to its end mark, as webdataset groups them. Raises OSError if its
-    command fails, TarDamaged if cut.
+    """Yield the files of a tar, up to its end mark, as webdataset groups them.
 
-    webdataset's own loop takes a damaged header, and an end between two files, for the end of the
-    tar, and asks for a command's status without waiting for it. Its way to the web waits for a
-    silent server for ever, and cannot go on where a connection broke.
+    Raises OSError if its command fails, TarDamaged if the tar is cut. webdataset's own loop accepts
+    a damaged header, or an end between two files, as the end of the tar, and asks for a command's
+    status without waiting for it. Its HTTP reader waits for a silent server for ever and cannot
+    continue after a broken connection.
     """
     from webdataset.gopen import gopen, set_options
 
-    stream: Any = (
-        io.BufferedReader(WebFile(url, "", retry), PIECE_BYTES) if on_the_web(url) else gopen(url)
-    )
-    set_options(stream, ignore_errors=True)  # `_wait_for_end` tells them
+    stream: Any
+    if on_the_web(url):
+        stream = io.BufferedReader(WebFile(url, "", retry), PIECE_BYTES)
+    else:
+        stream = gopen(url)
+    set_options(stream, ignore_errors=True)  # `_wait_for_end` reports them
     try:
         read = in_order(decompressed(stream))
         for member in walk(read):
-            # webdataset passes over them as well
-            if member.kind == FILE and not META.match(member.name):
-                data = read(member.size, member.offset)
-                if len(data) < member.size:
-                    raise TarDamaged(
-                        f"cut off: {member.name!r} of {member.size} bytes begins at byte"
-                        f" {member.offset}"
-                    )
-                yield {"fname": member.name, "data": data, "__url__": url}
+            if member.kind != FILE or META.match(member.name):  # webdataset skips these as well
+                continue
+            data = read(member.size, member.offset)
+            if len(data) < member.size:
+                raise TarDamaged(
+                    f"cut off: {member.name!r} of {member.size} bytes begins at byte"
+                    f" {member.offset}"
+                )
+            yield {"fname": member.name, "data": data, "__url__": url}
     except Exception:
         if not on_the_web(url) and not stream.read(1):
-            _wait_for_end(stream)  # if its command failed, that tells more
+            _wait_for_end(stream)  # the failure of its command is the better explanation
         raise
     _wait_for_end(stream)
 
@@ -323,15 +305,3 @@ def _wait_for_end(stream: Any) -> None:
     stream.close()
     if status := getattr(stream, "status", 0):
         raise OSError(f"its command ended with status {status}")
-
-
-def _size_of(data: bytes) -> tuple[int, int]:
-    """Width and height in pixels; 0, 0 for what is no image, which decoding will tell."""
-    try:
-        return read_image_size(data)
-    except ValueError:
-        return 0, 0
-
-
-def _brief(urls: list[str]) -> str:
-    return shown(urls[0]) if len(urls) == 1 else f"{shown(urls[0])} and {len(urls) - 1} more"
