@@ -19,7 +19,7 @@ def refusal(capsys):
 
     def refused(script: str, *words: str) -> str:
         typed = re.escape(as_typed(f"python launch/{script}.py"))
-    with pytest.raises(ValueError, match=rf"\({typed} .*--help lists the options\)") as caught:
+        with pytest.raises(ValueError, match=rf"\({typed} .*--help lists the options\)") as caught:
             run_here(f"launch/{script}.py", *words)
         printed = capsys.readouterr()
         assert (printed.out, printed.err) == ("", ""), "argparse's usage is no help"
