@@ -54,7 +54,7 @@ from data_prep.write.card_page import write_card
 from data_prep.write.catalogue import Builder, Source, open_catalogue, read_range
 from data_prep.write.images import ImagePolicy
 from data_prep.write.jobs import run_jobs
-from data_prep.write.plan import Plan, Settings, make_plan
+from data_prep.write.plan import WritePlan, Settings, make_plan
 from data_prep.write.shard import Work, write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,7 +119,7 @@ def write_some(job: tuple[list[Work], float]) -> tuple[float, float]:
     return start, time.monotonic()
 
 
-def planned(data: Data, workers: int, check: str, out: Path) -> Plan:
+def planned(data: Data, workers: int, check: str, out: Path) -> WritePlan:
     """The archive listed, and some images looked at."""
     settings = Settings(num_shards=NUM_SHARDS, workers=workers, policy=ImagePolicy(check=check))
     with quiet():

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep import imagefolder
-from data_prep.command import Parser, add_arguments, prepare, run
+from data_prep.command import Parser, add_arguments, run, write_or_plan
 from data_prep.errors import PrepError
 from data_prep.read.archives import read_zip_member, walk_zip
 from data_prep.read.image_tree import EXTENSIONS, images_below, unique_keys
@@ -282,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_arguments(parser)
     return run(
-        lambda args: prepare(source(args.source, args.fractions, args.split_seed), args),
+        lambda args: write_or_plan(source(args.source, args.fractions, args.split_seed), args),
         parser.parse_args(argv),
     )
 

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from data_prep.command import Parser, add_arguments, prepare, run
+from data_prep.command import Parser, add_arguments, run, write_or_plan
 from data_prep.errors import PrepError
 from data_prep.read.download import download
 from data_prep.write.catalogue import Builder, Sample, Source, read_range
@@ -304,7 +304,7 @@ def _prepare(args: argparse.Namespace) -> None:
         download(
             f"{(args.url or URL).rstrip('/')}/{kind.archive}", args.source / kind.archive, kind.md5
         )
-    prepare(source(args.source, args.classes), args)
+    write_or_plan(source(args.source, args.classes), args)
 
 
 def main(argv: list[str] | None = None) -> int:

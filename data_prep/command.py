@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import re
 import shutil
 import signal
 import sys
@@ -19,20 +17,21 @@ from data_prep.write.images import RESTART_MARKERS, ImagePolicy
 from data_prep.write.plan import (
     MIN_SHARDS,
     SHARD_BYTES,
-    Plan,
     Settings,
+    WritePlan,
     choose_part,
+    format_bytes,
     make_plan,
-    size,
 )
 from data_prep.write.writer import write
 from vit.system import command_line, urls
 from vit.system.files import ShardError
+from vit.system.host import num_cores
 from vit.system.meter import duration
 
 
 class Parser(command_line.Parser):
-    """The project's, which ends the process."""
+    """The project's parser; a mistake ends the process."""
 
     def error(self, message: str) -> NoReturn:
         """Print the line and end with status 2."""
@@ -60,37 +59,16 @@ def fraction(text: str) -> float:
     return value
 
 
-def _part(text: str) -> str:
-    bounds = re.fullmatch(r"(\d+)([-/])(\d+)", text, re.ASCII)
-    if not bounds or (
-        int(bounds[1]) > int(bounds[3]) if bounds[2] == "-" else int(bounds[1]) >= int(bounds[3])
-    ):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither A-B, such as 100-199, nor I/N, such as 0/8 for the first of 8"
-            " parts"
-        )
-    return text
-
-
-def _quality(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to 100")
-    return int(text)
-
-
 def add_workers_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--workers`."""
     parser.add_argument(
         "--workers",
         type=positive,
-        # macOS lacks it
-        default=(
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        ),
+        default=num_cores(),
         metavar="N",
         help=(
-            "processes; the result does not depend on it (default: the cores of this process,"
-            " %(default)s)"
+            "processes; the result does not depend on it (default: the cores that this process may"
+            " use, %(default)s)"
         ),
     )
 
@@ -103,8 +81,8 @@ def add_max_unreadable_argument(parser: argparse._ActionsContainer) -> None:
         default=Settings().max_unreadable,
         metavar="F",
         help=(
-            "stop with an error if more than this part of the images, and more than 5, cannot be"
-            " read; fewer are left out and listed in quarantine.jsonl; 0: none may (default:"
+            "stop with an error if more than this fraction of the images, and more than 5, cannot"
+            " be read; fewer are left out and listed in quarantine.jsonl; 0: none may (default:"
             " %(default)s)"
         ),
     )
@@ -118,8 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="ROOT",
         help=(
-            "folder of the shards, or an s3:// or gs:// URL; what is there already is kept, the"
-            " rest is written"
+            "folder of the shards, or an s3:// or gs:// URL; existing shards are kept, missing ones"
+            " are written"
         ),
     )
     number = shards.add_mutually_exclusive_group()
@@ -137,18 +115,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="MIB",
         help=(
-            f"aimed size of a shard, where that gives {MIN_SHARDS} at least (default:"
+            f"target size of a shard, as long as there are {MIN_SHARDS} (default:"
             f" {SHARD_BYTES >> 20})"
         ),
     )
     shards.add_argument(
         "--shards",
-        type=_part,
         metavar="A-B|I/N",
         help=(
             "write only these shards, numbered from 0 over all splits, train first: from A to B, or"
-            " part I (from 0) of N; several machines can share the work so, in any order; whichever"
-            " finds all shards whole completes the data set (default: all)"
+            " part I (from 0) of N; so several machines can share the work, in any order; the one"
+            " that finds all shards complete finishes the data set (default: all)"
         ),
     )
     shards.add_argument(
@@ -163,7 +140,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=fraction,
         metavar="F",
         help=(
-            "hold out this part of each training class as the split `minival`, by a hash of the key"
+            "hold out this fraction of each training class as the split `minival`, by a hash of the"
+            " key"
         ),
     )
     shards.add_argument(
@@ -178,8 +156,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("decode", "headers"),
         default="decode",
         help=(
-            "decode every image once, or trust all but the headers, at the speed of the disk"
-            " (default: %(default)s)"
+            "decode every image once, or only read its headers, at the speed of the disk (default:"
+            " %(default)s)"
         ),
     )
     images.add_argument(
@@ -195,12 +173,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     images.add_argument(
         "--jpeg-quality",
-        type=_quality,
+        type=positive,
         default=ImagePolicy().jpeg_quality,
         metavar="Q",
         help=(
-            "of images that are changed: resized, turned, or no RGB or grey JPEG (default:"
-            " %(default)s); all others keep their bytes"
+            "1 to 100, for images that are changed: resized, turned, or no RGB or grey JPEG"
+            " (default: %(default)s); all others keep their bytes"
         ),
     )
     images.add_argument(
@@ -208,8 +186,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=RESTART_MARKERS,
         default=ImagePolicy().restart_markers,
         help=(
-            "auto: give each JPEG restart markers and better Huffman tables, without loss: files"
-            " get smaller, and a part of an image can be decoded alone (default: %(default)s, bytes"
+            "auto: give each JPEG restart markers and better Huffman tables, losslessly: files get"
+            " smaller, and a part of an image can be decoded alone (default: %(default)s, bytes"
             " stay as they are)"
         ),
     )
@@ -224,73 +202,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
-    """What the flags of `add_arguments` say."""
-    policy = ImagePolicy(
-        args.check, args.apply_exif, args.resize_short_side, args.jpeg_quality, args.restart_markers
-    )
-    return Settings(
+def write_or_plan(source: Source, args: argparse.Namespace) -> None:
+    """Write the shards of a source by the flags of `add_arguments`, or print the plan."""
+    settings = Settings(
         num_shards=args.num_shards,
         shard_bytes=args.shard_mib and args.shard_mib << 20,
         seed=args.seed,
         workers=args.workers,
         part=args.shards,
-        policy=policy,
+        policy=ImagePolicy(
+            args.check,
+            args.apply_exif,
+            args.resize_short_side,
+            args.jpeg_quality,
+            args.restart_markers,
+        ),
         with_json=args.with_json,
         minival=args.minival,
         max_unreadable=args.max_unreadable,
     )
-
-
-def prepare(source: Source, args: argparse.Namespace) -> None:
-    """Write the shards of a source as the flags of `add_arguments` say, or print the plan."""
-    settings = settings_of(args)
     if not args.dry_run:
         write(source, args.out, settings)
         return
     plan = make_plan(source, args.out, settings, dry=True)
     try:
-        print(_told(plan))
+        print(_summary(plan))
     finally:
         shutil.rmtree(plan.catalogue.folder.parent, ignore_errors=True)
 
 
-def _told(plan: Plan) -> str:
-    """The plan in words: splits, shards, bytes, time."""
-    lines = [f"{plan.source.name}: {len(plan.catalogue.class_names):,} classes"]
-    for split, samples in plan.catalogue.splits.items():
+def _summary(plan: WritePlan) -> str:
+    """The plan for people: splits, shards, bytes, time."""
+    catalogue = plan.catalogue
+    lines = [f"{plan.source.name}: {len(catalogue.class_names):,} classes"]
+    for split, samples in catalogue.splits.items():
         count = plan.counts[split]
         more = f" to {samples // count + 1:,}" if samples % count else ""
         lines.append(
             f"  {split}: {samples:,} images in {count:,} shards of {samples // count:,}{more}"
         )
     work = plan.work()
-    there = plan.output.sizes()
-    part = [work[k] for k in choose_part(plan.settings.part, plan.counts)]
-    todo = [
-        job
-        for job in part
-        if not {f"{job.shard.name}.tar", f"{job.shard.name}.json"} <= there.keys()
-    ]
-    share = len(todo) / len(work)
+    sizes = plan.output.sizes()
+    part = [work[k].shard.name for k in choose_part(plan.settings.part, plan.counts)]
+    todo = [name for name in part if not {f"{name}.tar", f"{name}.json"} <= sizes.keys()]
     of_part = "" if plan.settings.part is None else f" of part {plan.settings.part}"
     lines.append(f"  to write: {len(todo):,} of {len(part):,} shards{of_part}")
-    free = plan.output.free_bytes()
+    share = len(todo) / len(work)
     needed = plan.num_bytes * share
-    room = (
-        "" if free is None else f", {size(free)} are free{'' if free > needed else ': NOT ENOUGH'}"
-    )
-    lines.append(f"  disk: about {size(needed)}{room}")
-    seconds = (
-        sum(plan.catalogue.splits.values()) * share * plan.seconds_per_image / plan.settings.workers
-    )
-    measured = (
-        f"{1 / max(plan.seconds_per_image, 1e-9):,.0f} images/s in one process, measured on a few"
-    )
-    if math.isfinite(seconds):
+    disk = f"  disk: about {format_bytes(needed)}"
+    if (free := plan.output.free_bytes()) is not None:
+        disk += f", {format_bytes(free)} are free{'' if free > needed else ': NOT ENOUGH'}"
+    lines.append(disk)
+    if math.isfinite(plan.seconds_per_image):
+        workers = plan.settings.workers
+        seconds = sum(catalogue.splits.values()) * share * plan.seconds_per_image / workers
+        speed = f"{1 / max(plan.seconds_per_image, 1e-9):,.0f} images/s in one process"
         lines.append(
-            f"  time: about {duration(seconds)} with {plan.settings.workers} processes ({measured};"
-            " a slow disk can take longer)"
+            f"  time: about {duration(seconds)} with {workers} processes ({speed}, measured on a"
+            " few; a slow disk can take longer)"
         )
     return "\n".join([*lines, f"nothing was written to {plan.output}"])
 
@@ -300,10 +269,10 @@ def run(
     args: argparse.Namespace,
     then: str = "the same command continues",
 ) -> int:
-    """Run a command and return its exit status: 0, or 2 after one readable line for what a user can
-    set right.
+    """Run a command and return its exit status: 0, or 2 after one line for what a user can correct.
 
-    SIGTERM ends it as Ctrl-C does: what is half written goes, whole shards stay.
+    then: what continues the work, printed after an interruption. SIGTERM ends it as Ctrl-C does:
+    incomplete files are removed, complete shards stay.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -335,4 +304,4 @@ def run(
 
 
 class _Terminated(BaseException):
-    """SIGTERM came."""
+    """SIGTERM arrived."""

@@ -24,7 +24,7 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
-from data_prep.command import Parser, add_arguments, positive, prepare, run
+from data_prep.command import Parser, add_arguments, positive, run, write_or_plan
 from data_prep.write.catalogue import Builder, Sample, Source, read_range, stable_hash
 
 VAL_FRACTION = 0.2
@@ -206,7 +206,7 @@ def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    prepare(source(args.image_size, args.renderings, args.val_renderings, args.seed), args)
+    write_or_plan(source(args.image_size, args.renderings, args.val_renderings, args.seed), args)
 
 
 def main(argv: list[str] | None = None) -> int:

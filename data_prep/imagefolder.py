@@ -31,7 +31,7 @@ import numpy as np
 import PIL
 from PIL import features
 
-from data_prep.command import Parser, add_arguments, fraction, prepare, run
+from data_prep.command import Parser, add_arguments, fraction, run, write_or_plan
 from data_prep.errors import PrepError
 from data_prep.read.image_tree import (
     EXTENSIONS,
@@ -356,7 +356,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def command(args: argparse.Namespace) -> None:
         asked = Asked(args.val_fraction, args.class_order, args.max_unreadable)
-        prepare(source(args.source, asked, Path(args.out).resolve()), args)
+        write_or_plan(source(args.source, asked, Path(args.out).resolve()), args)
 
     return run(command, parser.parse_args(argv))
 

@@ -358,7 +358,7 @@ def _prepare(args: argparse.Namespace) -> None:
     for path in args.source:
         if os.path.realpath(path) == os.path.realpath(args.out):
             raise PrepError(f"{path}: is SOURCE and --out; give another folder for the shards")
-    command.prepare(source(args.source, args.partial, args.md5), args)
+    command.write_or_plan(source(args.source, args.partial, args.md5), args)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from data_prep.command import Parser, add_arguments, prepare, run
+from data_prep.command import Parser, add_arguments, run, write_or_plan
 from data_prep.errors import PrepError
 from data_prep.read.download import download
 from data_prep.write.catalogue import Builder, Sample, Source, read_range
@@ -289,7 +289,7 @@ def _download(folder: Path, variant: str, url: str | None) -> None:
 def _prepare(args: argparse.Namespace) -> None:
     if args.download or args.url:
         _download(args.source, args.variant, args.url)
-    prepare(source(args.source, args.variant), args)
+    write_or_plan(source(args.source, args.variant), args)
 
 
 def main(argv: list[str] | None = None) -> int:

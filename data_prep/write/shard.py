@@ -1,10 +1,9 @@
-"""One shard, from its samples to a whole tar with index and sidecar. Runs in a worker process; free
-of torch.
+"""One shard, from its samples to a complete tar with index and sidecar; runs in a worker process.
 
-The data's story: the samples of the shard are looked up in the catalogue; each one's bytes are read
-from the source, checked and, where needed, converted; tar headers are put between them, and all
-goes to the disk some MiB at a time, while a thread hashes it. What cannot be read is listed in the
-sidecar instead. Then `.idx`, then the sidecar, which says that the shard is whole.
+The samples of the shard are looked up in the catalogue. Each one's bytes are read from the source,
+checked and, where needed, converted; tar headers are put between them, and everything is written to
+the disk some MiB at a time, while a thread hashes it. What cannot be read is listed in the sidecar
+instead. Then come `.idx` and the sidecar, which marks the shard as complete.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import numpy as np
 
 from data_prep.errors import PrepError
 from data_prep.write.catalogue import Catalogue, Sample, descriptor
-from data_prep.write.images import ASKS_TO_BE_TURNED, ImagePolicy, Prepared, Unreadable, prepare
+from data_prep.write.images import ASKS_TO_BE_TURNED, ImagePolicy, Prepared, prepare
 from data_prep.write.jobs import count_one
 from data_prep.write.output import Output
 from vit.data.shards import data_set
@@ -37,18 +36,17 @@ from vit.data.shards.tar_walk import TAR_BLOCK
 from vit.system.files import replacing
 
 BUFFER_BYTES = 2 << 20
-"""Bytes handed to the system at once; they stay in a core's cache until then."""
+"""Bytes of one write; until then they stay in a core's cache."""
 NUM_BUFFERS = 3
-"""One that is filled, one that is hashed, and one to spare."""
+"""One that is filled, one that is hashed, and a spare one."""
 EARLY_BYTES = 8 << 20
-"""So many bytes at a time are sent on to the disk while the shard is still being written: at its
-end little is left to wait for."""
+"""Bytes after which the kernel is asked to start writing, so that little is left at the end."""
 READ_AHEAD = 16
-"""Images of an archive that the system is told of before they are read: it then reads several at
-once, far faster than one by one."""
+"""Images of an archive announced to the kernel before they are read: it then reads several at once,
+far faster than one by one."""
 HAS_ADVICE = hasattr(os, "posix_fadvise")
 """macOS lacks it."""
-OWN_FAULTS = (
+FILE_ERRORS = (
     errno.ENOENT,
     errno.EACCES,
     errno.EPERM,
@@ -56,11 +54,11 @@ OWN_FAULTS = (
     errno.ELOOP,
     errno.ENAMETOOLONG,
 )
-"""Errors that concern one file of a tree, such as a link that leads nowhere."""
+"""Errors of one file in a tree, such as a dangling link; others are the disk's."""
 
 
 class Shard(NamedTuple):
-    """Which samples a shard has: every `step`-th of its split's dealt order."""
+    """Which samples a shard has: every n-th place of its split's dealt order."""
 
     name: str
     """Without .tar."""
@@ -78,22 +76,23 @@ class Work(NamedTuple):
     with_json: bool
     output: Output
     plan: str
-    """Fingerprint of all that decides the bytes."""
+    """Fingerprint of everything that decides the bytes."""
 
     def samples(self) -> list[Sample]:
         """The shard's samples, in order."""
         return self.catalogue.table(self.shard.split).samples(self.shard.places)
 
 
+# ---- the tar -------------------------------------------------------------------------------------
+
 HEADER = struct.Struct("100s8s8s8s12s12s8s1s100s6s2s247x")
-"""ustar: name, mode, user, group, size, time, checksum, kind, link, magic, version, and all
-else."""
+"""ustar: name, mode, user, group, size, time, checksum, kind, link, magic, version, the rest."""
 ZEROS = bytes(TAR_BLOCK)
 
 
 def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
-    """A member's header. By hand, as `tarfile` fills unused fields differently from one Python to
-    the next."""
+    """A member's header, packed here because `tarfile` fills unused fields differently from one
+    Python to the next."""
     return HEADER.pack(
         name,
         b"0000644",
@@ -110,14 +109,14 @@ def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
 
 
 CHECKSUM_OF_REST = sum(_header(b"", b"", b" " * 8))
-"""Of all but name and size; the checksum itself counts as blanks."""
+"""Of all fields but name and size; the checksum itself counts as blanks."""
 
 
 class TarStream:
     """Appends members to a file descriptor, some MiB at a time, and hashes what it wrote.
 
-    Bytes are copied into a few buffers that are used again and again: cheaper than to keep each
-    image until it is written, as new memory has to be mapped for it then.
+    Bytes are copied into a few reused buffers. Keeping each image until it is written would be
+    slower, because new memory would have to be mapped for it.
     """
 
     def __init__(self, descriptor: int):
@@ -137,12 +136,11 @@ class TarStream:
         self._hasher.start()
 
     def add(self, name: str, data: bytes) -> Member:
-        """Append a ustar member of at most 100 bytes of name."""
+        """Append a ustar member, whose name has at most 100 bytes."""
         encoded = name.encode()
         size = b"%011o" % len(data)
-        self._append(
-            _header(encoded, size, b"%06o\0 " % (CHECKSUM_OF_REST + sum(encoded) + sum(size)))
-        )
+        checksum = CHECKSUM_OF_REST + sum(encoded) + sum(size)
+        self._append(_header(encoded, size, b"%06o\0 " % checksum))
         offset = self.size
         self._append(data)
         self._append(ZEROS[: -len(data) % TAR_BLOCK])
@@ -175,7 +173,7 @@ class TarStream:
     def _flush(self) -> None:
         self._to_hash.put((self._buffer, self._filled))
         rest = self._buffer[: self._filled]
-        while rest:  # written in parts if a signal comes, or the disk is about to be full
+        while rest:  # a signal, or a disk that is almost full, makes a write incomplete
             rest = rest[os.write(self._descriptor, rest) :]
         self._written += self._filled
         self._buffer = self._free.get()
@@ -183,7 +181,7 @@ class TarStream:
         self._raise_failed()
 
     def _raise_failed(self) -> None:
-        """Raise here what went wrong in the hashing thread."""
+        """Raise the hashing thread's error here."""
         if self._failed is not None:
             raise self._failed
 
@@ -194,16 +192,16 @@ class TarStream:
             try:
                 self._sha256.update(buffer[:filled])
                 written = self._written
-                # "not needed": Linux begins to write what it may then forget
+                # "not needed" makes Linux start to write these pages, before it may drop them
                 if HAS_ADVICE and written - sent_on >= EARLY_BYTES:
-                    with suppress(OSError):  # mere advice, and not every file system takes it
+                    with suppress(OSError):  # only advice; not every file system takes it
                         os.posix_fadvise(
                             self._descriptor, sent_on, written - sent_on, os.POSIX_FADV_DONTNEED
                         )
                     sent_on = written
             except BaseException as error:
                 self._failed = error
-            self._free.put(buffer)  # in any case: the writer waits for it
+            self._free.put(buffer)  # also after an error: the writer waits for it
 
 
 def write_shard(work: Work) -> dict[str, Any]:
@@ -221,38 +219,40 @@ def write_shard(work: Work) -> dict[str, Any]:
                 samples = work.samples()
                 for sample, later in itertools.zip_longest(samples, samples[READ_AHEAD:]):
                     if later is not None:
-                        _expect(later)
-                    prepared = _prepared(work, sample)
+                        _announce(later)
+                    prepared = _prepare(work, sample)
                     if isinstance(prepared, dict):
                         quarantined.append(prepared)
                         count_one()
-                    else:
-                        scanned.append(_add(stream, work, sample, prepared))
-                        if prepared.change:
-                            changed[prepared.change] += 1
-                        num_turned += prepared.asks_to_be_turned
-                        count_one(len(prepared.data))
+                        continue
+                    scanned.append(_add(stream, work, sample, prepared))
+                    if prepared.change:
+                        changed[prepared.change] += 1
+                    num_turned += prepared.asks_to_be_turned
+                    count_one(len(prepared.data))
                 if not scanned:
-                    first = f"the first: {quarantined[0]['name']} ({quarantined[0]['reason']})"
+                    first = quarantined[0]
                     raise PrepError(
-                        f"{shard.name}: none of its {len(quarantined)} images can be read, {first};"
-                        " mend them, or take fewer shards"
+                        f"{shard.name}: none of its {len(quarantined)} images can be read, the"
+                        f" first: {first['name']} ({first['reason']}); repair them, or take fewer"
+                        " shards"
                     )
                 sha256 = stream.close()
             except BaseException:
                 stream.abandon()
                 raise
         write_idx(tar, scanned)
-        # before the sidecar: rows of an earlier attempt may lie there
+        # before the sidecar: rows of an earlier attempt may be there
         _save_rows(work, index_rows(scanned))
         extra: dict[str, Any] = {
             "plan": work.plan,
             "changed": dict(sorted(changed.items())),
             "quarantined": quarantined,
         }
-        extra |= {ASKS_TO_BE_TURNED: num_turned} if num_turned else {}
+        if num_turned:
+            extra[ASKS_TO_BE_TURNED] = num_turned
         sidecar = data_set.write_sidecar(tar, len(scanned), sha256=sha256, **extra)
-        for extension in (".tar", ".idx", ".json"):  # the sidecar says that all is there
+        for extension in (".tar", ".idx", ".json"):  # the sidecar last: it marks completeness
             work.output.publish(tar.with_suffix(extension))
     return sidecar
 
@@ -263,9 +263,8 @@ def _is_file(path: str) -> bool:
     return os.path.isfile(path)
 
 
-def _expect(sample: Sample) -> None:
-    """Tell the system that a sample of an archive is read soon. What may be wrong with it is found
-    then."""
+def _announce(sample: Sample) -> None:
+    """Ask the kernel to read a sample of an archive ahead; errors show when it is read."""
     if HAS_ADVICE and _is_file(sample.file):
         with suppress(OSError):
             os.posix_fadvise(
@@ -273,35 +272,37 @@ def _expect(sample: Sample) -> None:
             )
 
 
-def _prepared(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
+def _prepare(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
     """The image as it goes into the shard, or its line of `quarantine.jsonl`.
 
     Raises OSError if the system cannot read an archive or a disk: that is not the image's fault,
-    and may pass.
+    and may be temporary.
     """
     data = None
     try:
         data = work.read(sample)
         return prepare(data, work.policy)
-    except (Unreadable, ValueError, OSError) as error:
-        if isinstance(error, OSError) and not (
-            error.errno in OWN_FAULTS and Path(sample.file).is_dir()
-        ):
+    except OSError as error:
+        if error.errno not in FILE_ERRORS or not Path(sample.file).is_dir():
             raise
-        entry = {
-            "split": work.shard.split,
-            "key": sample.key,
-            "label": sample.label,
-            "name": sample.name,
-            "reason": str(error),
-        }
-        place = {"file": Path(sample.file).name, "offset": sample.offset, "size": sample.size}
-        return (
-            entry | place | {"sha256": None if data is None else hashlib.sha256(data).hexdigest()}
-        )
+        reason = str(error)
+    except ValueError as error:  # Unreadable among them
+        reason = str(error)
+    return {
+        "split": work.shard.split,
+        "key": sample.key,
+        "label": sample.label,
+        "name": sample.name,
+        "reason": reason,
+        "file": Path(sample.file).name,
+        "offset": sample.offset,
+        "size": sample.size,
+        "sha256": None if data is None else hashlib.sha256(data).hexdigest(),
+    }
 
 
 def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> ScannedSample:
+    """Append the members of one sample."""
     image = stream.add(f"{sample.key}.jpg", prepared.data)
     members = [image, stream.add(f"{sample.key}.cls", b"%d" % sample.label)]
     if work.with_json:
@@ -310,12 +311,8 @@ def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> S
             "label": sample.label,
             "class": work.catalogue.class_names[sample.label],
         }
-        members.append(
-            stream.add(
-                f"{sample.key}.json",
-                json.dumps(described, ensure_ascii=False).encode("utf-8", "backslashreplace"),
-            )
-        )
+        text = json.dumps(described, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        members.append(stream.add(f"{sample.key}.json", text))
     return ScannedSample(
         sample.key,
         sample.label,
@@ -327,9 +324,8 @@ def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> S
     )
 
 
-def still_holds(work: Work, sidecar: dict[str, Any]) -> bool:
-    """Whether what a whole shard had to leave out is still as unreadable: images may have been
-    mended since."""
+def quarantine_holds(work: Work, sidecar: dict[str, Any]) -> bool:
+    """Whether the images that a complete shard left out are unchanged: some may be repaired."""
     if not sidecar.get("quarantined"):
         return True
     samples = {sample.key: sample for sample in work.samples()}
@@ -343,12 +339,12 @@ def still_holds(work: Work, sidecar: dict[str, Any]) -> bool:
     return True
 
 
-# ---- index rows, kept beside the catalogue until the index is written ----------------------------
+# ---- index rows, kept in the catalogue until the index is written --------------------------------
 
 
 def rows_path(catalogue: Catalogue, name: str) -> Path:
-    """Where the index rows of shard `name` wait."""
-    # `{name}.npy`: of an earlier version, without checksums
+    """File of the index rows of shard `name`."""
+    # `{name}.npy` was an earlier version's, without checksums
     return catalogue.folder / "rows" / f"{name}.index.npy"
 
 
@@ -360,6 +356,6 @@ def _save_rows(work: Work, rows: np.ndarray) -> None:
 
 
 def scan_shard(work: Work) -> None:
-    """Save the index rows of a whole shard that an earlier command wrote."""
+    """Save the index rows of a complete shard that an earlier command wrote."""
     with work.output.staging() as folder:
         _save_rows(work, index_rows(scan_tar(work.output.fetch(f"{work.shard.name}.tar", folder))))

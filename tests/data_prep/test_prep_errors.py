@@ -2,7 +2,7 @@
 command on files of the true format.
 
 A row's first cell names its scenario. Besides text and exit status each row is checked for what was
-left behind: nothing at all for what is found before the first shard is written, else whole shards
+left behind: nothing at all for what is found before the first shard is written, else complete shards
 only; what "continues" is continued. Commands run in this process, but for those that need a signal
 or a user of their own, or that come again.
 """
@@ -103,7 +103,7 @@ def _(place):
         place.prepare("imagefolder", folder)
 
 
-@scenario("the disk fills up: whole shards stay, the same command continues", begun=True)
+@scenario("the disk fills up: complete shards stay, the same command continues", begun=True)
 def _(place):
     folder = images(place, each=60, side=100)
     with small_disk(place.folder / "disk") as disk:
@@ -167,7 +167,8 @@ def _(place):
 
 
 @scenario(
-    "too many unreadable images: whole shards stay; mended, the same command continues", begun=True
+    "too many unreadable images: complete shards stay; after a repair, the same command continues",
+    begun=True,
 )
 def _(place):
     folder = images(place)

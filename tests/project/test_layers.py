@@ -169,6 +169,7 @@ def test_data_prep_knows_the_format_and_itself_only(path):
         "vit.system.command_line",
         "vit.system.meter",
         "vit.system.child_process",
+        "vit.system.host",
     }
 
 
