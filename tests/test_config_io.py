@@ -27,7 +27,7 @@ from vit.config_io import (
     setting_for,
     to_dict,
 )
-from vit.sections import Choice, SourceConfig
+from vit.sections import Selection, SourceConfig
 
 BASE = """\
 data:
@@ -75,7 +75,7 @@ def sections() -> list[type[Section]]:
 @pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
 def test_every_setting_is_a_field_with_a_sentence(section):
     own = set(section.__annotations__) | (
-        set(Choice.model_fields) if issubclass(section, Choice) else set()
+        set(Selection.model_fields) if issubclass(section, Selection) else set()
     )
     assert own == set(section.model_fields)
     others = {
@@ -96,7 +96,7 @@ def test_every_section_can_be_reached_from_a_file():
     assert {type(getattr(config, name)) for name in Config.model_fields} == set(sections()) - {
         Config,
         SgdConfig,
-        Choice,
+        Selection,
         SourceConfig,
     }
     assert {key.partition(".")[0] for key in all_keys()} == set(Config.model_fields)
@@ -730,7 +730,7 @@ def test_what_cannot_be_chosen_is_told(problems):
         )
     )
     for expected in (
-        "data.filter has no effect with data.sources: give it in each source that it is for",
+        "data.filter has no effect with data.sources: give it in each source that needs it",
         "data.filter: 'widht' at character 1 of 'widht > 3': no column, did you mean width?",
         "data.fraction and data.samples_per_class are both given: keep one of them",
         (

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from vit.data.shards.members import SETTINGS, SampleLayout
-from vit.sections import Choice, Section, SourceConfig, source_problems
+from vit.config_checks import find_problems
+from vit.sections import Section, Selection, SourceConfig
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -74,7 +74,7 @@ class ModelConfig(Section):
         return {key: value for key, value in own.items() if value is not None}
 
 
-class DataConfig(Choice):
+class DataConfig(Selection):
     """Where samples come from and how they are dealt into batches."""
 
     root: str
@@ -165,32 +165,6 @@ class DataConfig(Choice):
     installed, and no longer to the pixel (44 dB)."""
 
 
-def _reader_problems(data: DataConfig) -> list[str]:
-    """What the reader needs and is not given, or is given and has no effect."""
-    streams = data.reader == "webdataset"
-    problems = []
-    if streams and data.stream is None:
-        problems.append(
-            "data.reader=webdataset needs data.stream: URLs of tars, as"
-            " http://host/train-{0000..0099}.tar, or a pipe: command"
-        )
-    if streams and data.num_samples is None:
-        problems.append(
-            "data.reader=webdataset needs data.num_samples: how many images make an epoch"
-        )
-    order = ("num_lanes", "block_samples", "window_blocks", "aug_repeats", "aug_repeats_form")
-    of_stream = ("stream", "stream_image", "stream_label", "stream_keys_with_dots", "num_samples")
-    if streams:
-        problems += SampleLayout(
-            data.stream_image, data.stream_label, data.stream_keys_with_dots
-        ).problems(SETTINGS)
-    for key in (*order, "sources", *Choice.model_fields) if streams else of_stream:
-        if getattr(data, key) != DataConfig.model_fields[key].default:
-            problems.append(f"data.{key} has no effect with data.reader={data.reader}: remove it")
-    problems += data.problems("data.") + source_problems(data, data.sources)
-    return problems
-
-
 class AugmentConfig(Section):
     """What is drawn anew for each training image. The defaults crop and flip, nothing else. Fields
     stand in the order of what is done."""
@@ -254,89 +228,6 @@ class AugmentConfig(Section):
     mix_group_size: Annotated[int, Field(ge=2)] = 4
     """Images that mix with each other; divides the micro-batch, so batches do not depend on the
     ranks."""
-
-
-def _view_problems(view: EvalConfig, image_size: Size) -> list[str]:
-    """What cannot be together in the evaluation view, each with its remedy."""
-    if view.resize_px is None:
-        return []
-    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-    problems = []
-    if view.crop_pct != EvalConfig.model_fields["crop_pct"].default:
-        problems.append("eval.crop_pct and eval.resize_px are both given: keep one of them")
-    if height != width:
-        problems.append(
-            f"eval.resize_px needs square images, model.image_size is [{height}, {width}]: use"
-            " eval.crop_pct"
-        )
-    if view.resize_px < max(height, width):
-        problems.append(
-            f"eval.resize_px={view.resize_px} is below model.image_size={max(height, width)}: the"
-            " crop would not be filled"
-        )
-    return problems
-
-
-def _augment_problems(augment: AugmentConfig, in_chans: int) -> list[str]:
-    """What cannot be together, each with its remedy."""
-    problems = []
-    for key in ("crop_scale", "crop_ratio", "erasing_area", "erasing_aspect"):
-        low, high = getattr(augment, key)
-        if low > high:
-            problems.append(
-                f"augment.{key} is [{low}, {high}]: the first must not exceed the second"
-            )
-    for key in ("crop_scale", "crop_ratio"):
-        if (
-            augment.crop == "simple"
-            and getattr(augment, key) != AugmentConfig.model_fields[key].default
-        ):
-            problems.append(
-                f"augment.{key} has no effect with augment.crop=simple: remove it, or set"
-                " augment.crop=random_resized"
-            )
-    ops = augment.randaugment_ops
-    magnitude = augment.randaugment_magnitude
-    largest = {"timm": 10, "torchvision": 30, "big_vision": 20}[ops]
-    if magnitude > largest:
-        problems.append(
-            f"augment.randaugment_magnitude={magnitude:g} is beyond the scale of"
-            f" augment.randaugment_ops={ops}: 0 to {largest}"
-        )
-    if ops == "torchvision" and magnitude % 1:
-        problems.append(
-            f"augment.randaugment_magnitude={magnitude:g}: torchvision's scale has whole numbers"
-            " only, 0 to 30"
-        )
-    if ops != "timm" and augment.randaugment_magnitude_std is not None:
-        problems.append(
-            f"augment.randaugment_magnitude_std has no effect with augment.randaugment_ops={ops}:"
-            " remove it"
-        )
-    if augment.three_augment and augment.randaugment_layers:
-        problems.append(
-            "augment.three_augment takes RandAugment's place: set augment.randaugment_layers to 0,"
-            " or three_augment to false"
-        )
-    if in_chans == 1:
-        *_, saturation, hue = augment.color_jitter
-        for key, is_on, remedy in (
-            ("randaugment_layers", augment.randaugment_layers > 0, "set it to 0"),
-            ("three_augment", augment.three_augment, "set it to false"),
-            (
-                "color_jitter",
-                saturation > 0 or hue > 0,
-                "set its third and fourth number, saturation and hue, to 0",
-            ),
-        ):
-            if is_on:
-                problems.append(f"augment.{key} needs colour images (model.in_chans=3): {remedy}")
-    if augment.mixup_mode == "pair" and augment.mix_group_size % 2:
-        problems.append(
-            f"augment.mix_group_size={augment.mix_group_size} is odd, augment.mixup_mode=pair needs"
-            " pairs: use an even number"
-        )
-    return problems
 
 
 class LossConfig(Section):
@@ -473,15 +364,6 @@ class InitConfig(Section):
     reset_head: bool = False
     """Start with a zero head instead of the checkpoint's, for other classes."""
 
-    @model_validator(mode="after")
-    def _check(self) -> InitConfig:
-        if self.reset_head and self.checkpoint is None:
-            raise ValueError(
-                "init.reset_head has no effect without init.checkpoint: give one, or remove"
-                " init.reset_head"
-            )
-        return self
-
 
 class RunConfig(Section):
     """Where the run lives."""
@@ -523,50 +405,7 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
-    def _check_across_sections(self) -> Config:
-        problems = []
-        for section, first, second, needed in (
-            ("train", "epochs", "steps", True),
-            ("schedule", "warmup_epochs", "warmup_steps", False),
-            ("eval", "every_epochs", "every_steps", False),
-        ):
-            group = getattr(self, section)
-            given = [key for key in (first, second) if getattr(group, key) is not None]
-            if len(given) == 2:
-                problems.append(
-                    f"{section}.{first} and {section}.{second} are both given: keep one of them"
-                )
-            if needed and not given:
-                problems.append(
-                    f"neither {section}.{first} nor {section}.{second} is given: give one of them"
-                )
-        if self.schedule.name == "constant" and self.schedule.min_lr > 0:
-            problems.append("schedule.min_lr has no effect with schedule.name=constant: remove it")
-        if self.schedule.min_lr > self.optim.lr:
-            problems.append(
-                f"schedule.min_lr={self.schedule.min_lr} exceeds optim.lr={self.optim.lr}: the rate"
-                " falls towards it"
-            )
-        if self.data.aug_repeats_form != "batch" and self.data.aug_repeats == 1:
-            problems.append(
-                f"data.aug_repeats_form={self.data.aug_repeats_form} has no effect at"
-                " data.aug_repeats=1: remove it"
-            )
-        problems += _view_problems(self.eval, self.model.image_size)
-        for key in ("mean", "std"):
-            values = getattr(self.data, key)
-            if len(values) not in (1, self.model.in_chans):
-                allowed = "1" if self.model.in_chans == 1 else f"1 or {self.model.in_chans}"
-                problems.append(
-                    f"data.{key} has {len(values)} values, model.in_chans is {self.model.in_chans}:"
-                    f" give {allowed}"
-                )
-        problems += _reader_problems(self.data)
-        problems += _augment_problems(self.augment, self.model.in_chans)
-        if self.train.ema_warmup and self.train.ema_decay is None:
-            problems.append("train.ema_warmup has no effect without train.ema_decay: give one")
-        if self.optim.name == "sgd" and self.optim.nesterov and self.optim.momentum == 0:
-            problems.append("optim.nesterov needs optim.momentum above 0")
-        if problems:
+    def _check(self) -> Config:
+        if problems := find_problems(self):
             raise ValueError("\n".join(problems))
         return self

@@ -17,7 +17,7 @@ from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sourc
 from vit.data.storage.retry import RetryPolicy
 from vit.data.stream import Stream, open_stream
 from vit.distributed import World
-from vit.sections import Choice
+from vit.sections import Selection
 from vit.system.urls import resolve
 
 
@@ -121,8 +121,8 @@ def choose_train_set(
     return choose() if world is None else world.main_first(choose)
 
 
-def _wanted(choice: Choice, name: str) -> Wanted:
-    return Wanted(name, **{key: getattr(choice, key) for key in Choice.model_fields})
+def _wanted(selection: Selection, name: str) -> Wanted:
+    return Wanted(name, **{key: getattr(selection, key) for key in Selection.model_fields})
 
 
 def choose_num_classes(

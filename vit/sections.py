@@ -7,8 +7,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vit.data.row_filter import RowFilter
-
 
 class Section(BaseModel):
     """A frozen group of settings that refuses keys it does not know."""
@@ -18,7 +16,7 @@ class Section(BaseModel):
     )
 
 
-class Choice(Section):
+class Selection(Section):
     """Which samples of a split are trained on; evaluation counts every image."""
 
     exclude: str | None = None
@@ -39,40 +37,8 @@ class Choice(Section):
     subset_seed: Annotated[int, Field(ge=0)] = 0
     """Draws `fraction` and `samples_per_class`; `train.seed` does not change them."""
 
-    def chosen(self) -> list[str]:
-        """The keys of this group that are given."""
-        return [
-            key
-            for key in Choice.model_fields
-            if getattr(self, key) != Choice.model_fields[key].default
-        ]
 
-    def problems(self, prefix: str) -> list[str]:
-        """What cannot be together or be read, with the keys' names behind `prefix`."""
-        found = []
-        if self.fraction is not None and self.samples_per_class is not None:
-            found.append(
-                f"{prefix}fraction and {prefix}samples_per_class are both given: keep one of them"
-            )
-        if self.fraction is None and self.fraction_of != "all":
-            found.append(
-                f"{prefix}fraction_of has no effect without {prefix}fraction: give one, or"
-                " remove it"
-            )
-        if self.fraction is None and self.samples_per_class is None and self.subset_seed:
-            found.append(
-                f"{prefix}subset_seed has no effect without {prefix}fraction or"
-                f" {prefix}samples_per_class: remove it"
-            )
-        if self.filter is not None:
-            try:
-                RowFilter(self.filter)
-            except ValueError as error:
-                found.append(f"{prefix}filter: {error}")
-        return found
-
-
-class SourceConfig(Choice):
+class SourceConfig(Selection):
     """One of several data sets to train on."""
 
     root: str | None = None
@@ -82,21 +48,3 @@ class SourceConfig(Choice):
     weight: Annotated[float, Field(gt=0)] | None = None
     """Its share of an epoch, over the sum of all weights. Without weights each sample of each
     source comes once in an epoch."""
-
-
-def source_problems(data: Choice, sources: tuple[SourceConfig, ...]) -> list[str]:
-    """What cannot be together in `data.sources`, and beside them in `data`."""
-    if not sources:
-        return []
-    problems = [
-        f"data.{key} has no effect with data.sources: give it in each source that it is for"
-        for key in data.chosen()
-    ]
-    for number, source in enumerate(sources):
-        problems += source.problems(f"data.sources[{number}].")
-    weights = [source.weight for source in sources]
-    if None in weights and any(weights):
-        problems.append(
-            "data.sources: some have a weight and some have none: give all of them one, or none"
-        )
-    return problems

@@ -43,7 +43,7 @@ NEEDS_TORCH = (
 
 @functools.cache
 def modules() -> dict[str, set[str]]:
-    """Each module of ours with those that it imports, anywhere in it."""
+    """Each module of ours with those that it imports, anywhere in it but for types."""
     paths = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
         for folder in ("vit", "data_prep", "launch")
@@ -53,7 +53,11 @@ def modules() -> dict[str, set[str]]:
     found = {}
     for name, path in paths.items():
         imported: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:

@@ -35,7 +35,7 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for; the fields are those of `vit.sections.Choice`, `name` is what the settings
+    """What is asked for; the fields are those of `vit.sections.Selection`, `name` is what the settings
     are called in errors ("data.")."""
 
     name: str = "data."
