@@ -54,7 +54,7 @@ from data_prep.write.card_page import write_card
 from data_prep.write.catalogue import Builder, Source, open_catalogue, read_range
 from data_prep.write.images import ImagePolicy
 from data_prep.write.jobs import run_jobs
-from data_prep.write.plan import WritePlan, Settings, make_plan
+from data_prep.write.plan import Settings, WritePlan, make_plan
 from data_prep.write.shard import Work, write_shard
 
 ROOT = Path(__file__).resolve().parent.parent

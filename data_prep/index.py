@@ -54,7 +54,7 @@ from data_prep.write.jobs import run_jobs
 from data_prep.write.output import Output, temporary_folder
 from data_prep.write.plan import Settings, allowed_unreadable
 from data_prep.write.writer import write_quarantine
-from vit.data.shards import data_set
+from vit.data.shards import info_file
 from vit.data.shards.index_file import first_samples, has_checksums, open_index, save_index
 from vit.data.shards.members import printable
 from vit.data.shards.tar import describe_ignored
@@ -205,7 +205,7 @@ def index(
         | ({} if output is source else {"shards_at": bare(str(source))})
         | ({"quarantined": len(entries)} if entries else {})
     )
-    info = ours or data_set.make_info(
+    info = ours or info_file.make_info(
         splits, sidecars, source="index", options=layout.options(), **about
     )
     if ours is None:
@@ -365,13 +365,13 @@ def _read_infos(
 
 
 def _info(place: Output | WebShards) -> dict[str, Any] | None:
-    """The `_info.json` of a place, as checked by `data_set.read_info`."""
+    """The `_info.json` of a place, as checked by `info_file.read_info`."""
     content = place.read_json("_info.json")
     if content is None:
         return None
     with temporary_folder() as folder, called(str(place), folder):
         files.write_json(folder / "_info.json", content)
-        info = data_set.read_info(folder)
+        info = info_file.read_info(folder)
     for split, described in info["splits"].items():
         if not 0 < len(described.get("filenames", [])) == len(described.get("shard_lengths", [])):
             raise PrepError(

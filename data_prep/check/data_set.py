@@ -20,7 +20,7 @@ import numpy as np
 from data_prep.errors import PrepError
 from data_prep.write.index_shard import called
 from data_prep.write.output import temporary_folder
-from vit.data.shards.data_set import read_info
+from vit.data.shards.info_file import read_info
 from vit.data.shards.members import recorded_layout
 from vit.data.shards.split import Split
 from vit.data.storage.http import Version

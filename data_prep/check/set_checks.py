@@ -22,8 +22,8 @@ from data_prep.check.shard_checks import MOST_LINES, WRITE_AGAIN, Found, counted
 from data_prep.write.card_page import altered_card, readme
 from data_prep.write.catalogue import HASH, catalogue_sha256, key_hashes, some
 from data_prep.write.plan import fingerprint
-from vit.data.shards.data_set import info_sha256, read_sidecar, sidecars_sha256
 from vit.data.shards.index_file import has_checksums, open_index
+from vit.data.shards.info_file import info_sha256, read_sidecar, sidecars_sha256
 from vit.data.shards.records import is_sidecar
 from vit.data.storage.http import Version
 from vit.data.storage.remote import RemoteFolder

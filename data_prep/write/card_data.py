@@ -17,8 +17,8 @@ from PIL import Image
 from data_prep.write.catalogue import stable_hash
 from data_prep.write.output import Output
 from vit.data.decode.images import decode
-from vit.data.shards.data_set import read_info
 from vit.data.shards.index_file import first_samples, open_index
+from vit.data.shards.info_file import read_info
 from vit.system.files import ShardError
 
 THREADS = 8

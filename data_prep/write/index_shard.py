@@ -18,7 +18,7 @@ import numpy as np
 
 from data_prep.read.download import WebShards
 from data_prep.write.output import Output, temporary_folder
-from vit.data.shards import data_set
+from vit.data.shards import info_file
 from vit.data.shards.index_file import open_index, sha256_of
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.records import SIDECAR, check_types, is_sidecar
@@ -52,7 +52,7 @@ def _index_in_place(shard: Shard, tar: Path) -> tuple[np.ndarray, dict[str, Any]
     found = survey_tar(tar, shard.layout)
     status = tar.stat()
     about = _about(shard, found)
-    sidecar = data_set.read_sidecar(tar)
+    sidecar = info_file.read_sidecar(tar)
     # lists images of its source, and no time: its bytes shall depend on nothing else
     of_writer = sidecar is not None and "plan" in sidecar
     fits = sidecar is not None and (
@@ -67,7 +67,7 @@ def _index_in_place(shard: Shard, tar: Path) -> tuple[np.ndarray, dict[str, Any]
     ):
         sha256 = sha256_of(tar)
         if not (of_writer and sidecar is not None and sidecar["sha256"] == sha256):
-            sidecar = data_set.write_sidecar(
+            sidecar = info_file.write_sidecar(
                 tar, len(found.samples), sha256, mtime_ns=status.st_mtime_ns, **about
             )
     return index_rows(found.samples), sidecar
@@ -117,7 +117,7 @@ def _index_fetched(shard: Shard, source: Output | WebShards) -> tuple[np.ndarray
         extra = _about(shard, found) | (
             {} if _elsewhere(shard) is None else {"shards_at": _elsewhere(shard)}
         )
-        sidecar = data_set.write_sidecar(tar, len(found.samples), **extra)
+        sidecar = info_file.write_sidecar(tar, len(found.samples), **extra)
         for extension in (".rows.npy", ".idx", ".json"):
             shard.output.publish(tar.with_suffix(extension))
     return rows, sidecar

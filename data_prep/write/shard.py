@@ -30,7 +30,7 @@ from data_prep.write.catalogue import Catalogue, Sample, descriptor
 from data_prep.write.images import ASKS_TO_BE_TURNED, ImagePolicy, Prepared, prepare
 from data_prep.write.jobs import count_one
 from data_prep.write.output import Output
-from vit.data.shards import data_set
+from vit.data.shards import info_file
 from vit.data.shards.tar import Member, ScannedSample, crc32c, index_rows, scan_tar, write_idx
 from vit.data.shards.tar_walk import TAR_BLOCK
 from vit.system.files import replacing
@@ -251,7 +251,7 @@ def write_shard(work: Work) -> dict[str, Any]:
         }
         if num_turned:
             extra[ASKS_TO_BE_TURNED] = num_turned
-        sidecar = data_set.write_sidecar(tar, len(scanned), sha256=sha256, **extra)
+        sidecar = info_file.write_sidecar(tar, len(scanned), sha256=sha256, **extra)
         for extension in (".tar", ".idx", ".json"):  # the sidecar last: it marks completeness
             work.output.publish(tar.with_suffix(extension))
     return sidecar

@@ -62,8 +62,8 @@ from data_prep.write.plan import (
     recorded_there,
 )
 from data_prep.write.shard import Work, quarantine_holds, rows_path, scan_shard, write_shard
-from vit.data.shards.data_set import make_info
 from vit.data.shards.index_file import save_index
+from vit.data.shards.info_file import make_info
 from vit.system.files import replacing
 
 MANY_UNREADABLE = 100

@@ -17,7 +17,7 @@ from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
-from vit.data.storage import tars
+from vit.data.storage import cached_tars
 from vit.system.files import ShardError
 
 BATCH = 24
@@ -70,8 +70,8 @@ def test_a_loader_that_starts_at_any_step_goes_on_with_the_same_batches(start, s
 def test_the_batch_that_is_needed_is_fetched_first_and_none_behind_the_end(
     shards, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(tars, "BLOCK_BYTES", 4000)
-    monkeypatch.setattr(tars, "NUM_THREADS", 1)
+    monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(cached_tars, "NUM_THREADS", 1)
 
     def fetched(num_batches: int, cache: str) -> list[str]:
         """Ranges of shards, in the order in which they were asked for."""

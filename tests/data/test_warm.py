@@ -16,7 +16,7 @@ from vit.data import warm
 from vit.data.batches import ImageFormat, TrainBatches
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
-from vit.data.storage import tars
+from vit.data.storage import cached_tars
 from vit.data.storage.block_cache import GIB
 from vit.plan import Plan
 from vit.run.preflight import filling_note
@@ -24,7 +24,7 @@ from vit.run.preflight import filling_note
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(tars, "BLOCK_BYTES", 16_000)
+    monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
 
 
 @pytest.fixture
@@ -147,10 +147,10 @@ def test_damaged_blocks_are_counted_and_the_others_are_fetched(web, tmp_path, sh
 def test_a_shard_that_is_replaced_meanwhile_is_told_and_waited_for_by_nobody(web, tmp_path):
     """Its other threads still wait for a server that is away."""
     code = (
-        "import runpy, sys; from vit.data.storage import http, retry, tars; tars.BLOCK_BYTES ="
-        " 16_000; retry.NUM_REFUSALS = 1\nreal = tars.CachedTars.blocks\ndef blocks(self,"
+        "import runpy, sys; from vit.data.storage import http, retry, cached_tars; cached_tars.BLOCK_BYTES ="
+        " 16_000; retry.NUM_REFUSALS = 1\nreal = cached_tars.CachedTars.blocks\ndef blocks(self,"
         " shards):\n    self.versions[0] = http.Version(5, 'another')\n    return real(self,"
-        " shards)\ntars.CachedTars.blocks = blocks\nrunpy.run_module('vit.data.warm',"
+        " shards)\ncached_tars.CachedTars.blocks = blocks\nrunpy.run_module('vit.data.warm',"
         " run_name='__main__')\n"
     )
     command = [
@@ -179,7 +179,7 @@ def test_a_shard_that_is_replaced_meanwhile_is_told_and_waited_for_by_nobody(web
 def test_several_at_once_share_the_work(web, tmp_path):
     web.delay_s = 0.1
     code = (
-        "import sys; from vit.data import warm; from vit.data.storage import tars; tars.BLOCK_BYTES"
+        "import sys; from vit.data import warm; from vit.data.storage import cached_tars; cached_tars.BLOCK_BYTES"
         " = 16_000; sys.exit(warm.main(sys.argv[1:]))"
     )
     command = [

@@ -580,7 +580,7 @@ def test_runs_without_torch(flat, tmp_path):
             check=True,
         )
     code = (
-        "import sys; from vit.data.shards.data_set import open_split; open_split(sys.argv[1],"
+        "import sys; from vit.data.shards.data_set import open_split; open_split(sys.argv[1], "
         " 'val').read(0)"
     )
     subprocess.run([sys.executable, "-c", code, out], env=env, check=True)

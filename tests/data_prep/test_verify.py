@@ -27,7 +27,8 @@ from data_prep.check.shard_checks import SEEN_DTYPE, _check_idx, _check_index
 from data_prep.errors import PrepError
 from data_prep.verify import main, shard_of
 from data_prep.write.output import Output
-from vit.data.shards.data_set import info_sha256, open_split, sidecars_sha256
+from vit.data.shards.data_set import open_split
+from vit.data.shards.info_file import info_sha256, sidecars_sha256
 from vit.data.shards.tar import scan_tar
 from vit.system.files import ShardError
 

@@ -18,8 +18,8 @@ from error_rows import snapshot
 from fake_imagenet import Fake, as_official, make_fake
 from processes import REPOSITORY, environment, jpeg
 
-from vit.data.shards.data_set import read_sidecar
 from vit.data.shards.index_file import left_out
+from vit.data.shards.info_file import read_sidecar
 from vit.data.shards.tar import scan_tar
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"

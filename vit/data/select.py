@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from vit.data.order import fold
 from vit.data.row_filter import RowFilter
 from vit.data.shards.split import Split
+from vit.data.storage.cached_tars import CachedTars
 from vit.data.storage.remote import RemoteFolder
-from vit.data.storage.tars import CachedTars
 from vit.system.files import ShardError
 
 PIECE = 1 << 20

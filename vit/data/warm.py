@@ -25,8 +25,8 @@ from vit.config_io import load_config
 from vit.data.order import hash64
 from vit.data.shards.data_set import open_split
 from vit.data.storage.block_cache import Fetched
+from vit.data.storage.cached_tars import CacheBlock, CachedTars
 from vit.data.storage.retry import RetryPolicy
-from vit.data.storage.tars import CacheBlock, CachedTars
 from vit.system.command_line import Parser
 from vit.system.files import ShardError
 from vit.system.meter import Meter

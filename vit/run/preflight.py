@@ -24,7 +24,8 @@ from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.decode import native
 from vit.data.decode.images import decoder_name
 from vit.data.slots import plan_ring
-from vit.data.storage.tars import FETCH_BYTES, CachedTars, LocalTars, fetch_threads_per_process
+from vit.data.storage.cached_tars import FETCH_BYTES, CachedTars, fetch_threads_per_process
+from vit.data.storage.local_tars import LocalTars
 from vit.data.stream import StreamBatches
 from vit.distributed import World, local_world_size
 from vit.model import create_model

@@ -19,8 +19,9 @@ from vit.data.decode.images import decode_box
 from vit.data.decode.jpeg_header import read_header
 from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.data.shards.data_set import build_index, make_info, open_split, write_json, write_sidecar
-from vit.system.files import ShardError
+from vit.data.shards.data_set import build_index, open_split
+from vit.data.shards.info_file import make_info, write_sidecar
+from vit.system.files import ShardError, write_json
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 

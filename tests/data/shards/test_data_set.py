@@ -19,8 +19,9 @@ import pytest
 import webdataset
 from PIL import Image
 
-from vit.data.shards.data_set import build_index, make_info, open_split, read_sidecar, write_sidecar
+from vit.data.shards.data_set import build_index, open_split
 from vit.data.shards.index_file import UNCHECKED_DTYPE, index_sha256, open_index
+from vit.data.shards.info_file import make_info, read_sidecar, write_sidecar
 from vit.data.shards.split import Split
 from vit.data.shards.tar import INDEX_DTYPE, scan_tar, survey_tar, write_idx
 from vit.system.files import ShardError, write_json

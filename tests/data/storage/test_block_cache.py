@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 from processes import REPOSITORY, environment
 
-from vit.data.storage import block_cache
-from vit.data.storage.block_cache import GIB, BlockCache, Fetched, default_folder, locked_part
+from vit.data.storage import block_cache, file_lock
+from vit.data.storage.block_cache import GIB, BlockCache, Fetched, default_folder
+from vit.data.storage.file_lock import locked_part
 from vit.system.files import ShardError
 from vit.system.host import file_system, is_shared
 
@@ -61,7 +62,7 @@ def get():
 if sys.argv[2] == "block":
     cache.fetch("set/0.block", get)
 else:
-    with cache._count():
+    with cache._locked_count():
         get()
 """
 
@@ -95,8 +96,8 @@ def test_a_stopped_process_that_holds_a_lock_holds_up_nobody_for_long(
 ):
     """Suspended by Slurm, or in an access to a mount that is away. The block is fetched, used and
     not kept, and that is told once."""
-    monkeypatch.setattr(block_cache, "LOCK_WAIT_S", 0.5)
-    monkeypatch.setattr(block_cache, "TELL_LOCK_AFTER_S", 0.2)
+    monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.5)
+    monkeypatch.setattr(file_lock, "WARN_AFTER_S", 0.2)
     holder = other_process(HOLDS, folder, what)
     os.kill(holder.pid, signal.SIGSTOP)
     try:
@@ -333,7 +334,7 @@ def test_the_kernel_names_the_file_systems_of_this_machine(tmp_path):
 
 
 def test_a_lock_is_waited_for_for_as_long_as_its_part_grows(folder, monkeypatch):
-    monkeypatch.setattr(block_cache, "LOCK_WAIT_S", 0.6)
+    monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.6)
     folder.mkdir()
     with locked_part(folder / "index") as part:
         pid = os.fork()
@@ -350,9 +351,9 @@ def test_a_lock_is_waited_for_for_as_long_as_its_part_grows(folder, monkeypatch)
 
 
 def test_who_waits_for_a_lock_says_so_again(folder, monkeypatch, caplog):
-    monkeypatch.setattr(block_cache, "LOCK_WAIT_S", 0.5)
-    monkeypatch.setattr(block_cache, "TELL_LOCK_AFTER_S", 0.05)
-    monkeypatch.setattr(block_cache, "TELL_LOCK_AGAIN_S", 0.1)
+    monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.5)
+    monkeypatch.setattr(file_lock, "WARN_AFTER_S", 0.05)
+    monkeypatch.setattr(file_lock, "WARN_AGAIN_S", 0.1)
     folder.mkdir()
     with locked_part(folder / "index"):
         with (

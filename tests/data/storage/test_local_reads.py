@@ -25,7 +25,7 @@ from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
-from vit.data.storage import tars
+from vit.data.storage import cached_tars
 from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError
 
@@ -184,10 +184,10 @@ def test_with_few_descriptors_shards_are_opened_for_each_image(shards):
     split = open_split(shards, "train")
     resource.setrlimit(resource.RLIMIT_NOFILE, (4, before[1]))
     try:
-        assert split.tars._num_kept() == 2
+        assert split.tars._max_open() == 2
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    split.tars._num_kept = lambda: 2
+    split.tars._max_open = lambda: 2
     split.prepare(4)
     assert len(split.tars._fds) == 2
     assert [split.read(i) for i in range(60)] == expected
@@ -198,7 +198,7 @@ def test_with_few_descriptors_shards_are_opened_for_each_image(shards):
 
 
 def test_blocks_of_a_mounted_folder_are_kept_on_a_nearer_disk(shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(tars, "BLOCK_BYTES", 16_000)
+    monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     root = shutil.copytree(shards, tmp_path / "mount")
     batches = [
         TrainBatches(open_split(root, "train", cache), make_order(60, 12), AugmentConfig(), FORMAT)
@@ -229,7 +229,7 @@ def test_blocks_of_a_mounted_folder_are_kept_on_a_nearer_disk(shards, tmp_path, 
 def test_a_shard_of_a_mounted_folder_that_is_replaced_is_told_and_its_blocks_are_not_mixed(
     shards, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(tars, "BLOCK_BYTES", 16_000)
+    monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     root = shutil.copytree(shards, tmp_path / "mount")
     split = open_split(root, "train", tmp_path / "near")
     kept = split.read(0)

@@ -37,8 +37,9 @@ from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
-from vit.data.storage import http, remote, tars
-from vit.data.storage.block_cache import GIB, BlockCache, Fetched, locked_part
+from vit.data.storage import cached_tars, http, remote
+from vit.data.storage.block_cache import GIB, BlockCache, Fetched
+from vit.data.storage.file_lock import locked_part
 from vit.data.storage.retry import RetryPolicy
 from vit.distributed import AlreadyReported
 from vit.system.files import ShardError
@@ -49,7 +50,7 @@ FORMAT = ImageFormat((16, 16), 3, "bilinear")
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
     """Blocks of 4 samples and not of 4,096; no waiting where nothing is learnt by it."""
-    monkeypatch.setattr(tars, "BLOCK_BYTES", 16_000)
+    monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (1.0, 0.01, 0.2))
 
 
@@ -441,7 +442,7 @@ def test_an_index_whose_fetcher_is_stopped_is_fetched_once_more(url, cache, capl
     (path,) = cache.rglob("train.index.*.npy")
     expected = path.read_bytes()
     path.unlink()
-    monkeypatch.setattr("vit.data.storage.block_cache.LOCK_WAIT_S", 0.3)
+    monkeypatch.setattr("vit.data.storage.file_lock.LOCK_WAIT_S", 0.3)
     with locked_part(path):
         open_split(url, "train", cache)
         assert path.read_bytes() == expected
@@ -655,7 +656,7 @@ def test_who_waits_for_a_block_comes_before_what_is_read_ahead(web, url, cache, 
 
 
 def test_who_waits_for_a_block_that_comes_slowly_makes_progress(web, url, cache, monkeypatch):
-    monkeypatch.setattr(tars, "BEAT_S", 0.1)
+    monkeypatch.setattr(cached_tars, "BEAT_S", 0.1)
     split = open_split(url, "train", cache)
     turns = []
     web.drip = (1000, 0.1)
@@ -874,8 +875,8 @@ def test_a_signal_is_heard_while_a_server_is_asked_about_shards(web, url):
 
 def test_what_was_asked_for_long_ago_is_forgotten(url, cache, monkeypatch):
     """A thousand million samples have 16 million blocks."""
-    monkeypatch.setattr(tars, "MAX_ASKED", 3)
-    monkeypatch.setattr(tars, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(cached_tars, "MAX_ASKED", 3)
+    monkeypatch.setattr(cached_tars, "ASK_AGAIN_S", 0.0)
     split = open_split(url, "train", cache)
     for block in range(15):
         split.prefetch(np.arange(4 * block, 4 * block + 4))

@@ -128,7 +128,7 @@ def index_mismatch(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[in
     return ""
 
 
-def moved_shards(index: np.ndarray, lengths: Sequence[int], tars: Sequence[Path]) -> list[int]:
+def replaced_shards(index: np.ndarray, lengths: Sequence[int], tars: Sequence[Path]) -> list[int]:
     """Shards that were replaced by others of equal length: the header in front of the last image
     tells, at a read for each."""
     ends = first_samples(lengths)[1:]
@@ -206,7 +206,9 @@ def rows_of_tars(
     def rows_of(tar: Path, expected: str | None) -> tuple[np.ndarray, str]:
         rows = index_rows(scan_tar(tar, layout, left_out(tar), with_checksums))
         return rows, (
-            altered(tar) if with_checksums and expected not in (None, sha256_of(tar)) else ""
+            describe_altered(tar)
+            if with_checksums and expected not in (None, sha256_of(tar))
+            else ""
         )
 
     began_s = told_s = time.monotonic()
@@ -255,7 +257,7 @@ def left_out(tar: Path) -> set[int]:
     }
 
 
-def altered(tar: Path) -> str:
+def describe_altered(tar: Path) -> str:
     """What to tell of a tar that is not the recorded one."""
     return (
         f"{tar}: replaced by a file with other content, its sha256 is not the one in _info.json;"

@@ -28,9 +28,9 @@ from vit.data.shards.index_file import (
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.tar import DEFAULT_LAYOUT, crc32c, member_size
 from vit.data.shards.tar_walk import TAR_BLOCK, TarDamaged, walk
+from vit.data.storage.cached_tars import CachedTars, LocalTars
 from vit.data.storage.http import Version
 from vit.data.storage.remote import RemoteFolder
-from vit.data.storage.tars import CachedTars, LocalTars
 from vit.system.files import ShardError
 
 FLIPPED = "gave others than were indexed, twice: a bit flipped on the disk or on the way"

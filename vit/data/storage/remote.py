@@ -18,13 +18,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from vit.data.storage.block_cache import (
-    BlockCache,
-    ends_with_checksum,
-    locked_part,
-    with_checksum,
-    write_whole,
-)
+from vit.data.storage.block_cache import BlockCache, ends_with_checksum, with_checksum
+from vit.data.storage.file_lock import locked_part, write_all
 from vit.data.storage.http import NUM_CONNECTIONS, Refused, Version, WebFolder, on_the_web
 from vit.data.storage.object_store import ObjectStore
 from vit.data.storage.retry import RetryPolicy
@@ -97,7 +92,7 @@ class RemoteFolder:
                 if part is not None:
                     if path.exists():
                         log.warning("%s: damaged; it is fetched again", path)
-                    write_whole(part, with_checksum(self._whole(name, version)))
+                    write_all(part, with_checksum(self._whole(name, version)))
                     os.replace(part.name, path)
         except OSError as error:
             raise ShardError(

@@ -1,8 +1,8 @@
 """How long to go on when files cannot be had for a while: one rule for servers, object stores and
 mounted folders. Free of torch.
 
-The data's story: who reads gives an attempt that raises `RetryableError` for what a later attempt may not
-meet (a lost connection, "slow down", a stale handle). It is made again after growing pauses, for as
+The data's story: who reads gives an attempt that raises `RetryableError` for what a later attempt
+may not meet (a lost connection, "slow down", a stale handle). It is made again after growing pauses, for as
 long as the limit says; what looks final, though it may pass, a few times only. A process tells once
 that a server is away, and once that it is back, however many threads wait for it.
 """

@@ -1,0 +1,207 @@
+"""`_info.json`, which describes a data set, and the sidecar of each shard it is made from.
+
+A writer calls `write_sidecar` for each complete tar and `make_info` at the end. A reader calls
+`read_info`, which checks the values before any is used, and `describe_split` for one split. The
+fields are listed in `vit.data.shards.records`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vit.data.shards.index_file import sha256_of
+from vit.data.shards.records import INFO, SIDECAR, check_types, is_sidecar
+from vit.system.files import ShardError, read_json, unreadable, write_json
+from vit.system.urls import did_you_mean
+
+FORMAT_VERSION = 1
+
+
+def write_sidecar(
+    tar: Path, num_samples: int, sha256: str | None = None, **extra: Any
+) -> dict[str, Any]:
+    """Write and return the sidecar of a complete tar.
+
+    sha256: of the tar; by default it is computed, which reads the tar again.
+    """
+    sidecar = {
+        "filename": tar.name,
+        "num_samples": num_samples,
+        "bytes": tar.stat().st_size,
+        "sha256": sha256 or sha256_of(tar),
+        **extra,
+    }
+    write_json(tar.with_suffix(".json"), sidecar)
+    return sidecar
+
+
+def read_sidecar(tar: Path) -> dict[str, Any] | None:
+    """Read the sidecar of `tar`; None if there is none. Raises ShardError for any other file."""
+    path = tar.with_suffix(".json")
+    sidecar = read_json(path)
+    if sidecar is not None and not is_sidecar(sidecar):
+        raise ShardError(f"{path}: not a sidecar of ours, and its place is needed: move it away")
+    check_types(sidecar or {}, SIDECAR, path)
+    return sidecar
+
+
+def make_info(
+    splits: Mapping[str, list[str]],
+    sidecars: Mapping[str, Mapping[str, Any]],
+    *,
+    source: str,
+    options: dict[str, Any],
+    class_names: list[str],
+    num_classes: int,
+    **extra: Any,
+) -> dict[str, Any]:
+    """Return the content of `_info.json`.
+
+    splits: shard file names of each split, in order. sidecars: by file name.
+    source, options: where the data come from, recorded as given.
+    class_names: name of each label, or [] if unknown.
+    """
+    # The order of keys is part of the format: equal data sets have equal bytes.
+    described = {}
+    for split, names in splits.items():
+        lengths = [sidecars[name]["num_samples"] for name in names]
+        described[split] = {
+            "name": split,
+            "num_samples": sum(lengths),
+            "filenames": names,
+            "shard_lengths": lengths,
+            "shard_bytes": [sidecars[name]["bytes"] for name in names],
+            "shard_sha256": [sidecars[name]["sha256"] for name in names],
+            "sidecars_sha256": sidecars_sha256(sidecars[name] for name in names),
+        }
+    info = {
+        "format_version": FORMAT_VERSION,
+        "source": source,
+        "options": options,
+        **extra,
+        "num_classes": num_classes,
+        "class_names": class_names,
+        "splits": described,
+    }
+    return info | {"info_sha256": info_sha256(info)}
+
+
+def info_sha256(info: Mapping[str, Any]) -> str:
+    """Hash the content of `_info.json` except for `info_sha256`, which holds this hash."""
+    return _content_sha256({key: value for key, value in info.items() if key != "info_sha256"})
+
+
+def sidecars_sha256(sidecars: Iterable[Mapping[str, Any]]) -> str:
+    """Hash the content of a split's sidecars, except for where and when the tars were found."""
+    return _content_sha256(
+        [
+            {key: value for key, value in sidecar.items() if key not in ("mtime_ns", "shards_at")}
+            for sidecar in sidecars
+        ]
+    )
+
+
+def _content_sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_info(root: Path | str) -> dict[str, Any]:
+    """Read `<root>/_info.json`.
+
+    Raises ShardError if it is missing, damaged, or of a later format version.
+    """
+    root = Path(root)
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        raise ShardError(
+            f"{root}: no such directory; expected a folder of shards (`python -m data_prep` lists"
+            f" the commands that make them){did_you_mean(str(root))}"
+        ) from None
+    except NotADirectoryError:
+        raise ShardError(f"{root}: not a directory; expected a folder of shards") from None
+    except OSError as error:
+        raise unreadable(root, error) from error
+    info = read_json(root / "_info.json")
+    if info is not None:
+        return check_info(info, root)
+    if any(name.endswith(".tar") for name in names):
+        raise ShardError(
+            f"{root}: no _info.json; if the shards are complete, run `python -m data_prep.index"
+            f" {root}`, else repeat the command that writes them"
+        )
+    remedy = (
+        f"`python -m data_prep.imagefolder IMAGES --out {root}` makes them of a folder of images"
+    )
+    if any((root / name).is_dir() for name in names if not name.startswith(".")):
+        # data_prep refuses to write shards into the folder of the images themselves.
+        command = shlex.join(
+            ("python", "-m", "data_prep.imagefolder", f"{root}", "--out", f"{root}_shards")
+        )
+        remedy = f"if it holds folders of images, one for each class, `{command}` makes them"
+    raise ShardError(f"{root}: no _info.json and no shards; {remedy}")
+
+
+def check_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
+    """Return `info`, read from `root`. Raises ShardError if this code cannot use it."""
+    place = f"{root}/_info.json"
+    if not isinstance(info.get("splits"), dict) or not info["splits"]:
+        raise ShardError(
+            f"{place}: no `splits`; move it away and run `python -m data_prep.index {root}`"
+        )
+    check_types(info, INFO, place)
+    version = info.get("format_version", FORMAT_VERSION)
+    if version > FORMAT_VERSION:
+        raise ShardError(
+            f"{place}: format_version {version}, this code reads up to {FORMAT_VERSION}; update the"
+            " code"
+        )
+    return info
+
+
+class SplitInfo(NamedTuple):
+    """The shards of a split according to `_info.json`, one list item per shard; None: unknown."""
+
+    filenames: list[str]
+    lengths: list[int]
+    sizes: list[int | None]
+    sha256: list[str | None]
+
+
+def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
+    """Return the shards of a split of the data set at `root`. Raises ShardError."""
+    if split not in info["splits"]:
+        similar = difflib.get_close_matches(split, info["splits"], n=1, cutoff=0.3)
+        hint = f" (did you mean {similar[0]!r}?)" if similar else ""
+        raise ShardError(f"{root}: no split {split!r}; there are {', '.join(info['splits'])}{hint}")
+    entry = info["splits"][split]
+    place = f"{root}/_info.json, split {split!r}"
+    required = ("filenames", "shard_lengths", "num_samples")
+    if missing := [key for key in required if key not in entry]:
+        raise ShardError(
+            f"{place}: no {', '.join(missing)}; move it away and run `python -m data_prep.index"
+            f" {root}`"
+        )
+    unknown: list[Any] = [None] * len(entry["filenames"])
+    found = SplitInfo(
+        entry["filenames"],
+        entry["shard_lengths"],
+        entry.get("shard_bytes") or unknown,
+        entry.get("shard_sha256") or unknown,
+    )
+    num_shards = {len(found.filenames), len(found.lengths), len(found.sizes), len(found.sha256)}
+    is_consistent = len(num_shards) == 1 and sum(found.lengths) == entry["num_samples"]
+    if not is_consistent or not found.filenames:
+        raise ShardError(
+            f"{place}: {len(found.filenames)} filenames, {len(found.lengths)} shard_lengths (sum"
+            f" {sum(found.lengths)}), {len(found.sizes)} shard_bytes and num_samples"
+            f" {entry['num_samples']} do not fit together; restore it from its source"
+        )
+    return found

@@ -1,0 +1,373 @@
+"""The shards of a split at a URL or in a mounted folder, read through a cache on the local disk.
+
+A block is some 8 MB of a shard, a number of consecutive samples, so that samples that are close in
+the order of training come with one request. One process of a host fetches a block,
+`vit.data.storage.block_cache` stores it, and samples are read from there. Threads started by
+`prefetch` fetch what will be needed soon. A block whose tar headers or checksums do not match the
+index is not stored: its shard was replaced, or damaged on the way.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import math
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit.data import stages
+from vit.data.order import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
+from vit.data.shards.index_file import has_checksums, open_index
+from vit.data.shards.tar import TAR_BLOCK, crc32c, member_size
+from vit.data.stages import Stage
+from vit.data.storage.block_cache import BlockCache, Fetched
+from vit.data.storage.file_lock import is_waited_for
+from vit.data.storage.http import Version
+from vit.data.storage.local_tars import LocalTars
+from vit.data.storage.remote import RemoteFolder
+from vit.data.storage.retry import RetryPolicy
+from vit.system.files import ShardError
+
+BLOCK_BYTES = 8 << 20
+"""Target size. Smaller blocks pay the network's latency more often; larger ones delay the first
+batch."""
+READ_AHEAD_BATCHES = 8
+"""How many batches before its use a block is requested. The cache has to hold these batches and
+their shuffle windows."""
+ASK_AGAIN_S = 60.0
+"""After requesting a block, a process does not check for so long whether it is still cached."""
+MAX_ASKED = 4096
+"""Requested blocks that a process remembers before it forgets those older than `ASK_AGAIN_S`."""
+BEAT_S = 1.0
+"""How often a process that waits for a block updates its row in `vit.data.stages`."""
+NUM_THREADS = 8
+"""Concurrent requests of one process."""
+NUM_THREADS_OF_HOST = 64
+"""Concurrent requests of all loader processes of a host."""
+FETCH_BYTES = 14 << 20
+"""Measured memory of a request, with its block and connection."""
+
+
+class MountedFolder:
+    """A folder on a network file system whose blocks are cached like those of a URL."""
+
+    def __init__(self, root: Path, filenames: list[str], retry: RetryPolicy | None = None):
+        self._tars = LocalTars(root.absolute(), filenames, retry)
+
+    def __str__(self) -> str:
+        return str(self._tars.root)
+
+    @property
+    def digest(self) -> str:
+        """A short hash of the path, for folder names."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+
+    def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
+        """Return bytes [start, stop) of a file. Raises OSError if it is gone or was replaced."""
+        shard = self._tars.filenames.index(name)
+        data = self._tars.read(shard, stop - start, start)
+        status = os.stat(self._tars.where(shard))
+        if Version(status.st_size, str(status.st_mtime_ns)) != version or len(data) != stop - start:
+            raise OSError(errno.ESTALE, "it was replaced while it was in use")
+        return data
+
+
+class CacheBlock(NamedTuple):
+    """Samples [first, last) of one shard, and the bytes [start, stop) that hold them."""
+
+    name: str
+    shard: int
+    first: int
+    last: int
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to fetch."""
+        return self.stop - self.start
+
+
+def fetch_threads_per_process(num_processes: int) -> int:
+    """Return how many threads fetch blocks in each of `num_processes` processes of a host."""
+    return max(min(NUM_THREADS, NUM_THREADS_OF_HOST // max(num_processes, 1)), 1)
+
+
+_PER_PROCESS_STATE = (
+    "_lock",
+    "_pid",
+    "_num_threads",
+    "_asked_at_s",
+    "_under_way",
+    "_waiting",
+    "_num_waiting",
+)
+"""Attributes that are not pickled; `_reset` makes them."""
+
+
+class CachedTars:
+    """The shards of a split behind a cache. Threads, forks and pickling as for `Split`.
+
+    A sample's bytes begin where the image before it ends, so they include the tar header and any
+    other members in between.
+    """
+
+    read_ahead_batches = READ_AHEAD_BATCHES
+
+    def __init__(
+        self,
+        folder: RemoteFolder | MountedFolder,
+        filenames: list[str],
+        versions: list[Version],
+        index: np.ndarray,
+        firsts: list[int],
+        cache: BlockCache,
+    ):
+        """firsts: the first sample of each shard, then the number of samples."""
+        self.folder = folder
+        self.filenames = filenames
+        self.versions = versions
+        self.index = index
+        self.cache = cache
+        self.firsts = firsts
+        self.stored_bytes = sum(version.size for version in versions)
+        # A power of two, so that each of the order's blocks of 64 is one block here, or several.
+        fitting = max(BLOCK_BYTES * len(index) // max(self.stored_bytes, 1), 1)
+        most = DEFAULT_BLOCK_SAMPLES if len(index) >= PERMUTATION_BELOW else 1 << 30
+        self.block_samples = min(1 << (fitting.bit_length() - 1), most)
+        self._names = [
+            f"{folder.digest}/{name.removesuffix('.tar').replace('/', '%')}.{version.digest()}"
+            for name, version in zip(filenames, versions, strict=True)
+        ]
+        self.most_threads = NUM_THREADS
+        self._reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {
+            key: value for key, value in self.__dict__.items() if key not in _PER_PROCESS_STATE
+        }
+        if isinstance(self.index, np.memmap):
+            state["index"] = Path(str(self.index.filename))
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self.index, Path):
+            self.index = open_index(self.index)
+        self._reset()
+
+    def where(self, shard: int) -> str:
+        """Return the shard's URL or path."""
+        return f"{self.folder}/{self.filenames[shard]}"
+
+    # ---- reading ----
+
+    def pread(self, sample: int, shard: int, size: int, offset: int) -> bytes:
+        """Return `size` bytes at `offset` of a shard, in `sample`'s image or the header before it.
+
+        Raises ShardError or OSError.
+        """
+        start = self._start(sample, shard)
+        stop = self._stop(sample)
+        # Repeated only if other processes need the entire cache and remove the block at once.
+        for _ in range(3):
+            block = self._block(sample, shard)
+            data = self._read_cached(block, sample, start, stop)
+            if data is None and self.cache.refuses():
+                # The cache has no room for a block of usual size: fetch one sample only.
+                block = self._make_block(shard, sample, sample + 1)
+                data = self._read_cached(block, sample, start, stop)
+            stages.current.count(cache_hits=data is not None, cache_misses=data is None)
+            if data is None and (fetched := self._fetch(block)) is not None:
+                data = fetched[start - block.start : stop - block.start]
+            if data is not None:
+                stages.current.count(read_bytes=len(data))
+                return data[offset - start : offset - start + size]
+        raise ShardError(
+            f"{self.cache.folder}: blocks vanish as soon as they are there; give it more room with"
+            " data.cache_gib"
+        )
+
+    def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
+        """Remove the sample's blocks, so that the next `pread` fetches them again."""
+        for block in (self._block(sample, shard), self._make_block(shard, sample, sample + 1)):
+            (self.cache.folder / block.name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Do nothing: no file stays open between reads."""
+
+    def _read_cached(self, block: CacheBlock, sample: int, start: int, stop: int) -> bytes | None:
+        return self.cache.read(
+            block.name,
+            block.num_bytes,
+            block.last - block.first,
+            sample - block.first,
+            start - block.start,
+            stop - block.start,
+        )
+
+    def _fetch(self, block: CacheBlock) -> bytes | None:
+        """Wait for a block, and show in this process's status what it waits for."""
+        path = self.cache.folder / block.name
+        future = self._request(block, is_urgent=True)
+        timeout_s = 0.05
+        with stages.current.within(Stage.STORE):
+            while not future.done():
+                wait([future], timeout_s)
+                timeout_s = BEAT_S
+                stages.current.count_retries()
+                stage = Stage.LOCK if is_waited_for(path) else Stage.STORE
+                if stage != stages.current.stage:
+                    stages.current.enter(stage)
+            return future.result()
+
+    # ---- reading ahead ----
+
+    def prepare(self, num_processes: int) -> None:
+        """Limit this process's threads: each of `num_processes` processes of the host has its own.
+
+        Each thread holds a block in memory.
+        """
+        self.most_threads = fetch_threads_per_process(num_processes)
+
+    def prefetch(self, samples: NDArray[np.int64]) -> None:
+        """Fetch the blocks of these samples in the background, if the cache can store them.
+
+        An error is raised when the sample is read.
+        """
+        if self.cache.refuses():
+            return
+        now_s = time.monotonic()
+        shards = self._shards_of(samples)
+        # One number per block: a block never spans two shards.
+        numbers, rows = np.unique(
+            shards * (1 << 40) + samples // self.block_samples, return_index=True
+        )
+        if len(self._asked_at_s) > MAX_ASKED:
+            for number, asked_s in list(self._asked_at_s.items()):
+                if now_s - asked_s > ASK_AGAIN_S:
+                    del self._asked_at_s[number]
+        for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
+            if now_s - self._asked_at_s.get(number, -math.inf) > ASK_AGAIN_S:
+                self._asked_at_s[number] = now_s
+                block = self._block(int(samples[row]), int(shards[row]))
+                if not self.cache.holds(block.name):
+                    self._request(block)
+
+    # ---- blocks ----
+
+    def blocks(self, shards: Iterable[int]) -> list[CacheBlock]:
+        """Return all blocks of these shards, in order."""
+        found = []
+        for shard in shards:
+            sample = self.firsts[shard]
+            while sample < self.firsts[shard + 1]:
+                found.append(self._block(sample, shard))
+                sample = found[-1].last
+        return found
+
+    def wanted_bytes(self, samples: NDArray[np.int64]) -> tuple[int, int]:
+        """Return the bytes of all blocks of these samples, and of those that are not cached."""
+        pairs = zip(samples.tolist(), self._shards_of(samples).tolist(), strict=True)
+        blocks = {self._block(sample, shard) for sample, shard in pairs}
+        missing = [block.num_bytes for block in blocks if not self.cache.holds(block.name)]
+        return sum(block.num_bytes for block in blocks), sum(missing)
+
+    def _shards_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self.firsts, samples, side="right") - 1
+
+    def _start(self, sample: int, shard: int) -> int:
+        return 0 if sample == self.firsts[shard] else self._stop(sample - 1)
+
+    def _stop(self, sample: int) -> int:
+        row = self.index[sample]
+        return int(row["offset"]) + int(row["size"])
+
+    def _block(self, sample: int, shard: int) -> CacheBlock:
+        first = sample // self.block_samples * self.block_samples
+        return self._make_block(
+            shard,
+            max(first, self.firsts[shard]),
+            min(first + self.block_samples, self.firsts[shard + 1]),
+        )
+
+    def _make_block(self, shard: int, first: int, last: int) -> CacheBlock:
+        name = f"{self._names[shard]}.{first}-{last}.block"
+        start = self._start(first, shard)
+        return CacheBlock(name, shard, first, last, start, self._stop(last - 1))
+
+    # ---- fetching ----
+
+    def get(self, block: CacheBlock) -> Fetched:
+        """Fetch a block; it may be cached if its headers and checksums match the index."""
+        data = self.folder.read(
+            self.filenames[block.shard], block.start, block.stop, self.versions[block.shard]
+        )
+        with self._lock:
+            stages.current.count(fetched_bytes=len(data))
+        rows = self.index[block.first : block.last]
+        starts = (rows["offset"].astype(np.int64) - block.start).tolist()
+        sizes = rows["size"].tolist()
+        checksums = rows["crc32c"].tolist() if has_checksums(rows) else [0] * len(rows)
+        ends = []
+        for start, size, checksum in zip(starts, sizes, checksums, strict=True):
+            if member_size(data[start - TAR_BLOCK : start]) != size:
+                return Fetched(data, None)
+            if checksum and crc32c(data[start : start + size]) != checksum:
+                return Fetched(data, None)
+            ends.append(start + size)
+        return Fetched(data, ends)
+
+    def _reset(self) -> None:
+        """Begin in a new process, which inherits neither threads nor the holder of the lock."""
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._num_threads = 0
+        self._asked_at_s: dict[int, float] = {}
+        self._under_way: dict[str, Future[bytes | None]] = {}
+        self._waiting: OrderedDict[str, tuple[Future[bytes | None], CacheBlock]] = OrderedDict()
+        self._num_waiting = threading.Semaphore(0)
+
+    def _request(self, block: CacheBlock, is_urgent: bool = False) -> Future[bytes | None]:
+        """Return a future of the block's bytes, None if another process has fetched it.
+
+        First in, first out; but a block that is read now (`is_urgent`) goes to the front.
+        """
+        if self._pid != os.getpid():
+            self._reset()
+        with self._lock:
+            future = self._under_way.get(block.name)
+            if future is None:
+                future = self._under_way[block.name] = Future()
+                self._waiting[block.name] = future, block
+                self._num_waiting.release()
+                if self._num_threads < min(self.most_threads, len(self._under_way)):
+                    self._num_threads += 1
+                    # A daemon thread: exiting does not wait for a slow server.
+                    threading.Thread(target=self._serve, daemon=True).start()
+            if is_urgent and block.name in self._waiting:
+                self._waiting.move_to_end(block.name, last=False)
+            return future
+
+    def _serve(self) -> None:
+        while True:
+            self._num_waiting.acquire()
+            with self._lock:
+                _, (future, block) = self._waiting.popitem(last=False)
+            try:
+                future.set_result(self.cache.fetch(block.name, partial(self.get, block)))
+            except BaseException as error:
+                future.set_exception(error)
+            with self._lock:
+                del self._under_way[block.name]
+            del future  # frees the block's bytes before the thread waits for the next one

@@ -1,0 +1,190 @@
+"""Files of a cache folder that several processes and users share, and the locks on them.
+
+A file is made under the name `<path>.part` by the process that holds its lock, and then renamed.
+No lock is waited for without end, because its holder may have been suspended.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+
+from vit.data import stages
+from vit.system.host import process_state
+
+LOCK_WAIT_S = 120.0
+"""Wait for a lock while its file does not grow: as long as an attempt to fetch may take."""
+WARN_AFTER_S = 10.0
+WARN_AGAIN_S = 60.0
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def locked_part(
+    path: Path, exists: Callable[[Path], bool] = Path.exists
+) -> Iterator[FileIO | None]:
+    """Open and lock `<path>.part` for the one thread that makes `path`; None if `path` exists.
+
+    The part is gone at the end, renamed by the caller or not. Raises OSError before it yields, not
+    after; TimeoutError if another process holds the lock for `LOCK_WAIT_S` and the part does not
+    grow.
+    """
+    name = path.with_name(f"{path.name}.part")
+    _make_folder(path.parent)
+    while not exists(path):
+        with FileIO(str(name), "r+", opener=open_shared) as file, lock(file.fileno(), name):
+            if not is_at(file.fileno(), name):
+                continue  # the previous holder of the lock has renamed or removed this file
+            try:
+                yield None if exists(path) else file
+            finally:
+                with suppress(OSError):  # a folder that has become read-only
+                    # Before the lock is released; and after a rename the name may already belong to
+                    # another process's part.
+                    if is_at(file.fileno(), name):
+                        name.unlink(missing_ok=True)
+            return
+    yield None
+
+
+@contextmanager
+def lock(fd: int, path: Path) -> Iterator[None]:
+    """Hold the exclusive lock of `path`, which `fd` has open. Raises TimeoutError.
+
+    The lock is released explicitly: a process forked meanwhile keeps the file open.
+    """
+    try:
+        _wait_for_lock(fd, path)
+    finally:
+        _waited_for.discard(path)
+    try:
+        yield
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def _wait_for_lock(fd: int, path: Path) -> None:
+    began_s = time.monotonic()
+    grew_s = began_s
+    warn_at_s = began_s + WARN_AFTER_S
+    pause_s = 0.002
+    size = -1
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _given_up.discard(path)
+            return
+        _waited_for.add(path)
+        now_s = time.monotonic()
+        if os.fstat(fd).st_size != size:
+            size = os.fstat(fd).st_size
+            grew_s = now_s
+        if now_s - grew_s > LOCK_WAIT_S or path in _given_up:
+            _given_up.add(path)
+            raise TimeoutError(errno.ETIMEDOUT, f"{path.name} is locked by {_holder(fd)}")
+        if now_s > warn_at_s:
+            warn_at_s = now_s + WARN_AGAIN_S
+            left_s = grew_s + LOCK_WAIT_S - now_s
+            log.warning("%s: locked by %s; waiting for up to %.0f s", path, _holder(fd), left_s)
+        stages.current.beat()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.1)
+
+
+_given_up = set[Path]()
+"""Locks that timed out. The next request for one of them does not wait again."""
+_waited_for = set[Path]()
+"""Locks that threads of this process wait for now."""
+
+
+def is_waited_for(path: Path) -> bool:
+    """Return whether a thread of this process waits for the lock of a block, or of the count."""
+    names = (path.with_name(f"{path.name}.part"), path.parent.parent / "used_bytes")
+    return not _waited_for.isdisjoint(names)
+
+
+def _holder(fd: int) -> str:
+    """Describe the process that holds the lock of an open file, as far as the system tells."""
+    status = os.fstat(fd)
+    inode = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    with suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if inode in fields and "->" not in fields:  # "->" marks a process that waits
+                pid = int(fields[fields.index(inode) - 1])
+                if pid <= 0:
+                    return "a process of another container"
+                return f"process {pid}{process_state(pid)}"
+    return "another process"
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder, writable by the group if its parent is."""
+    if not folder.is_dir():
+        folder.mkdir(exist_ok=True, mode=0o700)
+        if folder.parent.stat().st_mode & stat.S_IWGRP:
+            with suppress(PermissionError):  # another user was faster
+                folder.chmod(0o2770)
+
+
+def open_shared(name: str | Path, flags: int) -> int:
+    """Open a file of a cache folder and return its descriptor; make the file if necessary.
+
+    Raises OSError for what another user may have put there: a link, or a file of a user outside
+    the group that the folder belongs to.
+    """
+    path = Path(name)
+    fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    status = os.fstat(fd)
+    folder = path.parent.stat()
+    is_group_folder = bool(folder.st_mode & stat.S_IWGRP)
+    is_trusted = status.st_uid in (os.geteuid(), folder.st_uid) or (
+        is_group_folder and status.st_gid == folder.st_gid
+    )
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not is_trusted:
+        os.close(fd)
+        raise OSError(errno.EPERM, f"{path.name} is a link, or of another user")
+    if is_group_folder and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWGRP:
+        os.fchmod(fd, 0o660)
+    return fd
+
+
+def is_at(fd: int, path: Path) -> bool:
+    """Return whether `path` is the file that `fd` has open."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def write_all(file: FileIO, pieces: Iterable[bytes]) -> None:
+    """Replace the content of an unbuffered file.
+
+    A buffered file would try again, when it is closed, what a full disk has refused.
+    """
+    file.truncate(0)
+    for piece in pieces:
+        rest = memoryview(piece)
+        while rest:
+            rest = rest[file.write(rest) :]
+
+
+def remove_unless_locked(path: Path) -> bool:
+    """Remove what an ended process has left; return False if a live process holds the lock."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)

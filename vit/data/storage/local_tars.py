@@ -1,0 +1,155 @@
+"""The shards of a split as files in a folder: positional reads through descriptors that stay open.
+
+Errors that may pass, such as a file server that is away or a stale handle, are retried with the
+file opened anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vit.data import stages
+from vit.data.shards.tar_walk import TAR_BLOCK
+from vit.data.storage.retry import RetryableError, RetryPolicy
+
+NUM_OPENING = 16
+"""Files opened at the same time."""
+RETRYABLE_ERRNOS = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.ENOMEM,
+    errno.ENOLCK,
+    errno.EBUSY,
+    errno.ENOTCONN,
+    errno.ECONNRESET,
+    errno.ECONNABORTED,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ESHUTDOWN,
+    errno.ECONNREFUSED,
+    errno.EPIPE,
+}
+"""Errors of NFS, Lustre and FUSE while their server is away, or for a handle from before."""
+
+
+class LocalTars:
+    """The shards of a split in a folder. Any number of threads; pickled without descriptors."""
+
+    read_ahead_batches = 0
+    """`prefetch` right before reading suffices: the disk works while the first image is decoded."""
+
+    def __init__(self, root: Path, filenames: list[str], retry: RetryPolicy | None = None):
+        self.root = root
+        self.filenames = filenames
+        self.retry = retry or RetryPolicy()
+        self._fds = dict[int, int]()
+        weakref.finalize(self, _close, self._fds)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalTars, (self.root, self.filenames, self.retry)
+
+    def where(self, shard: int) -> str:
+        """Return the shard's path."""
+        return str(self.root / self.filenames[shard])
+
+    def prepare(self, num_processes: int) -> None:
+        """Open all shards, so that processes forked from now on share the descriptors."""
+        missing = [shard for shard in range(len(self.filenames)) if shard not in self._fds]
+
+        def open_shard(shard: int) -> None:
+            with suppress(OSError):  # raised again, with its context, when the shard is read
+                self._keep(shard, os.open(self.where(shard), os.O_RDONLY))
+
+        # On a network file system each open is a round trip.
+        with ThreadPoolExecutor(NUM_OPENING) as threads:
+            list(threads.map(open_shard, missing[: self._max_open()]))
+
+    def prefetch(self, shards: list[int], offsets: list[int], sizes: list[int]) -> None:
+        """Have the system read these images, with their tar headers, in the background."""
+        for shard, offset, size in zip(shards, offsets, sizes, strict=True):
+            if (fd := self._fds.get(shard)) is not None:
+                with suppress(OSError):
+                    os.posix_fadvise(
+                        fd, offset - TAR_BLOCK, size + TAR_BLOCK, os.POSIX_FADV_WILLNEED
+                    )
+
+    def pread(self, sample: int, shard: int, size: int, offset: int) -> bytes:
+        """Return `size` bytes at `offset` of a shard, fewer at its end.
+
+        sample: unused here; `CachedTars` finds the block by it.
+        Raises OSError, and ShardError if retries did not help.
+        """
+        data = self.read(shard, size, offset)
+        stages.current.count(read_bytes=len(data))
+        return data
+
+    def read(self, shard: int, size: int, offset: int) -> bytes:
+        """Like `pread`, but not counted as bytes of a sample."""
+        fd = self._fds.get(shard)
+        if fd is not None:
+            try:
+                return os.pread(fd, size, offset)
+            except OSError as error:
+                if error.errno not in RETRYABLE_ERRNOS:
+                    raise
+        attempt = partial(self._open_and_read, shard, size, offset)
+        return self.retry.call(self.where(shard), attempt, stages.current.beat)
+
+    def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
+        """Drop these bytes from the page cache: the next `pread` asks the disk or server."""
+        with suppress(OSError), open(self.root / self.filenames[shard], "rb") as file:
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            num_bytes = offset + size - start + mmap.PAGESIZE
+            if hasattr(os, "posix_fadvise"):  # macOS lacks it
+                os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the file descriptors; the next read opens them again."""
+        _close(self._fds)
+
+    def _open_and_read(self, shard: int, size: int, offset: int) -> bytes:
+        try:
+            fd = os.open(self.where(shard), os.O_RDONLY)
+            try:
+                data = os.pread(fd, size, offset)
+            except OSError:
+                os.close(fd)
+                raise
+        except OSError as error:
+            if error.errno not in RETRYABLE_ERRNOS:
+                raise
+            raise RetryableError(f"reading failed: {error.strerror}") from error
+        self._keep(shard, fd)
+        return data
+
+    def _keep(self, shard: int, fd: int) -> None:
+        """Keep `fd` open for the next reads, or close it if too many are open."""
+        if (before := self._fds.get(shard)) is not None:
+            # Replaced in place: another thread may be reading from this descriptor.
+            os.dup2(fd, before, inheritable=False)
+        elif len(self._fds) < self._max_open() and self._fds.setdefault(shard, fd) == fd:
+            return
+        os.close(fd)
+
+    def _max_open(self) -> int:
+        """Half of the process's descriptors: the other half is for everything else."""
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+
+
+def _close(fds: dict[int, int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
