@@ -1,5 +1,24 @@
 """The error of every command here: a mistake that the user can correct."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vit.system.files import unreadable
+
 
 class PrepError(ValueError):
     """The source or the output folder is wrong; the message says how, and what to do."""
+
+
+@contextmanager
+def readable(
+    path: Path, damage: tuple[type[Exception], ...] = (), problem: str = ""
+) -> Iterator[None]:
+    """Turn the system's refusal to read `path` into a PrepError, and `damage` into a `problem`."""
+    try:
+        yield
+    except damage as error:
+        raise PrepError(f"{path}: {problem} ({error}); copy or download it again") from error
+    except OSError as error:
+        raise PrepError(str(unreadable(path, error))) from error

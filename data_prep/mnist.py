@@ -2,14 +2,14 @@
 
     python -m data_prep.mnist SOURCE --out ROOT [--variant mnist|fashion|kmnist] [--download]
 
-The data's story: SOURCE holds train-images-idx3-ubyte, train-labels-idx1-ubyte and the same two of
-t10k, compressed (.gz) or not, themselves or in torchvision's folders (MNIST/raw/...). The 60,000 of
-train become `train`, the 10,000 of t10k `val`; keys are train-00000 and so on, after the position
-in the file. --download fetches the files into SOURCE first and compares their md5.
+SOURCE holds train-images-idx3-ubyte, train-labels-idx1-ubyte and the same two of t10k, compressed
+(.gz) or not, directly or in torchvision's folders (MNIST/raw/...). The 60,000 images of train
+become `train`, the 10,000 of t10k `val`; keys are train-00000 and so on, after the position in the
+file. --download fetches the files into SOURCE first and compares their md5.
 
-An image is 28x28 grey and becomes a grey JPEG of quality 100: it differs from the original by 2 of
-255 levels at most, 63 dB on MNIST's t10k (quality 95: 10 levels, 47 dB, a quarter smaller, which a
-tar's padding eats up). Uncompressed files are read in place.
+An image is 28x28 grey and becomes a grey JPEG of quality 100: it differs from the original by at
+most 2 of 255 levels, 63 dB on MNIST's t10k (quality 95: 10 levels, 47 dB, a quarter smaller, which
+a tar's padding cancels). Uncompressed files are read in place.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from __future__ import annotations
 import argparse
 import gzip
 import hashlib
-import io
 import struct
 import sys
-import zlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from data_prep.command import Parser, add_arguments, run, write_or_plan
-from data_prep.errors import PrepError
-from data_prep.read.download import download
-from data_prep.write.catalogue import Builder, Sample, Source, read_range
-from vit.system.files import unreadable
+from data_prep.errors import PrepError, readable
+from data_prep.read.raw_images import (
+    DAMAGE,
+    add_download_arguments,
+    add_records,
+    download_all,
+    read_jpeg,
+)
+from data_prep.write.catalogue import Builder, Source
 
 SIDE = 28
 NUM_CLASSES = 10
-JPEG_QUALITY = 100
 PARTS = {"train": ("train", 60_000), "val": ("t10k", 10_000)}
-"""Part of the file names, and images, of each split."""
+"""Part of the file names, and number of images, of each split."""
 HEADER_BYTES = {"images": 16, "labels": 8}
 
 
@@ -49,7 +50,7 @@ class Variant(NamedTuple):
     torchvision_folder: str
     url: str
     md5: Mapping[str, str]
-    """Of the compressed files, as torchvision's and the data sets' own pages have them."""
+    """Of the compressed files, as in torchvision and on the data sets' own pages."""
     class_names: tuple[str, ...]
 
 
@@ -105,8 +106,7 @@ VARIANTS = {
 
 
 def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
-    """The four files by their official names without .gz, in `folder` or torchvision's folders
-    below it.
+    """The four files, by their official names without .gz, in `folder` or torchvision's folders.
 
     An uncompressed file comes before a compressed one. Raises PrepError naming all that are
     missing, or two folders that have some.
@@ -123,21 +123,15 @@ def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
         raise PrepError(
             f"idx files in {' and in '.join(map(str, found))}; give the one that is meant as SOURCE"
         )
-    files = next(iter(found.values()), {})
+    place, files = next(iter(found.items()), (folder, {}))
     if missing := [name for name in described.md5 if name not in files]:
-        others = [
-            name
-            for name, other in VARIANTS.items()
-            if name != variant and (folder / other.torchvision_folder / "raw").is_dir()
-        ]
-        remedy = (
-            f"or use --variant {' or '.join(others)}, which is there"
-            if others
-            else "or use --download"
-        )
+        remedy = "or use --download"
+        for name, other in VARIANTS.items():
+            if name != variant and (folder / other.torchvision_folder / "raw").is_dir():
+                remedy = f"or use --variant {name}, which is there"
         raise PrepError(
-            f"{next(iter(found), folder)}: missing: {', '.join(missing)} (with .gz or without);"
-            f" fetch them from {described.url}, {remedy}"
+            f"{place}: missing: {', '.join(missing)} (with .gz or without); fetch them from"
+            f" {described.url}, {remedy}"
         )
     return files
 
@@ -145,17 +139,17 @@ def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
 def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
     found = {}
     for name in variant.md5:
-        dotted = name.replace("-idx", ".idx")  # as some mirrors name them
-        paths = [
-            folder / f"{spelt}{extension}" for extension in ("", ".gz") for spelt in (name, dotted)
-        ]
-        if path := next((path for path in paths if path.is_file()), None):
-            found[name] = path
+        spellings = (name, name.replace("-idx", ".idx"))  # some mirrors have a dot
+        for path in [
+            folder / f"{spelling}{extension}" for extension in (".gz", "") for spelling in spellings
+        ]:
+            if path.is_file():
+                found[name] = path
     return found
 
 
 def read_idx(path: Path, what: str, count: int) -> bytes:
-    """The whole content of an idx file of `count` "images" or "labels", uncompressed.
+    """The uncompressed content of an idx file of `count` "images" or "labels".
 
     Format: big-endian 0x0000TTDD (TT 08: unsigned bytes; DD: dimensions), a size of four bytes for
     each dimension, the data; as in http://yann.lecun.com/exdb/mnist. Raises PrepError for a file of
@@ -164,131 +158,90 @@ def read_idx(path: Path, what: str, count: int) -> bytes:
     shape = (count, SIDE, SIDE) if what == "images" else (count,)
     expected = struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape)
     num_bytes = len(expected) + int(np.prod(shape))
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            content = file.read(num_bytes + 1)  # and no more, whatever a hostile file inflates to
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise PrepError(
-            f"{path}: not a whole gzip file ({error}); copy or download it again"
-        ) from error
-    except OSError as error:
-        raise PrepError(str(unreadable(path, error))) from error
+    opened = gzip.open if path.suffix == ".gz" else open
+    with readable(path, DAMAGE, "not a complete gzip file"), opened(path, "rb") as file:
+        content = file.read(num_bytes + 1)  # no more: a hostile file may inflate to anything
     if not content.startswith(expected):
         raise PrepError(
-            f"{path}: expected an idx file of {_told(shape)}, found {_header(content)}; is it the"
-            " right file?"
+            f"{path}: expected an idx file of {_describe_shape(shape)}, found"
+            f" {_describe_header(content)}; is it the right file?"
         )
     if len(content) != num_bytes:
         size = f"{len(content):,} bytes" if len(content) < num_bytes else "more"
         raise PrepError(
-            f"{path}: its header tells {num_bytes:,} bytes, there are {size}; copy or download it"
-            " again"
+            f"{path}: its header announces {num_bytes:,} bytes, there are {size}; copy or download"
+            " it again"
         )
     return content
 
 
-def _told(shape: tuple[int, ...]) -> str:
+def _describe_shape(shape: tuple[int, ...]) -> str:
     return f"unsigned bytes, {' x '.join(f'{size:,}' for size in shape)}"
 
 
-def _header(content: bytes) -> str:
-    """What the header says, in words."""
-    if (
-        len(content) < 8
-        or content[:2] != b"\0\0"
-        or not 1 <= content[3] <= 4
-        or len(content) < 4 + 4 * content[3]
-    ):
+def _describe_header(content: bytes) -> str:
+    zeros, kind, dimensions = struct.unpack(">HBB", content[:4].ljust(4, b"\1"))
+    if zeros or not 1 <= dimensions <= 4 or len(content) < 4 + 4 * dimensions:
         return f"no idx header ({content[:4].hex(' ') or 'an empty file'})"
-    shape = struct.unpack_from(f">{content[3]}I", content, 4)
-    return _told(shape) if content[2] == 8 else f"numbers of type 0x{content[2]:02x}"
-
-
-def labelled_images(files: Mapping[str, Path], split: str, folder: Path) -> tuple[Path, np.ndarray]:
-    """(file of the images without compression, (count,) uint8 labels) of a split. Image i begins at
-    byte 16 + 784 i.
-
-    What is compressed is unpacked into `folder`. Raises PrepError as `read_idx` does, and for
-    labels over 9.
-    """
-    part, count = PARTS[split]
-    labels_file = files[f"{part}-labels-idx1-ubyte"]
-    images_file = files[f"{part}-images-idx3-ubyte"]
-    labels = np.frombuffer(
-        read_idx(labels_file, "labels", count), np.uint8, offset=HEADER_BYTES["labels"]
-    )
-    if labels.max() >= NUM_CLASSES:
-        raise PrepError(
-            f"{labels_file}: a label of {labels.max()}; expected 0 to {NUM_CLASSES - 1}"
-        )
-    content = read_idx(images_file, "images", count)
-    if images_file.suffix == ".gz":
-        images_file = folder / f"{part}-images-idx3-ubyte"
-        images_file.write_bytes(content)
-    return images_file, labels
+    if kind != 8:
+        return f"numbers of type 0x{kind:02x}"
+    return _describe_shape(struct.unpack_from(f">{dimensions}I", content, 4))
 
 
 # ---- the source ----------------------------------------------------------------------------------
 
 
 def source(folder: Path, variant: str = "mnist") -> Source:
-    """The images of the four idx files in `folder`. Raises PrepError if some are missing, or are
-    those of another variant."""
+    """The images of the four idx files in `folder`.
+
+    Raises PrepError if some are missing, or are those of another variant.
+    """
     files = find_files(folder, variant)
     _refuse_another_variant(files, variant)
+    read = partial(read_jpeg, shape=(SIDE, SIDE))
     return Source("mnist", {"variant": variant}, partial(_fill, files, variant), read)
 
 
 def _refuse_another_variant(files: Mapping[str, Path], variant: str) -> None:
-    """All variants' files have the same names and form; the official compressed ones are told by
-    their md5."""
+    """The variants differ only in the md5 of their official compressed files."""
     for name, path in files.items():
-        if path.suffix == ".gz" and path.is_file():
-            md5 = hashlib.md5(path.read_bytes()).hexdigest()
-            for other, described in VARIANTS.items():
-                if described.md5[name] == md5 and other != variant:
-                    raise PrepError(
-                        f"{path}: this is {described.torchvision_folder}'s; use --variant {other}"
-                    )
+        md5 = hashlib.md5(path.read_bytes()).hexdigest() if path.suffix == ".gz" else ""
+        for other, described in VARIANTS.items():
+            if described.md5[name] == md5 and other != variant:
+                raise PrepError(
+                    f"{path}: this is {described.torchvision_folder}'s; use --variant {other}"
+                )
 
 
 def _fill(files: Mapping[str, Path], variant: str, builder: Builder) -> None:
     builder.classes(VARIANTS[variant].class_names)
     for split, (part, count) in PARTS.items():
-        path, labels = labelled_images(files, split, builder.folder)
-        numbers = range(count)
-        builder.add(
-            split,
-            builder.file(path),
-            names=[f"{part}-images/{number}" for number in numbers],
-            labels=labels,
-            offsets=HEADER_BYTES["images"] + SIDE * SIDE * np.arange(count),
-            sizes=np.full(count, SIDE * SIDE),
-            keys=[f"{part}-{number:05d}" for number in numbers],
-        )
-
-
-def read(sample: Sample) -> bytes:
-    """The JPEG of one image."""
-    encoded = io.BytesIO()
-    Image.frombytes("L", (SIDE, SIDE), read_range(sample)).save(
-        encoded, "JPEG", quality=JPEG_QUALITY
-    )
-    return encoded.getvalue()
+        labels_file = files[f"{part}-labels-idx1-ubyte"]
+        content = read_idx(labels_file, "labels", count)
+        labels = np.frombuffer(content, np.uint8, offset=HEADER_BYTES["labels"])
+        if labels.max() >= NUM_CLASSES:
+            raise PrepError(
+                f"{labels_file}: a label of {labels.max()}; expected 0 to {NUM_CLASSES - 1}"
+            )
+        name = f"{part}-images-idx3-ubyte"
+        content = read_idx(files[name], "images", count)
+        images_file = files[name]
+        if images_file.suffix == ".gz":
+            images_file = builder.folder / name
+            images_file.write_bytes(content)
+        offsets = HEADER_BYTES["images"] + SIDE * SIDE * np.arange(count)
+        stems = (f"{part}-images", part)
+        add_records(builder, split, images_file, labels, offsets, SIDE * SIDE, stems)
 
 
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def _download(folder: Path, variant: str, url: str | None) -> None:
-    base = (url or VARIANTS[variant].url).rstrip("/")
-    for name, md5 in VARIANTS[variant].md5.items():
-        download(f"{base}/{name}.gz", folder / f"{name}.gz", md5)
-
-
-def _prepare(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace) -> None:
     if args.download or args.url:
-        _download(args.source, args.variant, args.url)
+        variant = VARIANTS[args.variant]
+        md5 = {f"{name}.gz": md5 for name, md5 in variant.md5.items()}
+        download_all(md5, args.url or variant.url, args.source)
     write_or_plan(source(args.source, args.variant), args)
 
 
@@ -307,18 +260,9 @@ def main(argv: list[str] | None = None) -> int:
         default="mnist",
         help="which data set (default: %(default)s)",
     )
-    parser.add_argument(
-        "--download",
-        action="store_true",
-        help="fetch what is missing into SOURCE first (11, 30 or 21 MB)",
-    )
-    parser.add_argument(
-        "--url",
-        metavar="BASE",
-        help="with --download, which it implies: a mirror that has the four .gz files below BASE",
-    )
+    add_download_arguments(parser, "the four .gz files", "11, 30 or 21 MB")
     add_arguments(parser)
-    return run(_prepare, parser.parse_args(argv))
+    return run(_run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -204,13 +204,10 @@ def test_hostile_and_damaged_archives(small, tmp_path):
     plain = gzip.decompress(whole)
     for content, message in (
         (whole[: len(whole) // 2], r"damaged or cut off"),
-        (
-            whole[:1000] + bytes(1000) + whole[2000:],
-            r"not a whole tar or tar.gz|damaged or cut off",
-        ),
+        (whole[:1000] + bytes(1000) + whole[2000:], r"damaged or cut off"),
         (gzip.compress(plain[:700_000], 1), r"damaged or cut off"),
-        (b"PK\3\4" + bytes(600), r"not a whole tar or tar.gz"),
-        (b"", r"not a whole tar or tar.gz"),
+        (b"PK\3\4" + bytes(600), r"not a tar or tar.gz"),
+        (b"", r"not a tar or tar.gz"),
     ):
         (tmp_path / "bad.tar.gz").write_bytes(content)
         with pytest.raises(PrepError, match=message):

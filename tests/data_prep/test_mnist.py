@@ -208,20 +208,20 @@ def test_wrong_files_are_one_line(small, tmp_path, capsys, change, message, comp
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_cut_long_and_hostile_files_are_told(small, tmp_path):
+def test_cut_long_and_hostile_files_are_reported(small, tmp_path):
     name = "train-images-idx3-ubyte"
     plain = tmp_path / name
     packed = tmp_path / f"{name}.gz"
     whole = small[name]
     for path, content, message in (
-        (plain, whole[:-100], r"its header tells 156,816 bytes, there are 156,716 bytes; copy"),
-        (plain, whole + b"\0", r"its header tells 156,816 bytes, there are more; copy"),
-        (packed, gzip.compress(whole)[:-100], r"not a whole gzip file \(Compressed file ended"),
-        (packed, whole, r"not a whole gzip file \(Not a gzipped file"),
+        (plain, whole[:-100], r"its header announces 156,816 bytes, there are 156,716 bytes; copy"),
+        (plain, whole + b"\0", r"its header announces 156,816 bytes, there are more; copy"),
+        (packed, gzip.compress(whole)[:-100], r"not a complete gzip file \(Compressed file ended"),
+        (packed, whole, r"not a complete gzip file \(Not a gzipped file"),
         (
             packed,
             gzip.compress(whole)[:50] + b"\0" * 50 + gzip.compress(whole)[100:],
-            r"not a whole gzip file \(",
+            r"not a complete gzip file \(",
         ),
         (packed, gzip.compress(whole + bytes(20_000_000), 1), r"there are more"),  # a small bomb
     ):
