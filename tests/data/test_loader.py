@@ -314,7 +314,7 @@ class Dying(Numbered):
         (
             "SIGKILL",
             (
-                r"process \d+\) was killed by SIGKILL, by somebody, or by the kernel, .* when"
+                r"process \d+\) was killed by SIGKILL, by a person or program, or by the kernel, .* when"
                 r" memory runs out \(.*\); if it did, low"
             ),
         ),

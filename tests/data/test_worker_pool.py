@@ -64,12 +64,12 @@ def stop_one(loader: Loader) -> int:
     pool = loader._pool
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        for number, row in enumerate(pool.rows):
-            if row.stage == Stage.READ:
+        for number, status in enumerate(pool.statuses):
+            if status.stage == Stage.READ:
                 pid = pool._workers[number][0].pid
                 os.kill(pid, signal.SIGSTOP)
                 time.sleep(0.05)
-                if row.stage == Stage.READ:
+                if status.stage == Stage.READ:
                     return pid
                 os.kill(pid, signal.SIGCONT)
     raise AssertionError("no worker works")
@@ -103,7 +103,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
         while loader._pool.num_queued:
             loader._note(loader._pool.results(wait=True))
         # what it made is there a moment before it waits again
-        while loader._pool.rows[0].stage != Stage.IDLE:
+        while loader._pool.statuses[0].stage != Stage.IDLE:
             time.sleep(0.001)
         stopped = loader._pool._workers[0][0].pid
         os.kill(stopped, signal.SIGSTOP)
@@ -149,7 +149,7 @@ def _wake_later(pid: int) -> None:
 
 
 def test_without_a_timeout_it_is_told_and_nobody_is_killed(caplog, monkeypatch):
-    monkeypatch.setattr("vit.data.worker_pool.TELL_AFTER_S", 0.3)
+    monkeypatch.setattr("vit.data.stall_watch.WARN_AFTER_S", 0.3)
     batches = Reading(pause_s=0.005)
     with Loader(batches, 0, 20, num_workers=2, stall_timeout_s=None) as loader:
         stopped = stop_one(loader)
@@ -260,7 +260,7 @@ class Trickling(Reading):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_wait_is_told_though_parts_of_the_batch_trickle_in(workers, caplog, monkeypatch):
-    monkeypatch.setattr("vit.data.worker_pool.TELL_AFTER_S", 0.4)
+    monkeypatch.setattr("vit.data.stall_watch.WARN_AFTER_S", 0.4)
     with Loader(Trickling(), 0, 1, num_workers=workers) as loader:
         list(loader)
     assert re.search(
@@ -281,7 +281,8 @@ def test_the_time_of_the_workers_is_that_of_their_stages(workers, shards):
             before = loader.tally()
         deadline = time.monotonic() + 20
         while (
-            any(row.stage != Stage.IDLE for row in loader._rows()) and time.monotonic() < deadline
+            any(status.stage != Stage.IDLE for status in loader._statuses())
+            and time.monotonic() < deadline
         ):
             time.sleep(0.01)
         tally = since(loader.tally(), dict.fromkeys(TALLIED, 0.0))
@@ -299,20 +300,20 @@ def test_the_time_of_the_workers_is_that_of_their_stages(workers, shards):
         assert add_up([before, since(tally, before)]) == pytest.approx(tally)
 
 
-def test_a_row_counts_in_any_memory():
+def test_a_status_counts_in_any_memory():
     memory = memoryview(bytearray(3 * STATUS_BYTES))
-    row = WorkerStatus(memory[STATUS_BYTES : 2 * STATUS_BYTES])
+    status = WorkerStatus(memory[STATUS_BYTES : 2 * STATUS_BYTES])
     seen = WorkerStatus(memory[STATUS_BYTES : 2 * STATUS_BYTES])
-    row.take(5, 128)
-    row.read(2**40)
+    status.take(5, 128)
+    status.read(2**40)
     assert (seen.stage, seen.part, seen.sample) == (Stage.READ, (5, 128), 2**40)
-    with row.within(Stage.STORE):
+    with status.within(Stage.STORE):
         assert seen.stage == Stage.STORE
         time.sleep(0.02)
     assert seen.stage == Stage.READ
-    row.count(read_bytes=100, cache_hits=1)
-    row.count(read_bytes=200, cache_misses=1)
-    row.enter(Stage.IDLE)
+    status.count(read_bytes=100, cache_hits=1)
+    status.count(read_bytes=200, cache_misses=1)
+    status.enter(Stage.IDLE)
     tally = seen.tally()
     assert tally["store_s"] >= 0.02
     assert (tally["read_bytes"], tally["cache_hits"], tally["cache_misses"]) == (300, 1, 1)
@@ -327,16 +328,16 @@ def test_who_pauses_because_a_store_asked_for_it_does_not_hang():
             raise RetryableError("the server answers 429", retry_after_s=1.0)
 
     before = num_retries()
-    row = WorkerStatus(memoryview(bytearray(STATUS_BYTES)))
+    status = WorkerStatus(memoryview(bytearray(STATUS_BYTES)))
     waiting = threading.Thread(
         target=RetryPolicy(30.0, 0.1).call, args=("memory://bucket", attempt)
     )
     waiting.start()
-    turns = []
+    changes = []
     while waiting.is_alive():
         time.sleep(0.3)
-        row.count_retries()
-        turns.append(row.turns)
-    assert len(turns) >= 3
-    assert turns == sorted(set(turns)), "each look finds a change"
-    assert row.tally()["retries"] == 1
+        status.count_retries()
+        changes.append(status.num_changes)
+    assert len(changes) >= 3
+    assert changes == sorted(set(changes)), "each look finds a change"
+    assert status.tally()["retries"] == 1

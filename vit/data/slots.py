@@ -1,12 +1,12 @@
-"""Where batches lie: a ring of slots in memory that training and its workers share.
+"""The memory of batches: a ring of slots that training and its workers share.
 
-The data's story: the ring is planned from the size of a batch, the number of workers and a budget
-in bytes, and made once, so that nothing is allocated while training runs and no page is touched for
-the first time twice. Workers write rows into a slot; training gets a batch whose tensors are views
-of it. The slot is free again when nobody holds one of these tensors any more.
+The ring is planned from the size of a batch, the number of workers and a budget in bytes, and made
+once: nothing is allocated while training runs, and no page is touched for the first time twice.
+Workers write rows into a slot; training gets a batch whose tensors are views of it. The slot is
+free again when the last of these tensors is released.
 
-The memory is an anonymous file (memfd), which does not live in /dev/shm: containers have 64 MiB
-there. Behind the slots each worker has a row of numbers that say what it does (`vit.data.stages`).
+The memory is an anonymous file (memfd), which is not in /dev/shm: containers have 64 MiB there.
+Behind the slots is the status of each worker (`vit.data.stages`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from vit.data.batches import Batch, BatchLayout
 from vit.data.stages import STATUS_BYTES, WorkerStatus
 
 PART_ROWS = 128
-"""Rows that a worker makes at a time. Order and draws cost 2 ms a part besides 0.01 ms a row,
-decoding 1 ms a row (docs/experiments.md)."""
+"""Rows that a worker makes at a time. Order and draws cost 2 ms a part and 0.01 ms a row, decoding
+1 ms a row (docs/experiments.md)."""
 DEFAULT_PREFETCH_BYTES = 2**30
 MAX_READY_BATCHES = 16
-"""With the default prefetch: more would be made in vain when a run ends, and smooth nothing."""
+"""With the default prefetch: more would not smooth the supply further."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Ring:
     part_rows: int
     """Rows that a worker makes at a time."""
     num_slots: int
-    """Batches that are being made, ready or in use."""
+    """Batches that are in work, ready or in use."""
     slot_bytes: int
-    """Memory of one batch, in whole pages."""
+    """Memory of one batch, in full pages."""
     held_slots: int
-    """Batches that training may hold at once; who holds more gets copies."""
+    """Batches that training may hold at once; further ones are copies."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,17 +62,19 @@ def plan_ring(
     prefetch_gib: float | None,
     on_gpu: bool,
 ) -> Ring:
-    """The ring of one rank for `num_batches` batches in all, which workers make in parts of a
-    multiple of `row_unit` rows.
+    """Plan the ring of one rank for `num_batches` batches in all.
 
-    `prefetch_gib` bounds its memory; by default it is what keeps all workers busy, and up to 16
-    more batches where a GiB holds them. Raises ValueError if it is too little.
+    Workers make parts of a multiple of `row_unit` rows. `prefetch_gib` bounds the memory; None: as
+    much as keeps all workers busy, and up to 16 more batches if a GiB has room for them. Raises
+    ValueError if `prefetch_gib` is too little.
     """
     rows = layout.num_rows
     slot_bytes = -(-layout.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    # on a GPU the copy of one is queued while one computes and the next is asked for
+    # On a GPU one batch is copied while one computes and the next is handed out.
     held = 3 if on_gpu else 2
-    part_rows = min(-(-PART_ROWS // row_unit) * row_unit, rows) if num_workers else rows
+    part_rows = rows
+    if num_workers:
+        part_rows = min(math.ceil(PART_ROWS / row_unit) * row_unit, rows)
     least = held + 1 + math.ceil(num_workers * part_rows / rows)
     if not num_workers:
         slots = least
@@ -93,8 +95,10 @@ def plan_ring(
 
 
 class Slots:
-    """The memory of a ring and of what `num_workers` say about themselves. Passed to a worker
-    process it is the same memory there."""
+    """The memory of a ring, and of the status of `num_workers` workers.
+
+    Passed to a worker process it is the same memory there.
+    """
 
     def __init__(self, layout: BatchLayout, ring: Ring, num_workers: int = 0):
         self.layout = layout
@@ -110,7 +114,7 @@ class Slots:
         os.ftruncate(self._file, self._num_bytes)
         self._map = mmap.mmap(self._file, self._num_bytes)
         self.close_file = weakref.finalize(self, os.close, self._file)
-        """When no more workers start: the memory lives on for as long as somebody has it mapped."""
+        """For when no more workers start: the memory stays while any process has it mapped."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -126,34 +130,35 @@ class Slots:
         self._map = mmap.mmap(file, self._num_bytes)
         os.close(file)
 
-    def whole(self) -> Tensor:
-        """All slots, (num_bytes,) uint8."""
+    def memory(self) -> Tensor:
+        """Return all slots as one tensor, (num_bytes,) uint8."""
         return torch.frombuffer(self._map, dtype=torch.uint8, count=self.ring.num_bytes)
 
-    def row(self, number: int) -> WorkerStatus:
-        """What worker `number` says about itself; number 0, where there are no workers, is the
-        process that makes the batches."""
+    def status(self, number: int) -> WorkerStatus:
+        """Return the status of worker `number`; 0 without workers is this process itself."""
         start = self.ring.num_bytes + number * STATUS_BYTES
         return WorkerStatus(memoryview(self._map)[start : start + STATUS_BYTES])
 
     def batch(self, slot: int) -> Batch:
-        """What lies in `slot`, to be written."""
+        """Return the batch in `slot`, to be written."""
         return self.layout.batch_in(self._memory(slot))
 
     def lend(self, slot: int) -> Batch:
-        """What lies in `slot`, to be read: `slot` is free again when nobody holds a tensor of it. A
-        copy, if too many are held."""
+        """Return the batch in `slot`, to be read: the slot is free once its tensors are released.
+
+        A copy, if too many batches are held.
+        """
         if len(self._lent) >= self.ring.held_slots:
             batch = self.batch(slot).clone()
             self.free.append(slot)
             return batch
 
-        # possibly in the middle of anything, by the garbage collector
+        # The garbage collector may call this at any point of other code: both lines are atomic.
         def give_back(_: object) -> None:
             del self._lent[slot]
             self.free.append(slot)
 
-        memory = self._memory(slot)  # all tensors of the batch hold this very object
+        memory = self._memory(slot)  # all tensors of the batch hold a reference to this object
         self._lent[slot] = weakref.ref(memory, give_back)
         return self.layout.batch_in(memory)
 

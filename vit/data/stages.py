@@ -1,12 +1,10 @@
-"""What each loader process is doing now, and what it has done: numbers in memory that training
-reads whenever it likes. Free of torch.
+"""What each loader process is doing now, and what it has done: numbers in shared memory.
 
-The data's story: a process that makes batches has a row of numbers, which lies in the memory that
-workers and training share. At each turn (from reading to decoding) it writes there what it does now
-and since when, and adds the time that is over to that of its stage; some 0.3 microseconds a turn.
-Nobody is asked and nobody answers, so a process that hangs is seen as well as one that works.
-`vit.data.loader` tells people what a worker hangs at; `vit.run.monitor` puts the sums into the
-record.
+A process that makes batches has a status, in memory that workers and training share. At each change
+(say, from reading to decoding) it writes there what it is doing and since when, and adds the time
+that has passed to its last stage: some 0.3 microseconds a change. Training only reads, so a process
+that hangs is seen as well as one that works. `vit.data.stall_watch` reports where a worker hangs;
+`vit.run.monitor` writes the sums to the record.
 """
 
 from __future__ import annotations
@@ -21,28 +19,28 @@ from pathlib import Path
 from vit.data.storage.retry import num_progress, num_retries
 
 STATUS_BYTES = 256
-"""Of one process: 32 numbers of 8 bytes."""
+"""Size of a process's status: 32 numbers of 8 bytes."""
 
 
 class Stage(IntEnum):
-    """What a process that makes batches can be at."""
+    """What a process that makes batches can be doing."""
 
     IDLE = 0
-    """Waiting for a part of a batch to make."""
+    """Waiting for work."""
     ORDER = 1
-    """Which samples, and their rows of the index."""
+    """Looking up samples and their rows of the index."""
     STORE = 2
     """Waiting for a block of a shard to be fetched."""
     LOCK = 3
-    """Waiting for another process that fetches the same block, or counts the cache."""
+    """Waiting for another process that fetches the same block or measures the cache."""
     READ = 4
     """Reading a file."""
     DECODE = 5
-    """Encoded bytes to pixels."""
+    """Turning encoded bytes into pixels."""
     RESIZE = 6
-    """Pixels to the model's size."""
+    """Resizing pixels to the model's size."""
     DRAW = 7
-    """The augmentation's table."""
+    """Drawing the augmentation's table."""
 
 
 DOING = {
@@ -55,67 +53,65 @@ DOING = {
     Stage.RESIZE: "resizing",
     Stage.DRAW: "drawing the augmentation",
 }
-"""For people."""
+"""Stages in messages."""
 COUNTED = ("retries", "cache_hits", "cache_misses", "read_bytes", "fetched_bytes")
-"""Beside seconds: attempts at a store or file system that had to be repeated; samples whose block
-the cache had, and had not; bytes of samples that were read, from wherever; bytes that were fetched
-into the cache, or past it."""
+"""Counts: requests to a store or file system that had to be repeated; samples whose block was in
+the cache, and was not; bytes of samples that were read from anywhere; bytes that were fetched,
+whether or not the cache kept them."""
 TALLIED = (*(f"{stage.name.lower()}_s" for stage in Stage), *COUNTED)
 """The names in a `Tally`."""
 Tally = dict[str, float]
-"""What processes have done, by the names in `TALLIED`: seconds in each stage, then what is
-counted."""
-_TURNS, _STAGE, _SINCE_S, _POSITION, _FIRST, _SAMPLE, _OWN_BYTES = range(7)
+"""What processes have done, by the names in `TALLIED`: seconds in each stage, then counts."""
+_CHANGES, _STAGE, _SINCE_S, _POSITION, _FIRST, _SAMPLE, _OWN_BYTES = range(7)
 _SECONDS = 8
-"""Where the tally begins; the seconds come first."""
+"""Index of the first number of the tally; the seconds come first."""
 _PLACES = {name: _SECONDS + at for at, name in enumerate(TALLIED)}
 
 
 def add_up(tallies: Sequence[Tally]) -> Tally:
-    """Of several processes."""
+    """Add up the tallies of several processes."""
     return {name: sum(tally[name] for tally in tallies) for name in TALLIED}
 
 
 def since(now: Tally, before: Tally) -> Tally:
-    """What came after `before`."""
+    """Return what was done after `before`."""
     return {name: now[name] - before[name] for name in TALLIED}
 
 
 class WorkerStatus:
-    """The numbers of one process, in `STATUS_BYTES` bytes of memory. It alone writes; anybody
-    reads."""
+    """The status of one process, in `STATUS_BYTES` bytes of memory: it writes, others read."""
 
     def __init__(self, memory: memoryview):
         self._numbers = memory.cast("d")
         self._retries = num_retries()
-        self._moves = num_progress()
+        self._progress = num_progress()
 
-    # ---- by the process itself ----
+    # ---- for the process itself ----
 
     def enter(self, stage: Stage) -> None:
-        """What was begun before is over, and `stage` begins."""
+        """End the stage before, and begin `stage`."""
         numbers = self._numbers
         now_s = time.monotonic()
         numbers[_SECONDS + int(numbers[_STAGE])] += now_s - (numbers[_SINCE_S] or now_s)
         numbers[_SINCE_S] = now_s
         numbers[_STAGE] = stage
-        numbers[_TURNS] += 1
+        numbers[_CHANGES] += 1
 
     def take(self, position: int, first: int) -> None:
-        """A part of a batch is begun: the rows from `first` on of the one at `position`."""
+        """Begin a part: rows `first` and following of the batch at `position`."""
         self._numbers[_POSITION] = position
         self._numbers[_FIRST] = first
         self._numbers[_SAMPLE] = -1
         self.enter(Stage.ORDER)
 
     def read(self, sample: int) -> None:
-        """Reading of `sample` begins."""
+        """Begin to read `sample`."""
         self._numbers[_SAMPLE] = sample
         self.enter(Stage.READ)
 
     @contextmanager
     def within(self, stage: Stage) -> Iterator[None]:
-        """In `stage` for a while, then in the one before."""
+        """Enter `stage`, then return to the one before."""
         before = self.stage
         self.enter(stage)
         try:
@@ -124,85 +120,86 @@ class WorkerStatus:
             self.enter(before)
 
     def count(self, **counted: int) -> None:
-        """Add to what is `COUNTED`."""
+        """Add to the counts of these names in `COUNTED`."""
         for name, number in counted.items():
             self._numbers[_PLACES[name]] += number
 
     def count_retries(self) -> None:
-        """What this process has tried again by now. That, a pause before it, and bytes that come
-        are progress: who waits for it does not hang."""
+        """Count the requests that this process has repeated.
+
+        A retry, a pause that a store asked for, and bytes that arrive are progress: a process that
+        waits for them does not hang.
+        """
         retries = num_retries()
-        moves = num_progress()
+        progress = num_progress()
         self._numbers[_PLACES["retries"]] += retries - self._retries
-        if (retries, moves) != (self._retries, self._moves):
+        if (retries, progress) != (self._retries, self._progress):
             self._retries = retries
-            self._moves = moves
-            self._numbers[_TURNS] += 1
+            self._progress = progress
+            self._numbers[_CHANGES] += 1
 
     def beat(self) -> None:
-        """A wait that is known to end goes on."""
-        self._numbers[_TURNS] += 1
+        """Report progress during a wait that is known to end."""
+        self._numbers[_CHANGES] += 1
 
     def measure_memory(self) -> None:
-        """Write down how much memory is this process's alone, where the system tells (2 ms)."""
+        """Measure the memory that only this process has, where the system shows it (2 ms)."""
         with suppress(OSError):
             text = Path("/proc/self/smaps_rollup").read_text()
-            self._numbers[_OWN_BYTES] = sum(
-                int(kb) * 1024
-                for kb in re.findall(r"^Private_(?:Clean|Dirty):\s+(\d+) kB", text, re.M)
-            )
+            sizes_kib = re.findall(r"^Private_(?:Clean|Dirty):\s+(\d+) kB", text, re.M)
+            self._numbers[_OWN_BYTES] = 1024 * sum(map(int, sizes_kib))
 
-    def begin_again(self) -> None:
-        """For another process in the place of one that was killed: sums stay."""
+    def restart(self) -> None:
+        """Reset for a process that takes the place of a dead one; the tally stays."""
         self._numbers[_STAGE] = Stage.IDLE
         self._numbers[_SINCE_S] = time.monotonic()
         self._numbers[_SAMPLE] = -1
 
-    # ---- by anybody ----
+    # ---- for readers ----
 
     @property
-    def turns(self) -> int:
-        """Changes up to now: another number means progress."""
-        return int(self._numbers[_TURNS])
+    def num_changes(self) -> int:
+        """Changes so far: another number means progress."""
+        return int(self._numbers[_CHANGES])
 
     @property
     def stage(self) -> Stage:
-        """What it does now."""
+        """What the process is doing."""
         return Stage(int(self._numbers[_STAGE]))
 
     @property
     def since_s(self) -> float:
-        """Since when, in `time.monotonic`'s seconds."""
+        """When the stage began, in seconds of `time.monotonic`."""
         return self._numbers[_SINCE_S]
 
     @property
     def part(self) -> tuple[int, int]:
-        """(position, first row) of what it makes, or made last."""
+        """(position, first row) of the part it makes, or made last."""
         return int(self._numbers[_POSITION]), int(self._numbers[_FIRST])
 
     @property
     def sample(self) -> int | None:
-        """The number of the sample in hand."""
+        """The number of the sample that is read or decoded, None before the first of a part."""
         sample = int(self._numbers[_SAMPLE])
         return None if sample < 0 else sample
 
     @property
     def own_bytes(self) -> int:
-        """Memory that is this process's alone; 0 while it was not measured."""
+        """Memory that only this process has; 0 until it is measured."""
         return int(self._numbers[_OWN_BYTES])
 
     def tally(self) -> Tally:
-        """What it has done, up to its last turn."""
+        """What the process has done up to its last change."""
         return dict(zip(TALLIED, self._numbers[_SECONDS : _SECONDS + len(TALLIED)], strict=True))
 
 
 current = WorkerStatus(memoryview(bytearray(STATUS_BYTES)))
-"""This process's. Written by whoever reads or decodes, wherever it lies."""
+"""The status of this process, for all code that reads or decodes."""
 
 
-def use(row: WorkerStatus) -> WorkerStatus:
-    """From now on this process writes into `row`; returns the one before."""
+def use(status: WorkerStatus) -> WorkerStatus:
+    """Make `status` the status of this process; return the one before."""
     global current
     before = current
-    current = row
+    current = status
     return before

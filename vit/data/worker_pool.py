@@ -1,13 +1,12 @@
-"""Worker processes: how they start, take parts of batches, say what they did, hang, die and end.
+"""Worker processes that make parts of batches: how they start, get work, hang, die and end.
 
-The data's story: parts go into one pipe, and whoever is free takes the next; results come back
-through a pipe for each worker. What a worker does in between it writes into its row of shared
-memory (`vit.data.stages`). While training waits for a batch, the rows are looked at: who makes no
-progress is named after a minute, with what it hangs at. After `stall_timeout_s` it is killed, and
-once it is dead, so that it can write nowhere any more, another worker takes its place and its part
-is made again, from nothing but its position. Where all say that they wait for work and parts do not
-come back (one was stopped as it waited), all are replaced. A part at which two workers hang, and a
-worker that the kernel cannot end either, end the run.
+Parts go into one pipe, and whichever worker is free takes the next; results come back through one
+pipe per worker. Each worker writes what it is doing into its status in shared memory, which
+`vit.data.stall_watch` looks at while training waits. A worker without progress for
+`stall_timeout_s` is killed. Once it is dead and cannot write any more, another worker takes its
+place and its part is made again, from nothing but its position. If all workers say that they wait
+for work and parts do not come back (one was stopped as it waited), all are replaced. A part at
+which two workers hang, and a worker that even the kernel cannot end, end the run.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ import selectors
 import signal
 import struct
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -34,38 +31,38 @@ import torch
 from vit.data import stages
 from vit.data.batches import Batches
 from vit.data.slots import Slots
-from vit.data.stages import DOING, Stage, WorkerStatus
+from vit.data.stages import Stage
+from vit.data.stall_watch import StallWatch
 from vit.system.child_process import follow_parent, signals_blocked
 from vit.system.files import ShardError
 from vit.system.host import num_oom_kills, process_state
 
 END_WAIT_S = 1.0
-"""For workers to finish the part they are at, which a slow store may hold up; then they are
-killed."""
-TELL_AFTER_S = 60.0
-"""A wait of training for its next batch is told after so long, or a quarter of the stall timeout,
-and again each time as long."""
-LOOK_EACH_S = 1.0
-"""While training waits, or more often where the stall timeout is short."""
-MEASURE_EACH = 64
-"""Parts after which a worker measures its memory anew."""
+"""Time for workers to finish their part, which a slow store may hold up; then they are killed."""
+STOP_CHECKS = 50
+STOP_CHECK_S = 0.01
+"""How often, and how far apart, the kernel is asked whether a worker has stopped."""
+PARTS_PER_MEASUREMENT = 64
+"""Parts after which a worker measures its memory again."""
 MAX_QUEUED_PARTS = 256
-"""4 KiB, which every pipe has room for, so putting in a part never waits: Linux gives who has a
-thousand pipes only 8 KiB for each more."""
+"""4 KiB, which every pipe has room for, so adding a part never waits: on Linux, a user with a
+thousand pipes gets only 8 KiB for each further one."""
 _PART = struct.Struct("<qii")
-"""position, slot, first row: few enough bytes that a pipe takes and gives them whole, with any
-number of readers."""
+"""position, slot, first row. Few enough bytes that a pipe passes them in one piece, with any number
+of readers."""
 _END = -1
 """A position that tells a worker to end."""
+Part = tuple[int, int]
+"""(position, first row)."""
 log = logging.getLogger(__name__)
 
 
 class WorkerError(ValueError):
-    """A loader worker has died or hangs: of what, or at what, and what to do."""
+    """A loader worker has died or hangs: which, why or where, and what to do."""
 
 
 class Result(NamedTuple):
-    """What a worker says about a part that is done, or failed."""
+    """What a worker reports about a part that is done, or failed."""
 
     slot: int
     first: int
@@ -73,142 +70,37 @@ class Result(NamedTuple):
     busy_s: float
     bad_keys: tuple[str, ...] = ()
     mistake: str = ""
-    """A person's, one line: ShardError."""
+    """A user's mistake, one line: ShardError."""
     stack: str = ""
-    """Of anything else that was raised."""
-
-
-class Watch:
-    """How long each of some processes has made no progress.
-
-    Counted in looks, not by the clock: where training itself was stopped (Ctrl-Z, a suspended job),
-    nobody hangs.
-    """
-
-    def __init__(
-        self, rows: list[WorkerStatus], where: Callable[[int], str], stall_timeout_s: float | None
-    ):
-        self._rows = rows
-        self._where = where
-        self.tell_after_s = min(TELL_AFTER_S, (stall_timeout_s or 1e9) / 4)
-        self.look_each_s = min(LOOK_EACH_S, self.tell_after_s / 4)
-        self.stuck_s = [0.0] * len(rows)
-        """Of each process, in its present stage."""
-        self._turns = [row.turns for row in rows]
-        self.begin()
-
-    def begin(self) -> None:
-        """Training begins to wait."""
-        self._looked_s = time.monotonic()
-        self._waited_s = 0.0
-        self._to_tell_s = self.tell_after_s
-        self.idle_s = 0.0
-        """How long nobody has had anything to do."""
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it is time to look again."""
-        return time.monotonic() - self._looked_s >= self.look_each_s
-
-    def look(self, names: Callable[[int], str]) -> None:
-        """Look at the rows, and tell if it is time to. `names`: who process number n is."""
-        now_s = time.monotonic()
-        passed_s = min(now_s - self._looked_s, 2 * self.look_each_s)
-        self._looked_s = now_s
-        self._waited_s += passed_s
-        for number, row in enumerate(self._rows):
-            turns = row.turns
-            moved = turns != self._turns[number] or row.stage == Stage.IDLE
-            self._turns[number], self.stuck_s[number] = (
-                turns,
-                (0.0 if moved else self.stuck_s[number] + passed_s),
-            )
-        self.idle_s = (
-            self.idle_s + passed_s if all(row.stage == Stage.IDLE for row in self._rows) else 0.0
-        )
-        if self._waited_s >= self._to_tell_s:
-            self._to_tell_s += self.tell_after_s
-            stuck = [
-                n for n, stuck_s in enumerate(self.stuck_s) if stuck_s >= 0.9 * self.tell_after_s
-            ]
-            busy = [n for n, row in enumerate(self._rows) if row.stage != Stage.IDLE]
-            said = "; ".join(f"{names(n)} {self.at(n)}" for n in (stuck or busy)[:4])
-            idle = ", ".join(names(n) for n in range(min(len(self._rows), 4)))
-            more = len(stuck or busy) - 4
-            fetched_gb = sum(row.tally()["fetched_bytes"] for row in self._rows) / 1e9
-            log.warning(
-                "training has waited %.0f s for its next batch: %s%s%s",
-                self._waited_s,
-                said or f"{idle} takes no work",
-                f"; and {more} more" if more > 0 else "",
-                f"; {fetched_gb:.2f} GB have been fetched up to now" if fetched_gb else "",
-            )
-
-    def at(self, number: int) -> str:
-        """What a process is at: "has been reading ... since 12:13:14"."""
-        row = self._rows[number]
-        since = time.strftime(
-            "%H:%M:%S", time.localtime(time.time() - (time.monotonic() - row.since_s))
-        )
-        sample = row.sample
-        of = (
-            ""
-            if sample is None or row.stage in (Stage.ORDER, Stage.DRAW)
-            else f" (sample {sample} of {self._where(sample)})"
-        )
-        return f"has been {DOING[row.stage]}{of} since {since}"
-
-
-class Lookout:
-    """Looks at a process that makes its batches itself, from a thread: it can tell, and do
-    nothing."""
-
-    def __init__(
-        self, row: WorkerStatus, where: Callable[[int], str], stall_timeout_s: float | None
-    ):
-        watch = Watch([row], where, stall_timeout_s)
-        self._over = threading.Event()
-
-        def look() -> None:
-            part = row.part
-            while not self._over.wait(watch.look_each_s):
-                if row.stage == Stage.IDLE or row.part != part:  # another batch, or none
-                    part = row.part
-                    watch.begin()
-                else:
-                    watch.look(lambda _: "this process")
-
-        threading.Thread(target=look, daemon=True).start()
-        self.end = Finalize(self, self._over.set)
+    """The stack of any other exception."""
 
 
 class WorkerPool:
-    """Worker processes, the pipe that they take parts from, and the pipes that their results come
-    through."""
+    """Worker processes, the pipe that they take parts from, and the pipes of their results."""
 
     def __init__(
         self, batches: Batches, slots: Slots, num_workers: int, stall_timeout_s: float | None
     ):
-        # Anything but a fork has 340 MiB of its own for each worker, opens every shard anew and
-        # takes seconds to begin.
+        # Without fork each worker has 340 MiB of its own, opens every shard again and takes seconds
+        # to start.
         self._context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
         self._batches = batches
         self._slots = slots
-        self._timeout_s = stall_timeout_s
-        self.rows = [slots.row(number) for number in range(num_workers)]
+        self._timeout_s = stall_timeout_s or float("inf")
+        self.statuses = [slots.status(number) for number in range(num_workers)]
         self.num_replaced = 0
         """Workers that hung and were replaced."""
-        self._watch = Watch(self.rows, batches.where, stall_timeout_s)
-        self._oom_kills = num_oom_kills()
-        self._given: dict[tuple[int, int], int] = {}
-        """The slot of each part that was put in and did not come back."""
-        self._again = set[tuple[int, int]]()
-        """Parts that are being made for the second time."""
+        self._watch = StallWatch(self.statuses, batches.where, stall_timeout_s)
+        self._oom_kills_before = num_oom_kills()
+        self._queued: dict[Part, int] = {}
+        """The slot of each part that was added and has not come back."""
+        self._second_time = set[Part]()
+        """Parts that are being made again."""
         self._killed = set[int]()
         self._parts, self._put = self._context.Pipe(duplex=False)
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
-        # Ended also where nobody closes the loader: at exit Python would wait for them, and they
+        # Also if the loader is never closed: at exit Python would wait for the workers, and they
         # ignore SIGTERM.
         self.end = Finalize(
             self,
@@ -221,153 +113,157 @@ class WorkerPool:
 
     @property
     def num_queued(self) -> int:
-        """Parts that were put in and did not come back."""
-        return len(self._given)
+        """Parts that were added and have not come back."""
+        return len(self._queued)
 
     def put(self, position: int, slot: int, first: int) -> None:
-        """Hand a part to whoever is free first."""
-        self._given[position, first] = slot
+        """Add a part, for the worker that is free first."""
+        self._queued[position, first] = slot
         os.write(self._put.fileno(), _PART.pack(position, slot, first))
 
     def begin_wait(self) -> None:
-        """Training begins to wait for a batch; `results` tells how long it has, however many parts
-        come meanwhile."""
+        """Start to count a wait of training for a batch, which may span many calls of `results`."""
         self._watch.begin()
 
     def results(self, wait: bool) -> list[tuple[int, Result]]:
-        """(position, result) of parts that were done meanwhile; with `wait`, at least one, and who
-        hangs is told and replaced.
+        """Return (position, result) of the parts that are done; with `wait`, of one or more.
 
-        Raises WorkerError if a worker has died, or hangs for good.
+        While it waits, workers that hang are reported and replaced. Raises WorkerError if a worker
+        has died, or hangs and cannot be replaced.
         """
         found = list[tuple[int, Result]]()
         while True:
-            for number in {
-                key.data for key, _ in self._selector.select(self._watch.look_each_s if wait else 0)
-            }:
-                is_over = self._hear(number, found)
-                if is_over and number in self._killed:
+            events = self._selector.select(self._watch.look_each_s if wait else 0)
+            for number in {key.data for key, _ in events}:
+                is_dead = self._receive(number, found)
+                if is_dead and number not in self._killed:
+                    raise WorkerError(self._cause_of_death(self._workers[number][0]))
+                if is_dead:
                     self._replace(number)
-                elif is_over:
-                    raise WorkerError(self._death_of(self._workers[number][0]))
             if wait and self._watch.is_due:
                 self._watch.look(self._name)
-                self._mend(found)
+                self._kill_stalled(found)
             if found or not wait:
                 return found
 
     def _start(self, number: int) -> None:
-        self.rows[number].begin_again()
+        self.statuses[number].restart()
+        # A signal to the job must not end a worker before it has learnt to ignore it.
         with signals_blocked():
-            results, say = self._context.Pipe(duplex=False)
+            results, send = self._context.Pipe(duplex=False)
             worker = self._context.Process(
                 target=_work,
-                args=(self._batches, self._slots, number, self._parts, say),
+                args=(self._batches, self._slots, number, self._parts, send),
                 daemon=True,
             )
             worker.start()
-            say.close()  # the worker alone has it, so that its end is noticed
+            send.close()  # now only the worker has it, so the pipe ends when the worker does
         self._workers[number] = (worker, results)
         self._selector.register(results, selectors.EVENT_READ, number)
         self._selector.register(worker.sentinel, selectors.EVENT_READ, number)
 
-    def _hear(self, number: int, found: list[tuple[int, Result]]) -> bool:
-        """Add to `found` what worker `number` has said; True if it is no more."""
+    def _receive(self, number: int, found: list[tuple[int, Result]]) -> bool:
+        """Append what worker `number` has sent to `found`; return True if it is dead."""
         worker, results = self._workers[number]
-        # asked first: what it said before is still in the pipe
-        is_over = worker.exitcode is not None
+        # Before the pipe is read: what a worker sent before it died is still there.
+        is_dead = worker.exitcode is not None
         try:
             while results.poll():
                 position, result = results.recv()
                 self._watch.idle_s = 0.0
-                self._given.pop((position, result.first))
-                self._again.discard((position, result.first))
+                self._queued.pop((position, result.first))
+                self._second_time.discard((position, result.first))
                 found.append((position, result))
         except (EOFError, OSError):
             return True
-        return is_over
+        return is_dead
 
-    # ---- who hangs, and who has died ----
+    # ---- workers that hang, and workers that died ----
 
     def _name(self, number: int) -> str:
         pid = self._workers[number][0].pid
         return f"loader worker {number} (process {pid}{process_state(pid)})"
 
-    def _mend(self, found: list[tuple[int, Result]]) -> None:
-        """Kill who hangs for too long; `results` sees when it is dead."""
-        if self._timeout_s is not None and self._watch.idle_s >= self._timeout_s and self._given:
-            self._deal_again(found)
+    def _kill_stalled(self, found: list[tuple[int, Result]]) -> None:
+        """Kill workers that hang for too long; `results` replaces them once they are dead."""
+        if self._watch.idle_s >= self._timeout_s and self._queued:
+            self._replace_all(found)
         for number, stuck_s in enumerate(self._watch.stuck_s):
-            if self._timeout_s is None or stuck_s < self._timeout_s:
+            if stuck_s < self._timeout_s:
                 continue
-            said = (
-                f"{self._name(number)} {self._watch.at(number)}, without progress for {stuck_s:.0f}"
-                " s (data.stall_timeout_s)"
+            problem = (
+                f"{self._name(number)} {self._watch.activity(number)}, without progress for"
+                f" {stuck_s:.0f} s (data.stall_timeout_s)"
             )
-            remedy = (
-                "look at what it waits for: a mount that is away, a debugger, a suspended process"
-            )
+            remedy = "look at what it waits for: a dead mount, a debugger, a suspended process"
             if number in self._killed:
                 raise WorkerError(
-                    f"{said}, and cannot be killed: the kernel waits for something, as it does for"
-                    f" a mount; {remedy}"
+                    f"{problem}, and cannot be killed: it waits inside the kernel, as for a dead"
+                    f" mount; {remedy}"
                 )
             if not self._batches.repeatable:
-                raise WorkerError(f"{said}; {remedy}")
-            if self.rows[number].part in self._again:
-                raise WorkerError(f"{said}, where another worker hung before; {remedy}")
+                raise WorkerError(f"{problem}; {remedy}")
+            if self.statuses[number].part in self._second_time:
+                raise WorkerError(f"{problem}, where another worker hung before; {remedy}")
             if self._kill(number):
-                log.warning("%s: it is killed, and another makes its part of the batch again", said)
+                log.warning(
+                    "%s: it is killed, and another makes its part of the batch again", problem
+                )
 
-    def _deal_again(self, found: list[tuple[int, Result]]) -> None:
-        """Other workers for all, who say that they have nothing to do while parts wait: one was
-        stopped before it took a part, or with a part that it had not begun. All, as nobody knows
-        who has which part. Theirs are put in again once all are dead.
+    def _replace_all(self, found: list[tuple[int, Result]]) -> None:
+        """Replace all workers: all say that they have no work, and parts wait.
+
+        One was stopped before it took a part, or before it began it; which, cannot be known. Parts
+        are added again once all workers are dead.
         """
         names = [self._name(number) for number in self._workers]
         idle = ", ".join([name for name in names if ", stopped" in name] or names)
-        said = (
+        problem = (
             f"{idle} takes no work, for {self._watch.idle_s:.0f} s (data.stall_timeout_s), and"
             f" {self.num_queued} parts of batches wait"
         )
-        if not self._batches.repeatable or self._again:
-            raise WorkerError(f"{said}; look for who stops processes: a debugger, a suspended job")
-        for number, (worker, _) in self._workers.items():
+        if not self._batches.repeatable or self._second_time:
+            raise WorkerError(
+                f"{problem}; look for what stops processes: a debugger, a suspended job"
+            )
+        for worker, _ in self._workers.values():
             worker.kill()
-            self._killed.add(number)
+        self._killed.update(self._workers)
         for number, (worker, _) in self._workers.items():
             worker.join(END_WAIT_S)
             if worker.exitcode is None:
                 raise WorkerError(
-                    f"{said}, and one cannot be killed: the kernel waits for something, as it does"
-                    " for a mount"
+                    f"{problem}, and one cannot be killed: it waits inside the kernel, as for a"
+                    " dead mount"
                 )
-            self._hear(number, found)
-        log.warning("%s: all workers are replaced, and others make these", said)
+            self._receive(number, found)
+        log.warning("%s: all workers are replaced, and others make these", problem)
         self._watch.idle_s = 0.0
-        _empty(self._parts)
+        _drain(self._parts)
         os.set_blocking(self._parts.fileno(), True)
-        left = self._given
-        self._given = {}
+        left = self._queued
+        self._queued = {}  # or `_replace` would add the part that its worker had
         for number in list(self._workers):
             self._replace(number)
-        self._again.update(left)
+        self._second_time.update(left)
         for (position, first), slot in left.items():
             self.put(position, slot, first)
 
     def _kill(self, number: int) -> bool:
-        """Kill a worker, unless it goes on just now. It is stopped first, or waits in the kernel:
-        then its row tells its part."""
+        """Kill a worker, unless it continues just now; return whether it was killed.
+
+        It is stopped first, so that its status surely names the part it was at.
+        """
         worker = self._workers[number][0]
-        row = self.rows[number]
-        turns = self.rows[number].turns
+        status = self.statuses[number]
+        num_changes = status.num_changes
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGSTOP)
-        for _ in range(50):
+        for _ in range(STOP_CHECKS):
             if process_state(worker.pid) not in (", running", ", sleeping", ""):
                 break
-            time.sleep(0.01)
-        if row.turns != turns:
+            time.sleep(STOP_CHECK_S)
+        if status.num_changes != num_changes:
             os.kill(worker.pid, signal.SIGCONT)
             return False
         worker.kill()
@@ -376,10 +272,9 @@ class WorkerPool:
         return True
 
     def _replace(self, number: int) -> None:
-        """Another worker in the place of one that was killed and is dead; its part is put in again,
-        if it was not done."""
+        """Start another worker in place of a dead one, and add its part again if it is missing."""
         worker, results = self._workers[number]
-        part = self.rows[number].part
+        part = self.statuses[number].part
         self._selector.unregister(results)
         self._selector.unregister(worker.sentinel)
         results.close()
@@ -388,12 +283,12 @@ class WorkerPool:
         self._killed.remove(number)
         self.num_replaced += 1
         self._start(number)
-        if part in self._given:
-            self._again.add(part)
-            self.put(part[0], self._given[part], part[1])
+        if part in self._queued:
+            self._second_time.add(part)
+            self.put(part[0], self._queued[part], part[1])
 
-    def _death_of(self, worker: BaseProcess) -> str:
-        """What to tell about a worker that is no more."""
+    def _cause_of_death(self, worker: BaseProcess) -> str:
+        """Explain the death of a worker that was not killed by the pool, with a remedy."""
         worker.join(END_WAIT_S)
         code = worker.exitcode
         if code is None or code >= 0:
@@ -401,35 +296,34 @@ class WorkerPool:
                 f"a loader worker (process {worker.pid}) ended by itself with exit status {code}:"
                 " start again, report it if it returns"
             )
-        name = signal.Signals(-code).name
-        kills = num_oom_kills()
-        before = self._oom_kills
-        if -code == signal.SIGKILL and kills is not None and before is not None and kills > before:
+        number = signal.Signals(-code)
+        num_kills = num_oom_kills()
+        if number == signal.SIGKILL and (num_kills or 0) > (self._oom_kills_before or 0):
             reason = (
                 "because memory ran out: the kernel has counted it. Lower data.num_workers or"
                 " data.prefetch_gib"
             )
-        elif -code == signal.SIGKILL:
-            counted = "it counted none here" if kills is not None else "`dmesg` tells"
+        elif number == signal.SIGKILL:
+            counted = "it counted none here" if num_kills is not None else "see `dmesg`"
             reason = (
-                f"by somebody, or by the kernel, which does so when memory runs out ({counted}); "
-                "if it did, lower data.num_workers or data.prefetch_gib"
+                "by a person or program, or by the kernel, which does so when memory runs out"
+                f" ({counted}); if it did, lower data.num_workers or data.prefetch_gib"
             )
-        elif -code == signal.SIGBUS:
+        elif number == signal.SIGBUS:
             reason = (
                 "as when a mapped file is cut short or its disk fails: was an index (*.index.npy)"
-                " written anew while it was in use?"
+                " rewritten while it was in use?"
             )
         else:
             reason = (
                 "so a library it uses crashed, perhaps on a damaged image: `python -m"
                 " data_prep.verify` decodes them all"
             )
-        return f"a loader worker (process {worker.pid}) was killed by {name}, {reason}"
+        return f"a loader worker (process {worker.pid}) was killed by {number.name}, {reason}"
 
 
-def _empty(parts: Connection) -> None:
-    """Take back what no worker has taken; the pipe does not block from now on."""
+def _drain(parts: Connection) -> None:
+    """Remove the parts that no worker has taken; from now on the pipe does not block."""
     os.set_blocking(parts.fileno(), False)
     with suppress(BlockingIOError):
         while os.read(parts.fileno(), 2**16):
@@ -442,14 +336,14 @@ def _end_workers(
     put: Connection,
     selector: selectors.BaseSelector,
 ) -> None:
-    """Take back what is not begun, tell all to end, and kill those that are not quick about it."""
-    _empty(parts)
+    """Remove the parts that no worker has begun, end all workers, and kill those that are slow."""
+    _drain(parts)
     for _ in workers:
         os.write(put.fileno(), _PART.pack(_END, 0, 0))
     selector.close()
     deadline = time.monotonic() + END_WAIT_S
     for _, results in workers.values():
-        results.close()  # nobody waits until there is room for a result
+        results.close()  # so that no worker waits for room for a result
     for worker, _ in workers.values():
         worker.join(max(deadline - time.monotonic(), 0))
         if worker.exitcode is None:
@@ -458,8 +352,8 @@ def _end_workers(
         if worker.exitcode is not None:
             worker.close()
         else:
-            # it waits in the kernel, as for a mount that is away: it ends with that, and Python
-            # must not wait for it at exit
+            # It waits inside the kernel, as for a dead mount, and ends with that wait. Python must
+            # not join it at exit.
             multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
     parts.close()
     put.close()
@@ -468,26 +362,25 @@ def _end_workers(
 # --- in a worker process --------------------------------------------------------------------------
 
 
-def _work(batches: Batches, slots: Slots, number: int, parts: Connection, say: Connection) -> None:
-    """Make parts until told to end. A worker that died of a signal meant for its rank would lose
-    the rank's last save."""
+def _work(batches: Batches, slots: Slots, number: int, parts: Connection, send: Connection) -> None:
+    """Make parts until told to end."""
     torch.set_num_threads(1)
+    # Signals are ignored here: a worker that died of one meant for its rank would cost the rank's
+    # last save.
     follow_parent()
-    row = slots.row(number)
-    stages.use(row)
-    into = [slots.batch(slot) for slot in range(slots.ring.num_slots)]
+    status = slots.status(number)
+    stages.use(status)
+    batch_in = [slots.batch(slot) for slot in range(slots.ring.num_slots)]
     num_made = 0
     with suppress(BlockingIOError, BrokenPipeError):  # the loader was closed
-        while True:
-            message = os.read(parts.fileno(), _PART.size)
-            # empty: the parent is no more
-            position, slot, first = _PART.unpack(message) if message else (_END, 0, 0)
+        while message := os.read(parts.fileno(), _PART.size):  # empty: the parent is dead
+            position, slot, first = _PART.unpack(message)
             if position == _END:
                 return
-            row.take(position, first)
-            rows = into[slot].rows(first, first + slots.ring.part_rows)
-            began = time.perf_counter()
-            bad_keys = tuple[str, ...]()
+            status.take(position, first)
+            rows = batch_in[slot].rows(first, first + slots.ring.part_rows)
+            began_s = time.perf_counter()
+            bad_keys: tuple[str, ...] = ()
             mistake = ""
             stack = ""
             try:
@@ -496,22 +389,11 @@ def _work(batches: Batches, slots: Slots, number: int, parts: Connection, say: C
                 mistake = str(error)
             except Exception:
                 stack = traceback.format_exc()
-            if num_made % MEASURE_EACH == 1:
-                row.measure_memory()
+            busy_s = time.perf_counter() - began_s
             num_made += 1
-            row.count_retries()
-            say.send(
-                (
-                    position,
-                    Result(
-                        slot,
-                        first,
-                        len(rows.labels),
-                        time.perf_counter() - began,
-                        bad_keys,
-                        mistake,
-                        stack,
-                    ),
-                )
-            )
-            row.enter(Stage.IDLE)
+            if num_made % PARTS_PER_MEASUREMENT == 2:
+                status.measure_memory()
+            status.count_retries()
+            result = Result(slot, first, len(rows.labels), busy_s, bad_keys, mistake, stack)
+            send.send((position, result))
+            status.enter(Stage.IDLE)

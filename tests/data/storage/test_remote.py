@@ -658,15 +658,15 @@ def test_who_waits_for_a_block_comes_before_what_is_read_ahead(web, url, cache, 
 def test_who_waits_for_a_block_that_comes_slowly_makes_progress(web, url, cache, monkeypatch):
     monkeypatch.setattr(cached_tars, "BEAT_S", 0.1)
     split = open_split(url, "train", cache)
-    turns = []
+    changes = []
     web.drip = (1000, 0.1)
     waiting = threading.Thread(target=split.read, args=(0,))
     waiting.start()
     while waiting.is_alive():
-        turns.append(stages.current.turns)
+        changes.append(stages.current.num_changes)
         time.sleep(0.25)
-    assert len(turns) >= 3
-    assert turns == sorted(set(turns)), "each look finds a change"
+    assert len(changes) >= 3
+    assert changes == sorted(set(changes)), "each look finds a change"
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 507, 520, 524])
