@@ -314,8 +314,8 @@ class Dying(Numbered):
         (
             "SIGKILL",
             (
-                r"process \d+\) was killed by SIGKILL, by a person or program, or by the kernel, .* when"
-                r" memory runs out \(.*\); if it did, low"
+                r"process \d+\) was killed by SIGKILL, by a person or program, or by the kernel,"
+                r" .* when memory runs out \(.*\); if it did, low"
             ),
         ),
         (
@@ -329,7 +329,7 @@ class Dying(Numbered):
             "SIGBUS",
             (
                 r"process \d+\) was killed by SIGBUS, as when a mapped file is cut short .*: was an"
-                r" index \(\*.index.npy\) written"
+                r" index \(\*.index.npy\) rewritten"
             ),
         ),
         ("exit", r"process \d+\) ended by itself with exit status 7"),

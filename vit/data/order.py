@@ -1,37 +1,37 @@
-"""Which sample stands where in which batch: pure arithmetic on (seed, epoch, position).
+"""Which sample is in which row of which batch: pure arithmetic on (seed, epoch, position).
 
-The data's story: blocks of consecutive samples lie over the numbering of all samples. In each epoch
-a Feistel permutation keyed by (seed, epoch) shuffles the blocks. The shuffled sequence is cut into
+The numbering of all samples is divided into blocks of consecutive samples. In each epoch a Feistel
+permutation keyed by (seed, epoch) shuffles the blocks. The shuffled sequence is cut into
 `num_lanes` lanes of equal length; inside a lane, samples are permuted in tumbling windows, whose
 borders are staggered from lane to lane so that disk reads do not come in bursts. A batch takes an
-equal share from each lane, rows grouped by lane; rank r has rows [r G/R, (r+1) G/R). So the content
-of a batch depends neither on ranks nor on workers, any batch of any epoch is found without looking
-at another, and memory does not grow with the number of samples.
+equal share from each lane, rows grouped by lane; of R ranks, rank r has rows [r G/R, (r+1) G/R). So
+the content of a batch depends neither on ranks nor on workers, any batch of any epoch is found
+without looking at another, and memory does not grow with the number of samples.
 
 An epoch is N // G full batches of distinct samples; the tail that does not fill a batch differs
 from epoch to epoch.
 
 Repeated augmentation (Hoffer et al. 2020) shows each image `aug_repeats` = r times, in copies that
-are augmented differently. Each row of a lane is then row // r of the shuffled samples, copy row %
-r, and an epoch keeps its N // G steps. In the form `sampler` (facebookresearch/deit:samplers.py)
-each epoch is shuffled anew and shows the first r-th; copies may stand in two consecutive batches.
-In the form `batch` (affjljoo3581/deit3-jax:src/dataset.py) a batch holds G / r images with all
-their copies and one shuffle lasts r epochs, after which every image but the tail was shown exactly
-r times. A lane's rows of a batch are sorted by copy: copies of an image are apart, so that they do
-not mix with each other, and yet on one rank where the ranks divide the lanes, so that one reading
-can serve them all.
+are augmented differently. Row i of a lane is then image i // r of the shuffled samples, copy i % r,
+and an epoch keeps its N // G steps. In the form `sampler` (facebookresearch/deit:samplers.py) each
+epoch is shuffled again and shows the first 1/r of the samples; copies may be in two consecutive
+batches. In the form `batch` (affjljoo3581/deit3-jax:src/dataset.py) a batch has G / r images with
+all their copies, and one shuffle lasts r epochs, after which every image but the tail was shown
+exactly r times. A lane's rows of a batch are sorted by copy: copies of an image are far enough
+apart not to mix with each other, and yet on one rank if the ranks divide the lanes, so that one
+read serves them all.
 
-Chosen samples, and several sources. With `shares` the numbers that are ordered are not samples but
-draws: those of the first source, then those of the second. A source with as many draws as samples
-gives each of them once in an epoch. Else draw j of shuffle e is number d = e * num_draws + j of an
-endless sequence: pass d // n over the source's n samples, each pass permuted anew in whole blocks,
-whose borders stay those of the draws' own blocks, so that what lies together is read together.
-After any number of draws a sample has come as often as any other, give or take one; the draws of an
-epoch that fill no batch count as come, and are not shown. A batch is found as before, without
+Chosen samples, and several sources: with `shares`, what is ordered is not samples but draws, those
+of the first source, then those of the second. A source with as many draws as samples gives each of
+them once in an epoch. Otherwise draw j of shuffle e is number d = e * num_draws + j of an endless
+sequence: pass d // n over the source's n samples, each pass permuted differently in complete
+blocks. Their borders stay those of the draws' own blocks, so that samples that are stored together
+are read together. After any number of draws each sample has come equally often, plus or minus one;
+draws of an epoch that fill no batch count, and are not shown. A batch is found as before, without
 looking at another.
 
 The hash is our own because generators of libraries promise no stable streams;
-`tests/data/golden_order.json` holds its output.
+`tests/data/golden_order.json` has its output.
 """
 
 from __future__ import annotations
@@ -47,18 +47,17 @@ from numpy.typing import ArrayLike, NDArray
 
 U64 = np.uint64
 PERMUTATION_BELOW = 262_144
-"""Below so many samples the default order is a true permutation: blocks of one sample, no
+"""Below this number of samples the default order is a true permutation: blocks of one sample, no
 windows."""
 DEFAULT_BLOCK_SAMPLES = 64
 MAX_DEFAULT_LANES = 64
 MIN_DEFAULT_LANE_IMAGES = 4
-"""With repeats a lane gives a batch so many images by default: copies stand so many rows apart, and
-few sets of them are cut by its end."""
+"""Images that a lane gives to a batch by default, with repeats: copies are that many rows apart,
+and few sets of copies are cut by the end of a lane."""
 
 
 def hash64(values: ArrayLike) -> NDArray[np.uint64]:
-    """Mix 64-bit integers (any shape) into uniformly distributed ones: the output function of
-    SplitMix64 (Steele, Lea & Flood 2014)."""
+    """Hash 64-bit integers (any shape): the output function of SplitMix64 (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         x = np.asarray(values, dtype=U64) + U64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
@@ -67,8 +66,7 @@ def hash64(values: ArrayLike) -> NDArray[np.uint64]:
 
 
 def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
-    """One key from several integers or arrays of integers (broadcast together). The order of the
-    parts matters."""
+    """Return one key for several integers or arrays (broadcast together), whose order matters."""
     key: NDArray[np.uint64] = np.zeros((), dtype=U64)
     for part in parts:
         key = hash64(key ^ hash64(np.asarray(part).astype(U64)))
@@ -76,14 +74,15 @@ def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
 
 
 def uniform(key: ArrayLike, *index: ArrayLike) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1) with 53 random bits, one for each (key, *index), broadcast
-    together."""
+    """Return uniform numbers in [0, 1) with 53 random bits, one per (key, *index), broadcast."""
     return (fold(key, *index) >> U64(11)).astype(np.float64) * 2.0**-53
 
 
 class Permutation:
-    """A keyed permutation of range(n) in O(1) memory: a six-round Feistel network, walked until the
-    value is below n."""
+    """A keyed permutation of range(n) in O(1) memory: a six-round Feistel network.
+
+    The network permutes a power of four; values of n and more are permuted again ("cycle walking").
+    """
 
     def __init__(self, n: int, key: ArrayLike, rounds: int = 6):
         bits = max(2, (n - 1).bit_length())
@@ -96,8 +95,7 @@ class Permutation:
         """Map positions in [0, n), any shape, to values in [0, n); each value comes once."""
         out = np.array(positions, dtype=U64)
         todo = np.ones(out.shape, dtype=bool)
-        # the network permutes a power of four below 4 n, so four rounds of this are expected at the
-        # most
+        # The power of four is below 4 n: at most four rounds of this are expected.
         while todo.any():
             left, right = out[todo] >> self.half, out[todo] & self.mask
             for key in self.keys:
@@ -108,8 +106,11 @@ class Permutation:
 
 
 class _EpochBlocks:
-    """The block-permuted epoch: position -> sample. The last block may be short; it gets a drawn
-    slot of its own."""
+    """An epoch with its blocks permuted: position -> sample.
+
+    The last block may be short. It cannot take part in the permutation, or positions behind it
+    would depend on where it went; instead it is inserted at a random slot.
+    """
 
     def __init__(self, num_samples: int, block: int, seed: int, epoch: int):
         self.block = block
@@ -121,28 +122,27 @@ class _EpochBlocks:
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         start = self.short_slot * self.block
         after = positions >= start + self.short_length
-        # as if the short block were full
+        # Positions as if the short block were full.
         spread = np.where(after, positions + self.block - self.short_length, positions)
         slot = spread // self.block
         inside = spread % self.block
         if self.num_blocks == 1:
             return inside
         full = np.clip(np.where(slot > self.short_slot, slot - 1, slot), 0, self.num_blocks - 2)
-        return (
-            np.where(slot == self.short_slot, self.num_blocks - 1, self.permutation(full))
-            * self.block
-            + inside
-        )
+        number = np.where(slot == self.short_slot, self.num_blocks - 1, self.permutation(full))
+        return number * self.block + inside
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one source gives to each shuffle: draws from samples that stand at the numbers `first`
-    and following of all sources' samples."""
+    """What one source gives to each shuffle.
+
+    Its samples have the numbers `first` and following among the samples of all sources.
+    """
 
     num_draws: int
     num_samples: int
-    """Chosen ones."""
+    """Samples that were chosen."""
     first: int = 0
     chosen: NDArray[np.integer] | None = field(default=None, repr=False, compare=False)
     """(num_samples,) their numbers in the source, ascending; None: all of the source."""
@@ -150,8 +150,10 @@ class Share:
     def __call__(
         self, draws: NDArray[np.int64], shuffle: int, block: int, key: NDArray[np.uint64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of draws in [0, num_draws) of one shuffle the samples, and how often each has come in
-        this shuffle before: (n,), (n,)."""
+        """Map draws (n,) in [0, num_draws) of one shuffle to samples (n,).
+
+        Also returns how often each has come before in this shuffle, (n,).
+        """
         if self.num_draws == self.num_samples:
             places = draws
             times = np.zeros_like(draws)
@@ -160,39 +162,42 @@ class Share:
             places = np.empty_like(draws)
             times = passes - shuffle * self.num_draws // self.num_samples
             for number in np.unique(passes).tolist():
-                of_pass = passes == number
-                places[of_pass] = self._place(inside[of_pass], number, block, key)
-        return (
-            self.first + (places if self.chosen is None else self.chosen[places].astype(np.int64)),
-            times,
-        )
+                is_here = passes == number
+                places[is_here] = self._place(inside[is_here], number, block, key)
+        if self.chosen is not None:
+            places = self.chosen[places].astype(np.int64)
+        return self.first + places, times
 
     def _place(
         self, inside: NDArray[np.int64], number: int, block: int, key: NDArray[np.uint64]
     ) -> NDArray[np.int64]:
-        """Pass `number` over range(num_samples), at positions `inside`: whole blocks between the
-        next borders of the endless sequence's blocks; before the first border and behind the last
-        stand the short block and, where more is needed, one whole block.
+        """Map positions `inside` of pass `number` to range(num_samples), permuted in full blocks.
+
+        Blocks begin at the borders of the endless sequence's blocks. What is before the first
+        border and behind the last is filled by the short block and, if that is not enough, by one
+        full block that is cut in two.
         """
-        num_whole, short = divmod(self.num_samples, block)
+        num_full, short = divmod(self.num_samples, block)
         lead = min(-number * self.num_samples % block, self.num_samples)
         between = (self.num_samples - lead) // block
-        permutation = Permutation(max(num_whole, 1), fold(key, number))
+        permutation = Permutation(max(num_full, 1), fold(key, number))
         slot, offset = np.divmod(inside - lead, block)
         rest = np.where(inside < lead, inside, inside - between * block)
-        is_whole = (inside >= lead) & (slot < between)
-        whole = permutation(np.where(is_whole, slot, 0)) * block + offset
-        torn = permutation(num_whole - 1) * block + rest - short if num_whole else rest
-        return np.where(is_whole, whole, np.where(rest < short, num_whole * block + rest, torn))
+        is_full = (inside >= lead) & (slot < between)
+        full = permutation(np.where(is_full, slot, 0)) * block + offset
+        torn = rest
+        if num_full:
+            torn = permutation(num_full - 1) * block + rest - short
+        return np.where(is_full, full, np.where(rest < short, num_full * block + rest, torn))
 
 
 @dataclass(frozen=True)
 class Order:
     """The order of `num_samples` samples in batches of `global_batch_size`, for all epochs.
-    `make_order` fills in defaults and checks.
 
-    `window_blocks` counts blocks per shuffling window and has no effect where blocks hold one
-    sample. `aug_repeats` (r) copies of each image are dealt in the form `batch` or `sampler`.
+    `make_order` fills in defaults and checks. `window_blocks` counts blocks per shuffling window;
+    it has no effect with blocks of one sample. `aug_repeats` (r) copies of each image are dealt in
+    the form `batch` or `sampler`.
     """
 
     num_samples: int
@@ -204,7 +209,7 @@ class Order:
     aug_repeats: int = 1
     aug_repeats_form: Literal["batch", "sampler"] = "batch"
     shares: tuple[Share, ...] = ()
-    """Where draws are not samples: what each source gives, `num_samples` draws in all."""
+    """If draws are not samples: what each source gives, `num_samples` draws in all."""
     _windows: OrderedDict[tuple[int, int, int], NDArray[np.int64]] = field(
         default_factory=OrderedDict, repr=False, compare=False
     )
@@ -216,27 +221,26 @@ class Order:
 
     @property
     def dropped_per_epoch(self) -> int:
-        """N % G: by how many rows an epoch is shorter than N. Without repeats the samples that it
-        leaves out, others each time."""
+        """N % G: rows that an epoch lacks. Without repeats, the samples that it leaves out."""
         return self.num_samples % self.global_batch_size
 
     @property
     def steps_per_shuffle(self) -> int:
-        """Batches from one shuffle to the next: an epoch, or r epochs where one shuffle serves all
-        of them."""
-        return self.steps_per_epoch * (self.aug_repeats if self.aug_repeats_form == "batch" else 1)
+        """Batches from one shuffle to the next: an epoch, or r epochs in the form `batch`."""
+        if self.aug_repeats_form == "batch":
+            return self.steps_per_epoch * self.aug_repeats
+        return self.steps_per_epoch
 
     @property
     def distinct_per_epoch(self) -> int:
-        """Distinct samples in an epoch: all rows without repeats, else an r-th of the rows of each
-        lane, rounded up; at most so many where sources are drawn more often than they have
-        samples."""
+        """Distinct samples in an epoch: with r repeats 1/r of the rows of each lane, rounded up.
+
+        An upper bound if sources are drawn more often than they have samples.
+        """
         drawn = self.num_lanes * -(-self.steps_per_epoch * self._lane_share // self.aug_repeats)
-        return (
-            min(drawn, sum(min(share.num_draws, share.num_samples) for share in self.shares))
-            if self.shares
-            else drawn
-        )
+        if not self.shares:
+            return drawn
+        return min(drawn, sum(min(share.num_draws, share.num_samples) for share in self.shares))
 
     @property
     def _lane_share(self) -> int:
@@ -244,96 +248,97 @@ class Order:
         return self.global_batch_size // self.num_lanes
 
     def batch(self, position: int) -> NDArray[np.int64]:
-        """Sample ids (G,) of the batch at `position`, counted from the first batch of epoch 0."""
+        """Return sample ids (G,) of the batch at `position`, counted from batch 0 of epoch 0."""
         return self.rows(position, 0, self.global_batch_size)
 
     def rows(self, position: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Sample ids of rows [start, stop) of the batch at `position`. Only the lanes that overlap
-        the rows are computed."""
+        """Return sample ids of rows [start, stop) of the batch at `position`."""
         return self.rows_and_copies(position, start, stop)[0]
 
     def rows_and_copies(
         self, position: int, start: int, stop: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Sample ids and copy numbers (0 to `aug_repeats` - 1; more where a sample is drawn again
-        in one epoch) of rows [start, stop) of the batch at `position`.
+        """Return sample ids and copy numbers of rows [start, stop) of the batch at `position`.
 
-        No (sample, copy) comes twice in an epoch: with the epoch they name an augmentation.
+        Copies are 0 to `aug_repeats` - 1; more if a sample is drawn again in one epoch. No
+        (sample, copy) comes twice in an epoch: with the epoch they name an augmentation.
         """
         shuffle, step = divmod(position, self.steps_per_shuffle)
         share = self._lane_share
-        first, last = start // share, -(-stop // share)
+        # Only the lanes that overlap the rows are computed: a rank pays for its own share.
+        first_lane, last_lane = start // share, -(-stop // share)
         in_lane = np.arange(step * share, (step + 1) * share)
+        # Sorted by copy, so that copies of an image are not neighbours, which would mix.
         in_lane = in_lane[np.argsort(in_lane % self.aug_repeats, kind="stable")]
         images = in_lane // self.aug_repeats
         copies = in_lane % self.aug_repeats
         low, high = int(images.min()), int(images.max()) + 1
-        places = np.stack([self._lane(shuffle, lane, low, high) for lane in range(first, last)])
+        lanes = range(first_lane, last_lane)
+        places = np.stack([self._lane(shuffle, lane, low, high) for lane in lanes])
         samples = _epoch_blocks(self.num_samples, self.block_samples, self.seed, shuffle)(places)
-        asked = slice(start - first * share, stop - first * share)
-        drawn = samples[:, images - low].ravel()[asked]
-        copies = np.tile(copies, last - first)[asked]
-        return self._drawn(drawn, copies, shuffle) if self.shares else (drawn, copies)
+        rows = slice(start - first_lane * share, stop - first_lane * share)
+        drawn = samples[:, images - low].ravel()[rows]
+        copies = np.tile(copies, len(lanes))[rows]
+        if self.shares:
+            return self._samples_of_draws(drawn, copies, shuffle)
+        return drawn, copies
 
-    def _drawn(
+    def _samples_of_draws(
         self, draws: NDArray[np.int64], copies: NDArray[np.int64], shuffle: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The samples of draws, and numbers of copies that are others where a sample comes
-        again."""
+        """Map draws to samples, and give further copy numbers to samples that come again."""
         samples = np.empty_like(draws)
         copies = copies.copy()
         start = 0
         for number, share in enumerate(self.shares):
             own = (draws >= start) & (draws < start + share.num_draws)
             if own.any():
-                samples[own], times = share(
-                    draws[own] - start, shuffle, self.block_samples, fold(self.seed, 4, number)
-                )
+                key = fold(self.seed, 4, number)
+                samples[own], times = share(draws[own] - start, shuffle, self.block_samples, key)
                 copies[own] += self.aug_repeats * times
             start += share.num_draws
         return samples, copies
 
     def blocks_at_a_time(self, num_rows: int, batches_ahead: int) -> int:
-        """How many blocks a cache that forgets what was used longest ago must hold, so that next to
-        none is fetched twice: for `num_rows` rows of each batch, asked for `batches_ahead`
-        before."""
+        """Return how many blocks an LRU cache must hold to fetch almost none of them twice.
+
+        For `num_rows` rows of each batch, requested `batches_ahead` batches before.
+        """
         if self.block_samples == 1:
-            return self.num_samples  # no block comes a second time soon
+            return self.num_samples  # no block is used a second time soon
         lanes = min(-(-num_rows // self._lane_share), self.num_lanes)
         ahead = -(-batches_ahead * self._lane_share // (self.aug_repeats * self.block_samples))
-        # A quarter more than the windows: of finished ones, whose blocks are not forgotten yet; and
-        # 1 of the next, which is begun.
+        # A quarter more than the windows, for finished ones whose blocks are not evicted yet; and 1
+        # of the next window, which has begun.
         return lanes * (-(-self.window_blocks * 5 // 4) + 1 + ahead)
 
     def _lane(self, shuffle: int, lane: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Positions among the shuffled blocks of the images [start, stop) of a lane, windows
-        permuted."""
+        """Return where images [start, stop) of a lane are in the epoch of shuffled blocks."""
         length = -(-self.steps_per_shuffle * self._lane_share // self.aug_repeats)
         if self.block_samples == 1:
             return lane * length + np.arange(start, stop)
         window = self.window_blocks * self.block_samples
+        # Staggered: if all lanes began a window at once, its blocks would be read in one burst.
         phase = lane * window // self.num_lanes if length > window else 0
         out = np.empty(stop - start, dtype=np.int64)
         place = start
         while place < stop:
             number = (place + phase) // window
             low, high = max(number * window - phase, 0), min((number + 1) * window - phase, length)
-            until = min(high, stop)
-            shuffled = self._window(shuffle, lane, number, high - low)
-            out[place - start : until - start] = (
-                lane * length + low + shuffled[place - low : until - low]
-            )
-            place = until
+            end = min(high, stop)
+            shuffled = self._window(shuffle, lane, number, high - low)[place - low : end - low]
+            out[place - start : end - start] = lane * length + low + shuffled
+            place = end
         return out
 
     def _window(self, shuffle: int, lane: int, number: int, length: int) -> NDArray[np.int64]:
-        """The permutation inside one window: consecutive batches share it, so the last ones of each
-        lane are kept."""
+        """Return the permutation inside one window."""
         key = (shuffle, lane, number)
         if key not in self._windows:
-            self._windows[key] = np.argsort(
-                fold(self.seed, shuffle, 3, lane, number, np.arange(length)), kind="stable"
-            )
+            hashes = fold(self.seed, shuffle, 3, lane, number, np.arange(length))
+            self._windows[key] = np.argsort(hashes, kind="stable")
+            # Consecutive batches share windows: without this cache each would sort a window's
+            # hashes per lane. Two per lane, for reading ahead of a border.
             if len(self._windows) > 2 * self.num_lanes:
                 self._windows.popitem(last=False)
         return self._windows[key]
@@ -350,11 +355,11 @@ def make_order(
     aug_repeats_form: Literal["batch", "sampler"] = "batch",
     shares: tuple[Share, ...] = (),
 ) -> Order:
-    """An `Order`, with `None` replaced by the defaults: as many lanes as the largest divisor of the
-    batch up to 64 (fewer with repeats, see MIN_DEFAULT_LANE_IMAGES); blocks of one sample below
-    262,144 samples, else of 64.
+    """Return an `Order`, with `None` replaced by the defaults.
 
-    Raises ValueError for sizes that cannot work, with those that do.
+    num_lanes: the largest divisor of the batch up to 64 (with repeats see MIN_DEFAULT_LANE_IMAGES).
+    block_samples: 1 below 262,144 samples, else 64. Raises ValueError for sizes that cannot work,
+    with those that do.
     """
     n = num_samples
     g = global_batch_size
@@ -372,18 +377,16 @@ def make_order(
         )
     lanes = possible_lanes(g, r, aug_repeats_form)
     if num_lanes is None:
-        most = (
-            MAX_DEFAULT_LANES
-            if r == 1
-            else min(g // r // MIN_DEFAULT_LANE_IMAGES, MAX_DEFAULT_LANES)
-        )
-        num_lanes = max(d for d in lanes if d <= max(most, 1))
+        max_lanes = MAX_DEFAULT_LANES
+        if r > 1:
+            max_lanes = max(min(g // r // MIN_DEFAULT_LANE_IMAGES, MAX_DEFAULT_LANES), 1)
+        num_lanes = max(d for d in lanes if d <= max_lanes)
     elif num_lanes not in lanes:
-        images = (
-            f"the {lanes[-1]} distinct images of a batch (data.global_batch_size={g} /"
-            f" data.aug_repeats={r})"
-        )
-        divided = f"data.global_batch_size={g}" if lanes[-1] == g else images
+        divided = f"data.global_batch_size={g}"
+        if lanes[-1] != g:
+            divided = (
+                f"the {lanes[-1]} distinct images of a batch ({divided} / data.aug_repeats={r})"
+            )
         raise ValueError(
             f"data.num_lanes={num_lanes} does not divide {divided}: choose one of {lanes}"
         )
@@ -395,18 +398,18 @@ def make_order(
 
 
 def default_block_samples(num_samples: int) -> int:
-    """Samples of a block where nothing else is asked for."""
+    """Return the default of `data.block_samples`."""
     return 1 if num_samples < PERMUTATION_BELOW else DEFAULT_BLOCK_SAMPLES
 
 
 def shares_of(
     sizes: Sequence[int], weights: Sequence[float | None], block_samples: int | None = None
 ) -> list[int]:
-    """How many draws each of several sources gives to an epoch, from how many samples each has.
+    """Return how many draws each of several sources, with `sizes` samples, gives to an epoch.
 
     Without weights as many as samples. With them an epoch has as many draws as there are samples,
-    up to rounding: shares are whole blocks, so that no block holds two sources. Raises ValueError
-    where a weight gives less than one block.
+    up to rounding: shares are full blocks, so that no block is of two sources. Raises ValueError if
+    a weight gives less than one block.
     """
     if all(weight is None for weight in weights):
         return list(sizes)
@@ -426,13 +429,15 @@ def shares_of(
 def possible_lanes(
     global_batch_size: int, aug_repeats: int, aug_repeats_form: Literal["batch", "sampler"]
 ) -> list[int]:
-    """Numbers of lanes that work, ascending: divisors of the batch, or of its distinct images where
-    a batch has whole sets of copies."""
+    """Return the numbers of lanes that work, ascending.
+
+    Divisors of the batch or, if a batch has complete sets of copies, of its distinct images.
+    """
     return divisors(global_batch_size // (aug_repeats if aug_repeats_form == "batch" else 1))
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of n, ascending."""
+    """Return all divisors of n, ascending."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
@@ -443,7 +448,9 @@ def _epoch_blocks(num_samples: int, block: int, seed: int, epoch: int) -> _Epoch
 
 
 def sample_checksum(ids: NDArray[np.int64]) -> int:
-    """Sum of the hashed `ids` modulo 2**64: equal for equal multisets in any order and any
-    partition, which ranks add up."""
+    """Return the sum of the hashed `ids` modulo 2**64.
+
+    Equal for equal multisets in any order and any partition, so that ranks can add theirs up.
+    """
     with np.errstate(over="ignore"):
         return int(hash64(ids).sum(dtype=U64))
