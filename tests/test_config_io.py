@@ -730,7 +730,7 @@ def test_what_cannot_be_chosen_is_told(problems):
         )
     )
     for expected in (
-        "data.filter has no effect with data.sources: give it in each source that needs it",
+        "data.filter has no effect with data.sources: give it in each source",
         "data.filter: 'widht' at character 1 of 'widht > 3': no column, did you mean width?",
         "data.fraction and data.samples_per_class are both given: keep one of them",
         (

@@ -7,7 +7,7 @@ made, so that none exists that contradicts itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vit.data.row_filter import RowFilter
 from vit.data.shards.members import SETTINGS, SampleLayout
@@ -41,6 +41,12 @@ def find_problems(config: Config) -> list[str]:
         *_augment_problems(config.augment),
         *_grey_problems(config.augment, config.model.in_chans),
     ]
+
+
+def optimizer_name(value: Any) -> str:
+    """Which optimizer the section `optim` is about: given as a dictionary or as a section."""
+    name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
+    return name if isinstance(name, str) else "adamw"
 
 
 def _is_given(section: Section, key: str) -> bool:
@@ -157,7 +163,7 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
         return
     for key in Selection.model_fields:
         if _is_given(data, key):
-            yield f"data.{key} has no effect with data.sources: give it in each source that needs it"
+            yield f"data.{key} has no effect with data.sources: give it in each source"
     for number, source in enumerate(data.sources):
         yield from _selection_problems(source, f"data.sources[{number}].")
     num_weights = sum(source.weight is not None for source in data.sources)

@@ -401,7 +401,7 @@ def recipes_folder() -> Path:
 
 
 def _find_config(path: Path) -> Path:
-    """`path`; if there is no such file, our recipe of that name: `configs/vit_b16.yaml`, `vit_b16`."""
+    """`path`, or our recipe of that name: `configs/vit_b16.yaml`, `vit_b16`."""
     recipe = recipes_folder() / f"{path.stem}.yaml"
     is_ours = str(path.parent) in (".", "configs") and path.suffix in ("", ".yaml")
     return recipe if is_ours and not path.exists() and recipe.is_file() else path

@@ -1,5 +1,7 @@
-"""The base of all groups of settings, and those that choose training samples, which stand in `data`
-and in each of `data.sources`."""
+"""The base of all sections of the config, and the settings that select training samples.
+
+The latter are part of `data` and of each item of `data.sources`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """A frozen group of settings that refuses keys it does not know."""
+    """A frozen group of settings that refuses unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -17,25 +19,25 @@ class Section(BaseModel):
 
 
 class Selection(Section):
-    """Which samples of a split are trained on; evaluation counts every image."""
+    """Which samples of a split to train on; evaluation always uses all."""
 
     exclude: str | None = None
-    """File of samples to leave out: a key, `label=NUMBER` or `class=NAME` in each line, or lines of
-    a `quarantine.jsonl`."""
+    """File of samples to leave out: a key, `label=NUMBER` or `class=NAME` per line, or the lines
+    of a `quarantine.jsonl`."""
     filter: str | None = None
-    """Expression over columns of the index that is true for the samples to take: `min(width,
-    height) >= 64 and size < 5_000_000`, with `width`, `height`, `size` (bytes), `label`; `label ==
-    "class name"`, `label in (1, 2)`."""
+    """Expression over columns of the index that is true for the samples to use, such as
+    `min(width, height) >= 64 and size < 5_000_000`. Columns: `width`, `height`, `size` (bytes) and
+    `label`, as in `label == "class name"` or `label in (1, 2)`."""
     fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of what is left to take, drawn by `subset_seed`; a smaller share is a part of a larger
-    one."""
+    """Fraction of the remaining samples to use, drawn with `subset_seed`; a smaller fraction is a
+    subset of a larger one."""
     fraction_of: Literal["all", "class"] = "all"
-    """`fraction` of all samples, or of those of each class, of which one at least is taken."""
+    """`fraction` of all samples, or of each class, of which at least one is used."""
     samples_per_class: Annotated[int, Field(gt=0)] | None = None
-    """So many of each class, drawn by `subset_seed` (few-shot); a class with fewer gives all.
-    Smaller sets are parts of larger ones."""
+    """Samples of each class, drawn with `subset_seed` (few-shot); all of a smaller class. Smaller
+    sets are subsets of larger ones."""
     subset_seed: Annotated[int, Field(ge=0)] = 0
-    """Draws `fraction` and `samples_per_class`; `train.seed` does not change them."""
+    """Seed of `fraction` and `samples_per_class`, which do not depend on `train.seed`."""
 
 
 class SourceConfig(Selection):
@@ -46,5 +48,5 @@ class SourceConfig(Selection):
     split: str | None = None
     """`None`: `data.train_split`."""
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Its share of an epoch, over the sum of all weights. Without weights each sample of each
-    source comes once in an epoch."""
+    """Its share of an epoch, relative to the sum of all weights. Without weights an epoch has each
+    sample of each source once."""
