@@ -176,8 +176,7 @@ def ours() -> list[int]:
 
 
 class Server:
-    """W&B's server as far as a run without tables needs it. `mode`: ok, hang, or hang after sign of
-    life."""
+    """W&B's server as far as a run without tables needs it. `mode`: ok or hang."""
 
     def __init__(self, mode: str = "ok") -> None:
         self.mode = mode
@@ -194,10 +193,7 @@ class Server:
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                sign_of_life = b"{ viewer { id } }" in body
-                if server.mode == "hang" or (
-                    server.mode == "hang after sign of life" and not sign_of_life
-                ):
+                if server.mode == "hang":
                     server.released.wait()
                     return
                 answer = json.dumps(server.answer(self.path, body)).encode()
@@ -206,7 +202,7 @@ class Server:
                 self.end_headers()
                 self.wfile.write(answer)
 
-            do_PUT = do_POST
+            do_GET = do_PUT = do_POST
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_port}"
@@ -261,7 +257,7 @@ class Server:
                 {"name": name, "uploadUrl": f"{self.url}/put/{name}"} for name in variables["files"]
             ]
             return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
-        return {"viewer": {"id": "u"}} if "viewer" in query else {}
+        return {}
 
     def leave(self) -> None:
         """From here on, connections are refused."""
@@ -338,7 +334,7 @@ def test_an_offline_run_holds_config_numbers_pictures_and_tables_on_our_step_und
     command = f"wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
     assert (
         sum(
-            line.startswith("wandb: offline (no API key); upload ")
+            line.startswith("wandb: offline (No API key configured); upload ")
             and line.endswith(f"with: {command}")
             for line in said
         )
@@ -418,17 +414,16 @@ def test_the_command_that_is_said_uploads_all_parts(tmp_path, monkeypatch, capfd
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("refuses", "cannot be reached: Connection refused"),
-        ("has no such name", "cannot be reached: "),
-        ("drops packets", "does not answer within 3 s"),
-        ("accepts and is silent", "does not answer within 3 s"),
-        ("answers a byte at a time", "does not answer within 3 s"),
-        ("401", "does not accept the API key"),
-        ("403", "does not accept the API key"),
-        ("500", "answers with error 500"),
-        ("a login page", "does not answer like a W&B server"),
-        ("another protocol", "does not answer like a W&B server"),
-        ("a stranger", "does not know the API key"),
+        ("refuses", "no run after 3 s"),
+        ("has no such name", "no run after 3 s"),
+        ("drops packets", "no run after 3 s"),
+        ("accepts and is silent", "no run after 3 s"),
+        ("answers a byte at a time", "no run after 3 s"),
+        ("401", "CommError: .* error 401"),
+        ("403", "CommError: .* error 403"),
+        ("500", "no run after 3 s"),
+        ("a login page", "CommError: .* invalid character '<'"),
+        ("another protocol", "no run after 3 s"),
     ],
 )
 def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_most(
@@ -451,10 +446,7 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
             held[-1].setblocking(False)
             held[-1].connect_ex(held[0].getsockname())
     else:
-        page = {
-            "a login page": b"<html>log in</html>",
-            "a stranger": b'{"data": {"viewer": null}}',
-        }.get(case, b"")
+        page = b"<html>log in</html>" if case == "a login page" else b""
         status = f"{case} No" if case.isdigit() else "200 OK"
         pieces = [f"HTTP/1.1 {status}\r\nContent-Length: {len(page)}\r\n\r\n".encode() + page]
         pieces = {"another protocol": [b"SSH-2.0\n"], "answers a byte at a time": [b"H"] * 40}.get(
@@ -467,11 +459,8 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
         each.close()
     assert spent_s < limit_s
 
-    host = re.escape(url.removeprefix("http://"))
     (said,) = capfd.readouterr().err.splitlines()
-    assert re.match(
-        rf"wandb: offline \({host} {re.escape(reason)}.*\); upload with: wandb sync ", said
-    ), said
+    assert re.match(rf"wandb: offline \({reason}.*\); upload with: wandb sync ", said), said
     (part,) = parts(tmp_path)
     assert numbers(read_wandb(part)[2]) == expected(range(3))
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -482,8 +471,20 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
     wait_for(lambda: not ours())
 
 
-def test_a_server_that_hangs_after_its_sign_of_life_means_offline(tmp_path, server, capfd, limit_s):
-    server.mode = "hang after sign of life"
+def test_in_a_longer_run_the_reason_is_wandbs_own(tmp_path, monkeypatch, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        use_server(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}")
+    monkeypatch.setattr(wandb_process, "INIT_S", 2.0)
+    one_run(tmp_path, meanwhile=lambda: wait_for(lambda: not ours()))
+    (said,) = capfd.readouterr().err.splitlines()
+    assert re.match(r"wandb: offline \(CommError: .* connection refused\); upload with: ", said), (
+        said
+    )
+    assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(3))
+
+
+def test_a_server_that_hangs_means_offline(tmp_path, server, capfd, limit_s):
+    server.mode = "hang"
     assert one_run(tmp_path) < limit_s
     (said,) = capfd.readouterr().err.splitlines()
     assert said.startswith("wandb: offline (no run after 3 s); upload with: ")
@@ -504,8 +505,7 @@ def test_a_server_lost_in_mid_run_costs_seconds_and_no_data(tmp_path, server, ca
     first, last = capfd.readouterr().err.splitlines()
     assert first.startswith(f"wandb: {server.url}/me/vit/runs/")
     assert re.match(
-        r"wandb: offline \(127.0.0.1:\d+ (cannot be reached|does not answer).*\); upload with:"
-        r" wandb sync ",
+        r"wandb: offline \(http://127.0.0.1:\d+ does not answer: .*\); upload with: wandb sync ",
         last,
     ), last
     assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(5))
@@ -615,25 +615,6 @@ def test_the_mode_follows_the_config_and_then_wandbs_own_variable(
 ):
     monkeypatch.setenv("WANDB_MODE", variable)
     assert wandb_process.wanted_mode(setting) == mode
-
-
-def test_a_key_is_found_where_wandb_finds_it(monkeypatch):
-    url = "http://127.0.0.1:8080"
-    assert wandb_process.api_key(url, None) == ""
-    netrc = Path(os.environ["HOME"]) / ".netrc"
-    netrc.write_text(
-        "machine 127.0.0.1:8080\n  login user\n  password netrc-key\nmachine api.wandb.ai login"
-        " user password old-key\n"
-    )
-    netrc.chmod(0o600)
-    assert wandb_process.api_key(url, None) == "netrc-key"
-    assert wandb_process.api_key("https://api.forge.coreweave.com", None) == "old-key", (
-        "W&B's servers know each other's keys"
-    )
-    assert wandb_process.api_key("https://evil.example", None) == ""
-    assert wandb_process.api_key(url, "settings-key") == "settings-key"
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert wandb_process.api_key(url, "settings-key") == KEY
 
 
 @pytest.mark.parametrize(("setting", "environment"), [("off", None), ("auto", "disabled")])

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from vit.config import LogConfig
 from vit.run.folder import METRICS_FILE, RunLock
-from vit.run.wandb_process import Tracking, wanted_mode
+from vit.run.wandb_process import WandbProcess, wanted_mode
 from vit.system.urls import shown, shown_values
 
 SILENT_S = 60.0
@@ -80,7 +80,7 @@ class Record:
         lock: RunLock | None = None,
     ):
         self.is_main = is_main
-        self._tracking: Tracking | None = None
+        self._wandb: WandbProcess | None = None
         self._step = first_step
         self._restarts = 0
         self._failed = False
@@ -135,13 +135,13 @@ class Record:
         self._restarts = values.get("restarts", self._restarts)
         self._failed = self._failed or values.get("outcome") == "error"
         self._stopped = values.get("outcome") == "stopped"
-        if self._tracking is not None:
+        if self._wandb is not None:
             if kind in ("train", "eval"):
                 numbers = {
                     f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)
                 }
-                self._tracking.send(step=step, numbers={"restarts": self._restarts, **numbers})
-            self._tracking.hear()
+                self._wandb.send(step=step, numbers={"restarts": self._restarts, **numbers})
+            self._wandb.poll_messages()
 
     def _append(self, line: str) -> None:
         """Nothing follows a line that did not fit the disk: cut short, it stays the last, and the
@@ -166,8 +166,8 @@ class Record:
             self._live.update(self._task, completed=step, description=text)
         elif self.is_main and time.monotonic() - self._said_at > SILENT_S:
             self.say(text)
-        if self._tracking is not None:
-            self._tracking.hear()
+        if self._wandb is not None:
+            self._wandb.poll_messages()
 
     def train_line(self, step: int, text: str) -> None:
         """A line of training metrics: replaces the live line on a terminal, is printed in a log
@@ -181,7 +181,7 @@ class Record:
         said when it is known."""
         mode = wanted_mode(self._config.wandb) if self.is_main else "off"
         if mode != "off":
-            self._tracking = Tracking(
+            self._wandb = WandbProcess(
                 self._run_dir,
                 self._config.wandb_project,
                 mode,
@@ -192,14 +192,14 @@ class Record:
 
     def log_pictures(self, pictures: dict[str, Path]) -> None:
         """Show PNG files on W&B as `report/<name>`."""
-        if self._tracking is not None:
+        if self._wandb is not None:
             paths = {f"report/{name}": str(path) for name, path in pictures.items()}
-            self._tracking.send(step=self._step, pictures=paths)
+            self._wandb.send(step=self._step, pictures=paths)
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         """Show a table on W&B as `report/<name>`."""
-        if self._tracking is not None:
-            self._tracking.send(step=self._step, table=f"report/{name}", columns=columns, rows=rows)
+        if self._wandb is not None:
+            self._wandb.send(step=self._step, table=f"report/{name}", columns=columns, rows=rows)
 
     def close(self) -> None:
         """End the live line, the file and the W&B run, which may take a while
@@ -210,9 +210,9 @@ class Record:
             self._live.stop()
         self._file.close()
         self._lock.release()  # the next attempt does not wait for W&B
-        if self._tracking is not None:
-            self._tracking.close(self._failed, self._stopped)
-            self._tracking = None
+        if self._wandb is not None:
+            self._wandb.close(self._failed, self._stopped)
+            self._wandb = None
 
 
 def _open_whole_lines(path: Path) -> Any:
