@@ -33,6 +33,7 @@ import torch
 
 from vit import config_io, distributed
 from vit.config import Config
+from vit.config_hints import setting_for
 from vit.data.augment.apply import create_augment
 from vit.data.batches import ImageFormat
 from vit.distributed import World
@@ -119,7 +120,7 @@ def main() -> World:
 def read_command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags; what else is there is the run or file (`checkpoint`) and the settings
     (`overrides`). Raises ValueError for mistakes."""
-    parser = Parser("python launch/eval.py", __doc__, config_io.setting_for)
+    parser = Parser("python launch/eval.py", __doc__, setting_for)
     parser.add_argument(
         "--checkpoint",
         metavar="RUN_OR_FILE",

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import check_versions  # noqa: F401
 
 from vit import distributed
-from vit.config_io import all_keys, load_config, nearest, setting_for
+from vit.config_hints import all_keys, nearest, setting_for
+from vit.config_io import load_config
 from vit.distributed import World
 from vit.exit import run_command
 from vit.plan import describe

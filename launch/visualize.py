@@ -17,7 +17,8 @@ from pathlib import Path
 import check_versions  # noqa: F401
 
 from vit import distributed
-from vit.config_io import load_config, setting_for
+from vit.config_hints import setting_for
+from vit.config_io import load_config
 from vit.distributed import World
 from vit.exit import run_command
 from vit.report.contact_sheet import make_contact_sheet

@@ -13,18 +13,14 @@ from hypothesis import strategies as st
 
 from vit import config as config_module
 from vit.config import AdamWConfig, Config, Section, SgdConfig
+from vit.config_hints import ADVICE, OTHER_NAMES, OTHER_VALUES, all_keys, setting_for
 from vit.config_io import (
-    ADVICE,
-    OTHER_VALUES,
-    WORDS,
     ConfigError,
     LoadedConfig,
-    all_keys,
     differences,
     dump_yaml,
     from_dict,
     load_config,
-    setting_for,
     to_dict,
 )
 from vit.sections import Selection, SourceConfig
@@ -282,10 +278,10 @@ def test_the_batch_size_of_training_is_meant_first(problems, section):
 
 
 def test_words_of_other_programs_lead_to_settings_that_there_are():
-    words = [word for known_as in WORDS.values() for word in known_as.split()]
-    assert set(WORDS) | set(OTHER_VALUES) <= set(all_keys())
+    words = [word for known_as in OTHER_NAMES.values() for word in known_as.split()]
+    assert set(OTHER_NAMES) | set(OTHER_VALUES) <= set(all_keys())
     assert len(words) == len(set(words)), "a word with two meanings"
-    assert not {key.rpartition(".")[2] for key in WORDS} & set(words) - {"batch_size"}, (
+    assert not {key.rpartition(".")[2] for key in OTHER_NAMES} & set(words) - {"batch_size"}, (
         "a setting's own name needs no row"
     )
     assert not set(ADVICE) & set(words)

@@ -1,0 +1,116 @@
+"""Pydantic's findings about a config as lines: where, what was given, what is allowed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from vit.config_hints import all_keys, nearest, sections
+from vit.sections import SourceConfig
+
+Key = tuple[str, ...]
+_REQUIRED_HINTS = {
+    "data": "; data.root, for one",
+    "train": "; train.epochs or train.steps, for one",
+}
+
+
+def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> list[str]:
+    """One line per finding; `origins` says where each key was given, `source` which file it is."""
+    lines: list[str] = []
+    wrong_values = set[str]()
+    for item in error.errors(include_url=False):
+        kind = item["type"]
+        path, rest = _split(item["loc"], origins)
+        if kind == "union_tag_invalid":
+            path = ("optim", "name")
+        where = _origin(path, origins, source)
+        if kind == "value_error":  # of vit.config_checks, in dotted keys
+            for line in str(item["ctx"]["error"]).splitlines():
+                keys = [tuple(key.split(".")) for key in re.findall(r"\w+\.\w+", line)]
+                given_at = [origins[key] for key in keys if key in origins]
+                lines.append(f"{(given_at or [where])[0]}: {line}")
+        elif kind == "extra_forbidden":
+            lines.append(f"{where}: {_unknown_key(path, rest)}")
+        elif kind == "missing" and not rest:
+            dotted = ".".join(path)
+            lines.append(f"{source}: {dotted} is required{_REQUIRED_HINTS.get(dotted, '')}")
+        else:
+            place = _place(path, rest, kind)
+            if place in wrong_values:  # the other type of a union, for the same value
+                lines[-1] += f" or {_expected(item)}"
+                continue
+            wrong_values.add(place)
+            given = item["ctx"]["tag"] if kind == "union_tag_invalid" else item["input"]
+            shown = json.dumps(given, default=str)
+            lines.append(f"{where}: {place} is {shown}, expected {_expected(item)}")
+    return lines
+
+
+def _split(
+    location: tuple[int | str, ...], origins: Mapping[Key, str]
+) -> tuple[Key, tuple[int | str, ...]]:
+    """A location of pydantic's as the key of a setting, and the place inside its value."""
+    if location[:1] == ("optim",) and location[1:2] in (("adamw",), ("sgd",)):
+        location = ("optim", *location[2:])  # without the tag of the union
+    names = tuple(map(str, location))
+    keys = all_keys()
+    for length in range(len(names), 0, -1):
+        path = names[:length]
+        if ".".join(path) in keys or path in origins:
+            return path, location[length:]
+    return names, ()
+
+
+def _origin(path: Key, origins: Mapping[Key, str], source: str) -> str:
+    """Where `path`, or the first key below it, was given; `source` if nowhere."""
+    if path in origins:
+        return origins[path]
+    below = (where for key, where in origins.items() if path and key[: len(path)] == path)
+    return next(below, source)
+
+
+def _unknown_key(path: Key, rest: tuple[int | str, ...]) -> str:
+    dotted = ".".join(path)
+    if len(rest) > 1:  # in an item of data.sources
+        known = ", ".join(SourceConfig.model_fields)
+        return f"{dotted}[{rest[0]}]: unknown key {str(rest[-1])!r}; there are: {known}"
+    keys = all_keys()
+    if dotted in keys:
+        return f"{dotted} has no effect with this optim.name: remove it, or change optim.name"
+    if len(path) > 1:
+        allowed = [key.partition(".")[2] for key in keys if key.partition(".")[0] == path[0]]
+        hint = nearest(dotted, keys)
+    else:
+        allowed = list(sections())
+        hint = nearest(dotted, [*allowed, *keys])
+    return f"unknown key {dotted!r}{hint or '; there are: ' + ', '.join(allowed)}"
+
+
+def _place(path: Key, rest: tuple[int | str, ...], kind: str) -> str:
+    """The key with the place of the wrong element in a list."""
+    dotted = ".".join(path)
+    if kind == "missing" or not rest:
+        return dotted
+    if dotted == "data.sources":
+        parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest]
+        return dotted + "".join(parts)
+    # The other parts name the members of a union of types.
+    return f"{dotted}[{rest[-1]}]" if isinstance(rest[-1], int) else dotted
+
+
+def _expected(item: Mapping[str, Any]) -> str:
+    context = item.get("ctx", {})
+    if item["type"] == "missing":
+        return f"at least {len(item['input']) + 1} values"
+    if item["type"] == "too_long":
+        return f"at most {context['max_length']} values"
+    if item["type"] == "union_tag_invalid":
+        return str(context["expected_tags"]).replace(", ", " or ")
+    if item["type"] == "model_type":
+        return "keys below it"
+    return re.sub(r"^(Input should be )?(a )?(valid )?", "", item["msg"])

@@ -1,0 +1,157 @@
+"""Which setting is meant by a misspelt key, or by an option of another program."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import cast, get_args
+
+from vit.config import Config
+from vit.sections import Section
+
+
+def sections() -> dict[str, list[type[Section]]]:
+    """The classes behind each section of `Config`: one, or the members of a union."""
+    found: dict[str, list[type[Section]]] = {}
+    for name, field in Config.model_fields.items():
+        members = [get_args(member)[0] for member in get_args(field.annotation)]
+        found[name] = members or [cast(type[Section], field.annotation)]
+    return found
+
+
+def all_keys() -> list[str]:
+    """Every dotted key that a file or an override may set, in the order of `vit.config`."""
+    keys = (
+        f"{section}.{key}"
+        for section, classes in sections().items()
+        for cls in classes
+        for key in cls.model_fields
+    )
+    return list(dict.fromkeys(keys))
+
+
+OTHER_NAMES = {
+    "data.root": "data dataset data_dir data_path data_root dataset_dir",
+    "data.global_batch_size": "batch_size bs global_batch total_batch_size train_batch_size",
+    "data.micro_batch_size": "per_device_batch_size per_device_train_batch_size",
+    "data.num_workers": "j n_workers workers",
+    "data.aug_repeats": "repeated_aug repeats",
+    "model.name": "arch architecture model model_name",
+    "model.image_size": "img_size input_size res resolution",
+    "model.num_classes": "classes n_classes nb_classes",
+    "model.embed_dim": "dim hidden_dim hidden_size width",
+    "model.depth": "layers n_layers num_layers",
+    "model.num_heads": "heads n_heads",
+    "model.drop_path_rate": "drop_path stochastic_depth",
+    "model.proj_drop_rate": "drop drop_rate dropout",
+    "model.init_values": "init_scale layer_scale layerscale",
+    "augment.mixup_alpha": "mixup",
+    "augment.cutmix_alpha": "cutmix",
+    "augment.hflip_prob": "flip hflip",
+    "augment.crop_scale": "scale",
+    "augment.crop_ratio": "ratio",
+    "augment.erasing_prob": "random_erase random_erasing reprob",
+    "augment.randaugment_layers": "aa auto_augment randaug randaugment",
+    "loss.label_smoothing": "smoothing",
+    "optim.name": "opt optimizer",
+    "optim.lr": "learning_rate max_lr peak_lr",
+    "optim.weight_decay": "decay wd",
+    "optim.betas": "opt_betas",
+    "optim.eps": "epsilon opt_eps",
+    "optim.clip_grad_norm": (
+        "clip_grad clip_norm grad_clip gradient_clip_val max_grad_norm max_norm"
+    ),
+    "schedule.name": "lr_schedule lr_scheduler sched scheduler",
+    "schedule.warmup_epochs": "warmup",
+    "train.epochs": "epoch max_epochs n_epochs num_epochs num_train_epochs",
+    "train.steps": "iterations iters max_iters max_steps num_steps total_steps",
+    "train.seed": "manual_seed random_seed",
+    "train.precision": "amp bf16 dtype fp16 half mixed_precision torch_dtype",
+    "train.compile": "torchcompile torch_compile",
+    "train.ema_decay": "ema model_ema model_ema_decay",
+    "eval.every_epochs": "eval_freq eval_interval val_every val_interval",
+    "checkpoint.every_steps": "ckpt_every save_every save_freq save_interval save_steps",
+    "init.checkpoint": "ckpt finetune from_checkpoint init_from pretrained weights",
+    "run.dir": "experiment log_dir out out_dir output output_dir save_dir work_dir",
+    "log.every_steps": "log_every log_freq log_interval logging_steps print_freq",
+    "log.wandb": "use_wandb",
+}
+"""What other programs (timm, DeiT, torchvision's references, Hugging Face's Trainer) call a
+setting."""
+_ADVICE = {
+    "the same command again resumes, nothing else is needed": "auto_resume resume",
+    "torchrun --nproc_per_node=N starts N ranks": "devices gpus n_gpus num_gpus nproc_per_node",
+    "accumulation follows from data.micro_batch_size, the images in one forward pass of a rank": (
+        "accum_iter accum_steps grad_accum grad_accum_steps gradient_accumulation_steps update_freq"
+    ),
+}
+ADVICE = {name: advice for advice, names in _ADVICE.items() for name in names.split()}
+"""Options of other programs without a setting here, and what to do instead."""
+OTHER_VALUES = (
+    "data.aug_repeats",
+    "augment.randaugment_layers",
+    "optim.name",
+    "schedule.name",
+    "schedule.warmup_epochs",
+    "train.precision",
+    "train.compile",
+    "train.ema_decay",
+    "eval.every_epochs",
+    "log.wandb",
+)
+"""Settings whose values other programs write in another way or unit."""
+_FROM_OTHER_NAME = {name: key for key, names in OTHER_NAMES.items() for name in names.split()}
+
+
+def from_other_name(name: str) -> str:
+    """The setting that other programs call `name` ("batch-size", "lr"), or ""."""
+    return _FROM_OTHER_NAME.get(name.lower().replace("-", "_"), "")
+
+
+def nearest(given: str, known: Sequence[str]) -> str:
+    """`; did you mean ...?` with the settings that `given` may mean, or "".
+
+    Dotted keys are compared by their last part, in this order: what other programs call so, the
+    same word in another section, a similar word of the same section, a similar word of any.
+    """
+    section, _, leaf = given.rpartition(".")
+    if advice := ADVICE.get(leaf.lower().replace("-", "_")):
+        return f"; {advice}"
+    own = [key for key in known if key.rpartition(".")[0] == section]
+    # The `name` of another section is never meant.
+    others = [key for key in known if not (section and key.endswith(".name"))]
+    same_word = [key for key in others if key.rpartition(".")[2] == leaf]
+    matches = [key for key in (from_other_name(leaf), *same_word) if key in known]
+    for cutoff, candidates in ((0.65, own), (0.85 if section else 0.65, others)):
+        if not matches:
+            leaves = {key.rpartition(".")[2]: key for key in reversed(candidates)}
+            close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=cutoff)
+            matches = [leaves[word] for word in close]
+    return f"; did you mean {' or '.join(dict.fromkeys(matches))}?" if matches else ""
+
+
+def setting_for(option: str, value: str) -> str:
+    """What to write instead of an unknown option and its value ("" for none), or "".
+
+    `--lr`, `1e-3` -> did you mean optim.lr=1e-3?
+    """
+    word = option.lstrip("-").replace("-", "_")
+    if advice := ADVICE.get(word.lower()):
+        return advice
+    keys = all_keys()
+    leaves = {key.rpartition(".")[2]: key for key in reversed(keys) if not key.endswith(".name")}
+
+    def find(name: str) -> str:
+        if name in keys:
+            return name
+        return from_other_name(name.rpartition(".")[2]) or leaves.get(name, "")
+
+    key = find(word)
+    if not key:
+        candidates = keys if "." in word else [*leaves, *_FROM_OTHER_NAME]
+        close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.85)
+        key = find(close[0]) if close else ""
+    if not key:
+        return ""
+    is_other_unit = key in OTHER_VALUES and word != key
+    return f"did you mean {key}={'VALUE' if is_other_unit or not value else value}?"
