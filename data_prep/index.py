@@ -58,7 +58,7 @@ from vit.data.shards import info_file
 from vit.data.shards.index_file import first_samples, has_checksums, open_index, save_index
 from vit.data.shards.members import printable
 from vit.data.shards.tar import describe_ignored
-from vit.data.storage.http import on_the_web
+from vit.data.storage.http_request import on_the_web
 from vit.system import files
 from vit.system.files import ShardError
 from vit.system.urls import bare, did_you_mean, expand_braces, resolve, shown

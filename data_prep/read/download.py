@@ -22,7 +22,8 @@ from typing import Any, BinaryIO
 
 from data_prep.errors import PrepError
 from data_prep.write.jobs import count_one
-from vit.data.storage.http import Refused, WebFile, WebFolder, on_the_web
+from vit.data.storage.http import Refused, WebFile, WebFolder
+from vit.data.storage.http_request import on_the_web
 from vit.data.storage.retry import RetryPolicy
 from vit.system.files import parse_json
 from vit.system.meter import Meter

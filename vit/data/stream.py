@@ -33,7 +33,8 @@ from vit.data.order import Order, fold, hash64
 from vit.data.shards.members import META, SETTINGS, InvalidSample, SampleLayout, describe
 from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE
 from vit.data.shards.tar_walk import FILE, TarDamaged, decompressed, in_order, walk
-from vit.data.storage.http import PIECE_BYTES, WebFile, on_the_web
+from vit.data.storage.http import PIECE_BYTES, WebFile
+from vit.data.storage.http_request import on_the_web
 from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError
 from vit.system.urls import expand_braces, shown

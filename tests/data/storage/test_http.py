@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from servers import WebServer
 
-from vit.data.storage import http
+from vit.data.storage import http, http_request
 from vit.data.storage.http import Refused, Version, WebFile, WebFolder
 from vit.data.storage.retry import NUM_REFUSALS, RetryPolicy
 from vit.system.files import ShardError
@@ -73,7 +73,7 @@ def test_a_host_that_is_misspelt_is_told_soon_and_one_whose_name_is_lost_in_mid_
     retry = RetryPolicy(60.0, 0.001, 0.001)
     was_there = WebFolder(web.url.replace("127.0.0.1", "localhost"), RetryPolicy(0.5, 0.01, 0.05))
     version = was_there.stat("set/a.tar")
-    http._pool.cache_clear()  # no connection is left open
+    http_request.pool.cache_clear()  # no connection is left open
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(
         ShardError,

@@ -13,7 +13,7 @@ import pytest
 from vit.data.storage import retry
 from vit.data.storage.retry import (
     NUM_REFUSALS,
-    TELL_AFTER_S,
+    WARN_AFTER_S,
     RetryableError,
     RetryPolicy,
     num_retries,
@@ -27,7 +27,7 @@ URL = "http://host.example/set/a.tar"
 @pytest.fixture(autouse=True)
 def no_outage():
     """All of these tests ask one server."""
-    retry._start_over()
+    retry._reset()
 
 
 def failing(times: int, **told):
@@ -111,7 +111,7 @@ def test_a_later_moment_than_the_limit_is_not_waited_for():
 def test_many_threads_that_wait_for_one_server_tell_it_once(caplog):
     with caplog.at_level(logging.WARNING):
         several = RetryPolicy(limit_s=30, first_pause_s=0.01)
-        waits = [failing(1, retry_after_s=TELL_AFTER_S) for _ in range(8)]
+        waits = [failing(1, retry_after_s=WARN_AFTER_S) for _ in range(8)]
         threads = [
             threading.Thread(target=several.call, args=(f"{URL}{n}", wait))
             for n, wait in enumerate(waits)
@@ -127,8 +127,8 @@ def test_many_threads_that_wait_for_one_server_tell_it_once(caplog):
 
 
 def test_what_goes_on_is_told_again(caplog, monkeypatch):
-    monkeypatch.setattr(retry, "TELL_AFTER_S", 0.05)
-    monkeypatch.setattr(retry, "TELL_AGAIN_S", 0.1)
+    monkeypatch.setattr(retry, "WARN_AFTER_S", 0.05)
+    monkeypatch.setattr(retry, "WARN_AGAIN_S", 0.1)
     with caplog.at_level(logging.WARNING), pytest.raises(ShardError):
         RetryPolicy(0.5, 0.01, 0.02).call(URL, failing(1000))
     assert 3 <= len(caplog.messages) <= 6

@@ -1,10 +1,9 @@
-"""Object stores, and whatever else fsspec reads by URL (s3://bucket/folder, gs://, hf://, ftp://).
-Free of torch.
+"""Object stores and everything else that fsspec reads by URL: s3://, gs://, hf://, ftp://.
 
-The data's story: each call asks fsspec for its client, which it keeps for the process, and is
-repeated by `vit.data.storage.retry` while errors may pass; what a user can set right is told
-with the place, the reason and the remedy. Files come and go whole; a range of bytes comes with the
-version it was of.
+Each call asks fsspec for its client, which fsspec keeps per process, and is repeated by
+`vit.data.storage.retry` while errors may pass. Errors that a user can correct name the place, the
+reason and the remedy. Files are transferred completely or not at all; a range of bytes comes with a
+check of the file's version.
 """
 
 from __future__ import annotations
@@ -22,22 +21,37 @@ from vit.system.files import temporary_file
 from vit.system.urls import did_you_mean, shown
 
 SMALLEST_PIECE = 64 << 10
+"""Bytes per request, after timeouts of larger ones."""
+VERSION_TAGS = (
+    "ETag",
+    "md5Hash",
+    "generation",
+    "etag",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "created",
+)
+"""Fields of a file's description, by preference: tags that change with the bytes come before those
+that also change with permissions and labels."""
+LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of this machine's disk; no store's client uses them."""
 T = TypeVar("T")
 
 
 class Kind(NamedTuple):
-    """A kind of object store that shows an object only when it is whole."""
+    """A kind of object store, in which an object becomes visible only when it is complete."""
 
     package: str
     """What fsspec needs for it."""
     credentials: str
     """Where its client looks for them."""
     transfer: dict[str, Any]
-    """Settings of uploads and downloads."""
+    """Options of uploads and downloads."""
 
 
-# A file that goes in parts has up to 4 x 16 MiB in memory; s3fs's own numbers are 10 x 50 MB, and
-# each worker has them.
+# A file transferred in parts takes up to 4 x 16 MiB of memory per worker; s3fs's defaults are
+# 10 x 50 MB.
 S3 = Kind(
     "s3fs",
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (FSSPEC_S3_ANON=true reads public"
@@ -46,53 +60,51 @@ S3 = Kind(
 )
 GS = Kind("gcsfs", "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`", {})
 KINDS = {"s3": S3, "s3a": S3, "gs": GS, "gcs": GS}
-# of this machine's disk; no store's client uses these
-LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class ObjectStore:
     """The files directly at `<url>/`. Any number of threads; pickled as its URL.
 
-    All methods raise Refused for what a user can set right, ShardError when patience is at an end,
-    FileNotFoundError, and OSError about this machine's disk.
+    All methods raise Refused for what a user can correct, ShardError if retries failed,
+    FileNotFoundError, and OSError for errors of this machine's disk.
     """
 
     def __init__(self, url: str, retry: RetryPolicy | None = None):
         self.url = url if url.endswith("://") else url.rstrip("/")
         self.retry = retry or RetryPolicy()
         self.kind = KINDS.get(url.partition("://")[0])
+        self._transfer = self.kind.transfer if self.kind else {}
 
     def __str__(self) -> str:
         return shown(self.url)
 
     def list(self) -> dict[str, Version]:
-        """All files of the folder."""
-
-        return self._ask("", _listed)
+        """Return all files of the folder."""
+        return self._call("", _list)
 
     def stat(self, name: str, while_waiting: Callable[[], None] | None = None) -> Version:
-        """Size, and ETag or time of change."""
-        return self._ask(
-            name, lambda fs, path: _version_now(fs, path, name), while_waiting=while_waiting
+        """Return the size, and the ETag or time of change."""
+        return self._call(
+            name, lambda fs, path: _version(fs, path, name), while_waiting=while_waiting
         )
 
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
-        """Bytes [start, stop) of a file that is in use. Raises OSError if it is of another version.
+        """Return bytes [start, stop) of a file that is in use.
 
-        The version is asked for when they are here, not before: it might change.
+        Raises OSError if it is of another version. The version is checked after the bytes have
+        come, because it may change before.
         """
-        pieces = []
+        pieces: list[bytes] = []
         at = start
         piece_bytes = stop - start
 
-        def asked(fs: Any, path: str) -> None:
+        def read(fs: Any, path: str) -> None:
             nonlocal at, piece_bytes
             while at < stop:
+                end = min(at + piece_bytes, stop)
                 try:
-                    piece = fs.cat_file(
-                        f"{path}/{name}", start=at, end=min(at + piece_bytes, stop), **_limits(fs)
-                    )
-                except TimeoutError:  # fsspec's, too: less may come in time
+                    piece = fs.cat_file(f"{path}/{name}", start=at, end=end, **_timeout(fs))
+                except TimeoutError:  # also fsspec's own; a smaller piece may come in time
                     piece_bytes = max(piece_bytes // 4, SMALLEST_PIECE)
                     raise
                 if not piece:
@@ -100,74 +112,68 @@ class ObjectStore:
                 note_progress()
                 pieces.append(piece)
                 at += len(piece)
-            now = _version_now(fs, path, name)
-            # The version may come from a list, and not every store writes the same tag there.
+            now = _version(fs, path, name)
+            # `version` may be from a listing, where some stores show another tag.
             if now != version and _listed_version(fs, path, name) != version:
                 pieces.clear()
                 at = start
                 raise replaced(version, now)
 
-        self._ask(name, asked, in_use=True)
+        self._call(name, read, in_use=True)
         return b"".join(pieces)
 
     def whole(self, name: str) -> bytes:
-        """A small file."""
-        return self._ask(name, lambda fs, path: fs.cat_file(f"{path}/{name}", **_limits(fs)))
+        """Return the content of a small file."""
+        return self._call(name, lambda fs, path: fs.cat_file(f"{path}/{name}", **_timeout(fs)))
 
     def try_writing(self, name: str) -> None:
         """Make an empty file and remove it."""
 
         def probe(fs: Any, path: str) -> None:
-            fs.pipe_file(f"{path}/{name}", b"", **_limits(fs))
+            fs.pipe_file(f"{path}/{name}", b"", **_timeout(fs))
             fs.rm_file(f"{path}/{name}")
 
-        self._ask("", probe)
+        self._call("", probe)
 
     def upload(self, path: Path) -> None:
-        """Bring a local file to its place, under its name, and compare its size."""
+        """Upload a local file under its own name, and compare the sizes."""
         size = path.stat().st_size
 
         def put(fs: Any, folder: str) -> None:
-            fs.put_file(
-                str(path), f"{folder}/{path.name}", **(self.kind.transfer if self.kind else {})
-            )
-            if (arrived := _version_now(fs, folder, path.name).size) != size:
-                raise RetryableError(f"{arrived} of {size} bytes arrived")
+            fs.put_file(str(path), f"{folder}/{path.name}", **self._transfer)
+            _check_arrived(_version(fs, folder, path.name).size, size)
 
-        self._ask(path.name, put)
+        self._call(path.name, put)
 
     def download(self, name: str, path: Path) -> None:
-        """Bring a file to a local path, whole or not at all."""
+        """Copy a file to a local path, completely or not at all."""
 
         def get(fs: Any, folder: str) -> None:
-            size = _version_now(fs, folder, name).size
+            size = _version(fs, folder, name).size
             with temporary_file(path) as file:
-                fs.get_file(
-                    f"{folder}/{name}", file.name, **(self.kind.transfer if self.kind else {})
-                )
-                if (arrived := os.path.getsize(file.name)) != size:
-                    raise RetryableError(f"{arrived} of {size} bytes arrived")
+                fs.get_file(f"{folder}/{name}", file.name, **self._transfer)
+                _check_arrived(os.path.getsize(file.name), size)
                 os.replace(file.name, path)
 
-        self._ask(name, get)
+        self._call(name, get)
 
     def remove(self, name: str) -> None:
         """Remove a file."""
-        self._ask(name, lambda fs, path: fs.rm_file(f"{path}/{name}"))
+        self._call(name, lambda fs, path: fs.rm_file(f"{path}/{name}"))
 
-    def _ask(
+    def _call(
         self,
         name: str,
         action: Callable[[Any, str], T],
         in_use: bool = False,
         while_waiting: Callable[[], None] | None = None,
     ) -> T:
-        """What `action` says, given a client and the folder's path.
+        """Return the result of `action`, given fsspec's client and the folder's path.
 
-        fsspec keeps the clients: one for a process, or for each of its threads where they are not
-        safe in several.
+        name: of the file, or "" for the folder, to show. in_use: the file was there before, so that
+        even a refusal may pass.
         """
-        import fsspec  # here, as shards on a disk need none of it
+        import fsspec  # imported here because shards on a disk do not need it
 
         where = f"{self}/{name}" if name else str(self)
 
@@ -178,102 +184,87 @@ class ObjectStore:
                 return action(fs, path.rstrip("/"))
             except RetryableError:
                 raise
-            except Exception as error:  # every store's client has classes of its own
+            except Exception as error:  # each store's client has exceptions of its own
                 if isinstance(error, OSError) and error.errno in LOCAL_ERRORS:
                     error.filename = error.filename or tempfile.gettempdir()
                     raise
-                final = (
-                    error
-                    if isinstance(error, FileNotFoundError) or _is_stale(error)
-                    else self._refusal(error, where)
+                is_replaced = isinstance(error, OSError) and error.errno == errno.ESTALE
+                final: Exception | None = error
+                if not is_replaced and not isinstance(error, FileNotFoundError):
+                    final = self._refusal(error, where)
+                # Not even a renewed token would mend these.
+                is_misuse = isinstance(
+                    error, (ImportError, ValueError, TypeError, NotImplementedError)
                 )
-                if final is not None and (
-                    not in_use
-                    or isinstance(error, (ImportError, ValueError, TypeError, NotImplementedError))
-                ):
+                if final is not None and (is_misuse or not in_use):
                     raise final from error
                 if fs is not None and (final is not None or not fs.async_impl):
-                    # the next attempt gets one with new credentials, and a new connection
+                    # The next attempt gets a client with new credentials and a new connection.
                     fs.clear_instance_cache()
-                raise RetryableError(
-                    _words(error) if _is_stale(error) else f"cannot be reached ({_words(error)})",
-                    final=final,
-                ) from error
+                reason = _reason(error)
+                if not is_replaced:
+                    reason = f"cannot be reached ({reason})"
+                raise RetryableError(reason, final=final) from error
 
         return self.retry.call(where, attempt, while_waiting)
 
     def _refusal(self, error: Exception, where: str) -> Refused | None:
-        """What to tell about an error that waiting does not mend, None for one that may pass."""
-        text = _words(error)
-        credentials = f"; credentials come from {self.kind.credentials}" if self.kind else ""
+        """Return what to raise for an error that waiting does not mend; None if it may pass."""
+        reason = _reason(error)
         name = type(error).__name__
+        credentials = f"; credentials come from {self.kind.credentials}" if self.kind else ""
         if isinstance(error, ImportError):
-            return Refused(
-                f"{where}: {text}: pip install {self.kind.package}"
-                if self.kind
-                else f"{where}: {text}"
-            )
+            remedy = f": pip install {self.kind.package}" if self.kind else ""
+            return Refused(f"{where}: {reason}{remedy}")
         if isinstance(error, PermissionError):
-            return Refused(f"{where}: no permission to do this ({text}){credentials}")
-        # NoCredentialsError, DefaultCredentialsError ...
+            return Refused(f"{where}: no permission to do this ({reason}){credentials}")
+        # NoCredentialsError, DefaultCredentialsError, ProfileNotFound, ...
         if "Credential" in name or "Profile" in name:
-            return Refused(f"{where}: {text}{credentials}")
+            return Refused(f"{where}: {reason}{credentials}")
         if isinstance(error, (ValueError, TypeError, NotImplementedError)) or "Validation" in name:
             return Refused(
-                f"{where}: {text}; expected a folder or a URL such as"
+                f"{where}: {reason}; expected a folder or a URL such as"
                 f" s3://bucket/folder{did_you_mean(self.url)}"
             )
         return None
 
 
-def _is_stale(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno == errno.ESTALE
-
-
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return shown(" ".join(str(error).split()) or type(error).__name__)
 
 
-def _limits(fs: Any) -> dict[str, float]:
-    """How long a request may take, where a client can be told."""
+def _check_arrived(arrived: int, size: int) -> None:
+    if arrived != size:
+        raise RetryableError(f"{arrived} of {size} bytes arrived")
+
+
+def _timeout(fs: Any) -> dict[str, float]:
+    """The time limit of a request, for clients that take one."""
     return {"timeout": ATTEMPT_S} if fs.async_impl else {}
 
 
-def _listed(fs: Any, path: str) -> dict[str, Version]:
-    fs.invalidate_cache(path)  # others write there, too
-    found = fs.ls(path, detail=True, **_limits(fs))
+def _list(fs: Any, path: str) -> dict[str, Version]:
+    fs.invalidate_cache(path)  # other processes write there, too
     return {
         entry["name"].rsplit("/", 1)[-1]: _version_of(entry)
-        for entry in found
+        for entry in fs.ls(path, detail=True, **_timeout(fs))
         if entry["type"] == "file"
     }
 
 
 def _listed_version(fs: Any, path: str, name: str) -> Version | None:
     try:
-        return _listed(fs, path).get(name)
-    except (FileNotFoundError, PermissionError):  # one may read and not list
+        return _list(fs, path).get(name)
+    except (FileNotFoundError, PermissionError):  # reading may be allowed without listing
         return None
 
 
-def _version_now(fs: Any, path: str, name: str) -> Version:
-    fs.invalidate_cache(path)  # of what was told before
-    return _version_of(fs.info(f"{path}/{name}", **_limits(fs)))
+def _version(fs: Any, path: str, name: str) -> Version:
+    fs.invalidate_cache(path)  # of earlier answers
+    return _version_of(fs.info(f"{path}/{name}", **_timeout(fs)))
 
 
 def _version_of(entry: dict[str, Any]) -> Version:
-    # What changes with the bytes comes before what changes with rights and labels too; quotes are
-    # there or not, on Azure for instance.
-    tags = (
-        "ETag",
-        "md5Hash",
-        "generation",
-        "etag",
-        "mtime",
-        "LastModified",
-        "last_modified",
-        "created",
-    )
-    return Version(
-        int(entry["size"]), next((str(entry[key]).strip('"') for key in tags if entry.get(key)), "")
-    )
+    # Some stores, such as Azure's, give the same tag with and without quotes.
+    tags = (str(entry[key]).strip('"') for key in VERSION_TAGS if entry.get(key))
+    return Version(int(entry["size"]), next(tags, ""))

@@ -1,8 +1,8 @@
-"""The shards, index and `_info.json` of a data set at a URL. Free of torch.
+"""The shards, the index and `_info.json` of a data set at a URL.
 
-The data's story: the first answer about a file tells its version (size, ETag); later answers must
-be of that version. Files on the web are read by `vit.data.storage.http`, all others by
-`vit.data.storage.object_store`; both try again what may pass.
+Files on the web are read by `vit.data.storage.http`, all others by `vit.data.storage.object_store`;
+both retry errors that may pass. The first answer about a file gives its version (size, ETag); later
+answers must be of the same version.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from typing import Any
 
 from vit.data.storage.block_cache import BlockCache, ends_with_checksum, with_checksum
 from vit.data.storage.file_lock import locked_part, write_all
-from vit.data.storage.http import NUM_CONNECTIONS, Refused, Version, WebFolder, on_the_web
+from vit.data.storage.http import Refused, Version, WebFolder
+from vit.data.storage.http_request import NUM_CONNECTIONS, on_the_web
 from vit.data.storage.object_store import ObjectStore
 from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError, parse_json, temporary_file
 from vit.system.urls import bare
 
 PIECE_BYTES = 8 << 20
-"""Of a whole file, which may be a large index, a request."""
+"""Bytes per request for an entire file, which may be a large index."""
 log = logging.getLogger(__name__)
 
 
 def local_path(root: str | Path) -> Path | None:
-    """The folder that `root` names, None for a URL of another kind than file://."""
+    """Return the folder that `root` names; None for a URL other than file://."""
     scheme, is_url, path = str(root).partition("://")
     if not is_url:
         return Path(root)
@@ -50,23 +51,22 @@ class RemoteFolder:
 
     @property
     def digest(self) -> str:
-        """For folder names."""
+        """A short hash of the URL, for folder names."""
         return hashlib.sha256(bare(self._server.url).encode()).hexdigest()[:16]
 
     def read_info(self) -> dict[str, Any]:
-        """`_info.json`. Raises ShardError if there is none, with the command that makes it."""
+        """Return `_info.json`. Raises ShardError if there is none, with the command to make it."""
         try:
-            pieces = self._whole("_info.json", self.stat("_info.json"))
+            pieces = self._pieces("_info.json", self.stat("_info.json"))
         except FileNotFoundError:
             raise self._not_indexed("no _info.json") from None
         return parse_json(b"".join(pieces), f"{self}/_info.json")
 
     def fetch_index(self, split: str, cache: BlockCache) -> Path:
-        """`<split>.index.npy` in the cache's folder: fetched by the first process of this host,
-        awaited by the others.
+        """Return the path of `<split>.index.npy` in the cache's folder.
 
-        It ends with a checksum, which numpy passes over: one that a power cut has spoilt is fetched
-        again.
+        One process of a host fetches it while the others wait. It ends with a checksum, which numpy
+        ignores: a file that was damaged by a power cut is fetched again. Raises ShardError.
         """
         name = f"{split}.index.npy"
         try:
@@ -80,19 +80,19 @@ class RemoteFolder:
             with ExitStack() as stack:
                 try:
                     part = stack.enter_context(locked_part(path, ends_with_checksum))
-                except TimeoutError as error:  # its bytes are the same, whoever is the first
+                except TimeoutError as error:
                     log.warning(
                         "%s: %s, and it does not grow; the index is fetched once more",
                         path.parent,
                         error.strerror,
                     )
-                    part = stack.enter_context(
-                        FileIO(stack.enter_context(temporary_file(path)).name, "r+")
-                    )
+                    # Both processes write the same bytes, so it does not matter which is first.
+                    temporary = stack.enter_context(temporary_file(path)).name
+                    part = stack.enter_context(FileIO(temporary, "r+"))
                 if part is not None:
                     if path.exists():
                         log.warning("%s: damaged; it is fetched again", path)
-                    write_all(part, with_checksum(self._whole(name, version)))
+                    write_all(part, with_checksum(self._pieces(name, version)))
                     os.replace(part.name, path)
         except OSError as error:
             raise ShardError(
@@ -102,21 +102,20 @@ class RemoteFolder:
         return path
 
     def stats(self, names: list[str]) -> list[Version | str]:
-        """The version of each file; a text says why one has none."""
+        """Return the version of each file, or the reason why it has none."""
         try:
             known = self._server.list()
-        except (FileNotFoundError, Refused):  # one may read and not list
+        except (FileNotFoundError, Refused):  # reading may be allowed without listing
             known = {}
-
         stopped = threading.Event()
 
-        def go_on() -> None:
+        def raise_if_stopped() -> None:
             if stopped.is_set():
                 raise CancelledError
 
         def version(name: str) -> Version | str:
             try:
-                return known.get(name) or self.stat(name, go_on)
+                return known.get(name) or self.stat(name, raise_if_stopped)
             except FileNotFoundError:
                 return "no such file"
 
@@ -124,28 +123,31 @@ class RemoteFolder:
         try:
             return list(threads.map(version, names))
         finally:
-            # an error or a signal: who waits for the server to come back ends, and nobody waits for
-            # them
+            # After an error or a signal, do not wait for threads that are in a pause of a retry.
             stopped.set()
             threads.shutdown(wait=False, cancel_futures=True)
 
     def stat(self, name: str, while_waiting: Callable[[], None] | None = None) -> Version:
-        """The version of a file. Raises FileNotFoundError, ShardError. while_waiting: see
-        `RetryPolicy.call`."""
+        """Return the version of a file. Raises FileNotFoundError, ShardError.
+
+        while_waiting: see `RetryPolicy.call`.
+        """
         return self._server.stat(name, while_waiting)
 
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
-        """Bytes [start, stop) of a file. Raises OSError if it is gone or of another version,
-        ShardError."""
+        """Return bytes [start, stop) of a file.
+
+        Raises OSError if it is gone or of another version, ShardError.
+        """
         return self._server.read(name, start, stop, version)
 
     def fetch(self, name: str, version: Version, path: Path) -> None:
         """Copy a file to `path`. Raises ShardError."""
         with open(path, "wb") as file:
-            file.writelines(self._whole(name, version))
+            file.writelines(self._pieces(name, version))
 
-    def _whole(self, name: str, version: Version) -> Iterator[bytes]:
-        """A file in pieces. Raises ShardError if it is of another version by now."""
+    def _pieces(self, name: str, version: Version) -> Iterator[bytes]:
+        """Yield a file in pieces. Raises ShardError if it is of another version by now."""
         for start in range(0, version.size, PIECE_BYTES):
             try:
                 yield self.read(name, start, min(start + PIECE_BYTES, version.size), version)
@@ -154,13 +156,11 @@ class RemoteFolder:
                     f"{self}/{name}: reading failed: {error.strerror}; start again"
                 ) from error
 
-    def _not_indexed(self, what: str) -> ShardError:
-        shards = (
-            f"'{self}/train-{{0000..0099}}.tar'"
-            if isinstance(self._server, WebFolder)
-            else str(self)
-        )
-        make = f"`python -m data_prep.index {shards} --out ROOT` makes the index in a folder"
+    def _not_indexed(self, problem: str) -> ShardError:
+        shards = str(self)
+        if isinstance(self._server, WebFolder):
+            shards = f"'{self}/train-{{0000..0099}}.tar'"
         return ShardError(
-            f"{self}: {what} there; {make}, and data.root=ROOT then reads the shards from this URL"
+            f"{self}: {problem} there; `python -m data_prep.index {shards} --out ROOT` makes the"
+            " index in a folder, and data.root=ROOT then reads the shards from this URL"
         )

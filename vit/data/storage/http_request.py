@@ -1,0 +1,145 @@
+"""A GET on the web: redirects, credentials, proxies, and which failures may pass."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import ssl
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from vit.data.storage.retry import NUM_REFUSALS, RetryableError
+from vit.system.files import ShardError
+from vit.system.urls import address, credentials, shown
+
+NUM_CONNECTIONS = 16
+"""Kept open to a server by one process."""
+MAX_REDIRECTS = 5
+NUM_CLOSED = 9
+"""Attempts (some 70 s) at a port that has never answered: the server may be starting."""
+HEADERS = {"User-Agent": "vit", "Accept-Encoding": "identity"}
+
+
+def on_the_web(url: str) -> bool:
+    """Return whether a URL is for this client."""
+    return url.startswith(("http://", "https://"))
+
+
+def get(
+    url: str,
+    name: str,
+    headers: dict[str, str],
+    *,
+    was_there: bool,
+    connect_s: float,
+    silence_s: float,
+) -> Any:
+    """Return the answer to a GET after redirects, with its content unread.
+
+    Each server gets its own credentials only. url, name: see `address`. was_there: the server has
+    answered before, so an unknown host is an outage and not a misspelling.
+    connect_s, silence_s: limits of connecting, and of waiting for the next byte.
+    Raises RetryableError or ShardError.
+    """
+    import urllib3  # imported here because shards on a disk do not need it
+
+    timeout = urllib3.Timeout(connect=connect_s, read=silence_s)
+    at = address(url, name)
+    login = credentials(url)
+    for _ in range(MAX_REDIRECTS + 1):
+        try:
+            response = pool(os.getpid(), _proxy(at)).request(
+                "GET",
+                at,
+                headers=HEADERS | headers | login,
+                timeout=timeout,
+                preload_content=False,
+                redirect=False,
+                retries=False,
+            )
+        except urllib3.exceptions.LocationValueError as error:
+            raise ShardError(f"{shown(at)}: {error}; correct the address") from error
+        except urllib3.exceptions.HTTPError as error:
+            raise _unreachable(at, error, was_there or _server(at) in _answered) from error
+        _answered.add(_server(at))
+        location = response.get_redirect_location()
+        if not location:
+            return response
+        response.close()
+        before = _server(at)
+        at = urllib.parse.urljoin(at, location)
+        if not on_the_web(at):
+            break
+        # A login in a URL is valid for its entire server, but must not reach another one.
+        login = credentials(at) or (login if _server(at) == before else {})
+        at = address(at)
+    raise ShardError(
+        f"{shown(address(url, name))}: redirected again and again, at last to {shown(at)}; correct"
+        " the address"
+    )
+
+
+_answered = set[tuple[str, str]]()
+"""Servers, as `_server` gives them, that have answered this process."""
+
+
+def _server(url: str) -> tuple[str, str]:
+    parts = urllib.parse.urlsplit(url)
+    return parts.scheme, parts.netloc
+
+
+def _unreachable(url: str, error: Exception, was_there: bool) -> Exception:
+    """Return the error for a request without an answer.
+
+    A server that has never answered probably has another address: that ends a start soon.
+    """
+    inner = error.args[0] if error.args else None
+    cause = error.__cause__
+    if isinstance(inner, ssl.SSLCertVerificationError):
+        return ShardError(
+            f"{shown(url)}: {error}; is the clock right, are the CA certificates installed?"
+        )
+    final = None
+    num_refusals = NUM_REFUSALS
+    if not was_there:
+        if isinstance(inner, ssl.SSLError) and inner.reason == "WRONG_VERSION_NUMBER":
+            return ShardError(f"{shown(url)}: the server speaks no TLS there; is http:// meant?")
+        if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
+            final = ShardError(
+                f"{shown(url)}: no host of this name is known; correct the address, or look at this"
+                " machine's network"
+            )
+        if isinstance(cause, ConnectionRefusedError):
+            num_refusals = NUM_CLOSED
+            final = ShardError(
+                f"{shown(url)}: nothing answers at this port (connection refused); correct the"
+                " address, or start the server"
+            )
+    return RetryableError(
+        f"cannot be reached ({reason_of(error)})", final=final, num_refusals=num_refusals
+    )
+
+
+def _proxy(url: str) -> str | None:
+    parts = urllib.parse.urlsplit(url)
+    if urllib.request.proxy_bypass(parts.hostname or ""):
+        return None
+    return urllib.request.getproxies().get(parts.scheme)
+
+
+@functools.cache
+def pool(pid: int, proxy: str | None) -> Any:
+    """The connections of this process; a forked one has another pid."""
+    import urllib3
+
+    if proxy:
+        return urllib3.ProxyManager(proxy, maxsize=NUM_CONNECTIONS)
+    return urllib3.PoolManager(maxsize=NUM_CONNECTIONS)
+
+
+def reason_of(error: Exception) -> str:
+    """Return the cause of an error of urllib3, without its own wrapping."""
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+    return shown(str(cause).rpartition("): ")[2])
