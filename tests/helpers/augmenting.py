@@ -9,7 +9,8 @@ import torch
 
 from vit.config import AugmentConfig
 from vit.data.augment.apply import Augment
-from vit.data.augment.draw import FIRST_OP, FLIP, draw_mix, draw_table, sample_keys
+from vit.data.augment.draw import draw_mix, draw_table, sample_keys
+from vit.data.augment.table import FIRST_OP, FLIP
 
 CPU = torch.device("cpu")
 

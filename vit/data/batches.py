@@ -22,7 +22,8 @@ from torch import Tensor
 
 from vit.config import AugmentConfig, DataConfig, EvalConfig, ModelConfig
 from vit.data import stages
-from vit.data.augment.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys, table_layout
+from vit.data.augment.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys
+from vit.data.augment.table import table_layout
 from vit.data.decode.views import decode_center, decode_views
 from vit.data.order import Order
 from vit.data.shards.split import Split

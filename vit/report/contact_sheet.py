@@ -19,7 +19,8 @@ from torch import Tensor
 
 from vit.config import AugmentConfig, Config
 from vit.data.augment.apply import create_augment
-from vit.data.augment.draw import describe, mixes
+from vit.data.augment.draw import mixes
+from vit.data.augment.table import describe
 from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order

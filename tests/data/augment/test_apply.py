@@ -24,7 +24,8 @@ from torchvision.transforms.v2 import functional as tv
 from vit.config import AugmentConfig
 from vit.data.augment import pixel_ops
 from vit.data.augment.apply import Augment
-from vit.data.augment.draw import (
+from vit.data.augment.draw import draw_crops, draw_mix, draw_table, sample_keys
+from vit.data.augment.table import (
     BOTTOM,
     CUTMIX,
     FIRST_OP,
@@ -33,10 +34,6 @@ from vit.data.augment.draw import (
     LEFT,
     RIGHT,
     TOP,
-    draw_crops,
-    draw_mix,
-    draw_table,
-    sample_keys,
     table_layout,
 )
 

@@ -19,7 +19,8 @@ from torchvision.transforms import ColorJitter, RandomResizedCrop
 
 from vit.config import AugmentConfig, Config
 from vit.config_io import load_config
-from vit.data.augment.draw import (
+from vit.data.augment.draw import draw_crops, draw_mix, draw_table, partners, sample_keys
+from vit.data.augment.table import (
     BOTTOM,
     CUTMIX,
     FIRST_OP,
@@ -30,11 +31,6 @@ from vit.data.augment.draw import (
     RIGHT,
     TOP,
     describe,
-    draw_crops,
-    draw_mix,
-    draw_table,
-    partners,
-    sample_keys,
     table_layout,
 )
 

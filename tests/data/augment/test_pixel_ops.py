@@ -18,7 +18,7 @@ from torchvision.transforms import InterpolationMode, autoaugment
 from torchvision.transforms.v2 import functional as tv
 
 from vit.config import AugmentConfig
-from vit.data.augment.draw import OP_NAMES
+from vit.data.augment.table import OP_NAMES
 
 WARPS = {"rotate", "shear_x", "shear_y", "translate_x", "translate_y"}
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vit.data.augment import pixel_ops
-from vit.data.augment.draw import OP_NAMES
+from vit.data.augment.table import OP_NAMES
 
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(images (B, C, H, W) float32 of whole levels, strength (B, 1, 1, 1), place (B, 2) in [0, 1) or
