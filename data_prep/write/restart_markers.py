@@ -30,7 +30,7 @@ REASONS = {
     6: "several scans",
     16: "bytes behind the image",
 }
-"""By the number that vit/data/decode/c/transcode.c says it by: why an image keeps its bytes."""
+"""Why an image keeps its bytes, by the status of vit/data/decode/c/status.h."""
 OK = 0
 MEMORY = 7
 MARKED = "with restart markers"

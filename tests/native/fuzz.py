@@ -108,6 +108,7 @@ def build(folder: Path, sources: Path = SOURCES) -> Path:
                     "-Wall",
                     "-Wextra",
                     "-Werror",
+                    f"-I{sources}",
                     *SANITIZERS,
                     *files,
                     "-o",

@@ -36,7 +36,7 @@ NOT_BUILT = (
 
 
 class Status(IntEnum):
-    """Why pixels were not decoded; `JpegStatus` of vit/data/decode/c/jpeg.h."""
+    """Why pixels were not decoded; `Status` of vit/data/decode/c/status.h."""
 
     OK = 0
     DAMAGED = 1

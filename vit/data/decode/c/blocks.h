@@ -1,271 +1,362 @@
-/* Huffman codes to blocks of coefficients, as fast as one core can, from one restart segment or from two at once.
+/* Huffman decoding of blocks of coefficients, from one restart segment or from two in turn.
  *
- * The data's story: a symbol is found by a look-up of the next bits. Until its length is known, the next one cannot be looked up: that
- * chain (shift, load, shift) is what entropy decoding costs, so nothing else is in it. The value comes out by a subtraction, beside the
- * chain; the block's end, a code too long for the table and damage share one test. Most symbols are short, so one look-up takes two where
- * it can. And two segments are two chains: decoded in turn, the processor works on both, in hardly more time than one takes.
+ * A symbol is found by looking up the next bits. Until its length is known, the next one cannot be
+ * looked up: this dependency chain (shift, load, shift) is the cost of entropy decoding, so nothing
+ * else is in it. The value comes from one subtraction outside the chain. The block's end, a code
+ * too long for the table, and damage share one test. Most symbols are short, so one look-up takes
+ * two symbols where it can. Two segments are two chains: decoded in turn, the processor works on
+ * both in hardly more time than one takes.
  *
- * What is read. A block is 64 coefficients in zig-zag order. Place 0, DC, has a code for the number of bits of its difference from the block
- * before. The others follow as symbols RRRRSSSS: RRRR zeros, then a coefficient that is not zero, of SSSS bits, which stand behind the code.
- * Two symbols are different: F0 is 16 zeros, 00 says that all others are zero (end of block). A value of SSSS bits that begins with a 1 is
- * what it reads; one that begins with a 0 is negative, 2^SSSS - 1 less than it reads (table F.1).
+ * What is read. A block has 64 coefficients in zig-zag order. Index 0, DC, has a code for the
+ * number of bits of its difference from the previous block's. The others follow as symbols
+ * RRRRSSSS: RRRR zeros, then a nonzero coefficient of SSSS bits, which stand behind the code. Two
+ * symbols are special: F0 is 16 zeros, 00 means that all others are zero (end of block). SSSS bits
+ * that begin with a 1 are the value itself; if they begin with a 0, the value is negative: the bits
+ * minus 2^SSSS - 1 (table F.1).
  *
- * One symbol (`Codes.entry`, `take`). The next 11 bits are an index. A code of fewer bits owns all indices that begin with it: the lower
- * half of these has a 0 behind the code, so the value is negative, the upper half a positive one. Hence the entry can hold one number, the
- * base, that makes the value of code and value bits read as one number:
+ * One symbol (`DecodeTable.entry`, `take`). The next 11 bits are an index. A shorter code owns all
+ * indices that begin with it: in their lower half a 0 follows the code, so the value is negative,
+ * in the upper half it is positive. Hence the entry can hold one number, the base: code and value
+ * bits, read as one number, minus the base give the value:
  *
- *     code 01 is symbol 02 (no zeros, 2 bits)        01 11 ...  reads 7, base 4         = 01 00      : value  3
- *     code 1100 is symbol 11 (one zero, 1 bit)       1100 0 ... reads 24, base 24 + 1   = 1100 0 + 1 : value -1
+ *     code 01 is symbol 02 (no zeros, 2 bits):
+ *         01 11 ...  reads 7, base 4 (01 00), value 3
+ *     code 1100 is symbol 11 (one zero, 1 bit):
+ *         1100 0 ... reads 24, base 24 + 1 (1100 0, plus 1), value -1
  *
- * with the bits that it takes (total: 4, and 5) and the places it goes on (step: zeros + 1). A code of 11 bits or more, or one that takes
- * more than 20 with its value, is not in the table: total 0, and `take_elsewhere` goes through the lengths one by one.
+ * together with the number of bits to drop (total: 4, and 5) and of coefficients to advance (step:
+ * zeros + 1). A code of 11 bits or more, or of more than 20 bits together with its value, is not in
+ * the table: its total is 0, and `take_slow` tries the lengths one by one.
  *
- * Two symbols (`Codes.two`, `TAKE_AC`). If both, with their values, are within the 11 bits, one entry has what is needed of both. Of the
- * second all bits are known when the table is made, so the entry holds its value; of the first, which may be longer, the base:
+ * Two symbols (`DecodeTable.two`, `TAKE_AC`). If two symbols with their values fit in the 11 bits,
+ * one entry describes both. All bits of the second are known when the table is made, so the entry
+ * holds its value; of the first, which may be longer, it holds the base:
  *
- *      01  11   1100  0    10        ONE_TOTAL 4   ONE_STEP 1   ONE_BASE  4     place + 1 gets  3
- *     code val  code val  next       TWO_TOTAL 9   TWO_STEP 2   TWO_VALUE -1    place + 3 gets -1, and place goes on by 3
- *     `-first-' `second-'
+ *      01  11   1100  0    10      ONE_TOTAL 4   ONE_STEP 1   ONE_BASE  4    index + 1 gets  3
+ *     code val  code val  next     TWO_TOTAL 9   TWO_STEP 2   TWO_VALUE -1   index + 3 gets -1
+ *     `-first-' `second-'                                                    index grows by 3
  *
- * Where there is no room for a second one, TWO_STEP is 0 and TWO_TOTAL the first one's: its "value" goes to the first one's place, and is
- * overwritten by the first one's.
+ * Without a second symbol, TWO_STEP is 0 and TWO_TOTAL is the first one's total: the second "value"
+ * is stored at the first one's index, and then overwritten by the first value.
  *
- * The block's end (`STEP_OUT`, `block_end`). `place` is that of the last coefficient, at most 62, as 63 ends a block. End of block, and what
- * is not in the table, have a step of 64, which leads out of the block from anywhere. So one comparison, place + both steps >= 63, finds:
+ * The end of a block (`STEP_OUT`, `block_end`). `index` is that of the last coefficient, at most
+ * 62, as 63 ends a block. End of block, and what is not in the table, have a step of 64, which
+ * leads out of the block from anywhere. So one comparison, index + both steps >= 63, finds:
  *
- *     the first is the end of block         ONE_STEP 64, total > 0         over
- *     the second is                         TWO_STEP 64, first inside      over
- *     a coefficient at place 63             sum 63                         over, without an end of block (F.2.2.2)
- *     the first one's is, or lies behind    first >= 63                    give back the second one's bits; over, or damage if it lies behind
- *     the second one's lies behind          sum > 63, first inside         damage
- *     the first is not in the table         ONE_STEP 64, total 0           `take_elsewhere`, and on
+ *     the first symbol is the end of block   ONE_STEP 64, total > 0      over
+ *     the second one is                      TWO_STEP 64, first inside   over
+ *     a coefficient at index 63              sum 63                      over (F.2.2.2)
+ *     the first one is at 63                 first 63                    undo the second one; over
+ *     the first one is beyond 63             first > 63                  damaged
+ *     the second one is beyond 63            sum > 63, first inside      damaged
+ *     the first one is not in the table      ONE_STEP 64, total 0        `take_slow`, and go on
  *
- * Values are stored before the comparison: PLACES sends all that lies behind the block, up to 62 + 2 * 64, to a 65th coefficient that nobody
- * reads. tests/native/test_tables.py holds this page against the code.
+ * Values are stored before the comparison: NATURAL_ORDER sends all that is beyond the block, up to
+ * index 62 + 2 * 64, to a 65th coefficient that is never read. tests/native/test_tables.py checks
+ * this page against the code.
  *
  * Sections, figures and tables are those of ITU-T T.81.
  */
-#ifndef VIT_NATIVE_BLOCKS_H
-#define VIT_NATIVE_BLOCKS_H
+#ifndef VIT_BLOCKS_H
+#define VIT_BLOCKS_H
 
-#include "jpeg.h"
+#include "bits.h"
 
-#define INLINE static inline __attribute__((always_inline)) /* into bodies for several processors */
+/* Inlined into bodies that are compiled for several processors. */
+#define INLINE static inline __attribute__((always_inline))
 
 enum {
-    CODE_BITS = 11,             /* looked up at once */
-    VALUE_ROOM = 20,            /* bits of code and value together, if the symbol is in the table; 16 + 15 else, see `take_ac` */
-    BLOCK_ROOM = 80,            /* coefficients of a block: 64, one that is written to instead of what lies behind, and an even size */
+    LOOKUP_BITS = 11,    /* looked up at once */
+    MAX_ENTRY_BITS = 20, /* code and value, if in the table; otherwise 16 + 15, see `take_ac` */
+    BLOCK_ROOM = 80,     /* coefficients: 64, one for all that is beyond the block; even */
 };
 
-/* An entry for one symbol. */
+/* A 32-bit entry for one symbol. */
 enum {
-    ENTRY_TOTAL = 63,    /* bits 0-5: bits of the code and of the value behind it */
-    ENTRY_STEP = 6,      /* bits 6-11: how many places the symbol goes on in zig-zag order, 1 to 16; or ... */
-    STEP_ELSEWHERE = 63, /* ... the block is over or, if the total is 0, the code is not in the table */
-    ENTRY_BASE = 12,     /* bits 12-31: what to subtract from code and value, read as one number, to get the value */
+    ENTRY_TOTAL = 63, /* mask of bits 0-5: bits of the code and of the value behind it */
+    ENTRY_STEP = 6,   /* bits 6-11: coefficients to advance, 1 to 16, or STEP_SLOW */
+    STEP_SLOW = 63,   /* the block is over or, if the total is 0, the code is not in the table */
+    ENTRY_BASE = 12,  /* bits 12-31: what to subtract from code and value, read as one number */
 };
 
-/* An entry for one or two AC symbols. */
+/* A 64-bit entry for one or two AC symbols. */
 enum {
-    TWO_TOTAL = 255, /* bits 0-7: bits of both */
-    ONE_STEP = 8,    /* bits 8-15: places of the first one, or STEP_OUT */
+    TWO_TOTAL = 255, /* mask of bits 0-7: bits of both */
+    ONE_STEP = 8,    /* bits 8-15: step of the first one, or STEP_OUT */
     TWO_VALUE = 16,  /* bits 16-31: value of the second one */
-    ONE_BASE = 32,   /* bits 32-47: as ENTRY_BASE, of the first one; values are 16 bits, so more do not matter */
+    ONE_BASE = 32,   /* bits 32-47: as ENTRY_BASE, of the first one; values need 16 bits only */
     ONE_TOTAL = 48,  /* bits 48-55: bits of the first one; 0: not in the table */
-    TWO_STEP = 56,   /* bits 56-63: places of the second one, or STEP_OUT; 0 if there is none */
-    STEP_OUT = 64,   /* STEP_ELSEWHERE, but out of the block from its first place on */
+    TWO_STEP = 56,   /* bits 56-63: step of the second one, or STEP_OUT; 0: no second one */
+    STEP_OUT = 64,   /* STEP_SLOW, but it leads out of the block from its first coefficient on */
 };
 
 typedef struct {
-    uint32_t entry[1 << CODE_BITS];
-    uint64_t two[1 << CODE_BITS]; /* AC only */
-    uint32_t limit[18];           /* codes of a length are below this, as 16 bits; [17] ends the search */
-    int32_t offset[17];           /* from a code of a length to its place among the values */
+    uint32_t entry[1 << LOOKUP_BITS];
+    uint64_t two[1 << LOOKUP_BITS]; /* AC only */
+    uint32_t limit[18];             /* codes of a length are below it, as 16 bits; [17]: stop */
+    int32_t offset[17];             /* from a code of a length to its index in `values` */
     const uint8_t *values;
     int is_ac;
-} Codes;
+} DecodeTable;
 
 INLINE uint32_t step_of(uint32_t entry) { return entry >> ENTRY_STEP & 63; }
 
-/* Fill codes->two from codes->entry. */
-INLINE void make_two(Codes *codes) {
-    for (uint32_t i = 0; i < 1u << CODE_BITS; i++) {
-        uint32_t first = codes->entry[i], total = first & ENTRY_TOTAL, step = step_of(first);
-        uint32_t rest = i << total & ((1u << CODE_BITS) - 1), second = codes->entry[rest], more = second & ENTRY_TOTAL;
-        uint32_t value = (rest >> ((CODE_BITS - more) & 31)) - (second >> ENTRY_BASE), next_step = step_of(second);
-        step += step == STEP_ELSEWHERE, next_step += next_step == STEP_ELSEWHERE; /* to STEP_OUT */
-        int has_second = step != STEP_OUT && more && total + more <= CODE_BITS;
-        uint32_t low = has_second ? (total + more) | step << ONE_STEP | value << TWO_VALUE : total | step << ONE_STEP;
-        uint32_t high = (first >> ENTRY_BASE & 0xFFFF) | total << (ONE_TOTAL - 32) | (has_second ? next_step << (TWO_STEP - 32) : 0);
-        codes->two[i] = (uint64_t)high << 32 | low;
+/* Fill table->two from table->entry.
+ *
+ * Tables are built for each image: with `if` statements in this loop, a window of 250 x 200 pixels
+ * takes 4 % longer.
+ */
+INLINE void make_two(DecodeTable *table) {
+    for (uint32_t i = 0; i < 1u << LOOKUP_BITS; i++) {
+        uint32_t first = table->entry[i];
+        uint32_t first_total = first & ENTRY_TOTAL;
+        uint32_t first_step = step_of(first);
+        uint32_t rest = i << first_total & ((1u << LOOKUP_BITS) - 1);
+        uint32_t second = table->entry[rest];
+        uint32_t second_total = second & ENTRY_TOTAL;
+        uint32_t second_step = step_of(second);
+        uint32_t value = (rest >> ((LOOKUP_BITS - second_total) & 31)) - (second >> ENTRY_BASE);
+        first_step += first_step == STEP_SLOW; /* STEP_OUT is STEP_SLOW + 1 */
+        second_step += second_step == STEP_SLOW;
+        uint32_t total = first_total + second_total;
+        int has_second = first_step != STEP_OUT && second_total && total <= LOOKUP_BITS;
+        uint32_t one = first_total | first_step << ONE_STEP;
+        uint32_t both = total | first_step << ONE_STEP | value << TWO_VALUE;
+        uint32_t low = has_second ? both : one;
+        uint32_t high = (first >> ENTRY_BASE & 0xFFFF) | first_total << (ONE_TOTAL - 32);
+        high |= has_second ? second_step << (TWO_STEP - 32) : 0;
+        table->two[i] = (uint64_t)high << 32 | low;
     }
 }
 
-/* Figures C.1 and C.2, straight into the look-up tables. Keeps a pointer to huffman->values. */
-INLINE void make_codes(const JpegHuffman *huffman, int is_ac, Codes *codes) {
-    uint32_t code = 0, place = 0;
-    uint32_t *entry = codes->entry, *end = codes->entry + (1 << CODE_BITS);
-    const uint32_t elsewhere = STEP_ELSEWHERE << ENTRY_STEP;
-    codes->values = huffman->values, codes->is_ac = is_ac;
-    for (uint32_t length = 1; length <= 16; length++, code <<= 1) {
-        codes->offset[length] = (int32_t)place - (int32_t)code;
+/* Build the look-up tables from code lengths and symbols, by figures C.1 and C.2.
+ *
+ * Keeps a pointer to huffman->values.
+ */
+INLINE void make_decode_table(const JpegHuffman *huffman, int is_ac, DecodeTable *table) {
+    const uint32_t slow = STEP_SLOW << ENTRY_STEP;
+    uint32_t code = 0;
+    uint32_t place = 0; /* in `values` */
+    uint32_t *entry = table->entry;
+    table->values = huffman->values;
+    table->is_ac = is_ac;
+    for (uint32_t length = 1; length <= 16; length++) {
+        table->offset[length] = (int32_t)place - (int32_t)code;
         for (int n = huffman->bits[length]; n > 0; n--, place++, code++) {
-            if (length >= CODE_BITS) continue; /* one bit is left for the value's sign */
-            uint32_t symbol = huffman->values[place], size = symbol & 15, step = is_ac ? (symbol >> 4) + 1 : 1;
-            uint32_t half = 1u << (CODE_BITS - 1 - length), positive = code << size, negative = positive + (1u << size) - 1;
-            uint32_t all = step << ENTRY_STEP | (length + size);
-            if (length + size > VALUE_ROOM) all = elsewhere, positive = negative = 0;
-            else if (is_ac && size == 0 && symbol != 0xF0) all = elsewhere | length; /* end of block; other zeros as libjpeg takes them */
-            for (uint32_t i = 0; i < half; i++) *entry++ = all | negative << ENTRY_BASE; /* those that begin with a 0, table F.1 */
-            for (uint32_t i = 0; i < half; i++) *entry++ = all | positive << ENTRY_BASE;
+            if (length >= LOOKUP_BITS) continue; /* one bit is left for the value's sign */
+            uint32_t symbol = huffman->values[place];
+            uint32_t size = symbol & 15;
+            uint32_t step = is_ac ? (symbol >> 4) + 1 : 1;
+            uint32_t positive = code << size; /* the bases */
+            uint32_t negative = positive + (1u << size) - 1;
+            uint32_t rest = step << ENTRY_STEP | (length + size);
+            if (length + size > MAX_ENTRY_BITS) {
+                rest = slow;
+                positive = 0;
+                negative = 0;
+            } else if (is_ac && size == 0 && symbol != 0xF0) {
+                rest = slow | length; /* end of block: any such symbol, as in libjpeg */
+            }
+            uint32_t half = 1u << (LOOKUP_BITS - 1 - length);
+            for (uint32_t i = 0; i < half; i++) *entry++ = rest | negative << ENTRY_BASE;
+            for (uint32_t i = 0; i < half; i++) *entry++ = rest | positive << ENTRY_BASE;
         }
-        codes->limit[length] = code << (16 - length);
+        table->limit[length] = code << (16 - length);
+        code <<= 1;
     }
-    codes->limit[17] = 1u << 16;
-    while (entry < end) *entry++ = elsewhere;
-    if (is_ac) make_two(codes);
+    table->limit[17] = 1u << 16;
+    while (entry < table->entry + (1 << LOOKUP_BITS)) *entry++ = slow;
+    if (is_ac) make_two(table);
 }
 
-/* ---- one symbol ---------------------------------------------------------------------------------------------------- */
+/* ---- one symbol ----------------------------------------------------------------------------- */
 
-/* Take a symbol and its value off; the caller has refilled. The value means nothing if the step is STEP_ELSEWHERE. */
-INLINE uint32_t take(JpegBits *bits, const Codes *codes, int32_t *value) {
-    uint32_t entry = codes->entry[bits->bits >> (64 - CODE_BITS)];
-    *value = (int32_t)(uint32_t)(bits->bits >> (-entry & 63)) - (int32_t)(entry >> ENTRY_BASE);
+/* Take one symbol and its value off the bits; return its entry. The caller has refilled.
+ *
+ * If the entry's step is STEP_SLOW, *value is undefined.
+ */
+INLINE uint32_t take(JpegBits *bits, const DecodeTable *table, int32_t *value) {
+    uint32_t entry = table->entry[bits->bits >> (64 - LOOKUP_BITS)];
+    uint32_t code_and_value = (uint32_t)(bits->bits >> (-entry & 63));
+    *value = (int32_t)code_and_value - (int32_t)(entry >> ENTRY_BASE);
     jpeg_drop(bits, entry & ENTRY_TOTAL);
     return entry;
 }
 
-/* A symbol whose step is STEP_ELSEWHERE: its step (1 to 16), 0 at the block's end, -1 if the bits are no code. Needs 31 bits at hand. */
-static __attribute__((noinline)) int take_elsewhere(JpegBits *bits, const Codes *codes, uint32_t entry, int32_t *value) {
+/* Take a symbol whose step is STEP_SLOW; needs 31 bits.
+ *
+ * Returns its step (1 to 16), 0 at the end of the block, -1 if the bits are not a code.
+ */
+static __attribute__((noinline)) int take_slow(JpegBits *bits, const DecodeTable *table,
+                                               uint32_t entry, int32_t *value) {
     *value = 0;
     if (entry & ENTRY_TOTAL) return 0;
-    uint32_t next = (uint32_t)(bits->bits >> 48), length = 1;
-    while (next >= codes->limit[length]) length++;
+    uint32_t next = (uint32_t)(bits->bits >> 48);
+    uint32_t length = 1;
+    while (next >= table->limit[length]) length++;
     if (length > 16) return -1;
-    uint8_t symbol = codes->values[((int32_t)(next >> (16 - length)) + codes->offset[length]) & 255];
+    int32_t code = (int32_t)(next >> (16 - length));
+    uint8_t symbol = table->values[(code + table->offset[length]) & 255];
     uint32_t size = symbol & 15;
     jpeg_drop(bits, length);
     if (size) {
         *value = jpeg_extend((uint32_t)(bits->bits >> (64 - size)), size);
         jpeg_drop(bits, size);
     }
-    if (!codes->is_ac) return 1;
+    if (!table->is_ac) return 1;
     return size || symbol == 0xF0 ? (symbol >> 4) + 1 : 0;
 }
 
-/* Bits in hand, apart from where they end: three numbers that can stay in registers. */
-INLINE JpegBits in_hand(const JpegBits *stream) { return (JpegBits){.bits = stream->bits, .next = stream->next, .count = stream->count}; }
+/* Copy the three numbers that change, without the end: a local copy can stay in registers. */
+INLINE JpegBits local_copy(const JpegBits *stream) {
+    return (JpegBits){.bits = stream->bits, .next = stream->next, .count = stream->count};
+}
 
-INLINE void put_back(JpegBits *stream, JpegBits bits) { stream->bits = bits.bits, stream->next = bits.next, stream->count = bits.count; }
+INLINE void write_back(JpegBits *stream, JpegBits bits) {
+    stream->bits = bits.bits;
+    stream->next = bits.next;
+    stream->count = bits.count;
+}
 
-/* The DC coefficient from that of the component's block before (F.2.2.1); *good is cleared if the bits are no code or it does not fit 16
- * bits. */
-INLINE int32_t take_dc(JpegBits *bits, const Codes *codes, int32_t before, int *good) {
+/* Return the DC coefficient, given that of the component's previous block (F.2.2.1).
+ *
+ * Clears *good if the bits are not a code or the coefficient does not fit 16 bits.
+ */
+INLINE int32_t take_dc(JpegBits *bits, const DecodeTable *table, int32_t previous, int *good) {
     int32_t value;
     jpeg_refill(bits);
-    uint32_t entry = take(bits, codes, &value);
-    if (__builtin_expect(step_of(entry) == STEP_ELSEWHERE, 0)) {
-        JpegBits slow = *bits; /* a copy, so that `bits` itself can stay in registers */
-        *good &= take_elsewhere(&slow, codes, entry, &value) > 0;
-        put_back(bits, slow);
+    uint32_t entry = take(bits, table, &value);
+    if (__builtin_expect(step_of(entry) == STEP_SLOW, 0)) {
+        JpegBits slow = *bits; /* passing `bits` itself would force it out of registers */
+        *good &= take_slow(&slow, table, entry, &value) > 0;
+        write_back(bits, slow);
     }
-    int32_t dc = before + value;
+    int32_t dc = previous + value;
     *good &= dc == (int16_t)dc;
     return dc;
 }
 
-/* ---- the AC symbols of a block ------------------------------------------------------------------------------------- */
+/* ---- the AC symbols of a block -------------------------------------------------------------- */
 
 #define BEYOND_16 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64
 
-/* Where the coefficient of a place in zig-zag order goes: its natural (row by row) place, figure A.6, and 64 for what lies beyond the block.
- * Places come to 62 + 2 * STEP_OUT at most. */
-static const uint8_t PLACES[192] = {
-    0,  1,  8,  16, 9,  2,  3,  10, 17, 24, 32, 25, 18, 11, 4,  5,  12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6,  7,  14, 21, 28,
-    35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63,
+/* From zig-zag to natural (row by row) order, figure A.6; 64 for what is beyond the block.
+ *
+ * Indices reach 62 + 2 * STEP_OUT at most.
+ */
+/* clang-format off */
+static const uint8_t NATURAL_ORDER[192] = {
+    0,  1,  8,  16, 9,  2,  3,  10, 17, 24, 32, 25, 18, 11, 4,  5,
+    12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6,  7,  14, 21, 28,
+    35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51,
+    58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63,
     BEYOND_16, BEYOND_16, BEYOND_16, BEYOND_16, BEYOND_16, BEYOND_16, BEYOND_16, BEYOND_16,
 };
+/* clang-format on */
 
-/* What to do when an entry brought the place from *place to 63 or beyond; `before` are the bits that it was found in. Values inside of
- * the block are kept already. */
-typedef enum { BLOCK_GOES_ON, BLOCK_OVER, BLOCK_BAD } BlockState;
+typedef enum { BLOCK_CONTINUES, BLOCK_OVER, BLOCK_DAMAGED } BlockState;
 
-INLINE BlockState block_end(JpegBits *bits, uint64_t before, const Codes *codes, uint64_t entry, uint32_t *place, int16_t *coefficients) {
-    uint32_t step = entry >> ONE_STEP & 255, next_step = (uint32_t)(entry >> TWO_STEP), total = entry >> ONE_TOTAL & ENTRY_TOTAL;
-    int ends_first = (step == STEP_OUT) & (total != 0), ends_second = (next_step == STEP_OUT) & (*place + step < 63);
-    if (__builtin_expect(ends_first | ends_second, 1)) return BLOCK_OVER; /* one jump, as which of both it is cannot be foretold */
-    if (*place + step < 63) return *place + step + next_step == 63 ? BLOCK_OVER : BLOCK_BAD;
-    if (step < STEP_OUT) { /* what was taken for a second one belongs to what follows this block */
-        bits->bits = before << total;
-        bits->count += (entry & TWO_TOTAL) - total;
-        return *place + step == 63 ? BLOCK_OVER : BLOCK_BAD;
+/* Decide what follows when an entry brought *index to 63 or beyond.
+ *
+ * `before` are the bits in which the entry was found. Values inside the block are stored already.
+ */
+INLINE BlockState block_end(JpegBits *bits, uint64_t before, const DecodeTable *table,
+                            uint64_t entry, uint32_t *index, int16_t *coefficients) {
+    uint32_t first_step = entry >> ONE_STEP & 255;
+    uint32_t second_step = (uint32_t)(entry >> TWO_STEP);
+    uint32_t first_total = entry >> ONE_TOTAL & ENTRY_TOTAL;
+    int is_first = (first_step == STEP_OUT) & (first_total != 0);
+    int is_second = (second_step == STEP_OUT) & (*index + first_step < 63);
+    /* One jump for both: which one it is cannot be predicted. */
+    if (__builtin_expect(is_first | is_second, 1)) return BLOCK_OVER;
+    if (*index + first_step < 63) {
+        return *index + first_step + second_step == 63 ? BLOCK_OVER : BLOCK_DAMAGED;
+    }
+    if (first_step < STEP_OUT) { /* the second one's bits belong to what follows this block */
+        bits->bits = before << first_total;
+        bits->count += (entry & TWO_TOTAL) - first_total;
+        return *index + first_step == 63 ? BLOCK_OVER : BLOCK_DAMAGED;
     }
     JpegBits slow = *bits; /* a copy, as in take_dc */
     int32_t value;
-    int slow_step = take_elsewhere(&slow, codes, 0, &value);
-    jpeg_refill(&slow); /* the caller may go on with another entry: 31 + 31 would be more than the 56 it began with */
-    put_back(bits, slow);
-    if (slow_step <= 0) return slow_step ? BLOCK_BAD : BLOCK_OVER;
-    *place += (uint32_t)slow_step;
-    if (*place > 63) return BLOCK_BAD;
-    if (coefficients) coefficients[PLACES[*place]] = (int16_t)value;
-    return *place == 63 ? BLOCK_OVER : BLOCK_GOES_ON;
+    int slow_step = take_slow(&slow, table, 0, &value);
+    jpeg_refill(&slow); /* another entry may follow: 31 + 31 bits would be more than the 56 */
+    write_back(bits, slow);
+    if (slow_step == 0) return BLOCK_OVER;
+    if (slow_step < 0) return BLOCK_DAMAGED;
+    *index += (uint32_t)slow_step;
+    if (*index > 63) return BLOCK_DAMAGED;
+    if (coefficients) coefficients[NATURAL_ORDER[*index]] = (int16_t)value;
+    return *index == 63 ? BLOCK_OVER : BLOCK_CONTINUES;
 }
 
-/* One or two AC symbols (F.2.2.2): moves `place` on and keeps the values, or goes to `at_end` with `state` at the block's end. The
- * second value is written first: if there is none, it has the first one's place. */
-#define TAKE_AC(in, place, coefficients, at_end)                                                                             \
-    {                                                                                                                        \
-        const uint64_t before = in.bits, entry = codes->two[before >> (64 - CODE_BITS)];                                     \
-        const uint32_t place_1 = place + (entry >> ONE_STEP & 255), place_2 = place_1 + (uint32_t)(entry >> TWO_STEP);       \
-        const uint32_t code_and_value = (uint32_t)(before >> (-(entry >> ONE_TOTAL) & 63));                                  \
-        in.bits <<= entry & 63; /* a total is at most VALUE_ROOM */                                                          \
-        in.count -= entry & TWO_TOTAL;                                                                                       \
-        if (coefficients) coefficients[PLACES[place_2]] = (int16_t)(entry >> TWO_VALUE);                                     \
-        if (coefficients) coefficients[PLACES[place_1]] = (int16_t)(code_and_value - (uint32_t)(entry >> ONE_BASE));         \
-        if (__builtin_expect(place_2 >= 63, 0)) {                                                                            \
-            state = block_end(&in, before, codes, entry, &place, coefficients);                                              \
-            if (state != BLOCK_GOES_ON) goto at_end;                                                                         \
-        } else {                                                                                                             \
-            place = place_2;                                                                                                 \
-        }                                                                                                                    \
+/* Take one or two AC symbols (F.2.2.2): advance `index` and store the values, or go to `at_end`
+ * with `state` at the end of the block. The second value is stored first: without a second symbol
+ * it has the first one's index, and is overwritten. */
+#define TAKE_AC(in, index, coefficients, at_end)                                               \
+    {                                                                                          \
+        const uint64_t before = in.bits;                                                       \
+        const uint64_t entry = table->two[before >> (64 - LOOKUP_BITS)];                       \
+        const uint32_t first = index + (entry >> ONE_STEP & 255);                              \
+        const uint32_t second = first + (uint32_t)(entry >> TWO_STEP);                         \
+        const uint32_t code_and_value = (uint32_t)(before >> (-(entry >> ONE_TOTAL) & 63));    \
+        const uint32_t value = code_and_value - (uint32_t)(entry >> ONE_BASE);                 \
+        in.bits <<= entry & 63; /* a total is at most MAX_ENTRY_BITS */                        \
+        in.count -= entry & TWO_TOTAL;                                                         \
+        if (coefficients) coefficients[NATURAL_ORDER[second]] = (int16_t)(entry >> TWO_VALUE); \
+        if (coefficients) coefficients[NATURAL_ORDER[first]] = (int16_t)value;                 \
+        if (__builtin_expect(second >= 63, 0)) {                                               \
+            state = block_end(&in, before, table, entry, &index, coefficients);                \
+            if (state != BLOCK_CONTINUES) goto at_end;                                         \
+        } else {                                                                               \
+            index = second;                                                                    \
+        }                                                                                      \
     }
 
-/* The AC coefficients behind `place`, into BLOCK_ROOM; or NULL, to pass over them. Returns 0 for damage. */
-INLINE int take_ac(JpegBits *stream, const Codes *codes, uint32_t place, int16_t *coefficients) {
-    JpegBits bits = in_hand(stream);
+/* Read the AC coefficients after `index` into a block of BLOCK_ROOM; return 0 for damage.
+ *
+ * coefficients: NULL to skip them.
+ */
+INLINE int take_ac(JpegBits *stream, const DecodeTable *table, uint32_t index,
+                   int16_t *coefficients) {
+    JpegBits bits = local_copy(stream);
     BlockState state;
     for (;;) {
-        jpeg_refill(&bits); /* 56 bits: two entries (20 + 20), or one and a symbol from elsewhere (20 + 31), which refills again */
-        TAKE_AC(bits, place, coefficients, over)
-        TAKE_AC(bits, place, coefficients, over)
+        /* 56 bits are enough for two entries (20 + 20), or for an entry and a slow symbol
+         * (20 + 31), after which `block_end` refills again. */
+        jpeg_refill(&bits);
+        TAKE_AC(bits, index, coefficients, over)
+        TAKE_AC(bits, index, coefficients, over)
     }
 over:
-    put_back(stream, bits);
+    write_back(stream, bits);
     return state == BLOCK_OVER;
 }
 
-/* The same for two blocks of two segments, in turn. */
-INLINE int take_ac_pair(JpegBits *stream_a, JpegBits *stream_b, const Codes *codes, int16_t *coefficients_a, int16_t *coefficients_b) {
-    JpegBits a = in_hand(stream_a), b = in_hand(stream_b);
-    uint32_t place_a = 0, place_b = 0;
+/* Read the AC coefficients of two blocks of two segments, in turn; return 0 for damage. */
+INLINE int take_ac_pair(JpegBits *stream_a, JpegBits *stream_b, const DecodeTable *table,
+                        int16_t *coefficients_a, int16_t *coefficients_b) {
+    JpegBits a = local_copy(stream_a);
+    JpegBits b = local_copy(stream_b);
+    uint32_t index_a = 0;
+    uint32_t index_b = 0;
     BlockState state;
     for (;;) {
         jpeg_refill(&a);
         jpeg_refill(&b);
-        TAKE_AC(a, place_a, coefficients_a, a_over)
-        TAKE_AC(b, place_b, coefficients_b, b_over)
-        TAKE_AC(a, place_a, coefficients_a, a_over)
-        TAKE_AC(b, place_b, coefficients_b, b_over)
+        TAKE_AC(a, index_a, coefficients_a, a_over)
+        TAKE_AC(b, index_b, coefficients_b, b_over)
+        TAKE_AC(a, index_a, coefficients_a, a_over)
+        TAKE_AC(b, index_b, coefficients_b, b_over)
     }
 a_over:
-    put_back(stream_a, a), put_back(stream_b, b);
-    return state == BLOCK_OVER && take_ac(stream_b, codes, place_b, coefficients_b);
+    write_back(stream_a, a);
+    write_back(stream_b, b);
+    return state == BLOCK_OVER && take_ac(stream_b, table, index_b, coefficients_b);
 b_over:
-    put_back(stream_a, a), put_back(stream_b, b);
-    return state == BLOCK_OVER && take_ac(stream_a, codes, place_a, coefficients_a);
+    write_back(stream_a, a);
+    write_back(stream_b, b);
+    return state == BLOCK_OVER && take_ac(stream_a, table, index_a, coefficients_a);
 }
 
 #endif

@@ -1,112 +1,167 @@
-/* The best Huffman tables for given counts of symbols, how they stand in a file, and how image data are written with them.
+/* Writing entropy-coded data: optimal Huffman tables for given symbol counts, and the bits.
+ *
+ * Symbol counts give a table (`make_huffman`), which is written as a DHT segment (`write_table`)
+ * and expanded for encoding (`make_encode_table`). `put` appends symbols and their values to a
+ * segment, and `stuff` adds the zero byte behind each FF.
  *
  * Sections, figures and tables are those of ITU-T T.81.
  */
-#ifndef VIT_NATIVE_HUFFMAN_H
-#define VIT_NATIVE_HUFFMAN_H
+#ifndef VIT_HUFFMAN_H
+#define VIT_HUFFMAN_H
 
 #include "jpeg.h"
 
-enum { NUM_NODES = 257, NO_SYMBOL = 256 /* never written; it gets the code of all ones, which no symbol may have */ };
+enum {
+    NUM_NODES = 257,
+    NO_SYMBOL = 256, /* never written: it reserves the code of all ones, which is not allowed */
+    MAX_TABLE_BYTES = 2 + 2 + 1 + 16 + 256,
+};
 
-/* Put `node` into `nodes`, which descend. */
+/* Insert `node` into `nodes`, which are in descending order. */
 static inline void insert(uint64_t *nodes, int *num_nodes, uint64_t node) {
     int place = (*num_nodes)++;
-    for (; place && nodes[place - 1] < node; place--) nodes[place] = nodes[place - 1];
+    while (place && nodes[place - 1] < node) {
+        nodes[place] = nodes[place - 1];
+        place--;
+    }
     nodes[place] = node;
 }
 
-/* How many bits the code of each symbol has by Huffman's method, without a limit; 0 for what never comes. Of equal counts the higher symbol is
- * joined first, as in libjpeg's `jpeg_gen_optimal_table` (jchuff.c): any order is as good, but this one gives the same bytes. */
+/* Add one bit to the codes of all symbols of a chain; return the last one. */
+static inline uint16_t lengthen_chain(uint16_t symbol, const uint16_t *next, uint16_t *lengths) {
+    while (next[symbol] != symbol) {
+        lengths[symbol]++;
+        symbol = next[symbol];
+    }
+    lengths[symbol]++;
+    return symbol;
+}
+
+/* Set the code length of each symbol by Huffman's method, without a limit; 0 if it never occurs.
+ *
+ * Of equal counts the higher symbol is joined first, as in libjpeg's `jpeg_gen_optimal_table`
+ * (jchuff.c): any order is as good, but this one gives the same bytes as jpegtran.
+ */
 static inline void code_lengths(const uint32_t counts[256], uint16_t lengths[NUM_NODES]) {
-    uint64_t nodes[NUM_NODES]; /* count << 16 | NO_SYMBOL - symbol: the smallest is the next to join */
-    uint16_t next[NUM_NODES];  /* symbol in the same node; itself at the end of the chain */
+    uint64_t nodes[NUM_NODES]; /* count << 16 | NO_SYMBOL - symbol: the smallest is joined next */
+    uint16_t next[NUM_NODES];  /* another symbol of the same node; itself at the end of the chain */
     int num_nodes = 0;
-    for (uint16_t symbol = 0; symbol < NUM_NODES; symbol++) lengths[symbol] = 0, next[symbol] = symbol;
-    for (uint32_t symbol = 0; symbol < 256; symbol++)
-        if (counts[symbol]) insert(nodes, &num_nodes, (uint64_t)counts[symbol] << 16 | (NO_SYMBOL - symbol));
-    insert(nodes, &num_nodes, 1 << 16);
+    for (uint16_t symbol = 0; symbol < NUM_NODES; symbol++) {
+        lengths[symbol] = 0;
+        next[symbol] = symbol;
+    }
+    for (uint32_t symbol = 0; symbol < 256; symbol++) {
+        if (!counts[symbol]) continue;
+        insert(nodes, &num_nodes, (uint64_t)counts[symbol] << 16 | (NO_SYMBOL - symbol));
+    }
+    insert(nodes, &num_nodes, 1 << 16); /* NO_SYMBOL, once */
     while (num_nodes > 1) {
-        uint64_t first = nodes[--num_nodes], second = nodes[--num_nodes];
-        insert(nodes, &num_nodes, first + (second >> 16 << 16)); /* both go by the first one's symbol now */
-        uint16_t symbol = NO_SYMBOL - (first & 0xFFFF), other = NO_SYMBOL - (second & 0xFFFF);
-        for (; next[symbol] != symbol; symbol = next[symbol]) lengths[symbol]++;
-        lengths[symbol]++;
-        next[symbol] = other;
-        for (symbol = other; next[symbol] != symbol; symbol = next[symbol]) lengths[symbol]++;
-        lengths[symbol]++;
+        uint64_t first = nodes[--num_nodes];
+        uint64_t second = nodes[--num_nodes];
+        insert(nodes, &num_nodes, first + (second >> 16 << 16)); /* keeps the first one's symbol */
+        uint16_t symbol = NO_SYMBOL - (first & 0xFFFF);
+        uint16_t other = NO_SYMBOL - (second & 0xFFFF);
+        uint16_t last = lengthen_chain(symbol, next, lengths);
+        next[last] = other;
+        lengthen_chain(other, next, lengths);
     }
 }
 
-/* Fill *table for symbols that come `counts` times, one of them at least: annex K.2, with the longest codes cut to 16 bits by figure K.3. */
-static inline void make_huffman(const uint32_t counts[256], JpegHuffman *table) {
-    uint16_t lengths[NUM_NODES], bits[NUM_NODES] = {0}, place[NUM_NODES + 1] = {0}; /* place: in `values`, of the first symbol of a length */
-    code_lengths(counts, lengths);
-    for (int symbol = 0; symbol < NO_SYMBOL; symbol++) bits[lengths[symbol]]++;
-    for (int length = 1; length < NUM_NODES; length++) place[length + 1] = place[length] + bits[length];
-    bits[lengths[NO_SYMBOL]]++;
+/* Shorten all codes to at most 16 bits by figure K.3; bits: the number of codes of each length. */
+static inline void limit_lengths(uint16_t bits[NUM_NODES]) {
     for (int length = NUM_NODES - 1; length > 16; length--) {
-        for (; bits[length]; bits[length] -= 2) { /* two codes that differ in the last bit: one loses it, the other shares a shorter code's place */
+        while (bits[length]) {
+            /* Two codes that differ in their last bit: one loses it, the other takes a place next
+             * to a shorter code, which grows by one bit. */
             int shorter = length - 2;
             while (!bits[shorter]) shorter--;
+            bits[length] -= 2;
             bits[length - 1]++;
             bits[shorter]--;
             bits[shorter + 1] += 2;
         }
     }
+}
+
+/* Fill *table for symbols that occur `counts` times, at least one of them (annex K.2). */
+static inline void make_huffman(const uint32_t counts[256], JpegHuffman *table) {
+    uint16_t lengths[NUM_NODES];
+    uint16_t bits[NUM_NODES] = {0};
+    uint16_t place[NUM_NODES + 1] = {0}; /* in `values`, of the first symbol of each length */
+    code_lengths(counts, lengths);
+    for (int symbol = 0; symbol < NO_SYMBOL; symbol++) bits[lengths[symbol]]++;
+    for (int length = 1; length < NUM_NODES; length++) {
+        place[length + 1] = place[length] + bits[length];
+    }
+    bits[lengths[NO_SYMBOL]]++;
+    limit_lengths(bits);
     int longest = 16;
     while (!bits[longest]) longest--;
-    bits[longest]--; /* of NO_SYMBOL */
+    bits[longest]--; /* the code of NO_SYMBOL */
 
     memset(table, 0, sizeof *table);
     for (int length = 1; length <= 16; length++) table->bits[length] = (uint8_t)bits[length];
-    for (int symbol = 0; symbol < NO_SYMBOL; symbol++)
+    for (int symbol = 0; symbol < NO_SYMBOL; symbol++) {
         if (lengths[symbol]) table->values[place[lengths[symbol]]++] = (uint8_t)symbol;
+    }
     table->defined = 1;
 }
 
-enum { TABLE_BYTES = 2 + 2 + 1 + 16 + 256 };
-
-/* Write the whole DHT segment, at most TABLE_BYTES; returns the end. number: bits 0-3 the table, bit 4 set for AC. */
+/* Write a complete DHT segment, at most MAX_TABLE_BYTES; return its end.
+ *
+ * number: bits 0-3 the table's index, bit 4 set for AC.
+ */
 static inline uint8_t *write_table(const JpegHuffman *table, uint8_t number, uint8_t *to) {
     uint32_t count = 0;
     for (int length = 1; length <= 16; length++) count += table->bits[length];
-    const uint8_t head[5] = {0xFF, 0xC4, (uint8_t)((19 + count) >> 8), (uint8_t)(19 + count), number};
+    uint32_t size = 19 + count;
+    const uint8_t head[5] = {0xFF, 0xC4, (uint8_t)(size >> 8), (uint8_t)size, number};
     memcpy(to, head, 5);
     memcpy(to + 5, table->bits + 1, 16);
     memcpy(to + 21, table->values, count);
     return to + 21 + count;
 }
 
-/* What to write for each symbol: its code with zeros in place of the value, and the length of both together, 16 + 15 bits at most. */
+/* For each symbol: its code with zeros in place of the value, and the length of both together. */
 typedef struct {
     uint32_t code[256];
-    uint8_t length[256]; /* 0 for symbols without a code */
-} Written;
+    uint8_t length[256]; /* bits, at most 16 + 15; 0 for symbols without a code */
+} EncodeTable;
 
-static inline void make_written(const JpegHuffman *table, Written *written) {
-    uint32_t code = 0, place = 0;
-    memset(written, 0, sizeof *written);
-    for (uint32_t length = 1; length <= 16; length++, code <<= 1) {
-        for (int n = table->bits[length]; n > 0; n--, place++, code++) {
-            uint32_t symbol = table->values[place], size = symbol & 15;
-            written->code[symbol] = code << size;
-            written->length[symbol] = (uint8_t)(length + size);
+static inline void make_encode_table(const JpegHuffman *huffman, EncodeTable *table) {
+    uint32_t code = 0;
+    uint32_t place = 0;
+    memset(table, 0, sizeof *table);
+    for (uint32_t length = 1; length <= 16; length++) {
+        for (int n = huffman->bits[length]; n > 0; n--) {
+            uint32_t symbol = huffman->values[place];
+            uint32_t size = symbol & 15;
+            table->code[symbol] = code << size;
+            table->length[symbol] = (uint8_t)(length + size);
+            place++;
+            code++;
         }
+        code <<= 1;
     }
 }
 
-/* Bits of a segment without stuffing. `bits` ends with `count` of them, fewer than 8 between two calls of `put`. */
+/* A writer of a segment without stuffing.
+ *
+ * The last `count` bits of `bits` are not written yet: fewer than 8 between two calls of `put`.
+ */
 typedef struct {
     uint64_t bits;
-    uint8_t *next; /* 8 bytes are written at once */
+    uint8_t *next; /* each call writes 8 bytes here */
     uint32_t count;
-} Writer;
+} BitWriter;
 
-static inline void put(Writer *writer, const Written *written, uint32_t symbol, int32_t value) {
-    uint32_t length = written->length[symbol];
-    uint32_t raw = (uint32_t)(value + (value >> 31)) & ((1u << (symbol & 15)) - 1); /* table F.1 backwards, see jpeg_extend */
-    writer->bits = writer->bits << length | written->code[symbol] | raw;
+/* Append a symbol and its value. */
+static inline void put(BitWriter *writer, const EncodeTable *table, uint32_t symbol,
+                       int32_t value) {
+    uint32_t length = table->length[symbol];
+    uint32_t mask = (1u << (symbol & 15)) - 1;
+    uint32_t raw = (uint32_t)(value + (value >> 31)) & mask; /* the inverse of jpeg_extend */
+    writer->bits = writer->bits << length | table->code[symbol] | raw;
     writer->count += length;
     uint64_t word = writer->bits << (64 - writer->count);
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
@@ -117,10 +172,11 @@ static inline void put(Writer *writer, const Written *written, uint32_t symbol, 
     writer->count &= 7;
 }
 
-/* Copy with a 00 behind each FF; returns the end. */
+/* Copy a segment with a 00 behind each FF; return the copy's end. */
 static inline uint8_t *stuff(const uint8_t *from, const uint8_t *end, uint8_t *to) {
     while (from < end) {
-        const uint8_t *ff = memchr(from, 0xFF, (size_t)(end - from)), *stop = ff ? ff + 1 : end;
+        const uint8_t *ff = memchr(from, 0xFF, (size_t)(end - from));
+        const uint8_t *stop = ff ? ff + 1 : end;
         memcpy(to, from, (size_t)(stop - from));
         to += stop - from;
         from = stop;
