@@ -1,14 +1,13 @@
-"""What each operation of each set does to an image at a drawn strength: RandAugment in three
-dialects, 3-Augment, colour jitter.
+"""The operations of each set at a drawn strength: RandAugment in three dialects, 3-Augment, jitter.
 
-The data's story: `vit.data.augment.draw` has written the number of an operation and its strength,
-on the set's own scale, into the table; here the number becomes a function that turns the strength
-into levels, degrees or pixels, as the set's source does, and calls `vit.data.augment.pixel_ops`.
+The table has the number of an operation and its strength, on the set's own scale
+(`vit.data.augment.draw`). Here the number becomes a function that turns the strength into grey
+levels, degrees or pixels, as the set's source does, and calls `vit.data.augment.pixel_ops`.
 
 Sources: timm/data/auto_augment.py, "increasing" operations (`rand-m9-mstd0.5-inc1`), bilinear;
 torchvision/transforms/autoaugment.py on Pillow images, with the bilinear interpolation of
 torchvision's references, on black; big_vision/pp/autoaugment.py of google-research/big_vision
-(nearest pixel, on grey), with what TensorFlow makes of it: comments say where that surprises.
+(nearest pixel, on grey), including the side effects of TensorFlow, which comments explain.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from vit.data.augment import pixel_ops
 from vit.data.augment.table import OP_NAMES
 
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(images (B, C, H, W) float32 of whole levels, strength (B, 1, 1, 1), place (B, 2) in [0, 1) or
+"""(images (B, C, H, W) float32 of integer levels, strength (B, 1, 1, 1), place (B, 2) in [0, 1) or
 (B, 0)) -> float32 for `pixel_ops.to_levels`."""
 
 BLACK = 0.0
@@ -33,8 +32,10 @@ MIDDLE_GREY = 128.0
 
 @lru_cache
 def _mean_colour(device: torch.device) -> Tensor:
-    """What timm's warps leave empty: its `img_mean`, the mean colour of ImageNet, whatever
-    `data.mean` is."""
+    """Return what timm's warps leave empty: its `img_mean`, ImageNet's mean colour.
+
+    Whatever `data.mean` is.
+    """
     return torch.tensor([124.0, 116.0, 104.0], device=device).view(1, 3, 1, 1)
 
 
@@ -42,7 +43,7 @@ def _mean_colour(device: torch.device) -> Tensor:
 
 
 def _timm_factor(strength: Tensor) -> Tensor:
-    # in double as there: the last bit decides a level
+    # In double, as in the source: the last bit decides a level.
     return (1.0 + strength.double() / 10.0 * 0.9).clamp(min=0.1).float()
 
 
@@ -80,7 +81,7 @@ def _torchvision_factor(strength: Tensor) -> Tensor:
 
 
 def _torchvision_pixels(strength: Tensor, side: int) -> Tensor:
-    """Whole pixels of `side`: up to 150 of 331; positive ones move the content right or down."""
+    """Return full pixels of `side`: up to 150 of 331; positive moves the content right or down."""
     return (strength * (150.0 / 331.0 * side / 30.0)).trunc()
 
 
@@ -113,8 +114,7 @@ def _big_vision_factor(strength: Tensor) -> Tensor:
 
 
 def _tf_grey(images: Tensor) -> Tensor:
-    """tf.image.rgb_to_grayscale of uint8: its weights, and a scale of 255.5 with the fraction cut
-    off."""
+    """Do as tf.image.rgb_to_grayscale of uint8: its weights, times 255.5, fraction cut off."""
     red, green, blue = (images / 255.0).split(1, 1)
     return ((0.2989 * red + 0.5870 * green + 0.1140 * blue) * 255.5).floor()
 
@@ -133,56 +133,38 @@ def _tf_auto_contrast(images: Tensor) -> Tensor:
 
 
 def _tf_posterize(images: Tensor, strength: Tensor) -> Tensor:
-    # Keeping no bit is a shift by all eight, which TensorFlow makes one by seven.
+    # Keeping 0 bits is a shift by 8, which TensorFlow makes one by 7.
     return pixel_ops.posterize(images, (0.4 * strength.abs()).floor().clamp(min=1.0))
 
 
 def _tf_solarize(images: Tensor, strength: Tensor) -> Tensor:
-    # The threshold becomes a uint8: 256, at strength 10, is 0 there, and the whole image is
-    # inverted.
+    # The threshold is cast to uint8: 256, at strength 10, becomes 0, and all pixels are inverted.
     return pixel_ops.solarize(images, (25.6 * strength.abs()).floor().remainder(256.0))
 
 
 def _cutout(images: Tensor, strength: Tensor, place: Tensor) -> Tensor:
-    """A grey square of up to 80 pixels at strength 10, its centre anywhere in the image."""
+    """Cover a square of up to 80 pixels (at strength 10) with grey, centred anywhere."""
     height, width = images.shape[-2:]
     half = (4.0 * strength.abs()).floor()
-    x, y = (
-        (place[:, 0] * width).floor().view(-1, 1, 1, 1),
-        (place[:, 1] * height).floor().view(-1, 1, 1, 1),
-    )
-    return torch.where(
-        pixel_ops.in_box(images, y - half, y + half, x - half, x + half), MIDDLE_GREY, images
-    )
+    x = (place[:, 0] * width).floor().view(-1, 1, 1, 1)
+    y = (place[:, 1] * height).floor().view(-1, 1, 1, 1)
+    in_square = pixel_ops.in_box(images, y - half, y + half, x - half, x + half)
+    return torch.where(in_square, MIDDLE_GREY, images)
 
 
-def _warped(
-    images: Tensor,
-    a: Tensor | float,
-    b: Tensor | float,
-    c: Tensor | float,
-    d: Tensor | float,
-    e: Tensor | float,
-    f: Tensor | float,
-) -> Tensor:
-    return pixel_ops.affine_nearest(images, (a, b, c, d, e, f), MIDDLE_GREY)
+def _warped(images: Tensor, *matrix: Tensor | float) -> Tensor:
+    return pixel_ops.affine_nearest(images, matrix, MIDDLE_GREY)
 
 
 def _tf_rotate(images: Tensor, degrees: Tensor) -> Tensor:
-    """About the centre (tensorflow_addons/image/transform_ops.py)."""
+    """Rotate about the centre (tensorflow_addons/image/transform_ops.py)."""
     last_y, last_x = (side - 1 for side in images.shape[-2:])
     angle = degrees * (math.pi / 180.0)
     cos = angle.cos()
     sin = angle.sin()
-    return _warped(
-        images,
-        cos,
-        -sin,
-        (last_x - (cos * last_x - sin * last_y)) / 2,
-        sin,
-        cos,
-        (last_y - (sin * last_x + cos * last_y)) / 2,
-    )
+    offset_x = (last_x - (cos * last_x - sin * last_y)) / 2
+    offset_y = (last_y - (sin * last_x + cos * last_y)) / 2
+    return _warped(images, cos, -sin, offset_x, sin, cos, offset_y)
 
 
 _BIG_VISION: dict[str, Op] = {

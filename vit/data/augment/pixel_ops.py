@@ -1,12 +1,12 @@
 """Pixel operations on batches, each sample with its own argument.
 
-The data's story: an operation gets images (B, C, H, W) float32 of whole grey levels 0..255 and
-arguments (B, 1, 1, 1) float32, and returns float32 of the same shape; what is below 0 or above 255
-is clamped and fractions are cut off by `to_levels`, as Pillow does, so an operation that rounds
-does it itself. None draws, waits for the device or looks at a value: rows do not touch each other.
+An operation gets images (B, C, H, W) float32 of integer grey levels 0..255 and arguments
+(B, 1, 1, 1) float32, and returns float32 of the same shape. `to_levels` clamps to 0..255 and cuts
+fractions off, as Pillow does; an operation that rounds does so itself. None draws random numbers,
+waits for the device or branches on a value: rows do not affect each other.
 
-Equal to Pillow on a CPU, to the level, unless an operation's sentence says otherwise; a GPU may
-differ by one level where the exact result is a whole number.
+Equal to Pillow on a CPU, to the level, unless the docstring of an operation says otherwise; a GPU
+may differ by one level where the exact result is an integer.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ from torch import Tensor
 
 
 def to_levels(images: Tensor) -> Tensor:
-    """Float images to uint8: clamped to 0..255, fractions cut off."""
+    """Convert float images to uint8: clamp to 0..255, cut fractions off."""
     return images.clamp(0.0, 255.0).to(torch.uint8)
 
 
 def grey(images: Tensor) -> Tensor:
-    """(B, 1, H, W): Pillow's luma in its integer weights, whose sums stay exact in float32; grey
-    images as they are."""
+    """Return (B, 1, H, W): Pillow's luma in its integer weights; grey images as they are."""
     if images.shape[1] == 1:
         return images
-    # No tensor of the weights: making one would wait for the GPU.
+    # No tensor of the weights: creating one is a host-device sync. The sums are exact in float32.
     red, green, blue = images.split(1, 1)
     return ((19595.0 * red + 38470.0 * green + 7471.0 * blue + 32768.0) / 65536.0).floor()
 
 
 def blend(other: Tensor, images: Tensor, factor: Tensor) -> Tensor:
-    """`other` at factor 0, `images` at 1, beyond them above 1 (Pillow's Blend.c, in its order of
-    operations)."""
+    """Return `other` at factor 0, `images` at 1, extrapolated above (in the order of Blend.c)."""
     return other + factor * (images - other)
 
 
@@ -44,26 +42,28 @@ def blend(other: Tensor, images: Tensor, factor: Tensor) -> Tensor:
 
 
 def brightness(images: Tensor, factor: Tensor) -> Tensor:
-    """From black at 0 over the image at 1 to brighter."""
+    """Scale brightness: black at 0, the image at 1."""
     return images * factor
 
 
 def contrast(images: Tensor, factor: Tensor) -> Tensor:
-    """From the mean grey at 0 over the image at 1 to more."""
-    # float32 would add up to a wrong last level
+    """Scale contrast: the mean grey at 0, the image at 1."""
+    # In double: a float32 sum over all pixels could round to another level.
     mean = grey(images).double().mean((2, 3), keepdim=True)
     return blend((mean + 0.5).floor().float(), images, factor)
 
 
 def saturation(images: Tensor, factor: Tensor) -> Tensor:
-    """From grey at 0 over the image at 1 to more colour."""
+    """Scale colour: grey at 0, the image at 1."""
     return blend(grey(images), images, factor)
 
 
 def hue(images: Tensor, turns: Tensor) -> Tensor:
-    """Turn the colour wheel by `turns` in -0.5..0.5; value and saturation stay. Equal to
-    torchvision's on tensors up to one level (transforms/v2/functional/_color.py, adjust_hue_image);
-    Pillow's own way knows 256 hues only."""
+    """Turn the colour wheel by `turns` in -0.5..0.5; value and saturation stay.
+
+    Equal to torchvision's on tensors up to one level (transforms/v2/functional/_color.py,
+    adjust_hue_image); Pillow's own way has only 256 hues.
+    """
     red, green, blue = images.split(1, 1)
     value = images.amax(1, keepdim=True)
     least = images.amin(1, keepdim=True)
@@ -83,23 +83,23 @@ def hue(images: Tensor, turns: Tensor) -> Tensor:
 
 
 def grayscale(images: Tensor) -> Tensor:
-    """Grey in all channels."""
+    """Make all channels grey."""
     return grey(images).expand_as(images)
 
 
 def invert(images: Tensor) -> Tensor:
-    """Negative."""
+    """Return the negative."""
     return 255.0 - images
 
 
 def posterize(images: Tensor, bits: Tensor) -> Tensor:
-    """Keep the `bits` highest of 8 bits; none: black."""
+    """Keep the `bits` highest of 8 bits; 0: black."""
     unit = torch.exp2(8.0 - bits)
     return (images / unit).floor() * unit
 
 
 def solarize(images: Tensor, threshold: Tensor) -> Tensor:
-    """Negative of the levels from `threshold` on."""
+    """Invert levels of `threshold` and more."""
     return torch.where(images < threshold, images, 255.0 - images)
 
 
@@ -110,23 +110,19 @@ def solarize_add(images: Tensor, addition: Tensor) -> Tensor:
 
 def auto_contrast(images: Tensor) -> Tensor:
     """Stretch each channel to 0..255."""
-    low, high = (
-        extreme(images, (2, 3), keepdim=True).double() for extreme in (torch.amin, torch.amax)
-    )
-    # a number over a tensor would be a product with its reciprocal
+    images = images.double()  # as Pillow: its highest level may come out as 254
+    low = images.amin((2, 3), keepdim=True)
+    high = images.amax((2, 3), keepdim=True)
+    # `255.0 / tensor` would be a product with its reciprocal, which rounds differently.
     scale = torch.full_like(high, 255.0) / (high - low).clamp(min=1.0)
-    # Pillow's formula in Pillow's double: its highest level may come out as 254.
-    return torch.where(
-        high > low, (images.double() * scale - low * scale).floor(), images.double()
-    ).float()
+    return torch.where(high > low, (images * scale - low * scale).floor(), images).float()
 
 
 def equalize(images: Tensor) -> Tensor:
-    """Flatten each channel's histogram, with Pillow's rounding (PIL/ImageOps.py, equalize)."""
+    """Equalize each channel's histogram, with Pillow's rounding (PIL/ImageOps.py, equalize)."""
     flat = images.long().flatten(2)
-    counts = torch.zeros(*flat.shape[:2], 256, device=images.device, dtype=torch.long).scatter_add_(
-        2, flat, torch.ones_like(flat)
-    )
+    counts = torch.zeros(*flat.shape[:2], 256, device=images.device, dtype=torch.long)
+    counts.scatter_add_(2, flat, torch.ones_like(flat))
     last = counts.gather(2, flat.amax(2, keepdim=True))
     step = (flat.shape[2] - last) // 255
     table = ((step // 2 + counts.cumsum(2) - counts) // step.clamp(min=1)).clamp(max=255)
@@ -137,9 +133,11 @@ def equalize(images: Tensor) -> Tensor:
 
 
 def sharpness(images: Tensor, factor: Tensor, rounding: float = 0.5) -> Tensor:
-    """From smoothed at 0 over the image at 1 to sharper: Pillow's SMOOTH, a 3 x 3 mean whose middle
-    counts five times, which leaves the border as it is. `rounding`: added to the mean before its
-    fraction is cut off."""
+    """Sharpen: smoothed at 0, the image at 1.
+
+    Smoothing is Pillow's SMOOTH, a 3 x 3 mean whose middle counts five times, which leaves the
+    border as it is. `rounding`: added to the mean before its fraction is cut off.
+    """
     three = images[:, :, :-2] + images[:, :, 1:-1] + images[:, :, 2:]
     nine = three[..., :-2] + three[..., 1:-1] + three[..., 2:]
     smoothed = images.clone()
@@ -150,28 +148,29 @@ def sharpness(images: Tensor, factor: Tensor, rounding: float = 0.5) -> Tensor:
 
 
 def gaussian_blur(images: Tensor, radius: Tensor) -> Tensor:
-    """Gaussian of `radius` = 0..2 pixels in Pillow's way: three box filters along each axis,
-    rounded after each one (Gwosdek et al. 2011; BoxBlur.c). Up to three levels off at the few
-    radii, such as 1, whose weights put sums just between two levels.
+    """Blur with a Gaussian of `radius` = 0..2 pixels, as Pillow does.
+
+    Three box filters along each axis, rounded after each one (Gwosdek et al. 2011; BoxBlur.c). Up
+    to three levels off at the few radii, such as 1, whose weights put sums just between two levels.
     """
     variance = radius * radius / 3.0
-    whole = ((torch.sqrt(12.0 * variance + 1.0) - 1.0) / 2.0).floor()
+    full = ((torch.sqrt(12.0 * variance + 1.0) - 1.0) / 2.0).floor()
     part = (
-        (2 * whole + 1)
-        * (whole * (whole + 1) - 3.0 * variance)
-        / (6.0 * (variance - (whole + 1) * (whole + 1)))
+        (2 * full + 1)
+        * (full * (full + 1) - 3.0 * variance)
+        / (6.0 * (variance - (full + 1) * (full + 1)))
     )
-    inner = 1.0 / (2.0 * (whole + part) + 1.0)
-    outer = (1.0 - (2.0 * whole + 1.0) * inner) / 2.0
-    # Up to radius 2 a box reaches at most one whole pixel, and a part of a second one.
-    near = torch.where(whole > 0, inner, outer)
-    far = torch.where(whole > 0, outer, 0.0)
+    inner = 1.0 / (2.0 * (full + part) + 1.0)
+    outer = (1.0 - (2.0 * full + 1.0) * inner) / 2.0
+    # Up to radius 2 a box reaches at most one full pixel, and a part of a second one.
+    near = torch.where(full > 0, inner, outer)
+    far = torch.where(full > 0, outer, 0.0)
     for axis in (3, 2):
         size = images.shape[axis]
         for _ in range(3):
             padded = F.pad(images, (2, 2, 0, 0) if axis == 3 else (0, 0, 2, 2), mode="replicate")
             left2, left1, right1, right2 = (padded.narrow(axis, at, size) for at in (0, 1, 3, 4))
-            # In place, since fresh memory costs more than the sums.
+            # In place, since new memory costs more than the sums.
             images = (
                 (left1 + right1)
                 .mul_(near)
@@ -191,39 +190,35 @@ Matrix = tuple[Tensor | float, ...]
 
 
 def affine(images: Tensor, matrix: Matrix, fill: Tensor | float) -> Tensor:
-    """Look output pixel (x, y) up at the point that `matrix` makes of it, both measured from the
-    centre of the image; outside is `fill`.
+    """Take output pixel (x, y) from the point to which `matrix` maps it, bilinear; outside: `fill`.
 
-    Bilinear as Pillow's, up to one level off.
+    Both are measured from the centre of the image. As Pillow's, up to one level off.
     """
     a, b, c, d, e, f = (
         value.view(-1, 1, 1) if isinstance(value, Tensor) else value for value in matrix
     )
     height, width = images.shape[-2:]
-    y = (
-        torch.arange(height, device=images.device, dtype=torch.float32).view(1, -1, 1)
-        - (height - 1) / 2
-    )
-    x = (
-        torch.arange(width, device=images.device, dtype=torch.float32).view(1, 1, -1)
-        - (width - 1) / 2
-    )
+    y = torch.arange(height, device=images.device, dtype=torch.float32).view(1, -1, 1)
+    x = torch.arange(width, device=images.device, dtype=torch.float32).view(1, 1, -1)
+    y = y - (height - 1) / 2
+    x = x - (width - 1) / 2
     at_x = a * x + b * y + c
     at_y = d * x + e * y + f
     inside = (at_x >= -width / 2) & (at_x < width / 2) & (at_y >= -height / 2) & (at_y < height / 2)
-    grid = torch.stack(
-        torch.broadcast_tensors(at_x * (2.0 / width), at_y * (2.0 / height)), -1
-    ).expand(len(images), -1, -1, -1)
+    points = torch.broadcast_tensors(at_x * (2.0 / width), at_y * (2.0 / height))
+    grid = torch.stack(points, -1).expand(len(images), -1, -1, -1)
     warped = F.grid_sample(
         images, grid, mode="bilinear", padding_mode="border", align_corners=False
     )
-    # A thousandth of a level, so that a whole one does not end below itself.
+    # A thousandth of a level more, or an exact level could come out below itself and be cut.
     return torch.where(inside[:, None], warped + 2.0**-10, fill)
 
 
 def affine_nearest(images: Tensor, matrix: Matrix, fill: Tensor | float) -> Tensor:
-    """The same without interpolation, points measured from the first pixel: the pixel nearest to
-    the point, halves rounded away from 0 (TensorFlow's ImageProjectiveTransformV3)."""
+    """Do as `affine`, but take the nearest pixel, with points measured from the first pixel.
+
+    Halves are rounded away from 0 (TensorFlow's ImageProjectiveTransformV3).
+    """
     a, b, c, d, e, f = (
         value.view(-1, 1, 1) if isinstance(value, Tensor) else value for value in matrix
     )
@@ -234,48 +229,43 @@ def affine_nearest(images: Tensor, matrix: Matrix, fill: Tensor | float) -> Tens
         (at.abs() + 0.5).floor() * at.sign() for at in (a * x + b * y + c, d * x + e * y + f)
     )
     inside = (at_x >= 0) & (at_x < width) & (at_y >= 0) & (at_y < height)
-    flat = (
-        (at_y.clamp(0, height - 1) * width + at_x.clamp(0, width - 1))
-        .long()
-        .expand(len(images), -1, -1)
-    )
-    looked_up = (
-        images.flatten(2)
-        .gather(2, flat.flatten(1)[:, None].expand(-1, images.shape[1], -1))
-        .view_as(images)
-    )
-    return torch.where(inside[:, None], looked_up, fill)
+    nearest = (at_y.clamp(0, height - 1) * width + at_x.clamp(0, width - 1)).long()
+    pixels = nearest.expand(len(images), -1, -1).flatten(1)[:, None]
+    found = images.flatten(2).gather(2, pixels.expand(-1, images.shape[1], -1))
+    return torch.where(inside[:, None], found.view_as(images), fill)
 
 
 def rotate(images: Tensor, degrees: Tensor, fill: Tensor | float) -> Tensor:
-    """About the centre; the content turns counter-clockwise."""
+    """Turn the content counter-clockwise about the centre."""
     angle = degrees * (math.pi / 180.0)
     return affine(images, (angle.cos(), -angle.sin(), 0.0, angle.sin(), angle.cos(), 0.0), fill)
 
 
 def shear_x(images: Tensor, shear: Tensor, fill: Tensor | float) -> Tensor:
-    """Row y moves left by `shear` y pixels, y counted from the upper border."""
+    """Move row y left by `shear` * y pixels, y counted from the upper border."""
     return affine(images, (1.0, shear, shear * (images.shape[-2] / 2), 0.0, 1.0, 0.0), fill)
 
 
 def shear_y(images: Tensor, shear: Tensor, fill: Tensor | float) -> Tensor:
-    """Column x moves up by `shear` x pixels, x counted from the left border."""
+    """Move column x up by `shear` * x pixels, x counted from the left border."""
     return affine(images, (1.0, 0.0, 0.0, shear, 1.0, shear * (images.shape[-1] / 2)), fill)
 
 
 def translate_x(images: Tensor, pixels: Tensor, fill: Tensor | float) -> Tensor:
-    """The content moves left by `pixels`."""
+    """Move the content left by `pixels`."""
     return affine(images, (1.0, 0.0, pixels, 0.0, 1.0, 0.0), fill)
 
 
 def translate_y(images: Tensor, pixels: Tensor, fill: Tensor | float) -> Tensor:
-    """The content moves up by `pixels`."""
+    """Move the content up by `pixels`."""
     return affine(images, (1.0, 0.0, 0.0, 0.0, 1.0, pixels), fill)
 
 
 def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
-    """The view moves by whole pixels (B,) int64, and beyond the border the image is mirrored
-    without its outermost pixel; any dtype."""
+    """Move the view by integer pixels (B,) int64; beyond the border the image is mirrored.
+
+    Without its outermost pixel; any dtype.
+    """
     height, width = images.shape[-2:]
     row = torch.arange(height, device=images.device)
     column = torch.arange(width, device=images.device)
@@ -284,44 +274,39 @@ def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
         for side, at, offset in ((height, row, down), (width, column, right))
     )
     rows = torch.arange(len(images), device=images.device).view(-1, 1, 1)
-    # Indices round a slice put the channels last, which is how the images lie in memory.
+    # Indexing around a slice puts the channels last, which is the order of images in memory.
     return images[rows, :, y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
 
 
 def in_box(images: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """(B, 1, H, W) bool: which pixels lie in rows [top, bottom) and columns [left, right), each (B,
-    1, 1, 1) float32."""
+    """Return (B, 1, H, W) bool: which pixels are in rows [top, bottom) and columns [left, right).
+
+    Each bound is (B, 1, 1, 1) float32.
+    """
     y = torch.arange(images.shape[-2], device=images.device).view(1, 1, -1, 1)
     x = torch.arange(images.shape[-1], device=images.device).view(1, 1, 1, -1)
     return (y >= top) & (y < bottom) & (x >= left) & (x < right)
 
 
 def noise(seeds: Tensor, channels: int, height: int, width: int) -> Tensor:
-    """Standard normal numbers (B, channels, height, width) float32, a pure function of `seeds` (B,)
-    int32 and the place of the pixel.
+    """Return standard normal numbers (B, channels, height, width) float32.
 
-    A 32-bit hash (lowbias32, Wellons 2018) serves two pixels that follow one another; its halves
-    choose among 65,536 quantiles, which reach to 4.2: a look-up is far cheaper than a logarithm and
-    a cosine.
+    A pure function of `seeds` (B,) int32 and the position of the pixel. A 32-bit hash (lowbias32,
+    Wellons 2018) serves two neighbouring pixels; its halves choose among 65,536 quantiles, which
+    reach to 4.2: a look-up is far cheaper than a logarithm and a cosine.
     """
     num = channels * height * width
     pairs = torch.arange(-(-num // 2), device=seeds.device, dtype=torch.int32)
     bits = _hash32(pairs ^ _hash32(seeds)[:, None])
     chosen = torch.stack([bits & 0xFFFF, (bits >> 16) & 0xFFFF], -1).flatten(1)[:, :num]
-    return (
-        _normal_quantiles(seeds.device)
-        .index_select(0, chosen.flatten())
-        .view(-1, channels, height, width)
-    )
+    quantiles = _normal_quantiles(seeds.device).index_select(0, chosen.flatten())
+    return quantiles.view(-1, channels, height, width)
 
 
 @lru_cache
 def _normal_quantiles(device: torch.device) -> Tensor:
-    return (
-        torch.special.ndtri((torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16)
-        .float()
-        .to(device)
-    )
+    shares = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16
+    return torch.special.ndtri(shares).float().to(device)
 
 
 def _hash32(x: Tensor) -> Tensor:
