@@ -24,94 +24,74 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import check_versions  # noqa: F401
-import torch
 
 from vit import config_io, distributed
-from vit.config import Config
 from vit.config_hints import setting_for
-from vit.data.augment.apply import create_augment
 from vit.data.batches import ImageFormat
 from vit.distributed import World
-from vit.evaluate import Evaluation, evaluate
+from vit.evaluate_weights import evaluate_weights, with_settings
 from vit.exit import run_command
-from vit.metrics import interval95, paired_difference
-from vit.model import create_model
+from vit.finetune import finetune
 from vit.open_data import open_split
 from vit.published import adopt, published
-from vit.run.checkpoint import newest_checkpoint
 from vit.run.folder import LATEST_FILE, newest_run
-from vit.run.preflight import precision_note
 from vit.system.command_line import Parser
-from vit.system.meter import Meter
-from vit.train import build, train
-from vit.weights import (
-    LoadedWeights,
-    class_mismatch,
-    find_weights,
-    fingerprint,
-    load_weights,
-    read_weights,
-)
+from vit.weights import find_weights, read_weights
 
 
 def main() -> World:
-    """The command line above; returns the world it started."""
+    """Run the command line above and return the world it joined."""
     args = read_command_line()
     settings = settings_of(args)
-    said = sys.stderr if args.json else sys.stdout
+    out = sys.stderr if args.json else sys.stdout
+    tuned = None
+    device = args.device or "auto"
     if args.finetune:  # read before anything starts, so that a mistake in it shows at once
-        given = [
-            f"{key}={json.dumps(value)}"
-            for key, value in {**settings, "init.checkpoint": args.checkpoint}.items()
-        ]
-        tuned = config_io.load_config(args.finetune, [*given, *args.overrides]).config
-    setting = "--device " if args.device else "train.device="
-    world = distributed.join_world(
-        tuned.train.device if args.finetune else args.device or "auto", setting
-    )
+        given = {**settings, "init.checkpoint": args.checkpoint}
+        overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+        tuned = config_io.load_config(args.finetune, [*overrides, *args.overrides]).config
+        device = tuned.train.device
+    world = distributed.join_world(device, "--device " if args.device else "train.device=")
     path = world.main_first(lambda: find_weights(args.checkpoint or _newest_run()))
-    known = None
+    row = None
     config = None
     problem = ""
     with world.fail_together():
-        trained = read_weights(path)
-        if args.model and trained.config is not None:
+        loaded = read_weights(path)
+        if args.model and loaded.config is not None:
             raise ValueError(
-                f"--model {args.model}: {trained.path} comes from this project and knows what it"
-                " is: leave --model out"
+                f"--model {args.model}: {loaded.path} comes from this project and contains its"
+                " model's name: leave --model out"
             )
         try:
-            if trained.config is None:
-                root, split = (
-                    (tuned.data.root, tuned.data.val_split)
-                    if args.finetune
-                    else (args.data, args.split or "val")
-                )
-                trained, known = adopt(trained, args.model, root, split)
-            config = config_io.from_dict(trained.config or {}, str(trained.path))
+            if loaded.config is None:
+                root = tuned.data.root if tuned else args.data
+                split = tuned.data.val_split if tuned else args.split or "val"
+                loaded, row = adopt(loaded, args.model, root, split)
+            config = config_io.from_dict(loaded.config or {}, str(loaded.path))
         except ValueError as error:
             if not args.finetune:
                 raise
-            # weights without a head can be fine-tuned, though not evaluated before
+            # Weights without a head can be fine-tuned, though not evaluated before.
             problem = str(error)
-    world.check_same(lambda: f"{path}, step {trained.step}", "weights")
-    if args.finetune:
-        finetune(trained, config, problem, tuned, world, said, args.json)
+    world.check_same(lambda: f"{path}, step {loaded.step}", "weights")
+    if tuned is not None:
+        finetune(loaded, config, problem, tuned, world, out, args.json)
         return world
-    assert config is not None, "or the problem was raised"
+
+    assert config is not None, "otherwise the problem was raised"
     config = with_settings(config, settings)
-    _, as_json = evaluate_trained(trained, config, world, said)
-    if world.is_main and known is not None:
+    as_json = evaluate_weights(loaded, config, world, out).as_json
+    if world.is_main and row is not None:
         num_classes = open_split(config.data, config.data.val_split).num_classes
         size = ImageFormat.from_config(config.model, config.data).size
-        head_classes = trained.num_classes or num_classes
-        line = published(known, as_json["num_images"], size, num_classes, head_classes)
-        print(f"  {line}", file=said)
+        head_classes = loaded.num_classes or num_classes
+        line = published(row, as_json["num_images"], size, num_classes, head_classes)
+        print(f"  {line}", file=out)
     if world.is_main and args.json:
         print(json.dumps(as_json))
     return world
@@ -198,10 +178,10 @@ def read_command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that were given, as settings: dotted key -> value."""
-    size = args.image_size and (
-        args.image_size[0] if len(args.image_size) == 1 else args.image_size
-    )
+    """Return the flags that were given as settings: dotted key -> value."""
+    size = args.image_size
+    if size and len(size) == 1:
+        size = size[0]
     flags = {
         "data.root": args.data,
         "data.val_split": args.split,
@@ -212,20 +192,6 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "train.device": args.device,
     }
     return {key: value for key, value in flags.items() if value is not None}
-
-
-def with_settings(config: Config, settings: dict[str, Any]) -> Config:
-    """`config` with what `settings` (dotted key -> value) say otherwise."""
-    values = config.model_dump(mode="json")
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        values[section][name] = value
-    return config_io.from_dict(values, "command line")
-
-
-def size_of(config: Config) -> str:
-    """Height and width of its images in words."""
-    return "x".join(map(str, ImageFormat.from_config(config.model, config.data).size))
 
 
 def _newest_run() -> Path:
@@ -239,177 +205,6 @@ def _newest_run() -> Path:
     if distributed.is_main_process():
         print(f"--checkpoint not given: taking the newest run, {run}", file=sys.stderr)
     return run
-
-
-def evaluate_trained(
-    trained: LoadedWeights, config: Config, world: World, said: TextIO
-) -> tuple[Evaluation, dict[str, Any]]:
-    """Evaluate weights under `config`, which may name another image size than they were trained at,
-    and tell the result to `said`.
-
-    Returns it, and as the object that `--json` prints.
-    """
-    split = open_split(config.data, config.data.val_split, world)
-    assert trained.num_classes is not None, "it came with its config"
-    image = ImageFormat.from_config(config.model, config.data)
-    with world.fail_together():
-        if split.num_classes > trained.num_classes:
-            raise ValueError(
-                f"{split.root}: has {split.num_classes} classes, {trained.path} knows"
-                f" {trained.num_classes}: use data of its own kind"
-            )
-        model = create_model(config.model, num_classes=trained.num_classes)
-        notes = load_weights(model, trained.weights, trained.grid_size)
-    model.to(world.device)
-    if world.is_main and (
-        note := precision_note(config.train.precision, world.device, "--precision fp32")
-    ):
-        print(f"note: {note}", file=sys.stderr)
-    size = size_of(config)
-    with Meter(f"evaluating at {size}", split.num_samples, "images", shown=world.is_main) as meter:
-        result = evaluate(
-            {"model": model},
-            split,
-            image,
-            create_augment(
-                config.augment,
-                config.data,
-                trained.num_classes,
-                world.device,
-                compiled=config.train.compile,
-            ),
-            world,
-            batch_size=config.eval.batch_size,
-            view=config.eval,
-            precision=config.train.precision,
-            num_workers=config.data.num_workers,
-            stall_timeout_s=config.data.stall_timeout_s,
-            on_batch=lambda done, total: meter.update(split.num_samples * done // total),
-        )["model"]
-    if world.is_main:
-        which = (
-            f" (step {trained.step}{', averaged weights' if trained.averaged else ''})"
-            if trained.step is not None
-            else ""
-        )
-        print(
-            f"{trained.path}{which} on {split.root} {split.name!r}: {split.num_samples} images at"
-            f" {size}",
-            file=said,
-        )
-        for note in notes:
-            print(f"  {note}", file=said)
-        print(f"  {result.accuracy}", file=said)
-    as_json: dict[str, Any] = dict(result.accuracy.to_dict())
-    as_json["top1_low"], as_json["top1_high"] = interval95(
-        result.accuracy.correct_top1, result.accuracy.num_images
-    )
-    if note := class_mismatch(trained, split.class_names, split.num_classes):
-        as_json["note"] = note
-        if world.is_main:
-            print(f"  note: {note}", file=said)
-    return result, as_json
-
-
-def finetune(
-    trained: LoadedWeights,
-    base: Config | None,
-    problem: str,
-    tuned: Config,
-    world: World,
-    said: TextIO,
-    as_json: bool,
-) -> None:
-    """Fine-tune `trained` by `tuned`; evaluate before, at both sizes, and after, on the images of
-    `tuned`.
-
-    `base` is the config of `trained`, or None for weights that cannot be evaluated, with the
-    `problem` in words.
-    """
-    assert tuned.run.dir is not None, "load_config names it"
-    # a run that goes on, or is finished, must have begun with these weights
-    with world.fail_together():
-        found = newest_checkpoint(Path(tuned.run.dir)) if world.is_main else None
-        if found is not None and found[1]["facts"].get("init_sha256") not in (
-            None,
-            fingerprint(trained.weights),
-        ):
-            raise ValueError(
-                f"{tuned.run.dir} was fine-tuned from other weights than {trained.path} holds now:"
-                " use another run.dir, or remove it"
-            )
-    split = open_split(tuned.data, tuned.data.val_split, world)
-    new_size = size_of(tuned)
-    before: dict[str, tuple[Evaluation, dict[str, Any]]] = {}
-    if base is not None and split.num_classes != trained.num_classes:
-        problem = (
-            f"{trained.path} knows {trained.num_classes} classes, {split.root} has"
-            f" {split.num_classes}"
-        )
-    if base is not None and not problem:
-        data = {"data.root": tuned.data.root, "data.val_split": tuned.data.val_split}
-        hardware = {
-            "data.num_workers": tuned.data.num_workers,
-            "eval.batch_size": tuned.eval.batch_size,
-        }
-        before["before"] = evaluate_trained(
-            trained, with_settings(base, {**data, **hardware}), world, said
-        )
-        if new_size != size_of(base):
-            keys = ("crop_pct", "resize_px", "crop_mode", "resizer")
-            view = {
-                "model.image_size": tuned.model.image_size,
-                **{f"eval.{key}": getattr(tuned.eval, key) for key in keys},
-            }
-            before["before_resized"] = evaluate_trained(
-                trained, with_settings(base, {**data, **hardware, **view}), world, said
-            )
-    elif world.is_main:
-        print(f"no accuracy before: {problem}", file=said)
-
-    if train(build(tuned, world)) == "stopped":
-        if world.is_main:
-            print(
-                f"fine-tuning was stopped before its end and is saved in {tuned.run.dir}: the same"
-                " command goes on",
-                file=said,
-            )
-            if as_json:
-                print(json.dumps({"stopped": True, "run": tuned.run.dir}))
-        return
-    world.barrier()
-    after, after_json = evaluate_trained(read_weights(tuned.run.dir), tuned, world, said)
-    if not world.is_main:
-        return
-
-    labels = torch.from_numpy(split.index["label"].astype("int64"))
-    is_right = after.predictions == labels
-    differences = {
-        name: paired_difference(result.predictions == labels, is_right)
-        for name, (result, _) in before.items()
-    }
-    if before:
-        print(
-            f"fine-tuned at {new_size}, image by image on the same {split.num_samples}:", file=said
-        )
-    for name, difference in differences.items():
-        against = (
-            f"base at {size_of(base)}"
-            if base is not None and name == "before"
-            else f"base at {new_size}, untrained there"
-        )
-        print(f"  against the {against}: {difference}", file=said)
-    if as_json:
-        others = {name: values for name, (_, values) in before.items()}
-        print(
-            json.dumps(
-                {
-                    **after_json,
-                    **others,
-                    "difference": {k: asdict(v) for k, v in differences.items()},
-                }
-            )
-        )
 
 
 if __name__ == "__main__":

@@ -17,13 +17,14 @@ from collections.abc import Sequence
 import check_versions  # noqa: F401
 
 from vit import distributed
+from vit.build import build
 from vit.config_hints import all_keys, nearest, setting_for
 from vit.config_io import load_config
 from vit.distributed import World
 from vit.exit import run_command
 from vit.plan import describe
 from vit.system.command_line import Parser
-from vit.train import build, train
+from vit.train import train
 
 
 def main() -> World | None:

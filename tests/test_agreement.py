@@ -15,7 +15,8 @@ import torch
 from processes import TINY
 from ranks import together
 
-from vit import config_io, train
+from vit import config_io
+from vit.build import Run, build
 from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order, sample_checksum
@@ -23,6 +24,7 @@ from vit.distributed import World
 from vit.run import resume
 from vit.run.checkpoint import CheckpointError, newest_checkpoint, wait_for_checkpoint
 from vit.run.order_check import OrderCheck
+from vit.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -39,11 +41,11 @@ def test_the_rows_of_all_ranks_are_the_batch(repeats):
             assert total == sample_checksum(order.batch(position))
 
 
-def finished_run(config: Path, folder: Path, *overrides: str) -> train.Run:
+def finished_run(config: Path, folder: Path, *overrides: str) -> Run:
     """A run of three steps on one rank, after its end."""
     short = ("train.steps=3", "eval.every_steps=100", f"run.dir={folder}")
-    run = train.build(config_io.load_config(config, [*TINY, *short, *overrides]).config, ALONE)
-    train.train(run)
+    run = build(config_io.load_config(config, [*TINY, *short, *overrides]).config, ALONE)
+    train(run)
     return run
 
 
@@ -56,13 +58,13 @@ def test_a_rank_with_other_rows_than_planned_is_named_and_all_end(config, tmp_pa
 
     def function(world: World, wrong_rank: int | None, wrong_batch: int) -> None:
         placed = {"rank": world.rank, "world_size": world.size}
-        batches = TrainBatches(split, run.order, augment, image, num_batches=3, **placed)
-        check = OrderCheck(world, run.order, run.plan, run.record, 0)
+        batches = TrainBatches(split, run.batches.order, augment, image, num_batches=3, **placed)
+        check = OrderCheck(world, run.batches.order, run.plan, run.record, 0)
         with Loader(batches, 0, 3) as loader:
             for position, batch in enumerate(loader):
                 is_wrong = world.rank == wrong_rank and position == wrong_batch
                 check.add(shifted(batch) if is_wrong else batch)
-        check(3)
+        check.compare(3)
 
     for wrong_rank in (0, 1):
         ended = together(2, lambda world, wrong=wrong_rank: function(world, wrong, 1))
@@ -162,7 +164,7 @@ def test_a_run_does_not_go_on_with_other_class_names(config, tmp_path):
     with pytest.raises(
         ValueError, match="belongs to a run with other settings:\n  data: class 0 is"
     ):
-        train.build(_with_names(run.config, tmp_path, names[::-1]), ALONE)
+        build(_with_names(run.config, tmp_path, names[::-1]), ALONE)
 
 
 def _with_names(config, tmp_path, names):

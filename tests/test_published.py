@@ -26,7 +26,7 @@ from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_center
 from vit.data.shards.data_set import open_split
 from vit.distributed import World
-from vit.evaluate import evaluate
+from vit.evaluate import Evaluator
 from vit.model import create_model
 from vit.published import (
     KNOWN,
@@ -331,16 +331,15 @@ def test_a_file_of_timms_computes_and_predicts_what_timm_does(
         torch.testing.assert_close(ours(images), expected, rtol=0, atol=rounding(theirs))
 
     split = open_split(photographs, "val")
-    result = evaluate(
-        {"model": ours},
+    evaluator = Evaluator(
         split,
         ImageFormat.from_config(config.model, config.data),
         create_augment(config.augment, config.data, 1000, WORLD.device),
         WORLD,
-        batch_size=4,
-        view=config.eval,
+        config.eval.model_copy(update={"batch_size": 4}),
         precision=config.train.precision,
-    )["model"]
+    )
+    result = evaluator.evaluate({"model": ours})["model"]
     best, second = expected.topk(2).values.unbind(1)
     assert len(expected.argmax(1).unique()) > 2, "one class for all images would prove little"
     assert (best - second).min() > 2 * rounding(theirs), "a tie"

@@ -126,7 +126,7 @@ def test_a_non_finite_gradient_changes_neither_weights_nor_moments(precision):
     step = make_step(precision=precision, clip_grad_norm=1.0)
     step(make_batch(), 0)
     before = weights_of(step)
-    scale = step.loss_scale.item()
+    scale = step.loss_scale.value.item()
     moments = [
         s[k].clone()
         for s in step.optimizer.state.values()
@@ -148,23 +148,23 @@ def test_a_non_finite_gradient_changes_neither_weights_nor_moments(precision):
             strict=True,
         )
     )
-    assert step.loss_scale.item() == (scale / 2 if precision == "fp16" else 1.0)
+    assert step.loss_scale.value.item() == (scale / 2 if precision == "fp16" else 1.0)
     assert np.isfinite(step(make_batch(), 2).read().grad_norm)
     assert not torch.equal(weights_of(step), before)
 
 
 def test_fp16_unscales_before_it_clips_and_grows_after_good_steps(monkeypatch):
-    monkeypatch.setattr("vit.step.FP16_GROWTH_STEPS", 2)
+    monkeypatch.setattr("vit.precision.FP16_GROWTH_STEPS", 2)
     plain = make_step(clip_grad_norm=0.05)
     scaled = make_step(precision="fp16", clip_grad_norm=0.05)
-    scaled.loss_scale.fill_(2.0**8)
+    scaled.loss_scale.value.fill_(2.0**8)
     norms = [
         (plain(make_batch(), n).read().grad_norm, scaled(make_batch(), n).read().grad_norm)
         for n in range(2)
     ]
     for expected, got in norms:
         assert got == pytest.approx(expected, rel=0.05)
-    assert scaled.loss_scale.item() == 2.0**9
+    assert scaled.loss_scale.value.item() == 2.0**9
 
 
 def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
@@ -264,9 +264,9 @@ def test_no_step_waits_for_the_gpu(precision, monkeypatch):
                 parameter.grad = torch.empty_like(parameter)
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
-        step._values(batch, 0, False, 0.0, (1.0, 2.0))  # the first step may take constants along
+        step._queue(batch, 0, False, (0.0, 1.0, 2.0))  # the first step may take constants along
         mode.waits.clear()
-        values, norm = step._values(batch, 1, True, 0.5, (1.0, 2.0))
+        values, norm = step._queue(batch, 1, True, (0.5, 1.0, 2.0))
     for cached in (pixel_ops._normal_quantiles, dialects._mean_colour):
         cached.cache_clear()  # tensors without memory
     assert values.device == norm.device == gpu

@@ -1,9 +1,9 @@
 """Exact evaluation: every image of a split once, on any number of ranks.
 
-The data's story: all ranks walk through the same number of batches of one shape
-(`vit.data.batches.EvalBatches`); counters add up integers; the total must equal what `_info.json`
-promises, or nothing is reported. The class predicted for each image comes along, for confusion
-matrices and for comparing two models image by image.
+All ranks go through the same number of batches of one shape (`vit.data.batches.EvalBatches`). Rows
+that only fill the last batches have weight 0. Counters add integers, and their total must equal the
+number of images in the split, or nothing is reported. The predicted class of each image is kept,
+for confusion matrices and for comparing two models image by image.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,13 +23,14 @@ from vit.data.loader import STALL_TIMEOUT_S, Loader
 from vit.data.shards.split import Split
 from vit.distributed import World
 from vit.metrics import Accuracy, AccuracyCounter, predicted_classes
+from vit.precision import autocast
 from vit.run.folder import PREDICTIONS_FILE
-from vit.step import autocast
+from vit.system.files import replacing
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one model did on a split, the same on every rank."""
+    """The result of one model on a split, the same on every rank."""
 
     accuracy: Accuracy
     predictions: Tensor
@@ -38,84 +38,108 @@ class Evaluation:
     where the logits were not numbers."""
 
 
+@dataclass(frozen=True)
+class Evaluator:
+    """What models are evaluated on, and how."""
+
+    split: Split
+    image_format: ImageFormat
+    augment: Augment
+    """Only its `normalize` is used."""
+    world: World
+    config: EvalConfig
+    precision: str = "fp32"
+    num_workers: int = 0
+    """Loader processes of this rank."""
+    stall_timeout_s: float | None = STALL_TIMEOUT_S
+
+    @torch.no_grad()
+    def evaluate(
+        self, models: dict[str, nn.Module], on_batch: Callable[[int, int], None] | None = None
+    ) -> dict[str, Evaluation]:
+        """Evaluate all `models` in one pass over the split, and return an Evaluation by name.
+
+        on_batch: called with (batches done, all batches) of this rank after each batch.
+        """
+        device = self.world.device
+        num_samples = self.split.num_samples
+        batches = EvalBatches(
+            self.split,
+            self.image_format,
+            self.config,
+            self.config.batch_size,
+            rank=self.world.rank,
+            world_size=self.world.size,
+        )
+        counters = {name: AccuracyCounter(device) for name in models}
+        # Each rank fills in the samples it has seen and leaves 0 elsewhere: the sum over the ranks
+        # puts the predictions together.
+        predictions = {
+            name: torch.zeros(num_samples, dtype=torch.int64, device=device) for name in models
+        }
+        was_training = {name: model.training for name, model in models.items()}
+        for model in models.values():
+            model.eval()
+
+        loader = Loader(
+            batches,
+            0,
+            len(batches),
+            num_workers=self.num_workers,
+            device=device,
+            stall_timeout_s=self.stall_timeout_s,
+        )
+        with loader:
+            for position, batch in enumerate(loader):
+                # Rows after these only fill the batch: all ranks need batches of one shape, which
+                # a compiled model would otherwise be compiled for again.
+                filled = batches.num_filled(position)
+                ids = batch.ids[:filled].to(device, non_blocking=True)
+                inputs = self.augment.normalize(batch.images)
+                for name, model in models.items():
+                    with autocast(self.precision, device):
+                        logits = model(inputs)
+                    counters[name].add(logits, batch.labels, batch.weights)
+                    # Indexed by sample and not appended, so that the order does not depend on the
+                    # number of ranks or on the batch size.
+                    predictions[name][ids] = predicted_classes(logits.float()[:filled])
+                if on_batch is not None:
+                    on_batch(position + 1, len(batches))
+
+        for name, model in models.items():
+            model.train(was_training[name])
+        # The first host-device sync since the loop began.
+        results = {
+            name: Evaluation(
+                counters[name].result(self.world), self.world.sum_(predictions[name]).cpu()
+            )
+            for name in models
+        }
+        for result in results.values():
+            if result.accuracy.num_images != num_samples:
+                raise RuntimeError(
+                    f"evaluated {result.accuracy.num_images} images, {self.split.name!r} has"
+                    f" {num_samples}: a bug in the loader, please report it"
+                )
+        return results
+
+
 def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int) -> None:
-    """Write `predictions.npz` whole, or leave the one before and raise ValueError."""
+    """Write `predictions.npz`: predictions and labels, (num_images,) int64, and `step`.
+
+    Raises ValueError if it cannot be written; the previous file is then left as it was.
+    """
     path = run_dir / PREDICTIONS_FILE
-    hidden = run_dir / f".{PREDICTIONS_FILE}"
     try:
-        with hidden.open("wb") as file:
+        with replacing(path) as file:
             np.savez(
                 file,
                 predictions=result.predictions.numpy(),
                 labels=split.index["label"].astype(np.int64),
                 step=step,
             )
-        hidden.replace(path)
     except OSError as error:
-        remedy = "make room or mend its permissions"
         raise ValueError(
-            f"{path}: cannot be written ({error.strerror}); checkpoints are untouched: {remedy}"
+            f"{path}: cannot be written ({error.strerror}); checkpoints are untouched: free some"
+            " space or fix the permissions"
         ) from None
-
-
-@torch.no_grad()
-def evaluate(
-    models: dict[str, nn.Module],
-    split: Split,
-    image_format: ImageFormat,
-    augment: Augment,
-    world: World,
-    *,
-    batch_size: int,
-    view: EvalConfig,
-    precision: str,
-    num_workers: int = 0,
-    stall_timeout_s: float | None = STALL_TIMEOUT_S,
-    on_batch: Callable[[int, int], None] | None = None,
-) -> dict[str, Evaluation]:
-    """Evaluate all `models` in one pass over `split`: name -> Evaluation, the same on every rank.
-
-    `on_batch(done, total)` is called after each batch of this rank.
-    """
-    batches = EvalBatches(
-        split, image_format, view, batch_size, rank=world.rank, world_size=world.size
-    )
-    counters = {name: AccuracyCounter(world.device) for name in models}
-    predictions = {
-        name: torch.zeros(split.num_samples, dtype=torch.int64, device=world.device)
-        for name in models
-    }
-    was_training = {name: model.training for name, model in models.items()}
-    for model in models.values():
-        model.eval()
-    loading: dict[str, Any] = {
-        "num_workers": num_workers,
-        "device": world.device,
-        "stall_timeout_s": stall_timeout_s,
-    }
-    with Loader(batches, 0, len(batches), **loading) as loader:
-        for number, batch in enumerate(loader):
-            filled = batches.num_filled(number)
-            ids = batch.ids[:filled].to(world.device, non_blocking=True)
-            inputs = augment.normalize(batch.images)
-            for name, model in models.items():
-                with autocast(precision, world.device):
-                    logits = model(inputs)
-                counters[name].add(logits, batch.labels, batch.weights)
-                predictions[name][ids] = predicted_classes(logits.float()[:filled])
-            if on_batch is not None:
-                on_batch(number + 1, len(batches))
-    for name, model in models.items():
-        model.train(was_training[name])
-    results = {
-        name: Evaluation(counters[name].result(world), world.sum_(predictions[name]).cpu())
-        for name in models
-    }
-    for result in results.values():
-        seen = result.accuracy.num_images
-        if seen != split.num_samples:
-            raise RuntimeError(
-                f"evaluated {seen} images, {split.name!r} has {split.num_samples}: a bug in the"
-                " loader, please report it"
-            )
-    return results

@@ -11,12 +11,13 @@ import pytest
 import torch
 from processes import metrics, run
 
+from vit.build import build
 from vit.config_io import load_config, to_dict
 from vit.distributed import World
 from vit.model import create_model
 from vit.model_summary import flops_per_image
 from vit.plan import make_plan
-from vit.train import build, train
+from vit.train import train
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))

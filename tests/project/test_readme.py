@@ -23,8 +23,9 @@ from sklearn.datasets import load_digits
 
 import data_prep.command
 from vit import distributed
+from vit.build import build
 from vit.config_io import load_config
-from vit.train import build, train
+from vit.train import train
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

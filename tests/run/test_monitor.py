@@ -21,7 +21,8 @@ from vit.data.stages import TALLIED
 from vit.distributed import World
 from vit.plan import make_plan
 from vit.run.checkpoint import RunState
-from vit.run.monitor import Monitor, Waiting, _collect, collecting_at_log_lines, sum_up
+from vit.run.data_wait import Waiting, sum_up
+from vit.run.monitor import Monitor, _collect_garbage, collect_garbage_at_log_lines
 from vit.run.record import Record
 from vit.step import StepResult
 from vit.system.host import num_cores
@@ -60,8 +61,8 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
                 waited_s = PAUSE_S
             sums = torch.tensor([1.0, ROWS, 0, 0, waited_s])
             time.sleep(computing_s)
-            monitor.take(step, StepResult(sums, torch.tensor(1.0)))
-        monitor.read()
+            monitor.queue(step, StepResult(sums, torch.tensor(1.0)))
+        monitor.flush()
     record.close()
     line = (
         r"^data-bound: (\d+)% of the time was spent on waiting for images; the loader makes (\d+)"
@@ -90,14 +91,14 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
 
 def test_garbage_is_collected_at_log_lines_only():
     assert gc.isenabled()
-    _collect()
+    _collect_garbage()
     assert gc.get_freeze_count() == 0, "who does not ask for it has Python's own ways"
-    with collecting_at_log_lines():
+    with collect_garbage_at_log_lines():
         assert not gc.isenabled()
-        _collect()
+        _collect_garbage()
         set_aside = gc.get_freeze_count()
         assert set_aside > 0
-        _collect()
+        _collect_garbage()
         assert gc.get_freeze_count() == set_aside, "once"
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
@@ -128,8 +129,8 @@ def test_a_rank_that_others_wait_for_is_named_with_its_host(
             next(loader)
             time.sleep(0.4)
             sums = torch.tensor([1.0, ROWS, 0, 0, others_s, others_s, 0.3])
-            monitor.take(step, StepResult(sums, torch.tensor(1.0)))
-        monitor.read()
+            monitor.queue(step, StepResult(sums, torch.tensor(1.0)))
+        monitor.flush()
     record.close()
     for line in metrics(tmp_path, "train"):
         assert line["data_wait_s"] == line["data_wait_max_s"] == pytest.approx(0.3)

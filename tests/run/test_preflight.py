@@ -15,6 +15,7 @@ import pytest
 import torch
 from processes import REPOSITORY, TINY, environment, metrics, train
 
+from vit.build import build
 from vit.config import Config
 from vit.config_io import load_config
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
@@ -24,7 +25,6 @@ from vit.distributed import World
 from vit.plan import make_plan
 from vit.run.preflight import Preflight, check_disk, disk_needs, precision_note, preflight
 from vit.system.host import free_memory_bytes, num_cores, num_oom_kills
-from vit.train import build
 from vit.train import train as train_run
 
 GIB = 2**30

@@ -36,6 +36,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vit.distributed import World
+from vit.plan import Plan
 from vit.run.folder import CHECKPOINTS, INFO_FILE
 from vit.step import TrainStep
 from vit.system.meter import Meter
@@ -81,6 +82,14 @@ class RunState:
     facts: dict[str, Any] = field(default_factory=dict)
     """What must be the same after a resume: the data's fingerprint, the model's classes."""
 
+    def is_evaluation_due(self, plan: Plan) -> bool:
+        """Return whether an evaluation at this step is planned and was not made yet."""
+        return plan.evaluates_at(self.step) and self.evaluated_step < self.step
+
+    def is_finished(self, plan: Plan) -> bool:
+        """Return whether nothing is left to train and to evaluate."""
+        return self.step == plan.total_steps and not self.is_evaluation_due(plan)
+
     def take_best(self, *found: tuple[float, float]) -> bool:
         """Take the best of `found`, pairs of top-1 and loss; False if what was found before is as
         good. Of equal accuracies the smaller loss is better, as few images give few different
@@ -108,8 +117,8 @@ def tensors_of(train_step: TrainStep) -> dict[str, Tensor]:
         for key, value in train_step.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optim.{key}.{name}"] = value
-    tensors["scaler.loss_scale"] = train_step.loss_scale
-    tensors["scaler.steps_since_overflow"] = train_step.steps_since_overflow
+    tensors["scaler.loss_scale"] = train_step.loss_scale.value
+    tensors["scaler.steps_since_overflow"] = train_step.loss_scale.steps_since_overflow
     return {name: value.detach() for name, value in tensors.items()}
 
 

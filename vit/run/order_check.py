@@ -45,7 +45,7 @@ class OrderCheck:
             self._planned = (self._planned + sample_checksum(planned)) % 2**64
         self._next += 1
 
-    def __call__(self, step: int) -> None:
+    def compare(self, step: int) -> None:
         """Compare and record what was added since the last time. All ranks come here. Raises
         RuntimeError on a rank whose rows were not the plan's, AlreadyReported on the others."""
         if self._first == self._next:

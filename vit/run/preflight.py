@@ -31,7 +31,7 @@ from vit.distributed import World, local_world_size
 from vit.model import create_model
 from vit.optim import state_bytes
 from vit.plan import Plan
-from vit.step import AUTOCAST_DTYPE
+from vit.precision import AUTOCAST_DTYPE
 from vit.system.host import free_memory_bytes, num_cores, raise_open_files
 
 WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20

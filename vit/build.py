@@ -1,0 +1,388 @@
+"""`build` makes a `Run` out of a config: everything that `vit.train.train` works with.
+
+Data are opened and checked, and the plan derives every number from them. Model, optimizer and step
+are created, and filled from the newest checkpoint if the run folder has one. The record is opened
+last, when nothing can go wrong any more.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vit import config_io
+from vit.config import Config, InitConfig, ModelConfig
+from vit.data.augment.apply import create_augment
+from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
+from vit.data.shards.split import Split
+from vit.data.shuffle_quality import measure_shuffle
+from vit.data.sources import TrainSet
+from vit.data.stream import StreamBatches
+from vit.distributed import World, wrap
+from vit.ema import Ema
+from vit.evaluate import Evaluator
+from vit.exit import Interrupted, StopSignals
+from vit.model import create_model
+from vit.open_data import choose_num_classes, open_split, open_train_set
+from vit.optim import create_optimizer
+from vit.plan import Plan, make_plan
+from vit.run import checkpoint as checkpoints
+from vit.run.checkpoint import CheckpointError, RunState
+from vit.run.folder import CONFIG_FILE, RunLock, mark_stopped
+from vit.run.preflight import Preflight, check_disk, preflight
+from vit.run.record import Record, provenance
+from vit.run.resume import find_checkpoint
+from vit.run.start_lines import start_lines
+from vit.schedule import lr_at
+from vit.step import TrainStep, compile_blocks
+from vit.system.files import replacing
+from vit.weights import (
+    LoadedWeights,
+    WeightsError,
+    class_mismatch,
+    fingerprint,
+    grid_size,
+    load_weights,
+    read_weights,
+)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run, and what follows from them."""
+
+    plan: Plan
+    train_set: TrainSet
+    batches: TrainBatches | StreamBatches
+    val_split: Split
+    image_format: ImageFormat
+    num_classes: int
+    """Outputs of the model's head."""
+    checked: Preflight
+    facts: dict[str, Any]
+    """What must be the same after a resume."""
+
+
+@dataclass
+class Run:
+    """A run that is ready to be trained, from its first step or from a checkpoint."""
+
+    config: Config
+    world: World
+    folder: Path
+    plan: Plan
+    batches: TrainBatches | StreamBatches
+    evaluator: Evaluator
+    train_step: TrainStep
+    state: RunState
+    record: Record
+    signals: StopSignals
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """Close the record, and give back the terminal, the folder and the signals."""
+        try:
+            if error is not None:
+                reason = f"{type(error).__name__}: {error}"
+                with suppress(ValueError):  # a full disk: the first error is the one to report
+                    self.record.write("end", self.state.step, outcome="error", reason=reason)
+        finally:
+            self.record.close()
+            self.signals.restore()
+
+    def models(self) -> dict[str, nn.Module]:
+        """Return the model, and its average if there is one, by name: model and ema."""
+        models = {"model": self.train_step.model}
+        if self.train_step.ema is not None:
+            models["ema"] = self.train_step.ema.module
+        return models
+
+
+def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run:
+    """Build the run of `config`, from its newest checkpoint if its folder has one.
+
+    allow_change: settings that may differ from the checkpoint's. Raises ValueError for what a user
+    can get wrong, and `vit.exit.Interrupted` if SIGTERM or SIGINT comes meanwhile, also while this
+    rank waits for another.
+    """
+    assert config.run.dir is not None, "load_config names the run folder"
+    folder = Path(config.run.dir)
+    is_new = world.is_main and not folder.is_dir()
+    lock = RunLock(folder)
+    signals = StopSignals()
+    try:
+        # 1. Lock the folder. One that does not exist yet is created and locked in part 6.
+        world.main_first(lambda: lock.acquire() if world.is_main and folder.is_dir() else None)
+
+        # 2. Data and plan. The cheap checks come first: a mistake should show within a second.
+        data = _open_data(config, world)
+        found = find_checkpoint(folder, config, data.facts, set(allow_change), world)
+        checked = data.checked
+        with world.fail_together():
+            if world.is_main and (found is None or found[1]["step"] < data.plan.total_steps):
+                checked = check_disk(checked, config, data.plan, folder, data.num_classes)
+
+        # 3. The model. All ranks draw the same weights from the seed, or load the same file.
+        facts = dict(data.facts)
+        with world.fail_together():
+            torch.manual_seed(config.train.seed)
+            model = create_model(config.model, num_classes=data.num_classes)
+            if config.init.checkpoint is not None and found is None:
+                names = data.train_set.split.class_names
+                loaded, notes = _load_initial_weights(
+                    model, config.init, config.model, names, data.num_classes
+                )
+                facts["init_sha256"] = fingerprint(loaded.weights)
+                for note in notes if world.is_main else []:
+                    print(f"{loaded.path}: {note}", file=sys.stderr)
+
+        # 4. Everything that an update changes, and the evaluation of it.
+        train_step = _create_train_step(config, data, model.to(world.device), world)
+        evaluator = Evaluator(
+            data.val_split,
+            data.image_format,
+            train_step.augment,
+            world,
+            config.eval,
+            precision=config.train.precision,
+            num_workers=config.data.num_workers,
+            stall_timeout_s=config.data.stall_timeout_s,
+        )
+
+        # 5. The checkpoint, in place: DDP and the average keep their tensors.
+        state = RunState(facts={**facts, "grid_size": grid_size(model)})
+        if found is not None:
+            with world.fail_together():
+                state = _load_checkpoint(*found, train_step, data.plan)
+
+        # 6. The record: main rank first, since it creates the folder.
+        record = world.main_first(
+            lambda: _start_record(config, world, folder, lock, data, checked, state, model)
+        )
+        # From here on a signal is remembered, and the loop acts on it at the next step.
+        signals.remember_only()
+    except BaseException as error:
+        signals.restore()
+        # Slurm's script decides by the mark whether to go on, also with a run that is still new.
+        was_preempted = isinstance(error, Interrupted) and error.number == signal.SIGTERM
+        if isinstance(error, Interrupted) and (lock.is_held or (is_new and was_preempted)):
+            with suppress(OSError, CheckpointError):  # the signal is what to report
+                folder.mkdir(parents=True, exist_ok=True)
+                newest = checkpoints.newest_checkpoint(folder)
+                mark_stopped(folder, newest[1]["step"] if newest else 0, error.number.name)
+        raise
+    return Run(
+        config=config,
+        world=world,
+        folder=folder,
+        plan=data.plan,
+        batches=data.batches,
+        evaluator=evaluator,
+        train_step=train_step,
+        state=state,
+        record=record,
+        signals=signals,
+    )
+
+
+def _open_data(config: Config, world: World) -> RunData:
+    """Open the data, derive the plan, and check the host against both."""
+    val_split = open_split(config.data, config.data.val_split, world)
+    train_set = open_train_set(config.data, val_split, world, config.model.num_classes)
+    split = train_set.split
+    with world.fail_together():
+        plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)
+        num_classes = choose_num_classes(config.model, config.data, split, val_split)
+        image_format = ImageFormat.from_config(config.model, config.data)
+        common: dict[str, Any] = {
+            "rank": world.rank,
+            "world_size": world.size,
+            "on_bad_image": config.data.on_bad_image,
+        }
+        batches: TrainBatches | StreamBatches
+        if config.data.reader == "index":
+            common["num_batches"] = plan.total_steps
+            batches = TrainBatches(split, order, config.augment, image_format, **common)
+        else:
+            common["num_workers"] = config.data.num_workers
+            batches = StreamBatches(split, order, config.augment, image_format, **common)
+        val_batches = EvalBatches(
+            val_split,
+            image_format,
+            config.eval,
+            config.eval.batch_size,
+            rank=world.rank,
+            world_size=world.size,
+        )
+        checked = preflight(config, world, plan, batches, val_batches)
+    facts = {
+        "num_samples": split.num_samples,
+        "index_sha256": world.check_same(split.identity, "training data"),
+        "num_classes": num_classes,
+        "class_names": split.class_names,
+    }
+    world.check_same(lambda: train_set.identity, "chosen samples")
+    if train_set.identity:
+        facts["chosen"] = train_set.identity
+    return RunData(plan, train_set, batches, val_split, image_format, num_classes, checked, facts)
+
+
+def _load_initial_weights(
+    model: nn.Module,
+    init: InitConfig,
+    model_config: ModelConfig,
+    class_names: list[str],
+    num_classes: int,
+) -> tuple[LoadedWeights, list[str]]:
+    """Load `init.checkpoint` into `model`; returns the weights and notes about how they fitted."""
+    assert init.checkpoint is not None, "the caller looks"
+    loaded = read_weights(init.checkpoint)
+    try:
+        notes = load_weights(model, loaded.weights, loaded.grid_size, init.reset_head)
+    except WeightsError as error:
+        other = _other_model_settings(loaded, model_config)
+        raise WeightsError(f"{loaded.path}: {error}{other}") from None
+    if not init.reset_head:
+        mismatch = class_mismatch(loaded, class_names, num_classes)
+        if mismatch:
+            notes.append(f"{mismatch}; init.reset_head=true starts the head anew")
+    return loaded, notes
+
+
+def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
+    """Return which settings of the config inside the weights differ from `model`, "" for none.
+
+    Image size and rates are left out: they change no shapes.
+    """
+    if not loaded.config:
+        return ""
+    there = {"model": loaded.config.get("model", {})}
+    here = {"model": model.model_dump(mode="json")}
+    lines = [
+        f"{key} is {old} there, {new} here"
+        for key, (old, new) in config_io.differences(there, here).items()
+        if not key.endswith(("image_size", "_rate"))
+    ]
+    return f"; {', '.join(lines)}" if lines else ""
+
+
+def _create_train_step(config: Config, data: RunData, model: nn.Module, world: World) -> TrainStep:
+    # The average copies the model before anything is compiled into it.
+    ema = None
+    if config.train.ema_decay is not None:
+        ema = Ema(model, config.train.ema_decay, config.train.ema_warmup)
+    if config.train.compile:
+        compile_blocks(model)
+    return TrainStep(
+        model,
+        wrap(model, world),
+        create_optimizer(model, config.optim),
+        create_augment(
+            config.augment,
+            config.data,
+            data.num_classes,
+            world.device,
+            compiled=config.train.compile,
+        ),
+        world,
+        lr_at=partial(
+            lr_at,
+            peak_lr=config.optim.lr,
+            total_steps=data.plan.total_steps,
+            warmup_steps=data.plan.warmup_steps,
+            name=config.schedule.name,
+            min_lr=config.schedule.min_lr,
+        ),
+        micro_batch_size=data.plan.micro_batch_size,
+        precision=config.train.precision,
+        label_smoothing=config.loss.label_smoothing,
+        clip_grad_norm=config.optim.clip_grad_norm,
+        ema=ema,
+        seed=config.train.seed,
+    )
+
+
+def _load_checkpoint(
+    folder: Path, info: dict[str, Any], train_step: TrainStep, plan: Plan
+) -> RunState:
+    state = checkpoints.load_checkpoint(folder, info, train_step)
+    if state.step > plan.total_steps:
+        raise ValueError(
+            f"{folder.parents[1]} has come to step {state.step}, the run is to end at"
+            f" {plan.total_steps}: nothing is left to train"
+        )
+    state.restarts += 1
+    return state
+
+
+def _start_record(
+    config: Config,
+    world: World,
+    folder: Path,
+    lock: RunLock,
+    data: RunData,
+    checked: Preflight,
+    state: RunState,
+    model: nn.Module,
+) -> Record:
+    """Open the record, and write on the main rank what is known before the first step."""
+    if not world.is_main:
+        return Record(folder, config.log, False, total_steps=data.plan.total_steps)
+    values = config_io.to_dict(config)
+    made_by = provenance()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        record = Record(
+            folder,
+            config.log,
+            True,
+            total_steps=data.plan.total_steps,
+            first_step=state.step,
+            lock=lock,
+        )
+        header = "".join(f"# {key}: {value}\n" for key, value in made_by.items())
+        with replacing(folder / CONFIG_FILE) as file:
+            file.write((header + config_io.dump_yaml(values)).encode())
+    except OSError as error:
+        raise ValueError(
+            f"run.dir={folder}: cannot be written ({error.strerror}): choose another folder, or"
+            " free some space"
+        ) from None
+
+    shuffle = None
+    if isinstance(data.batches, TrainBatches):
+        labels = data.batches.split.index["label"]
+        shuffle = measure_shuffle(data.batches.order, labels)
+    record.write(
+        "start",
+        state.step,
+        restarts=state.restarts,
+        world_size=world.size,
+        device=str(world.device),
+        **made_by,
+        exact=isinstance(data.batches, TrainBatches),
+        plan=asdict(data.plan),
+        preflight=checked.numbers,
+        shuffle=None if shuffle is None else asdict(shuffle),
+        chosen=data.train_set.identity or None,
+    )
+    for line in [f"chosen: {line}" for line in data.train_set.summary] + list(checked.lines):
+        record.say(line)
+    for line in start_lines(config, data.plan, world, model, data.batches, shuffle, state):
+        record.say(line)
+    if not state.is_finished(data.plan):  # the same command again on a finished run adds nothing
+        record.start_wandb({**values, "provenance": made_by})
+    return record

@@ -1,0 +1,127 @@
+"""Fine-tune weights and report what it gained, image by image.
+
+The weights are evaluated on the images of the fine-tuning, at the size they were trained at and at
+the new one; then training runs, or continues; then its result is evaluated on the same images.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from vit.build import build
+from vit.config import Config
+from vit.distributed import World
+from vit.evaluate_weights import Result, evaluate_weights, size_text, with_settings
+from vit.metrics import paired_difference
+from vit.open_data import open_split
+from vit.run.checkpoint import newest_checkpoint
+from vit.train import train
+from vit.weights import LoadedWeights, fingerprint, read_weights
+
+VIEW_KEYS = ("crop_pct", "resize_px", "crop_mode", "resizer")
+"""Settings in `eval` that go with the image size."""
+
+
+def finetune(
+    loaded: LoadedWeights,
+    base: Config | None,
+    problem: str,
+    tuned: Config,
+    world: World,
+    out: TextIO,
+    as_json: bool,
+) -> None:
+    """Fine-tune `loaded` by `tuned`, and print the accuracy before and after to `out`.
+
+    base: the config of `loaded`; None, with the reason in `problem`, if they cannot be evaluated as
+    they are. as_json: also print one object on stdout, as `launch/eval.py` describes it. Raises
+    ValueError if the run folder was fine-tuned from other weights.
+    """
+    assert tuned.run.dir is not None, "load_config names it"
+    with world.fail_together():
+        if world.is_main:
+            _check_same_start(Path(tuned.run.dir), loaded)
+    split = open_split(tuned.data, tuned.data.val_split, world)
+    if base is not None and split.num_classes != loaded.num_classes:
+        problem = (
+            f"{loaded.path} knows {loaded.num_classes} classes, {split.root} has"
+            f" {split.num_classes}"
+        )
+    before: dict[str, Result] = {}
+    if base is not None and not problem:
+        before = _evaluate_before(loaded, base, tuned, world, out)
+    elif world.is_main:
+        print(f"no accuracy before: {problem}", file=out)
+
+    if train(build(tuned, world)) == "stopped":
+        if world.is_main:
+            print(
+                f"fine-tuning was stopped before its end and is saved in {tuned.run.dir}: the same"
+                " command continues it",
+                file=out,
+            )
+            if as_json:
+                print(json.dumps({"stopped": True, "run": tuned.run.dir}))
+        return
+
+    world.barrier()  # the main rank may still be drawing its report
+    after = evaluate_weights(read_weights(tuned.run.dir), tuned, world, out)
+    if not world.is_main:
+        return
+    labels = torch.from_numpy(split.index["label"].astype("int64"))
+    is_right = after.evaluation.predictions == labels
+    differences = {
+        name: paired_difference(result.evaluation.predictions == labels, is_right)
+        for name, result in before.items()
+    }
+    if base is not None and before:
+        size = size_text(tuned)
+        against = {
+            "before": f"base at {size_text(base)}",
+            "before_resized": f"base at {size}, untrained there",
+        }
+        num_images = split.num_samples
+        print(f"fine-tuned at {size}, image by image on the same {num_images}:", file=out)
+        for name, difference in differences.items():
+            print(f"  against the {against[name]}: {difference}", file=out)
+    if as_json:
+        found = after.as_json | {name: result.as_json for name, result in before.items()}
+        found["difference"] = {name: asdict(value) for name, value in differences.items()}
+        print(json.dumps(found))
+
+
+def _check_same_start(run_dir: Path, loaded: LoadedWeights) -> None:
+    """Raise ValueError if `run_dir` has a checkpoint that began with other weights."""
+    found = newest_checkpoint(run_dir)
+    if found is None:
+        return
+    _, info = found
+    if info["facts"].get("init_sha256") not in (None, fingerprint(loaded.weights)):
+        raise ValueError(
+            f"{run_dir} was fine-tuned from other weights than {loaded.path} holds now: use another"
+            " run.dir, or remove it"
+        )
+
+
+def _evaluate_before(
+    loaded: LoadedWeights, base: Config, tuned: Config, world: World, out: TextIO
+) -> dict[str, Result]:
+    """Evaluate `loaded` on the images of `tuned`, at its own size and at that of `tuned`."""
+    settings = {
+        "data.root": tuned.data.root,
+        "data.val_split": tuned.data.val_split,
+        "data.num_workers": tuned.data.num_workers,
+        "eval.batch_size": tuned.eval.batch_size,
+    }
+    before = {"before": evaluate_weights(loaded, with_settings(base, settings), world, out)}
+    if size_text(tuned) != size_text(base):
+        settings["model.image_size"] = tuned.model.image_size
+        settings |= {f"eval.{key}": getattr(tuned.eval, key) for key in VIEW_KEYS}
+        config = with_settings(base, settings)
+        before["before_resized"] = evaluate_weights(loaded, config, world, out)
+    return before
