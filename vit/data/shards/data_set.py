@@ -362,8 +362,8 @@ def _check_labels(
     num_classes = num_classes or largest + 1
     if count:
         raise ShardError(
-            f"{root}/_info.json, split {split!r}: {count} labels lie outside [0, {num_classes}), the"
-            f" first is {index['label'][first]} (sample {first}, {described.filenames[shard]});"
+            f"{root}/_info.json, split {split!r}: {count} labels lie outside [0, {num_classes}),"
+            f" the first is {index['label'][first]} (sample {first}, {described.filenames[shard]});"
             " correct the shard, or the classes in _info.json"
         )
     return index, num_classes

@@ -1,9 +1,7 @@
-"""What may stand in `_info.json` and in sidecars, which people edit: types are looked at when they
-are read. Free of torch.
+"""Types of the fields in `_info.json` and in sidecars, which people may edit.
 
-The data's story: JSON comes in as a dictionary; a value of another type than the code reads is told
-with its place, before it is used. Keys that are absent, and others than these, are left to who
-reads them.
+JSON is read as a dictionary; `check_types` names the place of a value of another type than the code
+expects. Missing keys and unknown keys are left to the caller.
 """
 
 from __future__ import annotations
@@ -68,24 +66,23 @@ SIDECAR = TypeAdapter(_Sidecar)
 
 
 def check_types(content: Mapping[str, Any], kind: TypeAdapter[Any], where: Path | str) -> None:
-    """Raise ShardError naming the first value in the INFO or SIDECAR at `where` that is of another
-    type than the code reads."""
+    """Raise ShardError for the first value in `content` that is not of its type in `kind`.
+
+    where: the file, to show.
+    """
     try:
         kind.validate_python(content, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = "".join(
-            f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
-        ).removeprefix(".")
+        parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
+        place = "".join(parts).removeprefix(".")
         expected = first["msg"].replace("Input should be", "expected")
-        given = (
-            f"is {str(first['input'])[:60]!r}, {expected}"
-            if first["type"] != "missing"
-            else "is missing"
-        )
-        raise ShardError(f"{where}: {place} {given}; restore it from its source") from error
+        problem = f"is {str(first['input'])[:60]!r}, {expected}"
+        if first["type"] == "missing":
+            problem = "is missing"
+        raise ShardError(f"{where}: {place} {problem}; restore it from its source") from error
 
 
 def is_sidecar(content: Mapping[str, Any]) -> bool:
-    """Whether a JSON file beside a tar is a sidecar of ours."""
+    """Return whether a JSON file next to a tar is a sidecar of ours."""
     return {"filename", "num_samples", "bytes", "sha256"} <= content.keys()
