@@ -10,16 +10,10 @@ import torch
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 
+from vit.class_names import class_mismatch
 from vit.model import VisionTransformer, create_model
 from vit.posemb import resample_posemb
-from vit.weights import (
-    LoadedWeights,
-    WeightsError,
-    class_mismatch,
-    load_weights,
-    read_state_dict,
-    save_weights,
-)
+from vit.weights import LoadedWeights, WeightsError, load_weights, read_state_dict, save_weights
 
 TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
 

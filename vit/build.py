@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from vit import config_io
+from vit.class_names import class_mismatch
 from vit.config import Config, InitConfig, ModelConfig
 from vit.data.augment.apply import create_augment
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
@@ -48,7 +49,6 @@ from vit.system.files import replacing
 from vit.weights import (
     LoadedWeights,
     WeightsError,
-    class_mismatch,
     fingerprint,
     grid_size,
     load_weights,

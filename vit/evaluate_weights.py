@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TextIO
 
 from vit import config_io
+from vit.class_names import class_mismatch
 from vit.config import Config
 from vit.data.augment.apply import create_augment
 from vit.data.batches import ImageFormat
@@ -17,7 +18,7 @@ from vit.model import create_model
 from vit.open_data import open_split
 from vit.run.preflight import precision_note
 from vit.system.meter import Meter
-from vit.weights import LoadedWeights, class_mismatch, load_weights
+from vit.weights import LoadedWeights, load_weights
 
 
 class Result(NamedTuple):

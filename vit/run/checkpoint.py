@@ -39,8 +39,9 @@ from vit.distributed import World
 from vit.plan import Plan
 from vit.run.folder import CHECKPOINTS, INFO_FILE
 from vit.step import TrainStep
+from vit.system.files import flush
 from vit.system.meter import Meter
-from vit.weights import WeightsError, flush, save_weights
+from vit.weights import WeightsError, save_weights
 
 FORMAT_VERSION = 1
 STATE_FILE = "state.safetensors"
@@ -154,7 +155,7 @@ def save_checkpoint(
             shutil.rmtree(folder.with_name(f".tmp_{folder.name}"), ignore_errors=True)
             if isinstance(error, WeightsError):
                 raise CheckpointError(str(error)) from None
-            remedy = "make room or mend its permissions, and run the same command again"
+            remedy = "free some space or fix the permissions, and run the same command again"
             raise CheckpointError(
                 f"{folder}: cannot be written ({error.strerror}); earlier checkpoints are"
                 f" untouched: {remedy}"

@@ -184,3 +184,15 @@ def parse_json(content: bytes, where: Path | str) -> dict[str, Any]:
             " source"
         )
     return parsed
+
+
+def flush(path: Path) -> None:
+    """Force a file, or the entries of a folder, to the disk.
+
+    Without it a renamed file may be empty after a power cut.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
