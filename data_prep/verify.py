@@ -1,22 +1,22 @@
-"""Is a finished data set what it says it is? Re-reads everything and names what is wrong.
+"""Check a finished data set: re-read everything and report what is wrong.
 
     python -m data_prep.verify ROOT [--workers N] [--strict]
-    python -m data_prep.verify ROOT --quick [--sample N]         ROOT: a folder, or its URL (https://, s3://, gs://)
+    python -m data_prep.verify ROOT --quick [--sample N]
 
-The data's story: `_info.json` says which shards there are; the folder is compared with it; worker
-processes read every shard to the last byte (data_prep/check/shard_checks.py) and decode every
-image; what they saw is put together (data_prep/check/set_checks.py) to find labels without images,
-keys that are there twice, and equal images; class names, keys and labels are compared with the hash
-that was taken of them before anything was written. Shards at a URL are fetched one after the other
-into the folder for temporary files. Nothing is written or repaired.
+ROOT is a folder or its URL (https://, s3://, gs://). `_info.json` says which shards there are; the
+folder is compared with it (data_prep/check/set_checks.py); worker processes read every shard
+completely (data_prep/check/shard_checks.py) and decode every image; what they saw is put together
+(data_prep/check/sample_checks.py) to find labels without images, repeated keys and equal images;
+class names, keys and labels are compared with the hash taken of them before anything was written.
+Shards at a URL are fetched one at a time into the folder for temporary files. Nothing is written or
+repaired.
 
-Problems and notes. A problem is what differs from what was recorded, or cannot be trained on: exit
-status 1. A note is what may be so in the source: the same image under two labels or in both splits
-(published data sets have such); or files that are in nobody's way. It is told and counted, and
-fails with --strict only. Status 2: it could not run at all.
+A problem is what differs from what was recorded, or cannot be trained on: exit status 1. A note is
+what may be so in the source, such as the same image under two labels or in both splits, or a file
+that does no harm; it fails with --strict only. Exit status 2: the check could not run.
 
---quick reads no whole shard: sizes, all `.idx` and index rows, and a sample of the images, some of
-every shard (at a URL by ranges). At its end it says what it left out.
+--quick reads no shard completely: sizes, all `.idx` and index rows, and a sample of the images,
+some of every shard (at a URL by ranges). At its end it lists what it left out.
 
 Memory: some 30 bytes an image in the main process (40 MB for ImageNet-1k), and one shard's headers
 in each worker.
@@ -35,23 +35,16 @@ from rich.console import Console
 from rich.table import Table
 
 from data_prep.check.data_set import DataSet, Part, opened_data_set
-from data_prep.check.set_checks import (
+from data_prep.check.quick_checks import check_shard_quickly
+from data_prep.check.sample_checks import (
     check_catalogue,
     check_duplicates,
-    check_folder,
     check_keys,
     check_labels,
-    check_quarantine,
     images_per_class,
 )
-from data_prep.check.shard_checks import (
-    Checked,
-    Found,
-    Shard,
-    check_shard,
-    check_shard_quickly,
-    counted,
-)
+from data_prep.check.set_checks import check_folder, check_quarantine
+from data_prep.check.shard_checks import Checked, Found, Shard, check_shard, counted
 from data_prep.command import Parser, add_workers_argument, positive, run
 from data_prep.write.card_text import number_range
 from data_prep.write.jobs import run_jobs
@@ -72,7 +65,7 @@ SUBJECTS = {
 
 @dataclass
 class Report:
-    """What came out."""
+    """The result of `verify`."""
 
     data: DataSet
     quick: bool
@@ -89,52 +82,43 @@ def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Repo
 
     Raises PrepError or ShardError where there is nothing that could be checked.
     """
-    start = time.monotonic()
+    start_s = time.monotonic()
     with opened_data_set(place) as data:
-        found = [
-            *check_folder(data),
-            *check_quarantine(data),
-            *check_shards(data, workers, num_sampled),
-        ]
+        found = [*check_folder(data), *check_quarantine(data)]
+        found += check_shards(data, workers, num_sampled)
         found += check_labels(data)
         if num_sampled is None:
             found += [*check_catalogue(data), *check_keys(data), *check_duplicates(data)]
-        return Report(data, num_sampled is not None, found, time.monotonic() - start)
+        return Report(data, num_sampled is not None, found, time.monotonic() - start_s)
 
 
 def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterator[Found]:
-    """Check the contents of all shards that are there, in worker processes. num_sampled: images of
-    a quick check; None: all."""
-    total = sum(sum(part.described["shard_lengths"]) for part in data.parts)
+    """Check the contents of all existing shards, in worker processes.
+
+    num_sampled: images of a quick check; None: all.
+    """
+    total = sum(part.num_samples for part in data.parts)
+    check = check_shard if num_sampled is None else check_shard_quickly
     jobs: list[tuple[Any, Any, Any]] = []
     num_images = 0
     for which, part in enumerate(data.parts):
         for number in part.present:
-            length = part.described["shard_lengths"][number]
-            chosen = (
-                0 if num_sampled is None else min(length, -(-num_sampled * length // max(1, total)))
-            )
-            shard = shard_of(data, part, number, chosen)
-            jobs.append(
-                (
-                    check_shard if num_sampled is None else check_shard_quickly,
-                    shard,
-                    (which, number),
-                )
-            )
-            num_images += length if num_sampled is None else chosen
+            length = part.lengths[number]
+            if num_sampled is not None:
+                length = min(length, -(-num_sampled * length // max(1, total)))
+            jobs.append((check, shard_of(data, part, number, length), (which, number)))
+            num_images += length
     found: dict[tuple[int, int], list[Found]] = {}
 
     def keep(place: tuple[int, int], checked: Checked) -> None:
+        part = data.parts[place[0]]
         found[place] = checked.found
-        data.parts[place[0]].num_checked += checked.num_checked
+        part.num_checked += checked.num_checked
         data.num_hashed += checked.hashed
         if len(checked.seen):
-            data.parts[place[0]].seen[place[1]] = checked.seen
+            part.seen[place[1]] = checked.seen
 
-    run_jobs(
-        jobs, workers, what="verifying", num_jobs=len(jobs), num_images=num_images, on_result=keep
-    )
+    run_jobs(jobs, workers, "verifying", num_jobs=len(jobs), num_images=num_images, on_result=keep)
     for place in sorted(found):
         yield from found[place]
 
@@ -149,7 +133,7 @@ def shard_of(data: DataSet, part: Part, number: int, num_sampled: int = 0) -> Sh
         tars_at=data.tars_at,
         index_path=data.root / f"{part.name}.index.npy" if part.index is not None else None,
         first=part.firsts[number],
-        num_samples=part.described["shard_lengths"][number],
+        num_samples=part.lengths[number],
         sha256=part.sha256_of(name),
         ours=data.ours,
         seed=data.seed,
@@ -162,8 +146,7 @@ def shard_of(data: DataSet, part: Part, number: int, num_sampled: int = 0) -> Sh
 
 
 def print_report(report: Report) -> None:
-    """Problems and notes by subject, then a table of what is there, then what was checked and the
-    verdict. Plain lines in a log file."""
+    """Print problems and notes by subject, a table of the splits, what was checked, the verdict."""
     for fails, heading in ((True, "PROBLEMS"), (False, "Notes (they fail with --strict only)")):
         chosen = [found for found in report.found if found.fails == fails]
         if chosen:
@@ -173,81 +156,58 @@ def print_report(report: Report) -> None:
             if lines:
                 print(f"  {title}")
             for line in lines:
-                print(
-                    "\n      ".join(
-                        [
-                            f"    {printable(f'{line.where}: {line.text}')}",
-                            *map(printable, line.details),
-                        ]
-                    )
-                )
+                print(f"    {printable(f'{line.where}: {line.text}')}")
+                for detail in line.details:
+                    print(f"      {printable(detail)}")
     print()
     Console(highlight=False).print(table(report))
     num_checked = sum(part.num_checked for part in report.data.parts)
     print("\n  ".join(["Checked:", *_compared(report, counted(num_checked, "image"))]))
-    problems = report.count(fails=True)
-    notes = report.count(fails=False)
-    verdict = (
-        counted(problems, "problem")
-        if problems
-        else "right, as far as checked"
-        if report.quick
-        else "right"
-    )
-    print(
-        f"{report.data.shown}: {verdict}{', ' + counted(notes, 'note') if notes else ''},"
-        f" {report.elapsed_s:.1f} s"
-    )
+    verdict = "right, as far as checked" if report.quick else "right"
+    if problems := report.count(fails=True):
+        verdict = counted(problems, "problem")
+    if notes := report.count(fails=False):
+        verdict += f", {counted(notes, 'note')}"
+    print(f"{report.data.shown}: {verdict}, {report.elapsed_s:.1f} s")
 
 
 def _compared(report: Report, images: str) -> list[str]:
-    """What was really compared, and after a quick check what was not."""
+    """What was compared, and after a quick check what was not."""
     data = report.data
-    beside = "sizes of the files, sidecars, quarantine, and the hashes that are recorded of them"
+    records = "sizes of the files, sidecars, quarantine, and the hashes that are recorded of them"
     if report.quick:
         return [
-            beside,
+            records,
             "`.idx` against index, row by row; labels and images of each class in the index",
-            (
-                f"{images}, spread over all shards, found through the index and decoded to the end;"
-                " their keys, labels and checksums"
-            ),
-            (
-                "NOT checked, leave out --quick for these: all other images, and their labels in"
-                " the tars; sha256 of the shards; tar structure, member names, class names, keys"
-                " that are there twice, equal images"
-            ),
+            f"{images}, spread over all shards, found through the index and decoded to the end;"
+            " their keys, labels and checksums",
+            "NOT checked, leave out --quick for these: all other images, and their labels in the"
+            " tars; sha256 of the shards; tar structure, member names, class names, repeated keys,"
+            " equal images",
         ]
     num_shards = sum(len(part.filenames) for part in data.parts)
     hashed = f"every byte of {data.num_hashed:,} of {num_shards:,} shards against its sha256"
-    no_names = (
-        "class names, keys and labels against NOTHING: no hash of them is recorded, or not all"
-        " samples were seen"
-    )
+    if data.num_hashed < num_shards:
+        hashed += "; of the others none is recorded, or they were not read"
+    names = "class names, keys and labels against the hash of those the data set was made of"
+    if not data.catalogue_compared:
+        names = (
+            "class names, keys and labels against NOTHING: no hash of them is recorded, or not all"
+            " samples were seen"
+        )
     return [
-        beside,
-        hashed
-        + (
-            ""
-            if data.num_hashed == num_shards
-            else "; of the others none is recorded, or they were not read"
-        ),
+        records,
+        hashed,
         "tar structure, member names; `.idx` and index, row by row, against what the tars give",
         f"{images}, decoded to the end; sizes in pixels",
-        (
-            "class names, keys and labels against the hash of those the data set was made of"
-            if data.catalogue_compared
-            else no_names
-        ),
-        "images of each class, keys that are there twice, equal images (by 64 bits of a hash)",
+        names,
+        "images of each class, repeated keys, equal images (by 64 bits of a hash)",
     ]
 
 
 def _images_per_class(data: DataSet, part: Part) -> str:
     counts = images_per_class(data, part)
-    if not len(counts):
-        return "-"
-    return number_range(counts)
+    return number_range(counts) if len(counts) else "-"
 
 
 ROWS: dict[str, Callable[[DataSet, Part], str]] = {

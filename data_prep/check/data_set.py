@@ -1,8 +1,7 @@
-"""A finished data set as `verify` has it: what is recorded of it, and what was found. Free of
-torch.
+"""A finished data set as `verify` sees it: what is recorded, and what was found.
 
-The data's story: a data set in a folder is looked at where it lies; of one at a URL all but the
-shards is copied to a folder of our own.
+A data set in a folder is read in place; of one at a URL everything but the shards is copied to a
+temporary folder.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from data_prep.errors import PrepError
-from data_prep.write.index_shard import called
+from data_prep.write.index_shard import renamed_errors
 from data_prep.write.output import temporary_folder
+from vit.data.shards.index_file import first_samples
 from vit.data.shards.info_file import read_info
 from vit.data.shards.members import recorded_layout
 from vit.data.shards.split import Split
@@ -30,7 +30,7 @@ from vit.system.files import ShardError, write_json
 
 @dataclass
 class Part:
-    """One split of the data set: what is recorded, and what was found."""
+    """One split: what is recorded, and what was found."""
 
     name: str
     described: dict[str, Any]
@@ -38,11 +38,11 @@ class Part:
     """The index file, mapped; None if it does not fit."""
     sidecars: dict[str, dict[str, Any]] = field(default_factory=dict)
     present: list[int] = field(default_factory=list)
-    """Numbers of the shards that are there in their recorded size."""
+    """Numbers of the shards that exist in their recorded size."""
     seen: dict[int, np.ndarray] = field(default_factory=dict)
-    """SEEN_DTYPE of each shard that was walked."""
+    """SEEN_DTYPE of each shard that was read."""
     num_bytes: int = 0
-    """Of the tars that are there."""
+    """Of the existing tars."""
     num_checked: int = 0
 
     @property
@@ -50,19 +50,25 @@ class Part:
         return self.described["filenames"]
 
     @property
+    def lengths(self) -> list[int]:
+        """Samples of each shard."""
+        return self.described["shard_lengths"]
+
+    @property
     def firsts(self) -> list[int]:
         """Number of each shard's first sample."""
-        lengths = self.described["shard_lengths"]
-        return (np.cumsum(lengths) - lengths).tolist()
+        return first_samples(self.lengths)[:-1]
+
+    @property
+    def num_samples(self) -> int:
+        """As recorded."""
+        return sum(self.lengths)
 
     def sha256_of(self, name: str) -> str | None:
-        """What is recorded of a shard's bytes."""
-        recorded = self.described.get("shard_sha256")
-        return (
-            recorded[self.filenames.index(name)]
-            if recorded
-            else self.sidecars.get(name, {}).get("sha256")
-        )
+        """The recorded hash of a shard."""
+        if recorded := self.described.get("shard_sha256"):
+            return recorded[self.filenames.index(name)]
+        return self.sidecars.get(name, {}).get("sha256")
 
     def quarantined(self) -> list[dict[str, Any]]:
         """The entries of all sidecars."""
@@ -72,25 +78,23 @@ class Part:
 
     def changed(self) -> Counter[str]:
         """Images that the writer converted, by reason."""
-        total: Counter[str] = Counter()
-        for sidecar in self.sidecars.values():
-            total.update(sidecar.get("changed", {}))
-        return total
+        changed = (Counter(sidecar.get("changed", {})) for sidecar in self.sidecars.values())
+        return sum(changed, Counter[str]())
 
     def labels(self) -> np.ndarray:
         """(n,) int32 of all samples seen; of the index after a quick check."""
         if self.seen:
             return np.concatenate([rows["label"] for rows in self.seen.values()])
-        return np.array([], np.int32) if self.index is None else np.asarray(self.index["label"])
+        return np.empty(0, np.int32) if self.index is None else np.asarray(self.index["label"])
 
 
 @dataclass
 class DataSet:
-    """A folder of shards and its `_info.json`; of one at a URL a copy of all but the shards."""
+    """A folder of shards and its `_info.json`; for a URL a copy of all but the shards."""
 
     root: Path
     shown: str
-    """What the user called it."""
+    """The folder or URL that the user gave."""
     tars_at: str | None
     """URL of the shards; None: they are in `root`."""
     info: dict[str, Any]
@@ -106,12 +110,12 @@ class DataSet:
 
     @property
     def seed(self) -> int:
-        """Of the hashes in the catalogue's."""
+        """That of the hashes in the catalogue."""
         return int((self.info.get("options") or {}).get("seed", 0)) if self.ours else 0
 
     @property
     def index_it(self) -> str:
-        """The command that makes what lies beside the tars."""
+        """How to make the files that accompany the tars."""
         return f"run `python -m data_prep.index {self.shown}`, which writes it"
 
     @property
@@ -123,22 +127,19 @@ class DataSet:
         return len(self.class_names) or self.info.get("num_classes")
 
     def class_name(self, label: int) -> str:
-        """A class for people."""
+        """A class in a message."""
         return f"class {self.class_names[label] if 0 <= label < len(self.class_names) else label}"
 
     def sample_name(self, part: Part, shard: int, row: int) -> str:
-        """A sample for people: its shard and its key, if the index leads to it, else its
-        position."""
+        """A sample in a message: its shard and its key, without an index its position."""
         place = f"row {row}"
         if part.index is not None and self.tars_at is None:
             layout = recorded_layout(self.info, self.root / part.filenames[0])
-            lengths = part.described["shard_lengths"]
-            names = part.filenames
             split = Split(
                 self.root,
                 part.name,
-                names,
-                lengths,
+                part.filenames,
+                part.lengths,
                 part.index,
                 self.num_classes or 0,
                 [],
@@ -151,69 +152,57 @@ class DataSet:
 
 @contextmanager
 def opened_data_set(place: str) -> Iterator[DataSet]:
-    """The data set at `place`, a folder or a URL. Raises PrepError or ShardError if there is none
-    that could be checked."""
+    """The data set at `place`, a folder or a URL.
+
+    Raises PrepError or ShardError if there is none that could be checked.
+    """
     root = local_path(place)
     if root is not None:
-        yield _opened(root, place, None)
+        yield _open(root, place, None)
         return
-    with temporary_folder() as folder, called(place, folder):
+    with temporary_folder() as folder, renamed_errors(place, folder):
         remote = RemoteFolder(place.rstrip("/"))
         write_json(folder / "_info.json", remote.read_info())
         info = read_info(folder)
-        tars = [
-            name for described in info["splits"].values() for name in described.get("filenames", [])
-        ]
-        beside = [
-            f"{name.removesuffix('.tar')}.{kind}" for name in tars for kind in ("idx", "json")
-        ]
-        names = [
-            *beside,
-            *(f"{split}.index.npy" for split in info["splits"]),
-            "quarantine.jsonl",
-            "dataset.md",
-            "contact_sheet.png",
-        ]
+        stems = [name.removesuffix(".tar") for name in tars_of(info)]
+        names = ["quarantine.jsonl", "dataset.md", "contact_sheet.png"]
+        names += [f"{split}.index.npy" for split in info["splits"]]
+        names += [f"{stem}.{kind}" for stem in stems for kind in ("idx", "json")]
 
         def fetch(name: str, version: Version | str) -> None:
-            if isinstance(version, Version):  # what is missing is told as in a folder
+            if isinstance(version, Version):  # a missing file is reported as in a folder
                 remote.fetch(name, version, folder / name)
 
         with ThreadPoolExecutor(16) as threads:
             list(threads.map(fetch, names, remote.stats(names)))
-        yield _opened(folder, place, str(remote))
+        yield _open(folder, place, str(remote))
 
 
-def _opened(root: Path, shown: str, url: str | None) -> DataSet:
+def _open(root: Path, shown: str, url: str | None) -> DataSet:
     if (root / "_writing.json").exists() and not (root / "_info.json").exists():
         raise PrepError(
             f"{root}: not finished yet; run the command that writes it again, it continues"
         )
     info = read_info(root)
-    tars_at = (
-        url
-        if "shards_at" not in info or any((root / name).exists() for name in tars_of(info))
-        else info["shards_at"]
-    )
-    parts = [Part(name, described) for name, described in info["splits"].items()]
-    for part in parts:
-        where = f"{root}/_info.json, split {part.name!r}"
-        lists = {key: part.described.get(key) or [] for key in ("filenames", "shard_lengths")}
-        if missing := [key for key, value in lists.items() if not value]:
+    tars_at = url
+    if "shards_at" in info and not any((root / name).exists() for name in tars_of(info)):
+        tars_at = info["shards_at"]
+    for name, described in info["splits"].items():
+        where = f"{root}/_info.json, split {name!r}"
+        needed = ("filenames", "shard_lengths")
+        if missing := [key for key in needed if not described.get(key)]:
             raise PrepError(
                 f"{where}: no {' and '.join(missing)}; move it away and run `python -m"
                 f" data_prep.index {root}`"
             )
-        lists |= {
-            key: part.described[key]
-            for key in ("shard_bytes", "shard_sha256")
-            if part.described.get(key)
-        }
-        if len({len(value) for value in lists.values()}) > 1:
-            counts = ", ".join(f"{len(value)} {key}" for key, value in lists.items())
+        keys = (*needed, "shard_bytes", "shard_sha256")
+        counts = {key: len(described[key]) for key in keys if described.get(key)}
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{count} {key}" for key, count in counts.items())
             raise PrepError(
-                f"{where}: {counts}, which should be equally many; restore it from its source"
+                f"{where}: {listed}, which should be equally many; restore it from its source"
             )
+    parts = [Part(name, described) for name, described in info["splits"].items()]
     return DataSet(root, shown, tars_at, info, parts)
 
 

@@ -1,8 +1,8 @@
-"""How `data_prep.index` is told to take samples: flags, a file of class names, and the record.
+"""How `data_prep.index` reads samples: flags, a file of class names, and the recorded layout.
 
-The data's story: the flags and the file become a layout (vit/data/shards/members.py). An
-`_info.json` that is there says how the index in its folder was made; without flags it is made so
-again, and other flags are an error, as they would give other labels. Free of torch.
+The flags and the file become a layout (vit/data/shards/members.py). An existing `_info.json`
+records the layout of its folder; without flags it is used again, and other flags are an error, as
+they would give other labels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vit.data.shards.members import FLAGS, INTEGER, SampleLayout, recorded_layou
 
 
 class Asked(NamedTuple):
-    """What a command line says of samples."""
+    """The flags about samples."""
 
     image: str | None = None
     label: str | None = None
@@ -34,8 +34,8 @@ def choose_layout(
 ) -> tuple[SampleLayout, list[str]]:
     """The layout, and the name of each class ([] if unknown). Raises PrepError.
 
-    info: the `_info.json` at `place`. first_tar: a shard in a folder, whose sidecar tells where
-    that file is of others.
+    info: the `_info.json` at `place`. first_tar: a shard in a folder, whose sidecar has the layout
+    if `_info.json` is not ours.
     """
     known = [str(name) for name in (info or {}).get("class_names") or []]
     recorded = SampleLayout() if info is None else recorded_layout(info, first_tar)
@@ -64,7 +64,7 @@ def choose_layout(
 
 
 def _suffix(text: str | None) -> str | None:
-    """Also `.jpg` is taken for `jpg`."""
+    """Accept `.jpg` for `jpg`."""
     return None if text is None else text.removeprefix(".")
 
 
@@ -92,13 +92,13 @@ def read_class_names(path: Path) -> list[str]:
         ) from error
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise PrepError(
-            f"--classes {path}: {twice[0]!r} stands there twice; labels need names that differ"
+            f"--classes {path}: {twice[0]!r} occurs twice; labels need names that differ"
         )
     for number, name in enumerate(names):
         if INTEGER.fullmatch(name) and int(name) != number:
             raise PrepError(
                 f"--classes {path}: class {number} is called {name!r}, and a label {name} could"
-                " mean either; give it a name in words"
+                " mean either; give it a name that is no number"
             )
     return names
 

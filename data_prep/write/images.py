@@ -1,15 +1,13 @@
-"""The image policy: encoded bytes of any source in, the bytes that go into a shard out. Free of
-torch.
+"""The image policy: encoded bytes of any source in, the bytes that go into a shard out.
 
-The data's story: the headers of a JPEG are read; if it is an ordinary one (8 bits, grey or colour)
-of which nothing else is wanted, its data are checked and its bytes pass untouched. All else is
-decoded and encoded anew: as an RGB JPEG of the policy's quality with full chroma resolution
-(4:4:4), or as a grey one if a grey JPEG is resized or turned. What no decoder takes is
-`Unreadable`, with the reason. Whatever came out gets restart markers if the policy wants them
-(data_prep/write/restart_markers.py). Equal bytes and policy give equal bytes.
+The headers of a JPEG are read; if it is an ordinary one (8 bits, grey or colour) that needs no
+change, its data are checked and its bytes pass untouched. Everything else is decoded and encoded
+again: as an RGB JPEG of the policy's quality with full chroma resolution (4:4:4), or as a grey one
+if a grey JPEG is resized or turned. What no decoder reads is `Unreadable`, with the reason. The
+result gets restart markers if the policy wants them (data_prep/write/restart_markers.py). Equal
+bytes and policy give equal bytes.
 
-Readable is what the loader can decode, and pixels are those that it would see:
-`vit.data.decode.images` decodes for both.
+Readable is what the loader can decode: `vit.data.decode.images` decodes for both.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ from vit.data.decode.jpeg_header import JpegHeader, read_header
 CHECKS = ("decode", "headers")
 RESTART_MARKERS = ("off", "auto")
 REFUSED_BY_STRICT = "JPEG that strict decoders refuse"
-"""The `change` of a JPEG that only Pillow takes; its bytes are untouched unless another change is
+"""The `change` of a JPEG that only Pillow reads; its bytes are untouched unless another change is
 named. Stray bytes, bad Huffman codes, odd sampling: most training code does not notice, so
-published numbers come with such images, and the loader falls back on Pillow."""
+published numbers include such images, and the loader falls back to Pillow."""
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -41,15 +39,14 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What makes an image with this EXIF orientation upright."""
+"""How an image with this EXIF orientation is made upright."""
 ORIENTATION_TAG = 0x0112
 ASKS_TO_BE_TURNED = "asks_to_be_turned"
-"""Key of sidecars and `_info.json`: images whose EXIF orientation was not applied; absent for
-none."""
+"""Key of sidecars and `_info.json`: number of images whose EXIF orientation was not applied."""
 
 
 class Unreadable(ValueError):
-    """An image that cannot become a sample; its text is the reason, without the image's name."""
+    """An image that cannot become a sample; its text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +54,15 @@ class ImagePolicy:
     """What is done to each image. Raises PrepError for values that make no sense."""
 
     check: str = "decode"
-    """One of CHECKS. decode: all data of each JPEG are decoded once. headers: its headers are read
-    and its end mark is looked for."""
+    """decode: each JPEG is decoded once. headers: only headers and end marker are checked."""
     apply_exif: bool = False
-    """Turn images upright by their EXIF orientation. Published numbers come from images that were
-    left as they are."""
+    """Turn images upright by their EXIF orientation. Published numbers come from unturned ones."""
     resize_short_side: int | None = None
-    """Pixels of the shorter side of images that are larger; bicubic, antialiased. Smaller images
-    stay as they are."""
+    """Shrink larger images to this shorter side, in pixels; bicubic, antialiased."""
     jpeg_quality: int = 95
-    """Of what has to be encoded anew; libjpeg's scale, 1 to 100."""
+    """Of re-encoded images; libjpeg's scale, 1 to 100."""
     restart_markers: str = "off"
-    """One of RESTART_MARKERS. auto: give all JPEGs restart markers, which needs the C part of this
-    package. Pixels stay the same."""
+    """auto: give all JPEGs restart markers, with the C part of this package; same pixels."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -95,9 +88,9 @@ class ImagePolicy:
             raise PrepError("; ".join(problems))
 
     def options(self) -> dict[str, Any]:
-        """JSON values that decide, with an image's bytes, what `prepare` returns."""
+        """The policy as JSON values, recorded with the data set."""
         options = asdict(self)
-        if self.restart_markers == "off":  # data sets of before there were any can be continued
+        if self.restart_markers == "off":  # so that earlier data sets can be continued
             del options["restart_markers"]
         return options
 
@@ -106,11 +99,9 @@ class ImagePolicy:
         short = self.resize_short_side
         if short is None or min(width, height) <= short:
             return width, height
-        return (
-            (short, int(short * height / width))
-            if width <= height
-            else (int(short * width / height), short)
-        )
+        if width <= height:
+            return short, int(short * height / width)
+        return int(short * width / height), short
 
     def is_turned(self, orientation: int) -> bool:
         """Whether pixels of this EXIF orientation are moved."""
@@ -126,14 +117,13 @@ class Prepared(NamedTuple):
     height: int
     """Pixels of `data`."""
     change: str | None
-    """What was done or is remarkable, in few words that can be counted: "CMYK JPEG", "PNG (RGBA),
-    resized"; None for untouched bytes."""
+    """What was changed or is remarkable, such as "PNG (RGBA), resized"; None: untouched bytes."""
     asks_to_be_turned: bool = False
-    """Its EXIF orientation is not upright, and was left alone."""
+    """Its EXIF orientation is not upright and was not applied."""
 
 
 def exif_summary(number: int, total: int) -> str:
-    """A line about images whose EXIF orientation was left alone."""
+    """A line about images whose EXIF orientation was not applied."""
     return (
         f"{number:,} of {total:,} images ask to be turned (EXIF orientation): --apply-exif turns"
         " them (published numbers do not)"
@@ -146,22 +136,19 @@ def prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     if policy.restart_markers == "off":
         return prepared
     marked = restart_markers.with_restart_markers(prepared.data)
-    note = (
-        restart_markers.MARKED
-        if marked.reason is None
-        else f"{restart_markers.UNMARKED}{marked.reason}"
-    )
-    return prepared._replace(
-        data=marked.data, change=f"{prepared.change}, {note}" if prepared.change else note
-    )
+    note = restart_markers.MARKED
+    if marked.reason is not None:
+        note = f"{restart_markers.UNMARKED}{marked.reason}"
+    change = f"{prepared.change}, {note}" if prepared.change else note
+    return prepared._replace(data=marked.data, change=change)
 
 
 def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
-    """`prepare` without restart markers."""
+    """`prepare`, without restart markers."""
     try:
         header = read_header(data)
     except ValueError:
-        # most likely another format; Pillow also knows some tricks with odd JPEG headers
+        # most likely another format; Pillow also reads some odd JPEG headers
         return _by_pillow(data, policy)
     try:
         check_jpeg(header)
@@ -176,57 +163,46 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     if untouched and policy.check == "headers" and _looks_whole(data, header):
         return Prepared(data, *header.size, None, asks)
     try:
-        # An eighth of the size takes all the entropy decoding, hence finds all the damage, and
-        # little of the rest.
-        pixels = decode_jpeg(
-            data,
-            header.size,
-            header.num_components,
-            8 if untouched else _reduction(header.size, target),
-        )
+        # At an eighth of the size all entropy decoding is done, hence all damage found, and little
+        # else.
+        reduction = 8 if untouched else _reduction(header.size, target)
+        pixels = decode_jpeg(data, header.size, header.num_components, reduction)
     except ValueError as error:
         return _by_pillow(data, policy, jpeg_problem=error)
     if untouched:
         return Prepared(data, *header.size, None, asks)
-    return _encode(
-        Image.fromarray(pixels.squeeze(2) if header.num_components == 1 else pixels),
-        header.size,
-        header.orientation,
-        policy,
-        [],
-    )
+    image = Image.fromarray(pixels.squeeze(2) if header.num_components == 1 else pixels)
+    return _encode(image, header.size, header.orientation, policy, [])
 
 
 def _looks_whole(data: bytes, header: JpegHeader) -> bool:
-    """Whether the image data end with the end mark. If not, they are cut off almost for certain;
-    the decoders have the last word."""
+    """Whether the data have an end marker; if not, they are almost certainly cut off."""
     return header.process <= 2 and data.rfind(b"\xff\xd9", header.scan_offset) >= 0
 
 
 def _reduction(size: tuple[int, int], target: tuple[int, int]) -> int:
-    """By how much the decoder may reduce an image before the resize: it stays four times the
-    target, which harms less than the encoding."""
-    return next(
-        (reduction for reduction in (8, 4, 2) if min(size) >= 4 * reduction * min(target)), 1
-    )
+    """By how much the decoder may reduce an image before the resize.
+
+    It stays at least four times the target, which costs less quality than the encoding.
+    """
+    fitting = (step for step in (8, 4, 2) if min(size) >= 4 * step * min(target))
+    return next(fitting, 1)
 
 
 def _by_pillow(
     data: bytes, policy: ImagePolicy, jpeg_problem: ValueError | None = None
 ) -> Prepared:
-    """`prepare` for what is no ordinary and sound JPEG. jpeg_problem: the reason, should Pillow not
-    be able to read it either."""
+    """`prepare` for everything but ordinary, intact JPEGs.
+
+    jpeg_problem: the reason if Pillow cannot read it either.
+    """
     try:
         image = open_image(data)
         is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG with further ones behind it
         kept = is_jpeg and image.mode in ("L", "RGB")
-        change = (
-            REFUSED_BY_STRICT
-            if kept
-            else f"{image.mode} JPEG"
-            if is_jpeg
-            else f"{image.format} ({image.mode})"
-        )
+        change = f"{image.mode} JPEG" if is_jpeg else f"{image.format} ({image.mode})"
+        if kept:
+            change = REFUSED_BY_STRICT
         converted = to_mode(image, image.mode if kept else "RGB")
     except ValueError as error:
         raise Unreadable(str(jpeg_problem or error)) from error
@@ -240,7 +216,7 @@ def _by_pillow(
 def _orientation(image: Image.Image) -> int:
     try:
         return image.getexif().get(ORIENTATION_TAG, 1)
-    except Exception:  # of a damaged block; the image is not to blame
+    except Exception:  # a damaged EXIF block does not damage the image
         return 1
 
 
@@ -251,8 +227,10 @@ def _encode(
     policy: ImagePolicy,
     changes: list[str],
 ) -> Prepared:
-    """Resize, turn and encode. size: of the original, as the decoder may have reduced `image`.
-    changes: what was done to it before."""
+    """Resize, turn and encode.
+
+    size: of the original, as the decoder may have reduced `image`. changes: those made before.
+    """
     target = policy.target_size(*size)
     if max(target) > MAX_JPEG_SIDE:
         raise Unreadable(
@@ -265,7 +243,7 @@ def _encode(
     if policy.is_turned(orientation):
         image = image.transpose(UPRIGHT[orientation])
         changes = [*changes, f"EXIF orientation {orientation} applied"]
-    elif orientation in UPRIGHT:  # left alone: whoever minds it shall find it
+    elif orientation in UPRIGHT:  # not applied: keep the tag
         tag = Image.Exif()
         tag[ORIENTATION_TAG] = orientation
         exif = tag.tobytes()

@@ -1,10 +1,9 @@
-"""One shard that others wrote, for `data_prep.index`: its index rows, `.idx` and sidecar. Runs in a
-worker process; free of torch.
+"""Index one shard that others wrote: its rows, `.idx` and sidecar; runs in a worker process.
 
-The data's story: a shard in a folder is scanned and hashed where it lies; one at a URL is fetched
-whole, unless an earlier command has left what is needed of it. Samples that do not fit are left out
-of the index. The sidecar, which is written last, lists them, says how samples were taken, if not as
-usual, and when the tar that was hashed had been changed last.
+A shard in a folder is scanned and hashed in place; one at a URL is fetched completely, unless an
+earlier command has left what is needed of it. Invalid samples are left out of the index. The
+sidecar, which is written last, lists them, and records the layout of samples, if unusual, and when
+the hashed tar was last changed.
 """
 
 from __future__ import annotations
@@ -28,15 +27,16 @@ from vit.system.urls import bare
 
 
 class Shard(NamedTuple):
-    """A shard to index: where it is, where its index goes, and the rows that an index of an earlier
-    command has for it."""
+    """A shard to index."""
 
     source: Output | WebShards
     output: Output
+    """Where its index goes."""
     name: str
     split: str
     layout: SampleLayout
     rows: np.ndarray | None = None
+    """Its rows in the index of an earlier command."""
 
 
 def index_shard(shard: Shard) -> tuple[np.ndarray, dict[str, Any]]:
@@ -47,13 +47,15 @@ def index_shard(shard: Shard) -> tuple[np.ndarray, dict[str, Any]]:
 
 
 def _index_in_place(shard: Shard, tar: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """Write the missing of `.idx` and sidecar. What an earlier sidecar says of the bytes holds
-    while size and time are as they were."""
+    """Write `.idx` and sidecar if missing.
+
+    What an earlier sidecar records of the bytes holds while size and time are unchanged.
+    """
     found = survey_tar(tar, shard.layout)
     status = tar.stat()
     about = _about(shard, found)
     sidecar = info_file.read_sidecar(tar)
-    # lists images of its source, and no time: its bytes shall depend on nothing else
+    # our writer's sidecar has no time: its bytes depend on the data alone
     of_writer = sidecar is not None and "plan" in sidecar
     fits = sidecar is not None and (
         of_writer or {key: sidecar[key] for key in OF_SAMPLES if key in sidecar} == about
@@ -74,8 +76,7 @@ def _index_in_place(shard: Shard, tar: Path) -> tuple[np.ndarray, dict[str, Any]
 
 
 def _indexed_before(shard: Shard) -> tuple[np.ndarray, dict[str, Any]] | None:
-    """What an earlier command found out about a shard that is still the same, as far as its size
-    tells."""
+    """The result of an earlier command, if the shard is unchanged as far as its size shows."""
     name = stem(shard.name)
     sidecar = shard.output.read_json(f"{name}.json")
     if sidecar is None:
@@ -97,26 +98,23 @@ def _indexed_before(shard: Shard) -> tuple[np.ndarray, dict[str, Any]] | None:
         or sidecar.get("members", {}) != shard.layout.options()
     ):
         return None
-    unchanged = sidecar.get("shards_at") == _elsewhere(shard) and shard.source.size(shard.name) in (
-        -1,
-        sidecar["bytes"],
-    )
-    return (rows, sidecar) if unchanged else None
+    if sidecar.get("shards_at") != _elsewhere(shard):
+        return None
+    return (rows, sidecar) if shard.source.size(shard.name) in (-1, sidecar["bytes"]) else None
 
 
 def _index_fetched(shard: Shard, source: Output | WebShards) -> tuple[np.ndarray, dict[str, Any]]:
-    """Fetch a shard, scan and hash it, and publish what is to be known of it; the sidecar last, as
-    it says that all is there."""
+    """Fetch a shard, scan and hash it, and publish its records; the sidecar marks completeness."""
     with temporary_folder() as folder:
         tar = source.fetch(shard.name, folder)
-        with called(str(source), folder):
+        with renamed_errors(str(source), folder):
             found = survey_tar(tar, shard.layout)
         rows = index_rows(found.samples)
         np.save(tar.with_suffix(".rows.npy"), rows)
         write_idx(tar, found.samples)
-        extra = _about(shard, found) | (
-            {} if _elsewhere(shard) is None else {"shards_at": _elsewhere(shard)}
-        )
+        extra = _about(shard, found)
+        if (place := _elsewhere(shard)) is not None:
+            extra["shards_at"] = place
         sidecar = info_file.write_sidecar(tar, len(found.samples), **extra)
         for extension in (".rows.npy", ".idx", ".json"):
             shard.output.publish(tar.with_suffix(extension))
@@ -124,11 +122,11 @@ def _index_fetched(shard: Shard, source: Output | WebShards) -> tuple[np.ndarray
 
 
 OF_SAMPLES = ("members", "quarantined", "passed_over")
-"""What a sidecar says of the samples in its tar."""
+"""What a sidecar records of the samples in its tar."""
 
 
 def _about(shard: Shard, found: Survey) -> dict[str, Any]:
-    """These, as far as there is something to say."""
+    """OF_SAMPLES, as far as there is something to record."""
     quarantined = [
         {
             "split": shard.split,
@@ -146,13 +144,13 @@ def _about(shard: Shard, found: Survey) -> dict[str, Any]:
 
 
 def _elsewhere(shard: Shard) -> str | None:
-    """Where the tar is, if not beside its index."""
+    """Where the tar is, if not next to its index."""
     return None if str(shard.source) == str(shard.output) else bare(str(shard.source))
 
 
 @contextmanager
-def called(place: str, folder: Path) -> Iterator[None]:
-    """ShardErrors about files in a temporary folder name the place they came from."""
+def renamed_errors(place: str, folder: Path) -> Iterator[None]:
+    """Make ShardErrors about files in a temporary folder name the place they came from."""
     try:
         yield
     except ShardError as error:

@@ -1,7 +1,6 @@
-"""Work for several processes: run it, show how far it is, stop it. Free of torch.
+"""Run jobs in several processes, show their progress, stop them.
 
-The data's story: a list of jobs, each a module-level function with one argument, goes to a pool of
-processes; results come back by name.
+A job is a module-level function with one argument; results come back by name.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from vit.system.child_process import follow_parent, signals_blocked
 from vit.system.meter import Meter
 
 JOBS_WAITING = 4
-"""Jobs handed to the pool for each worker: enough to keep it busy, so few that a million jobs need
-no memory."""
+"""Jobs in the pool for each worker: enough to keep it busy, few enough that a million jobs need no
+memory."""
 
 
 def run_jobs(
@@ -34,13 +33,12 @@ def run_jobs(
 ) -> dict[Any, Any]:
     """Run (function, argument, name) jobs in worker processes and return {name: result}.
 
-    Shows the progress of `what`: of `num_images`, which the jobs count with `count_one`, or without
-    it of the jobs, each one of `unit`. `on_result(name, result)` is called as each one is ready,
-    and the results are not kept. The first error stops all jobs, within an image for those that
-    count, and is raised.
+    Shows the progress of `what`: of `num_images`, which the jobs count with `count_one`, else of
+    the jobs, each one of `unit`. With `on_result(name, result)`, called as each is ready, results
+    are not kept. The first error stops all jobs, within one image for those that count, and is
+    raised.
     """
-    # Spawned, not forked: the caller may have threads (torch's, rich's), and those do not survive a
-    # fork.
+    # Spawned, not forked: threads of the caller (torch's, rich's) do not survive a fork.
     context = multiprocessing.get_context("spawn")
     images_done = context.Value("Q", 0)
     bytes_done = context.Value("Q", 0)
@@ -81,7 +79,7 @@ def run_jobs(
                     else:
                         meter.update(finished_jobs)
         except BrokenProcessPool as error:
-            # one may have died with a lock that they wait for
+            # the dead one may have held a lock that they wait for
             for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()
             raise PrepError(
@@ -89,7 +87,7 @@ def run_jobs(
                 " continues, perhaps with fewer --workers"
             ) from error
         except BaseException:
-            stopping.value = 1  # and the pool waits for its workers, who clean up
+            stopping.value = 1  # the pool waits for its workers, which clean up
             for future in names:
                 future.cancel()
             raise
@@ -102,12 +100,14 @@ _counters: Any = None  # three multiprocessing.Value, in worker processes
 
 
 class _Stopped(Exception):
-    """Another job failed, or the command was interrupted: what is half written goes."""
+    """Another job failed, or the command was interrupted: remove incomplete files."""
 
 
 def count_one(num_bytes: int = 0) -> None:
-    """Tell the parent that one more image, of so many bytes, is done; in functions that `run_jobs`
-    runs. Ends the job if all shall stop."""
+    """Report one more finished image to the parent, in functions that `run_jobs` runs.
+
+    Ends the job if all are to stop.
+    """
     images_done, bytes_done, stopping = _counters
     if stopping.value:
         raise _Stopped

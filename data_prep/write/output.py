@@ -1,11 +1,11 @@
-"""Where shards go, or lie: a folder, or an object store by its URL. Free of torch.
+"""Where shards are written: a folder, or an object store by its URL.
 
-The data's story: a worker makes its files in a staging folder and publishes them one after the
-other. In a local folder they are at their place already, made under a temporary name and renamed.
-To a store (s3://bucket/folder, gs://...) each is uploaded whole and its size is compared; stores
-show an object when its last byte has arrived, so a kill in the middle of an upload leaves nothing
-to be seen. (What S3 keeps of an upload in parts that was cut is invisible, but paid for: a
-lifecycle rule "AbortIncompleteMultipartUpload" clears it away.)
+A worker makes its files in a staging folder and publishes them one after the other. In a local
+folder they are in place already, made under a temporary name and renamed. To a store
+(s3://bucket/folder, gs://...) each is uploaded and its size compared; stores show an object only
+when its last byte has arrived, so a kill during an upload leaves nothing visible. (Parts of an
+interrupted S3 upload are invisible but billed: a lifecycle rule "AbortIncompleteMultipartUpload"
+removes them.)
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from vit.system.urls import shown
 
 
 class Output:
-    """A local folder or the URL of a folder in a store; the files directly in it go by their names.
+    """A local folder, or the URL of a folder in a store; files directly in it, by name.
 
-    Picklable, as workers get one. Errors of a store that may pass (a lost connection, "slow down")
-    are tried again by `vit.data.storage.retry`; ShardError says what is left to do. Errors of a
-    local disk are raised as they are (OSError).
+    Picklable, as workers get one. Temporary errors of a store (a lost connection, "slow down") are
+    retried by `vit.data.storage.retry`; ShardError says what is left to do. Errors of a local disk
+    are raised unchanged (OSError).
     """
 
     url: str
@@ -52,8 +52,7 @@ class Output:
         return shown(self.url)
 
     def make(self) -> None:
-        """Make the folder, and find out by an empty file whether it can be written. Raises
-        PrepError."""
+        """Make the folder and test with an empty file that it is writable. Raises PrepError."""
         if self.local is not None:
             if self.local.is_file():
                 raise PrepError(
@@ -73,7 +72,7 @@ class Output:
         if self._store.kind is None:
             kinds = ", ".join(f"{scheme}://" for scheme in KINDS)
             raise PrepError(
-                f"{self}: cannot be written, or shows files before they are whole; expected a"
+                f"{self}: cannot be written, or shows files before they are complete; expected a"
                 f" folder or one of {kinds}"
             )
         try:
@@ -106,8 +105,7 @@ class Output:
             return {}
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """The object in a JSON file, None if there is no such file. Raises ShardError if it is
-        something else."""
+        """The object in a JSON file, None without that file. Raises ShardError for other content."""
         if self.local is not None:
             return files.read_json(self.local / name)
         try:
@@ -117,16 +115,16 @@ class Output:
         return files.parse_json(content, f"{self}/{name}")
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Write `content` as JSON, whole or not at all."""
+        """Write `content` as JSON, atomically."""
         with self.staging() as folder:
             files.write_json(folder / name, content)
             self.publish(folder / name)
 
     def claim(self, name: str, content: dict[str, Any]) -> None:
-        """Write `content` as JSON unless the file is there: of several processes that do this at
-        once in a folder, the first one's stays.
+        """Write `content` as JSON unless the file exists.
 
-        Stores have no such thing: there the last one's does.
+        Of several processes that do this at once in a folder, the first one's file stays; stores
+        cannot do this, there the last one's does.
         """
         if self.local is None:
             self.write_json(name, content)
@@ -144,8 +142,7 @@ class Output:
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """A folder in which to make files before `publish`: the folder itself, for a URL a
-        temporary one (TMPDIR) that goes at the end."""
+        """A folder to make files in before `publish`: itself, or for a URL one in TMPDIR."""
         if self.local is not None:
             yield self.local
             return
@@ -153,8 +150,7 @@ class Output:
             yield folder
 
     def publish(self, path: Path) -> None:
-        """Bring a whole file to its place, under its name; it is gone from where it was, unless
-        that is its place."""
+        """Move a complete file to its place, under its name."""
         if self.local is not None:
             if path.parent != self.local:
                 with open(path, "rb") as source, replacing(self.local / path.name) as target:
@@ -168,8 +164,10 @@ class Output:
         path.unlink()
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """A file as a local path: where it is, or for a URL in `folder`, once it has come whole.
-        Raises PrepError if there is none."""
+        """A file as a local path: in place, or for a URL fetched to `folder`.
+
+        Raises PrepError if there is none.
+        """
         if self.local is not None:
             return self.local / name
         try:
@@ -179,7 +177,7 @@ class Output:
         return folder / name
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file if it exists."""
         try:
             if self.local is not None:
                 (self.local / name).unlink()
@@ -189,26 +187,24 @@ class Output:
             pass
 
     def free_bytes(self) -> int | None:
-        """Bytes that may still be written to the disk of a folder, which may be yet to make; None
-        for a URL."""
+        """Free bytes on the disk of a folder, which need not exist yet; None for a URL."""
         if self.local is None:
             return None
-        there = next(
-            folder
-            for folder in (self.local.absolute(), *self.local.absolute().parents)
-            if folder.is_dir()
-        )
-        return shutil.disk_usage(there).free
+        path = self.local.absolute()
+        existing = next(folder for folder in (path, *path.parents) if folder.is_dir())
+        return shutil.disk_usage(existing).free
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder of our own in TMPDIR, which goes at the end. What a killed process of this host left
-    goes with the next."""
+    """A folder in TMPDIR, removed at the end.
+
+    What a killed process of this host left is removed by the next call.
+    """
     host = socket.gethostname()
     for leftover in Path(tempfile.gettempdir()).glob(f".vit_staging.{glob.escape(host)}.*.tmp"):
         remove_if_abandoned(leftover)
-    # Not tempfile.TemporaryDirectory: the end of its block fails when a cleaner of /tmp came first.
+    # Not tempfile.TemporaryDirectory: it fails at the end if a cleaner of /tmp came first.
     folder, descriptor = locked_folder(Path(tempfile.gettempdir()) / "vit_staging")
     try:
         yield folder

@@ -1,11 +1,10 @@
-"""Restart markers: a JPEG written anew without loss, so that a reader can decode a part of it at
-the cost of the part. Free of torch.
+"""Restart markers: rewrite a JPEG losslessly, so that a part of it can be decoded alone.
 
-The data's story: the Huffman codes of a baseline JPEG are replaced by those that fit it best, and a
-restart marker is put behind every few blocks, at the same places in each row. The coefficients,
-hence the pixels in any decoder, stay what they were, which is proven for each file; so do all other
-headers: EXIF, ICC, comments. Photographs get a little smaller by it. What is not baseline, is
-damaged or cannot be proven keeps its bytes.
+The Huffman codes of a baseline JPEG are replaced by the optimal ones, and a restart marker is put
+after every few blocks, at the same places in each row. The coefficients, hence the pixels in any
+decoder, stay the same, which is verified for each file; so do all other headers: EXIF, ICC,
+comments. Photographs get a little smaller. A file that is not baseline, is damaged or cannot be
+verified keeps its bytes.
 
 The native part of this package does it (vit/data/decode/c/transcode.c; 2 ms for 100 kB), and
 compares all coefficients of both files.
@@ -39,21 +38,23 @@ UNMARKED = "without restart markers: "
 
 
 class Marked(NamedTuple):
-    """A JPEG with restart markers, or as it was."""
+    """A JPEG with restart markers, or unchanged."""
 
     data: bytes
     reason: str | None
-    """Why `data` is as it was, one of REASONS; None if it has markers now."""
+    """Why `data` is unchanged, one of REASONS; None if it has markers now."""
 
 
 _scratch = threading.local()
 
 
 def with_restart_markers(data: bytes) -> Marked:
-    """The JPEG `data` with a restart marker at a divisor of its rows. Needs `native.AVAILABLE`.
-    Raises OSError if it fails, MemoryError."""
+    """The JPEG `data` with restart markers. Needs `native.AVAILABLE`.
+
+    Raises OSError if it fails, and MemoryError.
+    """
     assert native.LIBRARY is not None, "vit._native is not there: ask native.AVAILABLE first"
-    # a guess that is too small only for images of next to nothing
+    # too small only for tiny images
     size = ctypes.c_size_t(3 * len(data) + (1 << 16))
     while True:
         buffer: ctypes.Array[ctypes.c_char] | None = getattr(_scratch, "buffer", None)

@@ -311,8 +311,12 @@ def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> S
             "label": sample.label,
             "class": work.catalogue.class_names[sample.label],
         }
-        text = json.dumps(described, ensure_ascii=False).encode("utf-8", "backslashreplace")
-        members.append(stream.add(f"{sample.key}.json", text))
+        members.append(
+            stream.add(
+                f"{sample.key}.json",
+                json.dumps(described, ensure_ascii=False).encode("utf-8", "backslashreplace"),
+            )
+        )
     return ScannedSample(
         sample.key,
         sample.label,

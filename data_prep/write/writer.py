@@ -6,7 +6,7 @@
 4. When every shard is complete, the index, the list of unreadable images, `_info.json` and the data
    set's card follow.
 
-    <root>/                 the format: vit/data/shards/data_set.py
+    <root>/                 the format: vit/data/shards/info_file.py
       _writing.json         what this folder is for, until `_info.json` takes its place
       _catalogue-*/         where each sample comes from (write/catalogue.py); removed at the end
       _spool/               images of sources that cannot be read in place; removed at the end

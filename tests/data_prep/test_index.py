@@ -20,10 +20,12 @@ from PIL import Image
 from servers import S3Server, WebServer
 
 from data_prep import imagefolder
-from data_prep.index import expand_braces, main, split_of
+from data_prep.index import main
 from data_prep.verify import main as verify
+from data_prep.write.index_records import split_of
 from data_prep.write.output import Output
 from vit.data.shards.data_set import open_split
+from vit.system.urls import expand_braces
 
 
 def jpeg(number: int) -> bytes:
@@ -609,7 +611,7 @@ def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path,
         (
             f"<url>/{BRACES}",
             (
-                "nothing can be written beside shards on the web; give a folder for their index"
+                "nothing can be written next to shards on the web; give a folder for their index"
                 " with --out"
             ),
         ),
@@ -630,13 +632,13 @@ def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path,
         ),
         (
             "<url>/{a,b}/train-0.tar --out <out>",
-            "shards of several folders (<url>/a, <url>/b); a data set lies in one",
+            "shards of several folders (<url>/a, <url>/b); a data set is in one",
         ),
         (
             "<folder> --out <out>",
             (
                 "--out <out> is for shards at a URL; the index of a folder (<folder>) is written"
-                " beside its shards"
+                " next to its shards"
             ),
         ),
         (

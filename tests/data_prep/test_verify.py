@@ -22,7 +22,8 @@ from servers import S3Server, WebServer
 
 from data_prep import imagefolder, index
 from data_prep.check.data_set import Part, opened_data_set
-from data_prep.check.set_checks import _repeated, check_folder, check_quarantine
+from data_prep.check.sample_checks import _repeated
+from data_prep.check.set_checks import check_folder, check_quarantine
 from data_prep.check.shard_checks import SEEN_DTYPE, _check_idx, _check_index
 from data_prep.errors import PrepError
 from data_prep.verify import main, shard_of
@@ -891,7 +892,7 @@ def test_hostile_members(tmp_path, capsys):
     told = capsys.readouterr().out
     for path in ("/etc/evil", "../evil"):
         assert (
-            f"train-000.tar: '{path}.jpg' leads out of the folder where somebody unpacks it" in told
+            f"train-000.tar: '{path}.jpg' leads out of the folder into which it is unpacked" in told
         )
     for expected in filter(None, hostile.values()):
         assert f"train-000.tar: {expected}" in told

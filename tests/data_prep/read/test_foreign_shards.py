@@ -622,7 +622,7 @@ def test_class_names(text, tmp_path):
     ("text", "told"),
     [
         ("a\n\nb", "line 2 is empty; expected one class name a line"),
-        ("a\nb\na", "'a' stands there twice"),
+        ("a\nb\na", "'a' occurs twice"),
         ("0\n2\n1", "class 1 is called '2', and a label 2 could mean either"),
         ("[1, 2]", "not a list of names"),
         ('{"a": 1, "b": 2}', "its labels are not 0 to 1, each once"),

@@ -273,8 +273,8 @@ def test_what_is_not_there(bucket):
     ("url", "message"),
     [
         ("foo://bucket/a", "expected a folder or one of s3://, s3a://, gs://, gcs://"),
-        ("memory://a", "cannot be written, or shows files before they are whole"),
-        ("https://host/a", "cannot be written, or shows files before they are whole"),
+        ("memory://a", "cannot be written, or shows files before they are complete"),
+        ("https://host/a", "cannot be written, or shows files before they are complete"),
         ("s3://", "expected a folder or a URL such as s3://bucket/folder"),
         ("s3://not a bucket/x", "Invalid bucket name"),
     ],
