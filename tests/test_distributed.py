@@ -22,6 +22,7 @@ from ranks import together
 from torch import nn
 
 from vit import distributed
+from vit import world as world_module
 from vit.distributed import AlreadyReported, RankLost, World
 from vit.system.devices import HostDevices, choose_device
 from vit.system.host import num_nvidia_gpus
@@ -103,7 +104,9 @@ def test_a_mistake_on_any_rank_ends_all_and_is_told_once_where_the_main_rank_has
         return "went on"
 
     expected = [
-        "AlreadyReported: mistake of 0" if 0 in wrong else "AlreadyReported: told by another rank"
+        "AlreadyReported: mistake of 0"
+        if 0 in wrong
+        else "AlreadyReported: reported by another rank"
     ] * 3
     for rank in tell:
         expected[rank] = f"ValueError: mistake of {rank}"
@@ -138,7 +141,7 @@ def test_a_mistake_of_another_rank_after_the_main_rank_ends_those_who_are_ahead(
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch):
-    monkeypatch.setattr(distributed, "LONGEST_WAIT", datetime.timedelta(seconds=0.5))
+    monkeypatch.setattr(world_module, "LONGEST_WAIT", datetime.timedelta(seconds=0.5))
 
     def function(world: World) -> None:
         if world.rank != 2:

@@ -831,7 +831,7 @@ def test_a_server_is_asked_once_for_each_shard_however_many_ranks_open_them(
     shards, tmp_path, monkeypatch
 ):
     """And the others, who are told, read the same."""
-    monkeypatch.setattr("vit.distributed.POLL_S", 0.01)
+    monkeypatch.setattr("vit.world.POLL_S", 0.01)
     arguments = [
         str(shards.parent / "images"),
         "--out",
