@@ -37,12 +37,13 @@ from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.optim import create_optimizer
 from vit.plan import Plan, make_plan
 from vit.run import checkpoint as checkpoints
-from vit.run.checkpoint import CheckpointError, RunState
+from vit.run.checkpoint import CheckpointError
 from vit.run.folder import CONFIG_FILE, RunLock, mark_stopped
 from vit.run.preflight import Preflight, check_disk, preflight
 from vit.run.record import Record, provenance
 from vit.run.resume import find_checkpoint
 from vit.run.start_lines import start_lines
+from vit.run.state import RunState
 from vit.schedule import lr_at
 from vit.step import TrainStep, compile_blocks
 from vit.system.files import replacing

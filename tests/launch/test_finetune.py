@@ -163,7 +163,7 @@ def test_stopped_fine_tuning_exits_with_0_and_the_same_command_goes_on(base, tmp
         family.process.send_signal(signal.SIGTERM)
         output, _ = family.communicate(120)
     assert family.process.returncode == 0, output
-    assert "the same command goes on" in output
+    assert "the same command continues it" in output
     assert (tmp_path / "tuned" / "stopped_early").exists()
     assert finetune(base, tmp_path, shards, steps=60).returncode == 0
     assert final_state(tmp_path / "tuned", 60) == final_state(whole / "tuned", 60), "bit for bit"

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from vit.run.checkpoint import RunState
+from vit.run.state import RunState
 
 
 @pytest.mark.parametrize(

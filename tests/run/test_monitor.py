@@ -20,10 +20,10 @@ from vit.data.loader import Loader
 from vit.data.stages import TALLIED
 from vit.distributed import World
 from vit.plan import make_plan
-from vit.run.checkpoint import RunState
 from vit.run.data_wait import Waiting, sum_up
 from vit.run.monitor import Monitor, _collect_garbage, collect_garbage_at_log_lines
 from vit.run.record import Record
+from vit.run.state import RunState
 from vit.step import StepResult
 from vit.system.host import num_cores
 

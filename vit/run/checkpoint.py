@@ -1,19 +1,19 @@
-"""Full state for resuming, complete or absent.
+"""Full state for resuming: complete, or not there.
 
-The data's story: `TrainStep` holds everything an update changes; its tensors get flat names and go
-into one safetensors file, numbers and the config into `checkpoint.json` beside it. Both are written
-into a hidden folder, flushed to disk, and the folder is renamed: what carries the final name is
-whole. Only then does `latest` name it and do older ones go.
+`TrainStep` holds everything that an update changes. Its tensors get flat names and go into one
+safetensors file; `RunState` and the config go into `checkpoint.json`. Both are written into a
+hidden folder and flushed to disk, then the folder is renamed: one that has its final name is
+complete. Only then is `latest` updated and are older checkpoints removed.
 
     runs/<name>/checkpoints/
       step_00012500/
         state.safetensors       model.<name>  ema.<name>  optim.<exp_avg|...>.<name>  scaler.<name>
-        checkpoint.json         format_version, step, state, config, size and sha256 of each file
+        checkpoint.json         format_version, RunState, config, size and sha256 of each file
       latest                    "step_00012500"
 
-No pickles. The tensor file is what torch.distributed.checkpoint's `HuggingFaceStorageReader` reads,
-which also reads the sharded files that its writer makes under FSDP2, on another number of ranks; so
-sharded training keeps this format.
+No pickles. The tensor file is what torch.distributed.checkpoint's `HuggingFaceStorageReader` reads.
+That also reads the sharded files that its writer makes under FSDP2, on another number of ranks, so
+sharded training can keep this format.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import shutil
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vit.distributed import World
-from vit.plan import Plan
-from vit.run.folder import CHECKPOINTS, INFO_FILE
+from vit.run.folder import CHECKPOINTS, INFO_FILE, LATEST_FILE
+from vit.run.state import RunState
 from vit.step import TrainStep
 from vit.system.files import flush
 from vit.system.meter import Meter
@@ -45,9 +44,9 @@ from vit.weights import WeightsError, save_weights
 
 FORMAT_VERSION = 1
 STATE_FILE = "state.safetensors"
-SEEN_WITHIN_S = 120.0
-"""Twice what NFS keeps the listing of a folder for at most (acdirmax)."""
-SEEN_PAUSE_S = 0.5
+VISIBLE_WITHIN_S = 120.0
+"""Twice the longest time for which NFS keeps the listing of a folder (acdirmax)."""
+VISIBLE_POLL_S = 0.5
 
 
 class CheckpointError(ValueError):
@@ -55,65 +54,15 @@ class CheckpointError(ValueError):
 
 
 class NewerFormatError(CheckpointError):
-    """A whole checkpoint that only newer code can read."""
+    """A complete checkpoint that only newer code can read."""
 
 
-@dataclass
-class RunState:
-    """Where the run is: the part of a checkpoint that is not tensors."""
-
-    step: int = 0
-    """Global batches attempted, which is also the position in the data."""
-    updates_skipped: int = 0
-    """Updates whose gradient was not finite, over the whole run."""
-    updates_skipped_in_a_row: int = 0
-    """The same, since the last good one."""
-    bad_images: int = 0
-    """Training images that could not be decoded and counted nowhere."""
-    evaluated_step: int = -1
-    """The step of the newest evaluation."""
-    best_top1: float = -1.0
-    """Best top-1 accuracy on the validation split so far, in percent."""
-    best_loss: float | None = None
-    """The loss with it; None where it was not finite, or before this was recorded."""
-    restarts: int = 0
-    """How often the run was resumed."""
-    elapsed_s: float = 0.0
-    """Time spent on the run over all restarts, evaluation and saving included."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """What must be the same after a resume: the data's fingerprint, the model's classes."""
-
-    def is_evaluation_due(self, plan: Plan) -> bool:
-        """Return whether an evaluation at this step is planned and was not made yet."""
-        return plan.evaluates_at(self.step) and self.evaluated_step < self.step
-
-    def is_finished(self, plan: Plan) -> bool:
-        """Return whether nothing is left to train and to evaluate."""
-        return self.step == plan.total_steps and not self.is_evaluation_due(plan)
-
-    def take_best(self, *found: tuple[float, float]) -> bool:
-        """Take the best of `found`, pairs of top-1 and loss; False if what was found before is as
-        good. Of equal accuracies the smaller loss is better, as few images give few different
-        accuracies."""
-
-        def rank(top1: float, loss: float | None) -> tuple[float, float]:
-            return top1, -loss if loss is not None and math.isfinite(loss) else -math.inf
-
-        top1, loss = max(found, key=lambda pair: rank(*pair))
-        if rank(top1, loss) <= rank(self.best_top1, self.best_loss):
-            return False
-        self.best_top1 = top1
-        self.best_loss = loss if math.isfinite(loss) else None
-        return True
-
-
-def tensors_of(train_step: TrainStep) -> dict[str, Tensor]:
-    """All tensors of the state by their names in the file. They are the live ones, not copies."""
+def named_tensors(train_step: TrainStep) -> dict[str, Tensor]:
+    """Return all tensors of the state by their names in the file: the live ones, not copies."""
     tensors = {f"model.{name}": value for name, value in train_step.model.state_dict().items()}
     if train_step.ema is not None:
-        tensors |= {
-            f"ema.{name}": value for name, value in train_step.ema.module.state_dict().items()
-        }
+        average = train_step.ema.module.state_dict()
+        tensors |= {f"ema.{name}": value for name, value in average.items()}
     for name, parameter in train_step.model.named_parameters():
         for key, value in train_step.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -121,6 +70,9 @@ def tensors_of(train_step: TrainStep) -> dict[str, Tensor]:
     tensors["scaler.loss_scale"] = train_step.loss_scale.value
     tensors["scaler.steps_since_overflow"] = train_step.loss_scale.steps_since_overflow
     return {name: value.detach() for name, value in tensors.items()}
+
+
+# --- writing --------------------------------------------------------------------------------------
 
 
 def save_checkpoint(
@@ -131,36 +83,42 @@ def save_checkpoint(
     world: World,
     keep_last: int,
 ) -> Path:
-    """Write `step_<n>` from rank 0 and remove what is older than the newest `keep_last`. Every rank
-    calls it; returns the folder.
+    """Write `step_<n>` from rank 0, remove all but the newest `keep_last`, and return the folder.
 
-    Raises CheckpointError where there is no room or no permission; the previous checkpoint stays as
-    it was.
+    Every rank calls it. Raises CheckpointError if the folder cannot be written; the previous
+    checkpoint then stays as it was.
     """
     folder = run_dir / CHECKPOINTS / f"step_{state.step:08d}"
-    if world.is_main:
-        try:
-            if folder.exists() and not (folder / INFO_FILE).is_file():
-                _set_aside(folder)
-            # the same step again, after its evaluation: the tensors are the same
-            if folder.exists():
-                _write_info(
-                    folder, {**json.loads((folder / INFO_FILE).read_text()), **asdict(state)}
-                )
-                return folder
-            _write(folder, tensors_of(train_step), state, config, world.size)
+    # Only rank 0 gathers tensors: with sharded parameters (FSDP2) all ranks would have to.
+    if not world.is_main:
+        return folder
+    try:
+        if folder.exists() and not (folder / INFO_FILE).is_file():
+            _set_aside(folder)
+        if folder.exists():
+            _update_info(folder, state)
+        else:
+            _write(folder, named_tensors(train_step), state, config, world.size)
             for old in complete_checkpoints(run_dir)[keep_last:]:
                 shutil.rmtree(old)
-        except (OSError, WeightsError) as error:
-            shutil.rmtree(folder.with_name(f".tmp_{folder.name}"), ignore_errors=True)
-            if isinstance(error, WeightsError):
-                raise CheckpointError(str(error)) from None
-            remedy = "free some space or fix the permissions, and run the same command again"
-            raise CheckpointError(
-                f"{folder}: cannot be written ({error.strerror}); earlier checkpoints are"
-                f" untouched: {remedy}"
-            ) from None
+    except (OSError, WeightsError) as error:
+        shutil.rmtree(_hidden(folder), ignore_errors=True)
+        if isinstance(error, WeightsError):
+            raise CheckpointError(str(error)) from None
+        raise CheckpointError(
+            f"{folder}: cannot be written ({error.strerror}); earlier checkpoints are untouched:"
+            " free some space or fix the permissions, and run the same command again"
+        ) from None
     return folder
+
+
+def _update_info(folder: Path, state: RunState) -> None:
+    """Bring the info of a checkpoint up to date at the same step, whose tensors are the same.
+
+    That happens when a resumed run makes up for an evaluation.
+    """
+    info = json.loads((folder / INFO_FILE).read_text())
+    _write_info(folder, info | asdict(state))
 
 
 def _write(
@@ -172,49 +130,63 @@ def _write(
 ) -> None:
     parent = folder.parent
     parent.mkdir(parents=True, exist_ok=True)
-    for left_over in parent.glob(".tmp_*"):
-        shutil.rmtree(left_over)
-    needed = sum(t.nbytes for t in tensors.values())
-    free = shutil.disk_usage(parent).free
-    if free < needed * 1.01 + 2**20:
+    for abandoned in parent.glob(".tmp_*"):
+        shutil.rmtree(abandoned)
+    needed_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    free_bytes = shutil.disk_usage(parent).free
+    if free_bytes < needed_bytes * 1.01 + 2**20:
         raise CheckpointError(
-            f"{folder}: needs {needed / 2**20:,.1f} MiB, the disk has {free / 2**20:,.1f} MiB free;"
-            " earlier checkpoints are untouched. Free some space and run the same command again"
+            f"{folder}: needs {needed_bytes / 2**20:,.1f} MiB, the disk has"
+            f" {free_bytes / 2**20:,.1f} MiB free; earlier checkpoints are untouched. Free some"
+            " space and run the same command again"
         )
-    hidden = parent / f".tmp_{folder.name}"
+    hidden = _hidden(folder)
     hidden.mkdir()
     save_weights(hidden / STATE_FILE, tensors, {"format": "pt"})
+    state_file = {
+        "bytes": (hidden / STATE_FILE).stat().st_size,
+        "sha256": _sha256(hidden / STATE_FILE),
+    }
     info = {
         "format_version": FORMAT_VERSION,
         **asdict(state),
         "world_size": world_size,
         "torch": torch.__version__,
-        "files": {
-            STATE_FILE: {
-                "bytes": (hidden / STATE_FILE).stat().st_size,
-                "sha256": _sha256(hidden / STATE_FILE),
-            }
-        },
+        "files": {STATE_FILE: state_file},
         "config": config,
     }
     _write_info(hidden, info)
     os.replace(hidden, folder)
     flush(parent)
-    (parent / ".latest").write_text(folder.name + "\n")
-    flush(parent / ".latest")
-    os.replace(parent / ".latest", parent / "latest")
+    _replace_text(folder.parents[1] / LATEST_FILE, folder.name + "\n")
 
 
 def _write_info(folder: Path, info: dict[str, Any]) -> None:
-    hidden = folder / f".{INFO_FILE}"
-    hidden.write_text(json.dumps(info, indent=1))
-    flush(hidden)
-    os.replace(hidden, folder / INFO_FILE)
+    _replace_text(folder / INFO_FILE, json.dumps(info, indent=1))
     flush(folder)
 
 
+def _replace_text(path: Path, text: str) -> None:
+    hidden = path.with_name(f".{path.name}")
+    hidden.write_text(text)
+    flush(hidden)  # the rename must not reach the disk before the data
+    os.replace(hidden, path)
+
+
+def _hidden(folder: Path) -> Path:
+    """Return where `folder` is until it is complete."""
+    return folder.with_name(f".tmp_{folder.name}")
+
+
+def _set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that its number is free and a person can still look at it."""
+    aside = folder.with_name(f"damaged_{folder.name}_{time.time_ns()}")
+    folder.rename(aside)
+    return aside
+
+
 def _sha256(path: Path, meter: Meter | None = None) -> str:
-    """Of a file; `meter` counts MiB."""
+    """Return the hash of a file; `meter` counts MiB."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(2**24):
@@ -224,17 +196,20 @@ def _sha256(path: Path, meter: Meter | None = None) -> str:
     return digest.hexdigest()
 
 
+# --- reading --------------------------------------------------------------------------------------
+
+
 def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoint folders of a run, newest first."""
-    return sorted(
-        (p for p in (run_dir / CHECKPOINTS).glob("step_*") if (p / INFO_FILE).is_file()),
-        reverse=True,
-    )
+    """Return the checkpoint folders of a run, newest first."""
+    folders = (run_dir / CHECKPOINTS).glob("step_*")
+    return sorted((path for path in folders if (path / INFO_FILE).is_file()), reverse=True)
 
 
 def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
-    """`checkpoint.json` of a folder, with `verify` after its files were compared with it. Raises
-    CheckpointError for a damaged or foreign one."""
+    """Return the content of `checkpoint.json`; with `verify`, compare its files with it first.
+
+    Raises CheckpointError if it is damaged or was not written by this project.
+    """
     try:
         info = json.loads((folder / INFO_FILE).read_text())
         version = int(info["format_version"])
@@ -250,38 +225,42 @@ def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
             f"{folder}: written by a newer release (format {version}, this one reads up to"
             f" {FORMAT_VERSION}): update the code"
         )
-    for name, expected in files.items() if verify else ():
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else 0
-        if size != expected["bytes"]:
-            raise CheckpointError(
-                f"{path}: has {size:,} bytes, {INFO_FILE} says {expected['bytes']:,}: it is"
-                " truncated or missing"
-            )
-        with Meter(f"checking {path}", size >> 20, "MiB") as meter:
-            found = _sha256(path, meter)
-        if found != expected["sha256"]:
-            raise CheckpointError(
-                f"{path}: its content does not match the sha256 in {INFO_FILE}: it is damaged"
-            )
+    if verify:
+        for name, expected in files.items():
+            _verify(folder / name, expected)
     return info
+
+
+def _verify(path: Path, expected: dict[str, Any]) -> None:
+    """Raise CheckpointError if size or hash of a file are not as `checkpoint.json` has them."""
+    size = path.stat().st_size if path.is_file() else 0
+    if size != expected["bytes"]:
+        raise CheckpointError(
+            f"{path}: has {size:,} bytes, {INFO_FILE} says {expected['bytes']:,}: it is truncated"
+            " or missing"
+        )
+    with Meter(f"checking {path}", size >> 20, "MiB") as meter:
+        found = _sha256(path, meter)
+    if found != expected["sha256"]:
+        raise CheckpointError(
+            f"{path}: its content does not match the sha256 in {INFO_FILE}: it is damaged"
+        )
 
 
 def newest_checkpoint(
     run_dir: Path, verify: bool = False, say: Callable[[str], None] = print
 ) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint of a run and its info, None for a run without one.
+    """Return the newest checkpoint of a run and its info, None for a run without one.
 
-    With `verify` the files' sizes and hashes are compared; damaged checkpoints are renamed, named
-    to `say` and passed over. One rank does that, and the others follow. Raises CheckpointError if
-    there are checkpoints and all are damaged.
+    verify: compare sizes and hashes, rename damaged checkpoints, report them to `say` and try the
+    next older one; one rank does that. Raises CheckpointError if all checkpoints are damaged.
     """
     candidates = complete_checkpoints(run_dir)
     for folder in candidates:
         try:
             return folder, read_info(folder, verify)
         except CheckpointError as error:
-            # which is not damaged: nothing to set aside
+            # A newer format is not damage: nothing to set aside.
             if not verify or isinstance(error, NewerFormatError):
                 raise
             say(f"{error}; set aside as {_set_aside(folder).name}, trying the one before")
@@ -293,14 +272,19 @@ def newest_checkpoint(
     return None
 
 
-def wait_for_checkpoint(folder: Path, info: dict[str, Any], limit_s: float = SEEN_WITHIN_S) -> None:
-    """Until this host sees the whole of a checkpoint that another host has found: caches of network
-    file systems may be a minute behind. Raises CheckpointError after `limit_s`."""
+def wait_for_checkpoint(
+    folder: Path, info: dict[str, Any], limit_s: float = VISIBLE_WITHIN_S
+) -> None:
+    """Wait until this host sees all files of a checkpoint that rank 0 has found.
+
+    Caches of network file systems may be a minute behind. Raises CheckpointError after `limit_s`.
+    """
     deadline = time.monotonic() + limit_s
     missing = dict(info["files"])
     while missing:
         with contextlib.suppress(OSError):
-            os.listdir(folder.parent)  # which makes NFS ask the server
+            # Listing a folder makes NFS ask the server.
+            os.listdir(folder.parent)
             os.listdir(folder)
         for name, expected in list(missing.items()):
             path = folder / name
@@ -313,44 +297,44 @@ def wait_for_checkpoint(folder: Path, info: dict[str, Any], limit_s: float = SEE
                 " one folder for all hosts"
             )
         if missing:
-            time.sleep(SEEN_PAUSE_S)
-
-
-def _set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that its number is free and a person can still look at it."""
-    aside = folder.with_name(f"damaged_{folder.name}_{time.time_ns()}")
-    folder.rename(aside)
-    return aside
+            time.sleep(VISIBLE_POLL_S)
 
 
 def load_checkpoint(folder: Path, info: dict[str, Any], train_step: TrainStep) -> RunState:
-    """Copy a checkpoint's tensors into `train_step`, in place, and return its state. Raises
-    CheckpointError if names or shapes differ."""
-    targets = tensors_of(train_step)
+    """Copy a checkpoint's tensors into `train_step`, in place, and return its state.
+
+    Raises CheckpointError if names or shapes differ.
+    """
+    targets = named_tensors(train_step)
     try:
         with contextlib.ExitStack() as stack:
             files = [
                 stack.enter_context(safe_open(folder / name, framework="pt"))
                 for name in info["files"]
             ]
-            where = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # a safetensors file is no dict
-            shapes = {name: list(file.get_slice(name).get_shape()) for name, file in where.items()}
-            wrong = [f"lacks {name}" for name in sorted(set(targets) - set(where))]
-            wrong += [f"has {name}, unknown here" for name in sorted(set(where) - set(targets))]
-            wrong += [
-                f"has {name} as {shape}, here {list(targets[name].shape)}"
-                for name, shape in sorted(shapes.items())
-                if name in targets and shape != list(targets[name].shape)
-            ]
-            if wrong:
-                more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-                raise CheckpointError(
-                    f"{folder}: does not fit this model and optimizer: it"
-                    f" {'; '.join(wrong[:3])}{more}"
-                )
+            # safetensors' file object has `keys`, but is not a dict.
+            file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            shapes = {name: file.get_slice(name).get_shape() for name, file in file_of.items()}
+            _check_fit(folder, targets, shapes)
             for name, target in targets.items():
-                target.copy_(where[name].get_tensor(name))
+                target.copy_(file_of[name].get_tensor(name))
     except SafetensorError as error:
         raise CheckpointError(f"{folder}: {error}") from None
-    # a younger field has its default
-    return RunState(**{key: info[key] for key in RunState.__dataclass_fields__ if key in info})
+    # Fields that are newer than the checkpoint have their defaults.
+    names = [field.name for field in fields(RunState) if field.name in info]
+    return RunState(**{name: info[name] for name in names})
+
+
+def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[int]]) -> None:
+    """Raise CheckpointError if the names or `shapes` in a checkpoint are not those of `targets`."""
+    wrong = [f"lacks {name}" for name in sorted(targets.keys() - shapes)]
+    wrong += [f"has {name}, unknown here" for name in sorted(shapes.keys() - targets)]
+    for name in sorted(shapes.keys() & targets):
+        here = list(targets[name].shape)
+        if list(shapes[name]) != here:
+            wrong.append(f"has {name} as {list(shapes[name])}, here {here}")
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{folder}: does not fit this model and optimizer: it {'; '.join(wrong[:3])}{more}"
+        )

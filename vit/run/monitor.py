@@ -22,9 +22,9 @@ from vit.data.loader import Loader, LoaderStats
 from vit.data.stages import TALLIED, Tally, add_up, since
 from vit.distributed import World, peak_memory_gib
 from vit.plan import Plan
-from vit.run.checkpoint import RunState
 from vit.run.data_wait import NOTABLE_WAIT_SHARE, Waiting, advice, sum_up
 from vit.run.record import Record
+from vit.run.state import RunState
 from vit.step import StepResult, StepValues
 from vit.system.meter import duration
 

@@ -1,10 +1,9 @@
-"""The samples that the ranks have trained on must be those of the order's plan.
+"""The samples that the ranks have trained on must be those that the order plans.
 
-The data's story: each rank looks up which rows of a batch were to be its own, and adds up a
-checksum of them, and one of what it was really given by its loader. Ranks cut a batch into equal
-shares by their numbers, so where each has its own rows, all have the batch. At the end of an epoch
-the sums are compared, and the sum over the ranks, which is the same on any number of them, goes
-into the record.
+Each rank looks up which rows of a batch are to be its own, and sums a checksum of them and one of
+what its loader really delivered. Ranks divide a batch by their numbers, so if each has its own
+rows, all together have the batch. At the end of an epoch the two sums are compared, and their sum
+over the ranks, which is the same on any number of them, goes into the record.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from vit.run.record import Record
 
 
 class OrderCheck:
-    """Adds up what is trained on from `first_batch` on, and compares it with `order`; streams have
-    none (None), and are only recorded."""
+    """Sums up what is trained on from `first_batch` on, and compares it with `order`.
+
+    Streams have no order (None), and are only recorded.
+    """
 
     def __init__(
         self, world: World, order: Order | None, plan: Plan, record: Record, first_batch: int
@@ -35,19 +36,22 @@ class OrderCheck:
         self._planned = 0
 
     def add(self, batch: Batch) -> None:
-        """This rank's rows of the next batch. They are looked up in the plan now, while a GPU
-        computes, and not for all of an epoch at its end."""
+        """Add this rank's rows of the next batch."""
         self._seen = (self._seen + sample_checksum(batch.ids.numpy())) % 2**64
         if self._order is not None:
-            rows = len(batch.ids)
-            first = self._world.rank * rows
-            planned = self._order.rows(self._next, first, first + rows)
+            # Looked up now, while a GPU computes, and not for a complete epoch at its end.
+            num_rows = len(batch.ids)
+            first = self._world.rank * num_rows
+            planned = self._order.rows(self._next, first, first + num_rows)
             self._planned = (self._planned + sample_checksum(planned)) % 2**64
         self._next += 1
 
     def compare(self, step: int) -> None:
-        """Compare and record what was added since the last time. All ranks come here. Raises
-        RuntimeError on a rank whose rows were not the plan's, AlreadyReported on the others."""
+        """Compare and record what was added since the last comparison; every rank calls it.
+
+        Raises RuntimeError on a rank whose rows were not the planned ones, and AlreadyReported on
+        the others.
+        """
         if self._first == self._next:
             return
         first = self._first
@@ -55,25 +59,25 @@ class OrderCheck:
         is_exact = self._order is not None
         with self._world.fail_together():
             if is_exact and self._seen != self._planned:
-                differ = f"sample checksum {self._seen:016x}, planned {self._planned:016x}"
                 raise RuntimeError(
-                    f"batches {first} to {last}, rows of rank {self._world.rank}: {differ}: a bug"
-                    " in the loader, please report it"
+                    f"batches {first} to {last}, rows of rank {self._world.rank}: sample checksum"
+                    f" {self._seen:016x}, planned {self._planned:016x}: a bug in the loader, please"
+                    " report it"
                 )
+        # torch sums int64; the bits are those of the unsigned sum.
         signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
         own = torch.tensor(signed, dtype=torch.int64, device=self._world.device)
         seen = int(self._world.sum_(own)) % 2**64
-        steps_per_epoch = self._plan.steps_per_epoch
-        at_end = self._next % steps_per_epoch == 0
+        is_epoch_end = self._next % self._plan.steps_per_epoch == 0
         self._record.write(
             "epoch",
             step,
-            epoch=self._next / steps_per_epoch,
+            epoch=self._next / self._plan.steps_per_epoch,
             first_batch=first,
             last_batch=last,
             exact=is_exact,
             sample_checksum=f"{seen:016x}",
-            samples_dropped=self._plan.dropped_per_epoch if at_end else 0,
+            samples_dropped=self._plan.dropped_per_epoch if is_epoch_end else 0,
         )
         self._first = self._next
         self._seen = 0

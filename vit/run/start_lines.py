@@ -11,8 +11,8 @@ from vit.data.stream import NOT_EXACT, StreamBatches
 from vit.distributed import World
 from vit.model_summary import count_parameters, flops_per_image
 from vit.plan import Plan
-from vit.run.checkpoint import RunState
 from vit.run.preflight import filling_note
+from vit.run.state import RunState
 
 NOTABLE_INITIAL_SHARE = 0.01
 """Share of the initial weights in the final average above which it is reported."""

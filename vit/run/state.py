@@ -1,0 +1,59 @@
+"""Where a run stands: the part of a checkpoint that is not tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from vit.plan import Plan
+
+
+@dataclass
+class RunState:
+    """Counters and facts of a run. Its fields are keys of `checkpoint.json`."""
+
+    step: int = 0
+    """Global batches attempted, which is also the position in the data."""
+    updates_skipped: int = 0
+    """Updates whose gradient was not finite, over the complete run."""
+    updates_skipped_in_a_row: int = 0
+    """The same, since the last good one."""
+    bad_images: int = 0
+    """Training images that could not be decoded and were ignored."""
+    evaluated_step: int = -1
+    """The step of the newest evaluation."""
+    best_top1: float = -1.0
+    """Best top-1 accuracy on the validation split so far, in percent."""
+    best_loss: float | None = None
+    """The loss with it; None where it was not finite, or before this was recorded."""
+    restarts: int = 0
+    """How often the run was resumed."""
+    elapsed_s: float = 0.0
+    """Time spent on the run over all restarts, evaluation and saving included."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What must be the same after a resume: the data's fingerprint, the model's classes."""
+
+    def is_evaluation_due(self, plan: Plan) -> bool:
+        """Return whether an evaluation at this step is planned and was not made yet."""
+        return plan.evaluates_at(self.step) and self.evaluated_step < self.step
+
+    def is_finished(self, plan: Plan) -> bool:
+        """Return whether nothing is left to train and to evaluate."""
+        return self.step == plan.total_steps and not self.is_evaluation_due(plan)
+
+    def take_best(self, *results: tuple[float, float]) -> bool:
+        """Keep the best of `results`, pairs of top-1 and loss; return whether it is a new best.
+
+        Of equal accuracies the smaller loss is better: few images give few different accuracies.
+        """
+
+        def rank(top1: float, loss: float | None) -> tuple[float, float]:
+            return top1, -loss if loss is not None and math.isfinite(loss) else -math.inf
+
+        top1, loss = max(results, key=lambda pair: rank(*pair))
+        if rank(top1, loss) <= rank(self.best_top1, self.best_loss):
+            return False
+        self.best_top1 = top1
+        self.best_loss = loss if math.isfinite(loss) else None
+        return True
