@@ -55,7 +55,7 @@ def choose_layout(
             " these, move it away"
         )
     if info is not None and "source" in info and layout.options() != recorded.options():
-        was = recorded.told(FLAGS) or "the usual members"
+        was = recorded.as_options(FLAGS) or "the usual members"
         raise PrepError(
             f"{place}: indexed with {was}, as its _info.json says; to do it otherwise, move that"
             " file away"

@@ -30,7 +30,8 @@ from vit.config import AugmentConfig
 from vit.data.batches import AugmentedBatches, Batch, ImageFormat, Samples
 from vit.data.decode.images import read_image_size
 from vit.data.order import Order, fold, hash64
-from vit.data.shards.members import META, SETTINGS, InvalidSample, SampleLayout, describe
+from vit.data.shards.layout_hints import describe
+from vit.data.shards.members import META, SETTINGS, InvalidSample, SampleLayout
 from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE
 from vit.data.shards.tar_walk import FILE, TarDamaged, decompressed, in_order, walk
 from vit.data.storage.http import PIECE_BYTES, WebFile

@@ -1,10 +1,9 @@
-"""One shard: a plain tar, scanned into samples and index rows. Free of torch.
+"""One shard: a plain tar, scanned into samples and index rows.
 
-The data's story: headers are walked one after the other; members of one key make a sample; of its
-image the head is read for the size in pixels, of its label's member (`.cls`, or what the layout
-says) the label; no image is decoded. What is truncated is named with its place; samples that do not
-fit are listed with the reason; where none fits, what is there is told once, with the layout that
-would take it.
+Headers are read one after the other; consecutive members with one key make a sample. The size in
+pixels comes from the head of the image, the label from its own member (`.cls`, or what the layout
+says); no image is decoded. Samples that do not fit are listed with the reason; if none fits, the
+error describes what was found, and the layout that would fit.
 """
 
 from __future__ import annotations
@@ -22,41 +21,32 @@ import google_crc32c
 import numpy as np
 
 from vit.data.decode.images import read_image_size
-from vit.data.shards.members import (
-    FLAGS,
-    META,
-    MOST_BYTES,
-    MOST_READ,
-    InvalidSample,
-    SampleLayout,
-    describe,
-)
+from vit.data.shards.layout_hints import MAX_LABEL_BYTES, MAX_SAMPLES, describe
+from vit.data.shards.members import FLAGS, META, InvalidSample, SampleLayout
 from vit.data.shards.tar_walk import FILE, FOLDER, TAR_BLOCK, Read, TarDamaged, pread, walk
 from vit.system.files import ShardError, replacing, unreadable
 
 INDEX_DTYPE = np.dtype(
-    [  # 24 bytes a sample: 31 MB for ImageNet-1k
-        ("crc32c", "<u4"),  # of the encoded image; 0: not known
-        ("size", "<u4"),
-        ("offset", "<u8"),  # bytes of the encoded image, and where they start in the tar
+    [  # 24 bytes per sample: 31 MB for ImageNet-1k
+        ("crc32c", "<u4"),  # of the encoded image; 0: unknown
+        ("size", "<u4"),  # bytes of the encoded image
+        ("offset", "<u8"),  # of its first byte in the tar
         ("label", "<i4"),
-        ("width", "<u2"),
-        ("height", "<u2"),  # pixels, as in the image's own header
+        ("width", "<u2"),  # pixels, as in the image's own header
+        ("height", "<u2"),
     ]
 )
 crc32c: Callable[[bytes], int] = google_crc32c.value
-"""CRC-32C (Castagnoli) of bytes: 4 to 7 microseconds a photograph; zlib's CRC-32 takes 16."""
+"""CRC-32C (Castagnoli) of bytes: 4 to 7 microseconds per photograph; zlib's CRC-32 takes 16."""
 DEFAULT_LAYOUT = SampleLayout()
-COPY_AGAIN = "copy or write the shard again"
-
-
-MOST_NAMED = 5
-"""Samples at fault in an error."""
+HEAD_BYTES = 16384
+"""Read of an image for its size in pixels; most headers are shorter."""
+MAX_NAMED = 5
+"""Samples named in an error."""
 
 
 class Member(NamedTuple):
-    """One file inside a tar. `offset` and `size` are bytes; `ext` is lower case: what its key left
-    of the name."""
+    """One file in a tar. ext: lower case, the rest of the name after the key. In bytes."""
 
     ext: str
     offset: int
@@ -65,8 +55,7 @@ class Member(NamedTuple):
 
 
 class ScannedSample(NamedTuple):
-    """One sample of a tar: key, label, its image's member, size in pixels and CRC-32C (0: not
-    known), and all its members in tar order."""
+    """One sample of a tar, with all its members in tar order. crc32c: of the image, 0: unknown."""
 
     key: str
     label: int
@@ -78,31 +67,34 @@ class ScannedSample(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """A sample that does not fit. name, offset: of its first member, whose data begin there."""
+    """A sample that does not fit. name, offset: of its first member.
+
+    kind: samples of the same kind are reported together.
+    """
 
     key: str
     name: str
     offset: int
     kind: str
-    """What is alike in samples that are told together."""
     reason: str
 
 
 class Survey(NamedTuple):
-    """All that is in a tar."""
+    """All that is in a tar.
+
+    passed_over: members that belong to no sample, by what they are; folders and webdataset's own
+    metadata are not counted.
+    """
 
     samples: list[ScannedSample]
     unfit: list[LeftOut]
     passed_over: Counter[str]
-    """Members that belong to no sample, by what they are; folders and webdataset's own notes are
-    not counted."""
 
 
 def _members(
     read: Read, end: int, layout: SampleLayout, passed_over: Counter[str]
 ) -> Iterator[tuple[str, Member, str]]:
-    """(key, member, what it is) of each member of a tar that belongs to a sample, in order; reads
-    headers only."""
+    """Yield (key, member, kind) of each member of a sample, in order; reads headers only."""
     for name, offset, size, kind in walk(read, 0, end, needs_end=False):
         if named := layout.cut(name):
             yield named[0], Member(named[1], offset, size, name), kind
@@ -110,10 +102,9 @@ def _members(
             passed_over["a file without key and suffix" if kind == FILE else kind] += 1
 
 
-def _image_size(read: Read, image: Member) -> tuple[int, int]:
-    """(width, height) in pixels, from the first 16 KiB if they suffice: most headers are short,
-    most images are not."""
-    for num_bytes in (min(16384, image.size), image.size):
+def _size_in_pixels(read: Read, image: Member) -> tuple[int, int]:
+    """Return (width, height), from the image's head if it suffices. Raises InvalidSample."""
+    for num_bytes in (min(HEAD_BYTES, image.size), image.size):
         try:
             width, height = read_image_size(read(num_bytes, image.offset))
             break
@@ -136,27 +127,26 @@ def scan_sample(
     layout: SampleLayout,
     with_checksum: bool = True,
 ) -> ScannedSample:
-    """Check and read one sample. group: of each member the key, itself, and what it is. Raises
-    InvalidSample."""
+    """Check and read one sample, whose (key, member, kind) are `group`. Raises InvalidSample."""
     members = tuple(member for _, member, kind in group if kind == FILE)
-    try:
-        found = layout.find([member.ext for member in members])
-    except InvalidSample:
-        if others := [
-            f"{member.name!r} is {kind}" for _, member, kind in group if kind not in (FILE, FOLDER)
-        ]:
-            remedy = "write the shard with what they link to (tar --hard-dereference --dereference)"
-            raise InvalidSample(
-                "link", f"is not there as files: {', '.join(others)}; {remedy}"
-            ) from None
-        raise
     by_ext = {member.ext: member for member in members}
-    image = by_ext[found]
-    told = by_ext[layout.label_suffix]
-    label = layout.label_of(read(told.size, told.offset))
+    try:
+        image = by_ext[layout.find([member.ext for member in members])]
+    except InvalidSample:
+        links = [(member, kind) for _, member, kind in group if kind not in (FILE, FOLDER)]
+        if not links:
+            raise
+        listed = ", ".join(f"{member.name!r} is {kind}" for member, kind in links)
+        raise InvalidSample(
+            "link",
+            f"is not there as files: {listed}; write the shard with what they link to (tar"
+            " --hard-dereference --dereference)",
+        ) from None
+    in_label = by_ext[layout.label_suffix]
+    label = layout.label_of(read(in_label.size, in_label.offset))
     if not image.size:
         raise InvalidSample("image", f"has an image of 0 bytes, {image.name!r}")
-    width, height = _image_size(read, image)
+    width, height = _size_in_pixels(read, image)
     checksum = crc32c(read(image.size, image.offset)) if with_checksum else 0
     return ScannedSample(key, label, width, height, image, members, checksum)
 
@@ -167,13 +157,12 @@ def survey_tar(
     left_out: Collection[int] = (),
     with_checksums: bool = True,
 ) -> Survey:
-    """The samples of a tar, in order, from its headers, its labels and its images, of which no more
-    than the heads are read without checksums; no image is decoded.
+    """Read the samples of a tar, in order, without decoding an image.
 
-    left_out: `LeftOut.offset` of samples that are passed over unseen, as they were when the shard
-    was indexed. Raises ShardError, naming the file, when the tar is damaged or cut off, or no
-    sample has image and label as `layout` has them. A tar without end-of-archive blocks is accepted
-    if its last sample fits.
+    left_out: `LeftOut.offset` of samples to ignore, as when the shard was indexed.
+    with_checksums: read the images completely; otherwise only their heads.
+    Raises ShardError if the tar is damaged or cut off, or if no sample fits `layout`. A tar without
+    an end mark is accepted if its last sample fits.
     """
     path = Path(path)
     found = Survey([], [], Counter())
@@ -184,42 +173,38 @@ def survey_tar(
     try:
         end = os.fstat(fd).st_size
         if not end:
-            raise ShardError(f"{path}: an empty file; {COPY_AGAIN}")
-        for key, run in itertools.groupby(
-            _members(pread(fd), end, layout, found.passed_over), key=lambda member: member[0]
-        ):
+            raise ShardError(f"{path}: an empty file; copy or write the shard again")
+        last_error = None
+        members = _members(pread(fd), end, layout, found.passed_over)
+        for key, run in itertools.groupby(members, key=lambda member: member[0]):
             group = list(run)
             first = group[0][1]
             if first.offset in left_out:
                 continue
+            last_error = None
             try:
                 found.samples.append(scan_sample(pread(fd), key, group, layout, with_checksums))
-                last_fits = True
             except InvalidSample as error:
+                last_error = error
                 found.unfit.append(LeftOut(key, first.name, first.offset, error.kind, str(error)))
-                last_fits = False
-        if found.unfit and not last_fits and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
-            ends = (
-                f"sample {key!r} {found.unfit[-1].reason}. The shard ends there, without an end"
-                " mark"
+        if last_error is not None and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
+            raise ShardError(
+                f"{path}: sample {key!r} {last_error}. The shard ends there, without an end mark."
+                " Truncated: copy or write it again"
             )
-            raise ShardError(f"{path}: {ends}. Truncated: copy or write it again")
         if found.unfit and not found.samples:
-            of_images = all(sample.kind == "image" for sample in found.unfit)
-            remedy = (
-                "Mend these, or move the shard away"
-                if of_images
-                else _proposal(fd, path, end, layout)
-            )
+            remedy = "Mend these, or move the shard away"
+            if any(sample.kind != "image" for sample in found.unfit):
+                remedy = _propose_layout(fd, end, layout)
             raise ShardError(f"{path}: {describe_invalid(found.unfit, len(found.unfit))}. {remedy}")
     except TarDamaged as error:
-        raise ShardError(f"{path}: {error}; {COPY_AGAIN}") from error
+        raise ShardError(f"{path}: {error}; copy or write the shard again") from error
     finally:
         os.close(fd)
     if not found.samples:
-        passed_over = f" ({describe_ignored(found.passed_over)})" if found.passed_over else ""
+        ignored = f" ({describe_ignored(found.passed_over)})" if found.passed_over else ""
         raise ShardError(
-            f"{path}: holds no samples; expected pairs of <key>.jpg and <key>.cls{passed_over};"
+            f"{path}: holds no samples; expected pairs of <key>.jpg and <key>.cls{ignored};"
             " copy it again, or move it away"
         )
     return found
@@ -231,67 +216,63 @@ def scan_tar(
     left_out: Collection[int] = (),
     with_checksums: bool = True,
 ) -> list[ScannedSample]:
-    """The samples of `survey_tar`; a sample that does not fit is an error as well, unless it is one
-    of `left_out`."""
+    """Return the samples of `survey_tar`; one that does not fit raises ShardError, too."""
     found = survey_tar(path, layout, left_out, with_checksums)
     if found.unfit:
-        told = describe_invalid(found.unfit, len(found.samples) + len(found.unfit))
-        fit = (
-            f"The other {len(found.samples):,} samples fit: mend these, or write the shard again"
-            " without them"
+        problems = describe_invalid(found.unfit, len(found.samples) + len(found.unfit))
+        raise ShardError(
+            f"{path}: {problems}. The other {len(found.samples):,} samples fit: mend these, or"
+            " write the shard again without them; `python -m data_prep.index` leaves them out"
         )
-        raise ShardError(f"{path}: {told}. {fit}; `python -m data_prep.index` leaves them out")
     return found.samples
 
 
 def describe_invalid(unfit: Sequence[LeftOut], total: int) -> str:
-    """Samples that do not fit, in words, once for each kind. total: samples, with those that
-    fit."""
+    """Describe samples that do not fit, once per kind. total: samples, including those that fit."""
     by_kind: dict[str, list[LeftOut]] = {}
     for sample in unfit:
         by_kind.setdefault(sample.kind, []).append(sample)
     parts = []
     for kind, found in by_kind.items():
-        if kind == "image":  # each has a fault of its own
-            parts += [f"sample {sample.key!r} {sample.reason}" for sample in found[:MOST_NAMED]]
-            parts += (
-                [f"and {len(found) - MOST_NAMED:,} more such"] if len(found) > MOST_NAMED else []
-            )
+        named = found[:MAX_NAMED]
+        num_more = len(found) - len(named)
+        if kind == "image":  # each has its own reason
+            parts += [f"sample {sample.key!r} {sample.reason}" for sample in named]
+            if num_more:
+                parts.append(f"and {num_more:,} more such")
             continue
-        told = f"sample {found[0].key!r} {found[0].reason}"
+        part = f"sample {found[0].key!r} {found[0].reason}"
         if len(found) == total > 1:
-            told += f" (all {total:,} samples are so)"
+            part += f" (all {total:,} samples are so)"
         elif len(found) > 1:
-            others = ", ".join(repr(sample.key) for sample in found[1:MOST_NAMED])
-            more = ", ..." if len(found) > MOST_NAMED else ""
-            told += f" ({len(found):,} of {total:,} samples are so: also {others}{more})"
-        parts.append(told)
+            others = ", ".join(repr(sample.key) for sample in named[1:])
+            more = ", ..." if num_more else ""
+            part += f" ({len(found):,} of {total:,} samples are so: also {others}{more})"
+        parts.append(part)
     return "; ".join(parts)
 
 
 def describe_ignored(passed_over: Counter[str]) -> str:
-    """Members that belong to no sample, in words."""
+    """Describe members that belong to no sample."""
     kinds = ", ".join(f"{kind} ({count:,} times)" for kind, count in sorted(passed_over.items()))
     return f"passed over, as part of no sample: {kinds}"
 
 
-def _proposal(fd: int, path: Path, end: int, layout: SampleLayout) -> str:
-    """What is there in place of samples that fit, and the layout that would take it."""
+def _propose_layout(fd: int, end: int, layout: SampleLayout) -> str:
+    """Describe what is in the tar, and the layout that would fit."""
     contents: list[tuple[str, bytes | None]] = []
-    for number, (_, group) in enumerate(
-        itertools.groupby(_members(pread(fd), end, layout, Counter()), key=lambda member: member[0])
-    ):
-        # nothing is read of what is too large for a label, and of all but the first samples
+    members = _members(pread(fd), end, layout, Counter())
+    for number, (_, group) in enumerate(itertools.groupby(members, key=lambda member: member[0])):
         for _, member, _ in group:
-            is_read = number < MOST_READ and member.size <= MOST_BYTES
-            contents.append(
-                (member.name, os.pread(fd, member.size, member.offset) if is_read else None)
-            )
+            # Only the first samples, and nothing that is too large for a label.
+            is_read = number < MAX_SAMPLES and member.size <= MAX_LABEL_BYTES
+            data = os.pread(fd, member.size, member.offset) if is_read else None
+            contents.append((member.name, data))
     return describe(contents, layout, FLAGS)
 
 
 def index_rows(samples: list[ScannedSample]) -> np.ndarray:
-    """(num_samples,) INDEX_DTYPE rows of one tar's samples."""
+    """Return (num_samples,) INDEX_DTYPE rows of one tar's samples."""
     return np.array(
         [(s.crc32c, s.image.size, s.image.offset, s.label, s.width, s.height) for s in samples],
         INDEX_DTYPE,
@@ -305,24 +286,22 @@ def write_idx(tar: Path, samples: list[ScannedSample]) -> None:
 
 
 def idx_lines(samples: list[ScannedSample]) -> list[bytes]:
-    """DALI's index v1.2: a line a sample, `ext offset size name` for each member."""
+    """Return DALI's index v1.2: a line per sample, `ext offset size name` for each member."""
     lines = [f"v1.2 {len(samples)}"]
-    # DALI splits the line at blanks; a blank in a foreign name must not shift the fields
     for sample in samples:
-        names = (re.sub(r"\s", "_", member.name) for member in sample.members)
-        lines.append(
-            " ".join(
-                f"{m.ext} {m.offset} {m.size} {name}"
-                for m, name in zip(sample.members, names, strict=True)
-            )
-        )
+        # DALI splits the line at blanks; a blank in a name would shift the fields.
+        fields = []
+        for member in sample.members:
+            name = re.sub(r"\s", "_", member.name)
+            fields.append(f"{member.ext} {member.offset} {member.size} {name}")
+        lines.append(" ".join(fields))
     return [line.encode("utf-8", "surrogateescape") + b"\n" for line in lines]
 
 
 def member_size(header: bytes) -> int:
-    """Size in bytes of the member behind a tar header, -1 if it is none."""
+    """Return the size in bytes of the member after a tar header, -1 if it is not a header."""
     try:
-        # some 50 times as fast as tarfile, and done for each image
+        # Some 50 times as fast as tarfile, and done for each image.
         return int(header[124:136].rstrip(b"\0 "), 8)
     except ValueError:
         try:

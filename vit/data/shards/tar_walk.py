@@ -1,13 +1,11 @@
 """The members of a tar, from bytes that come in order: of a file, of a part of one, or of a stream.
-Free of torch.
 
-The data's story: one header after the other is read and its checksum compared; the data between
-them are skipped, and whoever walks reads what he wants of them on the way. Long names (GNU's and
-pax's) are put in their place. What is no tar, damaged, cut off or continued behind its end is told
-with its place; links and devices are told as such.
+One header after the other is read and its checksum compared. The data in between are skipped; the
+caller reads what it needs of them on the way. Long names (GNU's and pax's) are resolved. A file
+that is not a tar, damaged, cut off, or continued after its end raises an error with the position.
 
-Own arithmetic, because `tarfile` ends silently at a damaged header: the samples after it would be
-lost. It also takes ten times as long.
+`tarfile` is not used because it ends silently at a damaged header, which would lose the samples
+after it, and because it takes ten times as long.
 """
 
 from __future__ import annotations
@@ -24,16 +22,18 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 TAR_BLOCK = 512
-"""Bytes; every header and every start of data in a tar lies on a multiple of this."""
+"""Bytes; every header and the data of every member begin at a multiple of this."""
 AHEAD_BYTES = 1 << 16
 CLOSE_BYTES = 1 << 12
-"""Bytes read at once where headers are this close together."""
+"""If two headers are this close, `AHEAD_BYTES` are read at once."""
 MAX_NAME_BYTES = 1 << 16
 """Of a GNU long name or a pax header."""
 FILE = "a file"
 FOLDER = "a folder"
 KINDS = {
-    **dict.fromkeys((tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE), FILE),
+    tarfile.REGTYPE: FILE,
+    tarfile.AREGTYPE: FILE,
+    tarfile.CONTTYPE: FILE,
     tarfile.DIRTYPE: FOLDER,
     tarfile.LNKTYPE: "a hard link",
     tarfile.SYMTYPE: "a symbolic link",
@@ -47,7 +47,9 @@ WITHOUT_DATA = (
     tarfile.BLKTYPE,
     tarfile.FIFOTYPE,
 )
-"""Whatever their headers say."""
+"""Members without data, whatever size their headers give."""
+EXTENSIONS = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE)
+"""Headers that describe the next member."""
 WEB_PAGE = re.compile(rb"\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)
 COMPRESSED = {
     b"\x1f\x8b": "compressed with gzip",
@@ -58,12 +60,11 @@ COMPRESSED = {
 
 
 class TarDamaged(ValueError):
-    """No tar, damaged, cut off, or continued behind its end; says what, and at which byte."""
+    """Not a tar, damaged, cut off, or continued after its end; names the byte."""
 
 
 class TarMember(NamedTuple):
-    """One member: `size` bytes that begin at `offset` of the file or stream. kind: FILE, FOLDER, or
-    in words what else it is."""
+    """One member: `size` bytes at `offset`. kind: FILE, FOLDER, or a description of another."""
 
     name: str
     offset: int
@@ -72,20 +73,20 @@ class TarMember(NamedTuple):
 
 
 Read = Callable[[int, int], bytes]
-"""(size, position) -> the bytes there, fewer at the end, as `os.pread` gives them; positions never
-go back."""
+"""(size, position) -> the bytes there, fewer at the end, like `os.pread`.
+
+Positions never decrease."""
 
 
 def describe_content(head: bytes) -> str:
-    """In words, what a file that begins with `head` is instead of an archive; empty if that is not
-    known."""
+    """Describe a file that begins with `head` and should be an archive; "" if it is unknown."""
     if WEB_PAGE.match(head):
         return "a web page (a login or an error page was saved in place of the archive)"
     return next((kind for magic, kind in COMPRESSED.items() if head.startswith(magic)), "")
 
 
 def pread(descriptor: int) -> Read:
-    """How a file is read."""
+    """Return a reader of a file."""
     return lambda size, position: os.pread(descriptor, size, position)
 
 
@@ -96,7 +97,7 @@ class Readable(Protocol):
 
 
 def in_order(stream: Readable) -> Read:
-    """How a stream is read: what lies before the last position is forgotten."""
+    """Return a reader of a stream; bytes before the last position are forgotten."""
     held = b""
     start = 0
 
@@ -120,7 +121,7 @@ def in_order(stream: Readable) -> Read:
 
 
 class _WithHead:
-    """A stream whose first bytes were read already."""
+    """A stream whose first bytes have been read already."""
 
     def __init__(self, head: bytes, stream: Readable):
         self._head = head
@@ -133,45 +134,45 @@ class _WithHead:
 
 
 def decompressed(stream: Readable) -> Readable:
-    """The stream itself, or what is in it if it is compressed with gzip, bzip2 or xz."""
+    """Return the stream, or its content if it is compressed with gzip, bzip2 or xz."""
     head = in_order(stream)(6, 0)
-    whole: Any = _WithHead(head, stream)
-    kinds: dict[bytes, Any] = {
-        b"\x1f\x8b": partial(gzip.GzipFile, fileobj=whole),
-        b"BZh": partial(bz2.open, whole),
-        b"\xfd7zXZ": partial(lzma.open, whole),
+    rewound: Any = _WithHead(head, stream)
+    openers: dict[bytes, Any] = {
+        b"\x1f\x8b": partial(gzip.GzipFile, fileobj=rewound),
+        b"BZh": partial(bz2.open, rewound),
+        b"\xfd7zXZ": partial(lzma.open, rewound),
     }
-    return next((make() for magic, make in kinds.items() if head.startswith(magic)), whole)
+    return next((open_() for magic, open_ in openers.items() if head.startswith(magic)), rewound)
 
 
 def walk(
     read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool = True
 ) -> Iterator[TarMember]:
-    """The members of the tar in the bytes [start, stop), or up to its end mark where `stop` is not
-    known, in order.
+    """Yield the members of the tar in the bytes [start, stop), in order.
 
-    needs_end: raise where the end mark is missing. Raises TarDamaged.
+    stop: None for a stream, which is read up to its end mark. needs_end: a missing end mark is an
+    error. Raises TarDamaged.
     """
-    # name and size: what an extra header said of the next member
     position = start
-    name = ""
-    size = -1
-    before = start - 2 * CLOSE_BYTES
+    previous = start - 2 * CLOSE_BYTES
     ahead = b""
     ahead_at = start
+    # Name and size of the next member, from an extension header in front of its own.
+    name = ""
+    size = -1
 
-    def damaged(what: str) -> TarDamaged:
-        return TarDamaged(f"{what} at byte {position}{'' if stop is None else f' of {stop}'}")
+    def damaged(problem: str) -> TarDamaged:
+        return TarDamaged(f"{problem} at byte {position}{'' if stop is None else f' of {stop}'}")
 
     while True:
         block = ahead[position - ahead_at : position - ahead_at + TAR_BLOCK]
         if len(block) < TAR_BLOCK:
-            # Of small files many headers come with one call; between large ones a long read would
-            # fetch data that nobody wants.
-            size_ahead = AHEAD_BYTES if position - before <= CLOSE_BYTES else TAR_BLOCK
-            ahead = read(
-                size_ahead if stop is None else max(0, min(size_ahead, stop - position)), position
-            )
+            # One call reads many headers of small files; between large files it would read data
+            # that are not needed.
+            num_bytes = AHEAD_BYTES if position - previous <= CLOSE_BYTES else TAR_BLOCK
+            if stop is not None:
+                num_bytes = max(0, min(num_bytes, stop - position))
+            ahead = read(num_bytes, position)
             ahead_at = position
             block = ahead[:TAR_BLOCK]
         if len(block) < TAR_BLOCK and not needs_end and position > start and not any(block):
@@ -181,70 +182,70 @@ def walk(
         if block[0] == 0 and not any(block):
             _expect_zeros(read, position, stop, damaged)
             return
-        before = position
+        previous = position
         offset = position + TAR_BLOCK
         try:
-            # A file ("0") with nothing unusual, some 10 times as fast. Its checksum is the sum of
-            # all bytes, its own counted as blanks: the lower half of Adler-32 is that sum, plus 1,
-            # modulo 65521.
-            is_plain = block[156] == 48 and block[124] < 128 and not block[345]
-            field = block[148:156]
-            if (
-                is_plain
-                and (int(field.split(b"\0", 1)[0], 8) - 8 * 32 + sum(field) + 1) % 65521
-                == zlib.adler32(block) & 0xFFFF
-            ):
-                found = FILE
+            if _is_plain_file(block):
+                kind = FILE
                 own_size = int(block[124:136].strip(b"\0 ") or b"0", 8)
                 own_name = block[:100].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
             else:
                 header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-                own_name = header.name
+                kind = KINDS.get(header.type, "a device or a pipe")
                 own_size = 0 if header.type in WITHOUT_DATA else header.size
-                found = KINDS.get(header.type, "a device or a pipe")
-                if header.type in (
-                    tarfile.GNUTYPE_LONGNAME,
-                    tarfile.XHDTYPE,
-                    tarfile.XGLTYPE,
-                    tarfile.GNUTYPE_LONGLINK,
-                ):
+                own_name = header.name
+                if header.type in EXTENSIONS:
                     if not 0 <= own_size <= MAX_NAME_BYTES:
                         raise damaged(f"damaged: a header of {own_size} bytes")
                     extra = read(own_size, offset)
                     if header.type == tarfile.GNUTYPE_LONGNAME:
                         name = extra.rstrip(b"\0").decode("utf-8", "surrogateescape")
                     elif header.type == tarfile.XHDTYPE:
-                        name, size = _pax(extra, name, size)
+                        name, size = _read_pax(extra, name, size)
                     position = offset + (own_size + 511 & -512)
                     continue
+        except TarDamaged:
+            raise
         except (ValueError, tarfile.HeaderError) as error:
-            if isinstance(error, TarDamaged):
-                raise
-            other = describe_content(block)
-            no_tar = f"not a tar but {other}" if other else f"not a tar ({error})"
-            raise damaged(
-                no_tar if position == start else f"damaged: no tar header ({error})"
-            ) from error
+            problem = f"damaged: no tar header ({error})"
+            if position == start:
+                content = describe_content(block)
+                problem = f"not a tar but {content}" if content else f"not a tar ({error})"
+            raise damaged(problem) from error
         name = name or own_name
         size = own_size if size < 0 else size
         if size < 0:
             raise damaged(f"damaged: {name!r} has {size} bytes")
         if stop is not None and offset + size > stop:
             raise damaged(f"cut off: {name!r} of {size} bytes begins")
-        yield TarMember(name, offset, size, found)
+        yield TarMember(name, offset, size, kind)
         position = offset + (size + 511 & -512)
         name = ""
         size = -1
 
 
+def _is_plain_file(block: bytes) -> bool:
+    """Whether a header is that of a file ("0") without anything unusual, and undamaged.
+
+    Reading such a header here is 10 times as fast as by `tarfile`. Its checksum is the sum of all
+    bytes, with its own counted as blanks. The lower half of Adler-32 is that sum plus 1, modulo
+    65521. Raises ValueError if the checksum is not a number.
+    """
+    if block[156] != 48 or block[124] >= 128 or block[345]:  # type, size in binary, long name
+        return False
+    field = block[148:156]
+    checksum = int(field.split(b"\0", 1)[0], 8)
+    return (checksum - 8 * 32 + sum(field) + 1) % 65521 == zlib.adler32(block) & 0xFFFF
+
+
 def _expect_zeros(
     read: Read, position: int, stop: int | None, damaged: Callable[[str], TarDamaged]
 ) -> None:
-    """Behind the end mark only zeros may follow; else a header was lost, or something was
-    appended."""
-    while (
-        data := read((1 << 20) if stop is None else min(1 << 20, stop - position), position)
-    ) and (stop is None or position < stop):
+    """Raise unless only zeros follow the end mark: else a header was lost, or a tar appended."""
+    while stop is None or position < stop:
+        data = read(1 << 20 if stop is None else min(1 << 20, stop - position), position)
+        if not data:
+            return
         if data.count(0) != len(data):
             raise damaged(
                 "damaged: zeros instead of a header, with data after them (a lost header, or"
@@ -253,8 +254,8 @@ def _expect_zeros(
         position += len(data)
 
 
-def _pax(extra: bytes, name: str, size: int) -> tuple[str, int]:
-    """The name and size that a pax header says, else those that were known."""
+def _read_pax(extra: bytes, name: str, size: int) -> tuple[str, int]:
+    """Return name and size of a pax header, or those given if it has none."""
     while found := re.match(rb"(\d{1,5}) ([^=]+)=", extra):
         value = extra[found.end() : int(found[1]) - 1]
         if found[2] == b"path":
