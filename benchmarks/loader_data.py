@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ def make_data(place: Path, num_images: int) -> Data:
     data.place.mkdir(parents=True, exist_ok=True)
     data.made("jpegs", lambda folder: make_images(folder, num_images))
     for name, markers in (("shards", "off"), ("marked", "auto")):
-        data.made(name, lambda out, markers=markers: make_shards(data.folder, out, markers))
+        data.made(name, partial(make_shards, data.folder, markers=markers))
     return data
 
 

@@ -429,9 +429,9 @@ def memory_of(job: tuple[int, Path]) -> dict[str, float]:
     ended = threading.Event()
 
     def status(field: str) -> int:
-        return (
-            int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
-        )  # type: ignore[index]
+        found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None, field
+        return int(found[1]) << 10
 
     def fill(builder: Builder) -> None:
         nonlocal filled_at

@@ -186,8 +186,8 @@ def test_an_update_whose_gradient_is_not_finite_changes_nothing(config):
     state = [t.clone() for t in tensors_of(optimizer)]
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, float("nan"))
-    optimizer.grad_scale = None
-    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
     optimizer.step()
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(optimizer), state, strict=True))
@@ -235,7 +235,7 @@ def test_a_first_update_that_is_skipped_leaves_the_state_at_zero(config):
     model = small_model()
     optimizer = create_optimizer(model, config)
     give_gradients(model, 0)
-    optimizer.grad_scale = None
-    optimizer.found_inf = torch.ones(())
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
     optimizer.step()
     assert all(value.eq(0).all() for value in tensors_of(optimizer))

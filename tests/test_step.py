@@ -64,7 +64,7 @@ def make_step(
         augment.shift = augment.shift.double()
         augment.normalize = lambda images: torch.addcmul(
             augment.shift, images.double(), augment.scale
-        )  # type: ignore[method-assign]
+        )
     optimizer = create_optimizer(model, AdamWConfig(lr=1e-3, weight_decay=0.1, eps=EPS))
     return TrainStep(
         model,
@@ -304,7 +304,7 @@ def test_dropout_depends_on_seed_rank_and_step_only():
         for module in step.model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.5
-        step.optimizer.step = lambda: None  # type: ignore[method-assign]
+        step.optimizer.step = lambda: None
         return {n: step(make_batch(), n).read().loss for n in order}
 
     assert losses([0, 1, 2]) == losses([2, 0, 1])

@@ -50,7 +50,7 @@ GRIDS = [
 @pytest.mark.parametrize("antialias", [True, False])
 @pytest.mark.parametrize("prefix", [0, 1, 5])
 def test_resampling_equals_timm(old, new, interpolation, antialias, prefix):
-    source = posemb(*old, prefix)
+    source = posemb(*old, prefix=prefix)
     ours = resample_posemb(source, old, new, prefix, interpolation, antialias)
     theirs = resample_abs_pos_embed(source, list(new), list(old), prefix, interpolation, antialias)
     assert ours.shape == (1, prefix + new[0] * new[1], 8)

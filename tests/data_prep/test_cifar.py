@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
 from servers import WebServer
 
 from data_prep import cifar
@@ -97,6 +98,7 @@ def test_all_records_are_there_with_their_labels(full10, tmp_path):
             ]
             image = Image.open(io.BytesIO(found.read(sample)))
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (32, 32))
+            assert isinstance(image, JpegImageFile)
             assert [(h, v) for _, h, v, _ in image.layer] == [(1, 1)] * 3, "no chroma subsampling"
             expected = np.stack(
                 [np.array([list(row) for row in plane]) for plane in planes], axis=-1

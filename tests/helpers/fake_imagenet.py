@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import simplejpeg
@@ -194,7 +195,7 @@ def meta_mat(fake: Fake) -> bytes:
         return np.array([[float(value)]])
 
     by_id = sorted(fake.ids, key=fake.ids.__getitem__)
-    rows = [
+    rows: list[tuple[Any, ...]] = [
         (
             number(fake.ids[w]),
             w,

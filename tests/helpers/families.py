@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 MARK = "VIT_TEST_ID"
 NAME = "PYTEST_CURRENT_TEST"
@@ -91,7 +92,7 @@ class Family:
     others.
     """
 
-    def __init__(self, command: list[str], env: Mapping[str, str], **options):
+    def __init__(self, command: list[str], env: Mapping[str, str], **options: Any):
         self.mark = f"{os.environ.get(MARK, f'alone-{os.getpid()}')}.{next(_numbers)}."
         self.process = subprocess.Popen(command, env={**env, MARK: self.mark}, **options)
 
@@ -106,7 +107,7 @@ class Family:
     ) -> None:
         orphans = left_over(self.mark) if kind is None and self.process.poll() is not None else {}
         self.kill()
-        assert not orphans, f"{self.process.args} has ended and left {orphans}"
+        assert not orphans, f"{self.process.args!r} has ended and left {orphans}"
 
     def communicate(self, timeout_s: float) -> tuple[str, str]:
         """stdout and stderr, when it has ended. Children that outlive it hold its streams open:
@@ -123,7 +124,7 @@ class Family:
                 # next
                 if had_ended:
                     raise AssertionError(
-                        f"{self.process.args} has ended and left {bearing(self.mark)}"
+                        f"{self.process.args!r} has ended and left {bearing(self.mark)}"
                     ) from None
                 if time.monotonic() > deadline:
                     raise

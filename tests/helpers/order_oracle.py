@@ -7,10 +7,13 @@ Only `orders`, which draws what is to be compared, makes our `Order`.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Literal
 
 from hypothesis import strategies as st
 
 from vit.data.order import Order, make_order
+
+RepeatForm = Literal["batch", "sampler"]
 
 SEEDS = st.integers(0, 2**63 - 1)
 
@@ -84,12 +87,12 @@ def orders(
     draw: st.DrawFn,
     lanes: tuple[int, ...] = (1, 2, 3, 4, 5, 6),
     repeats: tuple[int, ...] = (1, 2, 3, 4),
-    forms: tuple[str, ...] = ("batch", "sampler"),
+    forms: tuple[RepeatForm, ...] = ("batch", "sampler"),
 ) -> Order:
     """Orders of up to some hundred samples."""
     num_lanes = draw(st.sampled_from(lanes))
     aug_repeats = draw(st.sampled_from(repeats))
-    form = draw(st.sampled_from(forms)) if aug_repeats > 1 else "batch"
+    form: RepeatForm = draw(st.sampled_from(forms)) if aug_repeats > 1 else "batch"
     batch = num_lanes * draw(st.integers(1, 6)) * (aug_repeats if form == "batch" else 1)
     num_samples = draw(st.integers(batch, batch + 300))
     block = draw(st.integers(1, 20))

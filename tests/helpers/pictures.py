@@ -15,6 +15,7 @@ def pixels(picture: Path) -> np.ndarray:
         colors = image.convert("RGB").reduce(4).getcolors(2**24)
         found = np.array(image.convert("RGB")).astype(np.int16)
     assert found.shape[1] == 1400
+    assert colors is not None
     assert len(colors) > 10, "blank"
     return found
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,25 +41,26 @@ class Place:
         self, module: str, *arguments: object, prefix: tuple[object, ...] = (), alone: bool = False
     ) -> None:
         """`python -m data_prep.<module>`; `alone` or with a prefix in a process of its own."""
-        self.before, self.again = (
-            snapshot(self.folder),
-            lambda: self.run(module, *arguments, prefix=prefix, alone=True),
-        )
+        self.before = snapshot(self.folder)
+        self.again = lambda: self.run(module, *arguments, prefix=prefix, alone=True)
         self.captured.readouterr()
         line = [str(argument) for argument in arguments]
         if prefix or alone:
             self.status = subprocess.run(
-                [*prefix, *command(module), *line], cwd=REPOSITORY, env=environment(), timeout=120
+                [*map(str, prefix), *command(module), *line],
+                cwd=REPOSITORY,
+                env=environment(),
+                timeout=120,
             ).returncode
         else:
             try:
                 self.status = importlib.import_module(f"data_prep.{module}").main(line)
             except SystemExit as stopped:  # argparse's
-                self.status = stopped.code
+                self.status = int(stopped.code or 0)
         self.stdout, self.stderr = self.captured.readouterr()
         self.after = snapshot(self.folder)
 
-    def prepare(self, module: str, *arguments: object, **how) -> None:
+    def prepare(self, module: str, *arguments: object, **how: Any) -> None:
         """A source's command, which writes to `out`."""
         self.run(module, *arguments, "--out", self.out, "--workers", 1, **how)
 
@@ -99,14 +101,15 @@ def whole_shards_only(out: Path, complete: bool = False) -> None:
         ]
 
 
-SCENARIOS: dict[str, Callable[[Place], None]] = {}
+Scenario = Callable[[Place], None]
+SCENARIOS: dict[str, Scenario] = {}
 BEGUN: set[str] = set()
 
 
-def scenario(what: str, *, begun: bool = False):
+def scenario(what: str, *, begun: bool = False) -> Callable[[Scenario], Scenario]:
     """Register the scenario of the row `what`. `begun`: shards were being written."""
 
-    def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
+    def register(function: Scenario) -> Scenario:
         SCENARIOS[what] = function
         BEGUN.update([what] if begun else [])
         return function

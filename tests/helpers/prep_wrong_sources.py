@@ -41,37 +41,37 @@ MNIST = [
 
 
 @scenario("an archive that is not there")
-def _(place):
+def _(place: Place) -> None:
     place.prepare("imagenet", place.folder / TRAIN_TAR)
 
 
 @scenario("a web page in place of the archive")
-def _(place):
+def _(place: Place) -> None:
     (official(place) / TRAIN_TAR).write_bytes(b"<!DOCTYPE html><html>Please log in</html>" * 100)
     place.prepare("imagenet", place.folder / "downloads")
 
 
 @scenario("a file that is no tar")
-def _(place):
+def _(place: Place) -> None:
     (official(place) / TRAIN_TAR).write_bytes(bytes(range(1, 256)) * 100)
     place.prepare("imagenet", place.folder / "downloads")
 
 
 @scenario("a tar of something else")
-def _(place):
+def _(place: Place) -> None:
     (place.folder / "photos.tar").write_bytes(tar_of([("readme.txt", b"x")]))
     place.prepare("imagenet", place.folder / "photos.tar")
 
 
 @scenario("a zip of something else")
-def _(place):
+def _(place: Place) -> None:
     place.prepare(
         "imagenet", write_zip({"raw-img/cane/1.jpeg": b"x"}, place.folder / "archive.zip")
     )
 
 
 @scenario("a zip that is cut off")
-def _(place):
+def _(place: Place) -> None:
     path = write_zip(
         kaggle_files(imagenet()), place.folder / "imagenet-object-localization-challenge.zip"
     )
@@ -80,21 +80,21 @@ def _(place):
 
 
 @scenario("a compressed tar")
-def _(place):
+def _(place: Place) -> None:
     path = place.folder / f"{TRAIN_TAR}.gz"
     path.write_bytes(gzip.compress(tar_of([("a", b"x")])))
     place.prepare("imagenet", path)
 
 
 @scenario("the outer tar is cut off")
-def _(place):
+def _(place: Place) -> None:
     path = official(place) / TRAIN_TAR
     os.truncate(path, path.stat().st_size // 2)
     place.prepare("imagenet", place.folder / "downloads")
 
 
 @scenario("a tar inside it is cut off")
-def _(place):
+def _(place: Place) -> None:
     wnids = imagenet().wnids
     whole = {wnid: tar_of(imagenet().train[wnid].items()) for wnid in wnids}
     cut = {wnid: data[:1500] if wnid == wnids[4] else data for wnid, data in whole.items()}
@@ -105,31 +105,31 @@ def _(place):
 
 
 @scenario("an archive whose md5 is not the published one, found by `--md5`")
-def _(place):
+def _(place: Place) -> None:
     place.prepare("imagenet", official(place), "--md5")
 
 
 @scenario("class folders that are not named by WordNet ids")
-def _(place):
+def _(place: Place) -> None:
     tree = as_torchvision(imagenet(), place.folder)[0]
     (tree / "train" / imagenet().wnids[0]).rename(tree / "train" / "tench")
     place.prepare("imagenet", tree)
 
 
 @scenario("two layouts at once")
-def _(place):
+def _(place: Place) -> None:
     tree = as_torchvision(imagenet(), place.folder)[0]
     place.prepare("imagenet", tree, write_train_tar(imagenet(), place.folder / TRAIN_TAR))
 
 
 @scenario("nothing tells the classes of ImageNet's flat val")
-def _(place):
+def _(place: Place) -> None:
     (official(place) / KIT).unlink()
     place.prepare("imagenet", place.folder / "downloads")
 
 
 @scenario("an image that the file of labels does not know")
-def _(place):
+def _(place: Place) -> None:
     (official(place) / VAL_TAR).write_bytes(
         tar_of([*imagenet().val.items(), ("ILSVRC2012_val_00000021.JPEG", b"x")])
     )
@@ -137,7 +137,7 @@ def _(place):
 
 
 @scenario("a class of val that train has not, and other counts than ImageNet's")
-def _(place):
+def _(place: Place) -> None:
     fake = imagenet()
     fewer = Fake(
         fake.wnids,
@@ -152,7 +152,7 @@ def _(place):
 
 
 @scenario("the same name twice")
-def _(place):
+def _(place: Place) -> None:
     fake = imagenet()
     twice = [*fake.train[fake.wnids[0]].items()] * 2
     (official(place) / TRAIN_TAR).write_bytes(tar_of([(f"{fake.wnids[0]}.tar", tar_of(twice))]))
@@ -160,19 +160,19 @@ def _(place):
 
 
 @scenario("an empty folder")
-def _(place):
+def _(place: Place) -> None:
     (place.folder / "downloads").mkdir()
     place.prepare("imagenet", place.folder / "downloads")
 
 
 @scenario("an archive that may not be read")
-def _(place):
+def _(place: Place) -> None:
     (official(place) / TRAIN_TAR).chmod(0)
     place.prepare("imagenet", place.folder / "downloads", prefix=WITHOUT_PRIVILEGES)
 
 
 @scenario("a class folder that may not be listed")
-def _(place):
+def _(place: Place) -> None:
     folder = images(place) / "dog"
     folder.chmod(0)
     place.prepare("imagefolder", place.folder / "images", prefix=WITHOUT_PRIVILEGES)
@@ -180,42 +180,42 @@ def _(place):
 
 
 @scenario("an image folder without images")
-def _(place):
+def _(place: Place) -> None:
     (place.folder / "images" / "cat").mkdir(parents=True)
     place.prepare("imagefolder", place.folder / "images")
 
 
 @scenario("an image folder with a single class")
-def _(place):
+def _(place: Place) -> None:
     place.prepare("imagefolder", images(place, ("cat",)))
 
 
 @scenario("a class folder without images")
-def _(place):
+def _(place: Place) -> None:
     (images(place) / "ant").mkdir()
     place.prepare("imagefolder", place.folder / "images")
 
 
 @scenario("classes whose names are numbers, which sort otherwise as text")
-def _(place):
+def _(place: Place) -> None:
     images(place, ("9", "10"))
     place.prepare("imagefolder", place.folder / "images")
 
 
 @scenario("classes in val that train has not")
-def _(place):
+def _(place: Place) -> None:
     images(place, ("train/cat", "train/dog", "val/cat", "val/ant"))
     place.prepare("imagefolder", place.folder / "images")
 
 
 @scenario("a link back to a folder above it")
-def _(place):
+def _(place: Place) -> None:
     (images(place) / "cat" / "all").symlink_to("..")
     place.prepare("imagefolder", place.folder / "images")
 
 
 @scenario("the shards' own folder as SOURCE")
-def _(place):
+def _(place: Place) -> None:
     place.out = official(place)
     place.prepare("imagenet", place.out)
 
@@ -229,19 +229,19 @@ def with_inner_tar(place: Place, data: bytes) -> Path:
 
 
 @scenario("a member with an absolute path")
-def _(place):
+def _(place: Place) -> None:
     place.prepare(
         "imagenet", with_inner_tar(place, tar_of([("/etc/cron.d/n01440764_1.JPEG", b"x")]))
     )
 
 
 @scenario("a member with `..` in its path")
-def _(place):
+def _(place: Place) -> None:
     place.prepare("imagenet", with_inner_tar(place, tar_of([("../../n01440764_1.JPEG", b"x")])))
 
 
 @scenario("a link in an archive")
-def _(place):
+def _(place: Place) -> None:
     link = tarfile.TarInfo("n01440764_1.JPEG")
     link.type = tarfile.SYMTYPE
     link.linkname = "/etc/passwd"
@@ -251,7 +251,7 @@ def _(place):
 
 
 @scenario("an encrypted zip")
-def _(place):
+def _(place: Place) -> None:
     data = bytearray(write_zip(animals(), place.folder / "archive.zip").read_bytes())
     data[data.index(b"PK\1\2") + 8] |= 1  # the first flag of the first member
     (place.folder / "archive.zip").write_bytes(data)
@@ -269,7 +269,7 @@ def with_stated_size(path: Path, name: str, size: int) -> Path:
 
 
 @scenario("a zip bomb that says so")
-def _(place):
+def _(place: Place) -> None:
     files = torchvision_files(imagenet())
     path = write_zip(files, place.folder / "imagenet.zip")
     place.prepare("imagenet", with_stated_size(path, next(iter(files)), 4_000_000_000), "--partial")
@@ -278,7 +278,7 @@ def _(place):
 @scenario(
     "a zip bomb that hides it: the image is left out, and with it the rest of the bomb", begun=True
 )
-def _(place):
+def _(place: Place) -> None:
     files = torchvision_files(imagenet())
     files[next(iter(files))] = bytes(50_000_000)
     path = with_stated_size(
@@ -306,25 +306,25 @@ def idx_files(place: Place, **contents: bytes) -> Path:
 
 
 @scenario("one of MNIST's files is missing")
-def _(place):
+def _(place: Place) -> None:
     (idx_files(place) / MNIST[2]).unlink()
     place.prepare("mnist", place.folder / "mnist")
 
 
 @scenario("an idx file of another kind")
-def _(place):
+def _(place: Place) -> None:
     place.prepare("mnist", idx_files(place, train=jpeg(np.zeros((28, 28, 3), np.uint8))))
 
 
 @scenario("an idx file with another number of images")
-def _(place):
+def _(place: Place) -> None:
     place.prepare(
         "mnist", idx_files(place, train=struct.pack(">4I", 0x803, 59_999, 28, 28) + bytes(784))
     )
 
 
 @scenario("an idx file that is cut off")
-def _(place):
+def _(place: Place) -> None:
     place.prepare(
         "mnist",
         idx_files(place, train=struct.pack(">4I", 0x803, 60_000, 28, 28) + bytes(1_000_000)),
@@ -332,7 +332,7 @@ def _(place):
 
 
 @scenario("an idx file whose compressed form is cut off")
-def _(place):
+def _(place: Place) -> None:
     folder = idx_files(place)
     packed = gzip.compress((folder / MNIST[1]).read_bytes())
     (folder / MNIST[1]).unlink()
@@ -341,14 +341,14 @@ def _(place):
 
 
 @scenario("CIFAR's Python version")
-def _(place):
+def _(place: Place) -> None:
     (place.folder / "cifar-10-batches-py").mkdir()
     (place.folder / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"x")
     place.prepare("cifar", place.folder)
 
 
 @scenario("CIFAR's archive is cut off")
-def _(place):
+def _(place: Place) -> None:
     path = place.folder / "cifar-10-binary.tar.gz"
     packed = gzip.compress(
         tar_of([("cifar-10-batches-bin/data_batch_1.bin", np.random.default_rng(0).bytes(30_000))])
@@ -358,7 +358,7 @@ def _(place):
 
 
 @scenario("one of CIFAR's files has another size")
-def _(place):
+def _(place: Place) -> None:
     names = [*(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"]
     for name in names:
         (place.folder / name).write_bytes(bytes(3073))
@@ -373,20 +373,20 @@ def animals() -> dict[str, bytes]:
 
 
 @scenario("Animals-10 without one of its classes")
-def _(place):
+def _(place: Place) -> None:
     files = {name: data for name, data in animals().items() if "/ragno/" not in name}
     place.prepare("animals10", write_zip(files, place.folder / "archive.zip"))
 
 
 @scenario("fractions of the split that do not sum to 1")
-def _(place):
+def _(place: Place) -> None:
     place.prepare(
         "animals10", write_zip(animals(), place.folder / "archive.zip"), "--fractions", 0.8, 0.1
     )
 
 
 @scenario("parquet files where pyarrow is not installed")
-def _(place):
+def _(place: Place) -> None:
     folder = write_parquets(imagenet(), place.folder / "imagenet-1k")
     with pytest.MonkeyPatch.context() as patch:
         # `import pyarrow` now fails as it does where it is not installed
@@ -395,7 +395,7 @@ def _(place):
 
 
 @scenario("a parquet file that is cut off")
-def _(place):
+def _(place: Place) -> None:
     path = (
         write_parquets(imagenet(), place.folder / "imagenet-1k")
         / "data"
@@ -413,32 +413,32 @@ def download_mnist(place: Place, url: str) -> None:
 
 
 @scenario("`--download`: the server has no such file")
-def _(place):
+def _(place: Place) -> None:
     with WebServer({}) as server:
         download_mnist(place, server.url)
 
 
 @scenario("`--download`: a file of another md5")
-def _(place):
+def _(place: Place) -> None:
     with WebServer({f"/{MNIST[0]}.gz": b"<html>Welcome to the hotel's network</html>"}) as server:
         download_mnist(place, server.url)
 
 
 @scenario("`--download`: the server cannot be reached")
-def _(place):
+def _(place: Place) -> None:
     with socket.socket() as closed:  # bound, so that nobody else takes the port, but not listening
         closed.bind(("127.0.0.1", 0))
         download_mnist(place, f"http://127.0.0.1:{closed.getsockname()[1]}")
 
 
 @scenario("`--download`: a file that is there already is another one")
-def _(place):
+def _(place: Place) -> None:
     (idx_files(place) / f"{MNIST[0]}.gz").write_bytes(b"x")
     download_mnist(place, "http://127.0.0.1:9")
 
 
 @scenario("`--download`: the disk is too small")
-def _(place):
+def _(place: Place) -> None:
     with WebServer({f"/{MNIST[0]}.gz": b"x"}) as server:
         server.claimed_length = 10**18
         download_mnist(place, server.url)

@@ -48,9 +48,8 @@ class WebServer:
     """
 
     def __init__(self, files: dict[str, bytes]):
-        # type: dict[str, bytes], list[tuple[str, str, str | None]]
         self.files = files
-        self.requests = []
+        self.requests: list[tuple[str, str, str | None]] = []
         self.cuts: list[int] = []
         self.statuses: list[int] = []
         self.ranges = self.lengths = True
@@ -143,7 +142,9 @@ class _FileHandler(BaseHTTPRequestHandler):
             and not (web.whole_if_empty and not content)
             and self.headers["If-Range"] in (None, tag)
         ):
-            first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted).groups()
+            byte_range = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted)
+            assert byte_range is not None, wanted
+            first, last = byte_range.groups()
             start, stop = int(first), min(int(last) + 1, len(content)) if last else len(content)
             if start >= len(content):
                 self.send_response(416)
@@ -366,9 +367,8 @@ class Gate:
     ones are told 503 and no more."""
 
     def __init__(self, port: int):
-        # type: int, set[socket.socket], bool
         self._behind = port
-        self._open_ends = set()
+        self._open_ends: set[socket.socket] = set()
         self.closed = False
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
         self.port = self._listener.getsockname()[1]

@@ -104,6 +104,7 @@ def python(environment: dict[str, str]) -> str:
             server = subprocess.Popen(
                 [sys.executable, __file__, folder], env=env, stdout=subprocess.PIPE, text=True
             )
+            assert server.stdout is not None
             assert server.stdout.readline() == "ready\n"
             _started.append((folder, server))
         return os.path.join(_started[0][0], "python")
@@ -230,7 +231,7 @@ def _become(request: Request, streams: list[int]) -> NoReturn:
         sys.excepthook(*sys.exc_info())
         status = 1
     # as Python ends, but for taking all modules apart, which would copy the memory that is shared
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

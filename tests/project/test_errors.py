@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -838,13 +839,12 @@ def happened(
     here = [
         item
         for item in request.session.items
-        if item.module is request.module and "row" in item.fixturenames
+        if isinstance(item, pytest.Function)
+        and item.module is request.module
+        and "row" in item.fixturenames
     ]
-    chosen = [
-        item.callspec.params["row"].what
-        for item in here
-        if item.callspec.params["row"].what in SCENARIOS
-    ]
+    rows: list[Any] = [item.callspec.params["row"] for item in here]
+    chosen = [row.what for row in rows if row.what in SCENARIOS]
     with ThreadPoolExecutor(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
     ) as pool:

@@ -61,7 +61,7 @@ def use_server(monkeypatch, url: str) -> None:
 def read_wandb(path: Path) -> tuple[str, dict, list[dict]]:
     """Run id, config and history of a .wandb file: LevelDB's log framing (blocks of 32 KiB) around
     W&B's protobufs."""
-    from wandb.proto.wandb_internal_pb2 import Record as Message
+    from wandb.proto.wandb_internal_pb2 import Record as Message  # type: ignore[attr-defined]
 
     data = path.read_bytes()
     at = 7

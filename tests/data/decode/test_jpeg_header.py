@@ -35,8 +35,8 @@ def by_pillow(data: bytes) -> dict:
         return {
             "width": image.width,
             "height": image.height,
-            "num_components": image.layers,
-            "precision": image.bits,
+            "num_components": image.layers,  # type: ignore[attr-defined]
+            "precision": image.bits,  # type: ignore[attr-defined]
             "orientation": image.getexif().get(0x0112, 1),
             "adobe_transform": image.info.get("adobe_transform"),
             # Pillow has read up to the first scan, and not one byte more
@@ -75,7 +75,7 @@ def exif_block(order: str, orientation: int, others: int = 3) -> bytes:
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK", "YCbCr"])
 @pytest.mark.parametrize("size", [(97, 64), (1, 1), (1000, 3)], ids=str)
 def test_says_what_pillow_says(size, mode, options):
-    data = encode(picture(*size, mode), **options)
+    data = encode(picture(*size, mode=mode), **options)
     assert by_us(data) == by_pillow(data)
     header = read_header(data)
     assert header.process == (2 if "progressive" in options else 0)

@@ -40,7 +40,7 @@ def failing(times: int, **told):
             raise RetryableError("the server answers 503", **told)
         return len(made)
 
-    attempt.made = made
+    attempt.made = made  # type: ignore[attr-defined]
     return attempt
 
 

@@ -295,7 +295,7 @@ class Pipe(io.BytesIO):
     def seek(self, *_: object) -> int:
         raise io.UnsupportedOperation
 
-    tell = seek  # type: ignore[assignment]
+    tell = seek
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
