@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from vit.config import DataConfig, ModelConfig
-from vit.data.select import Wanted
 from vit.data.shards import data_set
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.split import Split
@@ -17,7 +16,6 @@ from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sourc
 from vit.data.storage.retry import RetryPolicy
 from vit.data.stream import Stream, open_stream
 from vit.distributed import World
-from vit.sections import Selection
 from vit.system.urls import resolve
 
 
@@ -105,24 +103,16 @@ def choose_train_set(
             )
             return TrainSet(stream, data.num_samples)
         if not data.sources:
-            return train_set_of(splits[0], _wanted(data, "data."))
-        wanted = [
-            _wanted(source, f"data.sources[{number}].")
-            for number, source in enumerate(data.sources)
-        ]
+            return train_set_of(splits[0], data)
         return train_set_of_sources(
             splits,
-            wanted,
+            data.sources,
             [source.weight for source in data.sources],
             val_split,
             data.block_samples,
         )
 
     return choose() if world is None else world.main_first(choose)
-
-
-def _wanted(selection: Selection, name: str) -> Wanted:
-    return Wanted(name, **{key: getattr(selection, key) for key in Selection.model_fields})
 
 
 def choose_num_classes(

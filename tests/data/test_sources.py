@@ -21,10 +21,10 @@ from vit.data.augment.draw import sample_keys
 from vit.data.batches import ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import Share, make_order, shares_of
-from vit.data.select import Wanted
 from vit.data.shards.data_set import open_split
 from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import train_set_of, train_set_of_sources
+from vit.sections import Selection
 from vit.system.files import ShardError
 
 
@@ -205,9 +205,9 @@ def test_classes_are_mapped_by_name(shards, other):
             r" out with its filter"
         ),
     ):
-        train_set_of_sources(splits, [Wanted(), Wanted()], [None, None], val, None)
+        train_set_of_sources(splits, [Selection(), Selection()], [None, None], val, None)
     of = train_set_of_sources(
-        splits, [Wanted(), Wanted(filter="label != 'new'")], [None, None], val, None
+        splits, [Selection(), Selection(filter="label != 'new'")], [None, None], val, None
     )
     labels = of.split.index["label"]
     own = splits[1].index["label"]
@@ -220,7 +220,7 @@ def test_classes_are_mapped_by_name(shards, other):
     )
     assert (of.split.num_samples, of.num_draws, of.split.num_classes) == (120, 60 + len(kept), 3)
     assert of.split.read(60 + int(kept[0])) == splits[1].read(int(kept[0]))
-    assert "by data.filter" in of.summary[1]
+    assert "by data.sources[1].filter" in of.summary[1]
 
 
 def renamed(shards, root, names):
@@ -234,9 +234,9 @@ def test_the_printed_filter_leaves_lacking_classes_out(shards, other):
     split = open_split(other, "train")
     val = open_split(shards, "val")
     with pytest.raises(ShardError) as caught:
-        train_set_of_sources([split], [Wanted()], [None], val, None)
+        train_set_of_sources([split], [Selection()], [None], val, None)
     [printed] = re.findall(r"its filter \((.*)\), or", str(caught.value))
-    left = train_set_of_sources([split], [Wanted(filter=printed)], [None], val, None).num_draws
+    left = train_set_of_sources([split], [Selection(filter=printed)], [None], val, None).num_draws
     assert left == int((split.index["label"] != 1).sum())
 
 
@@ -251,13 +251,13 @@ def test_names_that_contradict_each_other_are_refused_where_no_others_decide(sha
         r" 'train' has no names that say which"
     )
     with pytest.raises(ShardError, match=told):
-        train_set_of_sources([val, cats, eels], [Wanted()] * 3, [None] * 3, val, None)
-    by_number = train_set_of_sources([val, cats], [Wanted()] * 2, [None] * 2, val, None)
+        train_set_of_sources([val, cats, eels], [Selection()] * 3, [None] * 3, val, None)
+    by_number = train_set_of_sources([val, cats], [Selection()] * 2, [None] * 2, val, None)
     assert "by number" not in by_number.summary[0]
     assert by_number.summary[1].endswith(
         f"its labels are taken by number, for {val.root} 'train' names no classes"
     )
-    by_number = train_set_of_sources([val, eels], [Wanted()] * 2, [None] * 2, eels, None)
+    by_number = train_set_of_sources([val, eels], [Selection()] * 2, [None] * 2, eels, None)
     assert by_number.summary[0].endswith(
         f"its labels are taken by number, for {val.root} 'train' names no classes"
     )
@@ -271,7 +271,7 @@ def test_batches_of_weighted_sources_are_the_same_on_any_ranks_from_anywhere_and
     val = open_split(shards, "val")
     of = train_set_of_sources(
         [split, open_split(shards, "val")],
-        [Wanted(samples_per_class=2), Wanted()],
+        [Selection(samples_per_class=2), Selection()],
         [3.0, 1.0],
         val,
         None,
@@ -300,7 +300,7 @@ def test_batches_of_weighted_sources_are_the_same_on_any_ranks_from_anywhere_and
 
 def test_one_split_with_a_choice_is_numbered_as_without(shards):
     split = open_split(shards, "train")
-    of = train_set_of(split, Wanted(fraction=0.5))
+    of = train_set_of(split, Selection(fraction=0.5))
     order = make_order(of.num_draws, 10, 3, shares=of.shares)
     seen = np.concatenate([order.batch(step) for step in range(order.steps_per_epoch)])
     assert sorted(seen.tolist()) == of.shares[0].chosen.tolist()

@@ -211,14 +211,14 @@ def test_several_at_once_share_the_work(web, tmp_path):
             ["ROOT"],
             "is a folder, which is read in place: --cache-dir says where copies of its blocks go",
         ),
-        ([], "one data set is wanted: its folder or URL, or --config FILE"),
+        ([], "expected one data set: its folder or URL, or --config FILE"),
         (
             ["ROOT", "--cache-dir", "CACHE", "--shards", "5"],
             "--shards 5: expected a number or a range, as 0-2, of 3 shards",
         ),
         (
             ["ROOT", "--cache-dir", "CACHE", "--fraction", "2"],
-            "--fraction lies above 0 and is at most 1",
+            "--fraction is above 0 and at most 1",
         ),
         (
             ["ROOT", "--cache-dir", "CACHE", "--split", "trian"],

@@ -1,12 +1,14 @@
-"""Fetches the blocks of a data set into the cache before a job needs them. Free of torch.
+"""Fetch the blocks of a data set into the cache before a job needs them.
 
-    python -m vit.data.warm s3://bucket/imagenet --split train           what a URL holds, into the default cache
-    python -m vit.data.warm /lustre/imagenet --cache-dir /local/cache    a mounted folder, into a folder of the node's own disk
-    python -m vit.data.warm --config configs/vit_b16.yaml data.cache_dir=/local/cache    as the run of this config will look for them
+    python -m vit.data.warm s3://bucket/imagenet --split train
+    python -m vit.data.warm /lustre/imagenet --cache-dir /local/cache
+    python -m vit.data.warm --config configs/vit_b16.yaml data.cache_dir=/local/cache
 
-The data's story: root, split and cache say which blocks there are, as in training; threads fetch
-those that are not there, and stop where the cache is full. Several commands at once, on one host,
-share the work: each begins elsewhere, and a block has a lock.
+The first fetches from a URL into the default cache, the second from a mounted folder to the disk of
+the node, the third what a run of this config will look for. Root, split and cache give the blocks,
+as in training; threads fetch those that are missing, and stop when the cache is full. Several
+commands at once on one host share the work: each starts at another block, and each block has a
+lock.
 """
 
 from __future__ import annotations
@@ -47,21 +49,19 @@ def warm(
     fraction: float = 1.0,
     num_threads: int = NUM_THREADS,
 ) -> str:
-    """Fetch the blocks of these shards that the cache lacks, or the first `fraction` of them, until
-    it is full; says what was done.
+    """Fetch the blocks of these shards that the cache lacks, until it is full; return a report.
 
-    Raises ShardError for what cannot be fetched or kept, Damaged at the end.
+    fraction: of the blocks, from the first one on. Raises ShardError for what cannot be fetched or
+    kept, Damaged at the end.
     """
+    cache = tars.cache
     blocks = tars.blocks(shards)
     blocks = blocks[: max(round(len(blocks) * fraction), 1)]
-    # another one of several commands begins elsewhere
+    all_bytes = sum(block.num_bytes for block in blocks)
+    # Several commands start at different blocks, or each would wait for the locks of the first.
     start = int(hash64(os.getpid())) % len(blocks)
-    missing = [
-        block for block in (*blocks[start:], *blocks[:start]) if not tars.cache.holds(block.name)
-    ]
-    here_bytes = sum(block.num_bytes for block in blocks) - sum(
-        block.num_bytes for block in missing
-    )
+    missing = [block for block in blocks[start:] + blocks[:start] if not cache.holds(block.name)]
+    cached_bytes = all_bytes - sum(block.num_bytes for block in missing)
     fetched_bytes = 0
     is_full = threading.Event()
     damaged = set[CacheBlock]()
@@ -71,17 +71,18 @@ def warm(
             fetched = tars.get(block)
         except OSError as error:
             raise ShardError(
-                f"{tars.where(block.shard)}: {error.strerror}; start again when the data set is as"
-                " it shall be"
+                f"{tars.where(block.shard)}: {error.strerror}; start again when the data set is"
+                " complete"
             ) from error
         if fetched.part_ends is None:
             damaged.add(block)
         return fetched
 
     def fetch(block: CacheBlock) -> int:
-        if not is_full.is_set() and tars.cache.has_room(block.num_bytes):
-            tars.cache.fetch(block.name, lambda: get(block), may_remove=False)
-            if tars.cache.holds(block.name):
+        """Return the bytes that are in the cache now."""
+        if not is_full.is_set() and cache.has_room(block.num_bytes):
+            cache.fetch(block.name, lambda: get(block), may_remove=False)
+            if cache.holds(block.name):
                 return block.num_bytes
         if block not in damaged:
             is_full.set()
@@ -90,42 +91,38 @@ def warm(
     threads = ThreadPoolExecutor(num_threads)
     try:
         with Meter(f"warming {split}", len(missing), "blocks") as meter:
-            for done, future in enumerate(
-                as_completed([threads.submit(fetch, block) for block in missing]), 1
-            ):
+            futures = [threads.submit(fetch, block) for block in missing]
+            for done, future in enumerate(as_completed(futures), 1):
                 fetched_bytes += future.result()
                 meter.update(done, num_bytes=fetched_bytes)
     finally:
-        is_full.set()  # an error or Ctrl-C: nothing more is begun
+        is_full.set()  # after an error or Ctrl-C: threads start no further block
         threads.shutdown(wait=False, cancel_futures=True)
-    all_bytes = sum(block.num_bytes for block in blocks)
-    here = _size(here_bytes + fetched_bytes)
-    fetched = _size(fetched_bytes)
-    said = (
-        f"{split}: {here} of {_size(all_bytes)} are in {tars.cache.folder}, {fetched} of them"
-        " fetched now"
+    cached_bytes += fetched_bytes
+    report = (
+        f"{split}: {_size(cached_bytes)} of {_size(all_bytes)} are in {cache.folder},"
+        f" {_size(fetched_bytes)} of them fetched now"
     )
     if damaged:
         counts = Counter(tars.where(block.shard) for block in damaged)
-        told = ", ".join(
-            f"{number} block{'s' * (number > 1)} of {where}"
+        places = ", ".join(
+            f"{number} block{'' if number == 1 else 's'} of {where}"
             for where, number in sorted(counts.items())
         )
-        remedy = (
-            f"copy what is damaged again (`python -m data_prep.verify {tars.folder}` says which"
-            " images are)"
+        raise Damaged(
+            f"{report}; {places}: other bytes than indexed; copy what is damaged again (`python -m"
+            f" data_prep.verify {tars.folder}` lists the images)"
         )
-        raise Damaged(f"{said}; {told}: other bytes than indexed; {remedy}")
-    if here_bytes + fetched_bytes == all_bytes:
-        return said
-    if tars.cache.has_room(2 * max(block.num_bytes for block in missing)):
+    if cached_bytes == all_bytes:
+        return report
+    if cache.has_room(2 * max(block.num_bytes for block in missing)):
         raise ShardError(
-            f"{said}; what else was fetched could not be kept, see above: give the folder room, or"
-            " --cache-dir another"
+            f"{report}; the rest could not be kept, see above: free some space there, or give"
+            " another --cache-dir"
         )
     return (
-        f"{said}; the cache is full ({_size(tars.cache.limit_bytes)}): --cache-gib, or"
-        " data.cache_gib, gives it more room"
+        f"{report}; the cache is full ({_size(cache.limit_bytes)}): --cache-gib, or data.cache_gib,"
+        " gives it more room"
     )
 
 
@@ -134,11 +131,11 @@ def _size(num_bytes: float) -> str:
 
 
 def _shards_of(text: str | None, num_shards: int) -> range:
-    """The shards named by `3`, `0-9` or, for all, None."""
+    """Return the shards named by `3` or `0-9`; all for None."""
     if text is None:
         return range(num_shards)
-    told = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    found = range(int(told[1]), int(told[2] or told[1]) + 1) if told else range(0)
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    found = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
     if not found or found.stop > num_shards:
         raise ValueError(
             f"--shards {text}: expected a number or a range, as 0-{num_shards - 1}, of {num_shards}"
@@ -157,19 +154,20 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
         ),
     )
     parser.add_argument(
-        "--config",
-        help="YAML of the run whose data are wanted: its root, splits, cache and patience",
+        "--config", help="YAML of the run whose data to fetch: its root, splits, cache and patience"
     )
     parser.add_argument(
         "--split",
         action="append",
-        help="train, val, ...; several times for several; by default train and val",
+        help="train, val, ...; may be repeated; by default train and val",
     )
     parser.add_argument("--cache-dir", help="as data.cache_dir")
     parser.add_argument("--cache-gib", type=float, help="as data.cache_gib")
-    parser.add_argument("--shards", help="only these, as 0-99: for a job array, or several hosts")
     parser.add_argument(
-        "--fraction", type=float, default=1.0, help="only the first so many of the blocks, as 0.5"
+        "--shards", help="only these, such as 0-99: for a job array, or several hosts"
+    )
+    parser.add_argument(
+        "--fraction", type=float, default=1.0, help="only this share of the blocks, such as 0.5"
     )
     parser.add_argument(
         "--threads",
@@ -181,21 +179,23 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     guard_console()
     status = 0
     try:
         given = _options(arguments)
         if not 0 < given.fraction <= 1 or given.threads < 1:
-            raise ValueError("--fraction lies above 0 and is at most 1, --threads is at least 1")
+            raise ValueError("--fraction is above 0 and at most 1, --threads is at least 1")
         if given.config is not None:
             data = load_config(given.config, given.root).config.data
-            sources = [
+            wanted = [
                 (source.root or data.root, source.split or data.train_split)
                 for source in data.sources
             ]
-            wanted = [*(sources or [(data.root, data.train_split)]), (data.root, data.val_split)]
-            wanted = [(data.root, split) for split in given.split] if given.split else wanted
+            wanted = wanted or [(data.root, data.train_split)]
+            wanted.append((data.root, data.val_split))
+            if given.split:
+                wanted = [(data.root, split) for split in given.split]
             retry = RetryPolicy(data.patience_s)
             cache_dir = given.cache_dir or data.cache_dir
             cache_gib = given.cache_gib or data.cache_gib
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cache_gib = given.cache_gib
         else:
             raise ValueError(
-                "one data set is wanted: its folder or URL, or --config FILE (python -m"
+                "expected one data set: its folder or URL, or --config FILE (python -m"
                 " vit.data.warm --help)"
             )
         for root, split in dict.fromkeys(wanted):
@@ -216,17 +216,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{shown(root)} is a folder, which is read in place: --cache-dir says where"
                     " copies of its blocks go"
                 )
+            shards = _shards_of(given.shards, len(tars.filenames))
             try:
-                print(
-                    warm(
-                        tars,
-                        split,
-                        _shards_of(given.shards, len(tars.filenames)),
-                        given.fraction,
-                        given.threads,
-                    ),
-                    flush=True,
-                )
+                print(warm(tars, split, shards, given.fraction, given.threads), flush=True)
             except Damaged as error:
                 print(f"error: {error}", file=sys.stderr)
                 status = 2
