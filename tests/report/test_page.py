@@ -361,7 +361,7 @@ def test_a_run_that_is_going_on_and_one_that_was_killed(config, tmp_path):
         training.kill_all()
     check_self_contained(page)
     assert re.search(
-        r"going on Going on, at step \d+ of 100,000; the newest line of the record was 0:0\d:\d\d"
+        r"running Running, at step \d+ of 100,000; the newest line of the record was 0:0\d:\d\d"
         r" old\.",
         page.text,
     )
@@ -372,7 +372,7 @@ def test_a_run_that_is_going_on_and_one_that_was_killed(config, tmp_path):
     page = report_of(run_dir)
     check_self_contained(page)
     assert re.search(
-        r"killed Killed after step \d+ of 100,000; the same command goes on from its newest"
+        r"killed Killed after step \d+ of 100,000; the same command resumes from its newest"
         r" checkpoint\.",
         page.text,
     )
@@ -424,7 +424,7 @@ def test_how_attempts_end(tmp_path):
     assert "failed Failed at step 8 of 90: OSError: disk <full>" in text
     attempts = text.partition("Attempts")[2].partition("Faults")[0]
     assert (
-        "killed 0 – 10 2 on cpu 0:00:09 50 no farewell in the record; 4 steps done again by the"
+        "killed 0 – 10 2 on cpu 0:00:09 50 the record ends without an `end` line; 4 steps done again by the"
         " next attempt" in attempts
     )
     assert "failed 6 – 8 3 on cpu 0:00:10 – OSError: disk <full>" in attempts
@@ -432,9 +432,9 @@ def test_how_attempts_end(tmp_path):
     stopped = {"kind": "end", "step": 10, "time": 1e9 + 10, "outcome": "stopped", "elapsed_s": 10.0}
     assert "Stopped at step 10 of 90 and saved" in told(tmp_path / "run", START, TRAIN, stopped)
     for in_use, expected in (
-        (True, "Going on, at"),
+        (True, "Running, at"),
         (False, "Killed after"),
-        (None, "Going on or killed, at"),
+        (None, "Running or killed, at"),
     ):
         assert f"{expected} step 10 of 90" in told(tmp_path / "run", START, TRAIN, in_use=in_use)
 
@@ -463,11 +463,11 @@ def test_a_record_that_is_cut_short_damaged_or_empty(tmp_path):
     assert "step 10 of 90" in cut
     assert "cannot be read" not in cut
     damaged = told(tmp_path / "run", START, "\x00\x00\n", '{"kind": "tr\n', "[1]\n", TRAIN)
-    assert "3 lines of the record cannot be read and are passed over" in damaged
+    assert "3 lines of the record cannot be read and are skipped" in damaged
     assert "step 10 of 90" in damaged
     assert (tmp_path / "run" / "report" / "curves.png").is_file()
     assert "Nothing is in the record yet." in told(tmp_path / "run")
-    assert "Going on or killed, at step 0 of 90" in told(tmp_path / "run", START)
+    assert "Running or killed, at step 0 of 90" in told(tmp_path / "run", START)
 
 
 def test_a_config_that_cannot_be_read_is_shown_as_it_is(tmp_path):
@@ -611,4 +611,4 @@ def test_of_equal_accuracies_the_smaller_loss_is_the_best():
         row | {"step": step, "top1": top1, "loss": loss}
         for step, top1, loss in ((4, 100.0, 1.35), (8, 100.0, 0.43), (12, 95.0, 0.1))
     ]
-    assert facts._headline(rows)["best"]["step"] == 8
+    assert facts.headline(rows)["best"]["step"] == 8

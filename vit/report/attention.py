@@ -10,51 +10,43 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """The attention of every block, images (B, C, H, W) float -> (B, heads, N, N) float32 each: row
-    i says where token i looks, sum 1.
+    """Return the attention of every block, one (B, heads, N, N) float32 each.
 
-    For our VisionTransformer and timm's. The fused kernels never hold these weights, so they are
-    computed again from the tokens that come into each `blocks[i].attn`. In evaluation mode and full
-    precision; ViT-B/16 at 224 pixels takes 22 MB an image.
+    images: (B, C, H, W) float, normalised. Row i of a map is where token i looks; its sum is 1.
+    The model is run in evaluation mode and full precision; ViT-B/16 at 224 pixels takes 22 MB per
+    image. Works for our VisionTransformer and timm's.
 
-    Raises ValueError for a model without such blocks, or whose attention is not softmax(q k /
-    sqrt(dim)) alone.
+    Raises ValueError for a model without such blocks, or whose attention is more than softmax(q k /
+    sqrt(dim)).
     """
     blocks = getattr(model, "blocks", None)
-    attentions = (
-        [getattr(block, "attn", None) for block in blocks]
-        if isinstance(blocks, nn.Sequential | nn.ModuleList)
-        else []
-    )
+    attentions = list[Any]()
+    if isinstance(blocks, nn.Sequential | nn.ModuleList):
+        attentions = [getattr(block, "attn", None) for block in blocks]
     if not attentions or not all(_is_plain(attention) for attention in attentions):
         raise ValueError(
             f"{type(model).__name__} has no plain self-attention in its blocks"
-            " (blocks[i].attn.qkv): no attention maps of it"
+            " (blocks[i].attn.qkv): no attention maps"
         )
     maps = list[Tensor]()
 
     def catch(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The fused kernels never hold these weights, so they are computed again from the input.
         tokens, *others = (*args, *kwargs.values())
         if tokens.ndim != 3 or any(other is not None and other is not False for other in others):
             raise ValueError(
-                f"{type(model).__name__} masks, rotates or cuts up its attention: no attention maps"
-                " of it"
+                f"{type(model).__name__} masks, rotates or divides its attention: no attention maps"
             )
-        q, k, _ = (
-            attention.qkv(tokens).unflatten(2, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        )
-        q, k = (
-            getattr(attention, norm, nn.Identity())(x).float()
-            for norm, x in (("q_norm", q), ("k_norm", k))
-        )
+        qkv = attention.qkv(tokens).unflatten(2, (3, attention.num_heads, -1))
+        q, k, _ = qkv.permute(2, 0, 3, 1, 4)
+        q = getattr(attention, "q_norm", nn.Identity())(q).float()
+        k = getattr(attention, "k_norm", nn.Identity())(k).float()
         maps.append((q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(-1))
 
     was_training = model.training
     model.eval()
     handles = [
-        attention.register_forward_pre_hook(catch, with_kwargs=True)
-        for attention in attentions
-        if attention is not None
+        attention.register_forward_pre_hook(catch, with_kwargs=True) for attention in attentions
     ]
     try:
         with torch.autocast(images.device.type, enabled=False):
@@ -67,29 +59,27 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def _is_plain(attention: Any) -> bool:
-    """Whether nothing but queries and keys can decide where it looks: a relative position bias,
-    say, would be a further parameter."""
-    if not isinstance(getattr(attention, "qkv", None), nn.Linear) or not isinstance(
-        getattr(attention, "num_heads", None), int
-    ):
+    """Whether queries and keys alone decide where it looks.
+
+    A relative position bias, for example, would be a further parameter or buffer.
+    """
+    if not isinstance(getattr(attention, "qkv", None), nn.Linear):
         return False
-    names = [
-        name.partition(".")[0]
-        for tensors in (attention.named_parameters(), attention.named_buffers())
-        for name, _ in tensors
-    ]
-    return set(names) <= {"qkv", "q_norm", "k_norm", "norm", "gate", "proj"}
+    if not isinstance(getattr(attention, "num_heads", None), int):
+        return False
+    names = [*dict(attention.named_parameters()), *dict(attention.named_buffers())]
+    parts = {name.partition(".")[0] for name in names}
+    return parts <= {"qkv", "q_norm", "k_norm", "norm", "gate", "proj"}
 
 
 def attention_rollout(maps: list[Tensor], num_prefix_tokens: int, global_pool: str) -> Tensor:
-    """How much each patch of the input reaches the output: maps, one (B, heads, N, N) a block ->
-    (B, h*w) float32, at most 1 in each image.
+    """Return how much each patch of the input reaches the output: (B, h*w) float32, at most 1.
 
-    Attention rollout, Abnar & Zuidema 2020 (arXiv 2005.00928): the residual branch counts as half
-    of each layer, A = 0.5 W + 0.5 I with rows of sum 1, and layers multiply; heads are averaged, as
-    for the ViT paper's figure 6. Read from the class token's row (`global_pool` "token") or as the
-    mean over the patches' rows ("avg"). An image of which nothing reaches the class token gets
-    zeros.
+    maps: (B, heads, N, N) for each block. Attention rollout, Abnar & Zuidema 2020 (arXiv
+    2005.00928): the residual branch counts as half of each layer, A = 0.5 W + 0.5 I with rows of
+    sum 1, and layers multiply; heads are averaged, as for figure 6 of the ViT paper. Read from the
+    class token's row (`global_pool` "token") or as the mean over the patches' rows ("avg"). An
+    image of which nothing reaches the class token gets zeros.
 
     Raises ValueError for another `global_pool`, or "token" without a class token.
     """

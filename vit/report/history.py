@@ -1,13 +1,14 @@
-"""What a record tells about a run: its attempts, how each ended, and what counts.
+"""What a record shows of a run: its attempts, how each ended, and the lines that count.
 
-The data's story: `metrics.jsonl` is read as far as it can be, also after a kill or on a bad disk;
-its lines are dealt to attempts, from one `start` line to the next, and what a later attempt did
-again is left out of what counts.
+`metrics.jsonl` is read as far as it can be, also after a kill or on a bad disk. Each `start` line
+begins an attempt; steps that a later attempt did again do not count.
 """
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class Attempt:
     start: dict[str, Any]
     lines: list[dict[str, Any]]
     outcome: str = ""
-    """finished, stopped, failed, going on, killed or unclear."""
+    """finished, stopped, failed, running, killed or unclear."""
     reason: str = ""
     redone: int = 0
     """Steps that the next attempt did again, from an earlier checkpoint."""
@@ -40,7 +41,11 @@ class Attempt:
     def elapsed_s(self) -> float | None:
         began = self.start.get("time")
         ended = self.last_time
-        return ended - began if began is not None and ended is not None else None
+        return None if began is None or ended is None else ended - began
+
+    @property
+    def images_per_s(self) -> float | None:
+        return median(self.lines, "images_per_s")
 
 
 @dataclass
@@ -51,37 +56,47 @@ class History:
     """Those that count: without what a later attempt did again."""
     attempts: list[Attempt]
     num_unreadable: int
-    """Whole lines that are no record lines; one that a kill cut short at the end is none of
-    them."""
+    """Complete lines that are not record lines; a last line that a kill cut short is not
+    counted."""
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """Return the lines of one kind, such as "eval"."""
         return [line for line in self.lines if line["kind"] == kind]
 
 
+def median(lines: list[dict[str, Any]], name: str) -> float | None:
+    """Return the median of a value of the train lines among `lines`."""
+    values = [
+        line[name] for line in lines if line["kind"] == "train" and line.get(name) is not None
+    ]
+    return statistics.median(values) if values else None
+
+
 def read_history(path: Path, in_use: bool | None) -> History:
-    found, num_unreadable = read_lines(path)
-    found = shown_values(found)  # a record may be older than the rule that it holds no logins
+    """Read a record; `in_use` is whether a process is training there (None: not known)."""
+    lines, num_unreadable = read_lines(path)
+    lines = shown_values(lines)  # a record may be older than the rule that it holds no logins
     attempts = list[Attempt]()
-    for line in found:
+    for line in lines:
         if line["kind"] == "start":
             attempts.append(Attempt(len(attempts) + 1, line, []))
         if attempts:
             attempts[-1].lines.append(line)
-    # without attempts there is one None too many
-    for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
-        _tell_outcome(attempt, following, in_use)
-    return History(without_redone(found), attempts, num_unreadable)
+    for attempt, following in zip_longest(attempts, attempts[1:]):
+        _set_outcome(attempt, following, in_use)
+    return History(without_redone(lines), attempts, num_unreadable)
 
 
-def _tell_outcome(attempt: Attempt, following: Attempt | None, in_use: bool | None) -> None:
+def _set_outcome(attempt: Attempt, following: Attempt | None, in_use: bool | None) -> None:
     if following is not None:
         attempt.redone = max(attempt.last_step - following.start["step"], 0)
-    if attempt.lines[-1]["kind"] == "end":
-        outcome = str(attempt.lines[-1].get("outcome"))
+    last = attempt.lines[-1]
+    if last["kind"] == "end":
+        outcome = str(last.get("outcome"))
         attempt.outcome = "failed" if outcome == "error" else outcome
-        attempt.reason = str(attempt.lines[-1].get("reason", ""))
+        attempt.reason = str(last.get("reason", ""))
     elif following is not None or in_use is False:
         attempt.outcome = "killed"
-        attempt.reason = "no farewell in the record"
+        attempt.reason = "the record ends without an `end` line"
     else:
-        attempt.outcome = "going on" if in_use else "unclear"
+        attempt.outcome = "running" if in_use else "unclear"

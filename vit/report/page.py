@@ -1,18 +1,21 @@
-"""The report of a run: one page that can be sent to somebody.
+"""The report of a run: one page that needs no server and no network.
 
-The data's story: the record gives attempts, tables, faults and curves, also where a kill or a bad
-disk left only a part of it; the config gives the settings beside their defaults;
-`vit.report.pictures` gives the pictures, or why there are none. All of it goes through one template
-into one file that points to nothing outside: pictures are data URIs, curves inline SVG. Whatever
-comes from a run is escaped, and the page's own policy lets a browser run one script, known by its
-hash, and load nothing.
+The record gives attempts, tables, faults and curves, also where a kill or a bad disk left only a
+part of it; the config gives the settings; `vit.report.pictures` gives the pictures, or the reasons
+why there are none. One template makes one file of it: pictures are data URIs, curves inline SVG.
+
+A run is untrusted: whatever comes from it is escaped, and the page's own policy lets a browser load
+nothing and run one script only, known by its hash.
 
     runs/<name>/report/index.html
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,15 +26,29 @@ import jinja2
 import torch
 from markupsafe import Markup, escape
 
-from vit.report.facts import TEMPLATE_FILE, page_values
-from vit.report.history import read_history
-from vit.report.pictures import Pictures, draw_pictures
-from vit.report.source import ReportSource
-from vit.run.folder import METRICS_FILE, REPORT_FOLDER
+from vit.report import facts
+from vit.report.curves import curve_panels
+from vit.report.history import History, read_history
+from vit.report.pictures import PAINTERS, Pictures, draw_pictures
+from vit.report.source import ReportSource, as_sentence
+from vit.run.folder import CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.system.files import replacing
 from vit.system.meter import duration
+from vit.system.urls import shown
 
 PAGE_FILE = f"{REPORT_FOLDER}/index.html"
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+THEME = {
+    "#ffffff": "card",
+    "#000000": "ink",
+    "#b0b0b0": "soft",
+    "#cccccc": "rule",
+    "#666666": "soft",
+    "#0072b2": "blue",
+    "#d55e00": "orange",
+    "#009e73": "green",
+}
+"""Colours of the curves -> the page's variables, which have other values in dark mode."""
 
 
 @dataclass(frozen=True)
@@ -49,31 +66,25 @@ def make_report(
     in_use: bool | None = None,
     on_picture: Callable[[int, int, str], None] | None = None,
 ) -> Report:
-    """Draw all pictures of a run and write its page. Raises ValueError if `run_dir` is no run
-    folder or cannot be written.
+    """Draw all pictures of a run and write its page.
 
-    `in_use` says whether a process is training there (None: not known), `on_picture(done, total,
-    name)` is called after each picture.
+    `in_use` is whether a process is training there (None: not known); `on_picture(done, total,
+    name)` is called after each picture. Raises ValueError if `run_dir` is not a run folder or
+    cannot be written.
     """
     pictures = draw_pictures(run_dir, device, on_picture)
     return Report(write_page(run_dir, pictures, in_use=in_use), pictures)
 
 
-# --- the page -------------------------------------------------------------------------------------
-
-
 def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None) -> Path:
-    """Write `run_dir`/report/index.html, whole or not at all, with `pictures` and what else the
-    folder tells. Returns its path.
+    """Write `run_dir`/report/index.html, complete or not at all, and return its path.
 
     Raises ValueError if it cannot be written.
     """
-    page = run_dir / PAGE_FILE
     source = ReportSource(run_dir, torch.device("cpu"))
-    story = read_history(run_dir / METRICS_FILE, in_use)
-    content = (
-        _environment().get_template(TEMPLATE_FILE).render(**page_values(source, story, pictures))
-    )
+    history = read_history(run_dir / METRICS_FILE, in_use)
+    content = _template().render(_page_values(source, history, pictures))
+    page = run_dir / PAGE_FILE
     try:
         page.parent.mkdir(exist_ok=True)
         with replacing(page) as file:
@@ -83,22 +94,104 @@ def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None)
     return page
 
 
-def _environment() -> jinja2.Environment:
-    """Every value is escaped, and one that the template names wrongly is an error."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    options: dict[str, Any] = {
-        "autoescape": True,
-        "undefined": jinja2.StrictUndefined,
-        "trim_blocks": True,
-        "lstrip_blocks": True,
-    }
-    environment = jinja2.Environment(loader=loader, **options)
+def _template() -> jinja2.Template:
+    """Load the template: every value is escaped, and a misspelled name is an error."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATE.parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters |= {"count": _count, "fixed": _fixed, "short": _short, "exact": _exact}
     environment.filters |= {"duration": _duration, "moment": _moment, "code": _code}
-    return environment
+    return environment.get_template(TEMPLATE.name)
 
 
-# --- how values are written -----------------------------------------------------------------------
+def _page_values(source: ReportSource, history: History, pictures: Pictures) -> dict[str, Any]:
+    run_dir = source.run_dir
+    made_s = time.time()
+    plans = [attempt.start.get("plan") for attempt in history.attempts]
+    plan = next((plan for plan in reversed(plans) if isinstance(plan, dict)), {})
+    config = None
+    config_problem = config_text = ""
+    batch_size = None
+    config_facts = []
+    settings = []
+    try:
+        config = source.config
+    except ValueError as error:
+        config_problem = as_sentence(error)
+        config_text = _read_text(run_dir / CONFIG_FILE)
+    else:
+        batch_size = config.data.global_batch_size
+        config_facts = facts.config_facts(source, config, history, plan)
+        settings = facts.setting_rows(config)
+    evaluations = facts.evaluation_rows(history, plan)
+    classes = pictures.class_accuracies
+    with_images = [row for row in classes if row.num_images]
+    return {
+        "name": run_dir.resolve().name,
+        "script_hash": _script_hash(),
+        "made_s": made_s,
+        "state": facts.run_state(history, plan, run_dir, made_s),
+        "facts": [*config_facts, *facts.host_facts(history, config)],
+        "evaluations": evaluations,
+        "averaged": any(row["top1_ema"] is not None for row in evaluations),
+        "headline": facts.headline(evaluations),
+        "curves": _curves(run_dir),
+        "pictures": {name: _picture(pictures, name) for name in PAINTERS},
+        "confused_pairs": pictures.confused_pairs,
+        "classes": sorted(with_images, key=lambda row: (row.top1, -row.num_images)),
+        "empty_classes": len(classes) - len(with_images),
+        "throughput": facts.throughput(history, batch_size),
+        "attempts": history.attempts,
+        "faults": facts.fault_lists(history, run_dir),
+        "settings": settings,
+        "config_problem": config_problem,
+        "config_text": config_text,
+        "plan": plan,
+        "provenance": facts.provenance_rows(history),
+    }
+
+
+def _script_hash() -> str:
+    """Return the SHA-256 of the page's script, in base64 as the policy in its head needs it."""
+    template = TEMPLATE.read_text(encoding="utf-8")
+    script = template.partition("<script>")[2].partition("</script>")[0]
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return shown(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return ""
+
+
+def _curves(run_dir: Path) -> dict[str, Any]:
+    """Return the panels as inline SVG, or the reason why there are none."""
+    try:
+        panels = curve_panels(run_dir / METRICS_FILE)
+    except Exception as error:
+        return {"panels": {}, "reason": as_sentence(error)}
+    themed = {
+        # not escaped: this markup is our own, made from numbers
+        name: Markup(re.sub("|".join(THEME), lambda found: f"var(--{THEME[found[0]]})", svg))
+        for name, svg in panels.items()
+    }
+    return {"panels": themed, "reason": ""}
+
+
+def _picture(pictures: Pictures, name: str) -> dict[str, str]:
+    try:
+        data = base64.b64encode(pictures.paths[name].read_bytes()).decode()
+    except (KeyError, OSError):
+        return {"uri": "", "text": pictures.reasons.get(name, "It has not been drawn.")}
+    return {"uri": f"data:image/png;base64,{data}", "text": pictures.notes.get(name, "")}
+
+
+# --- filters of the template ----------------------------------------------------------------------
 
 
 def _count(value: float | None) -> str:
@@ -114,7 +207,7 @@ def _short(value: float | None) -> str:
 
 
 def _exact(value: float | None, digits: int = 2) -> Markup:
-    """A number for the eye, with the record's own digits behind it."""
+    """A rounded number with the record's own digits behind it."""
     if value is None:
         return Markup("–")
     return Markup('<data value="{0!r}" title="{0!r}">{1}</data>').format(
@@ -127,15 +220,15 @@ def _duration(seconds: float | None) -> str:
 
 
 def _moment(seconds: float | None, after: float | None = None, zone: bool = True) -> Markup:
-    """A moment in the time zone of who makes the page; without the day if that is also the day of
-    `after`."""
+    """A time in the time zone of this machine; without the day if that is the day of `after`."""
     if seconds is None:
         return Markup("–")
     when = datetime.fromtimestamp(seconds).astimezone()
-    same_day = (
-        after is not None and datetime.fromtimestamp(after).astimezone().date() == when.date()
-    )
-    text = f"{when:{'' if same_day else '%Y-%m-%d '}%H:%M{' %Z' if zone else ''}}"
+    text = f"{when:%H:%M}"
+    if after is None or datetime.fromtimestamp(after).astimezone().date() != when.date():
+        text = f"{when:%Y-%m-%d} {text}"
+    if zone:
+        text += f" {when:%Z}"
     return Markup('<time datetime="{}">{}</time>').format(when.isoformat(timespec="seconds"), text)
 
 

@@ -1,11 +1,11 @@
-"""All pictures of a run, from what lies on disk: its folder and, for pictures of images, its data.
+"""Draw all pictures of a run from its folder and its data.
 
-The data's story: a run folder is read as it lies there, finished, stopped, killed or still going
-on, never the live run. Config and weights give the model, the data folder gives images,
-`predictions.npz` says what was taken for what, and `vit.report.plots` draws. Each picture is drawn
-by itself: one that cannot be drawn leaves its reason in a sentence and the others alone.
+Config and weights give the model, the data gives images, `predictions.npz` the mistakes. Each
+picture is drawn by itself: one that cannot be drawn leaves a reason, and does not affect the
+others.
 
-    runs/<name>/report/  curves.png  attention.png  confusion.png  confused.png  augmented.png  positions.png
+    runs/<name>/report/
+      curves.png  attention.png  confusion.png  confused.png  augmented.png  positions.png
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vit.data.augment.apply import create_augment
 from vit.data.augment.draw import mixes
-from vit.data.batches import ImageFormat, TrainBatches
+from vit.data.batches import TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import divisors
 from vit.metrics import predicted_classes
@@ -32,17 +31,17 @@ from vit.report import plots
 from vit.report.attention import attention_maps, attention_rollout
 from vit.report.confusion import most_confused, plot_confusion, plot_most_confused
 from vit.report.curves import plot_curves
-from vit.report.source import ReportSource, sentence
+from vit.report.source import ReportSource, as_sentence
 from vit.run.folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
-from vit.weights import LoadedWeights
 
 NUM_AUGMENTED = 24
+"""Images in `augmented.png`."""
 NUM_ATTENTION = 12
+"""Images in `attention.png`; at most `NUM_ATTENTION_WRONG` of them are mistakes."""
 NUM_ATTENTION_WRONG = 4
 NUM_CONFUSED_PAIRS = 10
+"""Rows of `confused.png`, with `NUM_EXAMPLES` images each."""
 NUM_EXAMPLES = 6
-"""Images in `augmented.png`; in `attention.png`, and how many of those were mistaken; rows and
-columns of `confused.png`."""
 
 
 class ConfusedPair(NamedTuple):
@@ -67,38 +66,33 @@ class ClassAccuracy(NamedTuple):
 
 @dataclass
 class Pictures:
-    """What `draw_pictures` could draw, and why not the rest."""
+    """What `draw_pictures` drew, and the reasons why not the rest."""
 
     paths: dict[str, Path] = field(default_factory=dict)
     """Name -> PNG, in the order of `PAINTERS`."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Name -> why there is none, in a sentence."""
+    """Name -> the reason why it was not drawn, in a sentence."""
     notes: dict[str, str] = field(default_factory=dict)
-    """Name -> what is to be seen, for those that were drawn."""
+    """Name -> a caption, for those that were drawn."""
     confused_pairs: list[ConfusedPair] = field(default_factory=list)
     """The commonest mistakes of the newest evaluation, most frequent first."""
     class_accuracies: list[ClassAccuracy] = field(default_factory=list)
     """Each class in the newest evaluation, by class number."""
 
 
-# --- the pictures ---------------------------------------------------------------------------------
-
-
 def draw_pictures(
     run_dir: Path, device: torch.device, on_picture: Callable[[int, int, str], None] | None = None
 ) -> Pictures:
-    """Draw what `run_dir` has the means for into `run_dir`/report/, the model on `device`. A
-    picture that fails leaves a reason.
+    """Draw what `run_dir` has the data for into `run_dir`/report/, with the model on `device`.
 
-    Raises ValueError if `run_dir` is no run folder or cannot be written. The random numbers of the
-    caller are left alone.
+    `on_picture(done, total, name)` is called after each picture. Random numbers of the caller are
+    not touched. Raises ValueError if `run_dir` is not a run folder or cannot be written.
     """
-    if not any(
-        (run_dir / name).exists() for name in (METRICS_FILE, CONFIG_FILE, "weights", CHECKPOINTS)
-    ):
-        there = "has neither config.yaml nor metrics.jsonl" if run_dir.is_dir() else "is no folder"
+    names = (METRICS_FILE, CONFIG_FILE, "weights", CHECKPOINTS)
+    if not any((run_dir / name).exists() for name in names):
+        found = "has neither config.yaml nor metrics.jsonl" if run_dir.is_dir() else "is no folder"
         raise ValueError(
-            f"{run_dir}: not a run folder, it {there}: name a folder that launch/train.py has"
+            f"{run_dir}: not a run folder, it {found}: name a folder that launch/train.py has"
             " written, such as runs/demo"
         )
     folder = run_dir / REPORT_FOLDER
@@ -107,165 +101,142 @@ def draw_pictures(
     except OSError as error:
         raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
     source = ReportSource(run_dir, device)
-    drawn = Pictures()
-    with torch.random.fork_rng(devices=[]):  # a new model draws weights before it gets the run's
-        for number, (name, paint) in enumerate(PAINTERS.items()):
+    pictures = Pictures()
+    # A new model draws random weights before it gets the run's.
+    with torch.random.fork_rng(devices=[]):
+        for number, (name, paint) in enumerate(PAINTERS.items(), 1):
+            path = folder / f"{name}.png"
             try:
-                drawn.notes[name] = paint(source, folder / f"{name}.png")
-                drawn.paths[name] = folder / f"{name}.png"
-            except Exception as error:
-                # a picture must not decide about the others, nor about the run that asks for it
-                drawn.reasons[name] = sentence(error)
+                pictures.notes[name] = paint(source, path)
+                pictures.paths[name] = path
+            except Exception as error:  # must affect neither other pictures nor a run at its end
+                pictures.reasons[name] = as_sentence(error)
             if on_picture is not None:
-                on_picture(number + 1, len(PAINTERS), name)
-    with suppress(Exception):  # the reason is at the confusion matrix
-        drawn.confused_pairs = _confused_pairs(source)
-        drawn.class_accuracies = _class_accuracies(source)
-    return drawn
+                on_picture(number, len(PAINTERS), name)
+    with suppress(Exception):  # the reason is that of the confusion matrix
+        pictures.confused_pairs = _confused_pairs(source)
+        pictures.class_accuracies = _class_accuracies(source)
+    return pictures
 
 
 def _paint_curves(source: ReportSource, picture: Path) -> str:
     plot_curves(source.run_dir / METRICS_FILE, picture)
-    return "What the record says, over the steps."
+    return "The values of the record over the steps."
 
 
 def _paint_augmented(source: ReportSource, picture: Path) -> str:
-    """The first rows of the run's first batch. The order is asked as by one of many ranks, which
-    decodes their rows and no others."""
+    """Draw the first rows of the run's first batch."""
     config = source.config
     train = source.train_set
     batch_size = config.data.global_batch_size
-    order = create_order(config, train.num_draws, train.shares)
-    shares = [
-        n
-        for n in divisors(batch_size)
-        if n % (config.augment.mix_group_size if mixes(config.augment) else 1) == 0
-    ] or [batch_size]
-    share = next((n for n in shares if n >= NUM_AUGMENTED), shares[-1])
+    group = config.augment.mix_group_size if mixes(config.augment) else 1
+    # Batches are asked for as by one of many ranks, which decodes no more than its own rows.
+    shares = [n for n in divisors(batch_size) if n % group == 0 and n >= NUM_AUGMENTED]
+    share = min(shares, default=batch_size)
     batches = TrainBatches(
         train.split,
-        order,
+        create_order(config, train.num_draws, train.shares),
         config.augment,
-        ImageFormat.from_config(config.model, config.data),
+        source.image_format,
         world_size=batch_size // share,
         on_bad_image=config.data.on_bad_image,
     )
     with Loader(batches, 0, 1) as loader:
         batch = next(loader)
     on_device = batch.to(source.device)
-    inputs, targets = create_augment(
-        config.augment, config.data, source.num_classes, source.device
-    )(on_device.images, on_device.labels, batch.table)
+    inputs, targets = source.augment(on_device.images, on_device.labels, batch.table)
     rows = np.flatnonzero(batch.weights.numpy() > 0)[:NUM_AUGMENTED]
-    mean = config.data.mean
-    std = config.data.std
     names = source.class_names[: source.num_classes]
-    plots.plot_augmented(inputs[rows].cpu(), targets[rows].cpu(), mean, std, names, picture)
+    plots.plot_augmented(
+        inputs[rows].cpu(), targets[rows].cpu(), config.data.mean, config.data.std, names, picture
+    )
     return f"The first {len(rows)} of the {batch_size:,} images of step 1, as the model saw them."
 
 
 def _paint_attention(source: ReportSource, picture: Path) -> str:
-    try:
-        predictions = source.predictions[0]
+    predictions = None
+    with suppress(ValueError):
         source.check_same_images()
-    except ValueError:
-        predictions = None
+        predictions = source.predictions[0]
     labels = source.val_split.index["label"].astype(np.int64)
     chosen = pick_images(labels, predictions, NUM_ATTENTION, NUM_ATTENTION_WRONG)
     images = torch.stack([source.eval_image(sample) for sample in chosen])
     model: Any = source.model
-    inputs = create_augment(
-        source.config.augment, source.config.data, source.num_classes, source.device
-    ).normalize(images.to(source.device))
+    grid = source.weights.grid_size or getattr(
+        getattr(model, "patch_embed", None), "grid_size", None
+    )
+    prefix = getattr(model, "num_prefix_tokens", 0)
+    global_pool = getattr(model, "global_pool", "avg")
     logits = []
     relevance = []
     with torch.no_grad():
-        # one after the other: a ViT-H at 518 pixels holds 4 GB of attention for each
-        for one in inputs.split(1):
-            maps = attention_maps(model, one)
-            rolled = attention_rollout(
-                maps, getattr(model, "num_prefix_tokens", 0), getattr(model, "global_pool", "avg")
-            )
-            relevance.append(rolled.unflatten(1, _grid(source.trained, model)).cpu())
-            logits.append(model(one).float().cpu())
+        # one by one: a ViT-H at 518 pixels holds 4 GB of attention for each image
+        for inputs in source.augment.normalize(images.to(source.device)).split(1):
+            maps = attention_maps(model, inputs)
+            if grid is None:
+                raise ValueError("The model does not contain the grid of its patches")
+            rolled = attention_rollout(maps, prefix, global_pool)
+            relevance.append(rolled.unflatten(1, (grid[0], grid[1])).cpu())
+            logits.append(model(inputs).float().cpu())
     predicted = predicted_classes(torch.cat(logits))
-    probabilities = torch.cat(logits).softmax(1).amax(1)
-    wrong = int((predicted.numpy() != labels[chosen]).sum())
-    names = source.class_names[: source.num_classes]
     plots.plot_attention(
         images,
         torch.cat(relevance),
         torch.from_numpy(labels[chosen]),
         predicted,
-        probabilities,
-        names,
+        torch.cat(logits).softmax(1).amax(1),
+        source.class_names[: source.num_classes],
         picture,
     )
-    which = "averaged weights" if source.trained.averaged else "weights"
+    num_wrong = int((predicted.numpy() != labels[chosen]).sum())
+    kind = "averaged weights" if source.weights.averaged else "weights"
     return (
-        f"Where the {which} of step {source.trained.step:,} look in {len(chosen)} validation"
-        f" images, {wrong} of them taken for something else: attention rolled out over all blocks"
-        " (Abnar & Zuidema 2020)."
+        f"Where the {kind} of step {source.weights.step:,} look in {len(chosen)} validation images,"
+        f" {num_wrong} of them misclassified: attention rollout over all blocks (Abnar & Zuidema"
+        " 2020)."
     )
-
-
-def _grid(trained: LoadedWeights, model: Any) -> tuple[int, int]:
-    grid = trained.grid_size or getattr(getattr(model, "patch_embed", None), "grid_size", None)
-    if grid is None:
-        raise ValueError("The model does not say how its patches lie")
-    return grid[0], grid[1]
 
 
 def pick_images(
     labels: NDArray[np.int64], predictions: NDArray[np.int64] | None, num: int, num_wrong: int
 ) -> list[int]:
-    """Up to `num` images, right ones first, at most `num_wrong` wrong ones last; always the same
-    ones, from as many classes as possible."""
-    wrong = (
-        np.flatnonzero(predictions != labels) if predictions is not None else np.empty(0, np.int64)
-    )
-    wrong = wrong[_spread(_round_robin(labels[wrong]), num_wrong)]
-    right = (
-        np.flatnonzero(predictions == labels) if predictions is not None else np.arange(len(labels))
-    )
-    return [
-        *right[_spread(_round_robin(labels[right]), num - len(wrong))].tolist(),
-        *wrong.tolist(),
-    ]
+    """Return up to `num` images, right ones first, at most `num_wrong` wrong ones last.
+
+    Always the same ones, from as many classes as possible.
+    """
+    is_wrong = np.zeros(len(labels), bool) if predictions is None else predictions != labels
+    wrong = np.flatnonzero(is_wrong)
+    right = np.flatnonzero(~is_wrong)
+    wrong = wrong[_spread(labels[wrong], num_wrong)]
+    right = right[_spread(labels[right], num - len(wrong))]
+    return [*right.tolist(), *wrong.tolist()]
 
 
-def _round_robin(labels: NDArray[np.int64]) -> list[list[int]]:
-    """Places in `labels` in rounds: the first image of each class, by class; then the second of
-    each; and so on."""
-    seen = dict[int, int]()
-    rounds = list[list[int]]()
-    for place in np.argsort(labels, kind="stable").tolist():
-        turn = seen[labels[place]] = seen.get(labels[place], -1) + 1
-        rounds += [[]] if turn == len(rounds) else []
-        rounds[turn].append(place)
-    return rounds
+def _spread(labels: NDArray[np.int64], num: int) -> list[int]:
+    """Return up to `num` places in `labels`, spread over the classes.
 
-
-def _spread(rounds: list[list[int]], num: int) -> list[int]:
-    """`num` places: whole rounds, and of the one that is too long, places evenly far apart."""
-    chosen: list[int] = []
-    for places in rounds:
+    First one image of each class, then a second of each, and so on; if a round is too long, places
+    at equal distances in it.
+    """
+    order = np.argsort(labels, kind="stable")
+    ordered = labels[order]
+    turns = np.arange(len(labels)) - np.searchsorted(ordered, ordered)
+    chosen = list[int]()
+    for turn in range(turns.max(initial=-1) + 1):
+        places = order[turns == turn]
         wanted = min(num - len(chosen), len(places))
-        chosen += [places[i * len(places) // wanted] for i in range(wanted)]
+        chosen += [int(places[i * len(places) // wanted]) for i in range(wanted)]
     return chosen
 
 
 def _paint_positions(source: ReportSource, picture: Path) -> str:
-    trained = source.trained
-    positions = trained.weights.get("pos_embed")
+    name = source.config.model.name
+    positions = source.weights.weights.get("pos_embed")
+    grid = source.weights.grid_size
     if positions is None:
-        raise ValueError(f"{source.config.model.name} has no position embeddings to compare")
-    grid = trained.grid_size
+        raise ValueError(f"{name} has no position embeddings to compare")
     if grid is None or positions.ndim != 3 or positions.shape[1] < math.prod(grid):
-        raise ValueError(
-            f"The positions of {source.config.model.name} {tuple(positions.shape)} do not lie on a"
-            " grid"
-        )
+        raise ValueError(f"The positions of {name} {tuple(positions.shape)} are not a grid")
     plots.plot_position_similarity(positions[0, -math.prod(grid) :].float(), grid, picture)
     kind = "fixed" if source.config.model.pos_embed == "sincos2d" else "learned"
     return (
@@ -277,16 +248,11 @@ def _paint_positions(source: ReportSource, picture: Path) -> str:
 def _paint_confusion(source: ReportSource, picture: Path) -> str:
     plot_confusion(source.confusion, source.class_names, picture)
     predictions, _, step = source.predictions
-    unknown = int((predictions < 0).sum())
-    missing = (
-        f" {unknown:,} images are missing: what the model made of them was no number."
-        if unknown
-        else ""
-    )
-    return (
-        "Validation images by their class and by what they were taken for, at step"
-        f" {step:,}.{missing}"
-    )
+    note = f"Validation images by their class and by the class predicted, at step {step:,}."
+    num_unknown = int((predictions < 0).sum())
+    if num_unknown:
+        note += f" {num_unknown:,} images are missing: the model's outputs were not numbers."
+    return note
 
 
 def _paint_confused(source: ReportSource, picture: Path) -> str:
@@ -295,14 +261,11 @@ def _paint_confused(source: ReportSource, picture: Path) -> str:
     if not pairs:
         raise ValueError("No validation image was taken for another class")
     source.check_same_images()
-    places = [
-        np.flatnonzero((labels == true) & (predictions == taken))[:NUM_EXAMPLES]
-        for true, taken, *_ in pairs
-    ]
-    examples = [
-        [source.eval_image(int(place)).permute(1, 2, 0).numpy() for place in found]
-        for found in places
-    ]
+    examples = []
+    for true, predicted, *_ in pairs:
+        places = np.flatnonzero((labels == true) & (predictions == predicted))[:NUM_EXAMPLES]
+        images = [source.eval_image(int(place)) for place in places]
+        examples.append([image.permute(1, 2, 0).numpy() for image in images])
     plot_most_confused(pairs, examples, source.class_names, picture)
     return f"The commonest mistakes at step {step:,}, with the first images of each."
 
@@ -315,25 +278,25 @@ PAINTERS: dict[str, Callable[[ReportSource, Path], str]] = {
     "augmented": _paint_augmented,
     "positions": _paint_positions,
 }
-"""Each draws its PNG and says what is to be seen, or raises with the reason why not."""
+"""Name -> function that draws the PNG and returns its caption, or raises with the reason."""
 
 
 def _confused_pairs(source: ReportSource) -> list[ConfusedPair]:
-    pairs = most_confused(source.confusion, NUM_CONFUSED_PAIRS)
+    names = source.class_names
     return [
-        ConfusedPair(source.class_names[true], source.class_names[taken], count, total)
-        for true, taken, count, total in pairs
+        ConfusedPair(names[true], names[predicted], num_mistaken, num_images)
+        for true, predicted, num_mistaken, num_images in most_confused(
+            source.confusion, NUM_CONFUSED_PAIRS
+        )
     ]
 
 
 def _class_accuracies(source: ReportSource) -> list[ClassAccuracy]:
     predictions, labels, _ = source.predictions
-    num = len(source.class_names)
-    totals = np.bincount(labels, minlength=num)
-    correct = np.bincount(labels[predictions == labels], minlength=num)
+    names = source.class_names
+    totals = np.bincount(labels, minlength=len(names)).tolist()
+    correct = np.bincount(labels[predictions == labels], minlength=len(names)).tolist()
     return [
-        ClassAccuracy(
-            name, int(total), int(right), 100.0 * int(right) / int(total) if total else math.nan
-        )
-        for name, total, right in zip(source.class_names, totals, correct, strict=True)
+        ClassAccuracy(name, total, right, 100.0 * right / total if total else math.nan)
+        for name, total, right in zip(names, totals, correct, strict=True)
     ]

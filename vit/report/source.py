@@ -1,8 +1,11 @@
-"""What a run folder and its data hold, for the report; each part is read on first use."""
+"""What a run folder and its data hold, for the report; each part is read on first use.
+
+A run may be finished, stopped, killed or still running; only its files are read. A part that is not
+there raises ValueError, whose message is the reason that the page shows.
+"""
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -10,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from vit import config_io
 from vit.config import Config
+from vit.data.augment.apply import Augment, create_augment
 from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_center
 from vit.data.shards.split import Split
@@ -26,13 +29,11 @@ from vit.run.folder import CONFIG_FILE, PREDICTIONS_FILE
 from vit.weights import LoadedWeights, WeightsError, find_weights, load_weights, read_weights
 
 MAX_CONFUSION_CLASSES = 5_000
-"""A matrix of 200 MB. The 21,841 classes of ImageNet-21k would take 3.8 GB, at the end of a run
-that is finished."""
+"""A matrix of 200 MB; the 21,841 classes of ImageNet-21k would take 3.8 GB."""
 
 
 class ReportSource:
-    """What a run folder holds, each part read when a picture asks for it. One that is not there
-    raises ValueError with the reason."""
+    """A run folder and its data; the model is put on `device`."""
 
     def __init__(self, run_dir: Path, device: torch.device):
         self.run_dir = run_dir
@@ -40,47 +41,49 @@ class ReportSource:
 
     @cached_property
     def config(self) -> Config:
-        """As the newest attempt resolved it; `config.yaml` is younger than the weights after a
-        resume with a changed setting."""
+        """The config of the newest attempt, or that in the weights if its file cannot be read.
+
+        After a resume with a changed setting, the file is newer than the weights.
+        """
         try:
             return config_io.load_config(self.run_dir / CONFIG_FILE, used_here=False).config
-        except ValueError as error:
-            try:
-                trained = self.trained
-            except ValueError:
-                raise error from None
-            if trained.config is None:
-                raise
-            return config_io.from_dict(trained.config, str(trained.path))
+        except ValueError:
+            with suppress(ValueError):
+                if self.weights.config is not None:
+                    return config_io.from_dict(self.weights.config, str(self.weights.path))
+            raise
 
     @cached_property
-    def trained(self) -> LoadedWeights:
+    def weights(self) -> LoadedWeights:
+        """The last weights; the averaged ones if there are any."""
         try:
-            find_weights(self.run_dir)
+            path = find_weights(self.run_dir)
         except WeightsError:
             raise ValueError("The run has not saved any weights yet") from None
-        return read_weights(self.run_dir)
+        return read_weights(path)
 
     @cached_property
     def train_set(self) -> TrainSet:
-        if self.config.data.reader == "webdataset":
+        """The training images."""
+        data = self.config.data
+        if data.reader == "webdataset":
             raise ValueError(
                 "Training images were streamed, and a stream does not begin twice with the same"
                 " ones"
             )
-        return open_train_set(
-            self.config.data, self.val_split, num_classes=self.config.model.num_classes
-        )
+        return open_train_set(data, self.val_split, num_classes=self.config.model.num_classes)
 
     @cached_property
     def val_split(self) -> Split:
-        data = self.config.data
-        return open_split(data, data.val_split)
+        """The validation images."""
+        return open_split(self.config.data, self.config.data.val_split)
 
     @cached_property
     def predictions(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-        """predictions (num_images,), -1 where the logits were not numbers; labels (num_images,);
-        the step of that evaluation."""
+        """Predictions and labels of the newest evaluation, (num_images,) each, and its step.
+
+        A prediction is -1 where the logits were not numbers.
+        """
         try:
             with np.load(self.run_dir / PREDICTIONS_FILE) as file:
                 predictions = file["predictions"]
@@ -88,10 +91,10 @@ class ReportSource:
                 step = int(file["step"])
         except FileNotFoundError:
             raise ValueError("The run has not been evaluated yet") from None
-        except Exception as error:  # a damaged zip has many voices
+        except Exception as error:  # a damaged zip raises many kinds
             raise ValueError(
                 f"{PREDICTIONS_FILE} is damaged ({type(error).__name__}); the next evaluation"
-                " writes it anew"
+                " writes it again"
             ) from None
         if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
             raise ValueError(
@@ -102,56 +105,65 @@ class ReportSource:
 
     @cached_property
     def class_names(self) -> list[str]:
-        """A name for each class, "class 7" where none is known."""
-        num = 0
+        """A name for each class, "class 7" where none is known.
+
+        From the weights, else from the data; as many as weights, data or predictions have.
+        """
+        num_classes = 0
         names = list[str]()
         with suppress(ValueError):
-            num = self.num_classes
-            path = self.trained.path
-            if path.suffix == ".safetensors":
-                with safe_open(path, framework="pt") as file:
-                    names = json.loads((file.metadata() or {}).get("class_names", "[]"))
+            num_classes = self.num_classes
+            names = self.weights.class_names or []
         with suppress(ValueError):
-            num = max(num, self.val_split.num_classes)
+            num_classes = max(num_classes, self.val_split.num_classes)
             names = names or self.val_split.class_names
         with suppress(ValueError):
-            num = max(num, int(np.max(self.predictions[:2])) + 1)
-        return [
-            names[n] if n < len(names) and names[n] else f"class {n}"
-            for n in range(max(num, len(names)))
-        ]
+            num_classes = max(num_classes, int(np.max(self.predictions[:2])) + 1)
+        names = names + [""] * (num_classes - len(names))
+        return [name or f"class {number}" for number, name in enumerate(names)]
 
     @cached_property
     def confusion(self) -> NDArray[np.int64]:
-        """(classes, classes): images of a class (row) by what they were taken for (column)."""
+        """(classes, classes): images by their class (row) and the class predicted (column)."""
         predictions, labels, _ = self.predictions
-        if len(self.class_names) > MAX_CONFUSION_CLASSES:
+        num_classes = len(self.class_names)
+        if num_classes > MAX_CONFUSION_CLASSES:
             raise ValueError(
-                f"{len(self.class_names):,} classes are too many for a matrix: more than"
+                f"{num_classes:,} classes are too many for a matrix: more than"
                 f" {MAX_CONFUSION_CLASSES:,}"
             )
-        return confusion_matrix(labels, predictions, len(self.class_names))
+        return confusion_matrix(labels, predictions, num_classes)
 
     @cached_property
     def model(self) -> nn.Module:
+        """The model with its weights, in evaluation mode."""
         model = create_model(self.config.model, num_classes=self.num_classes)
-        load_weights(model, self.trained.weights, self.trained.grid_size)
+        load_weights(model, self.weights.weights, self.weights.grid_size)
         return model.to(self.device).eval()
+
+    @cached_property
+    def augment(self) -> Augment:
+        """The device's part of the image path."""
+        config = self.config
+        return create_augment(config.augment, config.data, self.num_classes, self.device)
 
     @property
     def num_classes(self) -> int:
         """The size of the model's head."""
-        if self.trained.num_classes is None:
-            raise ValueError(f"{self.trained.path} does not say how many classes it knows")
-        return self.trained.num_classes
+        if self.weights.num_classes is None:
+            raise ValueError(f"{self.weights.path} does not contain its number of classes")
+        return self.weights.num_classes
+
+    @property
+    def image_format(self) -> ImageFormat:
+        """What the model's inputs are."""
+        return ImageFormat.from_config(self.config.model, self.config.data)
 
     def eval_image(self, sample: int) -> Tensor:
-        """What evaluation sees of an image of the validation split: (C, H, W) uint8."""
+        """Decode an image of the validation split as evaluation does: (C, H, W) uint8."""
+        form = self.image_format
         data = self.val_split.read(sample)
-        image = ImageFormat.from_config(self.config.model, self.config.data)
-        return decode_center(
-            data, image.size, self.config.eval, image.interpolation, image.channels
-        )
+        return decode_center(data, form.size, self.config.eval, form.interpolation, form.channels)
 
     def check_same_images(self) -> None:
         """Raise ValueError if the validation split is not the one that was evaluated."""
@@ -162,14 +174,12 @@ class ReportSource:
             )
 
 
-def sentence(error: Exception) -> str:
-    """An error as one sentence: a ValueError of ours is written for people, others name their
-    kind."""
-    lines = str(error).strip().splitlines() or [""]
-    text = lines[0] + (f" (and {len(lines) - 1} more of the kind)" if len(lines) > 1 else "")
-    text = (
-        text
-        if isinstance(error, ValueError) and text
-        else f"{type(error).__name__}: {text}".rstrip(": ")
-    )
-    return text if text.endswith((".", "!", "?")) else f"{text}."
+def as_sentence(error: Exception) -> str:
+    """Return an error as one sentence; all but ValueError, which is written for users, are named by
+    their type."""
+    first, *others = str(error).strip().splitlines() or [""]
+    if others:
+        first += f" (and {len(others)} more of the kind)"
+    if not isinstance(error, ValueError) or not first:
+        first = f"{type(error).__name__}: {first}".rstrip(": ")
+    return first if first.endswith((".", "!", "?")) else f"{first}."
