@@ -237,7 +237,7 @@ def test_what_is_wrong_is_told_in_a_line(arguments, told, shards, tmp_path, caps
 
 
 def test_a_run_with_an_empty_cache_says_what_it_will_fetch_first(web, tmp_path, monkeypatch):
-    monkeypatch.setattr("vit.run.preflight.TELL_MISSING_BYTES", 10_000)
+    monkeypatch.setattr("vit.run.preflight.MISSING_BYTES", 10_000)
     split = open_split(f"{web.url}/set", "train", tmp_path / "cache")
     batches = TrainBatches(
         split, make_order(60, 12), AugmentConfig(), ImageFormat((16, 16), 3, "bilinear")

@@ -251,7 +251,9 @@ def test_memory_that_suffices_and_that_does_not(config, tmp_path):
             check(tiny(config, "data.num_workers=2"), enough)
         cached = tiny(config, "data.num_workers=2", f"data.cache_dir={tmp_path / 'cache'}")
         # each has four requests under way
-        with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 5.7\d GiB .* 184 MiB a worker"):
+        with pytest.raises(
+            ValueError, match=r"8 rank\(s\) .* need 5.7\d GiB .* 184 MiB per worker"
+        ):
             check(cached, enough)
     assert (
         check(tiny(config, "data.num_workers=2"), tmp_path / "nothing is known").numbers[
