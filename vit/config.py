@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from vit.config_checks import find_problems, optimizer_name
-from vit.sections import Section, Selection, SourceConfig
+from vit.sections import MAY_CHANGE, Section, Selection, SourceConfig
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -75,25 +75,25 @@ class ModelConfig(Section):
 class DataConfig(Selection):
     """Where samples come from and how they are dealt into batches."""
 
-    root: str
+    root: Annotated[str, MAY_CHANGE]
     """Folder of shards with its `_info.json`, or its URL (see docs/data.md)."""
     train_split: str = "train"
     """Split to train on."""
-    val_split: str = "val"
+    val_split: Annotated[str, MAY_CHANGE] = "val"
     """Split to evaluate on."""
-    sources: tuple[SourceConfig, ...] = ()
+    sources: Annotated[tuple[SourceConfig, ...], MAY_CHANGE] = ()
     """Several data sets to train on, in place of `train_split` of `root`, which still provides the
     evaluation split and the class names. Each has `root`, `split`, `weight` and what selects
     samples, as
     `[{root: a, weight: 3}, {root: b, weight: 1, fraction: 0.5}]`."""
-    cache_dir: str | None = None
+    cache_dir: Annotated[str | None, MAY_CHANGE] = None
     """Folder on a local disk of each machine that caches blocks of shards. `None`: for shards at a
     URL a folder in `SLURM_TMPDIR` or `TMPDIR`, else `vit` in `XDG_CACHE_HOME` or `~/.cache`,
     whichever is on a local disk; shards in a folder are read in place, without a cache."""
-    cache_gib: Annotated[float, Field(gt=0)] | None = None
+    cache_gib: Annotated[float | None, Field(gt=0), MAY_CHANGE] = None
     """Largest size of that cache in GiB; of several jobs the largest value counts. `None`: half of
     what is free on that disk, at most 50. No effect without a cache."""
-    patience_s: Annotated[float, Field(ge=0)] = 480.0
+    patience_s: Annotated[float, Field(ge=0), MAY_CHANGE] = 480.0
     """Seconds for which a read is retried while a server, an object store or a mounted folder
     does not answer. 0: one attempt. The default is two minutes, which the last attempt may take,
     less than the ten for which ranks wait for each other."""
@@ -117,17 +117,17 @@ class DataConfig(Selection):
     global_batch_size: Positive = 1024
     """Images in one step, over all ranks and micro-steps. It never changes with the number of
     GPUs."""
-    micro_batch_size: Positive | None = None
+    micro_batch_size: Annotated[Positive | None, MAY_CHANGE] = None
     """Most images in one forward pass of one rank: the largest divisor of a rank's share up to
     this is used. `None`: the complete share."""
-    num_workers: Annotated[int, Field(ge=0)] = 4
+    num_workers: Annotated[int, Field(ge=0), MAY_CHANGE] = 4
     """Loader processes per rank; 0 decodes in the training process. Changes the speed, never
     the batches."""
-    prefetch_gib: Annotated[float, Field(gt=0)] | None = None
+    prefetch_gib: Annotated[float | None, Field(gt=0), MAY_CHANGE] = None
     """GiB per rank for training batches that are being made, ready or in use. `None`: what keeps
     the workers busy, and up to 16 batches ahead where 1 GiB holds them; evaluation always does so.
     No effect with `num_workers: 0`."""
-    stall_timeout_s: Annotated[float, Field(gt=0)] | None = 240.0
+    stall_timeout_s: Annotated[float | None, Field(gt=0), MAY_CHANGE] = 240.0
     """A loader worker without progress for so many seconds is killed, and another makes its part
     of the batch again, once. Waiting for a store that answers now and then is progress. `None`:
     wait, and report it each minute. Twice the default is below the ten minutes for which ranks wait
@@ -148,7 +148,7 @@ class DataConfig(Selection):
     """`batch`: a batch holds complete sets of copies, and all images are seen in as many epochs
     as there are copies; `sampler`, as in DeiT: each epoch is shuffled anew, and the batch need not
     be a multiple of the copies."""
-    on_bad_image: Literal["error", "skip"] = "error"
+    on_bad_image: Annotated[Literal["error", "skip"], MAY_CHANGE] = "error"
     """For a training image that cannot be decoded: stop and name it, or skip it, which gives its
     row weight 0 and counts it."""
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
@@ -300,19 +300,19 @@ class TrainConfig(Section):
     """Length in steps."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of initial weights, order, augmentation, mixing, dropout and stochastic depth."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = "auto"
     """`auto`: GPUs where every host has one per rank, else the CPU."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Format of activations and matrix products; weights, sums and the optimizer stay in fp32. fp16
     scales the loss."""
-    compile: bool = False
+    compile: Annotated[bool, MAY_CHANGE] = False
     """`torch.compile` the model."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of the exponential average of the weights per step; `None`: no average."""
     ema_warmup: bool = False
     """Let the decay grow as (1 + t) / (10 + t) over steps t until it reaches `ema_decay`, so
     that the average of a short run is not mostly the initial weights; off: a constant decay."""
-    max_skipped_steps: Positive = 10
+    max_skipped_steps: Annotated[Positive, MAY_CHANGE] = 10
     """Stop after so many consecutive updates whose gradient was not finite."""
 
 
@@ -391,11 +391,11 @@ class Config(Section):
     optim: OptimConfig = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig
-    eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: Annotated[EvalConfig, MAY_CHANGE] = EvalConfig()
+    checkpoint: Annotated[CheckpointConfig, MAY_CHANGE] = CheckpointConfig()
     init: InitConfig = InitConfig()
-    run: RunConfig = RunConfig()
-    log: LogConfig = LogConfig()
+    run: Annotated[RunConfig, MAY_CHANGE] = RunConfig()
+    log: Annotated[LogConfig, MAY_CHANGE] = LogConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Config:

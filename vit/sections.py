@@ -9,6 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MAY_CHANGE = "may change"
+"""Annotates a setting, or a section, that a resumed run may have different from its checkpoint
+without `--allow-change`: the batches and the recipe stay the same."""
+
 
 class Section(BaseModel):
     """A frozen group of settings that refuses unknown keys."""
@@ -19,24 +23,27 @@ class Section(BaseModel):
 
 
 class Selection(Section):
-    """Which samples of a split to train on; evaluation always uses all."""
+    """Which samples of a split to train on; evaluation always uses all.
 
-    exclude: str | None = None
+    A resumed run compares the samples that are selected, not these settings.
+    """
+
+    exclude: Annotated[str | None, MAY_CHANGE] = None
     """File of samples to leave out: a key, `label=NUMBER` or `class=NAME` per line, or the lines
     of a `quarantine.jsonl`."""
-    filter: str | None = None
+    filter: Annotated[str | None, MAY_CHANGE] = None
     """Expression over columns of the index that is true for the samples to use, such as
     `min(width, height) >= 64 and size < 5_000_000`. Columns: `width`, `height`, `size` (bytes) and
     `label`, as in `label == "class name"` or `label in (1, 2)`."""
-    fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    fraction: Annotated[float | None, Field(gt=0, le=1), MAY_CHANGE] = None
     """Fraction of the remaining samples to use, drawn with `subset_seed`; a smaller fraction is a
     subset of a larger one."""
-    fraction_of: Literal["all", "class"] = "all"
+    fraction_of: Annotated[Literal["all", "class"], MAY_CHANGE] = "all"
     """`fraction` of all samples, or of each class, of which at least one is used."""
-    samples_per_class: Annotated[int, Field(gt=0)] | None = None
+    samples_per_class: Annotated[int | None, Field(gt=0), MAY_CHANGE] = None
     """Samples of each class, drawn with `subset_seed` (few-shot); all of a smaller class. Smaller
     sets are subsets of larger ones."""
-    subset_seed: Annotated[int, Field(ge=0)] = 0
+    subset_seed: Annotated[int, Field(ge=0), MAY_CHANGE] = 0
     """Seed of `fraction` and `samples_per_class`, which do not depend on `train.seed`."""
 
 

@@ -1,8 +1,8 @@
-"""Which checkpoint a run goes on from, and whether it was this run's.
+"""Which checkpoint a run continues from, and whether it belongs to this run.
 
-The data's story: the main rank takes the newest checkpoint whose bytes are whole, compares the
-settings and the data that made it with those of now, and tells the others, who wait until their
-host sees it. `vit.train` then fills what it has built.
+The main rank takes the newest checkpoint that is not damaged, compares the settings and the data
+that made it with those of now, and hands the answer to the other ranks, which wait until their host
+sees the files. `vit.build` then copies it into what it has created.
 """
 
 from __future__ import annotations
@@ -16,110 +16,105 @@ from vit.config import Config
 from vit.distributed import World
 from vit.run import checkpoint as checkpoints
 from vit.run.folder import CHECKPOINTS
+from vit.sections import MAY_CHANGE
 from vit.system.urls import bare
 
-MAY_CHANGE = (
-    "run.",
-    "log.",
-    "checkpoint.",
-    "eval.",
-    "data.num_workers",
-    "data.prefetch_gib",
-    "data.micro_batch_size",
-    "data.root",
-    "data.val_split",
-    "data.sources",
-    "data.exclude",
-    "data.filter",
-    "data.fraction",
-    "data.samples_per_class",
-    "data.subset_seed",
-    "data.cache_dir",
-    "data.cache_gib",
-    "data.patience_s",
-    "data.stall_timeout_s",
-    "data.on_bad_image",
-    "train.device",
-    "train.compile",
-    "train.max_skipped_steps",
-)
-"""Prefixes of keys that a resumed run may have different from its checkpoint: same batches, same
-recipe. (Another micro-batch draws other dropout masks; `on_bad_image` decides only about images
-that cannot be read. What chooses samples is compared by what it chose.)"""
-
-AS_BEFORE = {("train", "ema_warmup"): True}
-"""What was done before a setting came, where its default is something else: a checkpoint that lacks
-it was made so."""
+BEFORE_IT_EXISTED = {("train", "ema_warmup"): True}
+"""The value that a setting had before it existed, if that is not its default."""
 
 
 def find_checkpoint(
     folder: Path, config: Config, facts: dict[str, Any], allowed: set[str], world: World
 ) -> tuple[Path, dict] | None:
-    """The checkpoint to go on from and its info, None in a new folder. All ranks come here.
+    """Return the checkpoint to continue from and its info, None in a new folder.
 
-    `facts`: what must be the same beside the settings; `allowed`: settings that may differ. Raises
-    ValueError where the run of the checkpoint was another.
+    Every rank calls it. facts: what must be the same in addition to the settings; allowed: settings
+    that may differ. Raises ValueError if the checkpoint belongs to another run.
     """
 
     def look() -> tuple[str, dict] | None:
         found = _newest_of_this_run(folder, config, facts, allowed)
         return None if found is None else (found[0].name, found[1])
 
-    told = world.broadcast_from_main(look)
-    if told is None:
+    found = world.broadcast_from_main(look)
+    if found is None:
         return None
-    path = folder / CHECKPOINTS / told[0]
+    name, info = found
+    path = folder / CHECKPOINTS / name
     with world.fail_together():
-        checkpoints.wait_for_checkpoint(path, told[1])
-    return path, told[1]
+        checkpoints.wait_for_checkpoint(path, info)
+    return path, info
+
+
+def may_change(key: str) -> bool:
+    """Return whether a resumed run may have another value for the setting `section.name`."""
+    section, _, name = key.partition(".")
+    field = Config.model_fields[section]
+    if MAY_CHANGE in field.metadata:
+        return True
+    fields = getattr(field.annotation, "model_fields", {})  # none in a union, such as `optim`
+    return name in fields and MAY_CHANGE in fields[name].metadata
 
 
 def _newest_of_this_run(
     folder: Path, config: Config, facts: dict[str, Any], allowed: set[str]
 ) -> tuple[Path, dict] | None:
-    """The newest whole checkpoint. Raises ValueError if its run was another."""
+    """Return the newest checkpoint that is not damaged; raise ValueError if its run was another."""
     found = checkpoints.newest_checkpoint(
         folder, verify=True, say=lambda text: print(text, file=sys.stderr)
     )
     if found is None:
         return None
     path, info = found
-    # settings younger than the checkpoint get their defaults
-    stored = config_io.to_dict(config_io.from_dict(info["config"], str(path)))
-    for (section, key), before in AS_BEFORE.items():
-        if key not in info["config"].get(section, {}) and config.train.ema_decay is not None:
-            stored[section][key] = before
-    changed = config_io.differences(stored, config_io.to_dict(config))
-    refused = {
-        key: values
-        for key, values in changed.items()
-        if not key.startswith(MAY_CHANGE) and key not in allowed
-    }
-    # another login, same data
-    refused = {
-        key: (old, new) for key, (old, new) in refused.items() if bare(str(old)) != bare(str(new))
-    }
-    lines = [f"  {key}: {old} there, {new} here" for key, (old, new) in refused.items()]
-    there, here = ({"chosen": "all samples", **known} for known in (info["facts"], facts))
-    names = there.pop("class_names", []), here.pop("class_names", [])
-    lines += [
-        f"  data: {key} {there[key]} there, {value} here"
-        for key, value in here.items()
-        if there[key] != value
-    ]
-    # none where one has no names
-    renamed = [label for label, pair in enumerate(zip(*names, strict=False)) if pair[0] != pair[1]]
-    if renamed:
-        old, new = (each[renamed[0]] for each in names)
-        lines.append(
-            f"  data: class {renamed[0]} is {old!r} there, {new!r} here ({len(renamed):,} of"
-            f" {len(names[1]):,} names differ)"
-        )
+    changed = _changed_settings(info["config"], str(path), config)
+    changed = {key: values for key, values in changed.items() if key not in allowed}
+    lines = [f"  {key}: {old} there, {new} here" for key, (old, new) in changed.items()]
+    lines += _changed_facts(info["facts"], facts)
     if lines:
-        hint = f", or accept a change with --allow-change {next(iter(refused))}" if refused else ""
+        hint = f", or accept a change with --allow-change {next(iter(changed))}" if changed else ""
         settings = "\n".join(lines)
         raise ValueError(
             f"{path} belongs to a run with other settings:\n{settings}\nUse another run.dir,"
             f" restore the settings{hint}"
         )
     return found
+
+
+def _changed_settings(
+    stored: dict[str, Any], source: str, config: Config
+) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that must not change and did: dotted key -> (old, new)."""
+    # Settings that are newer than the checkpoint get their defaults here.
+    old_values = config_io.to_dict(config_io.from_dict(stored, source))
+    for (section, key), value in BEFORE_IT_EXISTED.items():
+        if key not in stored.get(section, {}) and config.train.ema_decay is not None:
+            old_values[section][key] = value
+    return {
+        key: (old, new)
+        for key, (old, new) in config_io.differences(old_values, config_io.to_dict(config)).items()
+        # `bare`: a URL with another login names the same data
+        if not may_change(key) and bare(str(old)) != bare(str(new))
+    }
+
+
+def _changed_facts(stored: dict[str, Any], facts: dict[str, Any]) -> list[str]:
+    """Return a line for each fact about the data that is not as stored."""
+    there = {"chosen": "all samples", **stored}
+    here = {"chosen": "all samples", **facts}
+    old_names = there.pop("class_names", [])
+    new_names = here.pop("class_names", [])
+    lines = [
+        f"  data: {key} {there[key]} there, {value} here"
+        for key, value in here.items()
+        if there[key] != value
+    ]
+    # If the classes of one have no names, there is nothing to compare.
+    pairs = zip(old_names, new_names, strict=False)
+    renamed = [label for label, (old, new) in enumerate(pairs) if old != new]
+    if renamed:
+        label = renamed[0]
+        lines.append(
+            f"  data: class {label} is {old_names[label]!r} there, {new_names[label]!r} here"
+            f" ({len(renamed):,} of {len(new_names):,} names differ)"
+        )
+    return lines
