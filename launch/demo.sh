@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# `make demo`: real handwritten digits, a ViT from scratch on two DDP ranks, fine-tuned at a higher resolution, exactly evaluated, with a report.
-# No download, no account, no GPU. The same command again goes on where it was stopped; `rm -rf runs/demo runs/demo_finetune` starts over.
+# `make demo`: real handwritten digits, a ViT from scratch on two DDP ranks, fine-tuned at a higher
+# resolution, exactly evaluated, with a report. No download, no account, no GPU. The same command
+# again continues where it was stopped; `rm -rf runs/demo runs/demo_finetune` starts over.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # one thread a rank; torchrun would say so at length
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # one thread a rank; torchrun would set the same, with a long note
 run() { printf '\n\033[1m$ %s\033[0m\n' "$*"; "$@"; }
 
 start=$SECONDS
@@ -13,12 +14,13 @@ run torchrun --nproc_per_node="${RANKS:-2}" launch/train.py --config configs/dem
 run torchrun --nproc_per_node="${RANKS:-2}" launch/eval.py --checkpoint runs/demo --finetune configs/demo_finetune.yaml
 cat <<TEXT
 
-Done in $((SECONDS - start)) s. The last lines compare three models on the same images: as trained at 32 px; the same at 48 px, where interpolated
-positions alone cost accuracy; and fine-tuned there.
+Done in $((SECONDS - start)) s. The last lines compare three models on the same images: as trained at
+32 px; the same at 48 px, where interpolated positions alone cost accuracy; and fine-tuned there.
 
   look      runs/demo/report/index.html      curves, pictures, record: one file to open or to send
             runs/demo/metrics.jsonl          the record, one JSON object a line
-  resume    run it again after Ctrl-C or kill -9: it goes on from its last checkpoint, to the same weights
+  resume    run it again after Ctrl-C or kill -9: it continues from its last checkpoint,
+            to the same weights
   your data python -m data_prep.imagefolder PATH/TO/class-folders --out data/mine
             torchrun --nproc_per_node=2 launch/train.py --config configs/demo.yaml data.root=data/mine run.dir=runs/mine
   ImageNet  torchrun --nproc_per_node=8 launch/train.py --config configs/vit_b16.yaml data.root=data/imagenet

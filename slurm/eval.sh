@@ -1,7 +1,9 @@
 #!/bin/bash
-# Evaluate on one node or many:   sbatch [options of sbatch] slurm/eval.sh --checkpoint runs/vit_b16 [arguments of launch/eval.py]
+# Evaluate on one node or many:
+#   sbatch [options of sbatch] slurm/eval.sh --checkpoint runs/vit_b16 [arguments of launch/eval.py]
 #
-# Submit in the checkout. The counts are those of `python launch/eval.py` with the same arguments, on any number of nodes.
+# Submit in the checkout. The counts are those of `python launch/eval.py` with the same arguments,
+# on any number of nodes.
 #
 # ---- lines 1 and 2 to edit (remove one # of the first); line 3 is at the top of slurm/common.sh
 ##SBATCH --partition=gpu --account=ACCOUNT
@@ -11,10 +13,14 @@
 
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?is not set: start this script with sbatch}"
-[[ -f slurm/common.sh ]] || { echo "error: $PWD is not the checkout: submit there, with sbatch slurm/eval.sh" >&2; exit 2; }
+if [[ ! -f slurm/common.sh ]]; then
+  echo "error: $PWD is not the checkout: submit there, with sbatch slurm/eval.sh" >&2
+  exit 2
+fi
 source slurm/common.sh
 
 activate_python
 find_nodes
 prepare_torchrun
-"${torchrun[@]}" launch/eval.py "$@" </dev/null || fail "failed with status $?; the first error above says why"
+"${torchrun[@]}" launch/eval.py "$@" </dev/null \
+  || fail "failed with status $?; the first error above says why"

@@ -1,9 +1,10 @@
 #!/bin/bash
 # Write shards with a job array, each task its part:
-#   sbatch --array=0-7 slurm/prep.sh imagefolder SOURCE --out ROOT [arguments of python -m data_prep.imagefolder]
+#   sbatch --array=0-7 slurm/prep.sh imagefolder SOURCE --out ROOT [arguments of that command]
 #
-# Submit in the checkout. The first word names the module of data_prep. The task that finds all shards whole writes `_info.json`. After a
-# failure submit the same line again: whole shards are kept. Single tasks: PARTS=8 sbatch --array=3 slurm/prep.sh ...
+# Submit in the checkout. The first argument names the module of data_prep. The task that finds all
+# shards complete writes `_info.json`. After a failure submit the same line again: complete shards
+# are kept. Single tasks: PARTS=8 sbatch --array=3 slurm/prep.sh ...
 #
 # ---- lines 1 and 2 to edit (remove one # of the first); line 3 is at the top of slurm/common.sh
 ##SBATCH --partition=cpu --account=ACCOUNT
@@ -13,19 +14,25 @@
 
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?is not set: start this script with sbatch}"
-[[ -f slurm/common.sh ]] || { echo "error: $PWD is not the checkout: submit there, with sbatch slurm/prep.sh" >&2; exit 2; }
+if [[ ! -f slurm/common.sh ]]; then
+  echo "error: $PWD is not the checkout: submit there, with sbatch slurm/prep.sh" >&2
+  exit 2
+fi
 source slurm/common.sh
 
 source=${1:-}
-[[ -f data_prep/$source.py ]] || fail "'$source': no such module of data_prep; the first argument names one, such as imagefolder"
+[[ -f data_prep/$source.py ]] \
+  || fail "'$source': no such module of data_prep;" \
+    "the first argument names one, such as imagefolder"
 shift
 part=()
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
-  if [[ -z ${PARTS:-} ]]; then  # an array of some other shape does not tell how many parts there are
+  if [[ -z ${PARTS:-} ]]; then  # an array of another shape does not show the number of parts
     # shellcheck disable=SC2153
     (( SLURM_ARRAY_TASK_MIN == 0 && SLURM_ARRAY_TASK_MAX == SLURM_ARRAY_TASK_COUNT - 1 )) \
-      || fail "an array of $SLURM_ARRAY_TASK_COUNT tasks, $SLURM_ARRAY_TASK_MIN to $SLURM_ARRAY_TASK_MAX: submit --array=0-N again (whole" \
-        "shards are kept), or say how many parts there are: PARTS=8 sbatch --array=3 slurm/prep.sh ..."
+      || fail "an array of $SLURM_ARRAY_TASK_COUNT tasks," \
+        "$SLURM_ARRAY_TASK_MIN to $SLURM_ARRAY_TASK_MAX: submit --array=0-N again (whole shards" \
+        "are kept), or say how many parts there are: PARTS=8 sbatch --array=3 slurm/prep.sh ..."
     PARTS=$SLURM_ARRAY_TASK_COUNT
   fi
   part=(--shards "$SLURM_ARRAY_TASK_ID/$PARTS")

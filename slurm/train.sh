@@ -1,79 +1,113 @@
 #!/bin/bash
-# Train on one node or many:   sbatch [options of sbatch] slurm/train.sh [arguments of launch/train.py]
+# Train on one node or many:
+#   sbatch [options of sbatch] slurm/train.sh [arguments of launch/train.py]
 #
-# Bare `sbatch slurm/train.sh` trains configs/vit_b16.yaml. Submit in the checkout. Before the time limit the run is saved and the job
-# queued again, and goes on from there; slurm/README.md tells what happens in each other case.
+# Bare `sbatch slurm/train.sh` trains configs/vit_b16.yaml. Submit in the checkout. Before the time
+# limit the run is saved, the job is queued again, and continues; slurm/README.md lists all cases.
 #
 # ---- lines 1 and 2 to edit (remove one # of the first); line 3 is at the top of slurm/common.sh
 ##SBATCH --partition=gpu --account=ACCOUNT
 #SBATCH --nodes=1 --gpus-per-node=8 --cpus-per-task=64 --time=24:00:00
 #
-# SIGUSR1 comes to this script so many seconds before the time limit (Slurm: up to 60 s earlier): longer than a step, an evaluation's
-# eight batches and a save take together.
+# Seconds before the time limit at which this script gets SIGUSR1 (Slurm: up to 60 s earlier):
+# longer than a step, eight batches of an evaluation and a save take together.
 #SBATCH --signal=B:USR1@120
 #SBATCH --requeue --open-mode=append --job-name=vit --output=slurm-%x-%j.out --ntasks-per-node=1
 
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?is not set: start this script with sbatch}"
-[[ -f slurm/common.sh ]] || { echo "error: $PWD is not the checkout: submit there, with sbatch slurm/train.sh" >&2; exit 2; }
+if [[ ! -f slurm/common.sh ]]; then
+  echo "error: $PWD is not the checkout: submit there, with sbatch slurm/train.sh" >&2
+  exit 2
+fi
 source slurm/common.sh
 
 ended=no  # SIGTERM came: scancel, or Slurm itself ends the job to queue it again
 warned=no  # SIGUSR1 came: the time limit is near
+# to the steps, not to this script
+ask_to_save() { scancel --quiet --signal=USR1 "$SLURM_JOB_ID" || true; }
+on_time_limit() {
+  warned=yes
+  say "SIGUSR1: the time limit is near; asking the trainer to save and stop"
+  ask_to_save
+}
 trap 'ended=yes' TERM
-trap 'warned=yes; say "SIGUSR1: the time limit is near; asking the trainer to save and stop"; ask_to_save' USR1
-ask_to_save() { scancel --quiet --signal=USR1 "$SLURM_JOB_ID" || true; }  # to the steps, not to this script
+trap on_time_limit USR1
 
-# ---- 1. Python, config, nodes: what is wrong with them shows here, once, in one line
+# ---- 1. Python, config, nodes: an error in them shows here, once, in one line
 activate_python
 find_nodes
 [[ " $* " == *" --config"* ]] || set -- --config configs/vit_b16.yaml "$@"
-described=$(WORLD_SIZE=$(( ${#nodes[@]} * ranks )) python launch/train.py "$@" --print-config) || fail "not started: the config, see above"
+world_size=$(( ${#nodes[@]} * ranks ))
+described=$(WORLD_SIZE=$world_size python launch/train.py "$@" --print-config) \
+  || fail "not started: the config, see above"
 run=$(python -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run"]["dir"])' <<<"$described")
 sed -n '/^# derived/,$p' <<<"$described"
 prepare_torchrun
 
-# The trainer's own words. `ls` first: over NFS it is what makes a file seen that another node has made.
-marker() { ls -a "$run" >/dev/null 2>&1; stat -c '%i %y' "$run/stopped_early" 2>/dev/null || true; }
+# Identity of the trainer's `stopped_early`. `ls` first: over NFS it makes a file visible that
+# another node has written.
+marker() {
+  ls -a "$run" >/dev/null 2>&1
+  stat -c '%i %y' "$run/stopped_early" 2>/dev/null || true
+}
 checkpoint() { cat "$run/checkpoints/latest" 2>/dev/null || echo "no checkpoint"; }
 
-# ---- 2. train; again after an accident, as long as each attempt leaves a newer checkpoint than it found
+# True where this attempt of the trainer has stopped early and saved.
+stopped_early() { [[ -n $marker_now && $marker_now != "$marker_before" ]]; }
+
+# ---- 2. train; after an accident again, as long as each attempt leaves a newer checkpoint
 while true; do
-  marker_before=$(marker) checkpoint_before=$(checkpoint)
+  marker_before=$(marker)
+  checkpoint_before=$(checkpoint)
   say "training in $run, from $checkpoint_before"
-  [[ $warned == no ]] || say "note: the signal came before training began; a longer --time gives it more than a few steps"
+  [[ $warned == no ]] || say "note: the signal came before training began;" \
+    "a longer --time gives it more than a few steps"
   "${torchrun[@]}" launch/train.py "$@" </dev/null &
-  step=$! asked=$SECONDS status=0
+  step=$!
+  asked=$SECONDS
+  status=0
   while kill -0 "$step" 2>/dev/null; do
     if [[ $warned == no ]]; then
       wait "$step" || true  # a signal ends `wait` early, and only then runs its trap
     else
-      if (( SECONDS >= asked + 10 )); then asked=$SECONDS; ask_to_save; fi  # a trainer that was just starting did not hear it
+      if (( SECONDS >= asked + 10 )); then  # a trainer that was just starting did not get it
+        asked=$SECONDS
+        ask_to_save
+      fi
       sleep 1 || true  # SIGTERM ends it, too
     fi
   done
   wait "$step" || status=$?
   marker_now=$(marker)
-  [[ $status != 0 && ( -z $marker_now || $marker_now == "$marker_before" ) && $ended == no && $(checkpoint) != "$checkpoint_before" ]] || break
-  say "failed with status $status, but came from $checkpoint_before to $(checkpoint): starting again from there"
+  if [[ $status == 0 || $ended == yes || $(checkpoint) == "$checkpoint_before" ]] || stopped_early
+  then
+    break
+  fi
+  say "failed with status $status, but came from $checkpoint_before to $(checkpoint):" \
+    "starting again from there"
 done
 
-# ---- 3. how did it end? The exit status alone cannot tell: torchrun ends with 1 after a SIGTERM although all was saved
-if [[ -z $marker_now || $marker_now == "$marker_before" ]]; then
+# ---- 3. how did it end? The exit status alone cannot tell: torchrun ends with 1 after a SIGTERM,
+# although everything was saved
+if ! stopped_early; then
   if [[ $status == 0 ]]; then
     say "finished: $run"
   elif [[ $ended == yes ]]; then
     say "ended by SIGTERM before the trainer could save; its last checkpoint: $(checkpoint)"
   else
-    say "failed with status $status and without a new checkpoint; not queued again. The first error above says why"
+    say "failed with status $status and without a new checkpoint; not queued again." \
+      "The first error above says why"
   fi
 elif [[ $ended == yes ]]; then
-  say "stopped and saved: $(<"$run/stopped_early"). Not queued again by this script, as the job itself was asked to end"
+  say "stopped and saved: $(<"$run/stopped_early")." \
+    "Not queued again by this script, as the job itself was asked to end"
 else
   say "stopped and saved: $(<"$run/stopped_early"). Queueing job $SLURM_JOB_ID again"
   status=0
   trap 'exit 0' TERM  # which is how Slurm ends a job that it queues again
-  scontrol requeue "$SLURM_JOB_ID" || fail "Slurm does not queue the job again: submit the same command again, it goes on"
+  scontrol requeue "$SLURM_JOB_ID" \
+    || fail "Slurm does not queue the job again: submit the same command again, it goes on"
   sleep 600 &
   wait $!
 fi
