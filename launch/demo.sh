@@ -5,7 +5,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # one thread a rank; torchrun would set the same, with a long note
+# One thread a rank; torchrun would set the same, with a long note.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 run() { printf '\n\033[1m$ %s\033[0m\n' "$*"; "$@"; }
 
 start=$SECONDS
@@ -14,8 +15,8 @@ run torchrun --nproc_per_node="${RANKS:-2}" launch/train.py --config configs/dem
 run torchrun --nproc_per_node="${RANKS:-2}" launch/eval.py --checkpoint runs/demo --finetune configs/demo_finetune.yaml
 cat <<TEXT
 
-Done in $((SECONDS - start)) s. The last lines compare three models on the same images: as trained at
-32 px; the same at 48 px, where interpolated positions alone cost accuracy; and fine-tuned there.
+Done in $((SECONDS - start)) s. The last lines compare three models on the same images: as trained
+at 32 px; the same at 48 px, where interpolated positions alone cost accuracy; and fine-tuned there.
 
   look      runs/demo/report/index.html      curves, pictures, record: one file to open or to send
             runs/demo/metrics.jsonl          the record, one JSON object a line

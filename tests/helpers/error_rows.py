@@ -29,8 +29,8 @@ class Row(NamedTuple):
 
 
 def rows(heading: str) -> list[Row]:
-    """The rows under one heading of the page, up to the next."""
-    section = re.split(r"^#+ (.+)\n", DOCUMENT.read_text(), flags=re.MULTILINE)
+    """The rows under a `##` heading of the page and the headings below it."""
+    section = re.split(r"^## (.+)\n", DOCUMENT.read_text(), flags=re.MULTILINE)
     text = dict(zip(section[1::2], section[2::2], strict=True))[heading]
     cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return [

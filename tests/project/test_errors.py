@@ -56,7 +56,7 @@ from vit.data.shards.data_set import open_split
 from vit.run.checkpoint import complete_checkpoints, newest_checkpoint, read_info
 
 VERSIONS = runpy.run_path(str(REPOSITORY / "launch" / "check_versions.py"))
-ROWS = rows("When something is wrong")
+ROWS = rows("Training and evaluation")
 
 
 class Place:
