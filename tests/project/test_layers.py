@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BELOW = {
     "vit.system": (),
-    "vit.data": ("vit.system", "vit.config", "vit.config_io", "vit.distributed"),
+    "vit.data": ("vit.system", "vit.config", "vit.config_io", "vit.sections", "vit.distributed"),
     "vit.run": ("vit!", "vit.data", "vit.system"),
     "vit.report": ("vit!", "vit.run", "vit.data", "vit.system"),
     "vit": ("vit.run", "vit.data", "vit.system"),
