@@ -1,8 +1,8 @@
 """Exponential moving average of the weights.
 
-The data's story: after each update the step lets the average follow the model; evaluation and
-`weights/*_ema.safetensors` read it. It works on parameter objects, not on names, so wrapping and
-compiling the model cannot hide them from it.
+The step updates the average after each update of the model; evaluation and
+`weights/*_ema.safetensors` read it. It holds parameter objects, not names, so that wrapping or
+compiling the model does not matter.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 
 class Ema:
-    """A copy of `model`, in fp32, that follows it. `module` is the copy.
+    """`module`, a copy of `model` in fp32, whose weights follow the model's.
 
-    `decay` is that of each update, as in DeiT and timm; with `warmup` an average over the whole run
-    while it is young (TensorFlow's ExponentialMovingAverage with `num_updates`).
+    `decay` is per update, as in DeiT and timm. With `warmup` it starts lower, as in TensorFlow's
+    ExponentialMovingAverage with `num_updates`: an average over the run so far.
     """
 
     def __init__(self, model: nn.Module, decay: float, warmup: bool = False):
@@ -26,22 +26,29 @@ class Ema:
         self.module = copy.deepcopy(model).float().eval().requires_grad_(False)
         self._averaged: list[Tensor] = list(self.module.parameters())
         self._followed = list(model.parameters())
-        changing = self.module.state_dict().keys()  # the others are constants, as drop path's rates
-        here, there = dict(self.module.named_buffers()), dict(model.named_buffers())
-        self._buffers = [(here[name], there[name]) for name in here if name in changing]
+        # Buffers outside the state dict are constants, such as the rates of stochastic depth.
+        changing = self.module.state_dict().keys()
+        followed = dict(model.named_buffers())
+        self._buffers = [
+            (buffer, followed[name])
+            for name, buffer in self.module.named_buffers()
+            if name in changing
+        ]
 
     def decay_at(self, step: int) -> float:
-        """Decay of the update at `step`; in the warm-up min(decay, (1 + t) / (10 + t)), t = step +
-        1.
+        """Decay of the update at `step`; with warm-up min(decay, (1 + t) / (10 + t)), t = step + 1.
 
-        The warm-up is long: it needs 89,989 steps to come to a decay of .9999.
+        The warm-up is long: a decay of 0.9999 is reached after 89,989 steps.
         """
-        return min(self.decay, (2.0 + step) / (11.0 + step)) if self.warmup else self.decay
+        if not self.warmup:
+            return self.decay
+        return min(self.decay, (2.0 + step) / (11.0 + step))
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move towards the model after the update at `step`."""
+        """Move towards the model, after its update at `step`."""
         followed = [parameter.detach() for parameter in self._followed]
+        # A few kernels for all parameters, in place of one for each of some 150.
         torch._foreach_lerp_(self._averaged, followed, 1.0 - self.decay_at(step))
         for averaged, value in self._buffers:
             averaged.copy_(value)

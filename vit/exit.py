@@ -1,11 +1,10 @@
-"""How a process ends: its last words, its exit status, and what torchrun is told.
+"""How a process ends: its last message, its exit status, and its report to torchrun.
 
-The data's story: a command runs inside `run_command`, which makes one line and an exit status of
-whatever ends it. Of several ranks one tells a mistake. Under torchrun a rank that fails leaves its
-words in the file that torchrun names (TORCHELASTIC_ERROR_FILE), so that torchrun's report ends with
-them; a rank that has nothing to say waits until a rank of its host has spoken, and goes with status
-0: torchrun then has one failure to report, the one that matters. `StopSignals` is how a run is
-asked to end.
+`run_command` turns whatever ends a command into one line and an exit status. Of several ranks one
+reports a mistake. Under torchrun a failing rank writes its message to the file that torchrun names
+(TORCHELASTIC_ERROR_FILE), and torchrun's report ends with it. A rank without a message of its own
+waits for that of another rank of its host and exits with status 0, so that torchrun reports one
+failure: the one that matters. `StopSignals` is how a run is asked to end.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from vit.distributed import (
 from vit.system.urls import guard_console, shown
 
 SILENT_S = 3.0
-"""A rank that has nothing to say waits so long for one that has: torchrun ends all at the first
+"""Longest wait of a rank without a message for one that has one: torchrun ends all at the first
 failure."""
-SPOKEN_S = 0.3
-"""A rank that has spoken lets the silent ones go first, who look for its words in half of that."""
+REPORTED_S = 0.3
+"""Wait of a rank that has reported: the others look four times as often, and exit first."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGTERM or SIGINT came before there was anything to save."""
+    """SIGTERM or SIGINT came before there was a step to save."""
 
     def __init__(self, number: int):
         super().__init__()
@@ -53,12 +52,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Remembers that this process was asked to end. The loop acts at the next step boundary, on all
-    ranks.
+    """Remembers that this process was asked to end; all ranks act at the next step.
 
-    Until `remember_only` is called there is nothing to save, and SIGTERM and SIGINT end the process
-    at once, also where it waits for another rank. SIGUSR1, which batch scripts send ahead of a time
-    limit, is always remembered: the first step is made and saved.
+    Until `remember_only` is called there is nothing to save: SIGTERM and SIGINT end the process at
+    once, also while it waits for another rank. SIGUSR1, which batch scripts send ahead of a time
+    limit, is always remembered: the first step is done and saved.
     """
 
     def __init__(self) -> None:
@@ -70,29 +68,29 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._ends_at_once and number != signal.SIGUSR1:
             raise Interrupted(number)
-        if self.received and number == signal.SIGINT:  # who presses Ctrl-C twice means it
+        if self.received and number == signal.SIGINT:  # a second Ctrl-C: stop now
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
 
     def remember_only(self) -> None:
-        """From now on there are steps, which see the flag."""
+        """From now on signals only set `received`: there are steps, which look at it."""
         self._ends_at_once = False
 
     def release_interrupt(self) -> None:
-        """Let Ctrl-C interrupt again: there are no more steps that would see the flag."""
+        """Let Ctrl-C interrupt again: there are no more steps that look at `received`."""
         signal.signal(signal.SIGINT, self._before[signal.SIGINT])
 
     def restore(self) -> None:
-        """Give the signals back to who had them."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
 
 def run_command(command: Callable[[], World | None]) -> None:
-    """Run `command`, which returns the world it started, and end the process with its exit status.
+    """Run `command`, which returns the world it joined, and end the process.
 
-    0: it returned. 2: a mistake that a person can mend, told in one message without a stack. 1:
-    anything else, with its stack. 130, 143: interrupted. A mistake is a ValueError raised by our
+    Exit status 0: it returned. 2: a mistake that the user can fix, one message without a stack.
+    1: anything else, with its stack. 130, 143: interrupted. A mistake is a ValueError raised by our
     own code; one from inside a library is a bug and keeps its stack.
     """
     guard_console()
@@ -105,36 +103,35 @@ def run_command(command: Callable[[], World | None]) -> None:
     except ValueError as error:
         if not _is_ours(error):
             _leave_with_stack()
-        # Before they have met, all ranks of a host find the same.
+        # Until they meet, all ranks of a host find the same mistake: one of them reports it.
         if os.environ.get("LOCAL_RANK", "0") != "0" and not dist.is_initialized():
             _leave_silently(f"error: {error}", 2)
-        _leave_with_words(f"error: {error}", 2)
+        _leave_with_message(f"error: {error}", 2)
     except Interrupted as error:
-        words = f"ended by {error.number.name} before the first step: nothing to save"
-        _leave_because_of_others(words, 128 + error.number)
+        message = f"ended by {error.number.name} before the first step: nothing to save"
+        _leave_because_of_others(message, 128 + error.number)
     except KeyboardInterrupt:
         _leave_because_of_others("interrupted", 128 + signal.SIGINT)
     except Exception as error:
         if problem := out_of_memory(error) or _disk_full(error):
-            _leave_with_words(f"error: {problem}", 2)
-        if isinstance(error, RankLost) or (world_size() > 1 and _is_lost_connection(error)):
-            words = (
-                str(error) if isinstance(error, RankLost) else "lost the connection to another rank"
-            )
-            _leave_because_of_others(f"{words}; its own message, or torchrun's, says why", 1)
+            _leave_with_message(f"error: {problem}", 2)
+        lost = ""
+        if isinstance(error, RankLost):
+            lost = str(error)
+        elif world_size() > 1 and _is_lost_connection(error):
+            lost = "lost the connection to another rank"
+        if lost:
+            _leave_because_of_others(f"{lost}; its own message, or torchrun's, says why", 1)
         _leave_with_stack()
 
 
 def leave_world(world: World) -> None:
-    """End this process with status 0, after every rank has come here. Does not return when there is
-    a process group.
-
-    gloo's worker threads race with the interpreter's finalisation: a plain exit aborts about a
-    quarter of two-rank runs in torch 2.15 ("terminate called without an active exception"). A
-    barrier, dropping the DDP objects, and leaving without finalisation together ended it.
-    """
+    """End this process with status 0 once every rank is here; return only from a world of one."""
     if world.size == 1:
         return
+    # gloo's worker threads race with the interpreter's finalisation: a plain exit aborts about a
+    # quarter of two-rank runs in torch 2.15 ("terminate called without an active exception"). It
+    # takes all three to end that: a barrier, no DDP objects left, and no finalisation.
     world.barrier()
     gc.collect()
     dist.destroy_process_group()
@@ -142,105 +139,105 @@ def leave_world(world: World) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once, without waiting for other ranks: they notice the closed
-    connections. Never returns."""
+    """End this process at once, without waiting for other ranks; they notice closed connections."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def _leave_with_words(words: str, status: int) -> NoReturn:
-    """Tell people and torchrun, and end."""
-    words = f"{_who()}{words}"
-    print(words, file=sys.stderr, flush=True)
-    announce_end(words)
-    _tell_torchrun(words)
+def _leave_with_message(message: str, status: int) -> NoReturn:
+    """Print `message`, hand it to the other ranks and to torchrun, and end."""
+    message = f"{_rank_prefix()}{message}"
+    print(message, file=sys.stderr, flush=True)
+    announce_end(message)
+    _report_to_torchrun(message)
     leave(status)
 
 
 def _leave_with_stack() -> NoReturn:
-    """A bug: its stack is what there is to tell."""
+    """End because of a bug, with its stack as the message."""
     traceback.print_exc()
     announce_end(f"rank {_rank()} ended with an error")
-    _tell_torchrun(traceback.format_exc())
+    _report_to_torchrun(traceback.format_exc())
     leave(1)
 
 
-def _leave_because_of_others(words: str, status: int) -> NoReturn:
-    """End for a cause that is not here: with `words`, unless a rank of this host has told the
-    cause."""
-    if _host_has_spoken():
+def _leave_because_of_others(message: str, status: int) -> NoReturn:
+    """End for a cause outside this process: with `message`, unless the host has reported one."""
+    if _host_has_reported():
         leave(0)
-    print(f"{_who()}{words}", file=sys.stderr, flush=True)
-    announce_end(f"rank {_rank()}: {words}")
+    print(f"{_rank_prefix()}{message}", file=sys.stderr, flush=True)
+    announce_end(f"rank {_rank()}: {message}")
     leave(status)
 
 
-def _leave_silently(words: str, status: int) -> NoReturn:
-    """End, as another rank says why: with status 0 once a rank of this host has told torchrun so,
-    or torchrun sends SIGTERM because of it; else, after a while, with `words` for torchrun and
-    `status`."""
+def _leave_silently(message: str, status: int) -> NoReturn:
+    """End for a cause that another rank reports.
+
+    With status 0 once a rank of this host has reported it to torchrun, or torchrun sends SIGTERM
+    because of it; after SILENT_S with `status`, and `message` for torchrun.
+    """
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
     deadline = time.monotonic() + SILENT_S
     while time.monotonic() < deadline:
-        if _host_has_spoken():
+        if _host_has_reported():
             leave(0)
-        time.sleep(SPOKEN_S / 4)
-    _tell_torchrun(words)
+        time.sleep(REPORTED_S / 4)
+    _report_to_torchrun(message)
     leave(status)
 
 
 def _error_file() -> Path | None:
-    """Where torchrun looks for the last words of this rank; those of the host lie side by side, in
-    folders that are named by their local ranks. None without torchrun."""
+    """Where torchrun reads this rank's message: <attempt>/<local rank>/<name>; None without it."""
     named = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return Path(named) if named else None
 
 
-def _host_has_spoken() -> bool:
-    """Whether a rank of this host has left its last words for torchrun."""
+def _host_has_reported() -> bool:
+    """Whether a rank of this host has written its message for torchrun."""
     file = _error_file()
     return file is not None and any(file.parent.parent.glob(f"*/{file.name}"))
 
 
-def _tell_torchrun(words: str) -> None:
-    """Leave `words` for torchrun's report, and time for the other ranks of the host to see them.
+def _report_to_torchrun(message: str) -> None:
+    """Write `message` for torchrun's report, and wait for the host's other ranks to see it.
 
-    The form is that of `torch.distributed.elastic`'s ErrorHandler; what is called a call stack
-    there is what the report prints.
+    The format is that of `torch.distributed.elastic`'s ErrorHandler, whose "py_callstack" is what
+    the report prints.
     """
     file = _error_file()
     if file is None:
         return
-    words = shown(words)
-    extra = {"py_callstack": words, "timestamp": str(int(time.time()))}
+    message = shown(message)
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
     hidden = file.with_name(f".{file.name}")
     try:
-        hidden.write_text(json.dumps({"message": {"message": words, "extraInfo": extra}}))
+        hidden.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
         os.replace(hidden, file)
     except OSError:
-        return  # a full disk, perhaps the very mistake; it was printed
+        return  # a full disk, perhaps the very cause; the message was printed
     if local_world_size() > 1:
-        time.sleep(SPOKEN_S)
+        time.sleep(REPORTED_S)
 
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _who() -> str:
+def _rank_prefix() -> str:
     return f"rank {_rank()}: " if _rank() else ""
 
 
 def _is_ours(error: ValueError) -> bool:
-    """Whether it was raised by our own code, and so is meant for people."""
+    """Whether `error` was raised by our own code, so that its message is meant for the user."""
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    # All of vit/, where this file must stay, and the script itself.
     ours = (Path(__file__).resolve().parent, Path(sys.argv[0]).resolve())
     return any(raised_in.is_relative_to(place) for place in ours)
 
 
 def _is_lost_connection(error: Exception) -> bool:
-    """Whether it is what gloo or NCCL say when another rank has gone."""
+    """Whether `error` is what gloo or NCCL raise when another rank is gone."""
     signs = (
         "onnection closed by peer",
         "onnection reset by peer",
@@ -251,19 +248,18 @@ def _is_lost_connection(error: Exception) -> bool:
 
 
 def out_of_memory(error: Exception) -> str:
-    """Which memory ran out and which setting to lower; empty if `error` is about something else.
-    Only the GPU's has a class of its own: the CPU's allocator is told from its text, and so is
-    what a loader worker sends home."""
+    """Which memory ran out and which setting to lower; "" if `error` is about something else.
+
+    Only the GPU's has a class of its own; errors of the CPU's allocator, and of loader workers, are
+    recognised by their text.
+    """
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         reason = text.split(". ")[0]
-    elif asked := re.search(
-        r"DefaultCPUAllocator: .*?(\d+) bytes|Unable to allocate ([\d.]+ \w+)", text
-    ):
-        reason = (
-            f"out of memory, {f'{int(asked[1]) / 2**30:.2f} GiB' if asked[1] else asked[2]} more"
-            " were asked for"
-        )
+    elif found := re.search(r"DefaultCPUAllocator: .*?(\d+) bytes", text):
+        reason = f"out of memory, {int(found[1]) / 2**30:.2f} GiB more were requested"
+    elif found := re.search(r"Unable to allocate ([\d.]+ \w+)", text):
+        reason = f"out of memory, {found[1]} more were requested"
     elif (
         isinstance(error, MemoryError)
         or getattr(error, "errno", None) == errno.ENOMEM
@@ -286,8 +282,7 @@ def out_of_memory(error: Exception) -> str:
 
 
 def _disk_full(error: Exception) -> str:
-    """What to tell when `error` is a full disk or a used-up quota that nobody nearer has told; else
-    empty."""
+    """Message for a full disk or an exhausted quota; "" if `error` is about something else."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     place = f"{error.filename}: " if error.filename else ""

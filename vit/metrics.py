@@ -1,8 +1,7 @@
-"""Counting right answers exactly.
+"""Exact top-1, top-5 and loss over a data set, and their intervals.
 
-The data's story: evaluation hands in logits, labels and weights of each batch; integers add up on
-the device, also the loss, in fixed point, so that the sums do not depend on the order in which
-batches and ranks are added; they are reduced over the ranks once.
+Counts add up as integers on the device, and so does the loss, in fixed point: the sums do not
+depend on the order in which batches and ranks are added. The ranks are reduced once, at the end.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from vit.loss import cross_entropy
 LOSS_UNIT = 2.0**-24
 """Resolution of a summed loss. 2**27 samples with losses up to 2**10 stay below 2**61."""
 FEW_IMAGES = 5000
-"""Below this an accuracy is shown with its interval, which is then wider than a point or so."""
+"""Below this an accuracy is shown with its interval, which is then wider than about a point."""
 _Z95 = 1.959964
 
 
 def correct_in_top_k(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     """Whether each label (B,) is among the k largest of its logits (B, classes): (B,) bool.
 
-    Ties go to the smaller class number, so that a zero-initialised head scores as chance, not as
-    right; a row with NaN is wrong.
+    Ties go to the smaller class number, so that a zero-initialised head scores at chance. A row
+    with NaN is wrong.
     """
     own = logits.gather(1, labels[:, None])
     earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
@@ -36,15 +35,19 @@ def correct_in_top_k(logits: Tensor, labels: Tensor, k: int) -> Tensor:
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
-    """The class of the largest of the logits (B, classes): (B,) int64, by the rule of
-    `correct_in_top_k`; -1 for a row with NaN."""
-    # argmax takes the first of equals
+    """The class of the largest logit, ties as in `correct_in_top_k`: (B, classes) -> (B,) int64.
+
+    -1 for a row with NaN.
+    """
+    # argmax takes the first of equals.
     return torch.where(logits.isnan().any(1), -1, logits.argmax(1))
 
 
 def interval95(correct: int, total: int) -> tuple[float, float]:
-    """The 95 % interval of a share of which `correct` of `total` were seen, in percent: Wilson's
-    (1927), which is sensible at 0 and all."""
+    """The 95 % interval of `correct` out of `total`, in percent.
+
+    Wilson's (1927), which is sensible at 0 and at `total`, too.
+    """
     n = max(total, 1)
     share = correct / n
     unsure = _Z95**2 / n
@@ -54,16 +57,17 @@ def interval95(correct: int, total: int) -> tuple[float, float]:
 
 
 def format_interval(correct: int, total: int) -> str:
-    """`interval95` for people; "" where so many images were seen that it would only be noise, or
-    none."""
+    """`interval95` as text; "" without images, and for so many that it is narrower than a point."""
     low, high = interval95(correct, total)
     return f"95 % interval {low:.1f} to {high:.1f}" if 0 < total < FEW_IMAGES else ""
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Result of an exact evaluation. `top1`, `top5` in percent, `loss` the mean cross-entropy (NaN
-    if a logit was not finite)."""
+    """Result of an exact evaluation.
+
+    `top1` and `top5` in percent; `loss`: mean cross-entropy, NaN if a logit was not finite.
+    """
 
     num_images: int
     correct_top1: int
@@ -74,11 +78,9 @@ class Accuracy:
 
     def __str__(self) -> str:
         interval = format_interval(self.correct_top1, self.num_images)
-        right = (
-            f"{self.correct_top1} of {self.num_images}; {interval}"
-            if interval
-            else f"{self.correct_top1}"
-        )
+        right = str(self.correct_top1)
+        if interval:
+            right += f" of {self.num_images}; {interval}"
         return (
             f"top-1 {self.top1:.2f} % ({right}), top-5 {self.top5:.2f} % ({self.correct_top5}),"
             f" loss {self.loss:.4f}"
@@ -90,28 +92,31 @@ class Accuracy:
 
 
 class AccuracyCounter:
-    """Adds up batches on the device; `result` sums over the ranks."""
+    """Sums batches on the device; `result` sums over the ranks."""
 
     def __init__(self, device: torch.device):
         # images, top-1, top-5, loss, rows whose loss is not finite
         self.sums = torch.zeros(5, dtype=torch.int64, device=device)
 
     def add(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
-        """`logits` (B, classes), `labels` (B,) int64, `weights` (B,): rows of weight 0 do not
-        count."""
+        """Add a batch: `logits` (B, classes), `labels` (B,) int64, `weights` (B,).
+
+        Rows of weight 0, the padding of the last batch, are ignored.
+        """
         logits = logits.float()
         valid = weights > 0
         one_hot = torch.nn.functional.one_hot(labels, logits.shape[1]).float()
         loss = cross_entropy(logits, one_hot)
         finite = loss.isfinite()
         fixed = torch.where(finite, loss, 0.0).double().div(LOSS_UNIT).round().long()
-        top1, top5 = (correct_in_top_k(logits, labels, k) for k in (1, 5))
+        top1 = correct_in_top_k(logits, labels, 1)
+        top5 = correct_in_top_k(logits, labels, 5)
         self.sums += torch.stack(
             [(row.long() * valid).sum() for row in (valid, top1, top5, fixed, ~finite)]
         )
 
     def result(self, world: World) -> Accuracy:
-        """Totals over all ranks. Waits for the device."""
+        """Totals over all ranks. Waits for the device: this is the evaluation's one sync."""
         images, top1, top5, loss, not_finite = world.sum_(self.sums.clone()).tolist()
         share = 100.0 / max(images, 1)
         mean = float("nan") if not_finite else loss * LOSS_UNIT / max(images, 1)
@@ -120,8 +125,7 @@ class AccuracyCounter:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """What a second model gets right of the images of a first: difference of their top-1 in points,
-    with its 95 % interval."""
+    """Difference of two models' top-1 on the same images, in points, with its 95 % interval."""
 
     num_images: int
     only_first: int
@@ -134,18 +138,17 @@ class PairedDifference:
     def __str__(self) -> str:
         return (
             f"{self.points:+.2f} points (95 % interval {self.low:+.2f} to {self.high:+.2f}):"
-            f" {self.only_second} images right only after, {self.only_first} only before"
+            f" {self.only_second} images fixed, {self.only_first} broken"
         )
 
 
 def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
-    """Compare two models on the same images; `first`, `second`: (N,) bool, whether each has the
-    image right.
+    """Compare two models on the same images; `first`, `second`: (N,) bool, whether it is right.
 
-    What both have right or wrong says nothing, so the interval is far narrower than that of two
-    separate accuracies. It is the Wald interval of paired proportions after half an image was added
-    to each of the four cases (Agresti & Min 2005, Statistics in Medicine 24, 729-740), which keeps
-    its coverage where there are few differences.
+    Images that both have right, or wrong, say nothing, so the interval is far narrower than that of
+    two separate accuracies. It is the Wald interval of paired proportions after adding half an
+    image to each of the four cases (Agresti & Min 2005, Statistics in Medicine 24, 729-740), which
+    keeps its coverage when there are few differences.
     """
     count = len(first)
     only_first = int((first & ~second).sum())
@@ -154,11 +157,8 @@ def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
     b = only_second + 0.5
     c = only_first + 0.5
     half = _Z95 * math.sqrt(b + c - (b - c) ** 2 / n) / n
+    middle = (b - c) / n
     points = 100.0 * (only_second - only_first) / max(count, 1)
     return PairedDifference(
-        count,
-        only_first,
-        only_second,
-        points,
-        *(100.0 * ((b - c) / n + side * half) for side in (-1, 1)),
+        count, only_first, only_second, points, 100.0 * (middle - half), 100.0 * (middle + half)
     )

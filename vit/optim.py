@@ -1,9 +1,8 @@
-"""Optimizers over proper parameter groups.
+"""Optimizers over two parameter groups, with weight decay and without.
 
-The data's story: every trainable parameter of the model falls into exactly one of two groups, with
-weight decay and without; the step sets the groups' learning rate from `vit.schedule` before each
-update. Both optimizers are torch's fused ones: they skip an update on the device when `found_inf`
-is set, so a non-finite gradient costs no wait.
+The step sets the learning rate of both from `vit.schedule` before each update. The optimizers are
+torch's fused ones, which skip an update on the device when `found_inf` is set: a gradient that is
+not finite costs no host-device sync.
 """
 
 from __future__ import annotations
@@ -15,23 +14,29 @@ from vit.config import AdamWConfig, SgdConfig
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups of `model`'s trainable parameters: decayed matrices, and biases, norms, scales (up
-    to one dimension) and what the model's `no_weight_decay()` names (positions, class token), which
-    are not decayed."""
+    """Two groups of the trainable parameters: weights of linear maps, and all others.
+
+    The others, which are not decayed, are those of up to one dimension (biases, norms, scales) and
+    those that the model's `no_weight_decay()` names (positions, class token).
+    """
     exempt: set[str] = set(getattr(model, "no_weight_decay", set)())
     decayed: list[Tensor] = []
-    free: list[Tensor] = []
+    not_decayed: list[Tensor] = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (free if parameter.ndim <= 1 or name in exempt else decayed).append(parameter)
+        if not parameter.requires_grad:
+            continue
+        if parameter.ndim <= 1 or name in exempt:
+            not_decayed.append(parameter)
+        else:
+            decayed.append(parameter)
     return [
         {"params": decayed, "weight_decay": weight_decay},
-        {"params": free, "weight_decay": 0.0},
+        {"params": not_decayed, "weight_decay": 0.0},
     ]
 
 
 def create_optimizer(model: nn.Module, config: AdamWConfig | SgdConfig) -> torch.optim.Optimizer:
-    """The optimizer of `config` over `model`'s parameters, not wrapped, not compiled."""
+    """Create the optimizer of `config` over the parameters of a plain model (no DDP wrapper)."""
     groups = parameter_groups(model, config.weight_decay)
     optimizer: torch.optim.Optimizer
     if isinstance(config, AdamWConfig):
@@ -42,12 +47,15 @@ def create_optimizer(model: nn.Module, config: AdamWConfig | SgdConfig) -> torch
         optimizer = torch.optim.SGD(
             groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
         )
+    # TrainStep sets `found_inf` on the device and calls step() without reading it back. Only fused
+    # optimizers heed it: any other would apply the NaN to the weights.
+    assert all(group["fused"] for group in optimizer.param_groups), "an optimizer must be fused"
     _allocate_state(optimizer)
     return optimizer
 
 
 def state_bytes(config: AdamWConfig | SgdConfig, model: nn.Module) -> list[int]:
-    """Bytes of each tensor that the optimizer of `config` keeps for `model`, without making it."""
+    """Bytes of each tensor that the optimizer of `config` would keep for `model`."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if isinstance(config, AdamWConfig):  # two moments, and a count of updates in float32
         return [size for p in parameters for size in (p.nbytes, p.nbytes, 4)]
@@ -55,18 +63,19 @@ def state_bytes(config: AdamWConfig | SgdConfig, model: nn.Module) -> list[int]:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Learning rate of all groups."""
+    """Set the learning rate of all groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's state exist, at zero, before the first update.
+    """Allocate the optimizer's state, all zeros, before the first update.
 
-    A checkpoint can then be read into it; and fused SGD, which allocates its momentum
-    uninitialised, may skip its first update. An update with zero gradients and learning rate 0 does
-    it by torch's own code; its effects are undone here.
+    A checkpoint can then be read into it. And fused SGD allocates its momentum uninitialised, so
+    that a skipped first update would leave garbage in it.
     """
+    # torch allocates in step(): make one with zero gradients and learning rate 0, and undo its
+    # effects on the state.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:

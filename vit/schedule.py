@@ -1,7 +1,6 @@
 """Learning rate as a pure function of the step.
 
-The data's story: the step comes from the loop's one clock, the lengths from the plan; nothing here
-remembers anything, so a resumed run has the learning rates of the uninterrupted one.
+Without state a resumed run has the learning rates of the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ def lr_at(
 
     Linear warm-up: the update at step s has (s + 1) / warmup_steps of the peak. Then `cosine`
     (Loshchilov & Hutter 2017, equation 5, without restarts) or `linear` from the peak towards
-    `min_lr`, which it would reach at `total_steps`, or `constant`. So no update is lost on a rate
-    of 0.
+    `min_lr`, which would be reached at `total_steps`, or `constant`. No update has a rate of 0.
     """
     if step < warmup_steps:
         return peak_lr * (step + 1) / warmup_steps
     if name == "constant":
         return peak_lr
     progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
-    share = 0.5 * (1.0 + math.cos(math.pi * progress)) if name == "cosine" else 1.0 - progress
-    return min_lr + (peak_lr - min_lr) * share
+    fraction = 1.0 - progress
+    if name == "cosine":
+        fraction = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return min_lr + (peak_lr - min_lr) * fraction
