@@ -1,21 +1,22 @@
 """Evaluate a checkpoint exactly, at any resolution; or fine-tune it first.
 
-    python launch/eval.py                                            the newest run under runs/
-    python launch/eval.py runs/demo --image-size 48                  positions interpolated, nothing trained
+    python launch/eval.py                                    the newest run under runs/
+    python launch/eval.py runs/demo --image-size 48          positions interpolated, no training
     python launch/eval.py --checkpoint runs/demo --finetune configs/demo_finetune.yaml
-    torchrun --nproc_per_node=8 launch/eval.py --checkpoint runs/vit_b16 --data /data/imagenet --json
-    python launch/eval.py --checkpoint vit_base_patch16_224.augreg_in1k.safetensors --data /data/imagenet     a published model of timm's
+    torchrun --nproc_per_node=8 launch/eval.py --checkpoint runs/vit_b16 --data /data/imagenet
+    python launch/eval.py --checkpoint vit_base_patch16_224.augreg_in1k.safetensors \\
+        --data /data/imagenet                                a model that timm published
 
 Every image of the split counts once, on any number of ranks. With --finetune the flags below are
 settings of the fine-tuning, so --image-size is the size it trains at; it prints the accuracy
-before, at both sizes, and after, and compares them image by image. A fine-tuning that was stopped
-or killed goes on with the same command.
+before, at both sizes, and after, and compares them image by image. The same command continues a
+fine-tuning that was stopped or killed.
 
 `--json` prints one object on stdout: num_images, correct_top1, correct_top5, top1 and top5 in
-percent, loss, top1_low and top1_high (the 95 % interval of top1), and `note` where the data's
-classes are not the model's; with --finetune also `before`, `before_resized` (objects of this form)
-and `difference` (see vit/metrics.py), or `stopped` and `run` after a signal. Exit status: 0 done,
-or stopped and saved; 1 a bug, with its stack; 2 something to set right; 130 interrupted.
+percent, loss, top1_low and top1_high (the 95 % interval of top1), and `note` if the classes of the
+data are not those of the model; with --finetune also `before`, `before_resized` (objects of this
+form) and `difference` (see vit/metrics.py), or `stopped` and `run` after a signal. Exit status: 0
+done, or stopped and saved; 1 a bug, with its stack; 2 a mistake of the user; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -98,22 +99,24 @@ def main() -> World:
 
 
 def read_command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags; what else is there is the run or file (`checkpoint`) and the settings
-    (`overrides`). Raises ValueError for mistakes."""
+    """Return the flags, with the run or file in `checkpoint` and the settings in `overrides`.
+
+    Raises ValueError for mistakes.
+    """
     parser = Parser("python launch/eval.py", __doc__, setting_for)
     parser.add_argument(
         "--checkpoint",
         metavar="RUN_OR_FILE",
         help=(
-            "run folder (its last weights, averaged where there are some), checkpoint folder, or"
-            " weights file, also of timm's (default: the newest run); may stand without"
-            " --checkpoint"
+            "run folder (its last weights, averaged if there are such), checkpoint folder, or"
+            " weights file, also from timm (default: the newest run); --checkpoint itself may be"
+            " omitted"
         ),
     )
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="timm's name of weights that were trained elsewhere, if their file does not tell",
+        help="name in timm of weights that were trained elsewhere, if the file does not contain it",
     )
     parser.add_argument(
         "--data", metavar="ROOT", help="folder of shards (default: the one it was trained on)"
@@ -160,12 +163,14 @@ def read_command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
         "words",
         nargs="*",
         metavar="RUN_OR_FILE | section.key=value",
-        help="with --finetune: settings that win over its file",
+        help="with --finetune: settings that override its file",
     )
     args = parser.parse_intermixed_args(words)
     paths = [word for word in args.words if "=" not in word or Path(word).exists()]
     args.overrides = [word for word in args.words if word not in paths]
-    if len(paths := [*paths, *filter(None, [args.checkpoint])]) > 1:
+    if args.checkpoint:
+        paths.append(args.checkpoint)
+    if len(paths) > 1:
         parser.error(f"{' and '.join(paths)}: give one run or file to evaluate")
     args.checkpoint = paths[0] if paths else None
     if args.overrides and not args.finetune:
@@ -195,7 +200,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _newest_run() -> Path:
-    """The run whose weights or checkpoints changed last."""
+    """Return the run whose weights or checkpoints changed last."""
     run = newest_run("weights/last.safetensors", LATEST_FILE)
     if run is None:
         raise ValueError(

@@ -70,7 +70,7 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
 
 
 def _newest_run() -> Path:
-    """The run whose record changed last; it may have no weights yet."""
+    """Return the run whose record changed last; it may have no weights yet."""
     run_dir = newest_run(METRICS_FILE)
     if run_dir is None:
         raise ValueError("no RUN given and none under runs/: train one first, or name a run folder")

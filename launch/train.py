@@ -1,12 +1,13 @@
-"""Train a Vision Transformer, or go on with a run that was stopped or killed.
+"""Train a Vision Transformer, or resume a run that was stopped or killed.
 
     python launch/train.py --config configs/demo.yaml
-    torchrun --nproc_per_node=8 launch/train.py --config configs/vit_b16.yaml data.root=/data/imagenet run.dir=runs/b16
+    torchrun --nproc_per_node=8 launch/train.py --config configs/vit_b16.yaml \\
+        data.root=/data/imagenet run.dir=runs/b16
     python launch/train.py --config configs/vit_b16.yaml --print-config
 
-Settings are `section.key=value` and win over the file; `vit/config.py` lists them all. The same
+Settings are `section.key=value` and override the file; `vit/config.py` lists them all. The same
 command again resumes at the exact step. SIGTERM, SIGUSR1 and Ctrl-C save at the next step and stop.
-Exit status: 0 finished or stopped and saved, 2 something to set right.
+Exit status: 0 finished, or stopped and saved; 2 a mistake of the user.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from vit.train import train
 
 
 def main() -> World | None:
-    """The command line above; returns the world it started."""
+    """Run the command line above; return the world it joined."""
     args = read_command_line()
     config, origins = load_config(args.config, args.overrides)
     for key in set(args.allow_change) - set(all_keys()):
@@ -45,13 +46,13 @@ def main() -> World | None:
 
 
 def read_command_line(words: Sequence[str] | None = None) -> Namespace:
-    """The flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    """Return the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/train.py", __doc__, setting_for)
     parser.add_argument(
         "--config",
         required=True,
         metavar="FILE",
-        help="YAML file with what differs from the defaults",
+        help="YAML file of the settings that differ from the defaults",
     )
     parser.add_argument(
         "--print-config",
@@ -66,7 +67,7 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
         help="resume although this setting differs from the checkpoint's",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings that win over the file"
+        "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
     )
     return parser.parse_intermixed_args(words)
 

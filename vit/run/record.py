@@ -1,10 +1,10 @@
 """The record of a run: `metrics.jsonl` is the truth, console and Weights & Biases
 (`vit.run.wandb_process`) are views of it.
 
-The data's story: the loop hands numbers that were read from the device one step late; rank 0
-appends each as one JSON object a line, and shows it. A restarted run appends, too: a `start` line
-tells from which step on later lines replace earlier ones, which `read_metrics` applies. W&B off,
-offline, down or hanging changes nothing in the file and never stops the run.
+The loop hands over numbers that were read from the device one step late; rank 0 appends each set as
+one JSON object per line, and shows it. A restarted run appends, too: a `start` line says from which
+step on later lines replace earlier ones, which `read_metrics` applies. W&B switched off, offline or
+hanging changes nothing in the file and never stops the run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import contextlib
 import json
 import math
 import os
+import platform
+import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -27,12 +30,14 @@ from vit.run.wandb_process import WandbProcess, wanted_mode
 from vit.system.urls import shown, shown_values
 
 SILENT_S = 60.0
-"""After so long without a line a log file gets one: steps may take minutes each."""
+"""A log file gets a line after this long without one: steps may take minutes each."""
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """All lines of a `metrics.jsonl` that can be read, and how many cannot. What follows the last
-    line break was cut short by a kill."""
+    """Return the readable lines of a `metrics.jsonl`, and the number of the others.
+
+    What follows the last line break was cut short by a kill, and is not counted.
+    """
     found = list[dict[str, Any]]()
     num_unreadable = 0
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
@@ -46,8 +51,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def without_redone(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`lines` of a record without those that a later restart from an earlier checkpoint has
-    replaced."""
+    """Return `lines` without those that a restart from an earlier checkpoint has replaced."""
     kept: list[dict[str, Any]] = []
     for line in lines:
         if line["kind"] == "start":
@@ -57,16 +61,16 @@ def without_redone(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The readable lines of a `metrics.jsonl` that count: `without_redone`."""
+    """Return the readable lines of a `metrics.jsonl` that are still valid."""
     return without_redone(read_lines(path)[0])
 
 
 class Record:
-    """Rank 0 writes and shows; on other ranks every call does nothing.
+    """Writes and shows on rank 0; on other ranks every call does nothing.
 
-    `total_steps` and `first_step` serve the progress line. Lines go to stderr, so that a command's
-    stdout stays its own. `lock` is that of the run folder; the record acquires it, if it is
-    not held yet, and releases it at its end.
+    total_steps, first_step: for the progress line. lock: that of the run folder; the record
+    acquires it, unless it is held already, and releases it when closed. Lines go to stderr, so that
+    stdout is left to the command.
     """
 
     def __init__(
@@ -81,10 +85,10 @@ class Record:
     ):
         self.is_main = is_main
         self._wandb: WandbProcess | None = None
+        self._live: Progress | None = None
         self._step = first_step
         self._restarts = 0
-        self._failed = False
-        self._stopped = False
+        self._outcome = ""
         if not is_main:
             return
         self._run_dir = run_dir
@@ -93,8 +97,7 @@ class Record:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._lock = lock or RunLock(run_dir)
         self._lock.acquire()
-        self._file = _open_whole_lines(run_dir / METRICS_FILE)
-        self._live: Progress | None = None
+        self._file = _open_to_append(run_dir / METRICS_FILE)
         if self._console.is_terminal:
             self._live = Progress(
                 BarColumn(24),
@@ -110,59 +113,60 @@ class Record:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a live line, which is so on the main rank's terminal."""
-        return self.is_main and self._live is not None
+        """Whether there is a live line: on the main rank, if it has a terminal."""
+        return self._live is not None
 
     def say(self, text: str) -> None:
-        """One line for people."""
+        """Show one line to people."""
         if self.is_main:
             self._console.print(text, markup=False)
             self._said_at = time.monotonic()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append one line. `kind`: start, train, eval, epoch, checkpoint, fault or end. Non-finite
-        numbers become null."""
+        """Append one line of `kind` start, train, eval, epoch, checkpoint, fault or end.
+
+        Raises ValueError if it cannot be written.
+        """
         if not self.is_main:
             return
-        values = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else shown_values(v)
-            for k, v in values.items()
-        }
-        self._append(
-            json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n"
-        )
+        for key, value in values.items():
+            # JSON has no infinity: readers in other languages would refuse the line.
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            values[key] = shown_values(value) if is_finite else None
+        line = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        self._append(json.dumps(line) + "\n")
         self._step = step
         self._restarts = values.get("restarts", self._restarts)
-        self._failed = self._failed or values.get("outcome") == "error"
-        self._stopped = values.get("outcome") == "stopped"
-        if self._wandb is not None:
-            if kind in ("train", "eval"):
-                numbers = {
-                    f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)
-                }
-                self._wandb.send(step=step, numbers={"restarts": self._restarts, **numbers})
-            self._wandb.poll_messages()
+        self._outcome = values.get("outcome", self._outcome)
+        if self._wandb is None:
+            return
+        if kind in ("train", "eval"):
+            numbers = {
+                key: value for key, value in values.items() if isinstance(value, int | float)
+            }
+            named = {f"{kind}/{key}": value for key, value in numbers.items()}
+            self._wandb.send(step=step, numbers={"restarts": self._restarts, **named})
+        self._wandb.poll_messages()
 
     def _append(self, line: str) -> None:
-        """Nothing follows a line that did not fit the disk: cut short, it stays the last, and the
-        next start removes it."""
         if self._file.closed:
             return
         try:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            with contextlib.suppress(OSError):  # it would try to write the line once more
+            # Nothing may follow a line that was cut short by a full disk: the next start removes
+            # it. Closing the file would try to write it once more.
+            with contextlib.suppress(OSError):
                 self._file.close()
-            remedy = "checkpoints are untouched. Free some space and run the same command again"
             raise ValueError(
-                f"{self._run_dir / METRICS_FILE}: cannot be written ({error.strerror}); {remedy}"
+                f"{self._run_dir / METRICS_FILE}: cannot be written ({error.strerror}); checkpoints"
+                " are untouched. Free some space and run the same command again"
             ) from None
 
     def progress(self, step: int, text: str) -> None:
-        """Move the live line on a terminal to `step`; in a log file a line after a silent
-        minute."""
-        if self.is_main and self._live is not None:
+        """Move the live line to `step`; without a terminal, print a line after a silent minute."""
+        if self._live is not None:
             self._live.update(self._task, completed=step, description=text)
         elif self.is_main and time.monotonic() - self._said_at > SILENT_S:
             self.say(text)
@@ -170,15 +174,16 @@ class Record:
             self._wandb.poll_messages()
 
     def train_line(self, step: int, text: str) -> None:
-        """A line of training metrics: replaces the live line on a terminal, is printed in a log
-        file."""
+        """Show a line of training metrics: the live line, or a printed one without a terminal."""
         if self.is_main and self._live is None:
             self.say(text)
         self.progress(step, text)
 
     def start_wandb(self, run_config: dict[str, Any]) -> None:
-        """Show this run on W&B from here on, the same one after a restart. What comes of that is
-        said when it is known."""
+        """Show this run on W&B from here on, as the same one after a restart.
+
+        Whether that works is reported as soon as it is known; nothing waits for it.
+        """
         mode = wanted_mode(self._config.wandb) if self.is_main else "off"
         if mode != "off":
             self._wandb = WandbProcess(
@@ -202,8 +207,10 @@ class Record:
             self._wandb.send(step=self._step, table=f"report/{name}", columns=columns, rows=rows)
 
     def close(self) -> None:
-        """End the live line, the file and the W&B run, which may take a while
-        (`vit.run.wandb_process` says how long)."""
+        """Close the live line, the file and the W&B run.
+
+        The latter may take a while: `vit.run.wandb_process` says how long.
+        """
         if not self.is_main:
             return
         if self._live is not None:
@@ -211,32 +218,24 @@ class Record:
         self._file.close()
         self._lock.release()  # the next attempt does not wait for W&B
         if self._wandb is not None:
-            self._wandb.close(self._failed, self._stopped)
+            self._wandb.close(self._outcome == "error", self._outcome == "stopped")
             self._wandb = None
 
 
-def _open_whole_lines(path: Path) -> Any:
-    """`path` for appending, after a last line that a kill cut short was removed."""
+def _open_to_append(path: Path) -> TextIO:
+    """Open `path`, without a last line that a kill cut short."""
     if path.exists():
-        data = path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            os.truncate(path, whole)
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)
     return path.open("a", encoding="utf-8")
 
 
 def provenance() -> dict[str, str]:
-    """The command, the git commit and the versions that made a run."""
-    import platform
-    import subprocess
-
-    import torch
-
-    here = Path(__file__).parent
+    """Return the command, the git commit, the versions and the host that made a run."""
     try:
         git = subprocess.run(
             ["git", "describe", "--always", "--dirty"],
-            cwd=here,
+            cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
             check=False,
@@ -244,13 +243,13 @@ def provenance() -> dict[str, str]:
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         git = ""
+    host = f"{platform.machine()}, {os.cpu_count()} CPUs"
+    if torch.cuda.is_available():
+        host += f", {torch.cuda.get_device_name()}"
     return {
         "command": shown(" ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])),
         "git": git.strip() or "not a git checkout",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "host": (
-            f"{platform.machine()}, {os.cpu_count()} CPUs"
-            + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "")
-        ),
+        "host": host,
     }
