@@ -1,15 +1,13 @@
-"""From JPEGs to batches: our loader beside its peers and the limits of decoding, in one run.
-
-    python benchmarks/loader.py [--quick] [--rounds N] [--data FOLDER] [--only NAME ...] [--workers N ...] [--out FILE.json]
+"""From JPEGs to batches: our loader next to its peers and the limits of decoding, in one run.
 
     python benchmarks/loader.py --quick                               a minute: does it run?
     python benchmarks/loader.py --only ours "torchvision v1" FFCV     these alone
+    python benchmarks/loader.py [--rounds N] [--data FOLDER] [--workers N ...] [--out FILE.json]
 
-The data's story: JPEGs of ImageNet's sizes are made once and kept in FOLDER
-(benchmarks/loader_data.py). Each contestant (benchmarks/peers.py) runs in processes of its own,
-which are stopped (SIGSTOP) while others have their turn, so that nobody prepares batches at the
-expense of another. Who is not installed is listed as such. FILE.json gets every round, FILE.md
-tables, FILE.png bars.
+JPEGs of ImageNet's sizes are made once and kept in FOLDER (benchmarks/loader_data.py). Each
+contestant (benchmarks/peers.py) runs in processes of its own, which are stopped (SIGSTOP) while
+others have their turn, so that none prepares batches at the expense of another. Peers that are not
+installed are listed. FILE.json gets every round, FILE.md tables, FILE.png bars.
 """
 
 from __future__ import annotations
@@ -239,7 +237,7 @@ class Benchmark:
 
     def measure_scaling(self, name: str) -> list[Result]:
         """What each of several processes does that know nothing of each other, like ranks of a
-        host, beside one alone. [] if it failed."""
+        host, next to one alone. [] if it failed."""
         alone = "alone"
         among = f"{CORES} at a time, each"
         rates: dict[str, list[float]] = {alone: [], among: []}

@@ -1,17 +1,16 @@
-"""JPEGs for benchmarks/loader.py, as ImageNet's are, and the shards that are made of them.
+"""JPEGs like ImageNet's for benchmarks/loader.py, and the shards that are made of them.
 
-The data's story: windows of two photos that come with scikit-learn get ImageNet's sizes, qualities
-and samplings, and so much grain that a pixel has 5 bits. Decoding costs by the bit, so that is what
-has to be right; ILSVRC 2012 has 110 kB an image, about 469 x 387 pixels and 4.9 bits a pixel. The
-real commands make shards of them, once as they are and once with restart markers. Everything is
-made once.
+Windows of two photos that come with scikit-learn get ImageNet's sizes, qualities and samplings, and
+so much grain that a pixel has 5 bits: decoding costs by the bit, so that is what has to be right
+(ILSVRC 2012 has 110 kB an image, about 469 x 387 pixels and 4.9 bits a pixel). The real commands
+write shards of them, once as they are and once with restart markers. Everything is made once.
 
     <place>/
       jpegs/<wnid>/<wnid>_<number>.JPEG     class folders, as torchvision's ImageFolder reads them
       shards/                               the same bytes in our shards, which webdataset reads too
       marked/                               shards of the same images with restart markers
       windows/<number>.jpg                  one window of each of some images, cut losslessly
-      mds/  litdata/  ffcv.beton            the same images in the formats of peers, made by those who read them
+      mds/  litdata/  ffcv.beton            the same images in peers' formats, written by the peers
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Data(NamedTuple):
         return self.place / "marked"
 
     def made(self, name: str, make: Callable[[Path], object]) -> Path:
-        """The file or folder `name`, made by `make` (path) if it is not there, whole or not at
+        """The file or folder `name`, made by `make` (path) if it is not there, complete or not at
         all."""
         path = self.place / name
         unfinished = self.place / f"unfinished-{name}"

@@ -1,8 +1,8 @@
-"""Contestants side by side: take turns, compare, show, keep. What all benchmarks share.
+"""What all benchmarks share: contestants take turns, are compared, and their figures are kept.
 
-The data's story: contestants are called one after the other, and again, so that what else the
-machine does meets all of them; a figure is the median of the rounds, a ratio the median of the
-ratios within a round. FILE.json gets every round, FILE.md beside it the tables.
+Contestants are called one after the other, and again, so that whatever else the machine does
+affects all of them; a figure is the median of the rounds, a ratio the median of the ratios within a
+round. FILE.json gets every round, FILE.md next to it the tables.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def as_markdown(
 def keep(
     out: Path, title: str, report: Mapping[str, Any], tables: Mapping[str, Sequence[Sequence[str]]]
 ) -> None:
-    """Write `out` (.json) and the tables beside it (.md). report: at least machine, load, data and
+    """Write `out` (.json) and the tables next to it (.md). report: at least machine, load, data and
     rounds."""
     facts = "; ".join(f"{name} {value}" for name, value in report["machine"].items())
     load = "load average before and after: {:.1f}, {:.1f}".format(*report["load"])

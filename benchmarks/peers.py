@@ -1,13 +1,11 @@
-"""The contestants of benchmarks/loader.py: each makes batches of 224 px in the way its
-documentation shows.
+"""The contestants of benchmarks/loader.py; each makes batches of 224 px as its documentation shows.
 
     python benchmarks/peers.py NAME PLACE NUM_IMAGES WORKERS BATCH_SIZE       started by loader.py
 
-The data's story: a contestant runs in a process of its own and waits. A line "train 5" or "eval 5"
-asks for 5 batches; the answer is a line of JSON: how many images came, in how many seconds, and of
-which type. Training is a random-resized crop and a flip, evaluation a resize to 256 and a centre
-crop, bilinear and antialiased. What a contestant's own format needs is written when it is first
-asked.
+A contestant runs in a process of its own and waits. A line "train 5" or "eval 5" asks for 5
+batches; the answer is a line of JSON: how many images came, in how many seconds, and of which type.
+Training is a random-resized crop and a flip, evaluation a resize to 256 and a centre crop, bilinear
+and antialiased. A contestant's own format is written when it is first asked for.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class Task(NamedTuple):
 
     data: Data
     workers: int
-    """Processes beside the main one, or threads where the contestant has those."""
+    """Processes in addition to the main one, or threads where the contestant has those."""
     batch_size: int
     train: bool
 

@@ -1,14 +1,12 @@
-"""Data preparation beside its peers and its limits, in one run: writing shards, checking images,
-listing archives, memory.
-
-    python benchmarks/prep.py [--quick] [--rounds N] [--data FOLDER] [--rows N ...] [--out FILE.json]
+"""Data preparation next to its peers and its limits: writing, checking, listing archives, memory.
 
     python benchmarks/prep.py --quick                       a minute: does it run?
-    python benchmarks/prep.py --rows 1281167 100000000      the second takes some minutes and 8 GB of disk
+    python benchmarks/prep.py --rows 1281167 100000000      100 million: minutes, 8 GB of disk
+    python benchmarks/prep.py [--rounds N] [--data FOLDER] [--out FILE.json]
 
-The data's story: photos with grain, of ImageNet's sizes, are made once and kept in FOLDER: as a
-tree of class folders, and as a tar of 100 tars as ILSVRC2012_img_train.tar is one. Contestants take
-turns (benchmarks/measure.py). FILE.json gets every round, FILE.md the tables.
+Photos with grain, of ImageNet's sizes, are made once and kept in FOLDER: as a tree of class
+folders, and as a tar of 100 tars like ILSVRC2012_img_train.tar. Contestants take turns
+(benchmarks/measure.py). FILE.json gets every round, FILE.md the tables.
 """
 
 from __future__ import annotations
@@ -247,8 +245,8 @@ def catalogue(source: Source, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def empty_folder(beside: Path) -> Iterator[Path]:
-    out = beside / f"vit-benchmark-{os.getpid()}"
+def empty_folder(neighbour: Path) -> Iterator[Path]:
+    out = neighbour / f"vit-benchmark-{os.getpid()}"
     out.mkdir()
     try:
         yield out
@@ -337,7 +335,7 @@ def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
 
 
 def measure_command(data: Data, place: Path, rounds: int) -> Result:
-    """Seconds of the whole command, and of what in it is not writing."""
+    """Seconds of the complete command, and of what in it is not writing."""
 
     def command(workers: int) -> float:
         with empty_folder(place) as out:

@@ -1,12 +1,12 @@
-"""Images and archives for benchmarks/prep.py, as ImageNet's are.
+"""Images and archives like ImageNet's for benchmarks/prep.py.
 
-The data's story: windows of two photos that come with scikit-learn get ImageNet's sizes, and so
-much grain that a JPEG has 110 kB on average.
+Windows of two photos that come with scikit-learn get ImageNet's sizes, and so much grain that a
+JPEG has 110 kB on average.
 
     <place>/
       images-3000/<wnid>/<wnid>_<number>.JPEG     class folders
       nested-3000.tar                             the same as a tar of 100 tars
-      tiny-200000.tar                             a tar of 1,000 tars of 200 members with next to nothing in them
+      tiny-200000.tar                             a tar of 1,000 tars of 200 almost empty members
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_image(number: int, photos: Sequence[Image.Image]) -> bytes:
 
 
 def nested_tar(path: Path, classes: dict[str, dict[str, bytes]]) -> None:
-    """Write a tar of one tar for each class ({wnid: {name: data}}), whole or not at all."""
+    """Write a tar of one tar for each class ({wnid: {name: data}}), complete or not at all."""
     with tarfile.open(f"{path}.tmp", "w", format=tarfile.USTAR_FORMAT) as outer:
         for wnid, members in classes.items():
             inner_bytes = io.BytesIO()

@@ -1,12 +1,11 @@
-"""How well orders mix the classes: ours and webdataset's shuffle buffers over the same tar shards.
-Some three minutes; prints a table.
+"""How well orders mix classes: ours, and webdataset's shuffle buffers, over the same tar shards.
 
-    python benchmarks/shuffle.py [--classes N] [--per-class N] [--batch N]
+    python benchmarks/shuffle.py [--classes N] [--per-class N] [--batch N]   three minutes; a table
 
-The data's story: tar shards of --per-class samples each, labels and no images, are written twice:
-sorted by class, as a folder of images is listed, and dealt at random, as our writers do. webdataset
-reads them from beginning to end; our order is asked for some batches, as at the start of training.
-One process: with several, each of webdataset's makes batches of its own shards and its own buffer.
+Tar shards of --per-class samples each, labels without images, are written twice: sorted by class,
+as a folder of images is listed, and dealt at random, as our writers do. webdataset reads them from
+beginning to end; our order is asked for some batches, as at the start of training. All in one
+process: with several, each of webdataset's makes batches of its own shards and its own buffer.
 """
 
 from __future__ import annotations
@@ -101,10 +100,8 @@ def main() -> None:
                 (BUFFERS[0], False),
                 *((buffer, True) for buffer in BUFFERS),
             ):
-                name = (
-                    "webdataset,"
-                    f" {'shuffled shards, ' if shuffle_shards else 'shards in order, '}shuffle({buffer})"
-                )
+                shards = "shuffled shards" if shuffle_shards else "shards in order"
+                name = f"webdataset, {shards}, shuffle({buffer})"
                 rows.setdefault(name, []).append(
                     webdataset_quality(paths, labels, buffer, shuffle_shards, args.batch)
                 )

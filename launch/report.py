@@ -1,11 +1,11 @@
-"""Draw the pictures of a run again and write its report: one page that can be sent to somebody.
+"""Draw the pictures of a run again and write its report, one page that can be sent to anybody.
 
     python launch/report.py                  the newest run under runs/
-    python launch/report.py runs/demo        writes runs/demo/report/index.html, which needs no server and no network
+    python launch/report.py runs/demo        writes runs/demo/report/index.html
 
-The run may be finished, stopped, killed or still going on. What cannot be drawn is left out, and
-the page says why. Prints the page's path, then each picture's. Exit status: 0 done, 1 a bug, with
-its stack, 2 something to set right, 130 interrupted.
+The page needs no server and no network. The run may be finished, stopped, killed or still running.
+What cannot be drawn is left out, with the reason on the page. Prints the page's path, then each
+picture's. Exit status: 0 done, 1 a bug, with its stack, 2 a mistake to correct, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from vit.system.meter import Meter
 
 
 def main() -> World:
-    """The command line above; returns the world it started."""
+    """Run the command line above; return the world that was joined."""
     args = read_command_line()
     run_dir = args.run or _newest_run()
     in_use = is_in_use(run_dir)
-    # The GPU of a run that is going on may be full to the brim.
+    # The GPU of a live run may have no memory left.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
     world = distributed.join_world(device, "--device ")
     with Meter("drawing", len(PAINTERS), "pictures") as meter:
@@ -50,8 +50,8 @@ def main() -> World:
     return world
 
 
-def read_command_line(words: Sequence[str] | None = None) -> Namespace:
-    """The flags. Raises ValueError for mistakes."""
+def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
+    """Parse the flags. Raises ValueError for mistakes."""
     parser = Parser("python launch/report.py", __doc__)
     parser.add_argument(
         "run",
@@ -66,7 +66,7 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
         default="auto",
         help="for the model (default: auto, a GPU if there is one and no training uses it)",
     )
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 def _newest_run() -> Path:

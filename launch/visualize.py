@@ -1,11 +1,12 @@
 """Look at what a config does before training with it.
 
     python launch/visualize.py augment --config configs/vit_b16.yaml data.root=data/imagenet
-    python launch/visualize.py augment --config configs/demo.yaml --images 8 --draws 5 --out sheet.png augment.three_augment=true
+    python launch/visualize.py augment --config configs/demo.yaml --images 8 --draws 5 \\
+        --out sheet.png augment.three_augment=true
 
 `augment` writes a contact sheet: for some training images the original, several draws of the
-augmentation with what was done in words, and one as it is mixed. Settings are `section.key=value`
-and win over the file. Exit status: 0 done, 2 something to set right.
+augmentation, each with what was done, and one with mixing. Settings are `section.key=value` and
+override the file. Exit status: 0 done, 2 a mistake to correct.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from vit.system.command_line import Parser
 
 
 def main() -> World:
-    """The command line above; returns the world it started."""
+    """Run the command line above; return the world that was joined."""
     args = read_command_line()
     config = load_config(args.config, args.overrides).config
     world = distributed.join_world(config.train.device)
@@ -35,8 +36,8 @@ def main() -> World:
     return world
 
 
-def read_command_line(words: Sequence[str] | None = None) -> Namespace:
-    """The flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
+    """Parse the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/visualize.py", __doc__, setting_for)
     commands = parser.add_subparsers(dest="command", required=True, metavar="augment")
     augment = commands.add_parser(
@@ -59,19 +60,19 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
         type=int,
         default=6,
         metavar="N",
-        help="rows of the sheet (default: 6; whole groups where images mix)",
+        help="rows of the sheet (default: 6; complete groups where images mix)",
     )
     augment.add_argument(
         "--draws", type=int, default=4, metavar="N", help="draws of each image (default: 4)"
     )
     augment.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings that win over the file"
+        "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
     )
-    # Settings and flags in any order, which parse_intermixed_args cannot do beside commands.
-    args, rest = parser.parse_known_args(words)
-    flags = [word for word in rest if word.startswith("-") or "=" not in word]
-    if flags:
-        augment.error(f"unrecognized arguments: {' '.join(flags)}")
+    # Settings and flags in any order, which parse_intermixed_args cannot do with subcommands.
+    args, rest = parser.parse_known_args(arguments)
+    unknown = [text for text in rest if text.startswith("-") or "=" not in text]
+    if unknown:
+        augment.error(f"unrecognized arguments: {' '.join(unknown)}")
     for name in ("images", "draws"):
         if not 1 <= getattr(args, name) <= 64:
             raise ValueError(f"--{name} {getattr(args, name)}: give a number from 1 to 64")

@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 
 
 def confusion_matrix(labels: NDArray, predictions: NDArray, num_classes: int) -> NDArray[np.int64]:
-    """Count images by their class and the class predicted: labels, predictions (N,) integers -> (C,
-    C) int64, rows true, columns predicted.
+    """Count images by class and predicted class: (C, C) int64, rows true, columns predicted.
 
-    A prediction of -1 (the logits were not numbers) is in no cell, so a row adds up to its class's
-    images that have a prediction; the caller says how many have none. Raises ValueError for classes
-    outside [0, num_classes).
+    labels, predictions: (N,) integers. A prediction of -1 (the logits were not numbers) is in no
+    cell; the caller reports how many there are. Raises ValueError for classes outside [0,
+    num_classes).
     """
     outside = (
         (labels < 0) | (labels >= num_classes) | (predictions < -1) | (predictions >= num_classes)
@@ -51,11 +50,10 @@ def confusion_matrix(labels: NDArray, predictions: NDArray, num_classes: int) ->
 
 
 def most_confused(matrix: NDArray[np.int64], num: int = 10) -> list[tuple[int, int, int, int]]:
-    """The `num` commonest mistakes in a confusion matrix: (true, predicted, images so mistaken,
-    images of the true class).
+    """Return the `num` commonest mistakes: (true, predicted, images, images of the true class).
 
     Most images first; of equals the larger share of its class, then the smaller class numbers.
-    Fewer where there are fewer mistakes.
+    Fewer if there are fewer mistakes.
     """
     totals = matrix.sum(1)
     pairs = [
@@ -69,10 +67,10 @@ def most_confused(matrix: NDArray[np.int64], num: int = 10) -> list[tuple[int, i
 def plot_confusion(matrix: NDArray[np.int64], class_names: Sequence[str], picture: Path) -> Path:
     """Draw a confusion matrix (C, C), rows true, columns predicted. Returns `picture`.
 
-    Up to 20 classes: counts and names; the right ones blue by their share of the row, mistakes
-    orange, the largest share darkest. More: the mistakes alone as an image without names, on a
-    logarithmic scale, neighbouring classes pooled to at most 350 cells on a side, since cells
-    smaller than a pixel would not be seen.
+    Up to 20 classes: counts and names; correct ones blue by their share of the row, mistakes
+    orange, the largest share darkest. More: only the mistakes, as an image on a logarithmic scale.
+    Neighbouring classes are pooled to at most 350 cells on a side, since cells smaller than a pixel
+    would be invisible.
     """
     is_small = len(matrix) <= 20
     with drawing(picture, 7.6 if is_small else 6.9, layout="constrained") as figure:
@@ -184,10 +182,10 @@ def plot_most_confused(
     class_names: Sequence[str],
     picture: Path,
 ) -> Path:
-    """Draw a row for each mistake of `most_confused`, with a bar for its count and up to 6 images
-    so mistaken. Returns `picture`.
+    """Draw a row for each mistake of `most_confused`: a bar for its count and up to 6 images.
 
-    examples: for each pair a list of (H, W, 1 or 3) uint8, which may be short or empty.
+    examples: for each pair a list of (H, W, 1 or 3) uint8, which may be short or empty. Returns
+    `picture`.
     """
     row = 0.92
     text_in = 2.75

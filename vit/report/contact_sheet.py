@@ -1,9 +1,9 @@
 """A contact sheet of the augmentation of a config, drawn before anything is trained.
 
-The data's story: the first images of the training split are made into batches as for training, once
-for each draw: an epoch of as many images as the sheet has rows, so that each epoch shows the same
-images with other random numbers. The host's table says in words what was done to each; `Augment`
-does it, without mixing, and once more with it for the last column. One PNG comes out.
+The first training images are made into batches as for training, once for each draw: an epoch has as
+many images as the sheet has rows, so that each epoch shows the same images with other random
+numbers. The host's table gives the caption of each; `Augment` does what the table says, without
+mixing, and once more with it for the last column.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit.config import AugmentConfig, Config
+from vit.config import AugmentConfig, Config, DataConfig
 from vit.data.augment.apply import create_augment
 from vit.data.augment.draw import mixes
 from vit.data.augment.table import describe
 from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.loader import Loader
-from vit.data.order import make_order
+from vit.data.order import Share, make_order
 from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.report.figures import (
     SMALL_PT,
@@ -53,101 +53,90 @@ class Cell(NamedTuple):
 def make_contact_sheet(
     config: Config, num_images: int, num_draws: int, picture: Path, device: torch.device
 ) -> Path:
-    """Draw a row for each of the first `num_images` of the training split, up to a multiple of
-    `augment.mix_group_size` where images mix: the original's middle, `num_draws` draws of the
-    augmentation, and one as it is mixed. Returns `picture`.
+    """Draw a row for each of the first `num_images` of the training split. Returns `picture`.
 
-    Raises ShardError where the data cannot be read, ValueError where there are too few.
+    A row shows the centre of the original, `num_draws` draws of the augmentation, and one with
+    mixing; where images mix, there are rows for complete groups of `augment.mix_group_size`. Raises
+    ShardError if the data cannot be read, ValueError if there are too few images.
     """
     data = config.data
-    train = (
-        open_train_set(data, open_split(data, data.val_split), num_classes=config.model.num_classes)
-        if data.reader == "index"
-        else None
-    )
-    split, drawn = (
-        (open_split(data, data.train_split), ())
-        if train is None
-        else (train.split, train.shares[:1])
-    )
-    num_images_there = drawn[0].num_samples if drawn else split.num_samples
-    group = config.augment.mix_group_size if mixes(config.augment) else 1
+    shares: tuple[Share, ...] = ()
+    if data.reader == "index":
+        val_split = open_split(data, data.val_split)
+        train = open_train_set(data, val_split, num_classes=config.model.num_classes)
+        split = train.split
+        shares = train.shares[:1]
+    else:
+        split = open_split(data, data.train_split)
+    num_available = shares[0].num_samples if shares else split.num_samples
+    does_mix = mixes(config.augment)
+    group = config.augment.mix_group_size if does_mix else 1
     num_rows = -(-num_images // group) * group
-    if num_rows > num_images_there:
+    if num_rows > num_available:
         raise ValueError(
-            f"{num_rows} images are asked for, {config.data.root} has {num_images_there} to train"
-            " on: ask for fewer"
+            f"{num_rows} images are asked for, {data.root} has {num_available} to train on: ask"
+            " for fewer"
         )
-    drawn = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in drawn)
+    shares = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in shares)
     num_classes = choose_num_classes(config.model, data, split)
-    side = _side(num_draws + 1 + (group > 1))
-    image = ImageFormat.from_config(config.model, config.data)
-    order = make_order(num_rows, num_rows, config.train.seed, shares=drawn)
-    height, width = image.size
-    middle = AugmentConfig(
-        crop_scale=(1.0, 1.0), crop_ratio=(width / height, width / height), hflip_prob=0.0
-    )
-    with Loader(TrainBatches(split, order, middle, image), 0, 1) as loader:
-        originals = next(loader)
-        rows = np.argsort(originals.ids.numpy())
-        columns = [("original", [Cell(originals.images[row].clone(), []) for row in rows])]
-    resting = config.model_copy(
-        update={
-            "augment": config.augment.model_copy(update={"mixup_alpha": 0.0, "cutmix_alpha": 0.0})
-        }
-    )
-    with Loader(
-        TrainBatches(split, order, config.augment, image, on_bad_image=config.data.on_bad_image),
-        0,
-        num_draws + 1,
-    ) as loader:
+    form = ImageFormat.from_config(config.model, data)
+    # an epoch is one batch: each batch has the same images
+    order = make_order(num_rows, num_rows, config.train.seed, shares=shares)
+    height, width = form.size
+    aspect = width / height
+    centre = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(aspect, aspect), hflip_prob=0.0)
+    with Loader(TrainBatches(split, order, centre, form), 0, 1) as loader:
+        batch = next(loader)
+        cells = [Cell(batch.images[row].clone(), []) for row in _sorted(batch)]
+    columns = [("original", cells)]
+
+    num_batches = num_draws + does_mix
+    side = _side(1 + num_batches)
+    unmixed = config.augment.model_copy(update={"mixup_alpha": 0.0, "cutmix_alpha": 0.0})
+    batches = TrainBatches(split, order, config.augment, form, on_bad_image=data.on_bad_image)
+    with Loader(batches, 0, num_batches) as loader:
         for number, batch in enumerate(loader):
+            cells = []
             if number < num_draws:
-                inputs, _ = _augmented(resting, num_classes, batch, device)
-                columns.append(
-                    (
-                        f"draw {number + 1}",
-                        [
-                            Cell(inputs[row], _in_words(config, batch, row, side))
-                            for row in _sorted(batch)
-                        ],
-                    )
-                )
-            elif group > 1:
-                inputs, targets = _augmented(config, num_classes, batch, device)
-                shares = [share_lines(target, split.class_names, side) for target in targets]
-                columns.append(
-                    ("as mixed", [Cell(inputs[row], shares[row]) for row in _sorted(batch)])
-                )
+                title = f"draw {number + 1}"
+                inputs, _ = _augmented(unmixed, data, num_classes, batch, device)
+                for row in _sorted(batch):
+                    cells.append(Cell(inputs[row], _caption(config, batch, row, side)))
+            else:
+                title = "as mixed"
+                inputs, targets = _augmented(config.augment, data, num_classes, batch, device)
+                for row in _sorted(batch):
+                    caption = share_lines(targets[row], split.class_names, side)
+                    cells.append(Cell(inputs[row], caption))
+            columns.append((title, cells))
     return _plot(columns, f"Augmentation of {split.root}, {width} × {height} pixels", picture)
 
 
 def _augmented(
-    config: Config, num_classes: int, batch: Batch, device: torch.device
+    config: AugmentConfig, data: DataConfig, num_classes: int, batch: Batch, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Inputs (B, C, H, W) float in [0, 1], the normalisation taken back, and targets (B, classes),
-    on the host."""
+    """Return inputs (B, C, H, W) float in [0, 1], not normalised, and targets (B, classes).
+
+    Both are on the host.
+    """
     on_device = batch.to(device)
-    inputs, targets = create_augment(config.augment, config.data, num_classes, device)(
-        on_device.images, on_device.labels, batch.table
-    )
-    shift, scale = (
-        torch.tensor(values).view(-1, 1, 1) for values in (config.data.mean, config.data.std)
-    )
-    return (inputs.cpu() * scale + shift).clamp(0, 1), targets.cpu()
+    augment = create_augment(config, data, num_classes, device)
+    inputs, targets = augment(on_device.images, on_device.labels, batch.table)
+    mean = torch.tensor(data.mean).view(-1, 1, 1)
+    std = torch.tensor(data.std).view(-1, 1, 1)
+    return (inputs.cpu() * std + mean).clamp(0, 1), targets.cpu()
 
 
 def _sorted(batch: Batch) -> list[int]:
+    """Return the rows of a batch in the order of their images."""
     return np.argsort(batch.ids.numpy()).tolist()
 
 
-def _in_words(config: Config, batch: Batch, row: int, width_in: float) -> list[str]:
-    words = (
-        ["not readable"]
-        if batch.weights[row] == 0
-        else describe(config.augment, batch.table[row].numpy())
-    )
-    return wrap(", ".join(words), int(width_in * 72 / (0.55 * CAPTION_PT)))
+def _caption(config: Config, batch: Batch, row: int, width_in: float) -> list[str]:
+    operations = ["not readable"]
+    if batch.weights[row] != 0:
+        operations = describe(config.augment, batch.table[row].numpy())
+    return wrap(", ".join(operations), int(width_in * 72 / (0.55 * CAPTION_PT)))
 
 
 def _side(num_columns: int) -> float:

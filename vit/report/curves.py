@@ -1,8 +1,7 @@
 """Curves of a run: loss, accuracy, learning rate and throughput over the steps.
 
-The data's story: the lines of a `metrics.jsonl` that count are sorted by kind, thinned out where
-there are more than a picture can show, and drawn as four panels: together as a PNG, or each as SVG
-for a page.
+The lines of a `metrics.jsonl` that count are sorted by kind, averaged where there are more than a
+picture can show, and drawn as four panels: together as a PNG, or each as SVG for a page.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Curves:
-    """What the panels draw of a `metrics.jsonl`: its lines by kind, and the steps at which a
-    restart went on."""
+    """What the panels draw: the lines of a record by kind, and the first steps of restarts."""
 
     train: list[dict[str, Any]]
     evals: list[dict[str, Any]]
@@ -38,8 +36,10 @@ class _Curves:
 
 
 def _read_curves(metrics: Path) -> _Curves:
-    """Each train line gets `data_wait_percent`, the share of its interval that went by waiting for
-    data, if the record tells."""
+    """Read a record; each train line gets `data_wait_percent` if the record has its parts.
+
+    That is the share of the interval before it that was spent waiting for data.
+    """
     lines = read_metrics(metrics)
     batch_size = math.nan
     previous = 0
@@ -68,8 +68,10 @@ def _read_curves(metrics: Path) -> _Curves:
 
 
 def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArray[np.float64]:
-    """Steps and values called `name` (2, n), NaN for null; neighbours averaged down to `at_most`,
-    as more make black bands of noise."""
+    """Return steps and values of `name`, (2, n), NaN for null.
+
+    Neighbours are averaged down to `at_most` points: more would draw black bands of noise.
+    """
     points = [
         (line["step"], math.nan if line[name] is None else line[name])
         for line in lines
@@ -120,7 +122,7 @@ def _draw_accuracy(axes: Axes, curves: _Curves) -> None:
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(bottom, 0), min(top, 100))
     for line in axes.get_lines():
-        line.set_clip_on(False)  # a marker at 100 stays whole
+        line.set_clip_on(False)  # a marker at 100 stays complete
     values = [
         value
         for line in curves.evals
@@ -198,11 +200,10 @@ def plot_curves(metrics: Path, picture: Path) -> Path:
 
 
 def curve_panels(metrics: Path) -> dict[str, str]:
-    """The panels of `plot_curves` (loss, accuracy, learning_rate, throughput) as SVG elements that
-    CSS scales and one HTML page can hold.
+    """Return the panels of `plot_curves` by name, as SVG elements for one HTML page.
 
-    Letters are outlines; ids begin with the panel's name; no style sheet inside, which would reach
-    the rest of the page.
+    CSS can scale them; letters are outlines; ids begin with the panel's name; there is no style
+    sheet inside, as it would affect the rest of the page.
     """
     curves = _read_curves(metrics)
     panels = dict[str, str]()
@@ -221,8 +222,7 @@ def curve_panels(metrics: Path) -> dict[str, str]:
 
 
 def _inline(document: str, name: str, title: str) -> str:
-    """The <svg> element of matplotlib's document, made fit for standing in an HTML page beside
-    others."""
+    """Return the <svg> element of matplotlib's document, for an HTML page with several."""
     body = re.sub(
         r"<(metadata|style)\b.*?</\1>\s*",
         "",
@@ -231,7 +231,7 @@ def _inline(document: str, name: str, title: str) -> str:
     )
     root, rest = re.sub(r'(\bid="|\bhref="#|url\(#)', rf"\g<1>{name}-", body).split(">", 1)
     root = re.sub(r'\s(?:width|height)="[^"]*"', "", root)
-    # What matplotlib's style sheet says of every element.
+    # what matplotlib's style sheet sets for every element
     return (
         f'{root} role="img" aria-label="{title}" style="stroke-linejoin: round; stroke-linecap:'
         f' butt">{rest}'

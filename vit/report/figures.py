@@ -53,7 +53,7 @@ STYLE = {
 
 @contextmanager
 def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]:
-    """A figure of the common width and style, written to `picture` when the block ends."""
+    """Yield a figure of the common width and style; write it to `picture` when the block ends."""
     with style():
         from matplotlib.figure import Figure
 
@@ -65,7 +65,7 @@ def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Our settings over matplotlib's own, whatever the user's are."""
+    """Apply our settings over matplotlib's defaults, whatever the user's are."""
     import matplotlib.style
 
     with matplotlib.style.context(["default", STYLE]):
@@ -73,8 +73,10 @@ def style() -> Iterator[None]:
 
 
 def new_sheet(figure: Figure, heading: str) -> Axes:
-    """One axes over the whole figure, in inches from its top left corner, for pictures and text.
-    Content begins at 0.5."""
+    """Add axes over the entire figure, in inches from its top left corner.
+
+    Under the heading, content begins at 0.5.
+    """
     width, height = figure.get_size_inches()
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(height, 0))
@@ -99,7 +101,7 @@ def add_title(figure: Figure, text: str) -> None:
 
 
 def to_pixels(image: Tensor) -> NDArray:
-    """(1 or 3, H, W) -> (H, W, 3), of the same dtype."""
+    """Convert (1 or 3, H, W) to (H, W, 3), of the same dtype."""
     return image.detach().cpu().expand(3, -1, -1).permute(1, 2, 0).numpy()
 
 
@@ -110,8 +112,10 @@ def display_name(class_names: Sequence[str], label: int) -> str:
 
 
 def shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "normal") -> str:
-    """`text`, or its beginning and end with an ellipsis between, so that it is at most `width_in`
-    wide in letters of `size` points."""
+    """Shorten `text` in the middle until it is at most `width_in` inches wide.
+
+    size: of its letters, in points.
+    """
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
@@ -128,7 +132,7 @@ def shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "no
 
 
 def share_lines(target: Tensor, class_names: Sequence[str], width_in: float) -> list[str]:
-    """A line for a class alone, or one for each of the two largest shares: "cat .72", "dog .28"."""
+    """Return a line for a single class, or one for each of the two largest shares: "cat .72"."""
     values, classes = target.topk(min(2, len(target)))
     if values[0] >= 0.995 or values[-1] < 0.005:
         return [shorten(display_name(class_names, int(classes[0])), width_in, SMALL_PT)]

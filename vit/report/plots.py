@@ -35,11 +35,10 @@ def plot_augmented(
     class_names: Sequence[str],
     picture: Path,
 ) -> Path:
-    """Draw training inputs as the model gets them, each over its class, or its classes with their
-    shares. Returns `picture`.
+    """Draw training inputs as the model gets them, with their classes or shares of classes.
 
-    inputs: (B, C, H, W) float, normalised by `mean` and `std` per channel, which is taken back;
-    targets: (B, classes) float shares.
+    inputs: (B, C, H, W) float, normalised by `mean` and `std` per channel, which is undone;
+    targets: (B, classes) float shares. Returns `picture`.
     """
     shift, scale = (
         torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std)
@@ -75,12 +74,11 @@ def plot_attention(
     class_names: Sequence[str],
     picture: Path,
 ) -> Path:
-    """Draw each image beside itself under the relevance of its patches, with what it is and what it
-    was taken for. Returns `picture`.
+    """Draw each image next to the relevance of its patches, with its class and the prediction.
 
     images: (B, C, H, W) uint8; relevance: (B, h, w) float, stretched from its lowest to its highest
-    in each image; labels, predictions: (B,) classes, a prediction of -1 is no number;
-    probabilities: (B,) in [0, 1], of the predicted class.
+    in each image; labels, predictions: (B,) classes, -1 if the logits were not numbers;
+    probabilities: (B,) in [0, 1], of the predicted class. Returns `picture`.
     """
     from matplotlib import colormaps
 
@@ -102,8 +100,8 @@ def plot_attention(
     with drawing(picture, 0.8 + row * -(-len(images) // 2)) as figure:
         sheet = new_sheet(figure, "Where the model looks: attention rollout")
         note = (
-            "Yellow patches reach the output most, violet ones least; colours are stretched anew"
-            " for each image."
+            "Yellow patches reach the output most, violet ones least; colours are scaled for"
+            " each image."
         )
         sheet.text(0.1, 0.52, note, size=SMALL_PT, va="center", color=GREY)
         for i, image in enumerate(images):
@@ -134,11 +132,12 @@ def plot_attention(
 
 
 def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: Path) -> Path:
-    """Draw the cosine similarity of every position with all others, as in figure 7 (centre) of the
-    ViT paper. Returns `picture`.
+    """Draw the cosine similarity of every position with all others.
+
+    As in figure 7 (centre) of the ViT paper, Dosovitskiy et al. 2021.
 
     pos_embed: (h*w, D) float, without prefix tokens; grid: (h, w). One tile for each position, at
-    most 14 x 14 of them, evenly chosen.
+    most 14 x 14 of them, evenly chosen. Returns `picture`.
     """
     height, width = grid
     rows, columns = (np.unique(np.linspace(0, n - 1, min(n, 14)).round().astype(int)) for n in grid)
@@ -153,9 +152,9 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
     gap = max(1, zoom * max(grid) // 12)
     tall = zoom * height + gap
     wide = zoom * width + gap
-    whole = np.full((len(rows) * tall - gap, len(columns) * wide - gap), np.nan)
+    mosaic = np.full((len(rows) * tall - gap, len(columns) * wide - gap), np.nan)
     for y, x in np.ndindex(len(rows), len(columns)):
-        whole[y * tall : (y + 1) * tall - gap, x * wide : (x + 1) * wide - gap] = (
+        mosaic[y * tall : (y + 1) * tall - gap, x * wide : (x + 1) * wide - gap] = (
             tiles[y, x].repeat(zoom, 0).repeat(zoom, 1)
         )
     shown = (
@@ -164,12 +163,12 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
         else f" ({len(rows)} × {len(columns)} of {height} × {width} shown)"
     )
     with drawing(
-        picture, 1.0 + 6.2 * min(max(len(whole) / whole.shape[1], 0.3), 1.5), layout="constrained"
+        picture, 1.0 + 6.2 * min(max(len(mosaic) / mosaic.shape[1], 0.3), 1.5), layout="constrained"
     ) as figure:
         add_title(figure, f"Positions: each one's cosine similarity with all{shown}")
         axes = figure.subplots()
         drawn = axes.imshow(
-            whole, cmap="viridis", vmin=float(tiles.min()), vmax=1.0, interpolation="nearest"
+            mosaic, cmap="viridis", vmin=float(tiles.min()), vmax=1.0, interpolation="nearest"
         )
         axes.set(xlabel="column of the patch", ylabel="row of the patch")
         axes.set_xticks(
