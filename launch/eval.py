@@ -38,7 +38,7 @@ from vit.evaluate_weights import evaluate_weights, with_settings
 from vit.exit import run_command
 from vit.finetune import finetune
 from vit.open_data import open_split
-from vit.published import adopt, published
+from vit.published import describe_published, with_published_config
 from vit.run.folder import LATEST_FILE, newest_run
 from vit.system.command_line import Parser
 from vit.weights import find_weights, read_weights
@@ -72,7 +72,7 @@ def main() -> World:
             if loaded.config is None:
                 root = tuned.data.root if tuned else args.data
                 split = tuned.data.val_split if tuned else args.split or "val"
-                loaded, row = adopt(loaded, args.model, root, split)
+                loaded, row = with_published_config(loaded, args.model, root, split)
             config = config_io.from_dict(loaded.config or {}, str(loaded.path))
         except ValueError as error:
             if not args.finetune:
@@ -91,7 +91,7 @@ def main() -> World:
         num_classes = open_split(config.data, config.data.val_split).num_classes
         size = ImageFormat.from_config(config.model, config.data).size
         head_classes = loaded.num_classes or num_classes
-        line = published(row, as_json["num_images"], size, num_classes, head_classes)
+        line = describe_published(row, as_json["num_images"], size, num_classes, head_classes)
         print(f"  {line}", file=out)
     if world.is_main and args.json:
         print(json.dumps(as_json))

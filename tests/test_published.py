@@ -28,17 +28,8 @@ from vit.data.shards.data_set import open_split
 from vit.distributed import World
 from vit.evaluate import Evaluator
 from vit.model import create_model
-from vit.published import (
-    KNOWN,
-    NO_NUMBER,
-    TIMM,
-    KnownModel,
-    adopt,
-    identify,
-    own_model,
-    published,
-    to_config,
-)
+from vit.published import describe_published, identify, to_config, with_published_config
+from vit.published_models import KNOWN, NO_NUMBER, TIMM, KnownModel, own_model
 from vit.weights import find_weights, load_weights, read_weights
 
 ROOT = Path(__file__).parent.parent
@@ -314,7 +305,7 @@ def test_a_file_of_timms_computes_and_predicts_what_timm_does(
 ):
     theirs, images, expected = random_timm_model(name, **fields)
     path = save(theirs, tmp_path, name)
-    trained, known = adopt(read_weights(path), None, str(photographs), "val")
+    trained, known = with_published_config(read_weights(path), None, str(photographs), "val")
     row = next((row for row in KNOWN if row.name == name), None)
     assert known.name == name
     assert known.top1 == (row.top1 if row and not fields else None)
@@ -435,7 +426,7 @@ def test_a_name_without_a_tag_means_timms_default_settings_and_says_so(tmp_path)
     assert (found.mean, found.std, found.crop_pct) == (default.mean, default.std, default.crop_pct)
     assert (found.model, found.top1) == ({"name": "vit_ti16"}, None)
     assert (
-        published(found, 6, (224, 224), 3, 3)
+        describe_published(found, 6, (224, 224), 3, 3)
         == f"vit_tiny_patch16_224.{default.tag}: no published number at hand; vit_tiny_patch16_224"
         f" has no tag, so the settings are those of timm's default, {default.tag}"
     )
@@ -488,7 +479,7 @@ def test_by_the_settings_beside_it(tmp_path):
         (
             "checkpoint-99.pth",
             None,
-            r"checkpoint-99.pth: neither its name nor a config.json beside it .* --model NAME",
+            r"checkpoint-99.pth: neither its name nor a config.json next to it .* --model NAME",
         ),
         ("vit_bas_patch16_224.pth", None, "nearest: .*vit_base_patch16_224"),
         (
@@ -502,7 +493,7 @@ def test_by_the_settings_beside_it(tmp_path):
             "in neither .* nearest: vit_base_patch16_224.augreg_in1k",
         ),
         ("x.pth", "timm/vit_bsae_patch16_224", "nearest: .*vit_base_patch16_224"),
-        ("x.pth", "vgg99", "vgg99 is in neither the table of vit/published.py nor timm 1"),
+        ("x.pth", "vgg99", "vgg99 is in neither the table of vit/published_models.py nor timm 1"),
         ("x.pth", "vit_medium_patch16_gap_384.sw_in12k_ft_in1k", None),
     ],
 )
@@ -586,24 +577,24 @@ def test_weights_without_classes_and_a_command_without_data_are_told(tmp_path):
     path = tmp_path / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
     save_file(timm.create_model("vit_tiny_patch16_224", num_classes=0).state_dict(), path)
     with pytest.raises(ValueError, match=r"has no head.weight, so no classes"):
-        adopt(read_weights(path), None, "data")
+        with_published_config(read_weights(path), None, "data")
     with pytest.raises(ValueError, match=r"is vit_tiny.*with --data ROOT"):
-        adopt(read_weights(path), None, None)
+        with_published_config(read_weights(path), None, None)
 
 
 def test_the_number_is_for_a_thousand_classes(tmp_path):
     path = tmp_path / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
     save_file(timm.create_model("vit_tiny_patch16_224", num_classes=10).state_dict(), path)
-    trained, known = adopt(read_weights(path), None, "data")
+    trained, known = with_published_config(read_weights(path), None, "data")
     assert (trained.num_classes, trained.config["model"]["num_classes"], known.top1) == (
         10,
         10,
         None,
     )
     without = f"{known.name}: no published number at hand for 10 classes"
-    assert published(known, 50_000, (224, 224), 10, 10) == without
+    assert describe_published(known, 50_000, (224, 224), 10, 10) == without
     others = "; the data have 3 classes, the model 10: labels are compared by number"
-    assert published(known, 50_000, (224, 224), 3, 10) == without + others, (
+    assert describe_published(known, 50_000, (224, 224), 3, 10) == without + others, (
         "told without a number, too"
     )
 
@@ -612,9 +603,9 @@ def test_the_published_number_says_what_it_stands_for():
     row = next(row for row in KNOWN if row.name == "vit_base_patch16_224.augreg_in1k")
     line = "vit_base_patch16_224.augreg_in1k: top-1 79.15 % (39577), top-5 94.11 % (47054)"
     on = " (published, on the 50,000 of ILSVRC2012 val; here: {} images)"
-    assert published(row, 50_000, (224, 224), 1000, 1000) == line + on.format("50,000")
+    assert describe_published(row, 50_000, (224, 224), 1000, 1000) == line + on.format("50,000")
     assert (
-        published(row, 3925, (384, 224), 10, 1000)
+        describe_published(row, 3925, (384, 224), 10, 1000)
         == line + on.format("3,925")
         + "; published at 224x224, here 384x224; the data have 10 classes, the model 1000: labels"
         " are compared by number"
@@ -622,7 +613,7 @@ def test_the_published_number_says_what_it_stands_for():
 
 
 def test_the_page_has_the_table():
-    """docs/recipes.md is for people, vit/published.py for the program: one table."""
+    """docs/recipes.md is for people, vit/published_models.py for the program: one table."""
 
     def line(row: KnownModel) -> str:
         names = [row.name, *row.files]

@@ -1,16 +1,19 @@
-"""Published models: whose weights a file holds, how they want to see images, and the accuracy to
-expect of them.
+"""Evaluate published weights as they were published: which model, which view, which accuracy.
 
-The data's story: a file, with a name where a person gave one, becomes a `KnownModel` by that name,
-by the `config.json` that Hugging Face keeps beside weights, or by the name of the file
-(`identify`). Its settings become a config (`to_config`), and the weights with that config are what
-a run of ours leaves behind (`adopt`), so that they are evaluated on the same way. The published
-accuracy then stands beside the measured one (`published`). Nothing is downloaded. timm, where it is
-installed, knows the settings of the models that are not in the table.
+1. A file or folder, and a name if the user gave one, lead to a `KnownModel`   identify
+2. Its settings become a config, under which the weights are evaluated like
+   those of our own runs                                         with_published_config
+3. Its published accuracy is printed next to the measured one       describe_published
 
-    vit_base_patch16_224.augreg_in1k.safetensors             a file by its name, with timm's tag: several weights share the name before it
-    deit_base_patch16_224-b5f2ef4d.pth                       a file under its author's name
-    vit_base_patch16_224.augreg_in1k/model.safetensors       a folder as Hugging Face hands it out, with its config.json
+A model is known by its name, by the `config.json` that Hugging Face keeps next to weights, or by
+the name of the file:
+
+    vit_base_patch16_224.augreg_in1k.safetensors        timm's name and tag
+    deit_base_patch16_224-b5f2ef4d.pth                  the authors' name
+    vit_base_patch16_224.augreg_in1k/model.safetensors  a folder of Hugging Face's, config.json
+
+Nothing is downloaded. timm, if installed, knows the settings of models that are not in the table
+(vit/published_models.py).
 """
 
 from __future__ import annotations
@@ -19,211 +22,27 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vit import config_io
+from vit.published_models import IMAGENET, KNOWN, NO_NUMBER, VAL_IMAGES, KnownModel, own_model
 from vit.weights import HUB_FILES, LoadedWeights, find_weights
 
-Channels = tuple[float, float, float]
-IMAGENET: tuple[Channels, Channels] = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-HALF: tuple[Channels, Channels] = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
-TIMM = "huggingface/pytorch-image-models@4e5207c7:results/results-imagenet.csv"
-MAE = "facebookresearch/mae@efb2a806:FINETUNE.md"
-VAL_IMAGES = 50_000
-"""Images of the ILSVRC2012 validation split, on which every published number here was measured."""
-NO_NUMBER = "no published number at hand"
-
-
-@dataclass(frozen=True)
-class KnownModel:
-    """Published weights: the model that they fit, its view of an image, and its accuracy."""
-
-    name: str
-    """timm's name with its tag, or the authors' where timm has none."""
-    model: dict[str, Any]
-    """The config's `model` section without image size and classes; `timm/<name>` where our own
-    model computes something else."""
-    image_size: tuple[int, int]
-    """Height and width in pixels."""
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    """Per channel, of images scaled to [0, 1]."""
-    crop_pct: float
-    """Side of the centre crop over the shorter side of the resized image."""
-    interpolation: str = "bicubic"
-    crop_mode: str = "center"
-    """As timm's: `center`, or `squash`, which does not keep the aspect."""
-    top1: float | None = None
-    top5: float | None = None
-    """Percent of the 50,000 images of ILSVRC2012 val; None: no published number at hand."""
-    source: str = NO_NUMBER
-    """Where the two numbers stand, or why there are none."""
-    files: tuple[str, ...] = ()
-    """Names of files under which the authors hand the weights out."""
-    head: str = "head"
-    """Name of the layer whose weight has a row for each class."""
-
-
-SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
-
-
-def own_model(architecture: str) -> dict[str, Any] | None:
-    """The `model` section with which our own model computes what timm's `architecture` (no tag)
-    does; None where it does not."""
-    match = re.fullmatch(
-        r"(vit|deit|deit3)_(tiny|small|medium|base|large|huge)_patch(\d+)_\d+(_miil)?", architecture
-    )
-    if match is None or (match[2] == "medium" and match[1] != "deit3"):
-        return None
-    fields: dict[str, Any] = {"name": f"vit_{SIZES.get(match[2], 's')}{match[3]}"}
-    if match[2] == "medium":
-        fields |= {"embed_dim": 512, "num_heads": 8}
-    if match[1] == "deit3":
-        fields["init_values"] = 1e-6  # any: the weights bring their own
-    if match[4]:
-        fields["qkv_bias"] = False
-    return fields
-
-
-def _row(
-    name: str,
-    channels: tuple[Channels, Channels],
-    crop_pct: float,
-    top1: float,
-    top5: float,
-    file: str = "",
-) -> KnownModel:
-    architecture = name.partition(".")[0]
-    model = own_model(architecture)
-    size = int(re.findall(r"\d+", architecture)[-1])
-    assert model is not None, name
-    files = (file,) if file else ()
-    return KnownModel(
-        name,
-        model,
-        (size, size),
-        *channels,
-        crop_pct,
-        top1=top1,
-        top5=top5,
-        source=TIMM,
-        files=files,
-    )
-
-
-def _mae(size: str, model: str, top1: float, top5: float) -> KnownModel:
-    """util/datasets.py there: ImageNet's mean and deviation, bicubic, 224 of 256; models_vit.py:
-    the mean of the patches, then a norm."""
-    name = f"mae_finetuned_vit_{size}"
-    section = {"name": model, "global_pool": "avg"}
-    return KnownModel(
-        name,
-        section,
-        (224, 224),
-        *IMAGENET,
-        224 / 256,
-        top1=top1,
-        top5=top5,
-        source=MAE,
-        files=(f"{name}.pth",),
-    )
-
-
-KNOWN: tuple[KnownModel, ...] = (
-    _row("vit_tiny_patch16_224.augreg_in21k_ft_in1k", HALF, 0.9, 75.452, 92.858),
-    _row("vit_small_patch16_224.augreg_in1k", HALF, 0.9, 78.842, 94.280),
-    _row("vit_small_patch16_224.augreg_in21k_ft_in1k", HALF, 0.9, 81.402, 96.150),
-    _row("vit_small_patch16_384.augreg_in1k", HALF, 1.0, 81.130, 95.590),
-    _row("vit_base_patch32_224.augreg_in1k", HALF, 0.9, 74.908, 91.770),
-    _row("vit_base_patch16_224.augreg_in1k", HALF, 0.9, 79.154, 94.108),
-    _row("vit_base_patch16_224.augreg_in21k_ft_in1k", HALF, 0.9, 84.534, 97.300),
-    _row("vit_base_patch16_224.augreg2_in21k_ft_in1k", HALF, 0.9, 85.108, 97.530),
-    _row("vit_base_patch16_384.augreg_in1k", HALF, 1.0, 81.102, 95.334),
-    _row(
-        "vit_base_patch16_384.orig_in21k_ft_in1k",
-        HALF,
-        1.0,
-        84.212,
-        97.210,
-        "jx_vit_base_p16_384-83fb41ba.pth",
-    ),
-    _row("vit_base_patch16_384.augreg_in21k_ft_in1k", HALF, 1.0, 86.010, 97.998),
-    _row("vit_large_patch16_224.augreg_in21k_ft_in1k", HALF, 0.9, 85.856, 97.822),
-    _row("vit_large_patch16_384.augreg_in21k_ft_in1k", HALF, 1.0, 87.096, 98.302),
-    _row(
-        "deit_tiny_patch16_224.fb_in1k",
-        IMAGENET,
-        0.9,
-        72.190,
-        91.100,
-        "deit_tiny_patch16_224-a1311bcf.pth",
-    ),
-    _row(
-        "deit_small_patch16_224.fb_in1k",
-        IMAGENET,
-        0.9,
-        79.856,
-        95.056,
-        "deit_small_patch16_224-cd65a155.pth",
-    ),
-    _row(
-        "deit_base_patch16_224.fb_in1k",
-        IMAGENET,
-        0.9,
-        81.980,
-        95.740,
-        "deit_base_patch16_224-b5f2ef4d.pth",
-    ),
-    _row(
-        "deit_base_patch16_384.fb_in1k",
-        IMAGENET,
-        1.0,
-        83.108,
-        96.376,
-        "deit_base_patch16_384-8de9b5d1.pth",
-    ),
-    _row(
-        "deit3_small_patch16_224.fb_in1k", IMAGENET, 0.9, 81.382, 95.454, "deit_3_small_224_1k.pth"
-    ),
-    _row("deit3_base_patch16_224.fb_in1k", IMAGENET, 0.9, 83.800, 96.584, "deit_3_base_224_1k.pth"),
-    _row("deit3_base_patch16_384.fb_in1k", IMAGENET, 1.0, 85.088, 97.252, "deit_3_base_384_1k.pth"),
-    _row(
-        "deit3_large_patch16_224.fb_in1k", IMAGENET, 0.9, 84.772, 97.048, "deit_3_large_224_1k.pth"
-    ),
-    _row(
-        "deit3_large_patch16_384.fb_in1k", IMAGENET, 1.0, 85.820, 97.602, "deit_3_large_384_1k.pth"
-    ),
-    _row("deit3_huge_patch14_224.fb_in1k", IMAGENET, 0.9, 85.204, 97.364, "deit_3_huge_224_1k.pth"),
-    _row(
-        "deit3_huge_patch14_224.fb_in22k_ft_in1k",
-        IMAGENET,
-        1.0,
-        87.180,
-        98.264,
-        "deit_3_huge_224_21k_v1.pth",
-    ),
-    _mae("base", "vit_b16", 83.664, 96.530),
-    _mae("large", "vit_l16", 85.952, 97.570),
-    _mae("huge", "vit_h14", 86.928, 98.088),
-)
 SEVERAL_TAGS = ("vit_", "deit3_")
-"""How names begin that mean several weights as long as they have no tag."""
-
-
-# --- which model it is ----------------------------------------------------------------------------
+"""Beginnings of names that mean several weights if they have no tag."""
 
 
 def identify(path: str | Path, name: str | None = None) -> KnownModel:
-    """Whose weights the file or Hugging Face folder `path` holds.
+    """Which model's weights the file or Hugging Face folder `path` holds.
 
-    By `name` if one is given: timm's, with or without `timm/` before it; without its tag it means
-    timm's default settings. Else by `config.json` beside the file. Else by the file's name, or its
-    folder's.
+    By `name` if given: timm's, with or without `timm/`; without a tag it means timm's default
+    settings. Else by `config.json` next to the file. Else by the name of the file or its folder.
 
-    Raises: ValueError: none of these leads to a model, or to several; says what was found, what to
-        give, and the nearest names.
+    Raises:
+        ValueError: none of these leads to one model; with what was found, what to give, and the
+            nearest names.
     """
     if name is not None:
         return _by_name(name, or_defaults=True)
@@ -233,8 +52,10 @@ def identify(path: str | Path, name: str | None = None) -> KnownModel:
 
 
 def _by_name(given: str, or_defaults: bool = False) -> KnownModel:
-    """`or_defaults`: a name without a tag that several weights share means timm's default settings,
-    as it does in timm."""
+    """The model `given`.
+
+    `or_defaults`: a name without a tag that several weights share means timm's default settings.
+    """
     name = given.removeprefix("timm/")
     rows = [row for row in KNOWN if row.name == name] or [
         row for row in KNOWN if row.name.partition(".")[0] == name
@@ -246,21 +67,20 @@ def _by_name(given: str, or_defaults: bool = False) -> KnownModel:
     if rows:
         tags = ", ".join(f"{row.name} ({row.top1:.1f} %)" for row in rows)
         raise ValueError(
-            f"{given} names several weights, which only a tag tells apart: give --model with one,"
+            f"{given} names several weights, which differ only in their tag: give --model with one,"
             f" such as {tags}"
         )
     found = _from_timm(name)
     if found is None:
         raise ValueError(
-            f"{given} is in neither the table of vit/published.py nor"
+            f"{given} is in neither the table of vit/published_models.py nor"
             f" {_timm_version()}{_nearest(name)}"
         )
     return _of_default_tag(found, given) if or_defaults else found
 
 
 def _of_default_tag(found: KnownModel, given: str) -> KnownModel:
-    """`found`, saying that its settings are timm's default ones where `given` named no tag and timm
-    chose one."""
+    """`found`, with a note in its source if `given` had no tag and timm chose its default."""
     tag = found.name.removeprefix(given.removeprefix("timm/"))
     if not tag.startswith("."):
         return found
@@ -269,8 +89,7 @@ def _of_default_tag(found: KnownModel, given: str) -> KnownModel:
 
 
 def _by_settings(path: Path) -> KnownModel | None:
-    """The model that a `config.json` of timm's describes; None for a file of that name that is
-    something else."""
+    """The model that timm's `config.json` describes; None for another file of that name."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -301,12 +120,12 @@ def _by_settings(path: Path) -> KnownModel | None:
 
 
 def _by_file_name(file: Path) -> KnownModel:
-    """By the name of the file, or of the folder of one that is called as all of Hugging Face's."""
+    """The model by the name of the file, or of the folder of a file with Hugging Face's name."""
     for row in KNOWN:
         if file.name in row.files:
             return row
     texts = [file.name]
-    # a folder that was filled by hand, or models--timm--NAME/snapshots/HASH of the hub's cache
+    # Their folder was filled by hand, or is models--timm--NAME/snapshots/HASH of the hub's cache.
     if file.name in HUB_FILES:
         texts += [
             folder.name.removeprefix("models--timm--") for folder in file.absolute().parents[:3]
@@ -322,13 +141,13 @@ def _by_file_name(file: Path) -> KnownModel:
         if architecture := _longest_prefix(text, architectures):
             return _by_name(architecture)
     raise ValueError(
-        f"{file}: neither its name nor a config.json beside it says which model it is: give --model"
-        f" NAME, a name of timm's{_nearest(file.stem)}"
+        f"{file}: neither its name nor a config.json next to it says which model it is: give"
+        f" --model NAME, a name of timm's{_nearest(file.stem)}"
     )
 
 
 def _longest_prefix(text: str, names: Iterable[str]) -> str:
-    """The longest of `names` with which `text` begins and where a word ends."""
+    """The longest of `names` that begins `text` and ends with a word."""
     return max(
         (name for name in names if re.match(re.escape(name) + r"(?![A-Za-z0-9_])", text)),
         key=len,
@@ -337,13 +156,12 @@ def _longest_prefix(text: str, names: Iterable[str]) -> str:
 
 
 def _from_timm(name: str) -> KnownModel | None:
-    """The model `name` as timm describes it; None where timm does not know it, or is not
-    installed."""
+    """The model `name` as timm describes it; None if timm does not know it or is not installed."""
     try:
         import timm
 
         settings = timm.get_pretrained_cfg(name)
-    except (ImportError, RuntimeError):  # the latter for a tag that there is not
+    except (ImportError, RuntimeError):  # RuntimeError: an unknown tag
         return None
     if settings is None:
         return None
@@ -360,8 +178,7 @@ def _timm_version() -> str:
     return f"timm {timm.__version__}"
 
 
-# What timm may say a model was made with, in our words. Classes and channels are known otherwise,
-# rates of dropout without effect here.
+# timm's arguments of a model as fields of our `model` section; None: known from elsewhere.
 _MADE_WITH = {
     "img_size": "image_size",
     "patch_size": "patch_size",
@@ -385,7 +202,7 @@ def _from_settings(
     made_with: Mapping[str, Any],
     origin: str,
 ) -> KnownModel:
-    """A model as timm's own settings describe it; `origin` says where they stand, for messages."""
+    """A model as timm's settings describe it; `origin` says where they are, for messages."""
     channels, height, width = settings.get("input_size") or (3, 224, 224)
     interpolation = settings.get("interpolation") or "bilinear"
     name = f"{architecture}.{tag}" if tag else architecture
@@ -404,13 +221,16 @@ def _from_settings(
         if ours and made_with.get(key) is not None
     }
     size = given.pop("image_size", (height, width))
-    # timm also states what an architecture has anyway; where a guest's pooling has a name of its
-    # own, it is left to timm.
+    # timm also states what an architecture has anyway. Pooling that only a timm model has is left
+    # to timm.
     if given.get("global_pool") not in (("avg",) if own_model(architecture) else ("token", "avg")):
         given.pop("global_pool", None)
     model |= given | ({"in_chans": channels} if channels != 3 else {})
     mode = settings.get("crop_mode") or "center"
     classifier = settings.get("classifier") or "head"
+    source = NO_NUMBER
+    if mode == "border":
+        source += f"; timm evaluates it with crop_mode={mode!r}, here the centre is cropped"
     return KnownModel(
         name,
         model,
@@ -420,14 +240,7 @@ def _from_settings(
         settings.get("crop_pct") or 0.875,
         interpolation,
         mode if mode == "squash" else "center",
-        source=(
-            NO_NUMBER
-            if mode != "border"
-            else (
-                f"{NO_NUMBER}; timm evaluates it with crop_mode={mode!r}, here the centre is"
-                " cropped"
-            )
-        ),
+        source=source,
         head=classifier if isinstance(classifier, str) else classifier[0],
     )
 
@@ -449,18 +262,13 @@ def _nearest(name: str) -> str:
     return f"; nearest: {', '.join(found)}" if found else f", such as {KNOWN[5].name}"
 
 
-# --- evaluating it --------------------------------------------------------------------------------
-
-
 def to_config(
     known: KnownModel, data_root: str, val_split: str = "val", num_classes: int = 1000
 ) -> dict[str, Any]:
-    """A complete config, as `config_io.to_dict` makes them, under which `known` is evaluated as it
-    was where its number comes from.
+    """A complete config (`config_io.to_dict`) that evaluates `known` as its published number was.
 
-    fp32: the rounding of bf16 moves a few of 50,000 images. Pillow's resize, with which these
-    numbers were measured: an image is then the same to the pixel. `train` is there because a config
-    has it.
+    In fp32, as the rounding of bf16 moves a few of 50,000 images; and with Pillow's resize, with
+    which these numbers were measured. `train` is only there because every config has it.
     """
     height, width = known.image_size
     size = height if height == width else [height, width]
@@ -479,27 +287,26 @@ def to_config(
     return config_io.to_dict(config_io.from_dict(values, known.name))
 
 
-def adopt(
-    trained: LoadedWeights, name: str | None, data_root: str | None, val_split: str = "val"
+def with_published_config(
+    loaded: LoadedWeights, name: str | None, data_root: str | None, val_split: str = "val"
 ) -> tuple[LoadedWeights, KnownModel]:
-    """Weights that came without a config of ours, with one: `trained` as a run of ours would have
-    left it, and the model it is.
+    """Weights of another program as if a run of ours had left them, and which model they are.
 
-    The classes are the head's rows; the published number stands for 1,000 of them only.
+    The head's rows are the classes; a published number counts for 1,000 classes only.
 
     Raises:
         ValueError: as `identify`; no data named; weights without a head.
     """
-    known = identify(trained.path, name)
+    known = identify(loaded.path, name)
     if data_root is None:
         raise ValueError(
-            f"{trained.path} is {known.name}, trained elsewhere: name the folder of shards to"
+            f"{loaded.path} is {known.name}, trained elsewhere: name the folder of shards to"
             " evaluate it on with --data ROOT"
         )
-    head = trained.weights.get(f"{known.head}.weight")
+    head = loaded.weights.get(f"{known.head}.weight")
     if head is None:
         raise ValueError(
-            f"{trained.path} has no {known.head}.weight, so no classes: as {known.name} there is"
+            f"{loaded.path} has no {known.head}.weight, so no classes: as {known.name} there is"
             " nothing to evaluate; fine-tune it first (init.checkpoint, init.reset_head), or give"
             " --model NAME if it is another model"
         )
@@ -509,23 +316,24 @@ def adopt(
             known, top1=None, top5=None, source=f"{NO_NUMBER} for {num_classes} classes"
         )
     config = to_config(known, data_root, val_split, num_classes)
-    return replace(trained, config=config, num_classes=num_classes), known
+    return replace(loaded, config=config, num_classes=num_classes), known
 
 
-def published(
+def describe_published(
     known: KnownModel, num_images: int, size: tuple[int, int], num_classes: int, head_classes: int
 ) -> str:
-    """A line to stand below a result on `num_images` images of `num_classes` classes, seen at
-    `size` (height, width).
+    """A line with the published accuracy, for below a result on `num_images` images.
 
-    head_classes: rows of the model's head. Weights of others have no names of classes, so that only
-    counts can be compared.
+    Args:
+        size: (height, width) at which the images were evaluated.
+        num_classes: classes of the data.
+        head_classes: rows of the model's head. Weights of other programs have no class names, so
+            that only counts can be compared.
     """
-    others = (
-        f"the data have {num_classes} classes, the model {head_classes}: labels are compared by"
-        " number"
-    )
-    counts = f"; {others}" if num_classes != head_classes else ""
+    counts = ""
+    if num_classes != head_classes:
+        differ = f"the data have {num_classes} classes, the model {head_classes}"
+        counts = f"; {differ}: labels are compared by number"
     if known.top1 is None or known.top5 is None:
         return f"{known.name}: {known.source}{counts}"
     right1, right5 = (round(top / 100 * VAL_IMAGES) for top in (known.top1, known.top5))

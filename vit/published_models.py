@@ -1,0 +1,175 @@
+"""Published models: settings, accuracy and file names of weights that others trained."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+Channels = tuple[float, float, float]
+IMAGENET: tuple[Channels, Channels] = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+HALF: tuple[Channels, Channels] = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+TIMM = "huggingface/pytorch-image-models@4e5207c7:results/results-imagenet.csv"
+MAE = "facebookresearch/mae@efb2a806:FINETUNE.md"
+VAL_IMAGES = 50_000
+"""Images of the ILSVRC2012 validation split, on which every published number here was measured."""
+NO_NUMBER = "no published number at hand"
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """Published weights: the model that they fit, its view of an image, and its accuracy."""
+
+    name: str
+    """timm's name with its tag, or the authors' name where timm has none."""
+    model: dict[str, Any]
+    """The config's `model` section without image size and classes; `timm/<name>` where our own
+    model computes something else."""
+    image_size: tuple[int, int]
+    """Height and width in pixels."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    """Per channel, of images scaled to [0, 1]."""
+    crop_pct: float
+    """Side of the centre crop over the shorter side of the resized image."""
+    interpolation: str = "bicubic"
+    crop_mode: str = "center"
+    """As timm's: `center`, or `squash`, which does not keep the aspect."""
+    top1: float | None = None
+    top5: float | None = None
+    """Percent of the 50,000 images of ILSVRC2012 val; None: no published number at hand."""
+    source: str = NO_NUMBER
+    """Where the two numbers are published, or why there are none."""
+    files: tuple[str, ...] = ()
+    """File names under which the authors distribute the weights."""
+    head: str = "head"
+    """Name of the layer whose weight has a row per class."""
+
+
+SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
+
+
+def own_model(architecture: str) -> dict[str, Any] | None:
+    """The `model` section under which our model computes what timm's `architecture` does, or None.
+
+    `architecture` has no tag.
+    """
+    match = re.fullmatch(
+        r"(vit|deit|deit3)_(tiny|small|medium|base|large|huge)_patch(\d+)_\d+(_miil)?", architecture
+    )
+    if match is None or (match[2] == "medium" and match[1] != "deit3"):
+        return None
+    fields: dict[str, Any] = {"name": f"vit_{SIZES.get(match[2], 's')}{match[3]}"}
+    if match[2] == "medium":
+        fields |= {"embed_dim": 512, "num_heads": 8}
+    if match[1] == "deit3":
+        fields["init_values"] = 1e-6  # any: the weights bring their own
+    if match[4]:
+        fields["qkv_bias"] = False
+    return fields
+
+
+def _row(
+    name: str,
+    channels: tuple[Channels, Channels],
+    crop_pct: float,
+    top1: float,
+    top5: float,
+    file: str = "",
+) -> KnownModel:
+    architecture = name.partition(".")[0]
+    model = own_model(architecture)
+    size = int(re.findall(r"\d+", architecture)[-1])
+    assert model is not None, name
+    files = (file,) if file else ()
+    numbers: dict[str, Any] = {"top1": top1, "top5": top5, "source": TIMM}
+    return KnownModel(name, model, (size, size), *channels, crop_pct, files=files, **numbers)
+
+
+def _mae(size: str, model: str, top1: float, top5: float) -> KnownModel:
+    # util/datasets.py there: ImageNet's mean and deviation, bicubic, 224 of 256; models_vit.py: the
+    # mean of the patches, then a norm.
+    name = f"mae_finetuned_vit_{size}"
+    section = {"name": model, "global_pool": "avg"}
+    numbers: dict[str, Any] = {"top1": top1, "top5": top5, "source": MAE}
+    files = (f"{name}.pth",)
+    return KnownModel(name, section, (224, 224), *IMAGENET, 224 / 256, files=files, **numbers)
+
+
+KNOWN: tuple[KnownModel, ...] = (
+    _row("vit_tiny_patch16_224.augreg_in21k_ft_in1k", HALF, 0.9, 75.452, 92.858),
+    _row("vit_small_patch16_224.augreg_in1k", HALF, 0.9, 78.842, 94.280),
+    _row("vit_small_patch16_224.augreg_in21k_ft_in1k", HALF, 0.9, 81.402, 96.150),
+    _row("vit_small_patch16_384.augreg_in1k", HALF, 1.0, 81.130, 95.590),
+    _row("vit_base_patch32_224.augreg_in1k", HALF, 0.9, 74.908, 91.770),
+    _row("vit_base_patch16_224.augreg_in1k", HALF, 0.9, 79.154, 94.108),
+    _row("vit_base_patch16_224.augreg_in21k_ft_in1k", HALF, 0.9, 84.534, 97.300),
+    _row("vit_base_patch16_224.augreg2_in21k_ft_in1k", HALF, 0.9, 85.108, 97.530),
+    _row("vit_base_patch16_384.augreg_in1k", HALF, 1.0, 81.102, 95.334),
+    _row(
+        "vit_base_patch16_384.orig_in21k_ft_in1k",
+        HALF,
+        1.0,
+        84.212,
+        97.210,
+        "jx_vit_base_p16_384-83fb41ba.pth",
+    ),
+    _row("vit_base_patch16_384.augreg_in21k_ft_in1k", HALF, 1.0, 86.010, 97.998),
+    _row("vit_large_patch16_224.augreg_in21k_ft_in1k", HALF, 0.9, 85.856, 97.822),
+    _row("vit_large_patch16_384.augreg_in21k_ft_in1k", HALF, 1.0, 87.096, 98.302),
+    _row(
+        "deit_tiny_patch16_224.fb_in1k",
+        IMAGENET,
+        0.9,
+        72.190,
+        91.100,
+        "deit_tiny_patch16_224-a1311bcf.pth",
+    ),
+    _row(
+        "deit_small_patch16_224.fb_in1k",
+        IMAGENET,
+        0.9,
+        79.856,
+        95.056,
+        "deit_small_patch16_224-cd65a155.pth",
+    ),
+    _row(
+        "deit_base_patch16_224.fb_in1k",
+        IMAGENET,
+        0.9,
+        81.980,
+        95.740,
+        "deit_base_patch16_224-b5f2ef4d.pth",
+    ),
+    _row(
+        "deit_base_patch16_384.fb_in1k",
+        IMAGENET,
+        1.0,
+        83.108,
+        96.376,
+        "deit_base_patch16_384-8de9b5d1.pth",
+    ),
+    _row(
+        "deit3_small_patch16_224.fb_in1k", IMAGENET, 0.9, 81.382, 95.454, "deit_3_small_224_1k.pth"
+    ),
+    _row("deit3_base_patch16_224.fb_in1k", IMAGENET, 0.9, 83.800, 96.584, "deit_3_base_224_1k.pth"),
+    _row("deit3_base_patch16_384.fb_in1k", IMAGENET, 1.0, 85.088, 97.252, "deit_3_base_384_1k.pth"),
+    _row(
+        "deit3_large_patch16_224.fb_in1k", IMAGENET, 0.9, 84.772, 97.048, "deit_3_large_224_1k.pth"
+    ),
+    _row(
+        "deit3_large_patch16_384.fb_in1k", IMAGENET, 1.0, 85.820, 97.602, "deit_3_large_384_1k.pth"
+    ),
+    _row("deit3_huge_patch14_224.fb_in1k", IMAGENET, 0.9, 85.204, 97.364, "deit_3_huge_224_1k.pth"),
+    _row(
+        "deit3_huge_patch14_224.fb_in22k_ft_in1k",
+        IMAGENET,
+        1.0,
+        87.180,
+        98.264,
+        "deit_3_huge_224_21k_v1.pth",
+    ),
+    _mae("base", "vit_b16", 83.664, 96.530),
+    _mae("large", "vit_l16", 85.952, 97.570),
+    _mae("huge", "vit_h14", 86.928, 98.088),
+)
