@@ -39,7 +39,8 @@ def make():
         time.sleep(6)
     return world.rank * 10
 
-print(f"rank {world.rank} has {world.main_first(make)} and {world.main_first(lambda: 7)}", flush=True)
+made = world.main_first(make)
+print(f"rank {world.rank} has {made} and {world.main_first(lambda: 7)}", flush=True)
 with world.fail_together():  # a save of the main rank
     make()
 leave_world(world)

@@ -154,7 +154,8 @@ def test_workers_are_forks_whatever_python_starts_by_default():
         multiprocessing.set_start_method("spawn")
         with Loader(Numbered(), 0, 4, num_workers=1) as loader:
             [worker] = multiprocessing.active_children()
-            print(open(f"/proc/{worker.pid}/cmdline").read() == open("/proc/self/cmdline").read(), len(list(loader)))
+            workers_line = open(f"/proc/{worker.pid}/cmdline").read()
+            print(workers_line == open("/proc/self/cmdline").read(), len(list(loader)))
     """
     env = {
         **environment(),

@@ -213,7 +213,7 @@ def test_a_large_data_set_starts_anywhere_in_little_memory(num_samples, aug_repe
     assert len(np.unique(ids)) == 8192 // aug_repeats
     assert ids.max() < num_samples
     assert peak < 8 * 2**20, (
-        "two windows of 1,024 in each of 64 lanes; a list of ImageNet's samples alone would be 10 MB"
+        "two windows of 1,024 in each of 64 lanes; a list of ImageNet's samples would be 10 MB"
     )
 
 

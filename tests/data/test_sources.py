@@ -264,7 +264,7 @@ def test_names_that_contradict_each_other_are_refused_where_no_others_decide(sha
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_of_weighted_sources_are_the_same_on_any_ranks_from_anywhere_and_a_sample_drawn_twice_is_augmented_twice(
+def test_batches_of_weighted_sources_are_the_same_on_any_ranks_and_repeats_differ_in_augmentation(
     shards, workers
 ):
     split = open_split(shards, "train")

@@ -146,13 +146,18 @@ def test_damaged_blocks_are_counted_and_the_others_are_fetched(web, tmp_path, sh
 
 def test_a_shard_that_is_replaced_meanwhile_is_told_and_waited_for_by_nobody(web, tmp_path):
     """Its other threads still wait for a server that is away."""
-    code = (
-        "import runpy, sys; from vit.data.storage import http, retry, cached_tars; cached_tars.BLOCK_BYTES ="
-        " 16_000; retry.NUM_REFUSALS = 1\nreal = cached_tars.CachedTars.blocks\ndef blocks(self,"
-        " shards):\n    self.versions[0] = http.Version(5, 'another')\n    return real(self,"
-        " shards)\ncached_tars.CachedTars.blocks = blocks\nrunpy.run_module('vit.data.warm',"
-        " run_name='__main__')\n"
-    )
+    code = """
+import runpy
+from vit.data.storage import cached_tars, http, retry
+cached_tars.BLOCK_BYTES = 16_000
+retry.NUM_REFUSALS = 1
+real = cached_tars.CachedTars.blocks
+def blocks(self, shards):
+    self.versions[0] = http.Version(5, "another")
+    return real(self, shards)
+cached_tars.CachedTars.blocks = blocks
+runpy.run_module("vit.data.warm", run_name="__main__")
+"""
     command = [
         sys.executable,
         "-c",
@@ -178,10 +183,13 @@ def test_a_shard_that_is_replaced_meanwhile_is_told_and_waited_for_by_nobody(web
 
 def test_several_at_once_share_the_work(web, tmp_path):
     web.delay_s = 0.1
-    code = (
-        "import sys; from vit.data import warm; from vit.data.storage import cached_tars; cached_tars.BLOCK_BYTES"
-        " = 16_000; sys.exit(warm.main(sys.argv[1:]))"
-    )
+    code = """
+import sys
+from vit.data import warm
+from vit.data.storage import cached_tars
+cached_tars.BLOCK_BYTES = 16_000
+sys.exit(warm.main(sys.argv[1:]))
+"""
     command = [
         sys.executable,
         "-c",

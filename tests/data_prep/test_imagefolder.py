@@ -301,8 +301,8 @@ def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_told(flat
     assert main([str(flat), "--out", str(out), "--workers", "1", "--num-shards", "4"]) == 2
     error = capsys.readouterr().err
     assert (
-        "error: 7 images cannot be read, more than the 5 that --max-unreadable 0.01 allows. Repair or"
-        " replace them, or" in error
+        "error: 7 images cannot be read, more than the 5 that --max-unreadable 0.01 allows."
+        " Repair or replace them, or" in error
     )
     value = re.search(r"allow more \(--max-unreadable ([\d.]+)\)", error)[1]
     assert (

@@ -1,10 +1,10 @@
 """The section "Data preparation" of docs/errors.md is true: each row is provoked with the real
 command on files of the true format.
 
-A row's first cell names its scenario. Besides text and exit status each row is checked for what was
-left behind: nothing at all for what is found before the first shard is written, else complete shards
-only; what "continues" is continued. Commands run in this process, but for those that need a signal
-or a user of their own, or that come again.
+A row's first cell names its scenario. In addition to text and exit status, what is left behind is
+checked: nothing for problems found before the first shard is written, otherwise complete shards;
+what "continues" is continued. Commands run in this process, except those that need a signal or
+another user, or that are run again.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 pixels.
 
     fake = make_fake(num_classes=10, train_per_class=5, val_per_class=2)
-    write_archives(fake, folder)          # ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz
+    # ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz
+    write_archives(fake, folder)
 
 The data's story: images are made once, then written in whatever layout is asked for. As in the
 original the kit's ids (ILSVRC2012_ID) are in another order than the WNIDs, numbers in the names

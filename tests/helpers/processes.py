@@ -146,8 +146,11 @@ def run(
     timeout_s: float = 240,
     cold: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end; stdout and stderr as text. The interpreters are warm (tests/helpers/warm_python.py),
-    torchrun's and its ranks', too; `cold`: they are started as a user's are."""
+    """Run to the end; return stdout and stderr as text.
+
+    The interpreters are warm (tests/helpers/warm_python.py), also those of torchrun and its ranks;
+    `cold`: they are started as a user's are.
+    """
     env = environment()
     python = sys.executable if cold else warm_python.python(env)
     env["PYTHON_EXEC"] = python  # torchrun's name for it

@@ -18,16 +18,25 @@ pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="only Linux tells the environment of processes"
 )
 
-SESSIONS = """
+SESSIONS = '''
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as ranks do, who save first
-sleeper = [sys.executable, "-IS", "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"]
-children = [subprocess.Popen(sleeper, start_new_session=True, stdout=subprocess.PIPE) for _ in range(3)]
+SLEEP = """
+import signal, time
+signal.signal(15, signal.SIG_IGN)
+print(flush=True)
+time.sleep(600)
+"""
+children = []
+for _ in range(3):
+    sleeper = [sys.executable, "-IS", "-c", SLEEP]
+    child = subprocess.Popen(sleeper, start_new_session=True, stdout=subprocess.PIPE)
+    children.append(child)
 for child in children:
     child.stdout.readline()
 open(sys.argv[1], "w").write(" ".join(str(child.pid) for child in children))
 time.sleep(600 if len(sys.argv) == 2 else 0)
-"""
+'''
 
 
 @pytest.fixture

@@ -424,8 +424,8 @@ def test_how_attempts_end(tmp_path):
     assert "failed Failed at step 8 of 90: OSError: disk <full>" in text
     attempts = text.partition("Attempts")[2].partition("Faults")[0]
     assert (
-        "killed 0 – 10 2 on cpu 0:00:09 50 the record ends without an `end` line; 4 steps done again by the"
-        " next attempt" in attempts
+        "killed 0 – 10 2 on cpu 0:00:09 50 the record ends without an `end` line; 4 steps"
+        " done again by the next attempt" in attempts
     )
     assert "failed 6 – 8 3 on cpu 0:00:10 – OSError: disk <full>" in attempts
     assert "one attempt 1 two attempt 2" in text
@@ -575,12 +575,17 @@ def test_a_browser_shows_it_without_overflow_and_without_complaints(finished, tm
     # is. A frame can be narrower than the narrowest window.
     measure = """<script>
     for (const details of document.querySelectorAll("details")) details.open = true;
-    const wide = [...document.querySelectorAll("body *")].filter((e) => !e.closest(".scroll, nav, svg, pre")
-        && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.tagName + "." + e.className);
+    const wide = [...document.querySelectorAll("body *")]
+        .filter((e) => !e.closest(".scroll, nav, svg, pre"))
+        .filter((e) => e.getBoundingClientRect().right > innerWidth + 1)
+        .map((e) => e.tagName + "." + e.className);
     const found = document.getElementById("search");
     found.value = "label_smoothing"; found.dispatchEvent(new Event("input"));
-    const rows = [...document.querySelectorAll("#all tr[data-words]")].filter((row) => row.getClientRects().length).length;
-    console.log("MEASURED" + JSON.stringify([innerWidth, document.documentElement.scrollWidth, wide.slice(0, 5), rows]) + "END");
+    const rows = [...document.querySelectorAll("#all tr[data-words]")]
+        .filter((row) => row.getClientRects().length).length;
+    const page_width = document.documentElement.scrollWidth;
+    const measured = JSON.stringify([innerWidth, page_width, wide.slice(0, 5), rows]);
+    console.log("MEASURED" + measured + "END");
     </script></body>"""
     copy = tmp_path / "copy.html"
     copy.write_text(

@@ -297,7 +297,8 @@ def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
 import resource, sys
 from vit.system.host import raise_open_files
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))
-print(raise_open_files(50), raise_open_files(150), resource.getrlimit(resource.RLIMIT_NOFILE)[0], raise_open_files(1000))
+print(raise_open_files(50), raise_open_files(150), end=" ")
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], raise_open_files(1000))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True

@@ -60,8 +60,9 @@ SlurmdTimeout=20
 KillWait=20
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs=16 RealMemory=1000 Gres=gpu:4 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs=16 RealMemory=1000 Gres=gpu:4 State=UNKNOWN
+NodeName=DEFAULT CPUs=16 RealMemory=1000 Gres=gpu:4 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port}
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port}
 PartitionName=main Nodes=n1,n2 Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=0
 PartitionName=grace Nodes=n1,n2 PriorityTier=1 PreemptMode=REQUEUE GraceTime=30
 PartitionName=urgent Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF

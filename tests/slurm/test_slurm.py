@@ -102,7 +102,7 @@ def test_evaluation_on_two_nodes_counts_what_one_process_counts(cluster, finishe
     assert there == [json.loads(here.stdout)]
 
 
-def test_signalled_before_the_time_limit_it_saves_and_is_queued_again_and_ends_as_if_nothing_had_been(
+def test_signalled_before_the_time_limit_it_saves_is_queued_again_and_ends_as_if_nothing_had_been(
     cluster, shards, tmp_path, whole
 ):
     job = submit_training(cluster, tmp_path, shards)

@@ -43,8 +43,13 @@ SHIM = r"""
 #include <time.h>
 #include <unistd.h>
 
-/* pread of *.tar as a file server gives it that is away for FAIL_S seconds from the first read on, or whose handles have gone stale. */
-static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + t.tv_nsec * 1e-9; }
+/* pread of *.tar as from a file server that is away for FAIL_S seconds from the first read on, or
+ * whose handles have gone stale. */
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
 
 static int is_shard(int fd) {
     char link[64], path[4096];
@@ -59,14 +64,26 @@ static ssize_t read_at(const char *name, int fd, void *to, size_t size, off_t at
     ssize_t (*real)(int, void *, size_t, off_t) = dlsym(RTLD_NEXT, name);
     if (is_shard(fd)) {
         if (!began) began = now();
-        if (getenv("FAIL_S") && now() - began < atof(getenv("FAIL_S"))) { errno = atoi(getenv("FAIL_ERRNO")); return -1; }
+        if (getenv("FAIL_S") && now() - began < atof(getenv("FAIL_S"))) {
+            errno = atoi(getenv("FAIL_ERRNO"));
+            return -1;
+        }
         const char *after = getenv("STALE_AFTER");
-        if (after && fd < 4096 && atomic_fetch_add(&stale[fd], 1) == atoi(after)) { errno = ESTALE; return -1; }
+        if (after && fd < 4096 && atomic_fetch_add(&stale[fd], 1) == atoi(after)) {
+            errno = ESTALE;
+            return -1;
+        }
     }
     return real(fd, to, size, at);
 }
-ssize_t pread(int fd, void *to, size_t size, off_t at) { return read_at("pread", fd, to, size, at); }
-ssize_t pread64(int fd, void *to, size_t size, off_t at) { return read_at("pread64", fd, to, size, at); }
+
+ssize_t pread(int fd, void *to, size_t size, off_t at) {
+    return read_at("pread", fd, to, size, at);
+}
+
+ssize_t pread64(int fd, void *to, size_t size, off_t at) {
+    return read_at("pread64", fd, to, size, at);
+}
 """
 
 
@@ -132,7 +149,8 @@ def test_a_handle_that_went_stale_is_opened_anew(shim, shards):
     """At once, without a pause, and the descriptors stay as many."""
     code = textwrap.dedent(READ_ALL) + textwrap.dedent("""
         import os, pathlib
-        print(sum(os.path.realpath(link).endswith(".tar") for link in pathlib.Path("/proc/self/fd").iterdir()))
+        links = pathlib.Path("/proc/self/fd").iterdir()
+        print(sum(os.path.realpath(link).endswith(".tar") for link in links))
     """)
     good = run(code, shim, shards, 10).stdout.split()
     done = run(code, shim, shards, 10, STALE_AFTER=7)

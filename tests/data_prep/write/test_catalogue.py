@@ -180,7 +180,8 @@ from pathlib import Path
 from data_prep.write.catalogue import *
 def fill(builder):
     builder.classes(["a"])
-    builder.add("train", builder.file({str(archive)!r}), [f"{{n}}.jpg" for n in range(50)], 0, range(50), [1] * 50)
+    names = [f"{{n}}.jpg" for n in range(50)]
+    builder.add("train", builder.file({str(archive)!r}), names, 0, range(50), [1] * 50)
 source = Source("test", {{}}, fill, read_range, [Path({str(archive)!r})])
 for round in range(30):
     found = open_catalogue(source, Path({str(tmp_path)!r}) / f"root{{round}}", 0)
