@@ -1,9 +1,8 @@
-"""Ends a command with one line where Python or torch is too old or nothing is installed; every
-command of launch/ imports it first.
+"""Exit with one line if Python or torch is too old, or a package is not installed.
 
-Later it would be too late: an import fails at whatever an old release lacks. So this file needs
-nothing of ours and nothing that is newer than Python 3.7. The numbers are those of pyproject.toml
-(tested). Ranks that torchrun started say it once.
+Every command of launch/ imports this first: later imports would fail at whatever an old release
+lacks. So this file needs nothing of this project, and nothing newer than Python 3.7. The versions
+are those of pyproject.toml, which a test compares. Of several ranks only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ import time
 
 PYTHON = (3, 11)
 TORCH = (2, 11)
-OTHER_RANKS_WAIT_S = 3  # torchrun ends all at the first exit, and rank 0 is to speak before
+OTHER_RANKS_WAIT_S = 3  # torchrun ends all ranks at the first exit: rank 0 must print before
 
 
 def _refuse(problem: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print("error: " + problem, file=sys.stderr)
-        if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends its report with it
+        if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the end of torchrun's own report
             extra = {"py_callstack": "error: " + problem, "timestamp": str(int(time.time()))}
             with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
                 json.dump({"message": {"message": problem, "extraInfo": extra}}, file)

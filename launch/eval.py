@@ -98,11 +98,7 @@ def main() -> World:
     return world
 
 
-def read_command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the flags, with the run or file in `checkpoint` and the settings in `overrides`.
-
-    Raises ValueError for mistakes.
-    """
+def _create_parser() -> Parser:
     parser = Parser("python launch/eval.py", __doc__, setting_for)
     parser.add_argument(
         "--checkpoint",
@@ -165,7 +161,17 @@ def read_command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="RUN_OR_FILE | section.key=value",
         help="with --finetune: settings that override its file",
     )
+    return parser
+
+
+def read_command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the flags, with the run or file in `checkpoint` and the settings in `overrides`.
+
+    Raises ValueError for mistakes.
+    """
+    parser = _create_parser()
     args = parser.parse_intermixed_args(words)
+    # A file whose name has a "=" is not a setting.
     paths = [word for word in args.words if "=" not in word or Path(word).exists()]
     args.overrides = [word for word in args.words if word not in paths]
     if args.checkpoint:

@@ -177,13 +177,8 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         signals.remember_only()
     except BaseException as error:
         signals.restore()
-        # Slurm's script decides by the mark whether to go on, also with a run that is still new.
-        was_preempted = isinstance(error, Interrupted) and error.number == signal.SIGTERM
-        if isinstance(error, Interrupted) and (lock.is_held or (is_new and was_preempted)):
-            with suppress(OSError, CheckpointError):  # the signal is what to report
-                folder.mkdir(parents=True, exist_ok=True)
-                newest = checkpoints.newest_checkpoint(folder)
-                mark_stopped(folder, newest[1]["step"] if newest else 0, error.number.name)
+        if isinstance(error, Interrupted):
+            _mark_interrupted(folder, error.number, lock, is_new)
         raise
     return Run(
         config=config,
@@ -199,8 +194,21 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     )
 
 
+def _mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_new: bool) -> None:
+    """Mark the run as stopped, as if it had just been saved, if it is this process's to mark."""
+    # Slurm's script decides by the mark whether to queue the job again, also for a run that has no
+    # folder yet and was preempted (SIGTERM). Ctrl-C on such a run leaves nothing behind.
+    if not lock.is_held and not (is_new and number == signal.SIGTERM):
+        return
+    with suppress(OSError, CheckpointError):  # the signal is what to report
+        folder.mkdir(parents=True, exist_ok=True)
+        newest = checkpoints.newest_checkpoint(folder)
+        mark_stopped(folder, newest[1]["step"] if newest else 0, number.name)
+
+
 def _open_data(config: Config, world: World) -> RunData:
     """Open the data, derive the plan, and check the host against both."""
+    # The main rank opens first: it may have to make an index, which the others then read.
     val_split = open_split(config.data, config.data.val_split, world)
     train_set = open_train_set(config.data, val_split, world, config.model.num_classes)
     split = train_set.split
@@ -229,6 +237,7 @@ def _open_data(config: Config, world: World) -> RunData:
             world_size=world.size,
         )
         checked = preflight(config, world, plan, batches, val_batches)
+    # What a resumed run must find unchanged. `check_same` compares across hosts, too.
     facts = {
         "num_samples": split.num_samples,
         "index_sha256": world.check_same(split.identity, "training data"),

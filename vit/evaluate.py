@@ -77,6 +77,7 @@ class Evaluator:
         predictions = {
             name: torch.zeros(num_samples, dtype=torch.int64, device=device) for name in models
         }
+        # `eval()` switches off dropout and drop path, and freezes the statistics of batch norms.
         was_training = {name: model.training for name, model in models.items()}
         for model in models.values():
             model.eval()
@@ -95,10 +96,12 @@ class Evaluator:
                 # a compiled model would otherwise be compiled for again.
                 filled = batches.num_filled(position)
                 ids = batch.ids[:filled].to(device, non_blocking=True)
+                # Once for all models: the images are the same for the weights and their average.
                 inputs = self.augment.normalize(batch.images)
                 for name, model in models.items():
                     with autocast(self.precision, device):
                         logits = model(inputs)
+                    # Stays on the device: reading it here would wait for each batch.
                     counters[name].add(logits, batch.labels, batch.weights)
                     # Indexed by sample and not appended, so that the order does not depend on the
                     # number of ranks or on the batch size.

@@ -52,6 +52,8 @@ def evaluate_weights(loaded: LoadedWeights, config: Config, world: World, out: T
     """
     assert loaded.num_classes is not None, "it came with its config"
     split = open_split(config.data, config.data.val_split, world)
+    # A label beyond the head has no logit. Fewer classes are fine if they are the first of the same
+    # classes; `class_mismatch` below compares the names.
     with world.fail_together():
         if split.num_classes > loaded.num_classes:
             raise ValueError(

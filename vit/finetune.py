@@ -69,7 +69,7 @@ def finetune(
                 print(json.dumps({"stopped": True, "run": tuned.run.dir}))
         return
 
-    world.barrier()  # the main rank may still be drawing its report
+    world.barrier()  # the main rank writes the weights, and may still be drawing its report
     after = evaluate_weights(read_weights(tuned.run.dir), tuned, world, out)
     if not world.is_main:
         return

@@ -75,6 +75,7 @@ def train(run: Run) -> str:
                 monitor.pause()
             if evaluation_due and not monitor.stop:
                 evaluate(run, monitor)  # sets `monitor.stop` if a signal interrupts it
+            # Before the save: a checkpoint should not follow rows that were not the planned ones.
             if is_epoch_end or monitor.stop:
                 order_check.compare(step)
             if save_due or monitor.stop:
@@ -85,6 +86,8 @@ def train(run: Run) -> str:
 
             batch = next(loader)
             if step == first_step:
+                # DDP settles its buckets, which a resumed run must do as the run did at its start.
+                # The wait for the first batch is the start of the process, not training.
                 run.train_step.fix_bucket_layout(batch)
                 monitor.start_clock()
             # Forward, backward, update: vit/step.py. That a signal came travels with the sums that
