@@ -1,23 +1,21 @@
-"""The one door for encoded images: bytes in, uint8 pixels out, for training, evaluation,
-preparation, index and card. Free of torch.
+"""Decode images for all callers: encoded bytes in, uint8 pixels out.
 
-The data's story: an ordinary JPEG (8 bits, grey or colour) goes to libjpeg-turbo, which is asked
-for a window only where it can be: by the optional C decoder (`vit.data.decode.native`), else the
-window is cut out of the bytes (`vit.data.decode.jpeg_cut`) as a smaller JPEG for simplejpeg, else
-the whole is decoded. What simplejpeg, which is strict, refuses, and all that is no ordinary JPEG,
-goes to Pillow, which is told which formats it may try: none of them is a program (EPS is one), and
-nothing else is looked for. The pixels are the same on each of these ways.
+An ordinary JPEG (8 bits, grey or colour) goes to libjpeg-turbo, which decodes only a window where
+possible: by the optional C decoder (`vit.data.decode.native`), else the window is cut out of the
+bytes as a smaller JPEG (`vit.data.decode.jpeg_cut`) for simplejpeg, else simplejpeg decodes the
+entire image. What simplejpeg refuses, and all other images, go to Pillow, with a list of allowed
+formats: none of them is a program, as EPS is. All ways give the same pixels.
 
-Colours become what `Image.convert("RGB")` makes of them, as torchvision and timm see them:
-transparency is dropped, not blended, palettes are looked up, CMYK is taken as Adobe writes it,
-profiles are ignored. Where clipping would ruin the image it is another: 16-bit greys are scaled to
-8 bits (of 16-bit colours Pillow reads the upper 8), and integers of 32 bits and floats, whose range
-nobody knows, are refused. Of an animation the first frame counts. EXIF orientation is ignored, as
-in every published number; TIFFs are turned by Pillow itself.
+Colours are those of `Image.convert("RGB")`, as in torchvision and timm: transparency is dropped
+without blending, palettes are looked up, CMYK is read as Adobe writes it, profiles are ignored.
+There are two exceptions where clipping would ruin the image. 16-bit greys are scaled to 8 bits (of
+16-bit colours Pillow reads the upper 8), and 32-bit integers and floats, whose range is unknown,
+are refused. Of an animation the first frame is used. EXIF orientation is ignored, as in all
+published results; Pillow itself turns TIFFs.
 
-What a header promises is compared with `MAX_PIXELS` before memory is asked for. Beyond what
-Pillow's decoder holds (1 to 4 bytes a pixel) only the pixels asked for are made, so the largest
-image takes some 0.7 GB and its window.
+The size in a header is compared with `MAX_PIXELS` before memory is allocated. In addition to what
+Pillow's decoder takes (1 to 4 bytes per pixel) only the requested pixels are allocated, so the
+largest image takes some 0.7 GB and its window.
 """
 
 from __future__ import annotations
@@ -40,33 +38,31 @@ from vit.data.decode.jpeg_header import MAX_PIXELS, JpegHeader, read_header
 Pixels = NDArray[np.uint8]
 """(H, W, channels)."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
-"""What Pillow may take the bytes for; its names. JPEG includes MPO, a JPEG with further ones behind
-it."""
+"""Formats that Pillow may try, by its names. JPEG includes MPO, a JPEG followed by others."""
 MAX_JPEG_SIDE = 65_500
-"""Pixels; libjpeg's limit, in both directions."""
+"""libjpeg's limit of width and height."""
 STRIP_PIXELS = 1 << 20
-"""As many are converted at a time: copies of a large image would be larger than itself."""
-LAST_LINE = np.random.default_rng(0).integers(0, 256, 3 * MAX_JPEG_SIDE, np.uint8)
-"""What no decoder writes; see `_decode_cut`."""
+"""Converted at a time: a converted copy of a large image would be larger than itself."""
+UNWRITTEN = np.random.default_rng(0).integers(0, 256, 3 * MAX_JPEG_SIDE, np.uint8)
+"""Random pixels that no decoder writes; see `_decode_cut`."""
 
 
 def decoder_name() -> str:
-    """What decodes plain JPEGs here, for the record: native (the package's C part) or
-    simplejpeg."""
+    """Return what decodes ordinary JPEGs here: native (the package's C part) or simplejpeg."""
     return "native" if native.AVAILABLE else "simplejpeg"
 
 
-# --- what is an image -----------------------------------------------------------------------------
+# ---- what is an image ----------------------------------------------------------------------------
 
 
 def read_image_size(data: bytes) -> tuple[int, int]:
-    """(width, height) in pixels as stored, from the headers. Raises ValueError with the reason for
-    what is no image, or is beyond a limit.
+    """Return (width, height) in pixels as stored, from the headers.
 
-    `data` may end anywhere behind the headers.
+    `data` may end anywhere after the headers. Raises ValueError with the reason if it is not an
+    image, or is beyond a limit.
     """
     try:
-        header = read_header(data)  # an eighth of Pillow's time
+        header = read_header(data)  # takes an eighth of Pillow's time
     except ValueError:  # another format, or strange bytes between the headers
         return open_image(data).size
     check_jpeg(header)
@@ -74,7 +70,7 @@ def read_image_size(data: bytes) -> tuple[int, int]:
 
 
 def check_jpeg(header: JpegHeader) -> None:
-    """Raise ValueError for a JPEG that no decoder here takes, whatever its data are."""
+    """Raise ValueError for a JPEG that no decoder here accepts."""
     if header.precision != 8 or header.num_components not in (1, 3, 4):
         raise ValueError(
             f"a JPEG of {header.precision} bits and {header.num_components} components; expected 8"
@@ -91,11 +87,10 @@ def _check_size(width: int, height: int, is_jpeg: bool) -> None:
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Pillow's image of `data`, of one of FORMATS, whose headers only have been read: `pixels_of`
-    decodes it.
+    """Return Pillow's image of `data`, in one of FORMATS, with its headers read only.
 
-    Raises ValueError with the reason for what is no image, is beyond a limit, or has pixels of no
-    known range.
+    Raises ValueError with the reason if it is not an image, is beyond a limit, or has pixels of an
+    unknown range.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -103,8 +98,7 @@ def open_image(data: bytes) -> Image.Image:
             tile = _tile_size(image)
     except Image.DecompressionBombError:
         raise ValueError(f"more than {MAX_PIXELS} pixels") from None
-    except Exception as error:
-        # each of Pillow's plugins has its own: OSError, SyntaxError, RuntimeError, TypeError, ...
+    except Exception as error:  # each of Pillow's plugins raises its own
         raise ValueError(_why_not(data, error)) from None
     _check_size(*image.size, is_jpeg=_is_jpeg(image))
     _check_size(*tile, is_jpeg=False)
@@ -117,24 +111,22 @@ def open_image(data: bytes) -> Image.Image:
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """FORMATS that this Pillow has."""
+    """The FORMATS that this Pillow has."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def _tile_size(image: Image.Image) -> tuple[int, int]:
-    """Width and height of a TIFF's tiles, for one of which libtiff asks for memory, however small
-    the image is."""
+    """(width, height) of a TIFF's tiles: libtiff allocates one, however small the image is."""
     if not isinstance(image, TiffImagePlugin.TiffImageFile):
         return 0, 0
-    width, height = (
-        int(image.tag_v2.get(tag, 0))
-        for tag in (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH)
-    )
-    return width, height
+    width = image.tag_v2.get(TiffImagePlugin.TILEWIDTH, 0)
+    height = image.tag_v2.get(TiffImagePlugin.TILELENGTH, 0)
+    return int(width), int(height)
 
 
 def _why_not(data: bytes, error: Exception) -> str:
+    """Return why `data` is not an image."""
     if not data:
         return "0 bytes"
     if data.startswith(b"\xff\xd8"):
@@ -157,41 +149,43 @@ def _is_16_bit(image: Image.Image) -> bool:
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PPM", "PNG"))
 
 
+# ---- decoding by Pillow --------------------------------------------------------------------------
+
+
 def to_mode(image: Image.Image, mode: str) -> Image.Image:
-    """`open_image`'s image, decoded, as RGB or L (grey). Raises ValueError with the reason if it
-    cannot be decoded."""
+    """Decode `open_image`'s image and convert it to RGB or L (grey). Raises ValueError."""
     with _reasons():
         _load(image, mode)
         return _converted(image, mode, _is_16_bit(image))
 
 
 def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) -> Pixels:
-    """The pixels of `open_image`'s image, or of its part `box`: (H, W, channels) uint8, 1 (grey) or
-    3 (RGB). Raises as `to_mode`."""
+    """Decode `open_image`'s image, or its part `box`: (H, W, channels) uint8, 1 (grey) or 3 (RGB).
+
+    Raises ValueError with the reason if it cannot be decoded.
+    """
     mode = "RGB" if channels == 3 else "L"
     left, top, width, height = box or (0, 0, *image.size)
+    num_lines = max(STRIP_PIXELS // width, 1)
     with _reasons():
         _load(image, mode)
         pixels = np.empty((height, width, channels), np.uint8)
-        num_lines = max(STRIP_PIXELS // width, 1)
         for line in range(0, height, num_lines):
-            strip = image.crop(
-                (left, top + line, left + width, top + min(line + num_lines, height))
-            )
-            pixels[line : line + num_lines] = np.asarray(
-                _converted(strip, mode, _is_16_bit(image))
-            ).reshape(-1, width, channels)
+            stop = min(line + num_lines, height)
+            strip = image.crop((left, top + line, left + width, top + stop))
+            converted = np.asarray(_converted(strip, mode, _is_16_bit(image)))
+            pixels[line:stop] = converted.reshape(-1, width, channels)
     return pixels
 
 
 @contextmanager
 def _reasons() -> Iterator[None]:
-    """Whatever Pillow raises becomes ValueError with the reason; its warnings are passed over."""
+    """Turn all errors of Pillow into ValueError with the reason, and ignore its warnings."""
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     except Exception as error:
-        # each of Pillow's plugins has its own: OSError, SyntaxError, RuntimeError, TypeError, ...
+        # Each of Pillow's plugins has its own: OSError, SyntaxError, RuntimeError, TypeError, ...
         raise ValueError(str(error) or type(error).__name__) from None
 
 
@@ -205,7 +199,7 @@ def _load(image: Image.Image, mode: str) -> None:
             f"it has {image.size[0]} x {image.size[1]} pixels, where its headers say {size[0]} x"
             f" {size[1]}"
         )
-    # is dropped; Pillow would look for a colour that stands for it
+    # Transparency is dropped; otherwise Pillow would look for a colour that stands for it.
     image.info.pop("transparency", None)
 
 
@@ -216,12 +210,14 @@ def _converted(image: Image.Image, mode: str, is_16_bit: bool) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)
 
 
-# --- bytes to pixels ------------------------------------------------------------------------------
+# ---- bytes to pixels -----------------------------------------------------------------------------
 
 
 def decode(data: bytes, channels: int = 3) -> Pixels:
-    """The whole image as (H, W, channels) uint8; channels is 1 (grey) or 3 (RGB). Raises ValueError
-    if it cannot be decoded."""
+    """Decode the entire image to (H, W, channels) uint8; channels: 1 (grey) or 3 (RGB).
+
+    Raises ValueError.
+    """
     header = _ordinary_jpeg(data)
     problem = None
     if header is not None:
@@ -240,14 +236,14 @@ def decode_jpeg(
     into: Pixels | None = None,
     strict: bool = True,
 ) -> Pixels:
-    """An ordinary JPEG of `size` = (width, height), each side divided by `reduce` (1, 2, 4, 8;
-    rounded up), by simplejpeg.
+    """Decode an ordinary JPEG of `size` = (width, height) by simplejpeg.
 
-    Raises ValueError for any damage, not `strict` for such only as no decoder can do with.
+    reduce: divide each side by 1, 2, 4 or 8, rounded up. into: an array for the pixels.
+    strict: refuse any damage, instead of only such as no decoder can handle.
+    Raises ValueError.
     """
     colorspace = "RGB" if channels == 3 else "GRAY"
-    # The smallest of libjpeg's sizes, n/8 of the image, that has the pixels asked for is the one
-    # that is meant.
+    # libjpeg offers sizes of n/8 of the image; the smallest with this many pixels is the one meant.
     least = -(-size[1] // reduce), -(-size[0] // reduce)
     return simplejpeg.decode_jpeg(data, colorspace, False, False, *least, reduce, into, strict)
 
@@ -261,15 +257,15 @@ def decode_box(
     stored_size: tuple[int, int] | None = None,
     place: Pixels | None = None,
 ) -> tuple[Pixels, int]:
-    """The part `box` of an image as (H, W, channels) uint8, and the reduction that it has: `reduce`
-    (2, 4 or 8), if it is a JPEG, else 1.
+    """Decode the part `box` of an image.
 
-    Without reduction these are the pixels of `decode`; with it, borders lie on the next whole pixel
-    outside. They may lie in `place`, which has their shape, or elsewhere. Damage outside of the box
-    may go unnoticed.
+    Returns (H, W, channels) uint8 and the reduction of each side: `reduce` (2, 4 or 8) for a JPEG,
+    else 1. Without reduction these are the pixels of `decode`; with it, borders are at the next
+    reduced pixel outside. Damage outside of the box may go unnoticed.
 
-    Raises: ValueError: the image cannot be decoded, is not of `stored_size` = (width, height), or
-        the box is not inside of it.
+    stored_size: (width, height) that the image must have. place: an array of the right shape that
+        may be used for the pixels.
+    Raises ValueError if the image cannot be decoded, has another size, or does not contain the box.
     """
     if reduce == 1 and native.AVAILABLE:
         window = native.decode_window(data, box, channels, stored_size=stored_size, out=place)
@@ -281,37 +277,43 @@ def decode_box(
     _check_box(box, header.size, stored_size)
     left, top, width, height = box
     cut = cut_window(data, header, box, margin=reduce)
-    part = None if cut is None else _decode_cut(cut, channels, reduce)
-    if cut is not None and part is not None:
-        return part[span(top, height, cut.top, reduce), span(left, width, cut.left, reduce)], reduce
+    if cut is not None:
+        part = _decode_cut(cut, channels, reduce)
+        if part is not None:
+            rows = span(top, height, cut.top, reduce)
+            return part[rows, span(left, width, cut.left, reduce)], reduce
     try:
-        whole = decode_jpeg(data, header.size, channels, reduce)
+        pixels = decode_jpeg(data, header.size, channels, reduce)
     except ValueError as problem:
         return _by_pillow(data, channels, problem, box, stored_size), 1
-    return whole[span(top, height, 0, reduce), span(left, width, 0, reduce)], reduce
+    return pixels[span(top, height, 0, reduce), span(left, width, 0, reduce)], reduce
 
 
 def span(start: int, length: int, origin: int, reduce: int) -> slice:
-    """Pixels [start, start + length) of the original, in an image reduced to 1/`reduce` that begins
-    at `origin`."""
-    return slice(
-        start // reduce - origin // reduce, -(-(start + length) // reduce) - origin // reduce
-    )
+    """Return where pixels [start, start + length) are in a reduced image that begins at `origin`.
+
+    start, length, origin: in pixels of the original.
+    """
+    first = start // reduce
+    stop = -(-(start + length) // reduce)
+    return slice(first - origin // reduce, stop - origin // reduce)
 
 
 def _ordinary_jpeg(data: bytes) -> JpegHeader | None:
-    """The header of a JPEG for simplejpeg; None for what is Pillow's. Raises ValueError for a JPEG
-    that neither of them takes."""
+    """Return the header of a JPEG for simplejpeg, None for what Pillow decodes.
+
+    Raises ValueError for a JPEG that neither of them accepts.
+    """
     try:
         header = read_header(data)
     except ValueError:
-        # no JPEG, or one with strange bytes between its headers, which libjpeg passes over
+        # Not a JPEG, or one with strange bytes between its headers, which libjpeg skips.
         return None
     try:
         check_jpeg(header)
     except ValueError as error:
         raise undecodable(data, error) from None
-    return None if header.num_components == 4 else header  # simplejpeg rounds CMYK in its own way
+    return None if header.num_components == 4 else header  # simplejpeg rounds CMYK differently
 
 
 def _by_pillow(
@@ -321,15 +323,16 @@ def _by_pillow(
     box: Window | None = None,
     stored_size: tuple[int, int] | None = None,
 ) -> Pixels:
-    """The image, or the part `box` of it, by Pillow. `problem`: why simplejpeg did not take it,
-    which is told if Pillow does not either."""
+    """Decode the image, or its part `box`, by Pillow.
+
+    problem: why simplejpeg has refused it; reported if Pillow refuses it, too.
+    """
     try:
         image = open_image(data)
-        if box is None:
-            return pixels_of(image, channels)
     except ValueError as error:
         raise undecodable(data, problem or error) from None
-    _check_box(box, image.size, stored_size)
+    if box is not None:
+        _check_box(box, image.size, stored_size)
     try:
         return pixels_of(image, channels, box)
     except ValueError as error:
@@ -337,24 +340,21 @@ def _by_pillow(
 
 
 def undecodable(data: bytes, reason: ValueError) -> ValueError:
-    """What all decoding raises."""
+    """Return the error of all decoding."""
     return ValueError(f"cannot decode {len(data)} bytes: {reason}")
 
 
 def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] | None) -> None:
-    """Raise ValueError if an image of `actual` = (width, height) is another than `expected`, or has
-    no such part."""
+    """Raise ValueError if `actual` = (width, height) is not `expected`, or has no such part."""
     left, top, width, height = box
-    if expected not in (None, actual):
-        given, said = ("{} x {}".format(*size) for size in (actual, expected))
-        remedy = "the index is of other images; delete the split's .index.npy, which is made again"
-        raise ValueError(f"it has {given} pixels, the index says {said}: {remedy}")
-    if (
-        min(left, top) < 0
-        or min(width, height) < 1
-        or left + width > actual[0]
-        or top + height > actual[1]
-    ):
+    if expected is not None and expected != actual:
+        raise ValueError(
+            f"it has {actual[0]} x {actual[1]} pixels, the index says {expected[0]} x"
+            f" {expected[1]}: the index is of other images; delete the split's .index.npy, which is"
+            " made again"
+        )
+    is_inside = left >= 0 and top >= 0 and left + width <= actual[0] and top + height <= actual[1]
+    if not is_inside or min(width, height) < 1:
         raise ValueError(
             f"{width} x {height} pixels at ({left}, {top}) are not inside of an image of"
             f" {actual[0]} x {actual[1]}"
@@ -362,19 +362,18 @@ def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] |
 
 
 def _decode_cut(cut: Cut, channels: int, reduce: int) -> Pixels | None:
-    """The pixels of a cut, or None if anything is wrong with it."""
+    """Return the pixels of a cut, None if anything is wrong with it."""
     size = cut.width, cut.height
-    # then several of libjpeg's sizes have the same pixels, see `decode_jpeg`
     if reduce > 1 and max(size) < 8:
-        return None
+        return None  # several of libjpeg's sizes have as many pixels, see `decode_jpeg`
     try:
         if not cut.has_rest:
             return decode_jpeg(cut.data, size, channels, reduce)
-        # libjpeg warns of the codes behind the last line, and simplejpeg does not tell warnings
-        # apart: so none is an error here, and damage looks as Pillow shows it. After an error
-        # libjpeg writes no further lines: those before are right if the last one was written.
+        # libjpeg warns of the codes after the last line, and simplejpeg reports all warnings alike.
+        # So none is an error here, and damage looks as in Pillow. After an error libjpeg writes no
+        # more lines: all are right if the last one was written.
         pixels = np.empty((-(-cut.height // reduce), -(-cut.width // reduce), channels), np.uint8)
-        unwritten = LAST_LINE[: pixels[-1].size].reshape(pixels[-1].shape)
+        unwritten = UNWRITTEN[: pixels[-1].size].reshape(pixels[-1].shape)
         pixels[-1] = unwritten
         decode_jpeg(cut.data, size, channels, reduce, pixels, strict=False)
         return None if np.array_equal(pixels[-1], unwritten) else pixels

@@ -1,26 +1,24 @@
-"""A small JPEG cut out of a large one, as bytes: what a decoder need not see, it need not decode.
-Free of torch.
+"""A small JPEG cut out of a large one, as bytes, so that a decoder skips the rest.
 
-The data's story: a baseline JPEG is a row of blocks (MCUs), line by line, in one stream of codes
-that only a decoder can find its way through. Restart markers, bytes 0xFF 0xD0 to 0xFF 0xD7 in turn,
-cut the stream into segments that do not depend on each other. Where they stand at a divisor or a
-multiple of a line, the image is a grid of tiles. The tiles under the window, with the marker
-numbers counted anew and the size in the header changed, are a JPEG again, whose pixels are the very
-pixels of the original:
+A baseline JPEG is a grid of blocks (MCUs), line by line, in one stream of codes that can only be
+read from the beginning. Restart markers, bytes 0xFF 0xD0 to 0xFF 0xD7 in turn, cut the stream into
+independent segments. If their interval divides a line, or is a multiple of it, the image is a grid
+of tiles. The tiles under the window, with the markers renumbered and the size in the header
+changed, are a JPEG again, with exactly the pixels of the original:
 
     +----+----+----+----+
-    |    |    |    |    |        file:  head 0 D0 1 D1 2 D2 3 D3 4 D4 5 D5 6 D6 7 D7 8 D0 9 D1 10 D2 11 EOI
+    |    |    |    |    |   file:  head 0 D0 1 D1 2 D2 3 D3 4 D4 5 D5 6 D6 7 D7 8 D0 9 ... 11 EOI
     +----+----+----+----+
-    |    | .....|..|    |        cut:   head' 5 D0 6 D1 9 D2 10 EOI
+    |    | .....|..|    |   cut:   head' 5 D0 6 D1 9 D2 10 EOI
     +----+-:--+--:-+----+
     |    | :..|..: |    |
     +----+----+----+----+
 
-Without restart markers the lines below the window can be left away: the header gets the smaller
-height, and the decoder stops there.
+Without restart markers the lines below the window are skipped: the header gets a smaller height,
+and the decoder stops there.
 
 Source: ITU-T T.81, annexes B and E.1.4; the margin is libjpeg-turbo's "fancy" upsampling of colour
-(jdsample.c), which looks one colour sample to each side.
+(jdsample.c), which uses one colour sample to each side.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ Window = tuple[int, int, int, int]
 """left, top, width, height in pixels of the original image."""
 EOI = b"\xff\xd9"
 MAX_SHARE = 0.95
-"""A cut that keeps more of the image than this costs more than it saves: finding the markers takes
-a 25th of decoding the whole."""
+"""A cut with more of the image than this costs more than it saves: finding the markers takes a 25th
+of decoding the entire image."""
 
 
 class Cut(NamedTuple):
@@ -51,30 +49,23 @@ class Cut(NamedTuple):
     height: int
     """The part, in pixels of the original."""
     has_rest: bool
-    """Codes of more lines follow those that are shown. libjpeg, when the pixels are done, complains
-    of "extraneous bytes"."""
+    """The codes of further lines follow, of which libjpeg warns as "extraneous bytes"."""
 
 
 def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1) -> Cut | None:
-    """The part of a JPEG with `header` that a decoder needs for `window`, which lies inside the
-    image; None where nothing can be saved.
+    """Cut the part of a JPEG that a decoder needs for `window`, which is inside the image.
 
-    Decoded, the pixels of the window are those of the whole image's decoding. `margin`: pixels
-    beyond the window that its pixels depend on by the upsampling of colour; n where the decoder
-    reduces the image to 1/n.
+    margin: pixels around the window that its pixels depend on, by the upsampling of colour; n if
+        the decoder reduces the image to 1/n.
 
-    None for progressive and arithmetic coding, several scans, files that do not end with EOI (cut
-    off, or with something behind the image) and restart markers that are not where the header has
-    them: whole decoding will say what is wrong with those, if anything is.
+    Returns None if nothing can be saved, and for progressive and arithmetic coding, several scans,
+    files that do not end with EOI (cut off, or with something after the image), and restart markers
+    at other places than the header says: decoding the entire image will report what is wrong.
     """
     left, top, width, height = window
     mcu_width, mcu_height = header.mcu_size
-    if (
-        header.process > 1
-        or header.precision != 8
-        or header.num_components not in (1, 3)
-        or not header.is_one_scan
-    ):
+    is_sequential = header.process <= 1 and header.precision == 8 and header.is_one_scan
+    if not is_sequential or header.num_components not in (1, 3):
         return None
     if 0 in header.mcu_size or not data.endswith(EOI):
         return None
@@ -102,17 +93,17 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     stop_row = -(-bottom // tile_height)
     cut_width = min(stop_column * tile_width, header.width) - first_column * tile_width
     cut_height = min(stop_row * tile_height, header.height) - first_row * tile_height
-    # libjpeg upsamples lines of one or two colour samples in another way
     if cut_width <= 4 * margin:
-        first_column, stop_column = (
-            max(first_column - 1, 0),
-            min(stop_column + (first_column == 0), num_columns),
-        )
+        # libjpeg upsamples lines of one or two colour samples differently: take one more tile.
+        if first_column > 0:
+            first_column -= 1
+        else:
+            stop_column = min(stop_column + 1, num_columns)
         cut_width = min(stop_column * tile_width, header.width) - first_column * tile_width
     if cut_width * cut_height > MAX_SHARE * header.width * header.height:
         return None
 
-    # Their segments, each with the marker behind it; those of a row of tiles lie together.
+    # Their segments, each with the marker after it; those of a row of tiles are contiguous.
     markers = _restart_markers(data, header.scan_offset)
     if len(markers) != num_columns * num_rows - 1:
         return None
@@ -123,7 +114,7 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     rows = zip(starts.tolist(), stops[:, -1].tolist(), strict=True)
     smaller = bytearray().join([head, *(data[start:stop] for start, stop in rows)])
     shifts = len(head) + np.cumsum(stops[:, -1] - starts) - stops[:, -1]
-    numbers = (stops + shifts[:, None] - 1).ravel()  # where each segment's marker says its number
+    numbers = (stops + shifts[:, None] - 1).ravel()  # where the number of each marker is
     np.frombuffer(smaller, np.uint8)[numbers] = 0xD0 + np.arange(len(numbers)) % 8
     smaller[-2:] = EOI
     return Cut(
@@ -132,16 +123,15 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
 
 
 def _head(data: bytes, header: JpegHeader, width: int, height: int) -> bytearray:
-    """All that stands before the codes, with another size."""
+    """Return all bytes before the codes, with another size."""
     head = bytearray(data[: header.scan_offset])
-    # behind marker, length and precision
+    # The size comes after marker, length and precision: 5 bytes.
     struct.pack_into(">HH", head, header.frame_offset + 5, height, width)
     return head
 
 
 def _restart_markers(data: bytes, scan_offset: int) -> NDArray[np.int64]:
-    """Where the restart markers of the scan stand, in bytes from the start of the file; none if
-    they are not numbered in turn."""
+    """Return where the scan's restart markers are in the file; none if they are not in turn."""
     codes = np.frombuffer(data, np.uint8, offset=scan_offset)
     at = (codes[:-1] == 0xFF).nonzero()[0]  # one byte in 256, so the rest is short
     numbers = codes[at + 1] ^ 0xD0

@@ -1,8 +1,8 @@
-"""The headers of a JPEG, read without a decoder. Free of torch.
+"""The headers of a JPEG, read without a decoder.
 
-The data's story: a JPEG is a chain of segments, each with a marker and its length. They are walked
-from the start of the image to its first scan; whatever lies in between (EXIF, ICC profiles, tables)
-is stepped over, however long it is. The entropy-coded data are not looked at.
+A JPEG is a chain of segments, each with a marker and its length. They are read from the start of
+the image to its first scan; other segments (EXIF, ICC profiles, tables) are skipped, however long
+they are. The entropy-coded data are not read.
 
 Source: ITU-T T.81, annex B; Exif 2.32, section 4.6 for the orientation.
 """
@@ -13,19 +13,19 @@ import struct
 from typing import NamedTuple
 
 MAX_PIXELS = 178_956_970
-"""Pillow's limit: a damaged header may promise 65,535 x 65,535 pixels, whose 13 GB nobody has."""
+"""Pillow's limit: a damaged header may promise 65,535 x 65,535 pixels, which take 13 GB."""
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""Markers of frames: SOF0 to SOF15; the three left out are Huffman tables, a reserved one and
-arithmetic conditioning."""
+"""Markers of frames, SOF0 to SOF15, without Huffman tables, a reserved marker and arithmetic
+conditioning."""
 SEGMENTS = frozenset((0xC4, 0xCC, 0xDA, 0xDB, 0xDC, 0xDD, *range(0xE0, 0xF0), 0xFE))
-"""Markers of all else that has a length: tables, start of scan, number of lines, restart interval,
+"""Markers of other segments with a length: tables, start of scan, lines, restart interval,
 APPn, comment."""
 LONE = frozenset((0x01, *range(0xD0, 0xD8)))
 """Markers without a length: TEM and the restart markers."""
 
 
 class JpegHeader(NamedTuple):
-    """What the segments before the image data tell."""
+    """The content of the segments before the image data."""
 
     width: int
     height: int
@@ -38,7 +38,7 @@ class JpegHeader(NamedTuple):
     """n of SOFn. 0: baseline, 1: extended sequential, 2: progressive, 3: lossless; from 5 on
     hierarchical or arithmetic coding."""
     orientation: int
-    """EXIF orientation, 1 to 8; 1 (upright) if there is none or if it makes no sense."""
+    """EXIF orientation, 1 to 8; 1 (upright) if it is missing or invalid."""
     adobe_transform: int | None
     """Colour transform of Adobe's segment. 0: none (RGB or CMYK), 1: YCbCr, 2: YCCK; None without
     such a segment."""
@@ -49,11 +49,10 @@ class JpegHeader(NamedTuple):
     frame_offset: int
     """Bytes from the start of the file to the marker of the frame."""
     sampling: tuple[tuple[int, int], ...]
-    """For each component the samples across and down in a block (MCU) of all components; 4:2:0 is
-    (2, 2), (1, 1), (1, 1)."""
+    """Samples across and down in a block (MCU), for each component; 4:2:0 is (2, 2), (1, 1),
+    (1, 1)."""
     is_one_scan: bool
-    """The first scan holds all components, so that it is the only one unless coding is
-    progressive."""
+    """The first scan holds all components: unless coding is progressive, it is the only one."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -62,8 +61,10 @@ class JpegHeader(NamedTuple):
 
     @property
     def mcu_size(self) -> tuple[int, int]:
-        """Width and height in pixels of what an MCU, the unit of the entropy-coded data, covers if
-        `is_one_scan`."""
+        """(width, height) in pixels of an MCU, the unit of the entropy-coded data.
+
+        Valid if `is_one_scan`.
+        """
         if self.num_components == 1:
             return 8, 8
         across, down = zip(*self.sampling, strict=True)
@@ -71,11 +72,10 @@ class JpegHeader(NamedTuple):
 
 
 def read_header(data: bytes) -> JpegHeader:
-    """The header of the JPEG that begins `data`, which may end anywhere behind the start of the
-    first scan.
+    """Read the header of a JPEG; `data` may end anywhere after the start of the first scan.
 
-    Raises ValueError where libjpeg could not begin to decode, or only after skipping bytes that
-    belong to no segment: no JPEG, cut off in its headers, damaged headers, no pixels.
+    Raises ValueError if libjpeg could not begin to decode, or only after skipping bytes that belong
+    to no segment: not a JPEG, cut off in its headers, damaged headers, no pixels.
     """
     if data[:2] != b"\xff\xd8":
         raise ValueError("no JPEG")
@@ -94,7 +94,7 @@ def read_header(data: bytes) -> JpegHeader:
                     raise ValueError(
                         f"damaged JPEG headers: marker 0x{marker:02x} at byte {position}"
                     )
-                # any number of fill bytes, 0xFF, may stand before a marker
+                # Any number of fill bytes, 0xFF, may precede a marker.
                 position += 1 if marker == 0xFF else 2
                 continue
             length = data[position + 2] << 8 | data[position + 3]
@@ -118,12 +118,9 @@ def read_header(data: bytes) -> JpegHeader:
                 break
             elif marker == 0xDD:
                 restart_interval = data[position + 4] << 8 | data[position + 5]
-            elif (
-                marker == 0xE1
-                and orientation == 1
-                and data[position + 4 : position + 10] == b"Exif\0\0"
-            ):
-                orientation = _exif_orientation(data[position + 10 : end])
+            elif marker == 0xE1 and data[position + 4 : position + 10] == b"Exif\0\0":
+                if orientation == 1:
+                    orientation = _exif_orientation(data[position + 10 : end])
             elif marker == 0xEE and length >= 14 and data[position + 4 : position + 9] == b"Adobe":
                 adobe_transform = data[position + 15]
             position = end
@@ -139,24 +136,23 @@ def read_header(data: bytes) -> JpegHeader:
         for both in data[frame_offset + 11 : frame_offset + 10 + 3 * num_components : 3]
     )
     return JpegHeader(
-        *(
-            width,
-            height,
-            num_components,
-            precision,
-            process,
-            orientation,
-            adobe_transform,
-            restart_interval,
-            end,
-        ),
-        *(frame_offset, sampling, data[position + 4 : position + 5] == bytes((num_components,))),
+        width,
+        height,
+        num_components,
+        precision,
+        process,
+        orientation,
+        adobe_transform,
+        restart_interval,
+        scan_offset=end,
+        frame_offset=frame_offset,
+        sampling=sampling,
+        is_one_scan=data[position + 4 : position + 5] == bytes((num_components,)),
     )
 
 
 def _exif_orientation(tiff: bytes) -> int:
-    """Orientation in the first directory of an EXIF block (a small TIFF), 1 if it has none or is
-    damaged."""
+    """Return the orientation in an EXIF block (a small TIFF), 1 if it is missing or damaged."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:
         return 1
@@ -168,5 +164,5 @@ def _exif_orientation(tiff: bytes) -> int:
             if tag == 0x0112:
                 return value if 1 <= value <= 8 else 1
     except struct.error:
-        pass  # cut off: cameras and editors do leave such blocks behind
+        pass  # cut off: some cameras and editors write such blocks
     return 1

@@ -1,14 +1,13 @@
-"""The optional C decoder of a window of a JPEG: a small library that is there if a C compiler was
-when this package was installed.
+"""The optional C decoder for a window of a JPEG, built if a C compiler was there at installation.
 
-The data's story: the bytes of a JPEG and a window go to `vit/data/decode/c/window.c`. It reads the
-codes of the window only (without restart markers: all before the window's end), and writes the
-window's pixels, the very ones that simplejpeg (libjpeg-turbo) makes, into an array. What it does
-not take (progressive, CMYK, damaged, ...) it says by a code, in microseconds where the headers
-tell; then the caller decodes with simplejpeg. The interpreter's lock is not held meanwhile.
+The bytes of a JPEG and a window go to `vit/data/decode/c/window.c`. It reads the codes of the
+window only (without restart markers: all codes before the window's end) and writes the window's
+pixels into an array, exactly as simplejpeg (libjpeg-turbo) makes them. For what it does not accept
+(progressive, CMYK, damaged, ...) it returns a status, in microseconds if the headers show it; then
+the caller decodes with simplejpeg. It runs without the interpreter's lock.
 
-A library that does not fit this file, was built from other C files than those beside it, or fails
-on a small JPEG is not used: `load`. `VIT_NATIVE=0` in the environment turns it off, to compare.
+`load` refuses a library that does not fit this file, was built from other C files than those next
+to it, or fails on a small JPEG. `VIT_NATIVE=0` in the environment turns the decoder off.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ import simplejpeg
 from numpy.typing import NDArray
 
 ABI = 1
-"""`vit_native_abi` of vit/data/decode/c/window.c, which is called here."""
+"""The interface version that this file calls, `vit_native_abi` of vit/data/decode/c/window.c."""
 PACKAGE = Path(__file__).parents[2]
 SOURCES = Path(__file__).parent / "c"
-"""The C files, where the package is a checkout."""
+"""The C files, if the package is a checkout."""
 NOT_BUILT = (
     "the C decoder was not built; install a C compiler (Debian, Ubuntu: apt-get install"
     " build-essential), then pip install -e ."
@@ -40,26 +39,25 @@ class Status(IntEnum):
 
     OK = 0
     DAMAGED = 1
-    """Cut off, or against the standard, in the part that was looked at."""
+    """Cut off, or not according to the standard, in the part that was read."""
     PROGRESSIVE = 2
     PROCESS = 3
     """Arithmetic coding, lossless, hierarchical."""
     PRECISION = 4
-    """Not 8 bits a sample."""
+    """Not 8 bits per sample."""
     COMPONENTS = 5
     """Neither 1 nor 3, as in CMYK."""
     SCANS = 6
-    """The components come one after the other."""
+    """Components in separate scans."""
     MEMORY = 7
     WINDOW = 8
-    """The window is not inside of the image that the headers tell of."""
+    """The window is not inside the image."""
     SAMPLING = 9
-    """A component's resolution does not divide the image's, or that of the first is not the
-    image's."""
+    """A component's resolution does not divide the image's, or the first one's differs from it."""
     COLOURS = 10
     """Grey pixels of an RGB image."""
     IMAGE = 11
-    """Another size of the image than was expected, or one that nobody can hold."""
+    """The image has another size than expected, or one that is too large."""
 
 
 class UnusableLibrary(Exception):
@@ -67,12 +65,11 @@ class UnusableLibrary(Exception):
 
 
 def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
-    """The library at `path`, known to have the functions called here and to give right pixels on
-    this processor.
+    """Load the library at `path`, after checks that it gives the right pixels on this processor.
 
-    Asked, in this order: the number of the interface; the sources it was built from, where the C
-    files are beside the package (a checkout that was pulled and not installed again); a small JPEG,
-    see `_decodes_rightly`. Raises UnusableLibrary.
+    Checked in this order: the version of the interface; the sources it was built from, if the C
+    files are there (a checkout that was updated without building again); the pixels of a small
+    JPEG. Raises UnusableLibrary.
     """
     again = "build it again: pip install -e ."
     try:
@@ -88,9 +85,9 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
         )
     size = ctypes.c_size_t
     pointer = ctypes.c_void_p
-    decode = library.vit_decode_window
-    transcode = library.vit_jpeg_transcode
-    decode.argtypes = [
+    # data, its size; width and height of the image; left, top, width and height of the window;
+    # channels; pixels, bytes of a row; portable
+    library.vit_decode_window.argtypes = [
         ctypes.c_char_p,
         size,
         *[ctypes.c_uint32] * 6,
@@ -99,10 +96,16 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
         ctypes.c_ssize_t,
         ctypes.c_int,
     ]
-    decode.restype = ctypes.c_int
-    transcode.argtypes = [ctypes.c_char_p, size, pointer, size, ctypes.POINTER(size)]
-    transcode.restype = ctypes.c_int
-    if not _decodes_rightly(library):
+    library.vit_decode_window.restype = ctypes.c_int
+    library.vit_jpeg_transcode.argtypes = [
+        ctypes.c_char_p,
+        size,
+        pointer,
+        size,
+        ctypes.POINTER(size),
+    ]
+    library.vit_jpeg_transcode.restype = ctypes.c_int
+    if not _decodes_correctly(library):
         raise UnusableLibrary(
             f"{path} gives other pixels than simplejpeg on this machine; {again}; if that does not"
             " help, please report it"
@@ -111,49 +114,42 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
 
 
 def stamp_of(sources: Path) -> str:
-    """What setup.py compiles into the library: a hash of all C files."""
-    return hashlib.sha256(
-        b"".join(path.read_bytes() for path in sorted(sources.glob("*.[ch]")))
-    ).hexdigest()[:16]
+    """Return the hash of all C files that setup.py compiles into the library."""
+    content = b"".join(path.read_bytes() for path in sorted(sources.glob("*.[ch]")))
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _decodes_rightly(library: ctypes.CDLL) -> bool:
-    """Whether windows of a small JPEG, as simplejpeg writes it and with restart markers, have the
-    pixels that simplejpeg gives."""
+def _decodes_correctly(library: ctypes.CDLL) -> bool:
+    """Compare windows of a small JPEG, without and with restart markers, with simplejpeg's."""
     y, x = np.mgrid[:50, :150]
     image = np.stack((x + y, x * y // 7, 255 - x), axis=2).astype(np.uint8)
     plain = simplejpeg.encode_jpeg(image, 92, colorsubsampling="420")
+    expected = simplejpeg.decode_jpeg(plain)[5:45, 9:140]
     marked = ctypes.create_string_buffer(4 * len(plain))
     size = ctypes.c_size_t()
-    if (
-        library.vit_jpeg_transcode(plain, len(plain), marked, len(marked), ctypes.byref(size))
-        != Status.OK
-    ):
+    status = library.vit_jpeg_transcode(plain, len(plain), marked, len(marked), ctypes.byref(size))
+    if status != Status.OK:
         return False
-    expected = simplejpeg.decode_jpeg(plain)[5:45, 9:140]
-    pixels = np.empty((40, 131, 3), np.uint8)
     for data in (plain, marked.raw[: size.value]):
-        pixels.fill(0)
-        if _decode(
-            library, data, 9, 5, pixels, (0, 0), False
-        ) is not Status.OK or not np.array_equal(pixels, expected):
+        pixels = np.zeros((40, 131, 3), np.uint8)
+        status = _decode(library, data, 9, 5, pixels, (0, 0), False)
+        if status != Status.OK or not np.array_equal(pixels, expected):
             return False
     return True
 
 
 def _find() -> tuple[ctypes.CDLL | None, str | None]:
-    """The library, or None and why it is not used; no reason where that was asked for."""
+    """Return the library, or None and the reason; no reason if the user has turned it off."""
     if os.environ.get("VIT_NATIVE") == "0":
         return None, None
-    path = next(
-        filter(Path.exists, (PACKAGE / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES)), None
-    )
-    if path is None:
-        return None, NOT_BUILT
-    try:
-        return load(path), None
-    except UnusableLibrary as misfit:
-        return None, str(misfit)
+    for suffix in EXTENSION_SUFFIXES:
+        path = PACKAGE / f"_native{suffix}"
+        if path.exists():
+            try:
+                return load(path), None
+            except UnusableLibrary as error:
+                return None, str(error)
+    return None, NOT_BUILT
 
 
 def decode_into(
@@ -165,14 +161,15 @@ def decode_into(
     stored_size: tuple[int, int] | None = None,
     portable: bool = False,
 ) -> Status:
-    """Decode the window with the size of `pixels`, (height, width, 1 or 3) uint8, and the upper
-    left pixel (left, top). OK: it is filled.
+    """Decode the window with upper left pixel (left, top) and the shape of `pixels` into it.
 
-    Rows of `pixels` may lie apart, but not its pixels. After another status than OK it holds
-    anything. Damage outside of the window may go unnoticed; inside, whatever libjpeg refuses or
-    warns of is refused. (simplejpeg also refuses samplings of colour that nobody writes.)
-    `stored_size`: width and height that the image must have. `portable` leaves the processor's own
-    instructions aside, for tests.
+    pixels: (height, width, 1 or 3) uint8; rows may have gaps between them, pixels may not. Valid if
+        the status is OK.
+    stored_size: (width, height) that the image must have.
+    portable: use no special instructions of the processor, for tests.
+
+    Damage outside of the window may go unnoticed; inside, whatever libjpeg refuses or warns of is
+    refused. (simplejpeg also refuses unusual subsamplings of colour.)
     """
     assert LIBRARY is not None, "vit._native is not there: ask AVAILABLE first"
     return _decode(LIBRARY, data, left, top, pixels, stored_size or (0, 0), portable)
@@ -218,21 +215,21 @@ def decode_window(
     stored_size: tuple[int, int] | None = None,
     out: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.uint8] | None:
-    """The window (left, top, width, height) of a JPEG as (height, width, channels) uint8, or `out`.
-    None: decode with simplejpeg."""
+    """Decode the window (left, top, width, height) of a JPEG into `out`, or a new array.
+
+    Returns (height, width, channels) uint8, or None if simplejpeg has to decode it.
+    """
     left, top, width, height = window
-    if min(left, top) < 0 or min(width, height) < 1:  # there they are unsigned
+    if min(left, top) < 0 or min(width, height) < 1:  # unsigned in C
         return None
     pixels = np.empty((height, width, channels), np.uint8) if out is None else out
-    return (
-        pixels
-        if decode_into(data, left, top, pixels, stored_size=stored_size) is Status.OK
-        else None
-    )
+    status = decode_into(data, left, top, pixels, stored_size=stored_size)
+    return pixels if status is Status.OK else None
 
 
 LIBRARY, UNAVAILABLE_REASON = _find()
-"""`vit_decode_window`, and `vit_jpeg_transcode` for data_prep/write/restart_markers.py; or None,
-and why, unless VIT_NATIVE=0."""
+"""The library (`vit_decode_window`, and `vit_jpeg_transcode` for data_prep), or None and why.
+
+The reason is None if VIT_NATIVE=0."""
 AVAILABLE = LIBRARY is not None
-"""Whether the library is there, fits and is wanted."""
+"""Whether the library is usable and wanted."""

@@ -1,8 +1,7 @@
 """Encoded image bytes in, cropped and resized uint8 views out.
 
-The data's story: of an image the window is decoded (`vit.data.decode.images`), and goes through
-torch's antialiased uint8 resize, straight into its row of the batch. Nothing is converted to float
-here.
+`vit.data.decode.images` decodes a window of the image, and torch's antialiased uint8 resize writes
+it straight into its row of the batch. Nothing is converted to float here.
 """
 
 from __future__ import annotations
@@ -26,16 +25,15 @@ from vit.data.decode.jpeg_cut import Window
 from vit.data.stages import Stage
 
 REDUCE_FROM = 2.5
-"""With `scaled`, a window of so many times the view in both sides is decoded at 1/2, of twice and
-four times as many at 1/4 and 1/8. The views of photographs are then 44 dB from exact ones (median;
-worst twentieth 38), at 2 times 41, where bilinear is 39 from bicubic."""
+"""With `scaled`, a window of this many times the view's size in both sides is decoded at 1/2, of
+twice and four times as many at 1/4 and 1/8. Then views of photographs differ from exact ones by
+44 dB (median; 38 in the worst twentieth); at 2 times by 41, as bilinear differs from bicubic by
+39."""
 PILLOW = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
-
-
 log = logging.getLogger(__name__)
 
 
-# --- pixels to views ------------------------------------------------------------------------------
+# ---- pixels to views -----------------------------------------------------------------------------
 
 
 def resize(
@@ -45,11 +43,11 @@ def resize(
     out: Tensor | None = None,
     scales: tuple[float | None, float | None] = (None, None),
 ) -> Tensor:
-    """Antialiased resize of (H, W, C) uint8 pixels to `size` = (height, width): (C, height, width)
-    uint8, channels last, or `out`.
+    """Resize (H, W, C) uint8 pixels to `size` = (height, width), with antialiasing.
 
-    `scales`: of height and width, size by size before; where one is given, `size` is only the
-    beginning of the resized image.
+    scales: new size / old size, of height and width; if given, `size` is only the beginning of the
+        resized image.
+    Returns (C, height, width) uint8, channels last in memory, or `out`.
     """
     if out is None:
         out = _new_view(size, pixels.shape[2])
@@ -64,37 +62,29 @@ def resize(
 
 
 def _resize_by_torch(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
-    """Of a (C, H, W) uint8 image, by torch's public function."""
+    """Resize a (C, H, W) uint8 image by torch's public function."""
     return F.interpolate(image[None], size, mode=interpolation, antialias=True)[0]
 
 
 @cache
 def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
-    """The operator that torch's public function calls; it writes into memory that is there, in any
-    order of channels: 0.6 of the time.
+    """Return the operator behind torch's public function; None if it has changed.
 
-    It is no promise of torch's. So a small image goes through both once in a process, and another
-    release of torch, in which the operator is gone or has another meaning, gives no other pixels:
-    then None.
+    It takes 0.6 of the time, because it writes into existing memory with any order of channels. It
+    is not a public interface, so each process first compares both on a small image: a later release
+    of torch, in which the operator is missing or different, must not change any pixels.
     """
     y, x = torch.arange(60)[:, None], torch.arange(90)
-    image = (
-        torch.stack([(x * y) % 256, (3 * x + 5 * y) % 256, 255 - x + 0 * y])
-        .to(torch.uint8)
-        .permute(1, 2, 0)
-        .contiguous()
-        .permute(2, 0, 1)
-    )
+    planes = torch.stack([(x * y) % 256, (3 * x + 5 * y) % 256, 255 - x + 0 * y])
+    image = planes.to(torch.uint8).permute(1, 2, 0).contiguous().permute(2, 0, 1)
     try:
         operator: Callable[..., Tensor] = getattr(
             torch.ops.aten, f"_upsample_{interpolation}2d_aa"
         ).out
         for size in ((41, 33), (75, 120)):
             expected = _resize_by_torch(image, size, interpolation)
-            down, across = (
-                _plan_line(*line, interpolation, can_stop=True)
-                for line in zip((60, 90), size, (20, 30), strict=True)
-            )
+            down = _plan_line(60, size[0], 20, interpolation, can_stop=True)
+            across = _plan_line(90, size[1], 30, interpolation, can_stop=True)
             beginning = image[:, : down.length, : across.length]
             for part, part_size, scales in (
                 (image, size, (None, None)),
@@ -104,7 +94,7 @@ def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
                 operator(part[None], part_size, False, *scales, out=found[None])
                 if not torch.equal(found, expected[:, : part_size[0], : part_size[1]]):
                     raise ValueError("it gives other pixels")
-    except Exception as error:  # whatever a future release makes of it
+    except Exception as error:  # whatever a later release makes of it
         log.warning(
             "torch %s: its public function resizes, at 1.7 times the time, as the operator behind"
             " it has changed: %s",
@@ -126,43 +116,48 @@ def decode_views(
     stored_size: tuple[int, int] | None = None,
     scaled: bool = False,
 ) -> Sequence[Tensor]:
-    """Views of one image from one decoding: each of `windows`, resized to `size` = (height, width).
+    """Decode an image once for several views: each of `windows`, resized to `size`.
 
-    Returns (channels, height, width) uint8 tensors, `out` if it is given: one for each window,
-    channels last in memory. With `scaled` the views of windows of `REDUCE_FROM` times the size and
-    more are made of a reduced image, if it is a JPEG, and are not to the pixel. `stored_size` as in
-    `decode_box`, which says what is raised.
+    size: (height, width). scaled: make views of windows that are `REDUCE_FROM` times as large from
+        a reduced JPEG; these are not exact. stored_size: see `decode_box`.
+    Returns (channels, height, width) uint8 tensors, one per window, channels last in memory; `out`
+    if given. Raises ValueError like `decode_box`.
     """
     if out is None:
         out = [_new_view(size, channels) for _ in windows]
-    wanted = [_reduction(window, size) if scaled else 1 for window in windows]
-    for reduce in set(wanted):  # a view must not depend on the others
-        numbers = [number for number, other in enumerate(wanted) if other == reduce]
-        left, top = min(windows[n][0] for n in numbers), min(windows[n][1] for n in numbers)
-        right, bottom = (
-            max(windows[n][0] + windows[n][2] for n in numbers),
-            max(windows[n][1] + windows[n][3] for n in numbers),
-        )
-        box = left, top, right - left, bottom - top
+    reductions = [_reduction(window, size) if scaled else 1 for window in windows]
+    # Grouped by reduction, so that a view does not depend on the others.
+    for reduce in set(reductions):
+        numbers = [number for number, other in enumerate(reductions) if other == reduce]
+        box = _bounding_box([windows[number] for number in numbers])
+        left, top = box[:2]
         pixels, reduced = decode_box(data, box, channels, reduce=reduce, stored_size=stored_size)
         stages.current.enter(Stage.RESIZE)
-        for n in numbers:
-            x, y, width, height = windows[n]
+        for number in numbers:
+            x, y, width, height = windows[number]
             part = pixels[span(y, height, top, reduced), span(x, width, left, reduced)]
             if reduced == 1:
-                resize(part, size, interpolation, out[n])
-            else:  # torch knows no borders between pixels
+                resize(part, size, interpolation, out[number])
+            else:
+                # By Pillow, because torch cannot resize from borders between pixels.
                 x, y = x % reduced, y % reduced
                 borders = x / reduced, y / reduced, (x + width) / reduced, (y + height) / reduced
-                out[n].copy_(_resize_by_pillow(part, size, interpolation, borders))
+                out[number].copy_(_resize_by_pillow(part, size, interpolation, borders))
     return out
 
 
+def _bounding_box(windows: Sequence[Window]) -> Window:
+    left = min(window[0] for window in windows)
+    top = min(window[1] for window in windows)
+    right = max(window[0] + window[2] for window in windows)
+    bottom = max(window[1] + window[3] for window in windows)
+    return left, top, right - left, bottom - top
+
+
 def _reduction(window: Window, size: tuple[int, int]) -> int:
-    """1/2, 1/4 and 1/8 of the image suffice for this view of `size` = (height, width) of the
-    window: 2, 4 or 8; else 1."""
+    """Return 2, 4 or 8 if 1/2, 1/4 or 1/8 of the image suffices for this view; else 1."""
     times = min(window[2] / size[1], window[3] / size[0]) / REDUCE_FROM
-    return 8 if times >= 4 else 4 if times >= 2 else 2 if times >= 1 else 1
+    return next((reduce for reduce in (8, 4, 2) if times >= reduce / 2), 1)
 
 
 def _resize_by_pillow(
@@ -171,8 +166,10 @@ def _resize_by_pillow(
     interpolation: str,
     borders: tuple[float, float, float, float] | None = None,
 ) -> Tensor:
-    """As `resize`, by Pillow's arithmetic, of all or of what lies between `borders`: left, top,
-    right, bottom."""
+    """Like `resize`, with Pillow's arithmetic.
+
+    borders: left, top, right, bottom of the part to resize; by default all.
+    """
     image = Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
     resized = np.array(image.resize((size[1], size[0]), PILLOW[interpolation], borders))
     return torch.from_numpy(resized.reshape(*size, pixels.shape[2])).permute(2, 0, 1)
@@ -182,7 +179,7 @@ def _new_view(size: tuple[int, int], channels: int) -> Tensor:
     return torch.empty((*size, channels), dtype=torch.uint8).permute(2, 0, 1)
 
 
-# --- the evaluation view --------------------------------------------------------------------------
+# ---- the evaluation view -------------------------------------------------------------------------
 
 
 def decode_center(
@@ -194,12 +191,12 @@ def decode_center(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The evaluation view, (channels, height, width) uint8: the image resized as `view` says, and
-    the centre of it of `size`.
+    """Return the evaluation view: the image resized as `view` says, and its centre of `size`.
 
-    To the pixel what torchvision's `v2.Resize` and `v2.CenterCrop` make of a tensor; with
-    `view.resizer` pillow, what they and timm's `create_transform` make of Pillow's images. Of a
-    JPEG only what the view shows is decoded. Raises ValueError as `decode_box` does.
+    Pixels are exactly those of torchvision's `v2.Resize` and `v2.CenterCrop` of a tensor; with
+    `view.resizer` pillow, those of torchvision and timm's `create_transform` of a Pillow image. Of
+    a JPEG only the visible part is decoded.
+    Returns (channels, height, width) uint8. Raises ValueError like `decode_box`.
     """
     try:
         width, height = read_image_size(data)
@@ -207,31 +204,23 @@ def decode_center(
         raise undecodable(data, error) from None
     resized = resized_size((height, width), size, view)
     can_stop = view.resizer == "torch" and _resize_operator(interpolation) is not None
-    down, across = (
-        _plan_line(*line, interpolation, can_stop)
-        for line in zip((height, width), resized, size, strict=True)
-    )
+    down = _plan_line(height, resized[0], size[0], interpolation, can_stop)
+    across = _plan_line(width, resized[1], size[1], interpolation, can_stop)
+    # Pixels outside of `place` do not reach the crop, so they are left uninitialized.
     pixels = np.empty((down.length, across.length, channels), np.uint8)
     place = pixels[down.start : down.stop, across.start : across.stop]
-    part, _ = decode_box(
-        data, (across.start, down.start, *place.shape[1::-1]), channels, place=place
-    )
+    box = (across.start, down.start, across.stop - across.start, down.stop - down.start)
+    part, _ = decode_box(data, box, channels, place=place)
     if part is not place:
         place[:] = part
     stages.current.enter(Stage.RESIZE)
+    new_size = down.resized, across.resized
     if view.resizer == "torch":
         scales = down.scale, across.scale
-        view_and_before = resize(
-            pixels[: down.length, : across.length],
-            (down.resized, across.resized),
-            interpolation,
-            scales=scales,
-        )
+        larger = resize(pixels, new_size, interpolation, scales=scales)
     else:
-        view_and_before = _resize_by_pillow(pixels, (down.resized, across.resized), interpolation)
-    cropped = view_and_before[
-        :, down.first : down.first + size[0], across.first : across.first + size[1]
-    ]
+        larger = _resize_by_pillow(pixels, new_size, interpolation)
+    cropped = larger[:, down.first : down.first + size[0], across.first : across.first + size[1]]
     return cropped if out is None else out.copy_(cropped)
 
 
@@ -240,49 +229,48 @@ class _Line(NamedTuple):
 
     start: int
     stop: int
-    """Pixels [start, stop) of the image are seen."""
+    """Pixels [start, stop) of the image are visible."""
     length: int
-    """Pixels that are resized. A line has to begin where the image begins, or the filter's places
-    are rounded differently."""
+    """Pixels [0, length) are resized: from the image's beginning on, or the filter's positions
+    would be rounded differently."""
     resized: int
     """Pixels that these become."""
     scale: float | None
-    """What torch has to know if a line ends where the view ends."""
+    """For torch, if a line ends where the view ends."""
     first: int
-    """Of the crop, in the resized line."""
+    """The crop's first pixel in the resized line."""
 
 
 def _plan_line(
     original: int, resized: int, cropped: int, interpolation: str, can_stop: bool
 ) -> _Line:
-    """The centre `cropped` pixels of a line of `original` pixels that is resized to `resized`."""
+    """Plan the centre `cropped` pixels of a line of `original` pixels resized to `resized`.
+
+    can_stop: the resize can be given a scale, and so end before the line ends.
+    """
     first = round((resized - cropped) / 2)
     scale = original / resized
-    # the filter's half width; 1 for rounding
+    # The filter's half width, and 1 for rounding.
     reach = max(scale, 1.0) * (2 if interpolation == "bicubic" else 1) + 1
     start = max(math.floor((first + 0.5) * scale - reach), 0)
     stop = min(math.ceil((first + cropped - 0.5) * scale + reach), original)
-    # torch works with the inverse of what it is given, which must be the very number that it works
-    # with otherwise; one line in eight has none. And it does nothing to a line whose length stays.
-    near = resized / original
-    inverse = next(
-        (
-            number
-            for number in (near, math.nextafter(near, 0), math.nextafter(near, 2 * near))
-            if 1 / number == scale
-        ),
-        None,
-    )
-    if not can_stop or inverse is None or stop == first + cropped:
-        return _Line(start, stop, original, resized, None, first)
-    return _Line(start, stop, stop, first + cropped, inverse, first)
+    if can_stop and stop != first + cropped:  # torch would only copy a line that keeps its length
+        # torch inverts the scale it is given, and the result must be exactly the number that it
+        # uses otherwise; for one line in eight there is none.
+        near = resized / original
+        for inverse in (near, math.nextafter(near, 0), math.nextafter(near, 2 * near)):
+            if 1 / inverse == scale:
+                return _Line(start, stop, stop, first + cropped, inverse, first)
+    return _Line(start, stop, original, resized, None, first)
 
 
 def resized_size(
     image: tuple[int, int], size: tuple[int, int], view: EvalConfig
 ) -> tuple[int, int]:
-    """Height and width that an `image` (height, width) is resized to before the centre of `size` is
-    cropped."""
+    """Return the (height, width) that an `image` is resized to before the centre of `size` is cut.
+
+    image, size: (height, width).
+    """
     if view.resize_px is not None:
         cover_h = cover_w = view.resize_px
     else:
@@ -290,7 +278,7 @@ def resized_size(
     if view.crop_mode == "squash":
         return cover_h, cover_w
     height, width = image
-    if cover_h != cover_w:  # timm/data/transforms.py, ResizeKeepRatio: torchvision cannot
+    if cover_h != cover_w:  # timm/data/transforms.py, ResizeKeepRatio; torchvision has none
         ratio = min(height / cover_h, width / cover_w)
         return round(height / ratio), round(width / ratio)
     if height <= width:  # torchvision/transforms/functional.py, _compute_resized_output_size
