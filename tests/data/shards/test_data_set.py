@@ -551,7 +551,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_sample(root):
             rf"train-00001\.tar: sample 7 \(key key7\): reading \d+ bytes at offset {offset} gave"
             r" others than were indexed, twice: "
             r"a bit flipped on the disk or on the way; copy the shard again \(`python -m"
-            rf" data_prep.verify {root}` tells which are damaged\)"
+            rf" data_prep.verify {root}` lists the damaged ones\)"
         ),
     ):
         split.read(7)

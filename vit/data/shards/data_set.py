@@ -279,7 +279,7 @@ def _why_rebuild(index: np.ndarray, root: Path, described: SplitInfo, sizes: Seq
     # Only the first one: hashing an entire data set would take minutes.
     first = replaced[0]
     if described.sha256[first] in (None, sha256_of(tars[first])):
-        return "stale (images lie elsewhere in their shard)"
+        return "stale (images are elsewhere in their shard)"
     message = describe_altered(tars[first])
     if len(replaced) > 1:
         message += f" ({len(replaced) - 1} more shards differ from the index)"

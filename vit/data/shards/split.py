@@ -162,8 +162,8 @@ class Split:
             )
         elif problem == FLIPPED:
             remedy = (
-                f"copy the shard again (`python -m data_prep.verify {self.root}` tells which are"
-                " damaged) and start again"
+                f"copy the shard again (`python -m data_prep.verify {self.root}` lists the"
+                " damaged ones) and start again"
             )
         return ShardError(
             f"{self.where(i)}: sample {i} (key {key}): reading {size} bytes at offset {offset}"

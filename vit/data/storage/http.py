@@ -264,7 +264,7 @@ class WebFile(io.RawIOBase):
             raise self._refusal(response)
         if not content_range or not content_range[1] or (size < 0 and self.parts_only):
             raise ShardError(
-                f"{self._where}: the server does not tell the size of the file; serve the shards"
+                f"{self._where}: the server does not report the size of the file; serve the shards"
                 " with another one"
             )
         first, last = int(content_range[1]), int(content_range[2])
