@@ -9,7 +9,6 @@ import json
 import math
 import re
 from contextlib import suppress
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -279,24 +278,10 @@ def provenance_rows(history: History) -> list[tuple[str, list[tuple[str, str]]]]
         attempts: dict[str, list[int]] = {}
         for number, start in starts.items():
             attempts.setdefault(_text(start.get(name, "not recorded")), []).append(number)
-        is_constant = len(attempts) == 1
-        rows.append(
-            (
-                name,
-                [
-                    (value, "" if is_constant else _attempt_ranges(numbers))
-                    for value, numbers in attempts.items()
-                ],
-            )
-        )
+        values = []
+        for value, numbers in attempts.items():
+            noun = "attempt" if len(numbers) == 1 else "attempts"
+            which = f"{noun} {', '.join(map(str, numbers))}"
+            values.append((value, which if len(attempts) > 1 else ""))
+        rows.append((name, values))
     return rows
-
-
-def _attempt_ranges(numbers: list[int]) -> str:
-    """[1, 2, 3, 7] -> "attempts 1–3, 7"."""
-    ranges = []
-    # in a run of consecutive numbers, number minus index is constant
-    for _, pairs in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        group = [number for _, number in pairs]
-        ranges.append(f"{group[0]}" if len(group) == 1 else f"{group[0]}–{group[-1]}")
-    return f"{'attempt' if len(numbers) == 1 else 'attempts'} {', '.join(ranges)}"

@@ -103,8 +103,16 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"count": _count, "fixed": _fixed, "short": _short, "exact": _exact}
-    environment.filters |= {"duration": _duration, "moment": _moment, "code": _code}
+    filters: dict[str, Callable[..., Any]] = {
+        "count": lambda value: _number(value, ",.0f"),
+        "fixed": lambda value, digits=2: _number(value, f",.{digits}f"),
+        "short": lambda value: _number(value, ".4g"),
+        "exact": _exact,
+        "duration": lambda seconds: "–" if seconds is None else duration(seconds),
+        "moment": _moment,
+        "code": _code,
+    }
+    environment.filters |= filters
     return environment.get_template(TEMPLATE.name)
 
 
@@ -194,16 +202,8 @@ def _picture(pictures: Pictures, name: str) -> dict[str, str]:
 # --- filters of the template ----------------------------------------------------------------------
 
 
-def _count(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
-
-
-def _fixed(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"
-
-
-def _short(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def _exact(value: float | None, digits: int = 2) -> Markup:
@@ -213,10 +213,6 @@ def _exact(value: float | None, digits: int = 2) -> Markup:
     return Markup('<data value="{0!r}" title="{0!r}">{1}</data>').format(
         value, f"{value:.{digits}f}"
     )
-
-
-def _duration(seconds: float | None) -> str:
-    return "–" if seconds is None else duration(seconds)
 
 
 def _moment(seconds: float | None, after: float | None = None, zone: bool = True) -> Markup:

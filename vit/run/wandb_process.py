@@ -263,9 +263,11 @@ def _show(feed: Iterator[dict[str, Any]], why_offline: str, report: Callable[...
     if why_offline:
         report(say=f"offline ({why_offline}); upload with: {sync_command}")
     else:
+        where = run.url
         parts = folder.glob("offline-run-*/*.wandb")
-        is_left = any(not part.with_suffix(".wandb.synced").exists() for part in parts)
-        report(say=run.url + f" (earlier parts are still here: {sync_command})" * is_left)
+        if any(not part.with_suffix(".wandb.synced").exists() for part in parts):
+            where += f" (earlier parts are still here: {sync_command})"
+        report(say=where)
     report(awaits="end")
 
     while "end" not in (message := next(feed)):
