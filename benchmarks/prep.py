@@ -49,10 +49,12 @@ from prep_data import Data, make_data
 
 from data_prep import imagenet
 from data_prep.write.card_page import write_card
-from data_prep.write.catalogue import Builder, Source, open_catalogue, read_range
+from data_prep.write.catalogue import Source, open_catalogue
+from data_prep.write.catalogue_builder import Builder
 from data_prep.write.images import ImagePolicy
 from data_prep.write.jobs import run_jobs
 from data_prep.write.plan import Settings, WritePlan, make_plan
+from data_prep.write.samples import read_range
 from data_prep.write.shard import Work, write_shard
 
 ROOT = Path(__file__).resolve().parent.parent

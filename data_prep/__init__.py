@@ -1,9 +1,9 @@
-"""Thin commands, one for each source of images, over one writer. Free of torch."""
+"""Data preparation: a command for each source of images, over one writer."""
 
 import importlib.util
 import sys
 
-# Before an import fails at whatever an older Python lacks.
+# Before an import fails because of an older Python.
 if sys.version_info < (3, 11):  # noqa: UP036
     print(
         f"error: Python 3.11 or newer is needed, {sys.executable} is"

@@ -1,4 +1,4 @@
-"""The commands of this package: `python -m data_prep`."""
+"""List the commands of this package: `python -m data_prep`."""
 
 import ast
 from pathlib import Path
@@ -16,6 +16,8 @@ COMMANDS = (
 )
 
 for name in COMMANDS:
-    story = ast.get_docstring(ast.parse(Path(__file__).with_name(f"{name}.py").read_text())) or ""
-    print(f"python -m data_prep.{name:<12} {story.splitlines()[0]}")
-print("Each has --help; docs/data.md tells more.")
+    docstring = (
+        ast.get_docstring(ast.parse(Path(__file__).with_name(f"{name}.py").read_text())) or ""
+    )
+    print(f"python -m data_prep.{name:<12} {docstring.splitlines()[0]}")
+print("Each has --help; the guide is docs/data.md.")

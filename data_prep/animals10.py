@@ -2,14 +2,14 @@
 
     python -m data_prep.animals10 SOURCE --out ROOT [--fractions 0.85 0.15] [--split-seed N]
 
-The data's story: SOURCE is Kaggle's zip, read in place, or a folder into which it was unpacked. The
-ten class folders (`cane`, `cavallo`, ... or `dog`, `horse`, ...) are found at any depth, as
-unpacking and moving often adds a folder or drops raw-img; the rest, such as translate.py, is passed
-over. Labels are positions among the sorted English names, keys `dog_<file>`. There is no official
-split: each class gives the fraction of its keys with the smallest hash of (split seed, key) to
-`val`, and to `test` if three fractions are given.
+SOURCE is Kaggle's zip, read in place, or a folder into which it was unpacked. The ten class folders
+(`cane`, `cavallo`, ... or `dog`, `horse`, ...) are found at any depth, as unpacking and moving
+often adds a folder or drops raw-img; other files, such as translate.py, are ignored. Labels are
+positions among the sorted English names, keys `dog_<file>`. There is no official split: each class
+gives the fraction of its keys with the smallest hash of (split seed, key) to `val`, and to `test`
+if three fractions are given.
 
-The data set's translate.py lacks the way from `ragno` to spider; the table here has all ten.
+The data set's translate.py lacks the translation of `ragno` to spider; the table here has all ten.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_prep import imagefolder
 from data_prep.command import Parser, add_arguments, run, write_or_plan
-from data_prep.errors import PrepError
+from data_prep.errors import PrepError, some
 from data_prep.read.archives import read_zip_member, walk_zip
-from data_prep.read.image_tree import EXTENSIONS, images_below, unique_keys
-from data_prep.write.catalogue import Builder, Source, some, stable_hash
+from data_prep.read.image_tree import EXTENSIONS, images_below, read, unique_keys
+from data_prep.write.catalogue import Source
+from data_prep.write.catalogue_builder import Builder
+from data_prep.write.samples import stable_hash
 
 ENGLISH = {
     "cane": "dog",
@@ -64,18 +65,18 @@ SPLITS = ("train", "val", "test")
 
 
 class Images(NamedTuple):
-    """Images of a source: paths in it, and for a zip where their bytes are."""
+    """Images of a source: their paths, and for a zip where their bytes are."""
 
     paths: list[str]
     offsets: np.ndarray
     sizes: np.ndarray
 
 
-# ---- what is there -------------------------------------------------------------------------------
+# ---- the images ----------------------------------------------------------------------------------
 
 
 def _list(source: Path) -> Images:
-    """All images of a zip or a folder, hidden ones left out, in the order of their paths."""
+    """All visible images of a zip or a folder, sorted by path."""
     if source.is_dir():
         paths = sorted(images_below(source))
         return Images(paths, np.zeros(len(paths), np.int64), np.zeros(len(paths), np.int64))
@@ -97,7 +98,7 @@ def _is_image(path: str) -> bool:
 
 
 def _class_folder(path: str) -> PurePosixPath | None:
-    """The outermost folder on the path to an image that has the name of a class."""
+    """The outermost folder on an image's path that has the name of a class."""
     parts = PurePosixPath(path).parts
     depth = next((depth for depth, part in enumerate(parts[:-1]) if part.lower() in CLASS_OF), None)
     return None if depth is None else PurePosixPath(*parts[: depth + 1])
@@ -106,8 +107,7 @@ def _class_folder(path: str) -> PurePosixPath | None:
 def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]], list[str]]:
     """(numbers of the images of each class, paths outside the class folders).
 
-    Raises PrepError for missing classes, a class that is there twice, and folders beside the
-    classes that are none.
+    Raises PrepError for missing or repeated classes, and for other folders next to the classes.
     """
     by_folder: dict[PurePosixPath, list[int]] = defaultdict(list)
     outside = []
@@ -132,7 +132,7 @@ def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]],
         parts[0] for path in outside for root in roots if len(parts := _below(path, root)) > 1
     }
     if unknown and by_folder:
-        problems.append(f"folders beside the classes that are none: {some(sorted(unknown))}")
+        problems.append(f"folders next to the classes that are none: {some(sorted(unknown))}")
     if problems:
         raise PrepError(
             f"{source}: {'; '.join(problems)}. Expected the ten class folders of Animals-10, such"
@@ -142,7 +142,7 @@ def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]],
 
 
 def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
-    """Parts of a path below `root`; empty if it lies elsewhere."""
+    """Parts of a path below `root`; empty if it is elsewhere."""
     parts = PurePosixPath(path).parts
     above = root.parts
     return parts[len(above) :] if parts[: len(above)] == above else ()
@@ -154,9 +154,9 @@ def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
 def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int = 0) -> Source:
     """The images of Kaggle's zip or of a folder.
 
-    fractions: of train and val, or of train, val and test, of each class; they sum to 1.
-    split_seed: another one draws another split. Raises PrepError for a path that is not there and
-    fractions that are none; when it is listed, if the ten classes are not there.
+    fractions: train and val, or train, val and test, of each class; they sum to 1. split_seed:
+    draws the split. Raises PrepError for a missing path and wrong fractions; when it is listed,
+    unless the ten classes are there.
     """
     if not path.exists():
         raise PrepError(
@@ -174,13 +174,10 @@ def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int =
             " and 1 that sum to 1"
         )
     options = {"fractions": list(fractions), "split_seed": split_seed}
+    fill = partial(_fill, path, fractions, split_seed)
     if path.is_dir():
-        return Source(
-            "animals10", options, partial(_fill, path, fractions, split_seed), imagefolder.read
-        )
-    return Source(
-        "animals10", options, partial(_fill, path, fractions, split_seed), read_zip_member, [path]
-    )
+        return Source("animals10", options, fill, read)
+    return Source("animals10", options, fill, read_zip_member, [path])
 
 
 def _fill(source: Path, fractions: Sequence[float], split_seed: int, builder: Builder) -> None:
@@ -208,15 +205,14 @@ def _fill(source: Path, fractions: Sequence[float], split_seed: int, builder: Bu
                     images.sizes[rows],
                     [keys[place] for place in chosen],
                 )
-    _tell(source, {name: len(by_class[name]) for name in CLASS_NAMES}, outside, builder)
+    _note_differences(source, {name: len(by_class[name]) for name in CLASS_NAMES}, outside, builder)
 
 
 def _split(keys: Sequence[str], fractions: Sequence[float], split_seed: int) -> Iterator[list[int]]:
-    """Places in `keys` of train, val and test, as many as there are fractions; one at least stays
-    in train.
+    """Places in `keys` of train, val and test, as many as there are fractions.
 
-    By a hash of (seed, key), val first, then test: so val is the same whether or not there is a
-    test.
+    By a hash of (seed, key), val first, then test, so val does not depend on test. At least one key
+    stays in train.
     """
     order = sorted(
         range(len(keys)), key=lambda place: (stable_hash(split_seed, keys[place]), keys[place])
@@ -230,8 +226,10 @@ def _split(keys: Sequence[str], fractions: Sequence[float], split_seed: int) -> 
         yield order[start:end]
 
 
-def _tell(source: Path, counts: dict[str, int], outside: Sequence[str], builder: Builder) -> None:
-    """Print and record how the source differs from Kaggle's, which is no error."""
+def _note_differences(
+    source: Path, counts: dict[str, int], outside: Sequence[str], builder: Builder
+) -> None:
+    """Print and record how the source differs from Kaggle's zip, which is no error."""
     notes = []
     if counts != OFFICIAL:
         total = f"{sum(counts.values()):,} images, Kaggle's zip has {sum(OFFICIAL.values()):,}"
@@ -270,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
         default=FRACTIONS,
         metavar="F",
         help=(
-            "parts of each class for train and val, or for train, val and test (default: 0.85 0.15)"
+            "fractions of each class for train and val, or train, val and test (default: 0.85 0.15)"
         ),
     )
     parser.add_argument(

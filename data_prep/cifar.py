@@ -37,7 +37,8 @@ from data_prep.read.raw_images import (
     download_all,
     read_jpeg,
 )
-from data_prep.write.catalogue import Builder, Source
+from data_prep.write.catalogue import Source
+from data_prep.write.catalogue_builder import Builder
 
 SIDE = 32
 PIXEL_BYTES = 3 * SIDE * SIDE

@@ -1,15 +1,16 @@
 """A small real data set without a download: handwritten digits, coloured, on textures.
 
-    python -m data_prep.digits --out data/digits [--image-size 48] [--renderings 6] [--val-renderings 5]
+    python -m data_prep.digits --out data/digits [--image-size 48] [--renderings 6]
+                               [--val-renderings 5]
 
-The data's story: scikit-learn carries 1,797 digits that people wrote (8x8 grey; UCI optdigits). A
-fifth of each class goes to val, by original, so no original is in both splits (who wrote it is not
-recorded, so a writer may be). Each original is rendered several times: enlarged smoothly, turned,
-scaled and shifted a little, in a random colour, on a calm and clearly darker texture. A ViT of 128
-dimensions learns it in minutes on a CPU.
+scikit-learn contains 1,797 digits that people wrote (8x8 grey; UCI optdigits). A fifth of each
+class becomes val, by original, so no original is in both splits (the writers are not recorded, so a
+writer may be). Each original is rendered several times: enlarged smoothly, rotated, scaled and
+shifted a little, in a random colour, on a calm and clearly darker texture. A ViT of 128 dimensions
+learns it in minutes on a CPU.
 
-Every random number comes from a hash of (seed, original, rendering), so an image depends on nothing
-else. Equal bytes need equal versions of Pillow.
+Every random number comes from a hash of (seed, original, rendering), so images are independent of
+each other. Equal bytes need equal versions of Pillow.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import numpy as np
 from PIL import Image
 
 from data_prep.command import Parser, add_arguments, positive, run, write_or_plan
-from data_prep.write.catalogue import Builder, Sample, Source, read_range, stable_hash
+from data_prep.write.catalogue import Source
+from data_prep.write.catalogue_builder import Builder
+from data_prep.write.samples import Sample, read_range, stable_hash
 
 VAL_FRACTION = 0.2
 TEXTURES = ("gradient", "stripes", "checks", "noise", "dots")
@@ -33,17 +36,21 @@ JPEG_QUALITY = 90
 LUMINANCE = np.array((0.2126, 0.7152, 0.0722))
 """Weights of red, green and blue (Rec. 709)."""
 SIDE = 8
+"""Pixels of an original's side."""
 WHITE = 16
+"""Largest value of an original."""
 DIGIT_HEIGHT = 8
-"""Of an original: pixels of a side, the largest value, pixels that a digit mostly takes."""
+"""Pixels that a digit usually takes."""
 
 
 # ---- drawing -------------------------------------------------------------------------------------
 
 
 class Uniform:
-    """Uniform numbers by SplitMix64 (Steele, Lea & Flood 2014) in counter mode: library generators
-    promise no stable streams."""
+    """Uniform numbers by SplitMix64 (Steele, Lea & Flood 2014) in counter mode.
+
+    Generators of libraries promise no stable streams.
+    """
 
     def __init__(self, key: bytes):
         self.key = np.uint64(int.from_bytes(key, "little"))
@@ -71,8 +78,7 @@ def _resize(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
-    """A calm pattern: (size, size) float in [0, 1], no detail finer than about a tenth of the
-    image."""
+    """A calm pattern, (size, size) float in [0, 1]; details are at least a tenth of the image."""
     angle = uniform.between(0, 2 * np.pi)
     y, x = np.mgrid[0:size, 0:size] / size - 0.5
     u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
@@ -93,24 +99,23 @@ def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def colour(hue: float, saturation: float, luminance: float) -> np.ndarray:
-    """(3,) RGB in [0, 1] of a given hue whose weighted mean (Rec. 709 weights) is exactly
-    `luminance`."""
+    """(3,) RGB in [0, 1] of a hue, with a Rec. 709 weighted mean of exactly `luminance`."""
     rgb = np.array(colorsys.hsv_to_rgb(hue, saturation, 1.0))
     bright = float(rgb @ LUMINANCE)
-    return (
-        rgb * luminance / bright
-        if luminance < bright
-        else rgb + (1 - rgb) * (luminance - bright) / (1 - bright + 1e-9)
-    )
+    if luminance < bright:
+        return rgb * luminance / bright
+    return rgb + (1 - rgb) * (luminance - bright) / (1 - bright + 1e-9)
 
 
 def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
-    """(n, n) float in [0, 1] -> (size, size) opacity in [0, 1], turned by up to 8 degrees, scaled
-    and shifted a little."""
+    """(n, n) float in [0, 1] -> (size, size) opacity in [0, 1].
+
+    Rotated by up to 8 degrees, scaled and shifted a little.
+    """
     side = len(image)
     padded = np.pad(image, side // 2)  # so that nothing leaves the image
     angle = np.radians(uniform.between(-8, 8))
-    # padded pixels a pixel; the digit takes this part of the height
+    # padded pixels per pixel; the digit takes this fraction of the height
     scale = DIGIT_HEIGHT / (uniform.between(0.74, 0.86) * size)
     cos = np.cos(angle) * scale
     sin = np.sin(angle) * scale
@@ -126,11 +131,10 @@ def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
-    """(8, 8) digit in [0, 1] -> (size, size, 3) uint8. The digit is lighter than its ground by 0.45
-    in luminance at least."""
+    """(8, 8) digit in [0, 1] -> (size, size, 3) uint8; at least 0.45 lighter than its ground."""
     kind = TEXTURES[int(uniform.between(0, len(TEXTURES)))]
-    # Light on dark, always: with either way round a small ViT needs twice the epochs, and this data
-    # set is for first steps.
+    # Always light on dark: with both, a small ViT needs twice the epochs, and this data set is for
+    # first steps.
     ground = uniform.between(0.06, 0.34)
     ink = ground + uniform.between(0.5, 0.62)
     hue = uniform.between(0, 1)
@@ -223,8 +227,13 @@ def main(argv: list[str] | None = None) -> int:
         ("--renderings", "training", 6),
         ("--val-renderings", "validation", 5),
     ):
-        told = f"{what} images of each original (default: %(default)s)"
-        parser.add_argument(name, type=positive, default=default, metavar="N", help=told)
+        parser.add_argument(
+            name,
+            type=positive,
+            default=default,
+            metavar="N",
+            help=f"{what} images of each original (default: %(default)s)",
+        )
     add_arguments(parser)
     return run(_prepare, parser.parse_args(argv))
 

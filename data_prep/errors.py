@@ -1,6 +1,6 @@
 """The error of every command here: a mistake that the user can correct."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,3 +22,9 @@ def readable(
         raise PrepError(f"{path}: {problem} ({error}); copy or download it again") from error
     except OSError as error:
         raise PrepError(str(unreadable(path, error))) from error
+
+
+def some(items: Sequence[str], most: int = 5) -> str:
+    """The first of many items, for a message."""
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more

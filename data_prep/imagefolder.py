@@ -2,16 +2,15 @@
 
     python -m data_prep.imagefolder SOURCE --out ROOT [--val-fraction F] [--class-order text|number]
 
-The data's story: SOURCE is `train/<class>/...` with `val/<class>/...` (or `validation`, or `test`),
-or `<class>/...` alone, of which each class gives a tenth to `val`. Images may lie in subfolders of
-their class. A label is the position of the class among the sorted names of train's classes; a key
-is the path below the split, without extension, in safe characters. What is not taken is counted and
-told (data_prep/read/image_tree.py); images of kinds that are not read are an error if they are
-many, by --max-unreadable.
+SOURCE is `train/<class>/...` with `val/<class>/...` (or `validation`, or `test`), or `<class>/...`
+alone, of which each class gives a tenth to `val`. Images may be in subfolders of their class. A
+label is the position of the class among the sorted names of train's classes; a key is the path
+below the split, without extension, in safe characters. What is not taken is counted and reported
+(data_prep/read/image_tree.py); images of kinds that are not read are an error if they are many, by
+--max-unreadable.
 
 Folders are listed one class at a time, so the memory needed is that of the largest class. Links are
-followed, and told where they lead out of SOURCE; one that leads back to a folder above it is an
-error.
+followed, and reported if they lead out of SOURCE; one back to a folder above it is an error.
 """
 
 from __future__ import annotations
@@ -32,17 +31,19 @@ import PIL
 from PIL import features
 
 from data_prep.command import Parser, add_arguments, fraction, run, write_or_plan
-from data_prep.errors import PrepError
+from data_prep.errors import PrepError, some
 from data_prep.read.image_tree import (
     EXTENSIONS,
-    PassedOver,
+    Ignored,
     folders_in,
     images_below,
     read,
     unique_keys,
 )
-from data_prep.write.catalogue import Builder, Source, safe_key, some, stable_hash
+from data_prep.write.catalogue import Source
+from data_prep.write.catalogue_builder import Builder
 from data_prep.write.plan import Settings, allowed_unreadable
+from data_prep.write.samples import safe_key, stable_hash
 
 VAL_FOLDERS = ("val", "validation", "test")
 VAL_FRACTION = 0.1
@@ -54,42 +55,39 @@ CLASS_ORDERS = ("text", "number")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says of a source."""
+    """The flags about the source."""
 
     val_fraction: float | None = None
-    """In [0, 1), of each class; only where the folder has no val folder, by default 0.1."""
+    """In [0, 1), of each class; only without a val folder, by default 0.1."""
     class_order: str | None = None
     """One of CLASS_ORDERS; only needed for classes whose names are numbers."""
     max_unreadable: float = Settings().max_unreadable
-    """Part of all images that may be of kinds that are not read."""
+    """Fraction of all images that may be of kinds that are not read."""
 
 
 def source(folder: Path, asked: Asked | None = None, out: Path | None = None) -> Source:
     """The images of class folders.
 
     Raises PrepError if the folder is missing or has a val folder without train; when it is listed,
-    if it holds no images or a single class, if a class has no images, if val has classes that train
-    lacks, if the order of the classes is unclear, and if too many images are not read.
+    for no images, a single class, a class without images, classes of val that train lacks, an
+    unclear order of classes, and too many images that are not read.
     """
     asked = asked or Asked()
     train, val = _layout(folder)
     if out is not None and (out == folder.resolve() or out.is_relative_to(train.resolve())):
-        raise PrepError(f"{out}: lies among the images of {folder}; give --out another folder")
+        raise PrepError(f"{out}: is among the images of {folder}; give --out another folder")
     if val is not None and asked.val_fraction is not None:
         raise PrepError(
             f"--val-fraction {asked.val_fraction} was given, but {val} is there; leave one of"
             " them out"
         )
-    val_fraction = (
-        0.0
-        if val is not None
-        else VAL_FRACTION
-        if asked.val_fraction is None
-        else asked.val_fraction
-    )
-    options: dict[str, Any] = {} if val is not None else {"val_fraction": val_fraction}
-    # text is the order of all earlier data sets
-    options |= {"class_order": "number"} if asked.class_order == "number" else {}
+    options: dict[str, Any] = {}
+    val_fraction = 0.0
+    if val is None:
+        val_fraction = VAL_FRACTION if asked.val_fraction is None else asked.val_fraction
+        options["val_fraction"] = val_fraction
+    if asked.class_order == "number":  # not recorded for text, the order of earlier data sets
+        options["class_order"] = "number"
     return Source("imagefolder", options, partial(_fill, train, val, val_fraction, asked), read)
 
 
@@ -120,20 +118,20 @@ def _fill(
             name for name in folders_in(train.parent) if train.parent / name not in (train, val)
         ]
     ):
-        _tell(builder, f"folders beside {train} that are not used: {', '.join(unused)}")
+        _note(builder, f"folders next to {train} that are not used: {', '.join(unused)}")
     labels = _labels(train, names)
     builder.classes(names)
-    passed_over = PassedOver(train.parent if train.name == "train" else train)
+    ignored = Ignored(train.parent if train.name == "train" else train)
     _add_split(
         builder,
         "train",
         train,
-        {name: labels[_normal(name)] for name in names},
+        {name: labels[_normalized(name)] for name in names},
         val_fraction,
-        passed_over,
+        ignored,
     )
     per_class = builder.count("train")
-    also = f" ({passed_over.told_of_images()})" if passed_over.images else ""
+    also = f" ({ignored.images_summary()})" if ignored.images else ""
     if not per_class.sum():
         raise PrepError(
             f"{train}: no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders{also};"
@@ -152,7 +150,9 @@ def _fill(
         there = folders_in(val)
         _labels(val, there)
         if unknown := [
-            name for name in there if _normal(name) not in labels and any(images_below(val / name))
+            name
+            for name in there
+            if _normalized(name) not in labels and any(images_below(val / name))
         ]:
             raise PrepError(
                 f"{val}: classes that train lacks: {', '.join(unknown)}; remove these folders, or"
@@ -162,39 +162,40 @@ def _fill(
             builder,
             "val",
             val,
-            {n: labels[_normal(n)] for n in there if _normal(n) in labels},
+            {n: labels[_normalized(n)] for n in there if _normalized(n) in labels},
             0.0,
-            passed_over,
+            ignored,
         )
         if not builder.count("val").sum():
             raise PrepError(
                 f"{val}: no images; expected <class>/<image>, or no such folder and --val-fraction"
             )
     taken = int(builder.count("train").sum() + builder.count("val").sum())
-    total = taken + passed_over.num_images
-    if passed_over.num_images > (allowed := allowed_unreadable(asked.max_unreadable, total)):
-        share = min(0.999, math.ceil(1000 * passed_over.num_images / total) / 1000)
+    total = taken + ignored.num_images
+    if ignored.num_images > (allowed := allowed_unreadable(asked.max_unreadable, total)):
+        share = min(0.999, math.ceil(1000 * ignored.num_images / total) / 1000)
         raise PrepError(
-            f"{passed_over.num_images:,} of {total:,} images would be left out, more than the"
+            f"{ignored.num_images:,} of {total:,} images would be left out, more than the"
             f" {allowed:,} that --max-unreadable {asked.max_unreadable} allows:"
-            f" {'; '.join(passed_over.told())}. To leave them out: --max-unreadable {share}"
+            f" {'; '.join(ignored.summary())}. To leave them out: --max-unreadable {share}"
         )
-    for line in passed_over.told():
-        _tell(builder, line)
+    for line in ignored.summary():
+        _note(builder, line)
 
 
-def _normal(name: str) -> str:
-    """A class's name, the same for all spellings in Unicode: macOS takes letters and their accents
-    apart."""
+def _normalized(name: str) -> str:
+    """A class's name in one Unicode spelling: macOS separates letters and accents."""
     return unicodedata.normalize("NFC", name)
 
 
 def _labels(folder: Path, names: Sequence[str]) -> dict[str, int]:
-    """The label of each class by its normal name. Raises PrepError for two folders that are one
-    class."""
+    """The label of each class by its normalized name.
+
+    Raises PrepError for two folders that are one class.
+    """
     by_name: dict[str, list[str]] = {}
     for name in names:
-        by_name.setdefault(_normal(name), []).append(name)
+        by_name.setdefault(_normalized(name), []).append(name)
     if twice := [
         " and ".join(str(os.fsencode(name)) for name in same)
         for same in by_name.values()
@@ -208,8 +209,10 @@ def _labels(folder: Path, names: Sequence[str]) -> dict[str, int]:
 
 
 def _in_order(folder: Path, names: Sequence[str], class_order: str | None) -> list[str]:
-    """The classes in the order of their labels. Raises PrepError for numbers that have another
-    order as text, if none was asked."""
+    """The classes in the order of their labels.
+
+    Raises PrepError for numbers whose order as text differs, unless `class_order` is given.
+    """
     by_text = sorted(names)
     are_numbers = bool(names) and all(name.isascii() and name.isdecimal() for name in names)
     by_number = sorted(names, key=lambda name: (int(name), name)) if are_numbers else by_text
@@ -235,8 +238,8 @@ def _in_order(folder: Path, names: Sequence[str], class_order: str | None) -> li
     )
 
 
-def _tell(builder: Builder, text: str) -> None:
-    """Say it now, and on the card."""
+def _note(builder: Builder, text: str) -> None:
+    """Print a line, and record it for the card."""
     builder.note(text)
     print(text, flush=True)
 
@@ -247,17 +250,14 @@ def _add_split(
     folder: Path,
     labels: dict[str, int],
     val_fraction: float,
-    passed_over: PassedOver,
+    ignored: Ignored,
 ) -> None:
-    """Add the images of these classes of `folder` to `split`, or the given fraction of each class
-    to val."""
+    """Add the images of these classes to `split`, a fraction of each class to val."""
     file = builder.file(folder)
-    passed_over.look_beside(folder)
+    ignored.count_stray(folder)
     for classes in _classes_with_common_keys(labels):
         paths = [
-            f"{name}/{path}"
-            for name in classes
-            for path in images_below(folder / name, passed_over)
+            f"{name}/{path}" for name in classes for path in images_below(folder / name, ignored)
         ]
         _refuse_unknown_to_pillow(paths)
         keys = dict(zip(paths, unique_keys(paths), strict=True))
@@ -269,7 +269,7 @@ def _add_split(
                     path: key for path, key in of_class.items() if (key in held) == held_there
                 }
                 if chosen:
-                    # a file is read whole: it has no offset, and its size need not be asked for
+                    # files are read completely: no offset, and no need to ask for the size
                     nothing = np.zeros(len(chosen), np.int64)
                     builder.add(
                         into,
@@ -283,8 +283,10 @@ def _add_split(
 
 
 def _refuse_unknown_to_pillow(paths: Sequence[str]) -> None:
-    """Raise PrepError for images that some Pillows read and this one does not: what becomes of a
-    folder must not depend on the machine."""
+    """Raise PrepError for images that this Pillow cannot read but others can.
+
+    The result must not depend on the machine.
+    """
     for kind, feature, suffixes in (
         ("an AVIF", "avif", (".avif",)),
         ("a JPEG 2000", "jpg_2000", (".jp2", ".j2k")),
@@ -299,8 +301,7 @@ def _refuse_unknown_to_pillow(paths: Sequence[str]) -> None:
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:
-    """The classes, those together whose keys might be equal, such as a/b_c.jpg and a_b/c.jpg;
-    mostly each one alone."""
+    """Groups of classes whose keys might be equal, such as a/b_c.jpg and a_b/c.jpg."""
     group: list[str] = []
     first = ""
     for start, name in sorted((f"{safe_key(name)}_", name) for name in names):
@@ -315,9 +316,9 @@ def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def held_out(keys: Sequence[str], fraction: float, *seed: int) -> set[str]:
-    """The fraction of a class's keys with the smallest hash, rounded; one key at least stays.
+    """The fraction of a class's keys with the smallest hash, rounded; at least one key stays.
 
-    By default of the key alone, so neither the seed nor another image moves an image.
+    The hash is by default of the key alone, so neither the seed nor other images move an image.
     """
     num_held = min(round(fraction * len(keys)), len(keys) - 1)
     return set(sorted(keys, key=lambda key: (stable_hash(*seed, key), key))[: max(0, num_held)])
@@ -340,7 +341,7 @@ def main(argv: list[str] | None = None) -> int:
         type=fraction,
         metavar="F",
         help=(
-            "part of each class that becomes val, if SOURCE has no val folder (default:"
+            "fraction of each class that becomes val, if SOURCE has no val folder (default:"
             f" {VAL_FRACTION})"
         ),
     )
@@ -348,8 +349,8 @@ def main(argv: list[str] | None = None) -> int:
         "--class-order",
         choices=CLASS_ORDERS,
         help=(
-            "where all classes' names are numbers: by which order they get their labels, 1, 10, 2"
-            " (text) or 1, 2, 10 (number)"
+            "order of the labels if all class names are numbers: 1, 10, 2 (text) or 1, 2, 10"
+            " (number)"
         ),
     )
     add_arguments(parser)

@@ -1,20 +1,19 @@
-"""Shards of ImageNet-1k (ILSVRC2012) from the files as they were downloaded, read in place: nothing
-is unpacked.
+"""Shards of ImageNet-1k (ILSVRC2012) from the downloaded files, read in place without unpacking.
 
     python -m data_prep.imagenet SOURCE [SOURCE ...] --out ROOT [--partial] [--md5]
 
-    python -m data_prep.imagenet downloads --out data/imagenet          a folder that holds what is listed here
-    python -m data_prep.imagenet ILSVRC2012_img_train.tar ILSVRC2012_img_val.tar ILSVRC2012_devkit_t12.tar.gz --out data/imagenet
-    python -m data_prep.imagenet imagenet-object-localization-challenge.zip --out data/imagenet         Kaggle's, or its tree ILSVRC/...
-    python -m data_prep.imagenet imagenet/train imagenet/val --out data/imagenet                        torchvision's class folders
-    python -m data_prep.imagenet imagenet-1k --out data/imagenet        Hugging Face's data/*.parquet: copied once, 155 GB beside ROOT
+SOURCE is a folder with these files, or the files and folders themselves:
 
-The data's story: the layouts of train and val are recognised and said
-(data_prep/read/imagenet_layouts.py). A label is the position of the image's WordNet id (WNID) among
-the sorted ones, as in all published weights. Where val lies flat, a file tells the WNIDs: the
-development kit, LOC_val_solution.csv or imagenet_2012_validation_synset_labels.txt. Keys are the
-images' names, so all layouts give the same shards. Counts must be ImageNet's: 1,281,167 and 50,000
-images of 1,000 classes.
+    ILSVRC2012_img_train.tar ILSVRC2012_img_val.tar ILSVRC2012_devkit_t12.tar.gz
+    imagenet-object-localization-challenge.zip      Kaggle's, or its tree ILSVRC/...
+    train/ val/                                     torchvision's class folders
+    data/*.parquet                                  Hugging Face's imagenet-1k; copied once (155 GB)
+
+The layouts of train and val are recognised and printed (data_prep/read/imagenet_search.py). A
+label is the position of the image's WordNet id (WNID) among the sorted ones, as in all published
+weights. For a flat val, a file gives the WNIDs: the development kit, LOC_val_solution.csv or
+imagenet_2012_validation_synset_labels.txt. Keys are the images' names, so all layouts give the same
+shards. Counts must be ImageNet's: 1,281,167 and 50,000 images of 1,000 classes.
 """
 
 from __future__ import annotations
@@ -32,22 +31,23 @@ from pathlib import Path
 import numpy as np
 
 from data_prep import command
-from data_prep.errors import PrepError
+from data_prep.errors import PrepError, readable, some
 from data_prep.read.archives import read_zip_member
 from data_prep.read.image_tree import MAX_IMAGE_BYTES
-from data_prep.read.imagenet_labels import WHAT_SERVES, read_all
+from data_prep.read.image_tree import read as read_file
+from data_prep.read.imagenet_labels import LABEL_FILES, read_all
 from data_prep.read.imagenet_layouts import (
     IMAGE,
     IMAGE_EXTENSIONS,
     TRAIN_TAR,
     VAL_TAR,
-    Found,
     Images,
     Layout,
-    look,
 )
-from data_prep.write.catalogue import Builder, Sample, Source, read_range, some
-from vit.system.files import unreadable
+from data_prep.read.imagenet_search import Found, find_layouts
+from data_prep.write.catalogue import Source
+from data_prep.write.catalogue_builder import Builder
+from data_prep.write.samples import Sample, read_range
 from vit.system.meter import Meter
 
 NUM_CLASSES = 1000
@@ -66,20 +66,20 @@ MD5 = {  # torchvision/datasets/imagenet.py, ARCHIVE_META
 
 @dataclass
 class _Faults:
-    """What is wrong with the images of a split, found while they are listed."""
+    """Problems with the images of a split, found while they are listed."""
 
     foreign: list[str] = field(default_factory=list)
     unlabelled: list[str] = field(default_factory=list)
     contradicted: list[str] = field(default_factory=list)
     too_large: list[str] = field(default_factory=list)
     unknown: Counter[str] = field(default_factory=Counter)
-    """Images of each WNID that is no class."""
+    """Number of images of each WNID that is no class."""
     ignored: list[str] = field(default_factory=list)
-    """Files that are no images; no fault."""
+    """Files that are no images, which is no fault."""
 
     def lines(self, split: str) -> list[str]:
-        """What no option makes acceptable."""
-        told = (
+        """Problems that --partial does not allow."""
+        kinds = (
             (
                 self.foreign,
                 "are not named as ImageNet's of their class",
@@ -88,7 +88,7 @@ class _Faults:
             (
                 self.unlabelled,
                 "have no class in the file of labels",
-                f"take another one: {WHAT_SERVES}",
+                f"take another one: {LABEL_FILES}",
             ),
             (
                 self.contradicted,
@@ -103,7 +103,7 @@ class _Faults:
         )
         return [
             f"{split}: {len(names):,} images {what}: {some(names)}; {expected}"
-            for names, what, expected in told
+            for names, what, expected in kinds
             if names
         ]
 
@@ -111,8 +111,7 @@ class _Faults:
 def _take(
     images: Images, split: str, label_of: dict[str, int], labels: dict[str, str], faults: _Faults
 ) -> tuple[list[int], list[str], list[int]]:
-    """(rows, keys, labels) of the images of a batch that are as they should be; the others go to
-    `faults`."""
+    """(rows, keys, labels) of the valid images of a batch; the others go to `faults`."""
     rows = []
     keys = []
     found = []
@@ -120,17 +119,18 @@ def _take(
     for row, (name, size) in enumerate(zip(images.names, images.sizes.tolist(), strict=True)):
         match = IMAGE.fullmatch(name)
         if match is None or (match[2] is None) == training:
-            if not name.startswith("."):  # macOS puts `._x` beside x
-                (
-                    faults.foreign if name.lower().endswith(IMAGE_EXTENSIONS) else faults.ignored
-                ).append(name)
+            is_image = name.lower().endswith(IMAGE_EXTENSIONS)
+            if not name.startswith("."):  # macOS puts `._x` next to x
+                (faults.foreign if is_image else faults.ignored).append(name)
             continue
         key, in_name, appended = match.groups()
-        told = in_name if training else labels.get(key, "")
-        wnid = images.wnid or (images.wnids[row] if images.wnids is not None else appended) or told
+        expected = in_name if training else labels.get(key, "")
+        wnid = (
+            images.wnid or (images.wnids[row] if images.wnids is not None else appended) or expected
+        )
         if not wnid:
             faults.unlabelled.append(name)
-        elif told and wnid != told:
+        elif expected and wnid != expected:
             (faults.foreign if training else faults.contradicted).append(f"{name} (in {wnid})")
         elif size > MAX_IMAGE_BYTES:
             faults.too_large.append(name)
@@ -146,7 +146,7 @@ def _take(
 def _add_split(
     builder: Builder, layout: Layout, label_of: dict[str, int], labels: dict[str, str]
 ) -> _Faults:
-    """List the images of a split into the catalogue."""
+    """Add the images of a split to the catalogue."""
     faults = _Faults()
     files = dict[Path, int]()
     done = 0
@@ -172,8 +172,10 @@ def _add_split(
 
 
 def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> list[str]:
-    """In what a split differs from ImageNet's, a line each; none if it is whole. counts:
-    (len(class_names),) images of each class."""
+    """How a split differs from ImageNet's, a line each.
+
+    counts: (len(class_names),) images of each class.
+    """
     found = []
     if counts.sum() != NUM_IMAGES[split]:
         found.append(f"{split}: {counts.sum():,} images instead of {NUM_IMAGES[split]:,}")
@@ -193,7 +195,7 @@ def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> l
 
 
 def _missing_classes(class_names: Sequence[str], known: set[str]) -> list[str]:
-    """known: WNIDs that labels or val tell of."""
+    """A line if there are not 1,000 classes. known: WNIDs in labels or val."""
     if len(class_names) == NUM_CLASSES:
         return []
     missing = sorted(known - set(class_names))
@@ -204,8 +206,7 @@ def _missing_classes(class_names: Sequence[str], known: set[str]) -> list[str]:
 
 
 def fill(found: Found, allow_partial: bool, builder: Builder) -> None:
-    """Add the images of what was found. Raises PrepError that tells all that is wrong with them at
-    once."""
+    """Add all images to the catalogue. Raises PrepError with all problems at once."""
     labels = read_all(found.labels)
     wnids = {layout.split: layout.wnids(builder) for layout in found.layouts}
     known = set(labels.values()).union(*wnids.values())
@@ -237,18 +238,14 @@ def fill(found: Found, allow_partial: bool, builder: Builder) -> None:
     if errors or (partial_only and not allow_partial):
         lines = "\n  ".join(errors if allow_partial else errors + partial_only)
         hint = (
-            ""
-            if errors
-            else (
-                "\nget what is missing (--md5 checks the archives), or take what there is with"
-                " --partial"
-            )
+            "\nget what is missing (--md5 checks the archives), or take what there is with"
+            " --partial"
         )
-        raise PrepError(f"not ImageNet-1k as it should be:\n  {lines}{hint}")
+        raise PrepError(f"not ImageNet-1k as it should be:\n  {lines}{'' if errors else hint}")
     if len(class_names) < NUM_CLASSES and allow_partial:
-        here = f"labels are positions among {len(class_names):,} classes"
         partial_only.append(
-            f"{here}: not the labels of published weights, which know {NUM_CLASSES:,}"
+            f"labels are positions among {len(class_names):,} classes: not the labels of published"
+            f" weights, which have {NUM_CLASSES:,}"
         )
     for line in partial_only:
         print(f"partial: {line}", flush=True)
@@ -258,28 +255,22 @@ def fill(found: Found, allow_partial: bool, builder: Builder) -> None:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def _read_file(sample: Sample) -> bytes:
-    with open(os.path.join(sample.file, sample.name), "rb") as file:
-        if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_IMAGE_BYTES:
-            raise ValueError(f"{num_bytes:,} bytes; no image has more than {MAX_IMAGE_BYTES:,}")
-        return file.read()
-
-
 READERS = {".tar": read_range, ".images": read_range, ".zip": read_zip_member}
 
 
 def read(sample: Sample) -> bytes:
-    """Encoded image: a range of a tar or of a spooled parquet file, a member of a zip, a file of a
-    folder. Raises OSError or ValueError."""
-    return READERS.get(os.path.splitext(sample.file)[1].lower(), _read_file)(sample)
+    """Encoded image from a tar, a spooled parquet file, a zip or a folder.
+
+    Raises OSError or ValueError.
+    """
+    return READERS.get(os.path.splitext(sample.file)[1].lower(), read_file)(sample)
 
 
 # ---- the command ---------------------------------------------------------------------------------
 
 
 def check_md5(paths: Sequence[Path]) -> None:
-    """Compare the archives that have an official md5 with it. Raises PrepError, naming all that
-    differ."""
+    """Compare archives with their official md5. Raises PrepError naming all that differ."""
     official = {path: MD5[path.name] for path in paths if path.name in MD5}
     if not official:
         print(f"md5: none of the files has an official one; these have: {', '.join(MD5)}")
@@ -288,17 +279,15 @@ def check_md5(paths: Sequence[Path]) -> None:
         digest = hashlib.md5(usedforsecurity=False)
         done = 0
         size = path.stat().st_size
-        try:
-            with (
-                open(path, "rb", buffering=0) as file,
-                Meter(f"md5 of {path.name}", size >> 20, "MiB") as meter,
-            ):
-                while data := file.read(1 << 23):
-                    digest.update(data)
-                    done += len(data)
-                    meter.update(done >> 20)
-        except OSError as error:
-            raise PrepError(str(unreadable(path, error))) from error
+        with (
+            readable(path),
+            open(path, "rb", buffering=0) as file,
+            Meter(f"md5 of {path.name}", size >> 20, "MiB") as meter,
+        ):
+            while data := file.read(1 << 23):
+                digest.update(data)
+                done += len(data)
+                meter.update(done >> 20)
         if digest.hexdigest() != expected:
             wrong.append(
                 f"{path} ({size:,} bytes) has md5 {digest.hexdigest()}; expected {expected};"
@@ -311,7 +300,7 @@ def check_md5(paths: Sequence[Path]) -> None:
 
 
 def _check_splits(found: Found, allow_partial: bool) -> None:
-    """Raise PrepError if a split is not there, or flat without a file of labels."""
+    """Raise PrepError if a split is missing, or flat without a file of labels."""
     problems = []
     there = {layout.split for layout in found.layouts}
     expected = {"train": f"{TRAIN_TAR}, <wnid>.tar, train/<wnid>/", "val": f"{VAL_TAR}, val/"}
@@ -323,29 +312,28 @@ def _check_splits(found: Found, allow_partial: bool) -> None:
             )
     if any(layout.split == "val" and layout.flat for layout in found.layouts) and not found.labels:
         problems.append(
-            "val lies flat and nothing tells the classes of its images; any one of these serves:"
-            f" {WHAT_SERVES}"
+            "val is a flat folder or archive, and no file gives the classes of its images; any one"
+            f" of these does: {LABEL_FILES}"
         )
     if problems:
         raise PrepError("\n  ".join(problems + found.remarks))
 
 
 def source(paths: Sequence[Path], allow_partial: bool = False, md5: bool = False) -> Source:
-    """ImageNet-1k in these files and folders; says in which layout it is.
+    """ImageNet-1k in these files and folders; prints the layout.
 
-    allow_partial: accept fewer images and classes, or one split alone, and say what is missing.
-    md5: compare the archives' first. Raises PrepError for what can be seen at once; the images are
-    listed by `fill`.
+    allow_partial: accept fewer images and classes, or one split alone, and report what is missing.
+    md5: compare that of the archives first. Raises PrepError for what can be seen at once; `fill`
+    lists the images.
     """
-    found = look(paths)
+    found = find_layouts(paths)
     _check_splits(found, allow_partial)
     for layout in found.layouts:
         print(f"{layout.split}: {layout.what} ({layout.path})", flush=True)
     for labels in found.labels:
         print(f"labels of val: {labels.what} ({labels.path})", flush=True)
-    inputs = [path for layout in found.layouts for path in layout.inputs] + [
-        path for labels in found.labels for path in labels.inputs
-    ]
+    inputs = [path for layout in found.layouts for path in layout.inputs]
+    inputs += [path for labels in found.labels for path in labels.inputs]
     inputs = list(dict.fromkeys(inputs))
     if md5:
         check_md5(inputs)
@@ -354,7 +342,7 @@ def source(paths: Sequence[Path], allow_partial: bool = False, md5: bool = False
     )
 
 
-def _prepare(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace) -> None:
     for path in args.source:
         if os.path.realpath(path) == os.path.realpath(args.out):
             raise PrepError(f"{path}: is SOURCE and --out; give another folder for the shards")
@@ -374,7 +362,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--partial",
         action="store_true",
-        help="accept fewer images and classes, or one split; says what is missing",
+        help="accept fewer images and classes, or one split; reports what is missing",
     )
     parser.add_argument(
         "--md5",
@@ -382,7 +370,7 @@ def main(argv: list[str] | None = None) -> int:
         help="compare the archives' md5 with the published ones first (147 GB: minutes)",
     )
     command.add_arguments(parser)
-    return command.run(_prepare, parser.parse_args(argv))
+    return command.run(_run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -38,10 +38,9 @@ from typing import Any
 import numpy as np
 
 from data_prep.command import Parser, add_max_unreadable_argument, add_workers_argument, run
-from data_prep.errors import PrepError
+from data_prep.errors import PrepError, some
 from data_prep.read.class_names import NOTHING_ASKED, Asked, choose_layout
 from data_prep.write.card_page import write_readme
-from data_prep.write.catalogue import some
 from data_prep.write.index_records import (
     check_names,
     choose_classes,

@@ -35,7 +35,8 @@ from data_prep.read.raw_images import (
     download_all,
     read_jpeg,
 )
-from data_prep.write.catalogue import Builder, Source
+from data_prep.write.catalogue import Source
+from data_prep.write.catalogue_builder import Builder
 
 SIDE = 28
 NUM_CLASSES = 10

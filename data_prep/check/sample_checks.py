@@ -13,7 +13,9 @@ import numpy as np
 
 from data_prep.check.data_set import DataSet, Part
 from data_prep.check.shard_checks import MOST_LINES, Found, counted
-from data_prep.write.catalogue import HASH, catalogue_sha256, key_hashes, some
+from data_prep.errors import some
+from data_prep.write.catalogue_builder import catalogue_sha256
+from data_prep.write.samples import HASH, key_hashes
 
 
 def check_catalogue(data: DataSet) -> Iterator[Found]:
@@ -97,7 +99,7 @@ def _incomplete(data: DataSet, part: Part) -> bool:
     return len(part.labels()) != part.num_samples
 
 
-# ---- equal samples ---------------------------------------------------------------------------------
+# ---- equal samples -------------------------------------------------------------------------------
 
 
 GROUP, PART, SHARD, ROW, LABEL = range(5)

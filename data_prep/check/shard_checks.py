@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.write.catalogue import key_hashes
 from data_prep.write.images import ImagePolicy, Prepared, Unreadable, prepare
 from data_prep.write.jobs import count_one
 from data_prep.write.output import temporary_folder
+from data_prep.write.samples import key_hashes
 from vit.data.shards.index_file import has_checksums, left_out, open_index, sha256_of
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.tar import DEFAULT_LAYOUT, ScannedSample, idx_lines, index_rows, scan_tar
@@ -33,7 +33,7 @@ from vit.system.files import ShardError
 
 SEEN_DTYPE = np.dtype(
     [  # 20 bytes a sample
-        # as the catalogue hashes it; two of 100 million are equal by chance in one of 3,000 data sets
+        # as in the catalogue; two of 100 million are equal by chance in one of 3,000 data sets
         ("key", "<u8"),
         ("image", "<u8"),  # first 8 bytes of a BLAKE2 hash of the encoded bytes
         ("label", "<i4"),

@@ -1,11 +1,10 @@
-"""Archives read where they lie: which members there are, and where their bytes begin. Nothing is
-ever unpacked.
+"""Archives read in place: which members there are, and where their bytes begin.
 
-The data's story: of a tar one header after the other is read and the data between them skipped; a
-tar inside a tar is a range of bytes of the outer one. A zip has its table of members at its end.
-Both give batches of names, offsets and sizes for the catalogue; later `read_zip_member` or
-`read_range` fetches one image. An archive with absolute names, `..` or links is refused as a whole:
-nothing here would follow them, but it is not what it says it is.
+Of a tar one header after the other is read and the data between them skipped; a tar inside a tar is
+a range of bytes of the outer one. A zip has its table of members at its end. Both give batches of
+names, offsets and sizes for the catalogue; later `read_zip_member` or `read_range` reads one image.
+An archive with absolute names, `..` or links is refused: nothing here would follow them, but it is
+not the official one.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.errors import PrepError
+from data_prep.errors import PrepError, readable
 from data_prep.read.image_tree import MAX_IMAGE_BYTES
-from data_prep.write.catalogue import Sample, descriptor
+from data_prep.write.samples import Sample, descriptor
 from vit.data.shards.tar_walk import (
     FILE,
     FOLDER,
@@ -36,7 +35,6 @@ from vit.data.shards.tar_walk import (
     pread,
     walk,
 )
-from vit.system.files import unreadable
 
 BATCH = 4096
 """Members in one batch."""
@@ -57,14 +55,11 @@ class Members(NamedTuple):
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor for reading. Raises PrepError if the system refuses it, or there is nothing to
-    read."""
-    try:
+    """A descriptor for reading. Raises PrepError if the file is unreadable or empty."""
+    if not path.exists():
+        raise PrepError(f"{path}: no such file")
+    with readable(path):
         fd = os.open(path, os.O_RDONLY)
-    except FileNotFoundError as error:
-        raise PrepError(f"{path}: no such file") from error
-    except OSError as error:
-        raise PrepError(str(unreadable(path, error))) from error
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise PrepError(f"{path}: not a file")
@@ -76,8 +71,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _check_name(path: Path, name: str) -> None:
-    """Raise PrepError for a name that leads out of the folder into which the archive would be
-    unpacked."""
+    """Raise PrepError for a name outside the folder into which the archive would be unpacked."""
     if name[:1] not in ("", "/", "\\") and ".." not in name and ":" not in name[1:2]:  # nearly all
         return
     parts = re.split(r"[/\\]", name)
@@ -87,8 +81,8 @@ def _check_name(path: Path, name: str) -> None:
 
 def _refused(path: Path, name: str, what: str) -> PrepError:
     return PrepError(
-        f"{path}: member {name!r} {what}; such an archive is not taken: get it from its official"
-        " source"
+        f"{path}: member {name!r} {what}; such an archive is not accepted: get it from its"
+        " official source"
     )
 
 
@@ -96,13 +90,12 @@ def _refused(path: Path, name: str, what: str) -> PrepError:
 
 
 def walk_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Members]:
-    """The regular files of a tar, some thousands at a time; or of the tar that lies in the bytes
-    [start, stop) of `path`.
+    """The regular files of a tar, some thousands at a time.
 
-    Reads headers only. Names may be GNU's or pax's long ones; folders are passed over. Raises
-    PrepError, naming file and byte, for what is no tar, damaged, cut off (a missing end mark counts
-    as that) or continued behind its end, and for a member that is a link, a device, or has an
-    absolute name or `..` in it.
+    start, stop: the bytes of `path` that are the tar. Only headers are read. Names may be GNU's or
+    pax's long ones; folders are skipped. Raises PrepError, with file and byte, for a file that is
+    no tar, damaged, cut off (also without its end marker) or continued after its end, and for a
+    member that is a link or a device, or has an absolute name or `..` in it.
     """
     with _opened(path) as fd:
         members = walk(pread(fd), start, os.fstat(fd).st_size if stop is None else stop)
@@ -119,8 +112,7 @@ def walk_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Me
 
 
 def _is_file(path: Path, member: TarMember) -> bool:
-    """Whether it is a file and no folder. Raises PrepError for all else, and for names that lead
-    elsewhere."""
+    """Whether it is a file, not a folder. Raises PrepError for anything else, and bad names."""
     name, *_, kind = member
     if kind not in (FILE, FOLDER):
         raise _refused(path, name, f"is {kind}")
@@ -148,8 +140,10 @@ def _bad_zip(path: Path, what: str) -> PrepError:
 
 
 def _central_directory(fd: int, path: Path) -> tuple[int, int, int, int]:
-    """(offset, bytes, entries, shift) of the table of members; shift: bytes before the zip proper,
-    which its offsets do not count."""
+    """(offset, bytes, entries, shift) of the table of members.
+
+    shift: bytes before the actual zip, which its offsets do not count.
+    """
     end = os.fstat(fd).st_size
     tail_at = max(0, end - END.size - 65535)
     tail = os.pread(fd, end - tail_at, tail_at)
@@ -168,7 +162,7 @@ def _central_directory(fd: int, path: Path) -> tuple[int, int, int, int]:
         )
     _, disk, first_disk, _, entries, num_bytes, offset, comment_bytes = END.unpack_from(tail, found)
     if found + END.size + comment_bytes > len(tail):
-        raise _bad_zip(path, "cut off: its comment, at the end, is not whole")
+        raise _bad_zip(path, "cut off: its comment, at the end, is incomplete")
     behind = tail_at + found
     if 0xFFFF in (disk, entries) or 0xFFFFFFFF in (num_bytes, offset):
         locator = os.pread(fd, LOCATOR_BYTES, max(0, behind - LOCATOR_BYTES))
@@ -195,8 +189,7 @@ def _central_directory(fd: int, path: Path) -> tuple[int, int, int, int]:
 
 
 def _zip64(extra: bytes, values: list[int]) -> list[int]:
-    """(size, compressed, offset) with those that are 0xFFFFFFFF taken from the zip64 extra
-    field."""
+    """(size, compressed, offset), with those that are 0xFFFFFFFF from the zip64 extra field."""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<HH", extra)
         if kind == 1:
@@ -210,12 +203,11 @@ def _zip64(extra: bytes, values: list[int]) -> list[int]:
 
 
 def walk_zip(path: Path) -> Iterator[Members]:
-    """The files of a zip from its table of members, some thousands at a time, with little memory
-    however many there are.
+    """The files of a zip from its table of members, some thousands at a time, in constant memory.
 
-    Raises PrepError for what is no zip, cut off, damaged or in parts, and for members that are
-    encrypted, links, or have an absolute name or `..` in it. The way in which members are
-    compressed is looked at by `read_zip_member`.
+    Raises PrepError for a file that is no zip, cut off, damaged or split, and for members that are
+    encrypted or links, or have an absolute name or `..` in it. `read_zip_member` checks the
+    compression method.
     """
     with _opened(path) as fd:
         at, num_bytes, entries, shift = _central_directory(fd, path)
@@ -297,11 +289,10 @@ def _zip_batch(
 
 
 def read_zip_member(sample: Sample) -> bytes:
-    """The `size` bytes of the zip member whose own header is at `offset`, inflated if need be,
-    their CRC compared.
+    """The `size` bytes of the zip member whose own header is at `offset`, inflated and verified.
 
     Raises OSError, and ValueError(reason) for damage, another compression than deflate, or a member
-    that is longer than the table of members said, of which no more than `size` bytes are inflated.
+    longer than in the table of members, of which no more than `size` bytes are inflated.
     """
     if sample.size > MAX_IMAGE_BYTES:
         raise ValueError(

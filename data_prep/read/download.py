@@ -1,8 +1,8 @@
-"""Files from a web address: whole, checked, and continued after a cut. Free of torch.
+"""Download files: complete, checked, and continued after an interruption.
 
-The data's story: bytes go to `<name>.part`; `vit.data.storage.http` asks for the rest when a
-connection is lost. What has come is compared with the size that the server told and with the md5
-that is known; only then the file gets its name.
+Bytes go to `<name>.part`; `vit.data.storage.http` requests the rest when a connection is lost. The
+result is compared with the size that the server gave and with the md5 if it is known; only then the
+file gets its name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vit.system.meter import Meter
 from vit.system.urls import address, shown
 
 MOST_VERSIONS = 5
-"""So many times a file may be replaced while it is fetched."""
+"""How often a file may be replaced on the server while it is fetched."""
 
 
 def download(
@@ -41,17 +41,16 @@ def download(
     name: str = "",
     on_bytes: Callable[[int], None] | None = None,
 ) -> None:
-    """Bring `url` (http or https) to `path`, with its progress on stderr and a line when it is
-    there.
+    """Download `url` (http or https) to `path`, with progress on stderr.
 
-    name: of the file, where `url` is its folder, whose login is for it, too.
-    md5: in hex. A file that is there already is kept if its md5 is this one, or none is known. What
-    an earlier call left in `<path>.part` is continued if the md5 is known: without it nobody would
-    notice that the file at `url` is another one by now. on_bytes: is told the number of each
-    piece's bytes, and 0 in pauses, instead of a progress line; may raise to stop.
+    name: of the file, if `url` is its folder (whose login is used). md5: in hex. An existing file
+    is kept if its md5 is this one, or none is known. What an earlier call left in `<path>.part` is
+    continued only if the md5 is known, as the file at `url` may have changed. on_bytes: called with
+    the number of bytes of each piece, and 0 in pauses, instead of a progress line; may raise to
+    stop.
 
-    Raises PrepError: no such file, no such host, another md5, disk too small, a server that stays
-    away. Ctrl-C leaves the part.
+    Raises PrepError: no such file, no such host, another md5, disk too small, an unreachable
+    server. Ctrl-C leaves the part.
     """
     where = shown(address(url, name))
     if not on_the_web(url):
@@ -95,8 +94,7 @@ def download(
 
 @contextmanager
 def _locked(part: Path, path: Path) -> Iterator[BinaryIO]:
-    """The part, opened, while no other process has it: of several that want the same file one
-    fetches it, and the others wait."""
+    """The part, opened and locked: of several processes one fetches the file, the others wait."""
     while True:
         file = open(part, "a+b")  # noqa: SIM115 (closed below, or here when another process renamed or removed the part)
         try:
@@ -112,13 +110,13 @@ def _locked(part: Path, path: Path) -> Iterator[BinaryIO]:
     try:
         yield file
     except OSError as error:
-        error.filename = error.filename or str(part)  # a full disk does not say of which file
+        error.filename = error.filename or str(part)  # the error of a full disk has none
         raise
     finally:
-        with suppress(OSError):  # a full disk has been told
+        with suppress(OSError):  # a full disk is reported already
             file.flush()
         if part.exists() and not part.stat().st_size:
-            part.unlink()  # before the lock goes
+            part.unlink()  # before the lock is released
         file.close()
 
 
@@ -133,8 +131,7 @@ def _check_existing(path: Path, md5: str | None, where: str) -> None:
 def _fetch(
     url: str, name: str, file: BinaryIO, have: int, on_bytes: Callable[[int], None] | None
 ) -> None:
-    """Make `file`, of which `have` bytes are there, the whole of what is at `url`. Raises PrepError
-    or ShardError if it cannot be had."""
+    """Complete `file`, which has the first `have` bytes. Raises PrepError or ShardError."""
     shown_name = Path(file.name).name.removesuffix(".part")
     where = shown(address(url, name))
     for _ in range(MOST_VERSIONS):
@@ -174,7 +171,7 @@ def _fetch(
             _say(f"{where}: {error.strerror}; starting again")
             have = 0
     raise PrepError(
-        f"{where}: replaced again and again while it is fetched; try again when it stays as it is"
+        f"{where}: replaced repeatedly while it is fetched; try again when it no longer changes"
     )
 
 
@@ -183,7 +180,7 @@ def _check_disk(file: BinaryIO, missing: int) -> None:
     if missing > free:
         raise PrepError(
             f"{file.name}: {_mb(missing)} are still to come and {_mb(free)} are free on this disk;"
-            " make room"
+            " free some space"
         )
 
 
@@ -201,26 +198,24 @@ def _say(text: str) -> None:
 
 
 class WebShards(WebFolder):
-    """What is at `<url>/<name>`, for functions that `run_jobs` runs. There is no list of names:
-    nothing like a folder is known to HTTP."""
+    """The files at `<url>/<name>`, for functions that `run_jobs` runs; HTTP cannot list them."""
 
     def size(self, name: str) -> int:
-        """Bytes of a file, -1 if the server does not tell. Raises PrepError if it is not there."""
+        """Bytes of a file, -1 if the server does not say. Raises PrepError if it does not exist."""
         try:
             return self.stat(name, parts_only=False).size
         except FileNotFoundError as error:
             raise PrepError(f"{self}/{name}: {error.strerror}") from error
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """The object in a JSON file, None if there is no such file. Raises ShardError if it is
-        something else."""
+        """The object in a JSON file, None without a file. Raises ShardError for other content."""
         try:
             with WebFile(self.url, name, self.retry) as file:
                 return parse_json(b"".join(iter(file.read1, b"")), f"{self}/{name}")
         except FileNotFoundError:
             return None
         except Refused as error:
-            # what object stores say of a missing file to those who may not list
+            # object stores answer 403 for a missing file to those who may not list
             if error.status == 403:
                 return None
             raise

@@ -1,9 +1,9 @@
-"""Which class each image of ImageNet's flat validation set belongs to. Free of torch.
+"""The class of each image of ImageNet's flat validation set.
 
-The data's story: one of several files tells it: the development kit, Kaggle's table, or a list of
-WordNet ids (WNIDs). All become one mapping, image name without extension -> WNID. The kit's own
-numbers (ILSVRC2012_ID, from 1) go through its WNIDs and no further: they are not the labels that
-published weights use, which are positions among the sorted WNIDs.
+One of several files gives it: the development kit, Kaggle's table, or a list of WordNet ids
+(WNIDs). All become one mapping, image name without extension -> WNID. The kit's own numbers
+(ILSVRC2012_ID, from 1) are only used to find its WNIDs: they are not the labels of published
+weights, which are positions among the sorted WNIDs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.errors import PrepError
+from data_prep.errors import PrepError, readable
 from data_prep.read.archives import read_zip_member
-from data_prep.write.catalogue import Sample
+from data_prep.write.samples import Sample
 from vit.data.shards.tar_walk import describe_content
 from vit.system.files import unreadable
 
@@ -29,17 +29,16 @@ META = "meta.mat"
 TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 KAGGLE_TABLE = "LOC_val_solution.csv"
 SYNSET_LIST = "imagenet_2012_validation_synset_labels.txt"
-WHAT_SERVES = (
+LABEL_FILES = (
     f"ILSVRC2012_devkit_t12.tar.gz (or its unpacked folder), {KAGGLE_TABLE}, {SYNSET_LIST}"
 )
 MAX_BYTES = 1 << 26
-"""The kit's largest file is some MB; a file of more than 64 MiB is none of these."""
+"""The kit's largest file has some MB; a file of more than 64 MiB is none of these."""
 
 
 @dataclass(frozen=True)
 class ValLabels:
-    """A file that tells the classes: `read()` returns {image name without extension: WNID} and
-    raises PrepError."""
+    """A file of labels; `read()` returns {image name without extension: WNID}."""
 
     path: Path
     what: str
@@ -53,14 +52,12 @@ def val_name(number: int) -> str:
 
 
 def _content(path: Path) -> bytes:
-    try:
+    with readable(path):
         if path.stat().st_size > MAX_BYTES:
             raise PrepError(
                 f"{path}: {path.stat().st_size:,} bytes; too large for a file of labels"
             )
         return path.read_bytes()
-    except OSError as error:
-        raise PrepError(str(unreadable(path, error))) from error
 
 
 def _text(content: bytes, where: str) -> str:
@@ -73,8 +70,7 @@ def _text(content: bytes, where: str) -> str:
 
 
 def _wnids_by_id(meta: bytes, where: str) -> dict[int, str]:
-    """{ILSVRC2012_ID: WNID} of the kit's `meta.mat`, classes only: it lists 860 groups of classes
-    as well."""
+    """{ILSVRC2012_ID: WNID} of the classes in the kit's `meta.mat`, which also has 860 groups."""
     from scipy.io import loadmat  # slow to import, and only needed here
 
     try:
@@ -85,7 +81,7 @@ def _wnids_by_id(meta: bytes, where: str) -> dict[int, str]:
             for number, wnid in zip(leaves["ILSVRC2012_ID"], leaves["WNID"], strict=True)
         }
     except Exception as error:
-        # scipy raises many kinds for a file that is not MATLAB's, or another one
+        # scipy raises many kinds of errors for a file that is not MATLAB's
         raise PrepError(
             f"{where}: not the kit's table of classes ({type(error).__name__}: {error}); download"
             " the kit again"
@@ -107,12 +103,12 @@ def _by_kit(meta: bytes, truth: bytes, where: str) -> dict[str, str]:
 
 
 def read_devkit_folder(path: Path) -> dict[str, str]:
-    """Labels by the kit's folder `data`, unpacked."""
+    """Labels from the kit's unpacked folder `data`."""
     return _by_kit(_content(path / META), _content(path / TRUTH), str(path))
 
 
 def read_devkit_archive(path: Path) -> dict[str, str]:
-    """Labels by the kit as it was downloaded (`.tar.gz`), two members of which are read."""
+    """Labels from two members of the downloaded kit (`.tar.gz`)."""
     found: dict[str, bytes] = {}
     try:
         with tarfile.open(path, "r:gz") as kit:
@@ -179,12 +175,12 @@ def _rows_by_image(rows: csv.DictReader[str], where: str) -> dict[str, str]:
 
 
 def read_kaggle_table(path: Path) -> dict[str, str]:
-    """Labels by Kaggle's table: by its column ImageId, whatever the order of its rows."""
+    """Labels from Kaggle's table, by its column ImageId."""
     return _by_table(_text(_content(path), str(path)), str(path))
 
 
 def read_kaggle_table_in_zip(member: Sample) -> dict[str, str]:
-    """Labels by the table inside Kaggle's zip."""
+    """Labels from the table inside Kaggle's zip."""
     where = f"{member.file}: {member.name}"
     if member.size > MAX_BYTES:
         raise PrepError(f"{where}: {member.size:,} bytes; too large for a file of labels")
@@ -196,7 +192,7 @@ def read_kaggle_table_in_zip(member: Sample) -> dict[str, str]:
 
 
 def read_synset_list(path: Path) -> dict[str, str]:
-    """Labels by a list of WNIDs, one a line, in the order of the images' names."""
+    """Labels from a list of WNIDs, one a line, in the order of the images' names."""
     lines = _text(_content(path), str(path)).split()
     if bad := [n for n, line in enumerate(lines) if not WNID.fullmatch(line)]:
         raise PrepError(
@@ -207,7 +203,7 @@ def read_synset_list(path: Path) -> dict[str, str]:
 
 
 def read_all(files: list[ValLabels]) -> dict[str, str]:
-    """What these files tell together. Raises PrepError where two of them differ."""
+    """The labels of all files. Raises PrepError where two of them differ."""
     labels: dict[str, str] = {}
     for file in files:
         found = file.read()

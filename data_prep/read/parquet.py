@@ -1,10 +1,9 @@
-"""Images out of parquet files (Hugging Face's layout of ImageNet), which cannot be read one image
-at a time. Free of torch.
+"""Images in parquet files (Hugging Face's layout of ImageNet), which have no random access.
 
-The data's story: rows `{image: {bytes, path}, label}` are compressed in groups, so each file is
-copied once: its images one after the other into `<name>.images`, and their names, labels and sizes
-into `<name>.json` beside it, which is written last. From then on an image is a range of bytes, as
-in a tar. Batch by batch, with the memory of one row group.
+Rows `{image: {bytes, path}, label}` are compressed in groups, so each file is copied once: its
+images one after the other into `<name>.images`, and their names, labels and sizes into
+`<name>.json`, which is written last. From then on an image is a range of bytes, as in a tar. Memory
+is that of one row group.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_prep.errors import PrepError
-from data_prep.write.catalogue import Builder, stable_hash
+from data_prep.write.catalogue_builder import Builder
 from data_prep.write.jobs import count_one, run_jobs
+from data_prep.write.samples import stable_hash
 from vit.system.files import read_json, remove_leftovers, replacing, write_json
 
 BATCH_ROWS = 64
-"""Rows in memory besides their row group: of ImageNet's, 7 MB."""
+"""Rows in memory in addition to their row group: 7 MB of ImageNet's."""
 
 
 class Spooled(NamedTuple):
-    """Rows of one parquet file, and `file`, where their images lie now."""
+    """Rows of one parquet file, and `file`, where their images are now."""
 
     parquet: Path
     file: Path
@@ -39,7 +39,7 @@ class Spooled(NamedTuple):
 
 
 def _open(path: Path) -> Any:
-    """The pyarrow ParquetFile at `path`. Raises PrepError if it is none, or has other columns."""
+    """The pyarrow ParquetFile at `path`. Raises PrepError for other files and other columns."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -53,7 +53,9 @@ def _open(path: Path) -> Any:
             {image.field(n).name for n in range(image.num_fields)} if image is not None else set()
         )
     except (OSError, pyarrow.ArrowException) as error:
-        raise PrepError(f"{path}: not a whole parquet file ({error}); download it again") from error
+        raise PrepError(
+            f"{path}: not a complete parquet file ({error}); download it again"
+        ) from error
     if not {"bytes", "path"} <= fields or "label" not in schema.names:
         raise PrepError(
             f"{path}: its columns are {', '.join(schema.names)}; expected image, with bytes and"
@@ -63,28 +65,21 @@ def _open(path: Path) -> Any:
 
 
 def _place(path: Path, spool: Path) -> Path:
-    """Where the images of a parquet file go; another file of the same name goes elsewhere."""
+    """Where the images of a parquet file go; files of the same name go to different places."""
     found = path.stat()
-    return (
-        spool
-        / f"{path.stem}-{stable_hash(os.path.abspath(path), found.st_size, found.st_mtime_ns).hex()}.images"
-    )
+    mark = stable_hash(os.path.abspath(path), found.st_size, found.st_mtime_ns).hex()
+    return spool / f"{path.stem}-{mark}.images"
 
 
 def _is_there(images: Path) -> bool:
-    described = read_json(images.with_suffix(".json"))
-    return (
-        described is not None
-        and images.is_file()
-        and images.stat().st_size == sum(described["sizes"])
-    )
+    found = read_json(images.with_suffix(".json"))
+    return found is not None and images.is_file() and images.stat().st_size == sum(found["sizes"])
 
 
 def spool_file(paths: tuple[Path, Path]) -> None:
-    """Copy the images of parquet file paths[0] to paths[1], unless they are there. Runs in a worker
-    process."""
+    """Copy the images of parquet file paths[0] to paths[1]; runs in a worker process."""
     path, images = paths
-    if _is_there(images):  # another process that builds the same catalogue was here
+    if _is_there(images):  # another process has copied them for the same catalogue
         return
     remove_leftovers(images.parent, images.name)
     names: list[str] = []
@@ -138,12 +133,11 @@ def _listed(path: Path) -> Spooled:
 
 
 def spool(files: Sequence[Path], builder: Builder) -> Iterator[Spooled]:
-    """Copy the images of all parquet files to `builder.spool`, except those that are there already;
-    yields the rows of each.
+    """Copy the images of all parquet files to `builder.spool`; yields the rows of each.
 
-    In a dry run nothing is copied, and sizes are the means of their files. Processes that share the
-    work start at different files. Raises PrepError if pyarrow is missing, the disk has too little
-    room, or a file is not as expected.
+    Existing copies are kept. In a dry run nothing is copied, and sizes are means. Processes that
+    share the work start at different files. Raises PrepError if pyarrow is missing, the disk has
+    too little space, or a file is not as expected.
     """
     if builder.dry:
         yield from map(_listed, files)
@@ -154,13 +148,13 @@ def spool(files: Sequence[Path], builder: Builder) -> Iterator[Spooled]:
         rows = sum(_open(path).metadata.num_rows for path in todo)
         need = sum(path.stat().st_size for path in todo)
         free = shutil.disk_usage(builder.spool).free
-        said = (
+        plan = (
             f"{len(todo)} parquet files are copied once to {builder.spool}: {need / 1e9:,.1f} GB of"
             f" {free / 1e9:,.1f} GB free"
         )
         if need > free:
-            raise PrepError(f"{said}; make room, or put --out on a larger disk")
-        print(f"{said}; removed when the shards are complete", flush=True)
+            raise PrepError(f"{plan}; free some space, or put --out on a larger disk")
+        print(f"{plan}; removed when the shards are complete", flush=True)
         first = random.SystemRandom().randrange(len(todo))
         todo = todo[first:] + todo[:first]
         jobs = [(spool_file, (path, places[path]), path) for path in todo]

@@ -15,7 +15,8 @@ import numpy as np
 from PIL import Image
 
 from data_prep.read.download import download
-from data_prep.write.catalogue import Builder, Sample, read_range
+from data_prep.write.catalogue_builder import Builder
+from data_prep.write.samples import Sample, read_range
 
 DAMAGE = (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 """What reading a damaged archive raises."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data_prep.write.catalogue import stable_hash
 from data_prep.write.output import Output
+from data_prep.write.samples import stable_hash
 from vit.data.decode.images import decode
 from vit.data.shards.index_file import first_samples, open_index
 from vit.data.shards.info_file import read_info

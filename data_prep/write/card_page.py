@@ -112,11 +112,11 @@ def readme(info: Mapping[str, Any]) -> str:
             *(f"    - {json.dumps(path)}" for path in paths),
         ]
     head = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---", ""]
-    told = (
+    text = (
         "Images in tar shards (WebDataset), with an index beside them; `python -m data_prep.card`"
         " writes dataset.md, which tells more."
     )
-    return "\n".join([*head, "# Images", "", told]) + "\n"
+    return "\n".join([*head, "# Images", "", text]) + "\n"
 
 
 # ---- the picture ---------------------------------------------------------------------------------

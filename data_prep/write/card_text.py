@@ -115,8 +115,8 @@ def _sizes(card: Card) -> list[str]:
     ]
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %"
+def _percent(part: int, total: int) -> str:
+    return f"{100 * part / total:.1f} %"
 
 
 def histogram(sides: np.ndarray) -> str:

@@ -160,7 +160,7 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     target = policy.target_size(*header.size)
     untouched = target == header.size and not policy.is_turned(header.orientation)
     asks = header.orientation in UPRIGHT and not policy.apply_exif
-    if untouched and policy.check == "headers" and _looks_whole(data, header):
+    if untouched and policy.check == "headers" and _has_end_marker(data, header):
         return Prepared(data, *header.size, None, asks)
     try:
         # At an eighth of the size all entropy decoding is done, hence all damage found, and little
@@ -175,7 +175,7 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     return _encode(image, header.size, header.orientation, policy, [])
 
 
-def _looks_whole(data: bytes, header: JpegHeader) -> bool:
+def _has_end_marker(data: bytes, header: JpegHeader) -> bool:
     """Whether the data have an end marker; if not, they are almost certainly cut off."""
     return header.process <= 2 and data.rfind(b"\xff\xd9", header.scan_offset) >= 0
 

@@ -1,4 +1,4 @@
-"""What `data_prep.index` starts from: the shards, the output, and the records that exist already."""
+"""What `data_prep.index` starts from: the shards, the output, and the existing records."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.errors import PrepError
+from data_prep.errors import PrepError, some
 from data_prep.read.download import WebShards
-from data_prep.write.catalogue import some
 from data_prep.write.index_shard import renamed_errors
 from data_prep.write.output import Output, temporary_folder
 from vit.data.shards import info_file
@@ -215,7 +214,7 @@ def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndar
 def compare_shards(
     output: Output, info: dict[str, Any], found: dict[str, tuple[np.ndarray, dict[str, Any]]]
 ) -> None:
-    """Raise PrepError listing the shards that differ from `_info.json` in length, size or sha256."""
+    """Raise PrepError listing shards that differ from `_info.json` in length, size or sha256."""
     problems = []
     for described in info["splits"].values():
         names = described["filenames"]

@@ -105,7 +105,7 @@ class Output:
             return {}
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """The object in a JSON file, None without that file. Raises ShardError for other content."""
+        """The object in a JSON file, None without a file. Raises ShardError for other content."""
         if self.local is not None:
             return files.read_json(self.local / name)
         try:

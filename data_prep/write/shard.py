@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_prep.errors import PrepError
-from data_prep.write.catalogue import Catalogue, Sample, descriptor
+from data_prep.write.catalogue import Catalogue
 from data_prep.write.images import ASKS_TO_BE_TURNED, ImagePolicy, Prepared, prepare
 from data_prep.write.jobs import count_one
 from data_prep.write.output import Output
+from data_prep.write.samples import Sample, descriptor
 from vit.data.shards import info_file
 from vit.data.shards.tar import Member, ScannedSample, crc32c, index_rows, scan_tar, write_idx
 from vit.data.shards.tar_walk import TAR_BLOCK

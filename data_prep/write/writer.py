@@ -1,7 +1,7 @@
 """The writer of all sources: a source in, a data set of shards out.
 
 1. The samples are listed in a catalogue (write/catalogue.py).
-2. A hash of (seed, key) deals them to a fixed number of shards, whose lengths differ by at most one.
+2. A hash of (seed, key) deals them to a fixed number of shards, of equal length up to one sample.
 3. Worker processes write one shard at a time (write/shard.py).
 4. When every shard is complete, the index, the list of unreadable images, `_info.json` and the data
    set's card follow.
@@ -37,15 +37,9 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.errors import PrepError
+from data_prep.errors import PrepError, some
 from data_prep.write.card_page import write_card
-from data_prep.write.catalogue import (
-    Source,
-    is_of_catalogue,
-    remove_catalogue,
-    remove_catalogues,
-    some,
-)
+from data_prep.write.catalogue import Source, is_of_catalogue, remove_catalogue, remove_catalogues
 from data_prep.write.images import ASKS_TO_BE_TURNED, exif_summary
 from data_prep.write.jobs import run_jobs
 from data_prep.write.output import Output
@@ -274,7 +268,7 @@ def _warn_of_full_disk(plan: WritePlan, share: float) -> None:
         )
 
 
-# ---- when all shards are whole -------------------------------------------------------------------
+# ---- when all shards are complete ----------------------------------------------------------------
 
 
 def _info(plan: WritePlan, work: list[Work], sidecars: Sidecars) -> dict[str, Any]:
@@ -334,7 +328,7 @@ def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[
 
 
 def write_quarantine(output: Output, entries: list[dict[str, Any]]) -> None:
-    """Write `quarantine.jsonl`, a line for each entry of the sidecars; no file if there are none."""
+    """Write `quarantine.jsonl`, a line for each entry of the sidecars, or no file."""
     if not entries:
         output.remove("quarantine.jsonl")
         return

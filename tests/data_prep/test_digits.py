@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from data_prep.digits import TEXTURES, Uniform, digit_mask, main, read, source, texture
-from data_prep.write.catalogue import Sample, Source, open_catalogue
+from data_prep.write.catalogue import Source, open_catalogue
+from data_prep.write.samples import Sample
 from vit.data.shards.data_set import open_split
 
 FIRST_VERSION = [84.5, 77.4, 92.6]

@@ -15,7 +15,8 @@ from PIL import Image
 
 from data_prep.errors import PrepError
 from data_prep.imagefolder import Asked, main, source
-from data_prep.write.catalogue import Sample, open_catalogue, safe_key
+from data_prep.write.catalogue import open_catalogue
+from data_prep.write.samples import Sample, safe_key
 from vit.data.shards.data_set import open_split
 
 
@@ -200,7 +201,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path):
     assert (done.returncode, done.stderr) == (
         2,
         (
-            f"error: {locked}: cannot be listed (Permission denied); set that right, or move it"
+            f"error: {locked}: cannot be listed (Permission denied); correct that, or move it"
             " elsewhere\n"
         ),
     )
@@ -430,7 +431,7 @@ def test_all_that_is_read_is_taken_whatever_it_is_called(tmp_path, capsys):
 
 
 def test_what_is_passed_over_is_counted_and_recorded(flat, tmp_path, capsys):
-    """Images beside the class folders, images under a suffix nobody knows, links that lead
+    """Images next to the class folders, images under an unknown suffix, links that lead
     elsewhere."""
     (flat / "stray.png").write_bytes((flat / "ape" / "0.jpg").read_bytes())
     (flat / "ape" / "photo.old").write_bytes((flat / "ape" / "0.jpg").read_bytes())
@@ -439,7 +440,7 @@ def test_what_is_passed_over_is_counted_and_recorded(flat, tmp_path, capsys):
     assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
     told = [
         "1 file not read as images: 1 .old; convert",
-        f"1 image beside the class folders, of no class: {flat}/stray.png; not used",
+        f"1 image next to the class folders, of no class: {flat}/stray.png; not used",
         (
             f"1 links lead out of {flat} and were followed: {flat}/ape/link.jpg ->"
             f" {tmp_path}/elsewhere/x.jpg"

@@ -197,7 +197,7 @@ WRONG = {
     "no labels of val": (
         _flat_val_without_labels,
         (
-            r"(?s)val lies flat .* any one of these serves: ILSVRC2012_devkit_t12\.tar\.gz"
+            r"(?s)val is a flat .* any one of these does: ILSVRC2012_devkit_t12\.tar\.gz"
             r" .*LOC_val_solution\.csv, imagenet_.*meta\.bin is"
         ),
     ),
@@ -283,7 +283,7 @@ WRONG = {
         _parquets_numbered_otherwise,
         "labels are not in the order of the WordNet ids",
     ),
-    "parquet cut off": (_cut_parquet, r"train-00001-of-00003\.parquet: not a whole parquet file"),
+    "parquet cut off": (_cut_parquet, r"train-00001-of-00003\.parquet: not a complete parquet file"),
     "parquet of something else": (
         _parquet_of_something_else,
         r"its columns are text, label; expected image",

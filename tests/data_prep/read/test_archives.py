@@ -14,7 +14,7 @@ import pytest
 from data_prep.errors import PrepError
 from data_prep.read import archives
 from data_prep.read.archives import BATCH, read_zip_member, walk_tar, walk_zip
-from data_prep.write.catalogue import Sample
+from data_prep.write.samples import Sample
 
 
 def listed(path: Path, start: int = 0, stop: int | None = None) -> list[tuple[str, int, int]]:

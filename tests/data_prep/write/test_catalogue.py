@@ -12,19 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.errors import PrepError
-from data_prep.write import catalogue
+from data_prep.write import catalogue_builder, samples
 from data_prep.write.catalogue import (
-    Builder,
     Catalogue,
-    Sample,
     Source,
     is_of_catalogue,
     open_catalogue,
-    read_range,
     remove_catalogues,
-    safe_key,
-    stable_hash,
 )
+from data_prep.write.catalogue_builder import Builder
+from data_prep.write.samples import Sample, read_range, safe_key, stable_hash
 
 CLASSES = ["a", "b", "c"]
 
@@ -60,7 +57,7 @@ def dealt(keys: list[str], seed: int) -> list[str]:
 
 @pytest.mark.parametrize("rows_in_memory", [1 << 21, 16])
 def test_every_sample_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_in_memory):
-    monkeypatch.setattr(catalogue, "ROWS_IN_MEMORY", rows_in_memory)  # several parts
+    monkeypatch.setattr(catalogue_builder, "ROWS_IN_MEMORY", rows_in_memory)  # several parts
     names = [f"k{n}.JPEG" for n in range(101)]
     samples = samples_of(
         open_catalogue(listed(names, [n % 3 for n in range(101)]), tmp_path / "c", seed=1)
@@ -104,7 +101,7 @@ def test_labels_keys_and_classes_are_in_the_fingerprint(tmp_path):
 @pytest.mark.parametrize("rows_in_memory", [1 << 21, 16])
 @pytest.mark.parametrize("fraction", [0.1, 0.34, 0.99])
 def test_held_out_by_class_and_by_hash_of_the_key(tmp_path, monkeypatch, rows_in_memory, fraction):
-    monkeypatch.setattr(catalogue, "ROWS_IN_MEMORY", rows_in_memory)
+    monkeypatch.setattr(catalogue_builder, "ROWS_IN_MEMORY", rows_in_memory)
     labels = [0] * 50 + [1] * 7 + [2]
     names = [f"n{n}.jpg" for n in range(58)]
     found = open_catalogue(
@@ -178,6 +175,7 @@ def test_of_processes_that_list_at_once_all_get_the_same_catalogue(tmp_path):
 import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})
 from pathlib import Path
 from data_prep.write.catalogue import *
+from data_prep.write.samples import read_range
 def fill(builder):
     builder.classes(["a"])
     names = [f"{{n}}.jpg" for n in range(50)]
@@ -218,8 +216,8 @@ def test_what_a_killed_process_left_goes(tmp_path):
             "split 'train': 2 keys are used more than once: a, b; keys must differ",
         ),
         (["x y.jpg", "x_y.jpg"], [0, 1], "1 keys are used more than once: x_y"),
-        (["a.jpg", "b.jpg"], [0, 3], r"1 labels lie outside \[0, 3\), the first is 3"),
-        (["a.jpg"], [-1], r"1 labels lie outside \[0, 3\), the first is -1"),
+        (["a.jpg", "b.jpg"], [0, 3], r"1 labels are outside \[0, 3\), the first is 3"),
+        (["a.jpg"], [-1], r"1 labels are outside \[0, 3\), the first is -1"),
         ([], [], "holds no samples"),
     ],
 )
@@ -252,12 +250,13 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
     code = """
 import resource, sys; from pathlib import Path
 from data_prep.write.catalogue import *
+from data_prep.write.samples import read_range
 def fill(builder):
     builder.classes(["a"])
     for start in range(0, int(sys.argv[1]), 5000):
         names = [f"{start + n}.jpg" for n in range(5000)]
         builder.add("train", builder.file("x"), names, 0, range(5000), [1] * 5000)
-import data_prep.write.catalogue; data_prep.write.catalogue.ROWS_IN_MEMORY = 20_000
+import data_prep.write.catalogue_builder; data_prep.write.catalogue_builder.ROWS_IN_MEMORY = 20_000
 open_catalogue(Source("test", {}, fill, read_range), Path(sys.argv[2]), 0)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
@@ -271,8 +270,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def test_few_files_are_open_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(catalogue, "MAX_OPEN_FILES", 3)
-    monkeypatch.setattr(catalogue, "_descriptors", type(catalogue._descriptors)())
+    monkeypatch.setattr(samples, "MAX_OPEN_FILES", 3)
+    monkeypatch.setattr(samples, "_descriptors", type(samples._descriptors)())
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         for n in range(10):

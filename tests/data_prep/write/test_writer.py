@@ -22,9 +22,11 @@ import webdataset
 from PIL import Image
 
 from data_prep.errors import PrepError
-from data_prep.write.catalogue import Builder, Sample, Source, read_range
+from data_prep.write.catalogue import Source
+from data_prep.write.catalogue_builder import Builder
 from data_prep.write.images import ImagePolicy
 from data_prep.write.plan import Settings, choose_num_shards, choose_part
+from data_prep.write.samples import Sample, read_range
 from data_prep.write.shard import TarStream
 from data_prep.write.writer import write
 from vit.data.shards.data_set import open_split
@@ -542,7 +544,7 @@ def test_images_that_are_no_rgb_jpeg_are_converted_and_counted(tmp_path, capsys)
     [
         ([], "split 'train' has no samples"),
         ([("a.b.jpg", 0, b"x"), ("a_b.jpg", 1, b"y")], "1 keys are used more than once: a_b"),
-        ([("a.jpg", 3, b"x")], r"1 labels lie outside \[0, 3\), the first is 3"),
+        ([("a.jpg", 3, b"x")], r"1 labels are outside \[0, 3\), the first is 3"),
     ],
 )
 def test_bad_catalogues(tmp_path, samples, message):

@@ -1,0 +1,157 @@
+"""Samples: their keys, their table in a catalogue, and their bytes."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+ROW = np.dtype(
+    [  # 32 bytes a sample: 41 MB for ImageNet-1k
+        ("file", "<u4"),  # number in `files`
+        ("size", "<u4"),
+        ("offset", "<u8"),  # of the encoded bytes, as `Source.read` interprets it
+        ("label", "<i4"),
+        ("text_size", "<u4"),
+        ("text", "<u8"),  # where its key and name begin in text.bin
+    ]
+)
+HASH = np.dtype([("hash", "<u8"), ("label", "<i4")])  # the hash of (seed, key)
+MAX_OPEN_FILES = 256
+"""A quarter of the usual limit of a process."""
+
+
+MAX_KEY_BYTES = 90
+"""A ustar header holds names of 100 bytes, extension included."""
+SAFE_KEY = re.compile(r"[\w+=@,()~-]{1,90}", re.ASCII)
+SAFE_KEYS = re.compile(rf"(?:{SAFE_KEY.pattern}\n)*", re.ASCII)
+
+
+class Sample(NamedTuple):
+    """One image of a source: `size` bytes at `offset` of `file`, where its name is `name`."""
+
+    key: str
+    label: int
+    name: str
+    file: str
+    offset: int
+    size: int
+
+
+# ---- keys ----------------------------------------------------------------------------------------
+
+
+def stable_hash(*parts: Any) -> bytes:
+    """8 bytes that depend only on the parts' text: neither on the process nor on a library."""
+    text = "\0".join(map(str, parts)).encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(text, digest_size=8).digest()
+
+
+def safe_key(text: str) -> str:
+    """`text` as a key: no dot (webdataset ends keys there), slash or blank, at most 90 bytes.
+
+    Longer text keeps its beginning and ends in a hash of all of it.
+    """
+    clean = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    key = re.sub(r"[./\\\s\x00-\x1f]", "_", clean)
+    encoded = key.encode()
+    if len(encoded) > MAX_KEY_BYTES:
+        beginning = encoded[: MAX_KEY_BYTES - 17].decode(errors="ignore")
+        key = f"{beginning}_{stable_hash(text).hex()}"
+    return key
+
+
+def key_hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
+    """(len(keys),) uint64: `stable_hash(*before, key)` of each key, as a big-endian number."""
+    blake2b = hashlib.blake2b
+    start = "".join(f"{part}\0" for part in before)
+    digests = [
+        blake2b((start + key).encode("utf-8", "surrogateescape"), digest_size=8).digest()
+        for key in keys
+    ]
+    return np.frombuffer(b"".join(digests), ">u8").astype("<u8")
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+class Table:
+    """The samples of one split, by their place in the dealt order; all arrays are memory-mapped."""
+
+    def __init__(self, folder: Path, split: str, files: Sequence[str], ordered: bool = True):
+        self.split = split
+        self.files = files
+        self.rows = _mapped(folder / f"{split}.rows.bin", ROW)
+        self._text = _mapped(folder / f"{split}.text.bin", np.dtype(np.uint8))
+        self._order = np.load(folder / f"{split}.order.npy", mmap_mode="r") if ordered else None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def text(self, row: int) -> tuple[str, str]:
+        """(key, name) of a row."""
+        return self._text_at(int(self.rows[row]["text"]), int(self.rows[row]["text_size"]))
+
+    def _text_at(self, start: int, size: int) -> tuple[str, str]:
+        text = self._text[start : start + size].tobytes().decode("utf-8", "surrogateescape")
+        key, _, name = text.partition("\0")
+        return key, name
+
+    def dealt(self, places: slice | np.ndarray) -> np.ndarray:
+        """Rows (ROW) at these places of the dealt order."""
+        assert self._order is not None, "not ordered yet"
+        return self.rows[self._order[places]]
+
+    def samples(self, places: Sequence[int] | np.ndarray) -> list[Sample]:
+        """The samples at these places of the dealt order."""
+        found = self.dealt(np.asarray(places, np.int64))
+        columns = ("label", "file", "offset", "size", "text", "text_size")
+        samples = []
+        for label, file, offset, size, start, length in zip(
+            *(found[name].tolist() for name in columns), strict=True
+        ):
+            key, name = self._text_at(start, length)
+            samples.append(Sample(key, label, name, self.files[file], offset, size))
+        return samples
+
+
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    """The records in a file, which may be empty."""
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+_descriptors: OrderedDict[str, int] = OrderedDict()
+
+
+def descriptor(file: str) -> int:
+    """A descriptor of `file`, kept open until MAX_OPEN_FILES others were used; for one thread."""
+    if file in _descriptors:
+        _descriptors.move_to_end(file)
+    else:
+        if len(_descriptors) == MAX_OPEN_FILES:
+            os.close(_descriptors.popitem(last=False)[1])
+        _descriptors[file] = os.open(file, os.O_RDONLY)
+    return _descriptors[file]
+
+
+def read_range(sample: Sample) -> bytes:
+    """The bytes at (offset, size) of the sample's file. Raises OSError."""
+    data = os.pread(descriptor(sample.file), sample.size, sample.offset)
+    if len(data) != sample.size:
+        raise OSError(
+            errno.EIO,
+            f"ends at byte {sample.offset + len(data)}, inside {sample.name}; it was complete when"
+            " it was listed",
+            sample.file,
+        )
+    return data
