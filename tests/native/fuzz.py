@@ -1,9 +1,8 @@
-"""Build and run fuzz.c: what the C decoder and transcoder do with files that lie. `python
-tests/native/fuzz.py --minutes 10`.
+"""Fuzz the C decoder and transcoder with damaged files: `python tests/native/fuzz.py --minutes 10`.
 
-The data's story: seeds are JPEGs of every kind that there is, small, so that changes hit all parts
-of them. fuzz.c changes them, with the library built beside it by gcc or clang with the sanitizers
-of addresses, leaks and undefined behaviour.
+Seeds are JPEGs of every kind, small, so that changes hit all parts of them. fuzz.c, compiled
+together with the library by gcc or clang with the sanitizers of addresses, leaks and undefined
+behaviour, changes them and compares what the library makes of them.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import simplejpeg
@@ -26,15 +26,29 @@ HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "vit" / "data" / "decode" / "c"
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 SIZES = ((1, 1), (2, 7), (8, 8), (17, 33), (64, 48), (97, 61), (130, 40), (40, 130), (300, 9))
-MARKERS = ({}, *({"restart_marker_blocks": n} for n in (1, 2, 3, 5)), {"restart_marker_rows": 1})
+MODES: dict[str, dict[str, Any]] = {
+    "420": {"subsampling": "4:2:0"},
+    "422": {"subsampling": "4:2:2"},
+    "444": {"subsampling": "4:4:4"},
+    "L": {},
+    "CMYK": {},
+    "progressive": {"progressive": True},
+    "optimised": {"optimize": True},
+}
+"""Name -> options of Pillow."""
+MARKERS: tuple[dict[str, Any], ...] = (
+    {},
+    *({"restart_marker_blocks": n} for n in (1, 2, 3, 5)),
+    {"restart_marker_rows": 1},
+)
 
 
 class NoSanitizer(Exception):
-    """No compiler here makes a program with sanitizers that runs; its words."""
+    """No compiler on this machine builds a program with sanitizers that runs."""
 
 
 def write_seeds(folder: Path) -> Path:
-    """All samplings, grey, CMYK, RGB, progressive, restart intervals, qualities; from 1 x 1 on."""
+    """Write JPEGs of all samplings, modes, restart intervals and qualities, from 1 x 1 pixel on."""
     rng = np.random.default_rng(0)
 
     def write(name: str, data: bytes) -> None:
@@ -42,29 +56,16 @@ def write_seeds(folder: Path) -> Path:
 
     folder.mkdir()
     for width, height in SIZES:
-        coarse = Image.fromarray(
-            rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), np.uint8)
-        ).resize((width, height))
-        pixels = (
-            (np.asarray(coarse, np.float32) + 12 * rng.standard_normal((height, width, 3)))
-            .clip(0, 255)
-            .astype(np.uint8)
-        )
+        colours = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), np.uint8)
+        smooth = np.asarray(Image.fromarray(colours).resize((width, height)), np.float32)
+        noise = 12 * rng.standard_normal((height, width, 3))
+        pixels = (smooth + noise).clip(0, 255).astype(np.uint8)
         image = Image.fromarray(pixels)
-        for mode, markers in itertools.product(
-            ("420", "422", "444", "grey", "CMYK", "progressive", "optimised"), MARKERS
-        ):
-            options: dict[str, object] = (
-                {"subsampling": ("444", "422", "420").index(mode)} if mode.isdigit() else {}
-            )
-            options |= {"progressive": mode == "progressive", "optimize": mode == "optimised"}
-            of_mode = (
-                image.convert({"grey": "L"}.get(mode, mode)) if mode in ("grey", "CMYK") else image
-            )
+        for mode, markers in itertools.product(MODES, MARKERS):
+            converted = image.convert(mode) if mode in ("L", "CMYK") else image
+            quality = int(rng.choice((5, 75, 90, 100)))
             encoded = io.BytesIO()
-            of_mode.save(
-                encoded, "JPEG", quality=int(rng.choice((5, 75, 90, 100))), **options, **markers
-            )
+            converted.save(encoded, "JPEG", quality=quality, **MODES[mode], **markers)
             write(mode, encoded.getvalue())
         for sampling in ("440", "411"):
             write(sampling, simplejpeg.encode_jpeg(pixels, 90, colorsubsampling=sampling))
@@ -76,8 +77,10 @@ def write_seeds(folder: Path) -> Path:
 
 
 def longest_block() -> bytes:
-    """A block of 64 codes of 16 bits with values of 15, all zeros, none of which is there: what is
-    read lies furthest beyond the end."""
+    """Return a JPEG whose only block has 64 codes of 16 bits with values of 15 bits, all missing.
+
+    No other file is read further beyond its end.
+    """
 
     def segment(marker: int, content: bytes) -> bytes:
         return bytes((0xFF, marker)) + (len(content) + 2).to_bytes(2, "big") + content
@@ -94,46 +97,29 @@ def longest_block() -> bytes:
 
 
 def build(folder: Path, sources: Path = SOURCES) -> Path:
-    """The program, from the C files in `sources`. Raises NoSanitizer."""
+    """Build the program with the C files in `sources`; raises NoSanitizer."""
     program = folder / "fuzz"
-    problems = []
+    problems: list[str] = []
     files = [str(path) for path in (HERE / "fuzz.c", *sorted(sources.glob("*.c")))]
     for compiler in filter(shutil.which, ("gcc", "clang")):
         if works(compiler, folder, problems):
-            subprocess.run(
-                [
-                    compiler,
-                    "-O1",
-                    "-g",
-                    "-Wall",
-                    "-Wextra",
-                    "-Werror",
-                    f"-I{sources}",
-                    *SANITIZERS,
-                    *files,
-                    "-o",
-                    str(program),
-                ],
-                check=True,
-            )
+            options = ["-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-I{sources}", *SANITIZERS]
+            subprocess.run([compiler, *options, *files, "-o", str(program)], check=True)
             return program
-    raise NoSanitizer("; ".join(problems) or "neither gcc nor clang is there: apt-get install gcc")
+    raise NoSanitizer("; ".join(problems) or "no gcc or clang found: apt-get install gcc")
 
 
 def works(compiler: str, folder: Path, problems: list[str]) -> bool:
-    """Whether it makes programs with sanitizers that run here; else why not is appended to
-    `problems`."""
-    (folder / "nothing.c").write_text("int main(void) { return 0; }")
-    for command in (
-        [compiler, *SANITIZERS, str(folder / "nothing.c"), "-o", str(folder / "nothing")],
-        [str(folder / "nothing")],
-    ):
+    """Return whether a program with sanitizers builds and runs; append why not to `problems`."""
+    source = folder / "empty.c"
+    program = folder / "empty"
+    source.write_text("int main(void) { return 0; }")
+    build_command = [compiler, *SANITIZERS, str(source), "-o", str(program)]
+    for command in (build_command, [str(program)]):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            problems.append(
-                f"{compiler} {' '.join(SANITIZERS)}:"
-                f" {(done.stderr.strip() or 'killed').splitlines()[-1]}"
-            )
+            reason = (done.stderr.strip() or "killed").splitlines()[-1]
+            problems.append(f"{compiler} {' '.join(SANITIZERS)}: {reason}")
             return False
     return True
 
@@ -147,11 +133,14 @@ def run(
     seconds: int = 10**9,
     fill: int = -1,
 ) -> tuple[int, str]:
-    """Exit status and what was printed. A file that broke it is left beside the folder of seeds.
-    fill: what fresh memory holds."""
-    options = "quarantine_size_mb=64" + (
-        f":malloc_fill_byte={fill}:max_malloc_fill_size={2**30}" if fill >= 0 else ""
-    )
+    """Run the program; return its exit status and what it printed.
+
+    A file that fails is left next to the folder of seeds. fill: the byte that new memory holds;
+    -1: any.
+    """
+    options = "quarantine_size_mb=64"
+    if fill >= 0:
+        options += f":malloc_fill_byte={fill}:max_malloc_fill_size={2**30}"
     command = [str(program), str(seeds), str(seed), str(files), str(seconds)]
     environment = os.environ | {"ASAN_OPTIONS": options}
     done = subprocess.run(

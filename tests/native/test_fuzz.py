@@ -1,7 +1,7 @@
-"""The C part on files that lie, with sanitizers: nothing outside of what it is given is touched,
-and it says the same on every way.
+"""The C part on damaged files, with sanitizers: it accesses only the memory it is given, and both
+implementations agree.
 
-Longer: `python tests/native/fuzz.py --minutes 10`.
+For longer runs: `python tests/native/fuzz.py --minutes 10`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_a_minute_of_changed_files(program, seeds):
         what: dict(re.findall(r"(\d+):(\d+)", line))
         for what, line in re.findall(r"(windows|transcoded) by status(.*)", printed)
     }
-    for what, least in (("windows", 1_000), ("transcoded", 100)):  # on a machine that is busy
+    for what, least in (("windows", 1_000), ("transcoded", 100)):  # even on a busy machine
         assert int(counts[what]["0"]) > least, printed
         assert int(counts[what]["1"]) > least, printed
 
@@ -55,7 +55,7 @@ def test_nothing_depends_on_what_memory_held_before(program, seeds):
 
 
 @pytest.mark.parametrize(
-    ("file", "right", "wrong", "told"),
+    ("file", "right", "wrong", "message"),
     [
         (
             "bits.h",
@@ -67,12 +67,12 @@ def test_nothing_depends_on_what_memory_held_before(program, seeds):
         ("scan.h", "if (n && index == 63 &&", "if (n && index >= 60 &&", "FAILED: transcoding"),
     ],
 )
-def test_it_finds_bugs_that_are_put_in(tmp_path, seeds, file, right, wrong, told):
+def test_it_finds_bugs_that_are_put_in(tmp_path, seeds, file, right, wrong, message):
     sources = shutil.copytree(fuzz.SOURCES, tmp_path / "native")
     text = (sources / file).read_text()
     assert text.count(right) == 1
     (sources / file).write_text(text.replace(right, wrong))
     status, printed = fuzz.run(built(tmp_path, sources), seeds, seed=3, seconds=120)
     assert status != 0
-    assert told in printed
+    assert message in printed
     assert (seeds.parent / "fuzz-failure.jpg").stat().st_size > 0

@@ -1,5 +1,5 @@
-"""What the page at the top of vit/data/decode/c/blocks.h tells about its tables is so, and the C
-compiles without a warning."""
+"""The page at the top of vit/data/decode/c/blocks.h describes its tables correctly, and the C files
+compile without warnings."""
 
 import os
 import shutil
@@ -18,36 +18,28 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_the_page_about_the_tables(tmp_path):
-    subprocess.run(
-        [
-            "gcc",
-            "-O1",
-            *WARNINGS,
-            str(Path(__file__).with_name("tables.c")),
-            "-o",
-            str(tmp_path / "tables"),
-        ],
-        check=True,
-    )
-    done = subprocess.run([str(tmp_path / "tables")], capture_output=True, text=True)
+    source = str(Path(__file__).with_name("tables.c"))
+    program = str(tmp_path / "tables")
+    subprocess.run(["gcc", "-O1", *WARNINGS, source, "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "tests/native/test_tables.py" in (SOURCES / "blocks.h").read_text()
 
 
 @pytest.mark.parametrize("name", ["window.c", "transcode.c"])
 def test_no_warning_and_no_memory_that_is_used_as_two_types(name, tmp_path):
-    """C's aliasing rules: a compiler that relies on them may reorder what breaks them. gcc warns
-    where it sees that."""
+    """A compiler that relies on C's aliasing rules may reorder accesses that break them; gcc warns
+    where it sees this."""
     aliasing = ["-fstrict-aliasing", "-Wstrict-aliasing=1"]
-    command = [
-        "gcc",
-        "-O3",
-        *WARNINGS,
-        *aliasing,
-        "-c",
-        str(SOURCES / name),
-        "-o",
-        str(tmp_path / "object"),
-    ]
+    options = ["-O3", *WARNINGS, *aliasing, "-c"]
+    command = ["gcc", *options, str(SOURCES / name), "-o", str(tmp_path / "object")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("folder", [SOURCES, Path(__file__).parent], ids=lambda path: path.name)
+def test_lines_of_c_have_at_most_100_columns(folder):
+    """As in Python, where ruff checks it. `.clang-format` at the root is the layout."""
+    for path in sorted(folder.glob("*.[ch]")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            assert len(line) <= 100, f"{path}:{number}"
