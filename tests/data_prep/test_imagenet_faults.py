@@ -283,7 +283,7 @@ WRONG = {
         _parquets_numbered_otherwise,
         "labels are not in the order of the WordNet ids",
     ),
-    "parquet cut off": (_cut_parquet, r"train-00001-of-00003\.parquet: not a complete parquet file"),
+    "parquet cut off": (_cut_parquet, r"train-00001-of-00003\.parquet: not a complete parquet"),
     "parquet of something else": (
         _parquet_of_something_else,
         r"its columns are text, label; expected image",
