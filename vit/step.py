@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vit.data.augment.apply import Augment
 from vit.data.batches import Batch
-from vit.data.order import fold
+from vit.data.hashing import fold
 from vit.distributed import World, no_sync
 from vit.ema import Ema
 from vit.loss import cross_entropy

@@ -134,7 +134,11 @@ class BatchLayout:
             "ids": (torch.int64, (rows,)),
         }
         return {
-            name: (dtype, shape, _round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT))
+            name: (
+                dtype,
+                shape,
+                math.ceil(math.prod(shape) * dtype.itemsize / ALIGNMENT) * ALIGNMENT,
+            )
             for name, (dtype, shape) in shapes.items()
         }
 
@@ -149,10 +153,7 @@ class Batches:
     """Whether any process that makes the same rows again gets the same content."""
 
     def prepare(self, num_processes: int) -> None:
-        """Open what workers inherit; called before they start.
-
-        num_processes: processes of this host that will make batches at the same time.
-        """
+        """Open what workers inherit, before they start: `num_processes` of them on this host."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         """Write rows `first` and following of the batch at `position` into all tensors of `rows`.
@@ -168,26 +169,22 @@ class Batches:
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of some rows of a training batch."""
+    """The samples of B rows of a training batch."""
 
     ids: NDArray[np.int64]
     """(B,) numbers by which draws and reports name them."""
     copies: NDArray[np.int64] | int
     """(B,) which copy of its image each row shows (repeated augmentation)."""
-    labels: ArrayLike
-    """(B,)."""
-    widths: NDArray[Any]
-    """(B,) pixels, of the stored images."""
-    heights: NDArray[Any]
-    """(B,) pixels."""
+    entries: NDArray[Any]
+    """(B,) records with `label`, and `width` and `height` of the stored image in pixels."""
+    groups: list[list[int]]
+    """Rows that show the same image."""
     read: Callable[[int], bytes]
     """Row -> encoded image."""
     key: Callable[[int], str]
     """Row -> key."""
     describe: Callable[[int], str]
     """Row -> which image it is, for an error message."""
-    groups: list[list[int]]
-    """Rows that show the same image."""
 
 
 class AugmentedBatches(Batches):
@@ -224,8 +221,8 @@ class AugmentedBatches(Batches):
         raises ShardError.
         """
         size = self.image_format.size
-        widths = samples.widths
-        heights = samples.heights
+        widths = samples.entries["width"]
+        heights = samples.entries["height"]
         epoch = position // self.order.steps_per_epoch
         keys = sample_keys(self.order.seed, epoch, samples.ids, samples.copies)
         crops = draw_crops(self.augment, keys, widths, heights, size).tolist()
@@ -266,7 +263,7 @@ class AugmentedBatches(Batches):
         table = draw_table(self.augment, keys, widths, heights, size)
         # After decoding: a row whose partner could not be decoded stays unmixed.
         draw_mix(self.augment, table, weights, self.order.seed, position, first_row, size)
-        write_rows(rows, samples.labels, weights, table, samples.ids)
+        write_rows(rows, samples.entries["label"], weights, table, samples.ids)
         return tuple(bad_keys)
 
 
@@ -313,17 +310,12 @@ class TrainBatches(AugmentedBatches):
         return self.split.where(sample)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Write rows `first` and following of the batch at `position` into all tensors of `rows`.
-
-        `first` and the number of rows are multiples of `row_unit`. Returns the key of each row that
-        could not be decoded, with `on_bad_image: skip`.
-        """
+        """See `Batches.fill`; `first` and the number of rows are multiples of `row_unit`."""
         first_row = self.first_row + first
         ids, copies = self.order.rows_and_copies(position, first_row, first_row + len(rows.labels))
         self.split.prefetch(ids)
         if first == 0:
             self._read_ahead(position)
-        entries = self.split.index[ids]
 
         def read(row: int) -> bytes:
             stages.current.read(int(ids[row]))
@@ -332,13 +324,11 @@ class TrainBatches(AugmentedBatches):
         samples = Samples(
             ids,
             copies,
-            entries["label"],
-            entries["width"],
-            entries["height"],
+            self.split.index[ids],
+            _rows_by_sample(ids),
             read,
             lambda row: self.split.key(int(ids[row])),
             lambda row: _describe(self.split, int(ids[row])),
-            _rows_by_sample(ids),
         )
         return self.make_rows(position, first_row, rows, samples)
 
@@ -456,7 +446,3 @@ def _rows_by_sample(ids: NDArray[np.int64]) -> list[list[int]]:
 def _describe(split: Split | Sources, sample: int) -> str:
     offset = split.index[sample]["offset"]
     return f"{split.where(sample)}: image {split.key(sample)!r} at byte {offset}"
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

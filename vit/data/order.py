@@ -29,9 +29,6 @@ blocks. Their borders stay those of the draws' own blocks, so that samples that 
 are read together. After any number of draws each sample has come equally often, plus or minus one;
 draws of an epoch that fill no batch count, and are not shown. A batch is found as before, without
 looking at another.
-
-The hash is our own because generators of libraries promise no stable streams;
-`tests/data/golden_order.json` has its output.
 """
 
 from __future__ import annotations
@@ -43,9 +40,10 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-U64 = np.uint64
+from vit.data.hashing import U64, Permutation, fold, hash64
+
 PERMUTATION_BELOW = 262_144
 """Below this number of samples the default order is a true permutation: blocks of one sample, no
 windows."""
@@ -54,55 +52,6 @@ MAX_DEFAULT_LANES = 64
 MIN_DEFAULT_LANE_IMAGES = 4
 """Images that a lane gives to a batch by default, with repeats: copies are that many rows apart,
 and few sets of copies are cut by the end of a lane."""
-
-
-def hash64(values: ArrayLike) -> NDArray[np.uint64]:
-    """Hash 64-bit integers (any shape): the output function of SplitMix64 (Steele et al. 2014)."""
-    with np.errstate(over="ignore"):
-        x = np.asarray(values, dtype=U64) + U64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> U64(27))) * U64(0x94D049BB133111EB)
-        return x ^ (x >> U64(31))
-
-
-def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
-    """Return one key for several integers or arrays (broadcast together), whose order matters."""
-    key: NDArray[np.uint64] = np.zeros((), dtype=U64)
-    for part in parts:
-        key = hash64(key ^ hash64(np.asarray(part).astype(U64)))
-    return key
-
-
-def uniform(key: ArrayLike, *index: ArrayLike) -> NDArray[np.float64]:
-    """Return uniform numbers in [0, 1) with 53 random bits, one per (key, *index), broadcast."""
-    return (fold(key, *index) >> U64(11)).astype(np.float64) * 2.0**-53
-
-
-class Permutation:
-    """A keyed permutation of range(n) in O(1) memory: a six-round Feistel network.
-
-    The network permutes a power of four; values of n and more are permuted again ("cycle walking").
-    """
-
-    def __init__(self, n: int, key: ArrayLike, rounds: int = 6):
-        bits = max(2, (n - 1).bit_length())
-        self.n = n
-        self.half = U64((bits + 1) // 2)
-        self.mask = U64((1 << ((bits + 1) // 2)) - 1)
-        self.keys = fold(key, np.arange(rounds))
-
-    def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
-        """Map positions in [0, n), any shape, to values in [0, n); each value comes once."""
-        out = np.array(positions, dtype=U64)
-        todo = np.ones(out.shape, dtype=bool)
-        # The power of four is below 4 n: at most four rounds of this are expected.
-        while todo.any():
-            left, right = out[todo] >> self.half, out[todo] & self.mask
-            for key in self.keys:
-                left, right = right, left ^ (hash64(right ^ key) & self.mask)
-            out[todo] = (left << self.half) | right
-            todo[todo] = out[todo] >= U64(self.n)
-        return out.astype(np.int64)
 
 
 class _EpochBlocks:

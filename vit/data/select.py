@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.data.order import fold
+from vit.data.hashing import fold
 from vit.data.row_filter import RowFilter
 from vit.data.shards.split import Split
 from vit.data.storage.cached_tars import CachedTars

@@ -29,7 +29,8 @@ import numpy as np
 from vit.config import AugmentConfig
 from vit.data.batches import AugmentedBatches, Batch, ImageFormat, Samples
 from vit.data.decode.images import read_image_size
-from vit.data.order import Order, fold, hash64
+from vit.data.hashing import fold, hash64
+from vit.data.order import Order
 from vit.data.shards.layout_hints import describe
 from vit.data.shards.members import META, SETTINGS, InvalidSample, SampleLayout
 from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE
@@ -157,13 +158,14 @@ class StreamBatches(AugmentedBatches):
         samples = Samples(
             ids=np.array([sample.number for sample in parts], np.int64),
             copies=0,
-            labels=[sample.label for sample in parts],
-            widths=np.array([sample.width for sample in parts]),
-            heights=np.array([sample.height for sample in parts]),
+            entries=np.array(
+                [(sample.label, sample.width, sample.height) for sample in parts],
+                [("label", np.int64), ("width", np.int64), ("height", np.int64)],
+            ),
+            groups=[[row] for row in range(len(parts))],
             read=lambda row: parts[row].data,
             key=lambda row: parts[row].key,
             describe=lambda row: f"image {parts[row].key!r} of the stream",
-            groups=[[row] for row in range(len(parts))],
         )
         return self.make_rows(position, self.first_row + first, rows, samples)
 

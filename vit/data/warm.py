@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from vit.config_io import load_config
-from vit.data.order import hash64
+from vit.data.hashing import hash64
 from vit.data.shards.data_set import open_split
 from vit.data.storage.block_cache import Fetched
 from vit.data.storage.cached_tars import CacheBlock, CachedTars
