@@ -24,7 +24,7 @@ from data_prep.write.plan import (
     make_plan,
 )
 from data_prep.write.writer import write
-from vit.system import command_line, urls
+from vit.system import command_line, redact
 from vit.system.files import ShardError
 from vit.system.host import num_cores
 from vit.system.meter import duration
@@ -279,7 +279,7 @@ def run(
         signal.signal(number, signal.SIG_IGN)  # one is enough
         raise _Terminated
 
-    urls.guard_console()
+    redact.guard_console()
     before = signal.signal(signal.SIGTERM, stop)
     try:
         command(args)

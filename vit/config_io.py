@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from vit.config import Config, RunConfig
 from vit.config_errors import Key, explain
 from vit.config_hints import all_keys, nearest
-from vit.system.urls import not_set, shown, shown_values, unset_variables
+from vit.system.redact import shown, shown_values
+from vit.system.urls import not_set, unset_variables
 
 RESOLVED: tuple[Key, ...] = (("data", "root"), ("data", "stream"), ("data", "sources"))
 """Settings in which `${NAME}` means an environment variable, whose value is used, not recorded."""

@@ -34,7 +34,7 @@ from vit.distributed import (
     local_world_size,
     world_size,
 )
-from vit.system.urls import guard_console, shown
+from vit.system.redact import guard_console, shown
 
 SILENT_S = 3.0
 """Longest wait of a rank without a message for one that has one: torchrun ends all at the first

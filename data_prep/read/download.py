@@ -27,7 +27,8 @@ from vit.data.storage.http_request import on_the_web
 from vit.data.storage.retry import RetryPolicy
 from vit.system.files import parse_json
 from vit.system.meter import Meter
-from vit.system.urls import address, shown
+from vit.system.redact import shown
+from vit.system.urls import address
 
 MOST_VERSIONS = 5
 """How often a file may be replaced on the server while it is fetched."""

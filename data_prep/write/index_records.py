@@ -18,7 +18,8 @@ from vit.data.shards.index_file import first_samples, has_checksums, open_index
 from vit.data.storage.http_request import on_the_web
 from vit.system import files
 from vit.system.files import ShardError
-from vit.system.urls import bare, did_you_mean, expand_braces, resolve, shown
+from vit.system.redact import shown
+from vit.system.urls import bare, did_you_mean, expand_braces, resolve
 
 SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 

@@ -24,7 +24,7 @@ from data_prep.errors import PrepError
 from vit.data.storage.object_store import KINDS, ObjectStore
 from vit.system import files
 from vit.system.files import locked_folder, remove_if_abandoned, replacing, temporary_file
-from vit.system.urls import shown
+from vit.system.redact import shown
 
 
 class Output:

@@ -12,7 +12,7 @@ from servers import WebServer
 
 from vit.data.storage.http import WebFile
 from vit.data.storage.retry import RetryPolicy
-from vit.system import urls
+from vit.system import redact, urls
 from vit.system.files import ShardError
 
 SIGNED = "https://bucket.s3.amazonaws.com/p/train-{0..9}.tar?X-Amz-Credential=AKIA%2F20260101&X-Amz-Signature=0a1b2c3d4e5f"
@@ -23,7 +23,7 @@ def nobody_logs_in(monkeypatch, tmp_path):
     for name in ("VIT_HTTP_HEADER", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setattr(urls, "_known", {})
+    monkeypatch.setattr(redact, "_known", {})
     monkeypatch.setattr(urls, "_lost_login", set())
 
 
@@ -64,10 +64,10 @@ def test_what_is_shown_of_a_text():
             "pipe:AWS_SECRET_ACCESS_KEY=*** aws s3 cp s3://b/a -"
         ),
     }.items():
-        assert urls.shown(text) == expected
-        assert urls.shown(expected) == expected, "shown twice is shown once"
+        assert redact.shown(text) == expected
+        assert redact.shown(expected) == expected, "shown twice is shown once"
         as_json = json.dumps(text)
-        assert urls.shown(as_json) == json.dumps(expected), "and the same inside of JSON"
+        assert redact.shown(as_json) == json.dumps(expected), "and the same inside of JSON"
 
 
 def test_what_is_no_secret_stays():
@@ -84,16 +84,16 @@ def test_what_is_no_secret_stays():
         "step 604800: loss 1.5, 3 keys",
         "see https://docs.x.org/page?)",
     ):
-        assert urls.shown(text) == text
+        assert redact.shown(text) == text
 
 
 def test_what_was_used_once_is_shown_nowhere(monkeypatch):
     urls.resolve("https://me:pass%2Fword@host/x?sig=abcdefghijklmnop")
     told = base64.b64encode(b"me:pass/word").decode()
-    assert urls.shown(f"pass/word pass%2Fword abcdefghijklmnop {told}") == "*** *** *** ***"
+    assert redact.shown(f"pass/word pass%2Fword abcdefghijklmnop {told}") == "*** *** *** ***"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUt/nFEMI")
     assert (
-        urls.shown("signed by wJalrXUt/nFEMI, wJalrXUt%2FnFEMI")
+        redact.shown("signed by wJalrXUt/nFEMI, wJalrXUt%2FnFEMI")
         == "signed by ${AWS_SECRET_ACCESS_KEY}, ${AWS_SECRET_ACCESS_KEY}"
     )
 
@@ -121,7 +121,7 @@ def test_names_of_variables_become_their_values(monkeypatch):
 
 
 def test_one_data_set_has_one_name_with_any_login():
-    assert urls.bare(SIGNED) == urls.bare(urls.shown(SIGNED)) == urls.bare(f"{SIGNED}9")
+    assert urls.bare(SIGNED) == urls.bare(redact.shown(SIGNED)) == urls.bare(f"{SIGNED}9")
     assert urls.bare("https://me:pw@host/x?a=b") == "https://host/x"
 
 
@@ -150,8 +150,8 @@ def test_the_first_login_found_for_a_host_counts(monkeypatch, tmp_path):
     assert urls.credentials("https://host/x") == {"Authorization": "Bearer abcdef"}
     assert urls.credentials("https://a.host/x") == {"X-Key": "ghijkl"}
     assert urls.credentials("https://me:p%40w@host/x") == basic("me:p@w")
-    assert "rc-secret" not in urls.shown("net:rc-secret")
-    assert "ghijkl" not in urls.shown("X ghijkl")
+    assert "rc-secret" not in redact.shown("net:rc-secret")
+    assert "ghijkl" not in redact.shown("X ghijkl")
 
 
 def test_no_other_host_gets_a_login(monkeypatch, tmp_path):
@@ -257,9 +257,9 @@ def test_a_login_stays_with_its_server_when_it_redirects(kind, monkeypatch, tmp_
 def test_a_process_prints_no_secrets_whoever_prints():
     program = """
 import logging, sys, threading, warnings
-from vit.system import urls
-urls.guard_console()
-urls.guard_console()
+from vit.system import redact, urls
+redact.guard_console()
+redact.guard_console()
 print("out https://me:pw@host/x?sig=1")
 logging.getLogger("urllib3").warning("Retrying: /x?Signature=abc of https://me:pw@host/x")
 warnings.warn("https://me:pw@host/x")

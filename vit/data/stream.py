@@ -39,7 +39,8 @@ from vit.data.storage.http import PIECE_BYTES, WebFile
 from vit.data.storage.http_request import on_the_web
 from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError
-from vit.system.urls import expand_braces, shown
+from vit.system.redact import shown
+from vit.system.urls import expand_braces
 
 SHUFFLE_SAMPLES = 1000
 SHUFFLE_BYTES = 64 << 20

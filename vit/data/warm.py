@@ -32,7 +32,8 @@ from vit.data.storage.retry import RetryPolicy
 from vit.system.command_line import Parser
 from vit.system.files import ShardError
 from vit.system.meter import Meter
-from vit.system.urls import guard_console, resolve, shown
+from vit.system.redact import guard_console, shown
+from vit.system.urls import resolve
 
 NUM_THREADS = 16
 """Blocks fetched at once; each is held in memory."""

@@ -24,7 +24,7 @@ from vit.report.history import History, median
 from vit.report.source import ReportSource
 from vit.run.folder import CHECKPOINTS, STOPPED_FILE
 from vit.system.meter import duration
-from vit.system.urls import shown
+from vit.system.redact import shown
 
 
 def run_state(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.run.record import read_lines, without_redone
-from vit.system.urls import shown_values
+from vit.system.redact import shown_values
 
 
 @dataclass

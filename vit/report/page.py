@@ -34,7 +34,7 @@ from vit.report.source import ReportSource, as_sentence
 from vit.run.folder import CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.system.files import replacing
 from vit.system.meter import duration
-from vit.system.urls import shown
+from vit.system.redact import shown
 
 PAGE_FILE = f"{REPORT_FOLDER}/index.html"
 TEMPLATE = Path(__file__).with_name("page.html.j2")

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from vit.config import LogConfig
 from vit.run.folder import METRICS_FILE, RunLock
 from vit.run.wandb_process import WandbProcess, wanted_mode
-from vit.system.urls import shown, shown_values
+from vit.system.redact import shown, shown_values
 
 SILENT_S = 60.0
 """A log file gets a line after this long without one: steps may take minutes each."""

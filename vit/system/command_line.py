@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vit.system.urls import shown
+from vit.system.redact import shown
 
 Hint = Callable[[str, str], str]
 """What is meant by an unknown option and the value that was given with it ("" for none), in words;

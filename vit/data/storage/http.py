@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 from vit.data.storage.http_request import get, reason_of
 from vit.data.storage.retry import RetryableError, RetryPolicy, note_progress
 from vit.system.files import ShardError
-from vit.system.urls import address, login_hint, shown
+from vit.system.redact import shown
+from vit.system.urls import address, login_hint
 
 PIECE_BYTES = 1 << 20
 CONNECT_S = 10.0

@@ -12,7 +12,8 @@ from typing import Any
 
 from vit.data.storage.retry import NUM_REFUSALS, RetryableError
 from vit.system.files import ShardError
-from vit.system.urls import address, credentials, shown
+from vit.system.redact import shown
+from vit.system.urls import address, credentials
 
 NUM_CONNECTIONS = 16
 """Kept open to a server by one process."""

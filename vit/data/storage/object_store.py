@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 from vit.data.storage.http import ATTEMPT_S, Refused, Version, replaced
 from vit.data.storage.retry import RetryableError, RetryPolicy, note_progress
 from vit.system.files import temporary_file
-from vit.system.urls import did_you_mean, shown
+from vit.system.redact import shown
+from vit.system.urls import did_you_mean
 
 SMALLEST_PIECE = 64 << 10
 """Bytes per request, after timeouts of larger ones."""
