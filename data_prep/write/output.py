@@ -109,7 +109,7 @@ class Output:
         if self.local is not None:
             return files.read_json(self.local / name)
         try:
-            content = self._store.whole(name)
+            content = self._store.read_all(name)
         except FileNotFoundError:
             return None
         return files.parse_json(content, f"{self}/{name}")

@@ -123,7 +123,7 @@ class ObjectStore:
         self._call(name, read, in_use=True)
         return b"".join(pieces)
 
-    def whole(self, name: str) -> bytes:
+    def read_all(self, name: str) -> bytes:
         """Return the content of a small file."""
         return self._call(name, lambda fs, path: fs.cat_file(f"{path}/{name}", **_timeout(fs)))
 
