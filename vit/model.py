@@ -411,8 +411,8 @@ class VisionTransformer(nn.Module):
         if self.embed_dim % num_heads:
             divisors = [n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0]
             problems.append(
-                f"embed_dim {self.embed_dim} is not a multiple of num_heads {num_heads}: the nearest"
-                f" number of heads is {min(divisors, key=lambda n: abs(n - num_heads))}"
+                f"embed_dim {self.embed_dim} is not a multiple of num_heads {num_heads}:"
+                f" the nearest number of heads is {min(divisors, key=lambda n: abs(n - num_heads))}"
             )
         if self.global_pool not in ("token", "avg"):
             problems.append(f"global_pool is {self.global_pool!r}: expected 'token' or 'avg'")
