@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vit import config as config_module
@@ -624,6 +624,7 @@ traps = st.sampled_from(
 numbers = st.floats(min_value=1e-12, max_value=1e9)
 
 
+@settings(deadline=None)
 @given(
     root=words | traps,
     project=traps,
