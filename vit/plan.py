@@ -1,8 +1,8 @@
 """Every number that follows from config, data and ranks.
 
-The data's story: the config states the recipe (global batch, epochs), the data their size, torchrun
-the ranks; the plan divides the one by the others before anything expensive starts, or says which
-sizes would work. `--print-config` shows it.
+The config states the recipe (global batch, epochs), the data their size, torchrun the ranks. The
+plan divides the one by the others before anything expensive starts, or reports which sizes would
+work. `--print-config` prints it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What every worker process of ours does first: leave signals to its parent, end with it, and print
-no secrets. Free of torch."""
+"""What every worker process does first: leave signals to its parent, end with it, hide secrets."""
 
 from __future__ import annotations
 
@@ -15,13 +14,12 @@ from vit.system.redact import guard_console
 LEFT_TO_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 LOOK_EACH_S = 1.0
-"""For another parent, where the pipe does not tell that it ended."""
+"""Seconds between two looks at the parent, for when the pipe does not show its end."""
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Around the start of worker processes: a signal that comes before they call `follow_parent`
-    waits, in them and in this thread."""
+    """A context for starting worker processes: signals wait until they call `follow_parent`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENTS)
     try:
         yield
@@ -30,15 +28,13 @@ def signals_blocked() -> Iterator[None]:
 
 
 def follow_parent() -> None:
-    """End this process when its parent ends, be it by SIGKILL, after which nobody would tell it;
-    ignore the signals that parents handle.
+    """End this process when its parent ends, also by SIGKILL; ignore signals that parents handle.
 
-    Terminals and Slurm signal every process of a job. The parent decides what follows, and tells
-    its workers.
+    Terminals and Slurm signal every process of a job: the parent decides what its workers do.
     """
     for number in LEFT_TO_PARENTS:
         signal.signal(number, signal.SIG_IGN)
-    # what `signals_blocked` blocked is now ignored
+    # What `signals_blocked` blocked is ignored from here on.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENTS)
     guard_console()
     parent = multiprocessing.parent_process()
@@ -47,8 +43,8 @@ def follow_parent() -> None:
     begun_by = os.getppid()  # the parent, or the server that forks for it
 
     def follow() -> None:
-        # Workers that were forked later have the parent's end of the pipe, too: a stopped one would
-        # keep it open for ever.
+        # Not by the pipe alone: workers forked later hold the parent's end of it, too, and
+        # a stopped one would keep it open for ever.
         while parent.is_alive() and os.getppid() == begun_by:
             parent.join(LOOK_EACH_S)
         os._exit(1)

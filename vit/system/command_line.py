@@ -1,9 +1,4 @@
-"""What the commands of `launch/` and `data_prep/` share: how a mistake on the command line is told.
-
-The data's story: argparse finds that something is wrong; the words as they were typed show which of
-them are no options; the nearest option, or the setting that is meant, goes into the one line that
-people see. Free of torch.
-"""
+"""The argument parser of all commands: mistakes as one line, with the option that was meant."""
 
 from __future__ import annotations
 
@@ -19,8 +14,7 @@ from typing import Any, NoReturn
 from vit.system.redact import shown
 
 Hint = Callable[[str, str], str]
-"""What is meant by an unknown option and the value that was given with it ("" for none), in words;
-"" if nobody knows."""
+"""From an unknown option and its value ("" for none) to a hint at what is meant, or ""."""
 
 
 INSTALLED_LAUNCH = Path(__file__).parents[1] / "launch"
@@ -37,10 +31,9 @@ def as_typed(text: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, but a mistake is a ValueError of one line, and an option is never guessed from
-    its beginning.
+    """argparse's, but a mistake is a ValueError of one line, and options cannot be abbreviated.
 
-    `hint` is asked for options that are unknown and near to none of the known ones.
+    `hint` is called for unknown options that resemble none of the known ones.
     """
 
     def __init__(self, prog: str, description: str | None = None, hint: Hint | None = None):
@@ -56,20 +49,22 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse has one for each kind of namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """As argparse's; keeps the words for `error`."""
+        """As argparse's; keeps the arguments for `error`."""
         self._typed = self._typed or list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def parse_known_intermixed_args(  # type: ignore[override]  # argparse has one for each kind of namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """As argparse's; keeps the words for `error`."""
+        """As argparse's; keeps the arguments for `error`."""
         self._typed = self._typed or list(sys.argv[1:] if args is None else args)
         return super().parse_known_intermixed_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the ValueError. Of two mistakes argparse names the missing option, which is often
-        the one that is misspelt."""
+        """Raise a ValueError that names unknown options.
+
+        argparse reports the missing option first, which often is the misspelt one.
+        """
         is_unknown = message.startswith("unrecognized arguments: ")
         if options := self._unknown_options() if is_unknown or "are required: " in message else []:
             words = " ".join(word for pair in options for word in pair if word)
@@ -84,8 +79,7 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{shown(message)} ({self.prog} --help lists the options)")
 
     def _unknown_options(self) -> list[tuple[str, str]]:
-        """Words that look like options and are none, each with the value behind it for `hint`, or
-        ""."""
+        """Arguments that look like options and are none, each with its value for `hint`, or ""."""
         words = self._typed[: self._typed.index("--")] if "--" in self._typed else self._typed
         found = []
         for word, following in zip_longest(words, words[1:], fillvalue=""):
@@ -105,7 +99,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def _meant(self, options: list[tuple[str, str]]) -> str:
-        """What was meant by them, in words."""
+        """Hints at what was meant by `options`."""
         known = list(self._option_string_actions)
         options_meant = list[str]()
         told = list[str]()

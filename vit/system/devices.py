@@ -1,9 +1,8 @@
 """Which kind of device a run computes on: what each rank finds, and what follows for all of them.
 
-The data's story: each rank looks what torch can use on its host, and what is built in; the main
-rank gets what all have found and decides, before any of them chooses how to talk to the others: a
-host that would choose otherwise would wait for them, and they for it, until a time limit ends the
-run.
+Each rank looks at what torch can use on its host and what is built in. Rank 0 decides for all,
+before any of them chooses between gloo and NCCL: a host that chose the other one would wait for the
+rest until a time limit ends the run.
 """
 
 from __future__ import annotations
@@ -20,18 +19,17 @@ from vit.system.host import num_nvidia_gpus
 
 @dataclass(frozen=True)
 class HostDevices:
-    """What a rank finds on its host."""
+    """The devices that a rank finds on its host."""
 
     host: str
     ranks: int
-    """Of this run on the host."""
+    """Ranks of this run on the host."""
     gpus: int
-    """That torch can use."""
+    """GPUs that torch can use."""
     nvidia_gpus: int
-    """That are built in, whether torch can use them or not; 0 where CUDA_VISIBLE_DEVICES hides
-    all."""
+    """GPUs that are built in, usable or not; 0 where CUDA_VISIBLE_DEVICES hides all."""
     said: str
-    """By torch, why there are none that it can use."""
+    """Why torch can use none, in its own words."""
 
     def __str__(self) -> str:
         if not self.gpus:
@@ -40,7 +38,7 @@ class HostDevices:
 
 
 def find_devices(root: Path = Path("/")) -> HostDevices:
-    """What there is here. root: where `proc` and `sys` lie."""
+    """The devices of this host. `root`: the folder of `proc` and `sys`."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     said = ""
     if not gpus:
@@ -55,10 +53,16 @@ def find_devices(root: Path = Path("/")) -> HostDevices:
 
 
 def choose_device(asked: str, setting: str, found: list[HostDevices]) -> tuple[str, list[str]]:
-    """cpu or cuda for all ranks, who have `found` what they have, and what to tell people.
+    """ "cpu" or "cuda" for all ranks, and notes to print.
 
-    Raises ValueError where GPUs are `asked` for, or some hosts have one for each rank, and others
-    have not: those are named.
+    Args:
+        asked: "auto", "cpu" or "cuda".
+        setting: how messages name the setting of `asked`.
+        found: the devices of each rank.
+
+    Raises:
+        ValueError: some hosts lack a GPU per rank while "cuda" is asked for or other hosts have
+            one; they are named.
     """
     if asked == "cpu":
         return "cpu", []

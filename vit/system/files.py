@@ -1,7 +1,6 @@
-"""Files whole or not at all, and how a damaged one is told. Free of torch.
+"""Atomic file writes, and the error for damaged files.
 
-The data's story: what is written gets its name when it is complete and on the disk; a reader sees
-the old file or the new one.
+A file gets its name when it is complete and on the disk: a reader sees the old one or the new one.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from typing import Any, BinaryIO
 
 
 class ShardError(ValueError):
-    """Shards, index or `_info.json` are not as they should be; says which file, what was expected
-    and what to do."""
+    """A damaged or missing shard, index or `_info.json`: which, what was expected, what to do."""
 
 
 def unreadable(path: Path, error: OSError) -> ShardError:
-    """What to tell when the system refuses `path`."""
+    """The error for a `path` that the system refuses to open."""
     return ShardError(
         f"{path}: cannot be read ({error.strerror}); check its permissions and its disk"
     )
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name beside `path` for what is being made, that nobody else has: containers may share host
-    name and process ids."""
+    """A unique name next to `path` for an unfinished file.
+
+    Random, since containers may share host name and process ids.
+    """
     return path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}.tmp")
 
 
 def _locked(path: Path, flags: int = 0) -> tuple[int, bool | None]:
-    """A descriptor of a file or folder; whether it is locked until that is closed; None if its file
-    system has no locks."""
+    """A descriptor of a file or folder, and whether it is locked; None: no locks there."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
@@ -52,12 +51,10 @@ def _locked(path: Path, flags: int = 0) -> tuple[int, bool | None]:
 
 
 def remove_if_abandoned(temporary: Path) -> None:
-    """Remove this file or folder, named by `temporary_beside`, unless a live process has it: it may
-    finish, its bytes are the same.
+    """Remove a file or folder named by `temporary_beside`, unless a live process works on it.
 
-    Who makes one locks it. Of another host, where locks may not be seen, and where there are none,
-    it counts as abandoned if a file has not changed in ten minutes, or nothing in a folder in a
-    day.
+    Its process holds a lock. Without visible locks (another host, some file systems) a file is
+    abandoned after ten minutes without a change, a folder after a day.
     """
     with suppress(OSError):
         descriptor, could = _locked(temporary, fcntl.LOCK_NB)
@@ -77,8 +74,7 @@ def remove_if_abandoned(temporary: Path) -> None:
 
 
 def _newest_change_s(path: Path) -> float:
-    """When `path`, or anything in it, changed last. Raises OSError if it is gone; what vanishes
-    inside meanwhile is passed over."""
+    """When `path`, or anything in it, changed last. Raises OSError if it is gone."""
     newest_s = path.stat().st_mtime
     for inside in path.rglob("*"):
         with suppress(OSError):
@@ -87,22 +83,20 @@ def _newest_change_s(path: Path) -> float:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what killed processes left of their attempts at `folder / name`, or at anything in
-    `folder`."""
+    """Remove what killed processes left of `folder / name`, or of anything in `folder`."""
     for leftover in folder.glob(f".{'*' if name is None else glob.escape(name)}.*.tmp"):
         remove_if_abandoned(leftover)
 
 
 @contextmanager
 def temporary_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file beside `path`, locked, which is gone when the block ends, unless it has got
-    another name there; `name` is its own."""
+    """A new locked file next to `path`, removed at the end of the block unless it was renamed."""
     with ExitStack() as stack:
         while True:
             file = stack.enter_context(open(temporary_beside(path), "x+b"))
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # else another process took it for abandoned, before it was locked
+            # Otherwise another process took it for abandoned before it was locked.
             if os.fstat(file.fileno()).st_nlink:
                 break
         try:
@@ -112,14 +106,13 @@ def temporary_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def locked_folder(path: Path) -> tuple[Path, int]:
-    """A new folder beside `path`, for this user alone, and a descriptor that keeps it locked until
-    it is closed."""
+    """A new folder next to `path`, for this user alone, and a descriptor that keeps it locked."""
     while True:
         temporary = temporary_beside(path)
         temporary.mkdir(mode=0o700)
         with suppress(FileNotFoundError):
             descriptor, _ = _locked(temporary)
-            # else another process took it for abandoned, before it was locked
+            # Otherwise another process took it for abandoned before it was locked.
             if temporary.exists():
                 return temporary, descriptor
             os.close(descriptor)
@@ -127,8 +120,7 @@ def locked_folder(path: Path) -> tuple[Path, int]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path` that takes its place when the block ends well and
-    vanishes when it does not."""
+    """Open a temporary file that replaces `path` at the end of the block, unless it raises."""
     try:
         with temporary_file(path) as file:
             yield file
@@ -143,13 +135,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` as JSON to `path`, whole or not at all."""
+    """Write `content` as JSON to `path`, completely or not at all."""
     with replacing(path) as file:
         file.write(json_bytes(content))
 
 
 def json_bytes(content: dict[str, Any]) -> bytes:
-    """`content` as all our JSON files have it."""
+    """`content` in the format of all our JSON files."""
     # A name that is no UTF-8 holds lone surrogates: backslashreplace writes them as JSON's own
     # escapes.
     return (
@@ -159,8 +151,10 @@ def json_bytes(content: dict[str, Any]) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in the JSON file `path`, or None if there is no such file. Raises ShardError if it
-    is something else or unreadable."""
+    """The object in the JSON file `path`; None if there is no such file.
+
+    Raises ShardError for anything else, or an unreadable file.
+    """
     try:
         return parse_json(path.read_bytes(), path)
     except FileNotFoundError:
@@ -170,8 +164,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(content: bytes, where: Path | str) -> dict[str, Any]:
-    """The JSON object in `content`, which lies at `where`. Raises ShardError if it is something
-    else."""
+    """The JSON object in `content`, read from `where`. Raises ShardError for anything else."""
     try:
         parsed = json.loads(content)
     except ValueError as error:

@@ -1,8 +1,7 @@
-"""What this machine gives to this process: cores, memory, open files. Free of torch.
+"""What this machine gives to this process: cores, memory, open files.
 
-The data's story: the kernel says what there is (`/proc`), a container or a batch job may be allowed
-less (control groups, version 2 or 1), and each level of its groups may set a limit; the smallest
-counts.
+The kernel reports what there is (`/proc`). A container or a batch job may be allowed less (control
+groups, version 2 or 1); each level of its groups may set a limit, and the smallest counts.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ _V1_UNLIMITED = 2**60
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use: its affinity, or the quota of its control groups where that
-    is less. At least 1.
+    """Cores that this process may use, at least 1: its affinity, or a smaller quota of its groups.
 
-    root: where `proc` and `sys` lie.
+    `root`: the folder of `proc` and `sys`.
     """
     cores = float(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -62,9 +60,10 @@ def num_cores(root: Path = Path("/")) -> int:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that this process and its children may still take: what the kernel calls available, or
-    the rest of a control group's limit, whose file cache counts as free. None if the system does
-    not say.
+    """Memory that this process and its children may still use; None if the system does not say.
+
+    What the kernel calls available, or less if a control group has a limit; its file cache counts
+    as free.
     """
     free = [
         int(line.split()[1]) * 1024
@@ -82,8 +81,11 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def num_oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes that the kernel has killed so far because memory ran out, in the control groups of
-    this one and, where they do not count, on the whole machine; None if the system does not say."""
+    """Processes that the kernel has killed so far because memory ran out.
+
+    In the control groups of this process or, where they do not count, on the machine. None if the
+    system does not say.
+    """
     counted = [
         _text(group / name)
         for group in _groups(root, "memory")
@@ -95,10 +97,9 @@ def num_oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def file_system(path: Path, root: Path = Path("/")) -> str:
-    """The kind of file system that `path`, which exists, lies on, as the kernel calls it (ext4,
-    nfs4, lustre); "" if it does not say.
+    """The kernel's name of the file system of an existing `path` (ext4, nfs4, lustre), or "".
 
-    root: where `proc` lies.
+    `root`: the folder of `proc`.
     """
     device = os.stat(path).st_dev
     path = path.resolve()
@@ -113,14 +114,12 @@ def file_system(path: Path, root: Path = Path("/")) -> str:
 
 
 def is_shared(kind: str) -> bool:
-    """Whether a file system of this kind lies on other machines, as those of homes and projects of
-    a cluster do."""
+    """Whether a file system of this kind is on other machines, such as a cluster's homes."""
     return kind in _SHARED or kind.startswith(("nfs", "fuse."))
 
 
 def process_state(pid: int | None) -> str:
-    """What a process is at, in words for behind its number: ", stopped"; "" where the system does
-    not say."""
+    """The state of a process, to follow its number: ", stopped"; "" if the system does not say."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -129,10 +128,9 @@ def process_state(pid: int | None) -> str:
 
 
 def num_nvidia_gpus(root: Path = Path("/")) -> int:
-    """NVIDIA GPUs on the PCI bus, whether their driver works or not; 0 where the system does not
-    say.
+    """NVIDIA GPUs on the PCI bus, whether their driver works or not.
 
-    root: where `proc` and `sys` lie.
+    0 if the system does not say. `root`: the folder of `proc` and `sys`.
     """
     devices = list((root / "sys/bus/pci/devices").glob("*"))
     display = "0x03"  # PCI's class of display and 3D controllers
@@ -145,8 +143,7 @@ def num_nvidia_gpus(root: Path = Path("/")) -> int:
 
 
 def raise_open_files(wanted: int) -> int:
-    """Raise this process's limit of open files, which its children inherit, to `wanted` or as far
-    as allowed; returns the limit."""
+    """Raise the limit of open files, which children inherit, as far as allowed; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft == resource.RLIM_INFINITY or soft >= reachable:
@@ -159,8 +156,7 @@ def raise_open_files(wanted: int) -> int:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The control groups of this process that may limit `controller`, from the innermost up to
-    where they are mounted."""
+    """The control groups of this process that may limit `controller`, from the innermost up."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -176,7 +172,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _text(path: Path) -> str:
-    """The content of a small file of the kernel, "" if it is not there."""
+    """The content of a small file of the kernel; "" if there is none."""
     try:
         return path.read_text().strip()
     except OSError:

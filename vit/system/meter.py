@@ -1,9 +1,4 @@
-"""How far a long task has come: one live line on a terminal, a plain line now and then in a log
-file.
-
-The data's story: whoever does the work tells how much is done; rate and remaining time follow. Free
-of torch.
-"""
+"""Progress of a long task: a live line on a terminal, a plain line every 10 s in a log file."""
 
 from __future__ import annotations
 
@@ -26,13 +21,12 @@ def duration(seconds: float) -> str:
 
 
 class Meter:
-    """Counts `total` things named `unit` on stderr; silent unless `shown`, and in a log file for
-    what takes less than 10 s.
+    """Shows on stderr how many of `total` things are done, the rate and the remaining time.
 
         with Meter("evaluating", 50_000, "images") as meter:
             meter.update(done=6_400)
 
-    `into`: where a live line exists already, what moves it; it is given the text.
+    Silent unless `shown`. `into`: gets the text in place of stderr, for a live line that exists.
     """
 
     def __init__(
@@ -69,7 +63,7 @@ class Meter:
             self._live.stop()
 
     def update(self, done: int, also: str = "", num_bytes: int = 0) -> None:
-        """`done` of `total` so far; `also` is shown behind it, and `num_bytes` so far as MB/s."""
+        """Report `done` of `total` so far; `also` is appended, and `num_bytes` so far as MB/s."""
         now = time.monotonic()
         in_log = self.into is None and self._live is None
         if not self.shown or (in_log and now - self._said < LOG_EVERY_S):
@@ -84,7 +78,7 @@ class Meter:
             f"{per_s:,.{1 if per_s < 10 else 0}f} {self.unit}/s",
         ]
         parts += [f"{num_bytes / elapsed_s / 1e6:,.1f} MB/s"] if num_bytes else []
-        # what a narrow terminal cuts off is at the end
+        # A narrow terminal cuts off the end: the least important comes last.
         text = f"{self.what}: {', '.join([*parts, *filter(None, [also])])}"
         if self.into is not None:
             self.into(text)
