@@ -107,11 +107,13 @@ class RetryPolicy:
                     )
                 _count_retry()
                 outage_failed_s = outage.failed_s
+                warn_at_s = outage.warn_at_s
                 _wait(pause_s, while_waiting)
                 # Time for which this process was suspended (maybe hours) does not count.
                 suspended_s = max(time.monotonic() - now_s - pause_s, 0.0)
                 failed_s += suspended_s
                 outage.failed_s = max(outage.failed_s, outage_failed_s + suspended_s)
+                outage.warn_at_s = max(outage.warn_at_s, warn_at_s + suspended_s)
             else:
                 ended = _outages.pop(place, None)
                 if ended is not None and ended.is_reported:
