@@ -90,7 +90,21 @@ def add_max_unreadable_argument(parser: argparse._ActionsContainer) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags every source has."""
-    shards = parser.add_argument_group("shards")
+    _add_shards_arguments(parser.add_argument_group("shards"))
+    images = parser.add_argument_group("images")
+    _add_images_arguments(images)
+    add_max_unreadable_argument(images)
+
+    running = parser.add_argument_group("running")
+    add_workers_argument(running)
+    running.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="list the source, print the plan with disk space and time, and write nothing",
+    )
+
+
+def _add_shards_arguments(shards: argparse._ArgumentGroup) -> None:
     shards.add_argument(
         "--out",
         required=True,
@@ -150,7 +164,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a third member for each image: its original name, label and class",
     )
 
-    images = parser.add_argument_group("images")
+
+def _add_images_arguments(images: argparse._ArgumentGroup) -> None:
     images.add_argument(
         "--check",
         choices=("decode", "headers"),
@@ -190,15 +205,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             " smaller, and a part of an image can be decoded alone (default: %(default)s, bytes"
             " stay as they are)"
         ),
-    )
-    add_max_unreadable_argument(images)
-
-    running = parser.add_argument_group("running")
-    add_workers_argument(running)
-    running.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="list the source, print the plan with disk space and time, and write nothing",
     )
 
 

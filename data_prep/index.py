@@ -104,10 +104,10 @@ def index(
     )
 
     known = {} if output is source and output.local else known_rows(output, ours)
-    jobs = []
-    for name in tars:
-        shard = Shard(source, output, name, split_of_tar[name], layout, known.get(name))
-        jobs.append((index_shard, shard, name))
+    shards = [
+        Shard(source, output, name, split_of_tar[name], layout, known.get(name)) for name in tars
+    ]
+    jobs = [(index_shard, shard, shard.name) for shard in shards]
     found = run_jobs(jobs, workers, what="reading shards", num_jobs=len(jobs))
     sidecars = {name: found[name][1] for name in tars}
     entries = [entry for sidecar in sidecars.values() for entry in sidecar.get("quarantined", [])]
@@ -138,14 +138,12 @@ def index(
         output.remove(name)
     write_readme(output, info)
     num_classes = classes["num_classes"]
-    print(
-        f"{output}: indexed, {num_classes:,} {'class' if num_classes == 1 else 'classes'}"
-        f"{'' if ours is None else ', _info.json was there and fits'}"
-    )
+    unit = "class" if num_classes == 1 else "classes"
+    fits = "" if ours is None else ", _info.json was there and fits"
+    print(f"{output}: indexed, {num_classes:,} {unit}{fits}")
     _print_notes(output, invalid, sidecars, num_classes, [found[name][0] for name in tars])
-    check = ""
-    if output is source and output.local:
-        check = f"; check it with: python -m data_prep.verify {output}"
+    is_local = output is source and output.local
+    check = f"; check it with: python -m data_prep.verify {output}" if is_local else ""
     print(f"train on it with {_settings(output, list(splits))}{check}")
 
 
