@@ -55,7 +55,7 @@ def for_ever(epoch: Callable[[], Any]) -> Batches:
 def ours(task: Task, root: Path, copies: int = 1) -> Batches:
     """What `vit.train` and `vit.evaluate` iterate over. copies: of each image in a training batch,
     each augmented anew."""
-    from vit.config import AugmentConfig, EvalConfig
+    from vit.config.schema import AugmentConfig, EvalConfig
     from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
     from vit.data.loader import Loader
     from vit.data.order import make_order
@@ -393,7 +393,7 @@ def cut_windows(data: Data, out: Path) -> None:
     import numpy as np
     from PIL import Image
 
-    from vit.config import AugmentConfig
+    from vit.config.schema import AugmentConfig
     from vit.data.augment.draw import draw_crops, sample_keys
 
     files = data.files[:NUM_WINDOWS]

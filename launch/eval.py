@@ -30,18 +30,19 @@ from typing import Any
 
 import check_versions  # noqa: F401
 
-from vit import config_io, distributed
-from vit.config_hints import setting_for
+from vit.config import io as config_io
+from vit.config.hints import setting_for
 from vit.data.batches import ImageFormat
-from vit.distributed import World
 from vit.evaluate_weights import evaluate_weights, with_settings
-from vit.exit import run_command
 from vit.finetune import finetune
 from vit.open_data import open_split
-from vit.published import describe_published, with_published_config
+from vit.ranks import distributed
+from vit.ranks.distributed import World
+from vit.ranks.exit import run_command
 from vit.run.folder import LATEST_FILE, newest_run
 from vit.system.command_line import Parser
-from vit.weights import find_weights, read_weights
+from vit.weights.files import find_weights, read_weights
+from vit.weights.published import describe_published, with_published_config
 
 
 def main() -> World:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import check_versions  # noqa: F401
 
-from vit import distributed
-from vit.distributed import World
-from vit.exit import run_command
+from vit.ranks import distributed
+from vit.ranks.distributed import World
+from vit.ranks.exit import run_command
 from vit.report.page import make_report
 from vit.report.pictures import PAINTERS
 from vit.run.folder import METRICS_FILE, is_in_use, newest_run

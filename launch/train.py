@@ -5,9 +5,9 @@
         data.root=/data/imagenet run.dir=runs/b16
     python launch/train.py --config configs/vit_b16.yaml --print-config
 
-Settings are `section.key=value` and override the file; `vit/config.py` lists them all. The same
-command again resumes at the exact step. SIGTERM, SIGUSR1 and Ctrl-C save at the next step and stop.
-Exit status: 0 finished, or stopped and saved; 2 a mistake of the user.
+Settings are `section.key=value` and override the file; `vit/config/schema.py` lists them all. The
+same command again resumes at the exact step. SIGTERM, SIGUSR1 and Ctrl-C save at the next step and
+stop. Exit status: 0 finished, or stopped and saved; 2 a mistake of the user.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Sequence
 
 import check_versions  # noqa: F401
 
-from vit import distributed
 from vit.build import build
-from vit.config_hints import all_keys, nearest, setting_for
-from vit.config_io import load_config
-from vit.distributed import World
-from vit.exit import run_command
+from vit.config.hints import all_keys, nearest, setting_for
+from vit.config.io import load_config
 from vit.plan import describe
+from vit.ranks import distributed
+from vit.ranks.distributed import World
+from vit.ranks.exit import run_command
 from vit.system.command_line import Parser
 from vit.train import train
 

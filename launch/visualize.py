@@ -17,11 +17,11 @@ from pathlib import Path
 
 import check_versions  # noqa: F401
 
-from vit import distributed
-from vit.config_hints import setting_for
-from vit.config_io import load_config
-from vit.distributed import World
-from vit.exit import run_command
+from vit.config.hints import setting_for
+from vit.config.io import load_config
+from vit.ranks import distributed
+from vit.ranks.distributed import World
+from vit.ranks.exit import run_command
 from vit.report.contact_sheet import make_contact_sheet
 from vit.system.command_line import Parser
 

@@ -39,7 +39,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data_prep.write.images import ImagePolicy, Unreadable, prepare
-from vit.config import EvalConfig
+from vit.config.schema import EvalConfig
 from vit.data.decode import native
 from vit.data.decode.images import Pixels, decode, decode_box, read_image_size
 from vit.data.decode.jpeg_cut import Window

@@ -15,12 +15,12 @@ import torch
 from processes import TINY
 from ranks import together
 
-from vit import config_io
 from vit.build import Run, build
+from vit.config import io as config_io
 from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order, sample_checksum
-from vit.distributed import World
+from vit.ranks.distributed import World
 from vit.run import resume
 from vit.run.checkpoint import CheckpointError, newest_checkpoint, wait_for_checkpoint
 from vit.run.order_check import OrderCheck

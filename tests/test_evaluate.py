@@ -10,11 +10,11 @@ import pytest
 import torch
 from processes import run, train, write_config
 
-from vit.config_io import from_dict
+from vit.config.io import from_dict
 from vit.data.decode.views import decode_center
 from vit.data.shards.data_set import open_split
 from vit.model import create_model
-from vit.weights import load_weights, read_weights
+from vit.weights.files import load_weights, read_weights
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from vit.distributed import World
 from vit.metrics import Accuracy, AccuracyCounter, correct_in_top_k, interval95, paired_difference
+from vit.ranks.distributed import World
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)

@@ -17,7 +17,7 @@ from torch import nn
 from vit.model import DropPath, VisionTransformer, create_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.posemb import sincos2d_posemb
-from vit.weights import load_weights
+from vit.weights.files import load_weights
 
 TINY = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
 CONFIGURATIONS = {

@@ -8,7 +8,7 @@ import torch
 from timm.optim import param_groups_weight_decay
 from torch import nn
 
-from vit.config import AdamWConfig, SgdConfig
+from vit.config.schema import AdamWConfig, SgdConfig
 from vit.model import VisionTransformer
 from vit.optim import create_optimizer, parameter_groups, set_lr
 

@@ -16,15 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from vit.config import AdamWConfig, AugmentConfig
+from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment import dialects, pixel_ops
 from vit.data.augment.apply import Augment
 from vit.data.augment.draw import draw_table, sample_keys
 from vit.data.batches import Batch
-from vit.distributed import World
 from vit.ema import Ema
 from vit.model import create_model
 from vit.optim import create_optimizer, parameter_groups
+from vit.ranks.distributed import World
 from vit.step import TrainStep
 
 WORLD = World(0, 1, torch.device("cpu"))

@@ -24,7 +24,7 @@ from processes import (
 )
 from servers import WebServer
 
-from vit import config_io
+from vit.config import io as config_io
 from vit.plan import make_plan
 from vit.run.record import read_metrics
 

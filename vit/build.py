@@ -19,23 +19,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from vit import config_io
 from vit.class_names import class_mismatch
-from vit.config import Config, InitConfig, ModelConfig
+from vit.config import io as config_io
+from vit.config.schema import Config, InitConfig, ModelConfig
 from vit.data.augment.apply import create_augment
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.shards.split import Split
 from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import TrainSet
 from vit.data.stream import StreamBatches
-from vit.distributed import World, wrap
 from vit.ema import Ema
 from vit.evaluate import Evaluator
-from vit.exit import Interrupted, StopSignals
 from vit.model import create_model
 from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.optim import create_optimizer
 from vit.plan import Plan, make_plan
+from vit.ranks.distributed import World, wrap
+from vit.ranks.exit import Interrupted, StopSignals
 from vit.run import checkpoint as checkpoints
 from vit.run.checkpoint import CheckpointError
 from vit.run.folder import CONFIG_FILE, RunLock, mark_stopped
@@ -47,7 +47,7 @@ from vit.run.state import RunState
 from vit.schedule import lr_at
 from vit.step import TrainStep, compile_blocks
 from vit.system.files import replacing
-from vit.weights import (
+from vit.weights.files import (
     LoadedWeights,
     WeightsError,
     fingerprint,
@@ -116,8 +116,8 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     """Build the run of `config`, from its newest checkpoint if its folder has one.
 
     allow_change: settings that may differ from the checkpoint's. Raises ValueError for what a user
-    can get wrong, and `vit.exit.Interrupted` if SIGTERM or SIGINT comes meanwhile, also while this
-    rank waits for another.
+    can get wrong, and `vit.ranks.exit.Interrupted` if SIGTERM or SIGINT comes meanwhile, also while
+    this rank waits for another.
     """
     assert config.run.dir is not None, "load_config names the run folder"
     folder = Path(config.run.dir)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vit.weights import LoadedWeights
+from vit.weights.files import LoadedWeights
 
 
 def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int) -> str:

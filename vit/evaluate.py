@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vit.config import EvalConfig
+from vit.config.schema import EvalConfig
 from vit.data.augment.apply import Augment
 from vit.data.batches import EvalBatches, ImageFormat
 from vit.data.loader import STALL_TIMEOUT_S, Loader
 from vit.data.shards.split import Split
-from vit.distributed import World
 from vit.metrics import Accuracy, AccuracyCounter, predicted_classes
 from vit.precision import autocast
+from vit.ranks.distributed import World
 from vit.run.folder import PREDICTIONS_FILE
 from vit.system.files import replacing
 

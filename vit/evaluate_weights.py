@@ -6,19 +6,19 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TextIO
 
-from vit import config_io
 from vit.class_names import class_mismatch
-from vit.config import Config
+from vit.config import io as config_io
+from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
 from vit.data.batches import ImageFormat
-from vit.distributed import World
 from vit.evaluate import Evaluation, Evaluator
 from vit.metrics import interval95
 from vit.model import create_model
 from vit.open_data import open_split
+from vit.ranks.distributed import World
 from vit.run.preflight import precision_note
 from vit.system.meter import Meter
-from vit.weights import LoadedWeights, load_weights
+from vit.weights.files import LoadedWeights, load_weights
 
 
 class Result(NamedTuple):

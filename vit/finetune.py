@@ -14,14 +14,14 @@ from typing import TextIO
 import torch
 
 from vit.build import build
-from vit.config import Config
-from vit.distributed import World
+from vit.config.schema import Config
 from vit.evaluate_weights import Result, evaluate_weights, size_text, with_settings
 from vit.metrics import paired_difference
 from vit.open_data import open_split
+from vit.ranks.distributed import World
 from vit.run.checkpoint import newest_checkpoint
 from vit.train import train
-from vit.weights import LoadedWeights, fingerprint, read_weights
+from vit.weights.files import LoadedWeights, fingerprint, read_weights
 
 VIEW_KEYS = ("crop_pct", "resize_px", "crop_mode", "resizer")
 """Settings in `eval` that go with the image size."""

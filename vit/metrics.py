@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from vit.distributed import World
 from vit.loss import cross_entropy
+from vit.ranks.distributed import World
 
 LOSS_UNIT = 2.0**-24
 """Resolution of a summed loss. 2**27 samples with losses up to 2**10 stay below 2**61."""

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit.config import ModelConfig
+from vit.config.schema import ModelConfig
 from vit.posemb import sincos2d_posemb
 from vit.system.spelling import did_you_mean
 from vit.timm_model import create_timm_model, height_width
@@ -329,7 +329,7 @@ class VisionTransformer(nn.Module):
             raise ValueError(
                 f"images are {tuple(images.shape)}, expected (batch,"
                 f" {', '.join(map(str, expected))}): resize them, or build the model for that"
-                " image_size and in_chans (vit.weights resamples the positions)"
+                " image_size and in_chans (vit.weights.files resamples the positions)"
             )
         # z_0 = [x_class; x_p^1 E; ...; x_p^hw E] + E_pos (equation 1)
         x = self.patch_embed(images)

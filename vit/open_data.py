@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from vit.config import DataConfig, ModelConfig
+from vit.config.schema import DataConfig, ModelConfig
 from vit.data.shards import data_set
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.split import Split
 from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sources
 from vit.data.storage.retry import RetryPolicy
 from vit.data.stream import Stream, open_stream
-from vit.distributed import World
+from vit.ranks.distributed import World
 from vit.system.urls import resolve
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vit.config import AdamWConfig, SgdConfig
+from vit.config.schema import AdamWConfig, SgdConfig
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

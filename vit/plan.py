@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from vit import config_io
-from vit.config import AugmentConfig, Config
+from vit.config import io as config_io
+from vit.config.schema import AugmentConfig, Config
 from vit.data.augment.draw import mixes, partners
 from vit.data.order import Order, Share, divisors, make_order, possible_lanes
 from vit.data.shuffle_quality import measure_shuffle

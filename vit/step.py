@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from vit.data.augment.apply import Augment
 from vit.data.batches import Batch
 from vit.data.hashing import fold
-from vit.distributed import World, no_sync
 from vit.ema import Ema
 from vit.loss import cross_entropy
 from vit.optim import set_lr
 from vit.precision import LossScale, autocast
+from vit.ranks.distributed import World, no_sync
 
 _SEED_DROPOUT = 0x0D0
 

@@ -12,8 +12,8 @@ import json
 from functools import partial
 from typing import Any
 
-from vit import config_io
 from vit.build import Run
+from vit.config import io as config_io
 from vit.data.batches import TrainBatches
 from vit.data.loader import Loader
 from vit.evaluate import save_predictions
@@ -24,7 +24,7 @@ from vit.run.folder import clear_stopped, mark_stopped, weights_file
 from vit.run.monitor import Monitor, collect_garbage_at_log_lines
 from vit.run.order_check import OrderCheck
 from vit.system.meter import Meter
-from vit.weights import save_weights
+from vit.weights.files import save_weights
 
 STOP_EVERY_BATCHES = 8
 """An evaluation looks at least this often whether a rank was asked to stop, which takes a

@@ -11,7 +11,7 @@ import torch
 from checksums import indexed_as_it_is
 from servers import WebServer
 
-from vit.config import AugmentConfig, EvalConfig
+from vit.config.schema import AugmentConfig, EvalConfig
 from vit.data import slots
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.loader import Loader

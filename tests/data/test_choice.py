@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import TINY, Background, final_state, run, train
 
-from vit.config_io import load_config
+from vit.config.io import load_config
 from vit.data.shards.data_set import open_split
 from vit.plan import describe
 from vit.system.files import ShardError

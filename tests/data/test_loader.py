@@ -22,7 +22,7 @@ import torch
 from numbered import Numbered, is_alive
 from processes import REPOSITORY, environment
 
-from vit.config import AugmentConfig
+from vit.config.schema import AugmentConfig
 from vit.data import slots
 from vit.data.batches import Batch, BatchLayout, ImageFormat, TrainBatches
 from vit.data.loader import Loader, page_lock

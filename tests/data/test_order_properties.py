@@ -21,8 +21,8 @@ from timm.data.distributed_sampler import RepeatAugSampler
 from webdataset import TarWriter
 
 from data_prep import index
-from vit.config import AugmentConfig
-from vit.config_io import ConfigError, load_config
+from vit.config.io import ConfigError, load_config
+from vit.config.schema import AugmentConfig
 from vit.data.augment.draw import partners
 from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.order import Order, make_order

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep import index
+from vit.config.sections import Selection
 from vit.data.row_filter import COLUMNS, RowFilter
 from vit.data.select import choose
 from vit.data.shards.data_set import open_split
 from vit.data.shards.tar import INDEX_DTYPE
-from vit.sections import Selection
 from vit.system.files import ShardError
 
 ROWS = np.zeros(400, INDEX_DTYPE)

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from order_oracle import SEEDS, brute_force, feistel, key_of
 
-from vit.config import AugmentConfig
+from vit.config.schema import AugmentConfig
+from vit.config.sections import Selection
 from vit.data.augment.draw import sample_keys
 from vit.data.batches import ImageFormat, TrainBatches
 from vit.data.loader import Loader
@@ -24,7 +25,6 @@ from vit.data.order import Share, make_order, shares_of
 from vit.data.shards.data_set import open_split
 from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import train_set_of, train_set_of_sources
-from vit.sections import Selection
 from vit.system.files import ShardError
 
 

@@ -20,7 +20,7 @@ import webdataset
 from processes import TINY, run
 from servers import WebServer
 
-from vit.config import AugmentConfig
+from vit.config.schema import AugmentConfig
 from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_views
 from vit.data.loader import Loader

@@ -11,7 +11,7 @@ import pytest
 from processes import REPOSITORY, environment
 from servers import WebServer
 
-from vit.config import AugmentConfig
+from vit.config.schema import AugmentConfig
 from vit.data import warm
 from vit.data.batches import ImageFormat, TrainBatches
 from vit.data.order import make_order

@@ -16,7 +16,7 @@ import pytest
 from numbered import Numbered, is_alive
 from processes import REPOSITORY, environment
 
-from vit.config import AugmentConfig
+from vit.config.schema import AugmentConfig
 from vit.data import stages, worker_pool
 from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.loader import Loader

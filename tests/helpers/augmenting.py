@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from vit.config import AugmentConfig
+from vit.config.schema import AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.draw import draw_mix, draw_table, sample_keys
 from vit.data.augment.table import FIRST_OP, FLIP

@@ -25,11 +25,11 @@ from families import Family, inherited
 from PIL import Image
 from safetensors.torch import load_file
 
-import vit.config
+import vit.train
 from data_prep import imagefolder
 
 REPOSITORY = Path(__file__).parents[2]
-_package = Path(vit.config.__file__).parent
+_package = Path(vit.train.__file__).parent
 COMMANDS = _package if (_package / "launch").is_dir() else REPOSITORY
 """Where launch/ is: in an installed package inside of it (tests/project/test_wheel.py)."""
 TINY = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import TINY, make_shards, run_here, write_config
 
-from vit.weights import read_weights
+from vit.weights.files import read_weights
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from processes import REPOSITORY, TINY, command, environment, metrics, run, run_
 from servers import WebServer
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from vit.config_io import load_config
+from vit.config.io import load_config
 from vit.model import create_model
 from vit.plan import make_plan, training_bytes
 from vit.run.record import Record

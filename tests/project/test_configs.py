@@ -12,11 +12,11 @@ import torch
 from processes import metrics, run
 
 from vit.build import build
-from vit.config_io import load_config, to_dict
-from vit.distributed import World
+from vit.config.io import load_config, to_dict
 from vit.model import create_model
 from vit.model_summary import flops_per_image
 from vit.plan import make_plan
+from vit.ranks.distributed import World
 from vit.train import train
 
 ROOT = Path(__file__).parents[2]

@@ -49,10 +49,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from servers import WebServer
 
-from vit import exit
 from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat
 from vit.data.loader import Loader
 from vit.data.shards.data_set import open_split
+from vit.ranks import exit
 from vit.run.checkpoint import complete_checkpoints, newest_checkpoint, read_info
 
 VERSIONS = runpy.run_path(str(REPOSITORY / "launch" / "check_versions.py"))

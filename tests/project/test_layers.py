@@ -14,10 +14,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BELOW = {
     "vit.system": (),
-    "vit.data": ("vit.system", "vit.config", "vit.config_io", "vit.sections", "vit.distributed"),
-    "vit.run": ("vit!", "vit.data", "vit.system"),
-    "vit.report": ("vit!", "vit.run", "vit.data", "vit.system"),
-    "vit": ("vit.run", "vit.data", "vit.system"),
+    "vit.config": ("vit.data.row_filter", "vit.data.shards", "vit.data.storage", "vit.system"),
+    "vit.ranks": ("vit.system",),
+    "vit.data": ("vit.system", "vit.config", "vit.ranks"),
+    "vit.weights": ("vit!", "vit.run.folder", "vit.config", "vit.system"),
+    "vit.run": ("vit!", "vit.weights", "vit.data", "vit.config", "vit.ranks", "vit.system"),
+    "vit.report": (
+        *("vit!", "vit.run", "vit.weights", "vit.data", "vit.config", "vit.ranks", "vit.system"),
+    ),
+    "vit": ("vit.run", "vit.weights", "vit.data", "vit.config", "vit.ranks", "vit.system"),
     "data_prep": ("vit.data.shards", "vit.data.storage", "vit.data.decode", "vit.system"),
     "launch": ("vit",),
 }

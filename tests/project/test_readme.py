@@ -22,9 +22,9 @@ from processes import TINY, metrics, run, write_config
 from sklearn.datasets import load_digits
 
 import data_prep.command
-from vit import distributed
 from vit.build import build
-from vit.config_io import load_config
+from vit.config.io import load_config
+from vit.ranks import distributed
 from vit.train import train
 
 ROOT = Path(__file__).parents[2]

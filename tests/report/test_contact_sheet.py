@@ -10,7 +10,7 @@ from pictures import pixels
 from PIL import Image
 from processes import run
 
-from vit.config_io import load_config
+from vit.config.io import load_config
 from vit.report import contact_sheet
 
 CPU = torch.device("cpu")

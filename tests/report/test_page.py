@@ -18,8 +18,8 @@ import torch
 from PIL import Image
 from processes import TINY, Background, environment, metrics, run, train, write_config
 
-from vit.config_hints import all_keys
-from vit.config_io import load_config
+from vit.config.hints import all_keys
+from vit.config.io import load_config
 from vit.data.augment.apply import Augment
 from vit.data.batches import ImageFormat, TrainBatches
 from vit.data.loader import Loader

@@ -14,12 +14,12 @@ import pytest
 import torch
 from processes import TINY, Background, children, environment_of, last_step, metrics
 
-from vit.config_io import load_config
+from vit.config.io import load_config
 from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat
 from vit.data.loader import Loader
 from vit.data.stages import TALLIED
-from vit.distributed import World
 from vit.plan import make_plan
+from vit.ranks.distributed import World
 from vit.run.data_wait import Waiting, sum_up
 from vit.run.monitor import Monitor, _collect_garbage, collect_garbage_at_log_lines
 from vit.run.record import Record

@@ -16,13 +16,13 @@ import torch
 from processes import REPOSITORY, TINY, environment, metrics, train
 
 from vit.build import build
-from vit.config import Config
-from vit.config_io import load_config
+from vit.config.io import load_config
+from vit.config.schema import Config
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.decode import native
 from vit.data.shards.data_set import open_split
-from vit.distributed import World
 from vit.plan import make_plan
+from vit.ranks.distributed import World
 from vit.run.preflight import Preflight, check_disk, disk_needs, precision_note, preflight
 from vit.system.host import free_memory_bytes, num_cores, num_oom_kills
 from vit.train import train as train_run

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vit.config import LogConfig
+from vit.config.schema import LogConfig
 from vit.run.folder import METRICS_FILE, RunLock
 from vit.run.record import Record, read_metrics
 

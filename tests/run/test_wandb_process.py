@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vit.config import LogConfig
+from vit.config.schema import LogConfig
 from vit.run import wandb_process
 from vit.run.folder import METRICS_FILE
 from vit.run.record import Record
@@ -538,7 +538,7 @@ def test_a_killed_training_is_shown_to_its_last_line_and_leaves_no_process(tmp_p
     code = f"""
 import sys, time
 from pathlib import Path
-from vit.config import LogConfig
+from vit.config.schema import LogConfig
 from vit.run.record import Record
 record = Record(Path({str(tmp_path)!r}), LogConfig(), True, total_steps=9)
 record.write("start", 0, restarts=0)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from vit.config import AugmentConfig, DataConfig, EvalConfig, ModelConfig
+from vit.config.schema import AugmentConfig, DataConfig, EvalConfig, ModelConfig
 from vit.data import stages
 from vit.data.augment.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys
 from vit.data.augment.table import table_layout

@@ -31,7 +31,7 @@ from vit.data.slots import Slots, plan_ring
 from vit.data.stages import Stage, Tally, WorkerStatus, add_up
 from vit.data.stall_watch import OwnWatch
 from vit.data.worker_pool import MAX_QUEUED_PARTS, Result, WorkerPool
-from vit.distributed import local_world_size
+from vit.ranks.distributed import local_world_size
 from vit.system.files import ShardError
 
 STALL_TIMEOUT_S = 240.0

@@ -20,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vit.config.sections import Selection
 from vit.data.hashing import fold
 from vit.data.row_filter import RowFilter
 from vit.data.shards.split import Split
 from vit.data.storage.cached_tars import CachedTars
 from vit.data.storage.remote import RemoteFolder
-from vit.sections import Selection
 from vit.system.files import ShardError
 
 CHUNK_ROWS = 1 << 20

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vit.config.sections import Selection
 from vit.data.order import Share, shares_of
 from vit.data.select import Chosen, choose, labels_of
 from vit.data.shards.index_file import first_samples
 from vit.data.shards.split import Split
 from vit.data.shards.tar import INDEX_DTYPE
-from vit.sections import Selection
 from vit.system.files import ShardError
 
 MAX_NAMED = 10

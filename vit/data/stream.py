@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from vit.config import AugmentConfig
+from vit.config.schema import AugmentConfig
 from vit.data.batches import AugmentedBatches, Batch, ImageFormat, Samples
 from vit.data.decode.images import read_image_size
 from vit.data.hashing import fold, hash64

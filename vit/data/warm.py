@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from vit.config_io import load_config
+from vit.config.io import load_config
 from vit.data.hashing import hash64
 from vit.data.shards.data_set import open_split
 from vit.data.storage.block_cache import Fetched

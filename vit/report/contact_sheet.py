@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit.config import AugmentConfig, Config, DataConfig
+from vit.config.schema import AugmentConfig, Config, DataConfig
 from vit.data.augment.apply import create_augment
 from vit.data.augment.draw import mixes
 from vit.data.augment.table import describe

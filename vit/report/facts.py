@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from vit import config_io
-from vit.config import Config
+from vit.config import io as config_io
+from vit.config.schema import Config
 from vit.data.batches import ImageFormat
 from vit.metrics import format_interval
 from vit.model import create_model
@@ -241,7 +241,7 @@ def _fault_text(line: dict[str, Any]) -> str:
 
 
 def setting_rows(config: Config) -> list[dict[str, Any]]:
-    """Return every setting with its default and its description in `vit.config`."""
+    """Return every setting with its default and its description in `vit.config.schema`."""
     rows = list[dict[str, Any]]()
     for section, values in config_io.to_dict(config).items():
         for key, info in type(getattr(config, section)).model_fields.items():

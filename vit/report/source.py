@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vit import config_io
-from vit.config import Config
+from vit.config import io as config_io
+from vit.config.schema import Config
 from vit.data.augment.apply import Augment, create_augment
 from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_center
@@ -26,7 +26,7 @@ from vit.model import create_model
 from vit.open_data import open_split, open_train_set
 from vit.report.confusion import confusion_matrix
 from vit.run.folder import CONFIG_FILE, PREDICTIONS_FILE
-from vit.weights import LoadedWeights, WeightsError, find_weights, load_weights, read_weights
+from vit.weights.files import LoadedWeights, WeightsError, find_weights, load_weights, read_weights
 
 MAX_CONFUSION_CLASSES = 5_000
 """A matrix of 200 MB; the 21,841 classes of ImageNet-21k would take 3.8 GB."""

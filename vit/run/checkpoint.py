@@ -34,13 +34,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vit.distributed import World
+from vit.ranks.distributed import World
 from vit.run.folder import CHECKPOINTS, INFO_FILE, LATEST_FILE
 from vit.run.state import RunState
 from vit.step import TrainStep
 from vit.system.files import flush
 from vit.system.meter import Meter
-from vit.weights import WeightsError, save_weights
+from vit.weights.files import WeightsError, save_weights
 
 FORMAT_VERSION = 1
 STATE_FILE = "state.safetensors"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from vit.data.stages import Stage, Tally, add_up
-from vit.distributed import World, local_world_size
+from vit.ranks.distributed import World, local_world_size
 from vit.system.host import num_cores
 
 NOTABLE_WAIT_SHARE = 0.1

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vit.config import Config
+from vit.config.schema import Config
 from vit.data.loader import Loader, LoaderStats
 from vit.data.stages import TALLIED, Tally, add_up, since
-from vit.distributed import World, peak_memory_gib
 from vit.plan import Plan
+from vit.ranks.distributed import World, peak_memory_gib
 from vit.run.data_wait import NOTABLE_WAIT_SHARE, Waiting, advice, sum_up
 from vit.run.record import Record
 from vit.run.state import RunState

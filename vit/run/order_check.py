@@ -12,8 +12,8 @@ import torch
 
 from vit.data.batches import Batch
 from vit.data.order import Order, sample_checksum
-from vit.distributed import World
 from vit.plan import Plan
+from vit.ranks.distributed import World
 from vit.run.record import Record
 
 

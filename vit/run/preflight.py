@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vit.config import Config
+from vit.config.schema import Config
 from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.decode import native
 from vit.data.decode.images import decoder_name
@@ -25,11 +25,11 @@ from vit.data.slots import plan_ring
 from vit.data.storage.cached_tars import FETCH_BYTES, CachedTars, fetch_threads_per_process
 from vit.data.storage.local_tars import LocalTars
 from vit.data.stream import StreamBatches
-from vit.distributed import World, local_world_size
 from vit.model import create_model
 from vit.optim import state_bytes
 from vit.plan import Plan
 from vit.precision import AUTOCAST_DTYPE
+from vit.ranks.distributed import World, local_world_size
 from vit.system.host import free_memory_bytes, num_cores, raise_open_files
 
 WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from vit.config import LogConfig
+from vit.config.schema import LogConfig
 from vit.run.folder import METRICS_FILE, RunLock
 from vit.run.wandb_process import WandbProcess, wanted_mode
 from vit.system.redact import shown, shown_values

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vit import config_io
-from vit.config import Config
-from vit.distributed import World
+from vit.config import io as config_io
+from vit.config.schema import Config
+from vit.config.sections import MAY_CHANGE
+from vit.ranks.distributed import World
 from vit.run import checkpoint as checkpoints
 from vit.run.folder import CHECKPOINTS
-from vit.sections import MAY_CHANGE
 from vit.system.urls import bare
 
 BEFORE_IT_EXISTED = {("train", "ema_warmup"): True}

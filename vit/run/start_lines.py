@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from vit.config import Config
+from vit.config.schema import Config
 from vit.data.batches import TrainBatches
 from vit.data.shuffle_quality import ShuffleQuality
 from vit.data.stream import NOT_EXACT, StreamBatches
-from vit.distributed import World
 from vit.model_summary import count_parameters, flops_per_image
 from vit.plan import Plan
+from vit.ranks.distributed import World
 from vit.run.preflight import filling_note
 from vit.run.state import RunState
 

@@ -21,7 +21,7 @@ from timm.data.mixup import Mixup
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
-from vit.config import AugmentConfig
+from vit.config.schema import AugmentConfig
 from vit.data.augment import pixel_ops
 from vit.data.augment.apply import Augment
 from vit.data.augment.draw import draw_crops, draw_mix, draw_table, sample_keys

@@ -17,8 +17,8 @@ from timm.data.mixup import cutmix_bbox_and_lam
 from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import ColorJitter, RandomResizedCrop
 
-from vit.config import AugmentConfig, Config
-from vit.config_io import load_config
+from vit.config.io import load_config
+from vit.config.schema import AugmentConfig, Config
 from vit.data.augment.draw import draw_crops, draw_mix, draw_table, partners, sample_keys
 from vit.data.augment.table import (
     BOTTOM,

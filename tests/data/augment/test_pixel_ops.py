@@ -17,7 +17,7 @@ from timm.data import auto_augment as timm_ops
 from torchvision.transforms import InterpolationMode, autoaugment
 from torchvision.transforms.v2 import functional as tv
 
-from vit.config import AugmentConfig
+from vit.config.schema import AugmentConfig
 from vit.data.augment.table import OP_NAMES
 
 WARPS = {"rotate", "shear_x", "shear_y", "translate_x", "translate_y"}

@@ -12,7 +12,7 @@ import torch
 from checksums import indexed_as_it_is
 from PIL import Image
 
-from vit.config import AugmentConfig, EvalConfig
+from vit.config.schema import AugmentConfig, EvalConfig
 from vit.data.batches import Batch, EvalBatches, ImageFormat, TrainBatches
 from vit.data.decode import native
 from vit.data.decode.images import decode_box

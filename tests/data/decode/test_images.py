@@ -15,7 +15,7 @@ from fuzz_images import Comparison, encoded, fuzz, kinds, picture, png, without_
 from PIL import EpsImagePlugin, Image
 
 from data_prep.write.images import ImagePolicy, Unreadable, prepare
-from vit.config import EvalConfig
+from vit.config.schema import EvalConfig
 from vit.data.decode import native
 from vit.data.decode.images import (
     MAX_JPEG_SIDE,

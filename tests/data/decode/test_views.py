@@ -19,7 +19,7 @@ from timm.data import create_transform
 from torchvision import transforms as v1
 from torchvision.transforms import InterpolationMode, v2
 
-from vit.config import EvalConfig
+from vit.config.schema import EvalConfig
 from vit.data.decode import images, native
 from vit.data.decode import views as decoding
 from vit.data.decode.images import decode, decode_box, decoder_name

@@ -20,7 +20,7 @@ import pytest
 import torch
 from processes import REPOSITORY, environment
 
-from vit.config import AugmentConfig, EvalConfig
+from vit.config.schema import AugmentConfig, EvalConfig
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order

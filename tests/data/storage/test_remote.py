@@ -31,7 +31,7 @@ from servers import FtpServer, S3Server, WebServer
 
 from data_prep import imagefolder, index
 from vit import open_data
-from vit.config import AugmentConfig, DataConfig, EvalConfig
+from vit.config.schema import AugmentConfig, DataConfig, EvalConfig
 from vit.data import stages
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.loader import Loader
@@ -41,7 +41,7 @@ from vit.data.storage import cached_tars, http, remote
 from vit.data.storage.block_cache import GIB, BlockCache, Fetched
 from vit.data.storage.file_lock import locked_part
 from vit.data.storage.retry import RetryPolicy
-from vit.distributed import AlreadyReported
+from vit.ranks.distributed import AlreadyReported
 from vit.system.files import ShardError
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
@@ -831,7 +831,7 @@ def test_a_server_is_asked_once_for_each_shard_however_many_ranks_open_them(
     shards, tmp_path, monkeypatch
 ):
     """And the others, who are told, read the same."""
-    monkeypatch.setattr("vit.world.POLL_S", 0.01)
+    monkeypatch.setattr("vit.ranks.world.POLL_S", 0.01)
     arguments = [
         str(shards.parent / "images"),
         "--out",

@@ -24,7 +24,7 @@ from data_prep import verify
 from data_prep.errors import PrepError
 from data_prep.index import main
 from data_prep.read.class_names import read_class_names
-from vit.config import AugmentConfig
+from vit.config.schema import AugmentConfig
 from vit.data.batches import BatchLayout, ImageFormat, TrainBatches
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split

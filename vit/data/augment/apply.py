@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit.config import AugmentConfig, DataConfig
+from vit.config.schema import AugmentConfig, DataConfig
 from vit.data.augment import pixel_ops
 from vit.data.augment.dialects import OPS
 from vit.data.augment.draw import mixes, partners

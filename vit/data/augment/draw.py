@@ -18,7 +18,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vit.config import AugmentConfig
+from vit.config.schema import AugmentConfig
 from vit.data.augment.table import (
     BOTTOM,
     CUTMIX,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.config import AugmentConfig
+from vit.config.schema import AugmentConfig
 
 # Columns that every table has; `table_layout` gives those that follow. LAMBDA is the weight of the
 # row's own image and label (MixUp), TOP to RIGHT the box that CutMix takes from its partner.

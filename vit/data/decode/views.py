@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from vit.config import EvalConfig
+from vit.config.schema import EvalConfig
 from vit.data import stages
 from vit.data.decode.images import Pixels, decode_box, read_image_size, span, undecodable
 from vit.data.decode.jpeg_cut import Window

@@ -1,7 +1,7 @@
 """The ranks of a run as one of them sees them: sums, and waiting for each other.
 
-`vit.distributed.join_world` makes a `World`; other modules get it instead of asking torch. Without
-torchrun it has one rank and no process group, and nothing below waits.
+`vit.ranks.distributed.join_world` makes a `World`; other modules get it instead of asking torch.
+Without torchrun it has one rank and no process group, and nothing below waits.
 
 Collectives end a run that takes too long, and block signals meanwhile. So whatever a person, a disk
 or a network can make slow waits through torchrun's key-value store instead:
@@ -19,8 +19,8 @@ How a failure of one rank reaches the others:
 
 - A mistake (ValueError) inside one of the store's functions: that rank raises it, all others raise
   AlreadyReported.
-- The end of a process: `vit.exit.run_command` announces it in the store, and every rank that waits
-  there, now or later, raises AlreadyReported.
+- The end of a process: `vit.ranks.exit.run_command` announces it in the store, and every rank that
+  waits there, now or later, raises AlreadyReported.
 - SIGKILL: ranks of the same host see that the process is gone and raise RankLost, announced in turn
   to other hosts. torchrun's SIGTERM would not end them: they take it as a request to save.
 - torchrun itself killed: the store is gone with the first host's. fail_together goes on in a

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vit.config_hints import all_keys, nearest, sections
-from vit.sections import SourceConfig
+from vit.config.hints import all_keys, nearest, sections
+from vit.config.sections import SourceConfig
 
 Key = tuple[str, ...]
 _REQUIRED_HINTS = {
@@ -29,7 +29,7 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
         if kind == "union_tag_invalid":
             path = ("optim", "name")
         where = _origin(path, origins, source)
-        if kind == "value_error":  # of vit.config_checks, in dotted keys
+        if kind == "value_error":  # of vit.config.checks, in dotted keys
             for line in str(item["ctx"]["error"]).splitlines():
                 keys = [tuple(key.split(".")) for key in re.findall(r"\w+\.\w+", line)]
                 given_at = [origins[key] for key in keys if key in origins]

@@ -13,7 +13,13 @@ from timm.layers import resample_abs_pos_embed
 from vit.class_names import class_mismatch
 from vit.model import VisionTransformer, create_model
 from vit.posemb import resample_posemb
-from vit.weights import LoadedWeights, WeightsError, load_weights, read_state_dict, save_weights
+from vit.weights.files import (
+    LoadedWeights,
+    WeightsError,
+    load_weights,
+    read_state_dict,
+    save_weights,
+)
 
 TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
 

@@ -1,7 +1,7 @@
 """Join torchrun's process group, choose the device, wrap the model.
 
 torchrun sets RANK, WORLD_SIZE and LOCAL_RANK. `join_world` reads them once, agrees with the other
-ranks on the kind of device, and returns the `World` (vit/world.py) that every other module gets.
+ranks on the kind of device, and returns the `World` (vit/ranks/world.py) that other modules get.
 CPUs use gloo, GPUs NCCL; nothing else differs.
 """
 
@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from vit.ranks.world import COLLECTIVE_TIMEOUT, AlreadyReported, RankLost, World
 from vit.system.devices import HostDevices, choose_device, find_devices
-from vit.world import COLLECTIVE_TIMEOUT, AlreadyReported, RankLost, World
 
 __all__ = ["AlreadyReported", "RankLost", "World", "join_world", "no_sync", "wrap"]
 

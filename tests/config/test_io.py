@@ -11,10 +11,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vit import config as config_module
-from vit.config import AdamWConfig, Config, Section, SgdConfig
-from vit.config_hints import ADVICE, OTHER_NAMES, OTHER_VALUES, all_keys, setting_for
-from vit.config_io import (
+from vit.config import schema as config_module
+from vit.config.hints import ADVICE, OTHER_NAMES, OTHER_VALUES, all_keys, setting_for
+from vit.config.io import (
     ConfigError,
     LoadedConfig,
     differences,
@@ -23,7 +22,8 @@ from vit.config_io import (
     load_config,
     to_dict,
 )
-from vit.sections import Selection, SourceConfig
+from vit.config.schema import AdamWConfig, Config, Section, SgdConfig
+from vit.config.sections import Selection, SourceConfig
 
 BASE = """\
 data:
@@ -789,7 +789,7 @@ def test_a_command_with_a_header_is_a_text_whose_login_is_not_recorded(load):
 
 
 def test_the_examples_of_the_page_on_data_can_be_loaded(load):
-    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     found = re.findall(r"(?m)^    [a-z]+:\n(?:      .*\n)+", page)
     assert found
     for example in found:

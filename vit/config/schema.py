@@ -1,7 +1,7 @@
 """Every setting of a run: its type, default, unit and one sentence.
 
-`vit.config_io` makes a `Config` of one YAML file and the command line's `key=value` overrides. A
-`Config` is frozen, complete and checked (`vit.config_checks`); other modules take the section they
+`vit.config.io` makes a `Config` of one YAML file and the command line's `key=value` overrides. A
+`Config` is frozen, complete and checked (`vit.config.checks`); other modules take the section they
 need. Defaults are written here and nowhere else. `None` means "derived": from the data, the model's
 preset or the number of ranks.
 
@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from vit.config_checks import find_problems, optimizer_name
-from vit.sections import MAY_CHANGE, Section, Selection, SourceConfig
+from vit.config.checks import find_problems, optimizer_name
+from vit.config.sections import MAY_CHANGE, Section, Selection, SourceConfig
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -20,19 +20,19 @@ from timm.data import create_transform, resolve_data_config
 from timm.models import save_for_hf
 
 from data_prep import imagefolder
-from vit.config_io import from_dict
+from vit.config.io import from_dict
 from vit.data.augment.apply import create_augment
 from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_center
 from vit.data.shards.data_set import open_split
-from vit.distributed import World
 from vit.evaluate import Evaluator
 from vit.model import create_model
-from vit.published import describe_published, identify, to_config, with_published_config
-from vit.published_models import KNOWN, NO_NUMBER, TIMM, KnownModel, own_model
-from vit.weights import find_weights, load_weights, read_weights
+from vit.ranks.distributed import World
+from vit.weights.files import find_weights, load_weights, read_weights
+from vit.weights.published import describe_published, identify, to_config, with_published_config
+from vit.weights.published_models import KNOWN, NO_NUMBER, TIMM, KnownModel, own_model
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 WORLD = World(0, 1, torch.device("cpu"))
 TIMM_ROWS = [row for row in KNOWN if row.source == TIMM]
 ARCHITECTURES = sorted(name for name in timm.list_models() if own_model(name))
@@ -493,7 +493,11 @@ def test_by_the_settings_beside_it(tmp_path):
             "in neither .* nearest: vit_base_patch16_224.augreg_in1k",
         ),
         ("x.pth", "timm/vit_bsae_patch16_224", "nearest: .*vit_base_patch16_224"),
-        ("x.pth", "vgg99", "vgg99 is in neither the table of vit/published_models.py nor timm 1"),
+        (
+            "x.pth",
+            "vgg99",
+            "vgg99 is in neither the table of vit/weights/published_models.py nor timm 1",
+        ),
         ("x.pth", "vit_medium_patch16_gap_384.sw_in12k_ft_in1k", None),
     ],
 )
@@ -613,7 +617,7 @@ def test_the_published_number_says_what_it_stands_for():
 
 
 def test_the_page_has_the_table():
-    """docs/recipes.md is for people, vit/published_models.py for the program: one table."""
+    """docs/recipes.md is for people, vit/weights/published_models.py for the program: one table."""
 
     def line(row: KnownModel) -> str:
         names = [row.name, *row.files]

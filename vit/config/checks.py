@@ -1,7 +1,7 @@
 """What cannot be together in a `Config`, found across its sections, each with its remedy.
 
-`vit.config` says what each setting may be by itself. A `Config` calls `find_problems` when it is
-made, so that none exists that contradicts itself.
+`vit.config.schema` says what each setting may be by itself. A `Config` calls `find_problems` when
+it is made, so that none exists that contradicts itself.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from vit.config.sections import Section, Selection
 from vit.data.row_filter import RowFilter
 from vit.data.shards.members import SETTINGS, SampleLayout
-from vit.sections import Section, Selection
 
 if TYPE_CHECKING:
-    from vit.config import AugmentConfig, Config, DataConfig, EvalConfig
+    from vit.config.schema import AugmentConfig, Config, DataConfig, EvalConfig
 
 _EXCLUSIVE = (
     ("train", "epochs", "steps"),

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Sequence
 from typing import cast, get_args
 
-from vit.config import Config
-from vit.sections import Section
+from vit.config.schema import Config
+from vit.config.sections import Section
 
 
 def sections() -> dict[str, list[type[Section]]]:
@@ -20,7 +20,7 @@ def sections() -> dict[str, list[type[Section]]]:
 
 
 def all_keys() -> list[str]:
-    """Every dotted key that a file or an override may set, in the order of `vit.config`."""
+    """Every dotted key that a file or an override may set, in the order of `vit.config.schema`."""
     keys = (
         f"{section}.{key}"
         for section, classes in sections().items()

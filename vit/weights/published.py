@@ -13,7 +13,7 @@ the name of the file:
     vit_base_patch16_224.augreg_in1k/model.safetensors  a folder of Hugging Face's, config.json
 
 Nothing is downloaded. timm, if installed, knows the settings of models that are not in the table
-(vit/published_models.py).
+(vit/weights/published_models.py).
 """
 
 from __future__ import annotations
@@ -26,9 +26,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vit import config_io
-from vit.published_models import IMAGENET, KNOWN, NO_NUMBER, VAL_IMAGES, KnownModel, own_model
-from vit.weights import HUB_FILES, LoadedWeights, find_weights
+from vit.config import io as config_io
+from vit.weights.files import HUB_FILES, LoadedWeights, find_weights
+from vit.weights.published_models import (
+    IMAGENET,
+    KNOWN,
+    NO_NUMBER,
+    VAL_IMAGES,
+    KnownModel,
+    own_model,
+)
 
 SEVERAL_TAGS = ("vit_", "deit3_")
 """Beginnings of names that mean several weights if they have no tag."""
@@ -73,7 +80,7 @@ def _by_name(given: str, or_defaults: bool = False) -> KnownModel:
     found = _from_timm(name)
     if found is None:
         raise ValueError(
-            f"{given} is in neither the table of vit/published_models.py nor"
+            f"{given} is in neither the table of vit/weights/published_models.py nor"
             f" {_timm_version()}{_nearest(name)}"
         )
     return _of_default_tag(found, given) if or_defaults else found

@@ -2,7 +2,7 @@
 
 The file is parsed with the line number of every key, overrides replace its values, and pydantic
 checks the result. All problems come at once in one `ConfigError`, each as `file:line: key: what was
-given, what is allowed, the nearest key` (`vit.config_errors`). Defaults < file < command line.
+given, what is allowed, the nearest key` (`vit.config.errors`). Defaults < file < command line.
 Files do not inherit from each other.
 """
 
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from vit.config import Config, RunConfig
-from vit.config_errors import Key, explain
-from vit.config_hints import all_keys, nearest
+from vit.config.errors import Key, explain
+from vit.config.hints import all_keys, nearest
+from vit.config.schema import Config, RunConfig
 from vit.system.redact import shown, shown_values
 from vit.system.urls import not_set, unset_variables
 
@@ -118,8 +118,8 @@ def load_config(
 
 def recipes_folder() -> Path:
     """The folder of our recipes: next to `vit` in a checkout, inside it where it is installed."""
-    installed = Path(__file__).with_name("configs")
-    return installed if installed.is_dir() else Path(__file__).parents[1] / "configs"
+    installed = Path(__file__).parents[1] / "configs"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
 
 
 def _find_config(path: Path) -> Path:

@@ -21,16 +21,16 @@ from processes import REPOSITORY, environment, run
 from ranks import together
 from torch import nn
 
-from vit import distributed
-from vit import world as world_module
-from vit.distributed import AlreadyReported, RankLost, World
+from vit.ranks import distributed
+from vit.ranks import world as world_module
+from vit.ranks.distributed import AlreadyReported, RankLost, World
 from vit.system.devices import HostDevices, choose_device
 from vit.system.host import num_nvidia_gpus
 
 SLOW_MAIN = """
 import datetime, time
-import vit.distributed as distributed
-from vit.exit import leave_world
+import vit.ranks.distributed as distributed
+from vit.ranks.exit import leave_world
 distributed.COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=3)
 world = distributed.join_world("cpu")
 
@@ -169,8 +169,8 @@ def test_what_hosts_see_must_be_the_same():
 
 WAIT = """
 import time
-from vit import distributed
-from vit.exit import StopSignals, run_command
+from vit.ranks import distributed
+from vit.ranks.exit import StopSignals, run_command
 
 def main():
     world = distributed.join_world("cpu")
@@ -337,9 +337,9 @@ def test_gpus_are_counted_on_the_bus_whatever_their_driver_does(tmp_path):
 
 DIFFERENT = """
 import os
-from vit import distributed
+from vit.ranks import distributed
 from vit.system.devices import HostDevices
-from vit.exit import run_command
+from vit.ranks.exit import run_command
 
 def main():
     here = HostDevices("node1", 1, 1, 1, "")

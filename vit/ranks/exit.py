@@ -26,7 +26,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from vit.distributed import (
+from vit.ranks.distributed import (
     AlreadyReported,
     RankLost,
     World,
@@ -232,7 +232,7 @@ def _is_ours(error: ValueError) -> bool:
     """Whether `error` was raised by our own code, so that its message is meant for the user."""
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
     # All of vit/, where this file must stay, and the script itself.
-    ours = (Path(__file__).resolve().parent, Path(sys.argv[0]).resolve())
+    ours = (Path(__file__).resolve().parents[1], Path(sys.argv[0]).resolve())
     return any(raised_in.is_relative_to(place) for place in ours)
 
 
@@ -270,7 +270,7 @@ def out_of_memory(error: Exception) -> str:
     else:
         return ""
     files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
-    if Path(__file__).with_name("data") / "loader.py" in files:
+    if Path(__file__).parents[1] / "data" / "loader.py" in files:
         return (
             f"{reason} while loading a batch. Lower data.num_workers, data.prefetch_gib or"
             " data.global_batch_size (eval.batch_size)"

@@ -1,0 +1,93 @@
+"""Files one can print, functions one can hold in the head, folders one can list.
+
+What was larger when the limits came may only shrink; then its line here goes.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILE_LINES = 450
+FUNCTION_LINES = 80
+FOLDER_FILES = 20
+LARGER = {
+    "benchmarks/loader.py": 460,
+    "benchmarks/loader.py:main": 88,
+    "benchmarks/peers.py": 509,
+    "benchmarks/prep.py": 559,
+    "tests/config/test_io.py": 797,
+    "tests/data/augment/test_draw.py": 627,
+    "tests/data/decode/test_native.py": 503,
+    "tests/data/decode/test_views.py": 754,
+    "tests/data/shards/test_data_set.py": 680,
+    "tests/data/storage/test_remote.py": 883,
+    "tests/data/test_loader.py": 460,
+    "tests/data_prep/read/test_archives.py": 468,
+    "tests/data_prep/read/test_foreign_shards.py": 643,
+    "tests/data_prep/test_imagefolder.py": 605,
+    "tests/data_prep/test_index.py": 709,
+    "tests/data_prep/test_prep_errors.py": 552,
+    "tests/data_prep/test_verify.py": 1074,
+    "tests/data_prep/write/test_images.py": 522,
+    "tests/data_prep/write/test_writer.py": 711,
+    "tests/fuzz_images.py": 549,
+    "tests/helpers/fake_imagenet.py": 467,
+    "tests/helpers/servers.py": 482,
+    "tests/helpers/servers.py:_answer": 84,
+    "tests/project/test_errors.py": 958,
+    "tests/report/test_page.py": 619,
+    "tests/run/test_wandb_process.py": 626,
+    "tests/slurm/conftest.py:cluster": 89,
+    "tests/test_model.py": 515,
+    "tests/test_train.py": 451,
+    "tests/weights/test_files.py": 476,
+    "tests/weights/test_published.py": 634,
+    "vit/data/shards/data_set.py:open_split": 90,
+    "vit/data/warm.py:warm": 82,
+}
+"""File, `file:function` or folder -> how large it may still be."""
+LISTED = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT).stdout
+CODE = [
+    Path(name) for name in LISTED.splitlines() if Path(name).suffix in (".py", ".c", ".h", ".sh")
+]
+
+
+def sizes() -> dict[str, tuple[int, int]]:
+    """What there is -> its size and the limit of its kind."""
+    found: dict[str, tuple[int, int]] = {}
+    for path in CODE:
+        text = (ROOT / path).read_text()
+        found[str(path)] = (text.count("\n"), FILE_LINES)
+        if path.name != "__init__.py":
+            folder = str(path.parent)
+            found[folder] = (found.get(folder, (0, 0))[0] + 1, FOLDER_FILES)
+        if path.suffix == ".py":
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef):
+                    assert node.end_lineno is not None
+                    lines = node.end_lineno - node.lineno + 1
+                    name = f"{path}:{node.name}"
+                    found[name] = (max(lines, found.get(name, (0, 0))[0]), FUNCTION_LINES)
+    return found
+
+
+@pytest.mark.skipif(not CODE, reason="not a git checkout")
+def test_nothing_is_larger_than_its_limit_or_than_it_was():
+    found = sizes()
+    too_large = [
+        f"{name}: {size}, at most {LARGER.get(name, limit)}"
+        for name, (size, limit) in found.items()
+        if size > LARGER.get(name, limit)
+    ]
+    assert not too_large, "split by role, or say less"
+
+
+def test_what_has_shrunk_has_the_limit_of_all():
+    found = sizes()
+    assert not [name for name in LARGER if name not in found or found[name][0] <= found[name][1]]
+    assert all(size - found[name][0] < 10 for name, size in LARGER.items()), "lower the number"
