@@ -24,7 +24,7 @@ NUMERIC = [
     ),
     *(f"tests/data/augment/test_{name}.py" for name in ("apply", "draw", "pixel_ops")),
     *(f"tests/data/decode/test_{name}.py" for name in ("views", "native", "jpeg_cut")),
-    "tests/report/test_plots.py",
+    "tests/report/test_model_plots.py",
 ]
 CORE = [
     "tests/weights/test_published.py::test_a_file_of_timms_computes_and_predicts_what_timm_does[resnet10t.c3_in1k-as_hub_folder-fields10]",

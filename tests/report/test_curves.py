@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 from pictures import pixels, places
 
-from vit.report import curves, figures
+from vit.report import curves, style
 
 PLAN = {"world_size": 2, "micro_batch_size": 3, "accumulation_steps": 2}
 
@@ -108,7 +108,7 @@ def test_curves(tmp_path):
     troubled = pixels(
         curves.plot_curves(troubled_run(tmp_path), tmp_path / "report" / "curves.png")
     )
-    for color in (figures.BLUE, figures.ORANGE, figures.GREEN):
+    for color in (style.BLUE, style.ORANGE, style.GREEN):
         assert places(troubled, color).sum() > 100
     start = {"kind": "start", "step": 0, "restarts": 0, "plan": PLAN}
     shown = [troubled]

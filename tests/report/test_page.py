@@ -26,7 +26,7 @@ from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.metrics import interval95
-from vit.report import facts, plots
+from vit.report import facts, model_plots
 from vit.report.page import make_report, write_page
 from vit.report.pictures import PAINTERS, Pictures, draw_pictures, pick_images
 from vit.run.folder import is_in_use
@@ -251,7 +251,7 @@ def test_the_augmented_images_are_those_of_training(finished, monkeypatch, tmp_p
     run_dir, _ = finished
     seen = {}
     monkeypatch.setattr(
-        plots,
+        model_plots,
         "plot_augmented",
         lambda inputs, targets, *others: seen.update(inputs=inputs, targets=targets),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.report.figures import (
+from vit.report.style import (
     BLUE,
     ORANGE,
     SMALL_PT,

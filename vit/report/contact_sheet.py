@@ -25,7 +25,7 @@ from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import Share, make_order
 from vit.open_data import choose_num_classes, open_split, open_train_set
-from vit.report.figures import (
+from vit.report.style import (
     SMALL_PT,
     TEXT_PT,
     WIDTH_IN,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.report.figures import BLUE, GREEN, GREY, ORANGE, drawing, style
+from vit.report.style import BLUE, GREEN, GREY, ORANGE, drawing, report_style
 from vit.run.record import read_metrics
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def curve_panels(metrics: Path) -> dict[str, str]:
     """
     curves = _read_curves(metrics)
     panels = dict[str, str]()
-    with style():
+    with report_style():
         from matplotlib.figure import Figure
 
         for name in PANELS:

@@ -27,7 +27,7 @@ from vit.data.loader import Loader
 from vit.data.order import divisors
 from vit.metrics import predicted_classes
 from vit.plan import create_order
-from vit.report import plots
+from vit.report import model_plots
 from vit.report.attention import attention_maps, attention_rollout
 from vit.report.confusion import most_confused, plot_confusion, plot_most_confused
 from vit.report.curves import plot_curves
@@ -147,7 +147,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
     inputs, targets = source.augment(on_device.images, on_device.labels, batch.table)
     rows = np.flatnonzero(batch.weights.numpy() > 0)[:NUM_AUGMENTED]
     names = source.class_names[: source.num_classes]
-    plots.plot_augmented(
+    model_plots.plot_augmented(
         inputs[rows].cpu(), targets[rows].cpu(), config.data.mean, config.data.std, names, picture
     )
     return f"The first {len(rows)} of the {batch_size:,} images of step 1, as the model saw them."
@@ -179,7 +179,7 @@ def _paint_attention(source: ReportSource, picture: Path) -> str:
             relevance.append(rolled.unflatten(1, (grid[0], grid[1])).cpu())
             logits.append(model(inputs).float().cpu())
     predicted = predicted_classes(torch.cat(logits))
-    plots.plot_attention(
+    model_plots.plot_attention(
         images,
         torch.cat(relevance),
         torch.from_numpy(labels[chosen]),
@@ -237,7 +237,7 @@ def _paint_positions(source: ReportSource, picture: Path) -> str:
         raise ValueError(f"{name} has no position embeddings to compare")
     if grid is None or positions.ndim != 3 or positions.shape[1] < math.prod(grid):
         raise ValueError(f"The positions of {name} {tuple(positions.shape)} are not a grid")
-    plots.plot_position_similarity(positions[0, -math.prod(grid) :].float(), grid, picture)
+    model_plots.plot_position_similarity(positions[0, -math.prod(grid) :].float(), grid, picture)
     kind = "fixed" if source.config.model.pos_embed == "sincos2d" else "learned"
     return (
         f"Cosine similarity of each {kind} position with all others: one small map for each place"

@@ -1,4 +1,4 @@
-"""Helpers for the report's pictures: one width, one style, sheets in inches, names that fit.
+"""The style that all pictures of the report share: width, colours, fonts, names that fit.
 
 Every PNG is 1400 pixels wide. Colours are from Okabe and Ito (2008), which colour-blind readers
 can distinguish; nothing is shown by colour alone. Class names are shortened in the middle to fit;
@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 from torch import Tensor
 
-if (
-    TYPE_CHECKING
-):  # matplotlib is imported only where something is drawn: training starts without it
+# matplotlib is imported only where something is drawn: training starts without it.
+if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -54,7 +53,7 @@ STYLE = {
 @contextmanager
 def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]:
     """Yield a figure of the common width and style; write it to `picture` when the block ends."""
-    with style():
+    with report_style():
         from matplotlib.figure import Figure
 
         figure = Figure((WIDTH_IN, height_in), **options)
@@ -64,7 +63,7 @@ def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]
 
 
 @contextmanager
-def style() -> Iterator[None]:
+def report_style() -> Iterator[None]:
     """Apply our settings over matplotlib's defaults, whatever the user's are."""
     import matplotlib.style
 

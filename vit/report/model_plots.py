@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit.report.figures import (
+from vit.report.style import (
     BLUE,
     GREY,
     ORANGE,

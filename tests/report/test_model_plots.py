@@ -23,10 +23,10 @@ from timm.utils.attention_extract import AttentionExtract
 from torch import nn
 
 from vit.model import VisionTransformer
-from vit.report import plots
+from vit.report import model_plots
 from vit.report.attention import attention_maps, attention_rollout
 from vit.report.confusion import confusion_matrix, most_confused, plot_confusion, plot_most_confused
-from vit.report.figures import BLUE, ORANGE, share_lines, shorten
+from vit.report.style import BLUE, ORANGE, share_lines, shorten
 
 SMALL = {"patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
 NAMES = [f"the class of number {i}, which has a long name" for i in range(1000)]
@@ -190,7 +190,7 @@ def test_attention_picture(tmp_path, channels):
     def draw(predictions: list[int], names: list[str]) -> np.ndarray:
         arguments = (black, relevance, torch.tensor([3, 7]), predictions, [0.5, 0.25])
         return pixels(
-            plots.plot_attention(*arguments, names, tmp_path / "new" / "folder" / "a.png")
+            model_plots.plot_attention(*arguments, names, tmp_path / "new" / "folder" / "a.png")
         )
 
     right = draw([3, 7], NAMES)
@@ -212,7 +212,7 @@ def test_attention_picture(tmp_path, channels):
 )
 def test_positions_that_resemble_themselves_only(tmp_path, grid, tiles):
     shown = pixels(
-        plots.plot_position_similarity(torch.eye(grid[0] * grid[1]), grid, tmp_path / "p.png")
+        model_plots.plot_position_similarity(torch.eye(grid[0] * grid[1]), grid, tmp_path / "p.png")
     )
     violet, yellow = (
         places(shown, tuple(255 * np.array(colormaps["viridis"](x)[:3]))) for x in (0.0, 1.0)
@@ -343,11 +343,13 @@ def test_augmented_inputs_are_shown_in_their_own_colors(tmp_path, channels):
     # brighter than white is white
     inputs = torch.cat((inputs, 100 * torch.ones(1, channels, 24, 48)))
     targets = torch.eye(1000)[[0, 1, 2]]
-    shown = pixels(plots.plot_augmented(inputs, targets, mean, std, NAMES, tmp_path / "a.png"))
+    shown = pixels(
+        model_plots.plot_augmented(inputs, targets, mean, std, NAMES, tmp_path / "a.png")
+    )
     for color in (colors * 255).tolist():
         assert places(shown, tuple(color * (3 // channels))).sum() > 10_000
     mixed = pixels(
-        plots.plot_augmented(
+        model_plots.plot_augmented(
             inputs, targets.roll(1, 0).lerp(targets, 0.72), mean, std, NAMES, tmp_path / "m.png"
         )
     )
