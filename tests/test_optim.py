@@ -1,6 +1,7 @@
 """Parameter groups against timm's, updates against the papers' formulas in float64."""
 
 import copy
+import functools
 
 import pytest
 import timm
@@ -8,9 +9,10 @@ import torch
 from timm.optim import param_groups_weight_decay
 from torch import nn
 
+from vit.config.hints import sections
 from vit.config.schema import AdamWConfig, SgdConfig
 from vit.model import VisionTransformer
-from vit.optim import create_optimizer, parameter_groups, set_lr
+from vit.optim import create_optimizer, parameter_groups, set_lr, state_bytes
 
 CONFIGS = [
     AdamWConfig(lr=0.02, weight_decay=0.3, betas=(0.8, 0.95), eps=1e-2),
@@ -191,6 +193,38 @@ def test_an_update_whose_gradient_is_not_finite_changes_nothing(config):
     optimizer.step()
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(optimizer), state, strict=True))
+
+
+class UnknownConfig:
+    """Not in the union, with every field that SGD reads."""
+
+    weight_decay = 0.0
+    lr = 0.1
+    momentum = 0.9
+    nesterov = False
+
+
+def test_every_optimizer_of_the_config_is_tested_here():
+    assert {type(config) for config in CONFIGS} == set(sections()["optim"])
+
+
+@pytest.mark.parametrize(
+    "use", [create_optimizer, lambda model, config: state_bytes(config, model)]
+)
+def test_an_optimizer_without_a_branch_of_its_own_is_an_error_and_not_sgd(use):
+    with pytest.raises(AssertionError, match="UnknownConfig"):
+        use(small_model(), UnknownConfig())
+
+
+def test_an_optimizer_that_would_apply_a_gradient_that_is_not_finite_is_an_error(monkeypatch):
+    unfused = functools.partial(torch.optim.AdamW, foreach=True)
+    monkeypatch.setattr(
+        torch.optim, "AdamW", lambda groups, fused, **fields: unfused(groups, **fields)
+    )
+    with pytest.raises(
+        AssertionError, match="AdamW does not skip its update when found_inf is set"
+    ):
+        create_optimizer(small_model(), CONFIGS[0])
 
 
 # --- state ----------------------------------------------------------------------------------------

@@ -290,15 +290,18 @@ def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
 
 
 def _create_train_step(config: Config, data: RunData, model: nn.Module, world: World) -> TrainStep:
-    # The average copies the model before anything is compiled into it.
+    # The order matters. The moving average copies the model before anything is compiled into it.
+    # The optimizer takes the parameters that the wrapped model has. DDP keeps the parameters; with
+    # `fully_shard`, which replaces them, the average would have to be made after `wrap`, too.
     ema = None
     if config.train.ema_decay is not None:
         ema = Ema(model, config.train.ema_decay, config.train.ema_warmup)
     if config.train.compile:
         compile_blocks(model)
+    wrapped = wrap(model, world)
     return TrainStep(
         model,
-        wrap(model, world),
+        wrapped,
         create_optimizer(model, config.optim),
         create_augment(
             config.augment,

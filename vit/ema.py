@@ -1,8 +1,8 @@
 """Exponential moving average of the weights.
 
 The step updates the average after each update of the model; evaluation and
-`weights/*_ema.safetensors` read it. It holds parameter objects, not names, so that wrapping or
-compiling the model does not matter.
+`weights/*_ema.safetensors` read it. It holds parameter objects, not names: DDP and torch.compile
+keep these. FSDP2's `fully_shard` replaces them: an average made before it would follow nothing.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ import math
 import re
 import runpy
 from collections import OrderedDict
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 
 from vit.config.schema import ModelConfig
 from vit.posemb import sincos2d_posemb
+from vit.precision import without_autocast
 from vit.system.spelling import did_you_mean
 from vit.timm_model import create_timm_model, height_width
 
@@ -50,8 +50,8 @@ PRESETS = {
 
 def create_model(
     name: str | ModelConfig,
-    image_size: int | tuple[int, int] = 224,
-    num_classes: int = 1000,
+    image_size: int | tuple[int, int] | None = None,
+    num_classes: int | None = None,
     **fields: Any,
 ) -> nn.Module:
     """Create a model by name, with fresh weights.
@@ -59,16 +59,24 @@ def create_model(
     Args:
         name: `vit_{ti,s,b,l,h}{patch}`, such as vit_b16; or `timm/<name>`, without its weights; or
             a `ModelConfig`, which gives name, image size and fields.
-        image_size: pixels, one number or (height, width).
+        image_size: pixels, one number or (height, width); 224 by default. Not with a `ModelConfig`.
+        num_classes: outputs of the head; by default those of the `ModelConfig`, else 1,000.
         fields: further arguments of `VisionTransformer`, which win over the name; of timm's
             constructor for `timm/<name>`.
 
     Raises:
         ValueError: an unknown name or field, with the nearest that exists; values that do not fit
-            together.
+            together, or contradict the `ModelConfig`.
     """
     if isinstance(name, ModelConfig):
-        return create_model(name.name, name.image_size, num_classes, **{**name.fields(), **fields})
+        if image_size is not None:
+            raise ValueError("image_size has no effect with a ModelConfig: set it there")
+        if num_classes is not None and name.num_classes not in (None, num_classes):
+            raise ValueError(f"num_classes is {num_classes}, the config's {name.num_classes}")
+        num_classes = num_classes or name.num_classes
+        return create_model(name.name, name.image_size, num_classes, **name.fields() | fields)
+    image_size = 224 if image_size is None else image_size
+    num_classes = 1000 if num_classes is None else num_classes
     if name.startswith("timm/"):
         return create_timm_model(name.removeprefix("timm/"), image_size, num_classes, **fields)
     match = re.fullmatch(r"vit_(ti|s|b|l|h)([1-9]\d*)", name)
@@ -122,7 +130,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, N, D / heads)
         # softmax(q k^T / sqrt(D / heads)) v (equations 6, 7) in one kernel. The N x N attention
-        # matrix is never in memory, so vit/report computes it anew for its attention maps. The
+        # matrix is never in memory, so vit/report computes it again for its attention maps. The
         # function does not know `self.training`: dropout must be set to 0 here in evaluation.
         dropout = self.attn_drop if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
@@ -160,8 +168,8 @@ class LayerScale(nn.Module):
 class DropPath(nn.Module):
     """Stochastic depth (Huang et al. 2016, arXiv 1603.09382).
 
-    In training, zeroes a sample's branch with probability `rate` in [0, 1), and divides the kept
-    ones by 1 - rate, so that the expectation is that of evaluation.
+    In training, zeroes a sample's branch with probability `rate` in [0, 1), and scales the kept
+    ones by 1 / (1 - rate), so that the expected output equals that of evaluation.
     """
 
     keep_prob: Tensor
@@ -170,8 +178,8 @@ class DropPath(nn.Module):
         super().__init__()
         self.rate = rate
         # A tensor, not a float: torch.compile specialises its graph on each Python number that a
-        # forward pass reads. Every block has another rate, and after eight graphs it falls back to
-        # eager. Not persistent: the rate is a setting, and timm's state dicts do not have it.
+        # forward pass reads. Every block has a different rate, and after eight graphs it falls back
+        # to eager. Not persistent: the rate is a setting, and timm's state dicts do not have it.
         self.register_buffer("keep_prob", torch.empty(()), persistent=False)
         self.reset_parameters()
 
@@ -184,8 +192,7 @@ class DropPath(nn.Module):
         if not self.training:
             return x
         shape = (x.shape[0], *(1,) * (x.ndim - 1))  # one draw per sample
-        # Drawn in fp32 whatever autocast does: bf16 has 256 values in [0.5, 1), too coarse for a
-        # rate of 0.1.
+        # Drawn in fp32 also under autocast: bf16 has 128 values in [0.5, 1), too few for rate 0.1.
         kept = torch.rand(shape, device=x.device) < self.keep_prob
         return x * (kept.to(x.dtype) / self.keep_prob)
 
@@ -231,7 +238,7 @@ class VisionTransformer(nn.Module):
 
     Args:
         image_size, patch_size: pixels, one number or (height, width).
-        mlp_ratio: width of a block's hidden layer over `embed_dim`.
+        mlp_ratio: width of a block's hidden layer as a multiple of `embed_dim`.
         class_token: prepend a learned token, which `global_pool="token"` reads.
         global_pool: what the head sees: "token", the class token; or "avg", the mean of the patch
             tokens.
@@ -280,7 +287,7 @@ class VisionTransformer(nn.Module):
         self.depth = depth
         self.num_prefix_tokens = 1 if class_token else 0
         self.global_pool = global_pool
-        self._check_fields(num_heads, pos_embed, drop_path_rate)
+        self._check_fields(num_heads, class_token, pos_embed, drop_path_rate)
 
         self.patch_embed = PatchEmbed(self.patch_size, in_chans, embed_dim)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
@@ -289,7 +296,7 @@ class VisionTransformer(nn.Module):
             self.pos_embed = nn.Parameter(positions)
         else:
             # Persistent though it could be computed again: a state dict then always has positions
-            # to resample for another image size.
+            # to resample for a different image size.
             self.register_buffer("pos_embed", positions)
         self.pos_drop = nn.Dropout(pos_drop_rate)
 
@@ -322,7 +329,7 @@ class VisionTransformer(nn.Module):
         """images: (B, C, H, W) float -> tokens: (B, N, D), the class token first.
 
         With `global_pool="avg"` they are not normalised yet: that follows the pooling. Raises
-        ValueError for another C, H or W than the model's.
+        ValueError if C, H or W differ from the model's.
         """
         expected = (self.in_chans, *self.image_size)
         if tuple(images.shape[1:]) != expected:
@@ -348,9 +355,9 @@ class VisionTransformer(nn.Module):
             x = tokens[:, 0]  # y = LN(z_L^0) (equation 4)
         else:
             x = tokens[:, self.num_prefix_tokens :].mean(dim=1)
-        # No autocast here: bf16 keeps 8 bits, so that the two largest of 1,000 logits are equal for
-        # one image in 400, and the smaller class number would win. The head is a thousandth of the
-        # operations.
+        # No autocast here: bf16 has 8 significant bits, so for one image in 400 the two largest of
+        # 1,000 logits would be equal, and the smaller class number would win. The head is less than
+        # a thousandth of the operations.
         with without_autocast(x.device):
             x = self.fc_norm(x).to(self.head.weight.dtype)
             return self.head(self.pre_logits(x))
@@ -376,8 +383,8 @@ class VisionTransformer(nn.Module):
             if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         proj = self.patch_embed.proj
-        # A normal cut at two standard deviations keeps 0.8796 of its own. Flax divides by that,
-        # torch does not.
+        # A normal distribution cut at two standard deviations has 0.8796 of its original standard
+        # deviation. Flax divides by that, torch does not.
         std = math.sqrt(1.0 / proj.weight[0].numel()) / 0.87962566103423978
         nn.init.trunc_normal_(proj.weight, std=std, a=-2 * std, b=2 * std)
         if self.cls_token is not None:
@@ -390,13 +397,16 @@ class VisionTransformer(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters with several dimensions that are not weights of a linear map.
+        """Return the parameters with several dimensions that are not weights of a linear map.
 
-        timm's convention; `vit.optim` reads it. Biases, norms and scales have one dimension.
+        timm's convention; `vit.optim` reads it. Biases, norms and scales have one dimension. Add
+        each new token or embedding here: what is missing is decayed.
         """
         return {"pos_embed", "cls_token"}
 
-    def _check_fields(self, num_heads: int, pos_embed: str, drop_path_rate: float) -> None:
+    def _check_fields(
+        self, num_heads: int, class_token: bool, pos_embed: str, drop_path_rate: float
+    ) -> None:
         """Raise ValueError for everything that does not fit together, each with what would."""
         problems = []
         sides = zip(("height", "width"), self.image_size, self.patch_size, strict=True)
@@ -405,8 +415,8 @@ class VisionTransformer(nn.Module):
                 below = size // patch * patch
                 nearest = " and ".join(str(n) for n in (below, below + patch) if n)
                 problems.append(
-                    f"image {side} {size} is no multiple of patch {side} {patch}: the nearest that"
-                    f" work are {nearest}"
+                    f"image {side} {size} is not a multiple of patch {side} {patch}: the nearest"
+                    f" that work are {nearest}"
                 )
         if self.embed_dim % num_heads:
             divisors = [n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0]
@@ -416,7 +426,7 @@ class VisionTransformer(nn.Module):
             )
         if self.global_pool not in ("token", "avg"):
             problems.append(f"global_pool is {self.global_pool!r}: expected 'token' or 'avg'")
-        if self.global_pool == "token" and not self.num_prefix_tokens:
+        if self.global_pool == "token" and not class_token:
             remedy = "set it, or use global_pool 'avg'"
             problems.append(f"global_pool 'token' needs class_token=True: {remedy}")
         if pos_embed not in ("learn", "sincos2d"):
@@ -435,12 +445,5 @@ def layer_norm(dim: int) -> nn.LayerNorm:
     return nn.LayerNorm(dim, eps=1e-6)
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which autocast is off on `device`."""
-    if device.type == "meta":  # has no autocast
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
-
-
 if __name__ == "__main__":
-    runpy.run_module("vit.model_summary", run_name="__main__")  # built on this module
+    runpy.run_module("vit.model_summary", run_name="__main__")  # imports this module

@@ -7,10 +7,12 @@ not finite costs no host-device sync.
 
 from __future__ import annotations
 
+from typing import assert_never
+
 import torch
 from torch import Tensor, nn
 
-from vit.config.schema import AdamWConfig, SgdConfig
+from vit.config.schema import AdamWConfig, OptimConfig, SgdConfig
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -35,7 +37,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     ]
 
 
-def create_optimizer(model: nn.Module, config: AdamWConfig | SgdConfig) -> torch.optim.Optimizer:
+def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Create the optimizer of `config` over the parameters of a plain model (no DDP wrapper)."""
     groups = parameter_groups(model, config.weight_decay)
     optimizer: torch.optim.Optimizer
@@ -43,27 +45,33 @@ def create_optimizer(model: nn.Module, config: AdamWConfig | SgdConfig) -> torch
         optimizer = torch.optim.AdamW(
             groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
-    else:
+    elif isinstance(config, SgdConfig):
         optimizer = torch.optim.SGD(
             groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
         )
-    # TrainStep sets `found_inf` on the device and calls step() without reading it back. Only fused
-    # optimizers heed it: any other would apply the NaN to the weights.
-    assert all(group["fused"] for group in optimizer.param_groups), "an optimizer must be fused"
+    else:
+        assert_never(config)
+    # TrainStep sets `found_inf` on the device and calls step() without reading it back. torch's
+    # fused optimizers skip the update then, and mark themselves by this attribute, which GradScaler
+    # reads too. Any other optimizer would apply the NaN to the weights.
+    skips = getattr(optimizer, "_step_supports_amp_scaling", False)
+    assert skips, f"{type(optimizer).__name__} does not skip its update when found_inf is set"
     _allocate_state(optimizer)
     return optimizer
 
 
-def state_bytes(config: AdamWConfig | SgdConfig, model: nn.Module) -> list[int]:
+def state_bytes(config: OptimConfig, model: nn.Module) -> list[int]:
     """Bytes of each tensor that the optimizer of `config` would keep for `model`."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if isinstance(config, AdamWConfig):  # two moments, and a count of updates in float32
         return [size for p in parameters for size in (p.nbytes, p.nbytes, 4)]
-    return [p.nbytes for p in parameters] if config.momentum else []
+    if isinstance(config, SgdConfig):
+        return [p.nbytes for p in parameters] if config.momentum else []
+    assert_never(config)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all groups."""
+    """Set the learning rate of all groups, which is one: groups differ in weight decay only."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -75,7 +83,8 @@ def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
     that a skipped first update would leave garbage in it.
     """
     # torch allocates in step(): make one with zero gradients and learning rate 0, and undo its
-    # effects on the state.
+    # effects on the state. An optimizer whose state does not start at 0, such as a copy of the
+    # weights, needs its own start values here.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:

@@ -21,6 +21,13 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
     return torch.autocast(device.type, AUTOCAST_DTYPE[precision])
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which autocast is off on `device`."""
+    if device.type == "meta":  # has no autocast
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 class LossScale:
     """Dynamic loss scale (Micikevicius et al. 2018, section 3.2); constant 1 except for fp16.
 

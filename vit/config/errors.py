@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vit.config.hints import all_keys, nearest, sections
+from vit.config.hints import all_keys, nearest, sections, union_tags
 from vit.config.sections import SourceConfig
 
 Key = tuple[str, ...]
@@ -55,8 +55,8 @@ def _split(
     location: tuple[int | str, ...], origins: Mapping[Key, str]
 ) -> tuple[Key, tuple[int | str, ...]]:
     """A location of pydantic's as the key of a setting, and the place inside its value."""
-    if location[:1] == ("optim",) and location[1:2] in (("adamw",), ("sgd",)):
-        location = ("optim", *location[2:])  # without the tag of the union
+    if location[1:2] and location[1] in union_tags(str(location[0])):
+        location = (location[0], *location[2:])  # pydantic inserts the tag of a union's member
     names = tuple(map(str, location))
     keys = all_keys()
     for length in range(len(names), 0, -1):

@@ -19,6 +19,14 @@ def sections() -> dict[str, list[type[Section]]]:
     return found
 
 
+def union_tags(section: str) -> list[str]:
+    """The names that choose a member where `section` is a union, such as `optim`; else []."""
+    if section not in Config.model_fields:
+        return []
+    members = get_args(Config.model_fields[section].annotation)
+    return [item.tag for member in members for item in get_args(member)[1:]]
+
+
 def all_keys() -> list[str]:
     """Every dotted key that a file or an override may set, in the order of `vit.config.schema`."""
     keys = (

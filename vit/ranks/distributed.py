@@ -202,6 +202,8 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
     The forward pass belongs inside, too.
     """
+    # `wrap` knows only DDP. A module under FSDP2 has `set_requires_gradient_sync` instead; without
+    # it the gradients would be right, but reduced after each micro-batch.
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 

@@ -1,0 +1,55 @@
+"""`ModelConfig` and the constructor of the model agree, and nothing given is ignored."""
+
+import inspect
+
+import pytest
+import torch
+
+from vit.config.hints import sections, union_tags
+from vit.config.schema import ModelConfig
+from vit.model import VisionTransformer, create_model
+
+SMALL = {"embed_dim": 32, "depth": 1, "num_heads": 2, "patch_size": 8}
+
+
+def test_every_argument_of_the_model_is_a_setting_and_the_other_way_round():
+    arguments = set(inspect.signature(VisionTransformer).parameters)
+    assert arguments == set(ModelConfig.model_fields) - {"name"}
+
+
+def test_every_parameter_is_drawn():
+    """Also of a model on the meta device, whose memory is whatever was there before."""
+    with torch.device("meta"):
+        model = create_model(ModelConfig(image_size=16, init_values=0.1, **SMALL))
+    model.to_empty(device="cpu")
+    for tensor in model.state_dict().values():
+        tensor.fill_(float("nan"))
+    model.init_weights()
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+
+
+def test_a_section_gives_image_size_classes_and_fields():
+    model = create_model(ModelConfig(image_size=16, num_classes=7, **SMALL))
+    assert isinstance(model, VisionTransformer)
+    assert (model.image_size, model.num_classes, model.embed_dim) == ((16, 16), 7, 32)
+    assert create_model(ModelConfig(image_size=16, **SMALL), num_classes=5).num_classes == 5
+    assert create_model(ModelConfig(image_size=16, **SMALL)).num_classes == 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image_size": 32}, "image_size has no effect with a ModelConfig: set it there"),
+        ({"num_classes": 5}, "num_classes is 5, the config's 7"),
+    ],
+)
+def test_an_argument_that_contradicts_the_section_is_an_error(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        create_model(ModelConfig(image_size=16, num_classes=7, **SMALL), **arguments)
+
+
+def test_the_tags_of_a_union_are_the_names_of_its_members():
+    names = [str(cls.model_fields["name"].annotation) for cls in sections()["optim"]]
+    assert [f"typing.Literal['{tag}']" for tag in union_tags("optim")] == names
+    assert union_tags("model") == []
+    assert union_tags("no_section") == []
