@@ -445,11 +445,11 @@ WHOLE = "limit: whole JPEGs"
 OURS = "ours"
 OURS_MARKED = "ours, restart markers"
 CONTESTANTS = {
-    OURS: Contestant(untouched, "vit._native", "vit"),
-    OURS_MARKED: Contestant(marked, "vit._native", "vit"),
-    f"{OURS}, pip only": Contestant(untouched, "vit", "vit", pip_only=True),
-    f"{OURS_MARKED}, pip only": Contestant(marked, "vit", "vit", pip_only=True),
-    f"{OURS_MARKED}, 2 copies": Contestant(marked_copies, "vit._native", "vit", ("train",)),
+    OURS: Contestant(untouched, "vit._native", "vitline"),
+    OURS_MARKED: Contestant(marked, "vit._native", "vitline"),
+    f"{OURS}, pip only": Contestant(untouched, "vit", "vitline", pip_only=True),
+    f"{OURS_MARKED}, pip only": Contestant(marked, "vit", "vitline", pip_only=True),
+    f"{OURS_MARKED}, 2 copies": Contestant(marked_copies, "vit._native", "vitline", ("train",)),
     V1: Contestant(torchvision_v1, "torchvision", "torchvision"),
     "torchvision v2": Contestant(torchvision_v2, "torchvision", "torchvision"),
     "torchvision v2, tensors": Contestant(torchvision_tensor, "torchvision", "torchvision"),

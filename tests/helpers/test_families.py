@@ -48,7 +48,7 @@ def sessions(tmp_path: Path) -> Path:
 
 
 def pids_in(path: Path) -> list[int]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240  # a pytest of its own starts first
     while not path.exists() or not path.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
