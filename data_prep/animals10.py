@@ -132,7 +132,9 @@ def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]],
         parts[0] for path in outside for root in roots if len(parts := _below(path, root)) > 1
     }
     if unknown and by_folder:
-        problems.append(f"folders next to the classes that are none: {some(sorted(unknown))}")
+        problems.append(
+            f"folders next to the class folders that are not classes: {some(sorted(unknown))}"
+        )
     if problems:
         raise PrepError(
             f"{source}: {'; '.join(problems)}. Expected the ten class folders of Animals-10, such"
@@ -229,7 +231,7 @@ def _split(keys: Sequence[str], fractions: Sequence[float], split_seed: int) -> 
 def _note_differences(
     source: Path, counts: dict[str, int], outside: Sequence[str], builder: Builder
 ) -> None:
-    """Print and record how the source differs from Kaggle's zip, which is no error."""
+    """Print and record how the source differs from Kaggle's zip; a difference is not an error."""
     notes = []
     if counts != OFFICIAL:
         total = f"{sum(counts.values()):,} images, Kaggle's zip has {sum(OFFICIAL.values()):,}"

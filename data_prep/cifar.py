@@ -197,7 +197,7 @@ def _fill(kind: Kind, place: Path, builder: Builder) -> None:
         for name, content in _members(place, needed):
             if (folder / name).exists():
                 raise PrepError(
-                    f"{place}: {name} is there twice; that is no official archive, download it"
+                    f"{place}: {name} is there twice; that is not an official archive, download it"
                     " again"
                 )
             if name in needed:

@@ -73,9 +73,9 @@ class _Faults:
     contradicted: list[str] = field(default_factory=list)
     too_large: list[str] = field(default_factory=list)
     unknown: Counter[str] = field(default_factory=Counter)
-    """Number of images of each WNID that is no class."""
+    """Number of images of each WNID that is not a class."""
     ignored: list[str] = field(default_factory=list)
-    """Files that are no images, which is no fault."""
+    """Files that are not images; they are not a fault."""
 
     def lines(self, split: str) -> list[str]:
         """Problems that --partial does not allow."""

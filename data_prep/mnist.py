@@ -195,7 +195,7 @@ def _describe_header(content: bytes) -> str:
 def source(folder: Path, variant: str = "mnist") -> Source:
     """The images of the four idx files in `folder`.
 
-    Raises PrepError if some are missing, or are those of another variant.
+    Raises PrepError if some are missing, or belong to a different variant.
     """
     files = find_files(folder, variant)
     _refuse_another_variant(files, variant)

@@ -1,7 +1,7 @@
 """A finished data set as `verify` sees it: what is recorded, and what was found.
 
 A data set in a folder is read in place; of one at a URL everything but the shards is copied to a
-temporary folder.
+temporary folder. (`vit.data.shards.data_set` is the format, and opens a split of it.)
 """
 
 from __future__ import annotations

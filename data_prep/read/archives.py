@@ -205,9 +205,9 @@ def _zip64(extra: bytes, values: list[int]) -> list[int]:
 def walk_zip(path: Path) -> Iterator[Members]:
     """The files of a zip from its table of members, some thousands at a time, in constant memory.
 
-    Raises PrepError for a file that is no zip, cut off, damaged or split, and for members that are
-    encrypted or links, or have an absolute name or `..` in it. `read_zip_member` checks the
-    compression method.
+    Raises PrepError for a file that is not a zip, is cut off, damaged or split, and for members
+    that are encrypted or links, or have an absolute name or `..` in it. `read_zip_member` checks
+    the compression method.
     """
     with _opened(path) as fd:
         at, num_bytes, entries, shift = _central_directory(fd, path)

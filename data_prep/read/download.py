@@ -50,7 +50,7 @@ def download(
     the number of bytes of each piece, and 0 in pauses, instead of a progress line; may raise to
     stop.
 
-    Raises PrepError: no such file, no such host, another md5, disk too small, an unreachable
+    Raises PrepError: no such file, no such host, a wrong md5, disk too small, an unreachable
     server. Ctrl-C leaves the part.
     """
     where = shown(address(url, name))

@@ -47,7 +47,7 @@ def group_by_split(names: list[str], root: str, split: str | None = None) -> dic
         raise PrepError(
             f"{root}: no split in the name of {some(unclear)}; if they are all of one split, as"
             " img2dataset's 00000.tar, say which: --split train; else rename to <split>-00000.tar,"
-            " or move away what is no shard"
+            " or move away what is not a shard"
         )
     if split and (others := [name for name in found if found[name] not in (None, split)]):
         raise PrepError(

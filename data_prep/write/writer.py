@@ -61,8 +61,8 @@ from vit.data.shards.info_file import make_info
 from vit.system.files import replacing
 
 MANY_UNREADABLE = 100
-"""Up to so many unreadable images do not stop the writing where some are allowed: at its end all of
-them can be listed, with the fraction that would pass."""
+"""Up to this many unreadable images do not stop the writing where some are allowed: at its end all
+of them can be listed, with the fraction that would pass."""
 Sidecars = dict[str, dict[str, Any]]
 """Sidecars by the shard's name without .tar."""
 

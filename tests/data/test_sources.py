@@ -130,6 +130,13 @@ def test_each_sample_of_a_source_comes_equally_often(num_samples, num_draws, blo
         assert max(often) - min(often) <= 1
 
 
+def test_the_example_of_the_module_is_what_is_drawn():
+    share = Share(num_draws=3, num_samples=5)
+    key = np.uint64(key_of(0, 4, 0))
+    drawn = [share(np.arange(3), epoch, 1, key)[0].tolist() for epoch in range(5)]
+    assert drawn == [[3, 2, 0], [4, 1, 1], [3, 4, 0], [2, 2, 4], [1, 3, 0]]
+
+
 def test_blocks_stay_whole_in_every_pass():
     """What lies together in a shard is read together: of 64 draws of one block at most one border
     is inside."""

@@ -244,7 +244,7 @@ def without(files: dict[str, bytes], *folders: str) -> dict[str, bytes]:
         (lambda files: {"readme.txt": b""}, r"no images of dog \(cane\), horse \(cavallo\), "),
         (
             lambda files: {**files, "leone/1.jpeg": b"", "tigre/1.jpeg": b""},
-            r"folders next to the classes that are none: leone, tigre\.",
+            r"folders next to the class folders that are not classes: leone, tigre\.",
         ),
         (lambda files: {**files, "dog/1.jpeg": b""}, r"dog is there 2 times \(.*cane, .*dog\)\."),
         (

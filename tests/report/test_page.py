@@ -341,7 +341,7 @@ def test_a_guest_without_attention(shards, tmp_path):
     page = remade(tmp_path / "run")
     mistaken = metrics(tmp_path / "run", "eval")[-1]["correct_top1"] < 23
     assert len(check_self_contained(page)) == 2 + mistaken  # augmented, confusion
-    assert ("No validation image was taken for another class." in page.text) is not mistaken
+    assert ("No validation image was taken for a different class." in page.text) is not mistaken
     assert "Not drawn. ResNet has no plain self-attention in its blocks" in page.text
     assert "Not drawn. timm/resnet10t has no position embeddings to compare." in page.text
 
@@ -480,7 +480,7 @@ def test_a_config_that_cannot_be_read_is_shown_as_it_is(tmp_path):
 
 def test_mistakes_of_people(tmp_path):
     for folder, expected in (
-        (tmp_path / "no", "is no folder"),
+        (tmp_path / "no", "is not a folder"),
         (tmp_path, "has neither config.yaml nor metrics.jsonl"),
     ):
         done = run("launch/report.py", folder)

@@ -48,7 +48,7 @@ class Batch:
     weights: Tensor
     """(B,) float32: 1, or 0 for a row that is ignored in loss and metrics."""
     table: Tensor
-    """(B, K) float32: what `augment.Augment` applies; K = 0 for evaluation."""
+    """(B, K) float32: what `vit.data.augment.apply.Augment` applies; K = 0 for evaluation."""
     ids: Tensor
     """(B,) int64: sample numbers in the split."""
     bad_keys: tuple[str, ...] = ()

@@ -217,7 +217,7 @@ class Loader:
             for first in range(0, num_rows, self.ring.part_rows):
                 self._queue.append((self._next_start, slot, first))
             self._next_start += 1
-        # The pipe has room for so many: a write that blocked would stop training.
+        # The pipe has room for this many: a write that blocked would stop training.
         while self._queue and self._pool.num_queued < MAX_QUEUED_PARTS:
             self._pool.put(*self._queue.popleft())
 

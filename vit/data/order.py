@@ -23,12 +23,18 @@ read serves them all.
 
 Chosen samples, and several sources: with `shares`, what is ordered is not samples but draws, those
 of the first source, then those of the second. A source with as many draws as samples gives each of
-them once in an epoch. Otherwise draw j of shuffle e is number d = e * num_draws + j of an endless
-sequence: pass d // n over the source's n samples, each pass permuted differently in complete
-blocks. Their borders stay those of the draws' own blocks, so that samples that are stored together
-are read together. After any number of draws each sample has come equally often, plus or minus one;
-draws of an epoch that fill no batch count, and are not shown. A batch is found as before, without
-looking at another.
+them once in an epoch. Otherwise it goes through its samples in one pass after another, each
+permuted differently, and an epoch takes the next `num_draws`. With 5 samples and 3 draws:
+
+    epoch        0       1       2       3       4
+    samples    3 2 0   4 1|1   3 4 0   2|2 4   1 3 0     | begins a new pass
+
+So all samples are drawn equally often, give or take one. Draw j of epoch e is number
+d = e * num_draws + j of this sequence: place d % 5 of pass d // 5, found without the draws before
+it. A pass permutes complete blocks of samples that are stored together, and blocks of draws begin
+where these blocks begin, so that they are read together. Draws at the end of an epoch that fill no
+batch are used up, but not shown. With repeats in the form `batch`, a shuffle takes the place of an
+epoch.
 """
 
 from __future__ import annotations
@@ -122,7 +128,7 @@ class Share:
     ) -> NDArray[np.int64]:
         """Map positions `inside` of pass `number` to range(num_samples), permuted in full blocks.
 
-        Blocks begin at the borders of the endless sequence's blocks. What is before the first
+        Blocks begin at the borders of the blocks of all passes in a row. What is before the first
         border and behind the last is filled by the short block and, if that is not enough, by one
         full block that is cut in two.
         """

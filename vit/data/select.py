@@ -103,8 +103,7 @@ def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) ->
     missing = [key for key in excluded.keys if key not in numbers]
     if not missing:
         return ""
-    # A list of a data set that was written without them is no mistake; a list of none of our keys
-    # is.
+    # Excluded keys that were never written are not a mistake; a list without any of our keys is.
     if not numbers and not excluded.labels and not excluded.is_quarantine:
         raise ShardError(
             f"{name}exclude={path}: none of its {len(missing):,} keys is in {_name(split)},"

@@ -1,7 +1,7 @@
 """The memory of batches: a ring of slots that training and its workers share.
 
 The ring is planned from the size of a batch, the number of workers and a budget in bytes, and made
-once: nothing is allocated while training runs, and no page is touched for the first time twice.
+once: nothing is allocated while training runs, and page faults happen only in the first round.
 Workers write rows into a slot; training gets a batch whose tensors are views of it. The slot is
 free again when the last of these tensors is released.
 

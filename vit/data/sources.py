@@ -2,8 +2,8 @@
 
 Samples are numbered source after source; a number gives the source and its own number there.
 Labels follow the class names of the split that the run is evaluated on: a source with other names,
-or with names in another order, is mapped by name. If one of the two has no names, labels are taken
-by number, which is reported, and then all sources with names must have the same.
+or with names in a different order, is mapped by name. If one of the two has no names, labels are
+taken by number, which is reported, and then all sources with names must have the same.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class WorkerStatus:
 
     @property
     def num_changes(self) -> int:
-        """Changes so far: another number means progress."""
+        """Changes so far: a different number means progress."""
         return int(self._numbers[_CHANGES])
 
     @property

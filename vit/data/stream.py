@@ -92,7 +92,7 @@ def open_stream(
     Raises ShardError if webdataset is not installed.
     """
     if find_spec("webdataset") is None:
-        raise ShardError("data.reader: webdataset needs another package: pip install webdataset")
+        raise ShardError("data.reader: webdataset needs its package: pip install webdataset")
     urls = [url for part in shards.split("::") for url in expand_braces(part)]
     return Stream(urls, num_samples, num_classes, class_names, layout, retry or RetryPolicy())
 

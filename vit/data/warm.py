@@ -7,7 +7,7 @@
 The first fetches from a URL into the default cache, the second from a mounted folder to the disk of
 the node, the third what a run of this config will look for. Root, split and cache give the blocks,
 as in training; threads fetch those that are missing, and stop when the cache is full. Several
-commands at once on one host share the work: each starts at another block, and each block has a
+commands at once on one host share the work: each starts at a different block, and each block has a
 lock.
 """
 

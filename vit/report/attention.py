@@ -81,7 +81,7 @@ def attention_rollout(maps: list[Tensor], num_prefix_tokens: int, global_pool: s
     class token's row (`global_pool` "token") or as the mean over the patches' rows ("avg"). An
     image of which nothing reaches the class token gets zeros.
 
-    Raises ValueError for another `global_pool`, or "token" without a class token.
+    Raises ValueError for any other `global_pool`, or "token" without a class token.
     """
     if global_pool not in ("token", "avg") or (global_pool == "token" and num_prefix_tokens == 0):
         raise ValueError(

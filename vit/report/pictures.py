@@ -90,7 +90,9 @@ def draw_pictures(
     """
     names = (METRICS_FILE, CONFIG_FILE, "weights", CHECKPOINTS)
     if not any((run_dir / name).exists() for name in names):
-        found = "has neither config.yaml nor metrics.jsonl" if run_dir.is_dir() else "is no folder"
+        found = "is not a folder"
+        if run_dir.is_dir():
+            found = "has neither config.yaml nor metrics.jsonl"
         raise ValueError(
             f"{run_dir}: not a run folder, it {found}: name a folder that launch/train.py has"
             " written, such as runs/demo"
@@ -259,7 +261,7 @@ def _paint_confused(source: ReportSource, picture: Path) -> str:
     predictions, labels, step = source.predictions
     pairs = most_confused(source.confusion, NUM_CONFUSED_PAIRS)
     if not pairs:
-        raise ValueError("No validation image was taken for another class")
+        raise ValueError("No validation image was taken for a different class")
     source.check_same_images()
     examples = []
     for true, predicted, *_ in pairs:

@@ -213,4 +213,4 @@ _SETS = {
 OPS: dict[str, tuple[Op, ...]] = {
     name: tuple(_SETS[name][op] for op in names) for name, names in OP_NAMES.items()
 }
-"""The functions behind `vit.data.augment.draw.OP_NAMES`, by set and number."""
+"""The functions behind `vit.data.augment.table.OP_NAMES`, by set and number."""

@@ -7,8 +7,8 @@ mix is drawn for groups, pairs or rows of the *global* batch from (seed, positio
 to a sample depends only on these numbers: not on ranks, workers, the batch around it or the device.
 
 A stream of random numbers stays once it is published: `tests/data/augment/golden_draws.json` has
-the draws of the recipes. A new kind of draw takes a new number below; new operations go to the end
-of their set.
+the draws of the recipes. A new kind of draw takes a new number below. The sets of operations are
+frozen: their length is part of the draw, so a new operation needs a set of its own.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def brightness(images: Tensor, factor: Tensor) -> Tensor:
 
 def contrast(images: Tensor, factor: Tensor) -> Tensor:
     """Scale contrast: the mean grey at 0, the image at 1."""
-    # In double: a float32 sum over all pixels could round to another level.
+    # In double: a float32 sum over all pixels could round to a different level.
     mean = grey(images).double().mean((2, 3), keepdim=True)
     return blend((mean + 0.5).floor().float(), images, factor)
 

@@ -72,7 +72,8 @@ OP_NAMES: dict[str, tuple[str, ...]] = {
     "three_augment": ("grayscale", "solarize", "blur"),
     "color_jitter": ("brightness", "contrast", "saturation", "hue"),
 }
-"""The sets of operations. Each has the order of its source, which is part of the random stream:
+"""The sets of operations. Order and length are the source's, and part of the random stream, so none
+is added to:
 RandAugment's of timm/data/auto_augment.py (`_RAND_INCREASING_TRANSFORMS`),
 torchvision/transforms/autoaugment.py and big_vision/pp/autoaugment.py; DeiT III's 3-Augment;
 torchvision's colour jitter."""

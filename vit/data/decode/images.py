@@ -265,7 +265,8 @@ def decode_box(
 
     stored_size: (width, height) that the image must have. place: an array of the right shape that
         may be used for the pixels.
-    Raises ValueError if the image cannot be decoded, has another size, or does not contain the box.
+    Raises ValueError if the image cannot be decoded, has a different size, or does not contain the
+    box.
     """
     if reduce == 1 and native.AVAILABLE:
         window = native.decode_window(data, box, channels, stored_size=stored_size, out=place)

@@ -123,7 +123,7 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
 
 
 def _head(data: bytes, header: JpegHeader, width: int, height: int) -> bytearray:
-    """Return all bytes before the codes, with another size."""
+    """Return all bytes before the codes, with a different size."""
     head = bytearray(data[: header.scan_offset])
     # The size comes after marker, length and precision: 5 bytes.
     struct.pack_into(">HH", head, header.frame_offset + 5, height, width)

@@ -57,7 +57,7 @@ class Status(IntEnum):
     COLOURS = 10
     """Grey pixels of an RGB image."""
     IMAGE = 11
-    """The image has another size than expected, or one that is too large."""
+    """The image has a different size than expected, or one that is too large."""
 
 
 class UnusableLibrary(Exception):

@@ -82,7 +82,7 @@ def open_split(
         of 64 ranks would ask the server for each of 5,000 shards.
 
     Raises ShardError, which lists all problems of the same kind: missing folder, `_info.json`,
-    split or shards; shards of another size than recorded; lengths that do not add up; labels
+    split or shards; shards of a size other than recorded; lengths that do not add up; labels
     outside [0, num_classes).
     """
     home = local_path(root)
@@ -265,7 +265,7 @@ def _local_index(
 def _why_rebuild(index: np.ndarray, root: Path, described: SplitInfo, sizes: Sequence[int]) -> str:
     """Return why the index does not match the tars, "" if it does.
 
-    Raises ShardError if a tar has another sha256 than recorded: then the index is right, and
+    Raises ShardError if a tar's sha256 is not the recorded one: then the index is right, and
     rebuilding it would train on other images.
     """
     if mismatch := index_mismatch(index, described.lengths, sizes):

@@ -160,7 +160,7 @@ def _find_label(samples: Sequence[Sample]) -> tuple[str, bool] | None:
 def _label_rank(label: str, values: Sequence[Any]) -> tuple[int, bool] | None:
     """Return how likely values are labels, 0 the likeliest, and whether they are names.
 
-    None: they are no labels.
+    None: they are not labels.
     """
     words = re.split(r"[^a-z]+", label.lower())
     ranks = [LABEL_WORDS.index(word) for word in words if word in LABEL_WORDS]

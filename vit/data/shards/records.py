@@ -1,6 +1,6 @@
 """Types of the fields in `_info.json` and in sidecars, which people may edit.
 
-JSON is read as a dictionary; `check_types` names the place of a value of another type than the code
+JSON is read as a dictionary; `check_types` names the place of a value of a type other than the code
 expects. Missing keys and unknown keys are left to the caller.
 """
 

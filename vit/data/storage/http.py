@@ -91,7 +91,7 @@ class WebFile(io.RawIOBase):
     ):
         """url: of a folder and `name` of the file in it, or of the file itself and "".
 
-        stop: None: to the end. version: of a file that is in use; another one is an error.
+        stop: None: to the end. version: of a file that is in use; a different one is an error.
         parts_only: fail if the server sends the entire file instead of the requested range.
         while_waiting: see `RetryPolicy.call`.
         """

@@ -94,7 +94,7 @@ def _server(url: str) -> tuple[str, str]:
 def _unreachable(url: str, error: Exception, was_there: bool) -> Exception:
     """Return the error for a request without an answer.
 
-    A server that has never answered probably has another address: that ends a start soon.
+    A server that has never answered probably has a different address: that ends a start soon.
     """
     inner = error.args[0] if error.args else None
     cause = error.__cause__
@@ -132,7 +132,7 @@ def _proxy(url: str) -> str | None:
 
 @functools.cache
 def pool(pid: int, proxy: str | None) -> Any:
-    """The connections of this process; a forked one has another pid."""
+    """The connections of this process; a forked one has a different pid."""
     import urllib3
 
     if proxy:

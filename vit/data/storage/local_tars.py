@@ -1,7 +1,7 @@
 """The shards of a split as files in a folder: positional reads through descriptors that stay open.
 
 Errors that may pass, such as a file server that is away or a stale handle, are retried with the
-file opened anew.
+file opened again.
 """
 
 from __future__ import annotations

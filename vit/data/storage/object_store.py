@@ -114,7 +114,7 @@ class ObjectStore:
                 pieces.append(piece)
                 at += len(piece)
             now = _version(fs, path, name)
-            # `version` may be from a listing, where some stores show another tag.
+            # `version` may be from a listing, where some stores show a different tag.
             if now != version and _listed_version(fs, path, name) != version:
                 pieces.clear()
                 at = start
