@@ -211,7 +211,7 @@ def _fill(source: Path, fractions: Sequence[float], split_seed: int, builder: Bu
 
 
 def _split(keys: Sequence[str], fractions: Sequence[float], split_seed: int) -> Iterator[list[int]]:
-    """Places in `keys` of train, val and test, as many as there are fractions.
+    """Places in `keys` of train, val and test, one list for each fraction.
 
     By a hash of (seed, key), val first, then test, so val does not depend on test. At least one key
     stays in train.

@@ -117,7 +117,7 @@ def _check_rows(
 def _sample_around(
     shard: Shard, read: Read, end: int, rows: np.ndarray, number: int
 ) -> ScannedSample:
-    """The sample of a row, from the members between the image before and the one behind.
+    """The sample of a row, from the members between the previous image and the next.
 
     Raises TarDamaged and InvalidSample.
     """

@@ -328,7 +328,7 @@ def read_zip_member(sample: Sample) -> bytes:
 
 
 def _inflate(fd: int, sample: Sample, head: bytes, start: int) -> tuple[bytes, bytes]:
-    """(data, the first bytes behind it); no more than one byte over `size` is inflated."""
+    """(data, the first bytes after it); no more than one byte over `size` is inflated."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     position = sample.offset + max(len(head), start)
     compressed = head[start:]

@@ -113,8 +113,8 @@ def readme(info: Mapping[str, Any]) -> str:
         ]
     head = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---", ""]
     text = (
-        "Images in tar shards (WebDataset), with an index beside them; `python -m data_prep.card`"
-        " writes dataset.md, which tells more."
+        "Images in tar shards (WebDataset), with an index next to them; `python -m data_prep.card`"
+        " writes dataset.md, which says more."
     )
     return "\n".join([*head, "# Images", "", text]) + "\n"
 

@@ -198,7 +198,7 @@ def _by_pillow(
     """
     try:
         image = open_image(data)
-        is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG with further ones behind it
+        is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG followed by others
         kept = is_jpeg and image.mode in ("L", "RGB")
         change = f"{image.mode} JPEG" if is_jpeg else f"{image.format} ({image.mode})"
         if kept:

@@ -63,7 +63,7 @@ and few sets of copies are cut by the end of a lane."""
 class _EpochBlocks:
     """An epoch with its blocks permuted: position -> sample.
 
-    The last block may be short. It cannot take part in the permutation, or positions behind it
+    The last block may be short. It cannot take part in the permutation, or positions after it
     would depend on where it went; instead it is inserted at a random slot.
     """
 
@@ -129,7 +129,7 @@ class Share:
         """Map positions `inside` of pass `number` to range(num_samples), permuted in full blocks.
 
         Blocks begin at the borders of the blocks of all passes in a row. What is before the first
-        border and behind the last is filled by the short block and, if that is not enough, by one
+        border and after the last is filled by the short block and, if that is not enough, by one
         full block that is cut in two.
         """
         num_full, short = divmod(self.num_samples, block)

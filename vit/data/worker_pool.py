@@ -51,7 +51,7 @@ _PART = struct.Struct("<qii")
 """position, slot, first row. Few enough bytes that a pipe passes them in one piece, with any number
 of readers."""
 _END = -1
-"""A position that tells a worker to end."""
+"""A position that asks a worker to end."""
 Part = tuple[int, int]
 """(position, first row)."""
 log = logging.getLogger(__name__)
@@ -363,7 +363,7 @@ def _end_workers(
 
 
 def _work(batches: Batches, slots: Slots, number: int, parts: Connection, send: Connection) -> None:
-    """Make parts until told to end."""
+    """Make parts until asked to end."""
     torch.set_num_threads(1)
     # Signals are ignored here: a worker that died of one meant for its rank would cost the rank's
     # last save.

@@ -78,10 +78,10 @@ def attention_rollout(maps: list[Tensor], num_prefix_tokens: int, global_pool: s
     maps: (B, heads, N, N) for each block. Attention rollout, Abnar & Zuidema 2020 (arXiv
     2005.00928): the residual branch counts as half of each layer, A = 0.5 W + 0.5 I with rows of
     sum 1, and layers multiply; heads are averaged, as for figure 6 of the ViT paper. Read from the
-    class token's row (`global_pool` "token") or as the mean over the patches' rows ("avg"). An
-    image of which nothing reaches the class token gets zeros.
+    class token's row, the first (`global_pool` "token"), or as the mean over the patches' rows
+    ("avg"). An image of which nothing reaches the class token gets zeros.
 
-    Raises ValueError for any other `global_pool`, or "token" without a class token.
+    Raises ValueError for any other `global_pool`, or "token" without prefix tokens.
     """
     if global_pool not in ("token", "avg") or (global_pool == "token" and num_prefix_tokens == 0):
         raise ValueError(

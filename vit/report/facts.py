@@ -81,7 +81,7 @@ def _by_signal(run_dir: Path) -> str:
 def config_facts(
     source: ReportSource, config: Config, history: History, plan: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return what was trained on what: (name, a few words) each."""
+    """Return what was trained on what: a name and a short text each."""
     height, width = ImageFormat.from_config(config.model, config.data).size
     found = [("model", f"{config.model.name} at {height} × {width} pixels")]
     # A model that cannot be made is one fact less; the pictures say why.
@@ -257,7 +257,7 @@ def setting_rows(config: Config) -> list[dict[str, Any]]:
                 "about": info.description or "",
             }
             rows.append(row)
-            # Another optimizer is another class, whose own name is its default.
+            # Each optimizer has a class of its own, in which its name is the default.
             usual = Config.model_fields["optim"].default.name
             if row["key"] == "optim.name" and values[key] != usual:
                 row.update(differs=True, default=usual)

@@ -1,9 +1,10 @@
 """The index of a split: one row per sample, saved, opened, compared with its shards or rebuilt.
 
-Rows are in (shard, position) order, so a shard's rows are a slice, and the first sample of each
-shard tells which shard a sample is in. Opening maps the file into memory and compares its header
-with ours character by character, because numpy would parse a damaged one as Python. Checks of all
-rows go shard by shard, so that an index of a billion samples needs no memory of its own.
+Rows are in (shard, position) order, so a shard's rows are a slice, and the number of each shard's
+first sample is enough to find the shard of a sample. Opening maps the file into memory and compares
+its header with ours character by character, because numpy would parse a damaged one as Python.
+Checks of all rows go shard by shard, so that an index of a billion samples needs no memory of its
+own.
 
 Each row has the CRC-32C of the encoded image, which reading compares; 0 means unknown, for rows
 made without reading the images. Indexes of earlier versions have the shard's number in its place

@@ -63,7 +63,7 @@ class Split:
 
         index: (num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version.
         class_names: name of each label, [] if unknown.
-        sha256: recorded for each shard, to tell a damaged shard from a damaged index.
+        sha256: recorded for each shard, to distinguish a damaged shard from a damaged index.
         """
         self.root = root
         self.name = name

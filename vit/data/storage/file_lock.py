@@ -112,7 +112,7 @@ def is_waited_for(path: Path) -> bool:
 
 
 def _holder(fd: int) -> str:
-    """Describe the process that holds the lock of an open file, as far as the system tells."""
+    """Describe the process that holds the lock of an open file, as far as the system says."""
     status = os.fstat(fd)
     inode = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError):
