@@ -11,9 +11,13 @@ import torch
 from processes import run, train, write_config
 
 from vit.config.io import from_dict
+from vit.data.augment.apply import create_augment
+from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_center
 from vit.data.shards.data_set import open_split
+from vit.evaluate import Evaluator
 from vit.model import create_model
+from vit.ranks.distributed import World
 from vit.weights.files import load_weights, read_weights
 
 
@@ -118,3 +122,27 @@ def test_without_a_checkpoint_the_newest_run_is_taken_and_named(trained_run, tmp
     assert done.returncode == 0, done.stderr
     assert "taking the newest run, runs/mine" in done.stderr
     assert json.loads(done.stdout) == evaluate(trained_run)
+
+
+def test_models_are_in_training_mode_again_also_after_an_interruption(shards):
+    values = {"data": {"root": str(shards)}, "train": {"steps": 1}}
+    config = from_dict(values | {"model": {"name": "vit_ti8", "image_size": 16}}, "test")
+    model = create_model(config.model, num_classes=3).train()
+    world = World(0, 1, torch.device("cpu"))
+    evaluator = Evaluator(
+        open_split(shards, "val"),
+        ImageFormat.from_config(config.model, config.data),
+        create_augment(config.augment, config.data, 3, world.device),
+        world,
+        config.eval,
+    )
+
+    def interrupt(done: int, total: int) -> None:
+        assert not model.training
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluator.evaluate({"model": model}, interrupt)
+    assert all(module.training for module in model.modules())
+    evaluator.evaluate({"model": model})
+    assert all(module.training for module in model.modules())

@@ -1,8 +1,8 @@
-"""`build` makes a `Run` out of a config: everything that `vit.train.train` works with.
+"""`build` makes a `Run` from a config: everything that `vit.train.train` works with.
 
 Data are opened and checked, and the plan derives every number from them. Model, optimizer and step
 are created, and filled from the newest checkpoint if the run folder has one. The record is opened
-last, when nothing can go wrong any more.
+last, once everything else has succeeded.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Run:
             self.signals.restore()
 
     def models(self) -> dict[str, nn.Module]:
-        """Return the model, and its average if there is one, by name: model and ema."""
+        """Return the model, and its moving average if there is one, by name: model and ema."""
         models = {"model": self.train_step.model}
         if self.train_step.ema is not None:
             models["ema"] = self.train_step.ema.module
@@ -150,7 +150,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
                 for note in notes if world.is_main else []:
                     print(f"{loaded.path}: {note}", file=sys.stderr)
 
-        # 4. Everything that an update changes, and the evaluation of it.
+        # 4. The training step and the evaluator.
         train_step = _create_train_step(config, data, model.to(world.device), world)
         evaluator = Evaluator(
             data.val_split,
@@ -163,7 +163,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
             stall_timeout_s=config.data.stall_timeout_s,
         )
 
-        # 5. The checkpoint, in place: DDP and the average keep their tensors.
+        # 5. Copy the checkpoint into the existing tensors, which DDP and the average refer to.
         state = RunState(facts={**facts, "grid_size": grid_size(model)})
         if found is not None:
             with world.fail_together():
@@ -195,7 +195,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
 
 
 def _mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_new: bool) -> None:
-    """Mark the run as stopped, as if it had just been saved, if it is this process's to mark."""
+    """If this process owns the folder, mark the run as stopped, so that it is queued again."""
     # Slurm's script decides by the mark whether to queue the job again, also for a run that has no
     # folder yet and was preempted (SIGTERM). Ctrl-C on such a run leaves nothing behind.
     if not lock.is_held and not (is_new and number == signal.SIGTERM):
@@ -216,18 +216,18 @@ def _open_data(config: Config, world: World) -> RunData:
         plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)
         num_classes = choose_num_classes(config.model, config.data, split, val_split)
         image_format = ImageFormat.from_config(config.model, config.data)
-        common: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "rank": world.rank,
             "world_size": world.size,
             "on_bad_image": config.data.on_bad_image,
         }
         batches: TrainBatches | StreamBatches
         if config.data.reader == "index":
-            common["num_batches"] = plan.total_steps
-            batches = TrainBatches(split, order, config.augment, image_format, **common)
+            arguments["num_batches"] = plan.total_steps
+            batches = TrainBatches(split, order, config.augment, image_format, **arguments)
         else:
-            common["num_workers"] = config.data.num_workers
-            batches = StreamBatches(split, order, config.augment, image_format, **common)
+            arguments["num_workers"] = config.data.num_workers
+            batches = StreamBatches(split, order, config.augment, image_format, **arguments)
         val_batches = EvalBatches(
             val_split,
             image_format,
@@ -258,7 +258,7 @@ def _load_initial_weights(
     num_classes: int,
 ) -> tuple[LoadedWeights, list[str]]:
     """Load `init.checkpoint` into `model`; returns the weights and notes about how they fitted."""
-    assert init.checkpoint is not None, "the caller looks"
+    assert init.checkpoint is not None, "the caller checks"
     loaded = read_weights(init.checkpoint)
     try:
         notes = load_weights(model, loaded.weights, loaded.grid_size, init.reset_head)
@@ -268,7 +268,7 @@ def _load_initial_weights(
     if not init.reset_head:
         mismatch = class_mismatch(loaded, class_names, num_classes)
         if mismatch:
-            notes.append(f"{mismatch}; init.reset_head=true starts the head anew")
+            notes.append(f"{mismatch}; init.reset_head=true starts with a new head")
     return loaded, notes
 
 

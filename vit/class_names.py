@@ -44,11 +44,11 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     if counts:
         agree += f"; {counts}"
     if sorted(known) == sorted(names):
-        meaning = "they are in another order, so the accuracy means nothing: write the shards anew"
+        meaning = "they are in a different order, so the accuracy means nothing: write new shards"
     elif len(differing) < len(names):
         meaning = "the accuracy counts these labels as the model's"
     elif counts:
         meaning = "the accuracy means nothing"
     else:
-        meaning = "the accuracy means nothing, unless only the names are others"
+        meaning = "the accuracy means nothing, unless only the names differ"
     return f"the data's classes are not the model's: {', '.join(shown)} ({agree}): {meaning}"

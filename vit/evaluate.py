@@ -90,27 +90,28 @@ class Evaluator:
             device=device,
             stall_timeout_s=self.stall_timeout_s,
         )
-        with loader:
-            for position, batch in enumerate(loader):
-                # Rows after these only fill the batch: all ranks need batches of one shape, which
-                # a compiled model would otherwise be compiled for again.
-                filled = batches.num_filled(position)
-                ids = batch.ids[:filled].to(device, non_blocking=True)
-                # Once for all models: the images are the same for the weights and their average.
-                inputs = self.augment.normalize(batch.images)
-                for name, model in models.items():
-                    with autocast(self.precision, device):
-                        logits = model(inputs)
-                    # Stays on the device: reading it here would wait for each batch.
-                    counters[name].add(logits, batch.labels, batch.weights)
-                    # Indexed by sample and not appended, so that the order does not depend on the
-                    # number of ranks or on the batch size.
-                    predictions[name][ids] = predicted_classes(logits.float()[:filled])
-                if on_batch is not None:
-                    on_batch(position + 1, len(batches))
-
-        for name, model in models.items():
-            model.train(was_training[name])
+        try:
+            with loader:
+                for position, batch in enumerate(loader):
+                    # Rows after these only fill the batch: all ranks need batches of one shape,
+                    # which a compiled model would otherwise be compiled for again.
+                    filled = batches.num_filled(position)
+                    ids = batch.ids[:filled].to(device, non_blocking=True)
+                    # Once for all models: the weights and their average see the same images.
+                    inputs = self.augment.normalize(batch.images)
+                    for name, model in models.items():
+                        with autocast(self.precision, device):
+                            logits = model(inputs)
+                        # Stays on the device: reading it here would wait for each batch.
+                        counters[name].add(logits, batch.labels, batch.weights)
+                        # Indexed by sample and not appended, so that the order does not depend on
+                        # the number of ranks or on the batch size.
+                        predictions[name][ids] = predicted_classes(logits.float()[:filled])
+                    if on_batch is not None:
+                        on_batch(position + 1, len(batches))
+        finally:  # `on_batch` raises to interrupt an evaluation
+            for name, model in models.items():
+                model.train(was_training[name])
         # The first host-device sync since the loop began.
         results = {
             name: Evaluation(

@@ -47,8 +47,8 @@ def size_text(config: Config) -> str:
 def evaluate_weights(loaded: LoadedWeights, config: Config, world: World, out: TextIO) -> Result:
     """Evaluate `loaded` on the validation split of `config` and print the result to `out`.
 
-    `config` may have another image size than the weights were trained at: positions are resampled.
-    Raises ValueError if the data have more classes than the weights.
+    `config` may have a different image size than the weights were trained at: positions are
+    resampled. Raises ValueError if the data have more classes than the weights.
     """
     assert loaded.num_classes is not None, "it came with its config"
     split = open_split(config.data, config.data.val_split, world)

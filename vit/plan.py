@@ -36,6 +36,7 @@ class Plan:
     steps_per_epoch: int
     dropped_per_epoch: int
     distinct_images_per_epoch: int
+    """Fewer than the images of an epoch where `data.aug_repeats` or weights repeat some."""
     total_steps: int
     warmup_steps: int
     eval_every_steps: int
@@ -180,7 +181,9 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     num_classes = config.model.num_classes or 1000
     assumed = "" if config.model.num_classes else " (assumed)"
     quality: object = NOT_EXACT if config.data.reader == "webdataset" else None
-    at_once = config.data.model_copy(update={"patience_s": 0.0})  # nobody waits to see a config
+    at_once = config.data.model_copy(
+        update={"patience_s": 0.0}
+    )  # printing a config should not wait
     try:
         val_split = open_split(at_once, config.data.val_split)
         splits = open_train_splits(at_once)

@@ -1,4 +1,4 @@
-"""Position embeddings: fixed 2-D sine-cosine ones, and resampling to another grid."""
+"""Position embeddings: fixed 2-D sine-cosine ones, and resampling to a different grid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def resample_posemb(
     interpolation: str = "bicubic",
     antialias: bool = True,
 ) -> Tensor:
-    """Resample positions to another grid (section 3.2): (1, P + h*w, D) -> (1, P + h'*w', D).
+    """Resample positions to a different grid (section 3.2): (1, P + h*w, D) -> (1, P + h'*w', D).
 
     The dtype is kept, and so are the first P = `num_prefix_tokens` rows, which have no place in the
     image. `interpolation` is "bicubic" or "bilinear"; the defaults are those of timm's
@@ -56,7 +56,7 @@ def resample_posemb(
         return pos_embed
     prefix = pos_embed[:, :num_prefix_tokens]
     image = pos_embed[:, num_prefix_tokens:].float().unflatten(1, tuple(old_grid))
-    # By size, not by a scale factor, which would round to another number of positions.
+    # By size, not by a scale factor, which would round to a different number of positions.
     image = F.interpolate(
         image.permute(0, 3, 1, 2),
         size=tuple(new_grid),

@@ -1,13 +1,13 @@
 """One training step: a global batch in, one update out.
 
 1. A rank's batch is cut into micro-batches. Each is augmented on the device and goes through the
-   model under autocast; its loss, divided by the global batch size, adds to the gradients. Only the
-   last backward pass lets DDP sum them.
-2. One gradient norm decides about the update. It clips; and if it is not finite, the fused
-   optimizer skips its update on the device, and the loss scale of fp16 is halved. The gradients
-   are the same on all ranks, so all ranks skip together.
+   model under autocast; its loss, divided by the rank's number of rows, adds to the gradients. Only
+   the last backward pass lets DDP average them over the ranks.
+2. One gradient norm controls the update: gradients are clipped by it, and if it is not finite, the
+   fused optimizer skips its update on the device, and the loss scale of fp16 is halved. The
+   gradients are the same on all ranks, so all ranks skip together.
 3. What happened goes into a small vector, summed over the ranks, which the host reads one step
-   later. Nothing in a step waits for the device.
+   later, when the next step is queued. Queueing a step waits for nothing on the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SEED_DROPOUT = 0x0D0
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile each of `model.blocks` in place, or the complete model if it has no blocks.
+    """Compile each of `model.blocks` in place, or the whole model if it has no blocks.
 
     Our blocks share one graph in training and one in evaluation, so compiling takes as long for H
     as for B. `backend`: any of torch.compile's.
@@ -101,7 +101,7 @@ class StepResult:
     def read(self) -> StepValues:
         """Return the numbers, after waiting for the device to finish this step."""
         if self._event is not None:
-            self._event.synchronize()  # the one host-device sync of a step
+            self._event.synchronize()  # the only wait for the device, one step late
         *sums, grad_norm = self._values.tolist()
         reports = sums[Slot.RANK_REPORTS :]
         size = self._report_size
@@ -115,7 +115,7 @@ class StepResult:
 
 
 class TrainStep:
-    """Everything that an update changes: weights, optimizer, average, loss scale.
+    """Everything that an update changes: weights, optimizer, moving average (EMA), loss scale.
 
     `model` is the module itself, `wrapped` the same under DDP and `torch.compile`; `lr_at` maps a
     step to its learning rate.
@@ -157,8 +157,8 @@ class TrainStep:
     ) -> StepResult:
         """Queue the update at `step` with this rank's rows of the global batch.
 
-        stop: whether this rank was asked to stop. report: numbers that all ranks get to know; each
-        rank passes as many.
+        stop: whether this rank was asked to stop. report: numbers shared with all ranks; every rank
+        must pass the same number of them.
         """
         return StepResult(*self._queue(batch, step, stop, report), len(report))
 
@@ -169,10 +169,10 @@ class TrainStep:
         # Dropout and drop path depend on (seed, rank, step) only, so a resumed run draws the same.
         torch.manual_seed(int(fold(self.seed, self.world.rank, step, _SEED_DROPOUT) >> 1))
         num_rows = len(batch.labels)
-        num_numbers = Slot.RANK_REPORTS + self.world.size * len(report)
-        sums = torch.zeros(num_numbers, device=self.world.device)
+        num_slots = Slot.RANK_REPORTS + self.world.size * len(report)
+        sums = torch.zeros(num_slots, device=self.world.device)
 
-        # Forward and backward. Only the last micro-batch lets DDP sum the gradients.
+        # Forward and backward. Only the last micro-batch lets DDP average the gradients.
         for start in range(0, num_rows, self.micro_batch_size):
             end = start + self.micro_batch_size
             micro_batch = batch.rows(start, end).to(self.world.device)
@@ -180,7 +180,9 @@ class TrainStep:
                 losses = self._losses(micro_batch)
                 # A row whose image could not be decoded has weight 0, and so no gradient.
                 loss_sum = (losses * micro_batch.weights).sum()
-                # A rank's mean: DDP then averages over the ranks, which hold equally many rows.
+                # A rank's mean: DDP then averages over the ranks, which all have the same number of
+                # rows. Rows of weight 0 count here, so that this holds; the reported loss leaves
+                # them out.
                 (loss_sum * (1 / num_rows) * self.loss_scale.value).backward()
             sums[Slot.LOSS_SUM] += loss_sum.detach()
             sums[Slot.ROW_WEIGHTS] += micro_batch.weights.sum()
@@ -206,7 +208,7 @@ class TrainStep:
 
     @torch.no_grad()
     def _update(self, step: int) -> Tensor:
-        """Clip, update weights and average, and return the gradient norm before clipping."""
+        """Clip, update weights and EMA, and return the gradient norm before clipping."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients) / self.loss_scale.value
 
@@ -226,6 +228,8 @@ class TrainStep:
         self.optimizer.step()
         self.loss_scale.update(found_inf)
         if self.ema is not None:
+            # Also after a skipped update, of which the host does not know yet. The average then
+            # moves towards unchanged weights.
             self.ema.update(step)
         return norm
 
@@ -233,7 +237,7 @@ class TrainStep:
         """Set gradients to None, or to zero where several passes over `batch` add up under DDP."""
         # Zeros stay in DDP's buckets. Without them the passes under `no_sync` would allocate a
         # second set (2.5 GB for H), which the last pass copies into the buckets. For a single pass
-        # the fill is not worth its time.
+        # the fill is not worth its time. `wrapped` differs from `model` under DDP only.
         accumulates = self.wrapped is not self.model and len(batch.labels) > self.micro_batch_size
         self.optimizer.zero_grad(set_to_none=not accumulates)
 
@@ -241,8 +245,8 @@ class TrainStep:
         """Bring DDP's buckets into their final layout, before the first step of a process.
 
         DDP re-orders its buckets after the first synchronised backward pass, and from 3 ranks on
-        another layout sums in another order: a resumed run would differ in the last bit from one
-        that was not interrupted. Two throw-away passes reach the fixed point.
+        a different layout sums in a different order: a resumed run would differ in the last bit
+        from one that was not interrupted. Two throw-away passes reach the fixed point.
         """
         if self.world.size == 1:
             return

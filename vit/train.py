@@ -1,8 +1,8 @@
 """Train a run to its end: step, evaluate, save, until it is done or asked to stop.
 
-`vit.build.build` makes the `Run`; here is the loop. One clock counts: `step` is the number of
-global batches attempted, and order, learning rate and all seeds are functions of it, so a run that
-continues from a checkpoint goes on as if it had never stopped, to the bit. What a step did is read
+`vit.build.build` makes the `Run`; here is the loop. There is one clock: `step` is the number of
+global batches attempted, and order, learning rate and all seeds are functions of it. So a run that
+resumes from a checkpoint continues bit for bit as if it had never stopped. What a step did is read
 while the next one is already queued: the device never waits for Python.
 """
 
@@ -26,8 +26,8 @@ from vit.run.order_check import OrderCheck
 from vit.system.meter import Meter
 from vit.weights.files import save_weights
 
-STOP_EVERY_BATCHES = 8
-"""An evaluation looks at least this often whether a rank was asked to stop, which takes a
+CHECK_STOP_EVERY_BATCHES = 8
+"""An evaluation checks every this many batches whether a rank was asked to stop; each check is a
 collective."""
 
 
@@ -63,19 +63,21 @@ def train(run: Run) -> str:
         while True:
             step = state.step
             is_epoch_end = step % plan.steps_per_epoch == 0 or step == plan.total_steps
-            # At the first step this is an evaluation that a signal interrupted in the last attempt.
+            # At the first step of an attempt it is due only if a signal interrupted it in the
+            # previous attempt.
             evaluation_due = state.is_evaluation_due(plan)
             save_due = step % config.checkpoint.every_steps == 0 or step == plan.total_steps
             if step == first_step:
                 save_due = evaluation_due  # nothing else is new since the checkpoint
 
-            # Reading the last step waits for the device to finish it, and may set `monitor.stop`.
-            # So it is done only where training pauses anyway.
+            # Reading the previous step waits for the device to finish it, and may set
+            # `monitor.stop`. So it is done only where training pauses anyway.
             if evaluation_due or save_due or monitor.stop:
                 monitor.pause()
             if evaluation_due and not monitor.stop:
                 evaluate(run, monitor)  # sets `monitor.stop` if a signal interrupts it
-            # Before the save: a checkpoint should not follow rows that were not the planned ones.
+            # Before the save: nothing should be saved after batches that differ from the planned
+            # order.
             if is_epoch_end or monitor.stop:
                 order_check.compare(step)
             if save_due or monitor.stop:
@@ -86,12 +88,13 @@ def train(run: Run) -> str:
 
             batch = next(loader)
             if step == first_step:
-                # DDP settles its buckets, which a resumed run must do as the run did at its start.
-                # The wait for the first batch is the start of the process, not training.
+                # DDP fixes its bucket layout here, in every attempt: a resumed run needs the layout
+                # that the first attempt had. Waiting for the first batch counts as start-up, not as
+                # training.
                 run.train_step.fix_bucket_layout(batch)
                 monitor.start_clock()
-            # Forward, backward, update: vit/step.py. That a signal came travels with the sums that
-            # the ranks exchange anyway, so all ranks stop at the same step.
+            # Forward, backward, update: vit/step.py. The stop flag travels with the sums that the
+            # ranks exchange anyway, so all ranks stop at the same step.
             result = run.train_step(
                 batch, step, stop=bool(run.signals.received), report=monitor.rank_report(step)
             )
@@ -109,10 +112,10 @@ class _Interrupted(Exception):
 
 
 def evaluate(run: Run, monitor: Monitor) -> None:
-    """Evaluate the model and its average, record the result, and save the best weights.
+    """Evaluate the model and its moving average (EMA), record the results, save the best weights.
 
-    If a signal interrupts it, `monitor.stop` is set and nothing recorded: the resumed run evaluates
-    again.
+    If a signal interrupts it, `monitor.stop` is set and nothing is recorded: the resumed run
+    evaluates again.
     """
     state = run.state
     record = run.record
@@ -123,7 +126,7 @@ def evaluate(run: Run, monitor: Monitor) -> None:
 
     def on_batch(done: int, total: int) -> None:
         meter.update(split.num_samples * done // total)
-        if done % STOP_EVERY_BATCHES == 0 and run.world.any_rank(bool(run.signals.received)):
+        if done % CHECK_STOP_EVERY_BATCHES == 0 and run.world.any_rank(bool(run.signals.received)):
             raise _Interrupted
 
     try:
@@ -148,8 +151,9 @@ def evaluate(run: Run, monitor: Monitor) -> None:
     )
     with run.world.fail_together():
         if run.world.is_main:
-            newest = results.get("ema", results["model"])
-            save_predictions(run.folder, newest, split, state.step)
+            # The averaged weights, if there are any, are the ones meant to be used.
+            preferred = results.get("ema", results["model"])
+            save_predictions(run.folder, preferred, split, state.step)
             if is_best:
                 _save_weights(run, "best")
 
@@ -161,7 +165,8 @@ def save(run: Run, monitor: Monitor) -> None:
     state.elapsed_s = monitor.elapsed_s()
     with run.world.fail_together():
         # Weights first: a run whose last checkpoint is complete is finished, and would not write
-        # them again.
+        # them again. The main rank suffices because DDP keeps all weights on each rank; sharded
+        # weights (FSDP2) would have to be gathered by all ranks.
         if run.world.is_main:
             _save_weights(run, "last")
         folder = checkpoints.save_checkpoint(
@@ -176,7 +181,7 @@ def save(run: Run, monitor: Monitor) -> None:
 
 
 def _save_weights(run: Run, name: str) -> None:
-    """Write `weights/<name>.safetensors`, and `<name>_ema` of the average.
+    """Write `weights/<name>.safetensors`, and `<name>_ema` of the moving average.
 
     The metadata describe model, data and step, so a file can be used without the run folder.
     """
@@ -212,9 +217,9 @@ def finish(run: Run, monitor: Monitor) -> str:
         )
     elif state.evaluated_step < 0:
         run.record.say(
-            f"not evaluated: the run has {state.step} steps, and an evaluation comes each"
-            f" {run.plan.eval_every_steps} (eval.every_steps, eval.every_epochs); python"
-            f" launch/eval.py {run.folder} evaluates its weights"
+            f"not evaluated: the run has {state.step} steps, and an evaluation is due"
+            f" every {run.plan.eval_every_steps} steps (eval.every_steps, eval.every_epochs);"
+            f" python launch/eval.py {run.folder} evaluates its weights"
         )
     run.record.write("end", state.step, outcome=outcome, elapsed_s=round(monitor.elapsed_s(), 1))
     if outcome == "finished" and run.config.log.report:

@@ -72,7 +72,7 @@ def test_data_of_other_classes_are_told(base, colours, capfd):
         " model, label 1 is 'green' in the data, "
     )
     assert result["note"].endswith(
-        "(0 of 3 names agree): the accuracy means nothing, unless only the names are others"
+        "(0 of 3 names agree): the accuracy means nothing, unless only the names differ"
     )
     assert f"  note: {result['note']}\n" in said
 
@@ -112,7 +112,7 @@ def test_fine_tuning_on_other_classes_with_the_old_head_is_told(
     ]
     run_here("launch/train.py", "--config", config, *settings)
     told = (
-        "unless only the names are others; init.reset_head=true starts the head anew\n"
+        "unless only the names differ; init.reset_head=true starts with a new head\n"
         in capfd.readouterr().err
     )
     assert told == (reset_head == "false")

@@ -179,9 +179,9 @@ def test_a_short_run_shows_what_it_did_and_that_it_was_not_evaluated(tmp_path, s
     assert not metrics(tmp_path / "run", "eval")
     said = capfd.readouterr().err
     assert (
-        "not evaluated: the run has 28 steps, and an evaluation comes each 29 (eval.every_steps,"
-        f" eval.every_epochs); python launch/eval.py {tmp_path / 'run'} evaluates its weights\n"
-        in said
+        "not evaluated: the run has 28 steps, and an evaluation is due every 29 steps"
+        f" (eval.every_steps, eval.every_epochs); python launch/eval.py"
+        f" {tmp_path / 'run'} evaluates its weights\n" in said
     )
 
 

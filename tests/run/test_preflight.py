@@ -310,7 +310,7 @@ def test_too_few_open_files_are_a_note_with_the_command(config, tmp_path, monkey
     monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 200))
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
     assert check(tiny(config), tmp_path).numbers["notes"] == [
-        "the limit of 200 open files is low for 4 shards, some of which are opened anew for each"
+        "the limit of 200 open files is low for 4 shards, some of which are opened again for each"
         " image: `ulimit -n 264` before the start, or ask the administrator"
     ]
 

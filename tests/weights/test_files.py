@@ -310,7 +310,7 @@ def test_a_class_token_without_position_gets_zeros():
         for parameter in guest.parameters():
             parameter.normal_(0, 0.1)
     assert load_weights(model, guest.state_dict()) == [
-        "the source has no position for its class token: it gets zeros"
+        "the source has no positions for the class token: zeros are used"
     ]
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
@@ -335,7 +335,7 @@ def test_reset_head_keeps_the_models_zero_head(representation_size):
         load_weights(model, source)
     notes = load_weights(model, source, reset_head=True)
     assert len(notes) == 1
-    assert notes[0].startswith("head starts anew: dropped ")
+    assert notes[0].startswith("the head is new: dropped ")
     assert not model.head.weight.any()
     assert not model.head.bias.any()
     assert equal(
@@ -355,7 +355,7 @@ def test_reset_head_takes_sources_without_a_head():
     ):
         load_weights(tiny(1), source)
     assert load_weights(tiny(1), source, reset_head=True) == [
-        "head starts anew: the source has none"
+        "the head is new: the source has none"
     ]
 
 
@@ -380,7 +380,7 @@ def test_loading_is_strict_and_all_or_nothing(reset_head):
     assert "\n" not in message
     assert "1 missing from the source: blocks.0.norm1.bias" in message
     assert "6 unknown to the model: extra.0, extra.1, extra.2, extra.3 and 2 more" in message
-    assert "1 of another shape: norm.weight (3,), expected (32,)" in message
+    assert "1 of a different shape: norm.weight (3,), expected (32,)" in message
     assert equal(model, before)
 
 
@@ -388,7 +388,7 @@ def test_guests_are_resampled_and_reset_too():
     source = create_model("timm/vit_tiny_patch16_224", 64, 10, depth=1).state_dict()
     guest = create_model("timm/vit_tiny_patch16_224", (64, 96), 3, depth=1)
     assert load_weights(guest, source, reset_head=True) == [
-        "head starts anew: dropped head.weight, head.bias",
+        "the head is new: dropped head.weight, head.bias",
         "positions resampled from 4x4 to 4x6 (bicubic, antialiased)",
     ]
     assert torch.equal(guest.pos_embed, resample_abs_pos_embed(source["pos_embed"], [4, 6]))
@@ -396,7 +396,7 @@ def test_guests_are_resampled_and_reset_too():
     notes = load_weights(
         convolutional, create_model("timm/resnet10t", 64, 10).state_dict(), reset_head=True
     )
-    assert notes == ["head starts anew: dropped fc.weight, fc.bias"]
+    assert notes == ["the head is new: dropped fc.weight, fc.bias"]
 
 
 # Classes that are others
@@ -430,7 +430,7 @@ def trained_on(names: list[str] | None, num_classes: int | None = None) -> Loade
             (
                 "the data's classes are not the model's: label 0 is 'n1' in the data, 'cat' in the"
                 " model, label 1 is 'n2' in the data, 'dog' in the model (0 of 2 names agree): the"
-                " accuracy means nothing, unless only the names are others"
+                " accuracy means nothing, unless only the names differ"
             ),
         ),
         (
@@ -447,7 +447,7 @@ def trained_on(names: list[str] | None, num_classes: int | None = None) -> Loade
             (
                 "the data's classes are not the model's: label 1 is 'cow' in the data, 'dog' in the"
                 " model, label 2 is 'dog' in the data, 'cow' in the model (3 of 5 names agree):"
-                " they are in another order, so the accuracy means nothing: write the shards anew"
+                " they are in a different order, so the accuracy means nothing: write new shards"
             ),
         ),
     ],

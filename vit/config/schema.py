@@ -45,7 +45,7 @@ class ModelConfig(Section):
     num_heads: Positive | None = None
     """Attention heads per block; divides `embed_dim`."""
     mlp_ratio: Annotated[float, Field(gt=0)] | None = None
-    """Width of the hidden layer of a block's MLP over `embed_dim`."""
+    """Width of the hidden layer of a block's MLP as a multiple of `embed_dim`."""
     qkv_bias: bool | None = None
     """Bias of the query, key and value projections."""
     class_token: bool | None = None
@@ -119,7 +119,7 @@ class DataConfig(Selection):
     GPUs."""
     micro_batch_size: Annotated[Positive | None, MAY_CHANGE] = None
     """Most images in one forward pass of one rank: the largest divisor of a rank's share up to
-    this is used. `None`: the complete share."""
+    this is used. `None`: the whole share."""
     num_workers: Annotated[int, Field(ge=0), MAY_CHANGE] = 4
     """Loader processes per rank; 0 decodes in the training process. Changes the speed, never
     the batches."""
@@ -128,10 +128,10 @@ class DataConfig(Selection):
     the workers busy, and up to 16 batches ahead where 1 GiB holds them; evaluation always does so.
     No effect with `num_workers: 0`."""
     stall_timeout_s: Annotated[float | None, Field(gt=0), MAY_CHANGE] = 240.0
-    """A loader worker without progress for so many seconds is killed, and another makes its part
-    of the batch again, once. Waiting for a store that answers now and then is progress. `None`:
-    wait, and report it each minute. Twice the default is below the ten minutes for which ranks wait
-    for each other."""
+    """A loader worker that makes no progress for this many seconds is killed, and another makes
+    its part of the batch again, once. Waiting for a store that answers now and then is progress.
+    `None`: wait, and report it each minute. Twice the default is below the ten minutes for which
+    ranks wait for each other."""
     num_lanes: Positive | None = None
     """Parallel reading positions of the order; divides `global_batch_size`. `None`: its largest
     divisor up to 64."""
@@ -142,11 +142,11 @@ class DataConfig(Selection):
     """Blocks per shuffling window of a lane. No effect with one sample per block, which is a true
     permutation."""
     aug_repeats: Positive = 1
-    """Repeated augmentation (Hoffer et al. 2020): copies of an image, each augmented anew; an epoch
-    keeps its number of steps. 1: off."""
+    """Repeated augmentation (Hoffer et al. 2020): copies of an image, each augmented by itself; an
+    epoch keeps its number of steps. 1: off."""
     aug_repeats_form: Literal["batch", "sampler"] = "batch"
     """`batch`: a batch holds complete sets of copies, and all images are seen in as many epochs
-    as there are copies; `sampler`, as in DeiT: each epoch is shuffled anew, and the batch need not
+    as there are copies; `sampler`, as in DeiT: each epoch is shuffled again, and the batch need not
     be a multiple of the copies."""
     on_bad_image: Annotated[Literal["error", "skip"], MAY_CHANGE] = "error"
     """For a training image that cannot be decoded: stop and name it, or skip it, which gives its
@@ -308,22 +308,22 @@ class TrainConfig(Section):
     compile: Annotated[bool, MAY_CHANGE] = False
     """`torch.compile` the model."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of the exponential average of the weights per step; `None`: no average."""
+    """Decay per step of the exponential moving average (EMA) of the weights; `None`: no average."""
     ema_warmup: bool = False
     """Let the decay grow as (1 + t) / (10 + t) over steps t until it reaches `ema_decay`, so
     that the average of a short run is not mostly the initial weights; off: a constant decay."""
     max_skipped_steps: Annotated[Positive, MAY_CHANGE] = 10
-    """Stop after so many consecutive updates whose gradient was not finite."""
+    """Stop after this many consecutive updates whose gradient was not finite."""
 
 
 class EvalConfig(Section):
     """Evaluation on `data.val_split`, exact on any number of ranks."""
 
     every_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Evaluate every so many epochs; this, `every_steps`, or neither for the end only. The end is
+    """Epochs between evaluations; this, `every_steps`, or neither for the end only. The end is
     evaluated too, unless the run is shorter than that."""
     every_steps: Positive | None = None
-    """Evaluate every so many steps."""
+    """Steps between evaluations."""
     batch_size: Positive = 64
     """Images in one forward pass of one rank."""
     crop_pct: Annotated[float, Field(gt=0, le=1)] = 0.875
@@ -343,7 +343,7 @@ class CheckpointConfig(Section):
     """Full state for resuming; the last step of a run is saved too, also when a signal stops it."""
 
     every_steps: Positive = 1000
-    """Save every so many steps."""
+    """Steps between checkpoints."""
     keep_last: Annotated[int, Field(ge=1)] = 2
     """Newest checkpoints to keep; an older one is removed only after the newer is complete."""
 
@@ -382,7 +382,7 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    """One run, complete."""
+    """All settings of one run."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig

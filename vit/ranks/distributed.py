@@ -144,7 +144,7 @@ def _set_backends() -> None:
     # the setting for speed.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    # Its timings would choose another kernel after a resume, and with it other bits.
+    # Its timings would choose a different kernel after a resume, and so different bits.
     torch.backends.cudnn.benchmark = False
     # Augmentation allocates hundreds of sizes per step: without growing segments they fragment the
     # GPU's memory. The user's own settings win.

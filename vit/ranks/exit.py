@@ -77,7 +77,7 @@ class StopSignals:
         self._ends_at_once = False
 
     def release_interrupt(self) -> None:
-        """Let Ctrl-C interrupt again: there are no more steps that look at `received`."""
+        """Let Ctrl-C interrupt again: no further step checks `received`."""
         signal.signal(signal.SIGINT, self._before[signal.SIGINT])
 
     def restore(self) -> None:

@@ -55,7 +55,7 @@ LONGEST_WAIT = timedelta(hours=1)
 ENDED = "ended"
 """Key in the store under which a rank announces why it ends."""
 POLL_S = 0.25
-"""A rank that waits through the store polls it at least so often."""
+"""A rank that waits through the store polls it at least this often."""
 
 
 class AlreadyReported(ValueError):

@@ -1,5 +1,5 @@
 """What the training loop does on the host: read each step one step late, count, log, and notice
-that it is time to stop.
+when it is time to stop.
 
 The loop queues a step on the device and hands over its result. Once the next step is queued, the
 numbers of the one before are read, which are the same sums on every rank. At the end of each
@@ -118,7 +118,7 @@ class Monitor:
         self._last_step_at = now
 
     def rank_report(self, step: int) -> tuple[float, ...]:
-        """Return what all ranks get to know of this one with `step`.
+        """Return what this rank tells all others with `step`.
 
         That is how long it waited for the batch, in seconds; and if a line of metrics follows, what
         its loader has done since the last one (`LOADER_COUNTS`).

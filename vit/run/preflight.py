@@ -34,8 +34,8 @@ from vit.system.host import free_memory_bytes, num_cores, raise_open_files
 
 WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20
 """Memory of a loader worker: Python's objects, libraries' data, images; on other systems also the
-libraries, as it is no fork of training. Measured at 110 MiB (docs/experiments.md); what workers
-really have is in the record (`loader_worker_mib`)."""
+libraries, because it is not forked from training. Measured at 110 MiB (docs/experiments.md); what
+workers really have is in the record (`loader_worker_mib`)."""
 OTHER_FILES = 256
 """Open files of a process besides shards: pipes, libraries, sockets of other ranks."""
 NCCL_SHM_BYTES = 2**30
@@ -161,7 +161,7 @@ def _raise_open_files(
         return open_files, []
     note = (
         f"the limit of {open_files:,} open files is low for {num_shards:,} shards, some of which"
-        f" are opened anew for each image: `ulimit -n {wanted_files}` before the start, or ask the"
+        f" are opened again for each image: `ulimit -n {wanted_files}` before the start, or ask the"
         " administrator"
     )
     return open_files, [note]

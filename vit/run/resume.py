@@ -20,7 +20,7 @@ from vit.run.folder import CHECKPOINTS
 from vit.system.urls import bare
 
 BEFORE_IT_EXISTED = {("train", "ema_warmup"): True}
-"""The value that a setting had before it existed, if that is not its default."""
+"""How the code behaved before a setting existed, where that is not its default now."""
 
 
 def find_checkpoint(
@@ -47,7 +47,7 @@ def find_checkpoint(
 
 
 def may_change(key: str) -> bool:
-    """Return whether a resumed run may have another value for the setting `section.name`."""
+    """Return whether a resumed run may have a different value for the setting `section.name`."""
     section, _, name = key.partition(".")
     field = Config.model_fields[section]
     if MAY_CHANGE in field.metadata:
@@ -59,7 +59,7 @@ def may_change(key: str) -> bool:
 def _newest_of_this_run(
     folder: Path, config: Config, facts: dict[str, Any], allowed: set[str]
 ) -> tuple[Path, dict] | None:
-    """Return the newest checkpoint that is not damaged; raise ValueError if its run was another."""
+    """Return the newest checkpoint that is not damaged; ValueError if it is of another run."""
     found = checkpoints.newest_checkpoint(
         folder, verify=True, say=lambda text: print(text, file=sys.stderr)
     )

@@ -101,8 +101,8 @@ def _bare_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     ]
     if others:
         raise WeightsError(
-            f"{path} is no state dict, it also holds {_few(others)}: keep only tensors, or put them"
-            f" {under}"
+            f"{path} is not a state dict, it also holds {_few(others)}: keep only tensors, or put"
+            f" them {under}"
         )
     weights = {
         ".".join(part for part in name.split(".") if part not in WRAPPERS): tensor
@@ -147,7 +147,7 @@ def load_weights(
 ) -> list[str]:
     """Copy weights into a model that is not wrapped or compiled yet.
 
-    Positions are resampled to the model's grid. A source without a position for its class token
+    Positions are resampled to the model's grid. A source without positions for its prefix tokens
     (DeiT III) gets zeros there, which computes the same. DeiT III's own names of LayerScale become
     timm's. Values are cast to the model's dtype; `state_dict` does not change.
 
@@ -159,7 +159,8 @@ def load_weights(
         A sentence for each adaptation.
 
     Raises:
-        WeightsError: all that is missing, left over or of another shape; the model is unchanged.
+        WeightsError: all that is missing, left over or of a different shape; the model is
+            unchanged.
     """
     target = model.state_dict()
     notes = list[str]()
@@ -174,7 +175,7 @@ def load_weights(
         for name in dropped:
             del source[name]
         outcome = f"dropped {_few(dropped)}" if dropped else "the source has none"
-        notes.append(f"head starts anew: {outcome}")
+        notes.append(f"the head is new: {outcome}")
     if "pos_embed" in source and "pos_embed" in target:
         source["pos_embed"], posemb_notes = _fit_posemb(
             source["pos_embed"], target["pos_embed"], grid_size(model), grid
@@ -202,7 +203,7 @@ def _differences(
     }
     problems = []
     if any(name.startswith(head) for name in (*missing, *unexpected, *shapes)):
-        reason = "the head is another"
+        reason = "the head is different"
         for name, (given, wanted) in shapes.items():
             if name.startswith(head) and given[1:] == wanted[1:]:
                 reason = f"the source has {given[0]} classes, the model {wanted[0]}"
@@ -213,7 +214,7 @@ def _differences(
         problems.append(f"{len(unexpected)} unknown to the model: {_few(unexpected)}")
     if shapes:
         texts = [f"{name} {given}, expected {wanted}" for name, (given, wanted) in shapes.items()]
-        problems.append(f"{len(shapes)} of another shape: {_few(texts)}")
+        problems.append(f"{len(shapes)} of a different shape: {_few(texts)}")
     return problems
 
 
@@ -246,7 +247,8 @@ def _fit_posemb(
     if num_prefix_tokens and math.prod(old_grid) == length:
         prefix = source.new_zeros(1, num_prefix_tokens, source.shape[2])
         source = torch.cat((prefix, source), dim=1)
-        notes.append("the source has no position for its class token: it gets zeros")
+        missing = "class token" if num_prefix_tokens == 1 else f"{num_prefix_tokens} prefix tokens"
+        notes.append(f"the source has no positions for the {missing}: zeros are used")
     if old_grid != tuple(new_grid):
         notes.append(
             f"positions resampled from {old_grid[0]}x{old_grid[1]} to {new_grid[0]}x{new_grid[1]}"
