@@ -290,6 +290,7 @@ def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
 
 
 def _create_train_step(config: Config, data: RunData, model: nn.Module, world: World) -> TrainStep:
+    """Compile and wrap `model`, which is on its device, and create all that updates it."""
     # The order matters. The moving average copies the model before anything is compiled into it.
     # The optimizer takes the parameters that the wrapped model has. DDP keeps the parameters; with
     # `fully_shard`, which replaces them, the average would have to be made after `wrap`, too.
@@ -331,6 +332,7 @@ def _create_train_step(config: Config, data: RunData, model: nn.Module, world: W
 def _load_checkpoint(
     folder: Path, info: dict[str, Any], train_step: TrainStep, plan: Plan
 ) -> RunState:
+    """Load the checkpoint into `train_step`; ValueError if it is beyond the end of the run."""
     state = checkpoints.load_checkpoint(folder, info, train_step)
     if state.step > plan.total_steps:
         raise ValueError(

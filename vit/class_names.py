@@ -1,4 +1,7 @@
-"""Whether the classes of a data set are those that a model was trained on."""
+"""Compare the classes of a data set with those that a model was trained on.
+
+`data_prep/read/class_names.py` reads the names when an index is made.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Exponential moving average of the weights.
 
-The step updates the average after each update of the model; evaluation and
-`weights/*_ema.safetensors` read it. It holds parameter objects, not names: DDP and torch.compile
-keep these. FSDP2's `fully_shard` replaces them: an average made before it would follow nothing.
+The step moves it after each update of the model; evaluation uses it, and it is saved in
+`weights/*_ema.safetensors`. `Ema` holds parameter objects, not names: DDP and torch.compile keep
+these. FSDP2's `fully_shard` replaces them: an average made before it would follow nothing.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vit.config import schema as config_module
+from vit.config.base import Selection, SourceConfig
 from vit.config.hints import ADVICE, OTHER_NAMES, OTHER_VALUES, all_keys, setting_for
 from vit.config.hints import sections as classes_of_sections
 from vit.config.io import (
@@ -24,7 +25,6 @@ from vit.config.io import (
     to_dict,
 )
 from vit.config.schema import AdamWConfig, Config, Section, SgdConfig
-from vit.config.sections import Selection, SourceConfig
 
 BASE = """\
 data:

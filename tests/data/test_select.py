@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep import index
-from vit.config.sections import Selection
+from vit.config.base import Selection
 from vit.data.row_filter import COLUMNS, RowFilter
 from vit.data.select import choose
 from vit.data.shards.data_set import open_split

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from order_oracle import SEEDS, brute_force, feistel, key_of
 
+from vit.config.base import Selection
 from vit.config.schema import AugmentConfig
-from vit.config.sections import Selection
 from vit.data.augment.draw import sample_keys
 from vit.data.batches import ImageFormat, TrainBatches
 from vit.data.loader import Loader

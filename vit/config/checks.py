@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vit.config.sections import Section, Selection
+from vit.config.base import Section, Selection
 from vit.data.row_filter import RowFilter
 from vit.data.shards.members import SETTINGS, SampleLayout
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from vit.config.base import SourceConfig
 from vit.config.hints import all_keys, nearest, sections, union_tags
-from vit.config.sections import SourceConfig
 
 Key = tuple[str, ...]
 _REQUIRED_HINTS = {

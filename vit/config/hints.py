@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Sequence
 from typing import cast, get_args
 
+from vit.config.base import Section
 from vit.config.schema import Config
-from vit.config.sections import Section
 
 
 def sections() -> dict[str, list[type[Section]]]:

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from vit.config.base import MAY_CHANGE, Section, Selection, SourceConfig
 from vit.config.checks import find_problems, optimizer_name
-from vit.config.sections import MAY_CHANGE, Section, Selection, SourceConfig
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.config.sections import Selection
+from vit.config.base import Selection
 from vit.data.hashing import fold
 from vit.data.row_filter import RowFilter
 from vit.data.shards.split import Split

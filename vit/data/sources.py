@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.config.sections import Selection
+from vit.config.base import Selection
 from vit.data.order import Share, shares_of
 from vit.data.select import Chosen, choose, labels_of
 from vit.data.shards.index_file import first_samples

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import io as config_io
+from vit.config.base import MAY_CHANGE
 from vit.config.schema import Config
-from vit.config.sections import MAY_CHANGE
 from vit.ranks.distributed import World
 from vit.run import checkpoint as checkpoints
 from vit.run.folder import CHECKPOINTS

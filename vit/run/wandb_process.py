@@ -49,7 +49,7 @@ LIMITS_S = {"start": 30.0, "run": 3.0, "end": FINISH_S + 30.0}
 STOPPED_S = 10.0
 """For the upload if a signal stopped the run: its sender may not wait."""
 POLL_S = 0.1
-"""Between two looks at a file that another process appends to."""
+"""Between two checks of a file that another process appends to."""
 
 Mode = Literal["online", "offline", "off"]
 

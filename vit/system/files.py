@@ -142,7 +142,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def json_bytes(content: dict[str, Any]) -> bytes:
     """`content` in the format of all our JSON files."""
-    # A name that is no UTF-8 holds lone surrogates: backslashreplace writes them as JSON's own
+    # A name that is not UTF-8 holds lone surrogates: backslashreplace writes them as JSON's own
     # escapes.
     return (
         json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace")

@@ -117,7 +117,7 @@ def _masked(found: re.Match[str]) -> str:
 def _of_environment() -> dict[str, str]:
     """Each secret in the environment with what to show for it.
 
-    Recognised by the names of variables; a path or a switch is no secret.
+    Recognised by the names of variables; a path or a switch is not a secret.
     """
     found = dict[str, str]()
     for name, value in os.environ.items():
