@@ -155,7 +155,7 @@ def _(place):
 # ---- images, and what happens meanwhile ----------------------------------------------------------
 
 
-@scenario("an unreadable image: it is left out, told and listed", begun=True)
+@scenario("an unreadable image: it is left out, reported and listed", begun=True)
 def _(place):
     (images(place, each=60) / "cat" / "7.jpg").write_bytes(b"no image")
     place.prepare("imagefolder", place.folder / "images", "--num-shards", 2)

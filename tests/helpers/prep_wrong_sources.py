@@ -51,7 +51,7 @@ def _(place: Place) -> None:
     place.prepare("imagenet", place.folder / "downloads")
 
 
-@scenario("a file that is no tar")
+@scenario("a file that is not a tar")
 def _(place: Place) -> None:
     (official(place) / TRAIN_TAR).write_bytes(bytes(range(1, 256)) * 100)
     place.prepare("imagenet", place.folder / "downloads")

@@ -264,7 +264,7 @@ def _(place):
     place.train(f"data.root={place.folder / 'empty'}")
 
 
-@scenario("images that are no shards yet")
+@scenario("images that are not shards yet")
 def _(place):
     (place.folder / "photos" / "cats").mkdir(parents=True)
     place.train(f"data.root={place.folder / 'photos'}")
@@ -533,7 +533,7 @@ def _(place):
     place.evaluate(place.folder / "foreign.pth")
 
 
-@scenario("a folder that is no run and no checkpoint")
+@scenario("a folder that is neither a run nor a checkpoint")
 def _(place):
     place.train(f"init.checkpoint={place.shards}")
 
