@@ -236,7 +236,7 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
 
 def training_bytes(model: nn.Module, config: Config) -> tuple[int, int]:
     """(bytes of the tensors in a checkpoint, bytes of the gradients): weights and buffers, once
-    more for an average, and what the optimizer keeps."""
+    more for a moving average, and what the optimizer keeps."""
     stored = sum(tensor.nbytes for tensor in model.state_dict().values())
     gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     loss_scale = 8  # and the steps since it overflowed

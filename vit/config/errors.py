@@ -27,7 +27,7 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
         kind = item["type"]
         path, rest = _split(item["loc"], origins)
         if kind == "union_tag_invalid":
-            path = ("optim", "name")
+            path = (path[0], "name")
         where = _origin(path, origins, source)
         if kind == "value_error":  # of vit.config.checks, in dotted keys
             for line in str(item["ctx"]["error"]).splitlines():

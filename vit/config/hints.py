@@ -107,7 +107,7 @@ OTHER_VALUES = (
     "eval.every_epochs",
     "log.wandb",
 )
-"""Settings whose values other programs write in another way or unit."""
+"""Settings whose values other programs write in a different way or unit."""
 _FROM_OTHER_NAME = {name: key for key, names in OTHER_NAMES.items() for name in names.split()}
 
 
