@@ -135,15 +135,12 @@ def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
             )
         if found:
             return found[0]
-    pickled = [source, source / "cifar-10-batches-py", source / "cifar-100-python"]
-    pickled += source.glob("cifar-10*-python.tar.gz")
-    for place in pickled:
-        if place.exists() and _names(place) & PICKLES:
-            raise PrepError(
-                f"{place}: this is the Python version, made of pickles, and reading a pickle runs"
-                f" whatever code is in it; take the binary version ({archives}, see"
-                f" {URL}cifar.html), or use --download"
-            )
+    if pickled := _pickled(source):
+        raise PrepError(
+            f"{pickled}: this is the Python version, made of pickles, and reading a pickle runs"
+            f" whatever code is in it; take the binary version ({archives}, see"
+            f" {URL}cifar.html), or use --download"
+        )
     raise PrepError(f"{source}: no CIFAR files; expected {expected}, or use --download")
 
 
@@ -152,6 +149,16 @@ def _names(place: Path) -> set[str]:
     if place.is_dir():
         return {path.name for path in place.iterdir() if path.is_file()}
     return {name for name, _ in _members(place)}
+
+
+def _pickled(source: Path) -> Path | None:
+    """A file of the Python version. In a folder by its name: its archive may be damaged."""
+    if source.is_file():
+        return source if _names(source) & PICKLES else None
+    places = [source, source / "cifar-10-batches-py", source / "cifar-100-python"]
+    files = [place / name for place in places for name in sorted(PICKLES)]
+    files += source.glob("cifar-10*-python.tar.gz")
+    return next((path for path in files if path.is_file()), None)
 
 
 def _members(path: Path, wanted: Container[str] = ()) -> Iterator[tuple[str, bytes]]:

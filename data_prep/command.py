@@ -22,6 +22,7 @@ from data_prep.write.plan import (
     choose_part,
     format_bytes,
     make_plan,
+    parse_part,
 )
 from data_prep.write.writer import write
 from vit.system import command_line, redact
@@ -57,6 +58,28 @@ def fraction(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number in [0, 1)")
     return value
+
+
+def _part(text: str) -> str:
+    """The type of --shards. Which shards there are is known only once the source is listed."""
+    try:
+        first, kind, last = parse_part(text)
+        is_part = first <= last if kind == "-" else first < last
+    except PrepError:
+        is_part = False
+    if not is_part:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither A-B, such as 100-199, nor I/N, such as 0/8 for the first of 8"
+            " parts"
+        )
+    return text
+
+
+def _quality(text: str) -> int:
+    """The type of --jpeg-quality."""
+    if not text.isdecimal() or not 1 <= int(text) <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to 100")
+    return int(text)
 
 
 def add_workers_argument(parser: argparse._ActionsContainer) -> None:
@@ -135,6 +158,7 @@ def _add_shards_arguments(shards: argparse._ArgumentGroup) -> None:
     )
     shards.add_argument(
         "--shards",
+        type=_part,
         metavar="A-B|I/N",
         help=(
             "write only these shards, numbered from 0 over all splits, train first: from A to B, or"
@@ -188,7 +212,7 @@ def _add_images_arguments(images: argparse._ArgumentGroup) -> None:
     )
     images.add_argument(
         "--jpeg-quality",
-        type=positive,
+        type=_quality,
         default=ImagePolicy().jpeg_quality,
         metavar="Q",
         help=(

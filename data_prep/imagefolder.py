@@ -118,7 +118,8 @@ def _fill(
             name for name in folders_in(train.parent) if train.parent / name not in (train, val)
         ]
     ):
-        _note(builder, f"folders next to {train} that are not used: {', '.join(unused)}")
+        # recorded in _info.json: other words are other bytes
+        _note(builder, f"folders beside {train} that are not used: {', '.join(unused)}")
     labels = _labels(train, names)
     builder.classes(names)
     ignored = Ignored(train.parent if train.name == "train" else train)

@@ -243,9 +243,9 @@ def fill(found: Found, allow_partial: bool, builder: Builder) -> None:
         )
         raise PrepError(f"not ImageNet-1k as it should be:\n  {lines}{'' if errors else hint}")
     if len(class_names) < NUM_CLASSES and allow_partial:
-        partial_only.append(
+        partial_only.append(  # recorded in _info.json: other words are other bytes
             f"labels are positions among {len(class_names):,} classes: not the labels of published"
-            f" weights, which have {NUM_CLASSES:,}"
+            f" weights, which know {NUM_CLASSES:,}"
         )
     for line in partial_only:
         print(f"partial: {line}", flush=True)

@@ -126,10 +126,14 @@ def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
         )
     place, files = next(iter(found.items()), (folder, {}))
     if missing := [name for name in described.md5 if name not in files]:
+        others = [
+            name
+            for name, other in VARIANTS.items()
+            if name != variant and (folder / other.torchvision_folder / "raw").is_dir()
+        ]
         remedy = "or use --download"
-        for name, other in VARIANTS.items():
-            if name != variant and (folder / other.torchvision_folder / "raw").is_dir():
-                remedy = f"or use --variant {name}, which is there"
+        if others:
+            remedy = f"or use --variant {' or '.join(others)}, which is there"
         raise PrepError(
             f"{place}: missing: {', '.join(missing)} (with .gz or without); fetch them from"
             f" {described.url}, {remedy}"
@@ -141,11 +145,11 @@ def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
     found = {}
     for name in variant.md5:
         spellings = (name, name.replace("-idx", ".idx"))  # some mirrors have a dot
-        for path in [
-            folder / f"{spelling}{extension}" for extension in (".gz", "") for spelling in spellings
-        ]:
-            if path.is_file():
-                found[name] = path
+        paths = [
+            folder / f"{spelling}{extension}" for extension in ("", ".gz") for spelling in spellings
+        ]
+        if path := next((path for path in paths if path.is_file()), None):
+            found[name] = path
     return found
 
 

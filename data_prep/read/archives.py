@@ -56,10 +56,11 @@ class Members(NamedTuple):
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     """A descriptor for reading. Raises PrepError if the file is unreadable or empty."""
-    if not path.exists():
-        raise PrepError(f"{path}: no such file")
     with readable(path):
-        fd = os.open(path, os.O_RDONLY)
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise PrepError(f"{path}: no such file") from error
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise PrepError(f"{path}: not a file")

@@ -139,8 +139,8 @@ class Ignored:
         lines = [self.images_summary()] if self.images else []
         if self.stray:
             images = "1 image" if len(self.stray) == 1 else f"{len(self.stray):,} images"
-            lines.append(
-                f"{images} next to the class folders, of no class: {some(self.stray)}; not used"
+            lines.append(  # recorded in _info.json: other words are other bytes
+                f"{images} beside the class folders, of no class: {some(self.stray)}; not used"
             )
         if self.others:
             lines.append(

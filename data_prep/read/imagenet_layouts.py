@@ -38,10 +38,6 @@ IMAGE = re.compile(
 )
 """Name of an image: key, WNID of a training image, WNID that Hugging Face appends."""
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
-FOLDERS = {"train", "val", "validation", "data", "ilsvrc", "cls-loc"} | {
-    f"ilsvrc2012_{n}" for n in ("img_train", "img_val", "devkit_t12")
-}
-"""Folders that are looked into, in lower case."""
 VAL_FOLDERS = ("val", "validation")
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
@@ -124,9 +120,10 @@ def _inner_tars(path: Path) -> list[InnerTar]:
     for members in walk_tar(path):
         places = zip(members.offsets.tolist(), members.sizes.tolist(), strict=True)
         for name, (offset, size) in zip(members.names, places, strict=True):
-            wnid, _, extension = name.rpartition("/")[2].rpartition(".")
-            if not wnid:  # macOS puts `._x` next to x
+            base = name.rpartition("/")[2]
+            if base.startswith("."):  # macOS puts `._x` next to x
                 continue
+            wnid, _, extension = base.rpartition(".")
             if not WNID.fullmatch(wnid) or extension != "tar":
                 raise PrepError(
                     f"{path}: holds {name!r}; expected tars named by WordNet ids, as n01440764.tar"

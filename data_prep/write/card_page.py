@@ -48,10 +48,12 @@ def write_card(place: Output | Path | str) -> None:
     output = place if isinstance(place, Output) else Output(place)
     with output.staging() as folder:
         card = load_card(output, folder)
+        # Both before either is written: an image that cannot be decoded leaves the old pair.
+        picture = contact_sheet(card)
+        text = card_text(card).encode("utf-8", "replace")
         sheet = folder / "contact_sheet.png"
         with replacing(sheet) as file:
-            contact_sheet(card).save(file, "PNG")
-        text = card_text(card).encode("utf-8", "replace")
+            picture.save(file, "PNG")
         hashes = (hashlib.sha256(text).hexdigest().encode(), sha256_of(sheet).encode())
         with replacing(folder / "dataset.md") as file:
             file.write(text + SEAL % hashes)

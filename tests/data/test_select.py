@@ -95,6 +95,7 @@ def test_a_filter_is_what_python_says_of_each_row(text):
         ("min(width) > 1", "not allowed"),
         ("label is 1", "not allowed; < <= > >= == != and in are"),
         ("label in width", "expected values in brackets behind `in`"),
+        ("width in (label, 'b')", "a text can only be a class that label is compared with"),
         ("width == 'a'", "a text can only be a class that label is compared with"),
         ("(" * 500 + "width" + ")" * 500 + " > 1", "cannot be read"),
         ("width" + " + 1" * 450 + " > 1", "is nested more than 100 deep"),
@@ -121,6 +122,8 @@ def test_divisions_by_zero_and_large_numbers_compare_as_numbers_do():
 
 
 def test_classes_are_told_by_name():
+    for one in ("'c' in [label]", "'c' in (label, 'b')", "'c' in ('b', label)"):
+        assert RowFilter(one)(ROWS, NAMES).tolist() == (ROWS["label"] == 2).tolist()
     for one in ("label in ('c')", "label in (2)", "label in ['c']", "label in ('c',)"):
         assert RowFilter(one)(ROWS, NAMES).tolist() == (ROWS["label"] == 2).tolist()
     assert RowFilter("label == 'c'")(ROWS, NAMES).tolist() == (ROWS["label"] == 2).tolist()

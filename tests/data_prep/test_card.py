@@ -18,10 +18,12 @@ from servers import S3Server
 
 from data_prep import imagefolder, index
 from data_prep.card import main
+from data_prep.write import card_page
 from data_prep.write.card_data import spread
 from data_prep.write.card_page import CELL, GAP, MARGIN, TEXT_HEIGHT, shortened, write_card
 from data_prep.write.card_text import escaped, histogram, markdown_table
 from vit.data.shards.data_set import open_split
+from vit.system.files import ShardError
 
 COLOURS = {
     "blue": (20, 40, 220),
@@ -255,6 +257,17 @@ def test_what_cannot_be_drawn_is_one_line_and_leaves_the_old_card(root, prepare,
     assert error.count("\n") == 1
     assert error.startswith("error: ")
     assert message in error
+    assert {path.name: path.stat().st_mtime_ns for path in root.glob("*")} == before
+
+
+def test_a_text_that_cannot_be_made_leaves_the_old_picture(root, monkeypatch):
+    def card_text(card):
+        raise ShardError("an image of the colour statistics: cannot decode")
+
+    monkeypatch.setattr(card_page, "card_text", card_text)
+    before = {path.name: path.stat().st_mtime_ns for path in root.glob("*")}
+    with pytest.raises(ShardError):
+        write_card(root)
     assert {path.name: path.stat().st_mtime_ns for path in root.glob("*")} == before
 
 

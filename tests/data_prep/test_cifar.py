@@ -259,6 +259,7 @@ def test_pickles_are_refused_unopened(tmp_path):
         put(tmp_path / "c" / "cifar-100-python", {"train": batch["data_batch_1"]}).parent,
         pack(tmp_path / "d" / "cifar-10-python.tar.gz", batch).parent,
         pack(tmp_path / "renamed.tar.gz", batch),
+        put(tmp_path / "half", {"cifar-10-python.tar.gz": b"half downloaded"}),
     ]
     for source in sources:
         with pytest.raises(

@@ -440,7 +440,7 @@ def test_what_is_passed_over_is_counted_and_recorded(flat, tmp_path, capsys):
     assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
     told = [
         "1 file not read as images: 1 .old; convert",
-        f"1 image next to the class folders, of no class: {flat}/stray.png; not used",
+        f"1 image beside the class folders, of no class: {flat}/stray.png; not used",
         (
             f"1 links lead out of {flat} and were followed: {flat}/ape/link.jpg ->"
             f" {tmp_path}/elsewhere/x.jpg"

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -195,6 +196,10 @@ def test_files_of_macos_are_passed_over(tmp_path, fake, reference):
     (tree / "__MACOSX" / "train").mkdir(parents=True)
     (tree / "train" / fake.wnids[0] / "notes.txt").write_text("no image")
     assert catalogue(tmp_path / "a", tree).sha256 == reference
+    archives = _archives_of(fake, tmp_path)
+    with tarfile.open(archives / "ILSVRC2012_img_train.tar", "a") as tar:
+        tar.addfile(tarfile.TarInfo(f"._{fake.wnids[0]}.tar"))
+    assert catalogue(tmp_path / "t", archives).sha256 == reference
     files = kaggle_files(fake)
     files |= {f"__MACOSX/{name.replace('n0', '._n0')}": b"x" for name in files}
     files |= {f"ILSVRC/Data/CLS-LOC/train/{fake.wnids[0]}/._{fake.wnids[0]}_1.JPEG": b"x"}

@@ -92,6 +92,12 @@ def _foreign_train_tar(fake: Fake, folder: Path) -> list[Path]:
     return [folder / "downloads"]
 
 
+def _train_tar_with_a_readme(fake: Fake, folder: Path) -> list[Path]:
+    with tarfile.open(as_official(fake, folder)[0] / "ILSVRC2012_img_train.tar", "a") as tar:
+        tar.addfile(tarfile.TarInfo("README"))
+    return [folder / "downloads"]
+
+
 def _hostile_inner_tar(fake: Fake, folder: Path) -> list[Path]:
     path = as_official(fake, folder)[0] / "ILSVRC2012_img_train.tar"
     path.write_bytes(tar_of([(f"{fake.wnids[0]}.tar", tar_of([("../../etc/passwd", b"x")]))]))
@@ -227,6 +233,10 @@ WRONG = {
     "foreign train tar": (
         _foreign_train_tar,
         r"holds 'readme\.txt'; expected tars named by WordNet ids",
+    ),
+    "train tar with a file without a suffix": (
+        _train_tar_with_a_readme,
+        r"holds 'README'; expected tars named by WordNet ids",
     ),
     "hostile tar": (_hostile_inner_tar, r"member '\.\./\.\./etc/passwd' leads out of the archive"),
     "table without an image": (

@@ -113,6 +113,7 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
         put(tmp_path / "root" / "FashionMNIST" / "raw", small, compressed=True).parent.parent,
     ]
     put(tmp_path / "both" / "raw", dict.fromkeys(small, b"not looked at"), compressed=True)
+    put(tmp_path / "plain", dict.fromkeys(dotted, b"not looked at"))
     everything = []
     for number, source in enumerate(sources):
         found = mnist.source(source, "fashion")
@@ -240,6 +241,10 @@ def test_folders_that_are_ambiguous_or_another_variants(small, tmp_path, monkeyp
     ):
         mnist.source(tmp_path / "nowhere")
     put(tmp_path / "KMNIST" / "raw", small, compressed=True)
+    (tmp_path / "two" / "KMNIST" / "raw").mkdir(parents=True)
+    (tmp_path / "two" / "FashionMNIST" / "raw").mkdir(parents=True)
+    with pytest.raises(PrepError, match="or use --variant fashion or kmnist, which is there"):
+        mnist.source(tmp_path / "two")
     with pytest.raises(PrepError, match="or use --variant kmnist, which is there"):
         mnist.source(tmp_path)
     monkeypatch.setitem(

@@ -152,7 +152,9 @@ class RowFilter:
             others = [other]
         else:
             raise self._refuse(node, "not allowed; < <= > >= == != and in are")
-        has_label = "label" in (ast.unparse(value), ast.unparse(other))
+        columns = [part for part in (value, *others) if not isinstance(part, ast.Constant)]
+        # `label in ('a', width)`, or label in any place as the only column: `'a' in (label, 'b')`.
+        has_label = ast.unparse(value) == "label" or list(map(ast.unparse, columns)) == ["label"]
         for part in (value, *others):
             if not (isinstance(part, ast.Constant) and isinstance(part.value, str)):
                 self._want([part], is_truth=False)

@@ -257,10 +257,12 @@ def _idx_names(split: Split, shard: int, first: int, length: int) -> Iterator[st
     if len(lines) != length:
         lines = [""] * length
     rows = split.index[first : first + length]
-    for place, (line, row) in enumerate(zip(lines, rows, strict=True)):
+    # As lists: a field of a structured array's row costs a microsecond.
+    places = zip(rows["offset"].tolist(), rows["size"].tolist(), strict=True)
+    for place, (line, (start, num_bytes)) in enumerate(zip(lines, places, strict=True)):
         fields = line.split(" ")
         members = zip(fields[1::4], fields[2::4], fields[3::4], strict=False)
-        image = (str(row["offset"]), str(row["size"]))
+        image = (str(start), str(num_bytes))
         names = [name for offset, size, name in members if (offset, size) == image]
         yield split.key_in(names[0]) if names else _idx_name(split.key(first + place))
 

@@ -297,8 +297,10 @@ class WorkerPool:
                 " start again, report it if it returns"
             )
         number = signal.Signals(-code)
-        num_kills = num_oom_kills()
-        if number == signal.SIGKILL and (num_kills or 0) > (self._oom_kills_before or 0):
+        num_kills, before = num_oom_kills(), self._oom_kills_before
+        # None: the counter cannot be read. Without both numbers nothing is known.
+        is_counted = num_kills is not None and before is not None and num_kills > before
+        if number == signal.SIGKILL and is_counted:
             reason = (
                 "because memory ran out: the kernel has counted it. Lower data.num_workers or"
                 " data.prefetch_gib"

@@ -166,8 +166,8 @@ def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) 
     """
     mode = "RGB" if channels == 3 else "L"
     left, top, width, height = box or (0, 0, *image.size)
-    num_lines = max(STRIP_PIXELS // width, 1)
     with _reasons():
+        num_lines = max(STRIP_PIXELS // width, 1)
         _load(image, mode)
         pixels = np.empty((height, width, channels), np.uint8)
         for line in range(0, height, num_lines):

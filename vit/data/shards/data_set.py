@@ -103,7 +103,7 @@ def open_split(
     # 1. The shards: in this folder, or at a URL.
     shards_url = info.get("shards_at") or url
     is_local = home is not None and (
-        "shards_at" not in info or any((home / name).exists() for name in filenames)
+        not info.get("shards_at") or any((home / name).exists() for name in filenames)
     )
     folder = Path(shown) if is_local else RemoteFolder(shards_url, retry)
     found = _check_shards(folder, described, versions)

@@ -1,0 +1,17 @@
+"""What the system refuses to open is an error of one line, whatever its reason."""
+
+import pytest
+
+from data_prep.errors import PrepError
+from data_prep.read.archives import walk_tar
+
+
+def test_a_file_that_cannot_be_opened(tmp_path):
+    (tmp_path / "loop.tar").symlink_to("loop.tar")
+    for name, message in (
+        ("a.tar", "no such file"),
+        ("n" * 300, "File name too long"),
+        ("loop.tar", "Too many levels of symbolic links"),
+    ):
+        with pytest.raises(PrepError, match=message):
+            next(walk_tar(tmp_path / name))
