@@ -70,16 +70,17 @@ def train(run: Run) -> str:
             if step == first_step:
                 save_due = evaluation_due  # nothing else is new since the checkpoint
 
+            # Nothing should be evaluated or saved after batches that differ from the planned order.
+            if is_epoch_end:
+                order_check.compare(step)
             # Reading the previous step waits for the device to finish it, and may set
             # `monitor.stop`. So it is done only where training pauses anyway.
             if evaluation_due or save_due or monitor.stop:
                 monitor.pause()
             if evaluation_due and not monitor.stop:
                 evaluate(run, monitor)  # sets `monitor.stop` if a signal interrupts it
-            # Before the save: nothing should be saved after batches that differ from the planned
-            # order.
-            if is_epoch_end or monitor.stop:
-                order_check.compare(step)
+            if monitor.stop:
+                order_check.compare(step)  # the epoch so far; does nothing at an epoch's end
             if save_due or monitor.stop:
                 save(run, monitor)
             if step == plan.total_steps or monitor.stop:
