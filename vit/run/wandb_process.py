@@ -44,8 +44,12 @@ ANNOUNCE_S = 6.0
 FINISH_S = 60.0
 """For uploading the rest after the last step, as long as the server answers: 7 MB of pictures at 1
 Mbit/s."""
-LIMITS_S = {"start": 30.0, "run": 3.0, "end": FINISH_S + 30.0}
-"""What the process does next -> how long training waits for it, once its last step is done."""
+LIMITS_S = {"start": 30.0, "run": 3.0, "offline run": 30.0, "end": FINISH_S + 30.0}
+"""What the process does next -> how long training waits for it, once its last step is done.
+
+A "run" that does not open online is opened offline instead. For an "offline run" there is nothing
+else, and only a slow disk or a busy machine delays it.
+"""
 STOPPED_S = 10.0
 """For the upload if a signal stopped the run: its sender may not wait."""
 POLL_S = 0.1
@@ -159,6 +163,8 @@ class WandbProcess:
             return
         try:
             self._feed.write(json.dumps(message, default=_plain).encode() + b"\n")
+        except (TypeError, ValueError) as error:  # what JSON cannot hold
+            self._say(f"wandb: cannot show {message.get('table', 'this')} ({error})")
         except OSError as error:  # a full disk
             self._kill()
             self._say(
@@ -255,8 +261,7 @@ def _show(feed: Iterator[dict[str, Any]], why_offline: str, report: Callable[...
         report(say=f"not installed: metrics.jsonl only ({remedy})")
         return
     wandb.setup()  # starts W&B's service
-    report(awaits="run")
-    run, why_offline = _open_run(wandb, start, why_offline)
+    run, why_offline = _open_run(wandb, start, why_offline, report)
     folder = Path(start["run_dir"]) / "wandb"
     # uploads the offline parts of all attempts in their order, and skips what it has
     sync_command = f"wandb sync {shlex.quote(str(folder))}/offline-run-*"
@@ -278,7 +283,9 @@ def _show(feed: Iterator[dict[str, Any]], why_offline: str, report: Callable[...
     wandb.teardown()  # waits for the service, which has written everything when it ends
 
 
-def _open_run(wandb: Any, start: dict[str, Any], why_offline: str) -> tuple[Any, str]:
+def _open_run(
+    wandb: Any, start: dict[str, Any], why_offline: str, report: Callable[..., None]
+) -> tuple[Any, str]:
     """Open the run, online unless asked otherwise. Returns it, and why it is offline."""
     folder = Path(start["run_dir"])
     id_file = folder / "wandb_id"
@@ -304,11 +311,13 @@ def _open_run(wandb: Any, start: dict[str, Any], why_offline: str) -> tuple[Any,
     if start["mode"] == "offline":
         why_offline = why_offline or "as asked"
     if not why_offline:
+        report(awaits="run")
         try:
             run = init(mode="online", resume="allow")
         except wandb.errors.UsageError as error:
             why_offline = str(error).partition(".")[0]
     if run is None:
+        report(awaits="offline run")
         run = init(mode="offline")
     run.define_metric("global_step")
     # after a restart steps come again, but W&B's own steps cannot go back
