@@ -225,6 +225,8 @@ def _spread(labels: NDArray[np.int64], num: int) -> list[int]:
     turns = np.arange(len(labels)) - np.searchsorted(ordered, ordered)
     chosen = list[int]()
     for turn in range(turns.max(initial=-1) + 1):
+        if len(chosen) >= num:
+            break  # a class may have a million images, and each round looks at all
         places = order[turns == turn]
         wanted = min(num - len(chosen), len(places))
         chosen += [int(places[i * len(places) // wanted]) for i in range(wanted)]
