@@ -197,8 +197,10 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
 def _mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_new: bool) -> None:
     """If this process owns the folder, mark the run as stopped, so that it is queued again."""
     # Slurm's script decides by the mark whether to queue the job again, also for a run that has no
-    # folder yet and was preempted (SIGTERM). Ctrl-C on such a run leaves nothing behind.
-    if not lock.is_held and not (is_new and number == signal.SIGTERM):
+    # folder yet and was preempted (SIGTERM). Ctrl-C on such a run leaves no mark, also if part 6
+    # has created the folder and locked it.
+    is_ours = number == signal.SIGTERM if is_new else lock.is_held
+    if not is_ours:
         return
     with suppress(OSError, CheckpointError):  # the signal is what to report
         folder.mkdir(parents=True, exist_ok=True)

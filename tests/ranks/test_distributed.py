@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -309,6 +310,22 @@ def test_the_main_rank_decides_for_all_of_what_each_has_found():
     assert isinstance(first, ValueError)
     assert isinstance(second, AlreadyReported)
     assert str(first) == str(second)
+
+
+def test_a_rank_that_does_not_come_to_agree_on_devices_ends_all(monkeypatch):
+    monkeypatch.setattr(world_module, "COLLECTIVE_TIMEOUT", datetime.timedelta(seconds=0.5))
+
+    def function(world: World) -> None:
+        if world.rank == 2:
+            time.sleep(3)
+            world.announce_end("rank 0 did not say so")
+        else:
+            distributed._agree_on_device(world, "auto", "train.device=", CPU)
+
+    first, second, _ = together(3, function)
+    assert isinstance(first, RankLost)
+    assert isinstance(second, AlreadyReported)
+    assert str(second).startswith("RankLost: rank 2 did not come within")
 
 
 def test_training_on_the_cpu_of_a_machine_with_a_gpu_is_told_loudly():

@@ -108,9 +108,13 @@ def _agree_on_device(world: World, device: str, setting: str, found: HostDevices
     for the rest, and the rest for it. Raises as `choose_device` does.
     """
     space = _pid_space()
-    gathered = world.gather("rank", {"pid": (space, os.getpid()), "found": asdict(found)})
+    own = {"pid": (space, os.getpid()), "found": asdict(found)}
+    if not world.is_main:
+        world.gather("rank", own)
 
     def decide() -> tuple[str, list[str], list[tuple[str, int]]]:
+        # Gathered here, so that the others get to know if a rank does not come.
+        gathered = world.gather("rank", own)
         devices = [HostDevices(**rank["found"]) for rank in gathered]
         kind, notes = choose_device(device, setting, devices)
         for note in notes:

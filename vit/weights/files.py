@@ -222,7 +222,8 @@ def _fit_posemb(
     source: Tensor, target: Tensor, new_grid: tuple[int, int] | None, grid: tuple[int, int] | None
 ) -> tuple[Tensor, list[str]]:
     """`source` (1, n, D) with as many positions as `target`, and a note for each adaptation."""
-    if new_grid is None or source.ndim != 3 or source.shape[2] != target.shape[2]:
+    fits = source.ndim == 3 and source.shape[0] == 1 and source.shape[2] == target.shape[2]
+    if new_grid is None or not fits:
         return source, []  # resampling would not help: the comparison of shapes reports it
     num_prefix_tokens = target.shape[1] - math.prod(new_grid)
     length = source.shape[1]

@@ -1,0 +1,52 @@
+"""What is left of a run that was stopped while it was built; weights that do not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from processes import TINY
+from safetensors.torch import save_file
+
+import vit.build
+from vit.config.io import load_config
+from vit.config.schema import InitConfig, ModelConfig
+from vit.data.shuffle_quality import measure_shuffle
+from vit.model import create_model
+from vit.ranks.distributed import World
+from vit.ranks.exit import Interrupted
+from vit.weights.files import WeightsError
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_of_a_new_run_only_preemption_leaves_a_mark(config, tmp_path, monkeypatch, number):
+    """The signal comes when the folder was just created and locked."""
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), number)
+        return measure_shuffle(*arguments)
+
+    monkeypatch.setattr(vit.build, "measure_shuffle", interrupted)
+    settings = load_config(config, [*TINY, f"run.dir={tmp_path / 'run'}"]).config
+    with pytest.raises(Interrupted):
+        vit.build.build(settings, World(0, 1, torch.device("cpu")))
+    assert (tmp_path / "run" / "config.yaml").exists()
+    mark = tmp_path / "run" / "stopped_early"
+    if number == signal.SIGTERM:
+        assert json.loads(mark.read_text()) == {"step": 0, "signal": "SIGTERM"}
+    else:
+        assert not mark.exists()
+
+
+@pytest.mark.parametrize("num_positions", [5, 4])
+def test_weights_with_two_sets_of_positions_are_named(tmp_path, num_positions):
+    config = ModelConfig(name="vit_ti16", image_size=32)
+    model = create_model(config, num_classes=3)
+    positions = torch.zeros(2, num_positions, 192)
+    path = tmp_path / "two.safetensors"
+    save_file({**model.state_dict(), "pos_embed": positions}, path)
+    with pytest.raises(WeightsError, match=rf"two.safetensors: .*pos_embed \(2, {num_positions}, "):
+        vit.build._load_initial_weights(model, InitConfig(checkpoint=str(path)), config, [], 3)
