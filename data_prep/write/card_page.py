@@ -114,9 +114,9 @@ def readme(info: Mapping[str, Any]) -> str:
             *(f"    - {json.dumps(path)}" for path in paths),
         ]
     head = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---", ""]
-    text = (
-        "Images in tar shards (WebDataset), with an index next to them; `python -m data_prep.card`"
-        " writes dataset.md, which says more."
+    text = (  # a file of the data set: other words are other bytes
+        "Images in tar shards (WebDataset), with an index beside them; `python -m data_prep.card`"
+        " writes dataset.md, which tells more."
     )
     return "\n".join([*head, "# Images", "", text]) + "\n"
 

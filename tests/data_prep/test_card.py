@@ -176,6 +176,11 @@ def test_the_sheet_shows_every_class(made):
         assert shown == min(10, Counter(label for *_, label in samples(made, "train"))[row])
 
 
+def test_the_readme_has_the_words_of_earlier_versions(made):
+    words = "with an index beside them; `python -m data_prep.card` writes dataset.md, which tells"
+    assert words in (made / "README.md").read_text()
+
+
 def test_the_same_again(root, capsys):
     before = {name: (root / name).read_bytes() for name in ("dataset.md", "contact_sheet.png")}
     for name in before:

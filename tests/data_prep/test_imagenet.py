@@ -89,6 +89,11 @@ def test_the_layout_is_said(tmp_path, fake, capsys):
     assert f"val: a flat tar, read in place ({folder}/ILSVRC2012_img_val.tar)" in said
     assert f"labels of val: the development kit ({folder}/ILSVRC2012_devkit_t12.tar.gz)" in said
     assert "partial: train: 67 images instead of 1,281,167" in said
+    recorded = (
+        "partial: labels are positions among 12 classes: not the labels of published weights, which"
+        " know 1,000"
+    )
+    assert recorded in found.notes, "_info.json of earlier versions has these words"
     assert f"train: a tar of tars, read in place ({folder}/ILSVRC2012_img_train.tar)" in found.notes
 
 
