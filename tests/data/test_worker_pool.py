@@ -59,6 +59,15 @@ class Hanging(Reading):
         return super().fill(position, first, rows)
 
 
+class Killed(Numbered):
+    """Position 3 kills its process."""
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        if position == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().fill(position, first, rows)
+
+
 def stop_one(loader: Loader) -> int:
     """SIGSTOP to a worker in the middle of a part; returns its process id."""
     pool = loader._pool
@@ -341,3 +350,18 @@ def test_who_pauses_because_a_store_asked_for_it_does_not_hang():
     assert len(changes) >= 3
     assert changes == sorted(set(changes)), "each look finds a change"
     assert status.tally()["retries"] == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [(2, 3, "because memory ran out"), (2, 2, "counted none"), (None, 3, "counted none")],
+)
+def test_only_a_count_that_has_grown_shows_that_memory_ran_out(monkeypatch, before, after, told):
+    """None: the kernel's counter could not be read when the loader began."""
+    counts = iter([before, after])
+    monkeypatch.setattr(worker_pool, "num_oom_kills", lambda: next(counts))
+    with (
+        Loader(Killed(), 0, 100, num_workers=1) as loader,
+        pytest.raises(WorkerError, match=f"killed by SIGKILL, .*{told}"),
+    ):
+        list(loader)
