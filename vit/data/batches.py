@@ -11,6 +11,7 @@ padded with rows of weight 0. `vit.data.loader` decides who makes which rows.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -143,7 +144,7 @@ class BatchLayout:
         }
 
 
-class Batches:
+class Batches(ABC):
     """What `vit.data.loader.Loader` iterates over, and passes to its workers."""
 
     layout: BatchLayout
@@ -152,15 +153,15 @@ class Batches:
     repeatable = True
     """Whether any process that makes the same rows again gets the same content."""
 
-    def prepare(self, num_processes: int) -> None:
+    def prepare(self, num_processes: int) -> None:  # noqa: B027  # most have nothing to open
         """Open what workers inherit, before they start: `num_processes` of them on this host."""
 
+    @abstractmethod
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         """Write rows `first` and following of the batch at `position` into all tensors of `rows`.
 
         Returns the keys of images that could not be decoded.
         """
-        raise NotImplementedError
 
     def where(self, sample: int) -> str:
         """Name the file that has the bytes of `sample`, without opening it."""
