@@ -162,7 +162,7 @@ def test_a_slow_transfer_goes_on_over_several_attempts(web, folder, version, mon
 def test_what_is_slower_than_a_byte_now_and_then_ends(web, version, monkeypatch):
     monkeypatch.setattr(http, "ATTEMPT_S", 0.1)
     web.drip = (1, 0.05)
-    with pytest.raises(ShardError, match=r"a.tar: only \d+ bytes came in 1 s; check the network"):
+    with pytest.raises(ShardError, match=r"a.tar: only \d+ bytes came in \d+ s; check the network"):
         WebFolder(f"{web.url}/set", RetryPolicy(0.5, 0.01, 0.05)).read("a.tar", 0, 300_000, version)
 
 
@@ -189,7 +189,7 @@ def test_a_wrong_range_is_asked_for_again_and_never_taken(web, folder, version):
     web.wrong_ranges = 1000
     with pytest.raises(
         ShardError,
-        match=r"it gives bytes 500 to 1500 where bytes=1000-1999 was asked for, \d+ times in 1 s",
+        match=r"it gives bytes 500 to 1500 where bytes=1000-1999 was asked for, \d+ times in \d+ s",
     ):
         folder.read("a.tar", 1000, 2000, version)
 

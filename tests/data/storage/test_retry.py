@@ -68,7 +68,7 @@ def test_at_the_limit_everything_is_told():
     with pytest.raises(
         ShardError,
         match=(
-            rf"^{URL}: the server answers 503, (\d+) times in 0 s; check the address and the"
+            rf"^{URL}: the server answers 503, (\d+) times in \d+ s; check the address and the"
             r" network"
         ),
     ) as error:
@@ -104,7 +104,7 @@ def test_the_server_says_when_to_come_back():
 
 def test_a_later_moment_than_the_limit_is_not_waited_for():
     attempt = failing(1000, retry_after_s=3600)
-    with pytest.raises(ShardError, match="2 times in 0 s"):
+    with pytest.raises(ShardError, match=r"2 times in \d+ s"):
         QUICK.call(URL, attempt)
     assert len(attempt.made) == 2
 
