@@ -21,9 +21,9 @@ from vit.data.augment import dialects, pixel_ops
 from vit.data.augment.apply import Augment
 from vit.data.augment.draw import draw_table, sample_keys
 from vit.data.batches import Batch
-from vit.ema import Ema
 from vit.model import create_model
-from vit.optim import create_optimizer, parameter_groups
+from vit.optim.ema import Ema
+from vit.optim.optimizer import create_optimizer, parameter_groups
 from vit.ranks.distributed import World
 from vit.step import TrainStep
 

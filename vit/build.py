@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from vit.class_names import class_mismatch
 from vit.config import io as config_io
 from vit.config.schema import Config, InitConfig, ModelConfig
 from vit.data.augment.apply import create_augment
@@ -28,11 +27,12 @@ from vit.data.shards.split import Split
 from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import TrainSet
 from vit.data.stream import StreamBatches
-from vit.ema import Ema
 from vit.evaluate import Evaluator
 from vit.model import create_model
 from vit.open_data import choose_num_classes, open_split, open_train_set
-from vit.optim import create_optimizer
+from vit.optim.ema import Ema
+from vit.optim.optimizer import create_optimizer
+from vit.optim.schedule import lr_at
 from vit.plan import Plan, make_plan
 from vit.ranks.distributed import World, wrap
 from vit.ranks.exit import Interrupted, StopSignals
@@ -44,9 +44,9 @@ from vit.run.record import Record, provenance
 from vit.run.resume import find_checkpoint
 from vit.run.start_lines import start_lines
 from vit.run.state import RunState
-from vit.schedule import lr_at
 from vit.step import TrainStep, compile_blocks
 from vit.system.files import replacing
+from vit.weights.class_names import class_mismatch
 from vit.weights.files import (
     LoadedWeights,
     WeightsError,

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TextIO
 
-from vit.class_names import class_mismatch
 from vit.config import io as config_io
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
@@ -18,6 +17,7 @@ from vit.open_data import open_split
 from vit.ranks.distributed import World
 from vit.run.preflight import precision_note
 from vit.system.meter import Meter
+from vit.weights.class_names import class_mismatch
 from vit.weights.files import LoadedWeights, load_weights
 
 

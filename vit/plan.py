@@ -22,7 +22,7 @@ from vit.data.stream import NOT_EXACT
 from vit.model import create_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
-from vit.optim import state_bytes
+from vit.optim.optimizer import state_bytes
 from vit.system.files import ShardError
 
 

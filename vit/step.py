@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from vit.data.augment.apply import Augment
 from vit.data.batches import Batch
 from vit.data.hashing import fold
-from vit.ema import Ema
 from vit.loss import cross_entropy
-from vit.optim import set_lr
+from vit.optim.ema import Ema
+from vit.optim.optimizer import set_lr
 from vit.precision import LossScale, autocast
 from vit.ranks.distributed import World, no_sync
 

@@ -2,7 +2,7 @@
 
 The flags and the file become a layout (vit/data/shards/members.py). An existing `_info.json`
 records the layout of its folder; without flags it is used again, and other flags are an error, as
-they would give other labels. (`vit.class_names` compares the classes of data and model.)
+they would give other labels. (`vit.weights.class_names` compares the classes of data and model.)
 """
 
 from __future__ import annotations

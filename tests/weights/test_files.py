@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 
-from vit.class_names import class_mismatch
 from vit.model import VisionTransformer, create_model
 from vit.posemb import resample_posemb
+from vit.weights.class_names import class_mismatch
 from vit.weights.files import (
     LoadedWeights,
     WeightsError,

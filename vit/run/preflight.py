@@ -26,7 +26,7 @@ from vit.data.storage.cached_tars import FETCH_BYTES, CachedTars, fetch_threads_
 from vit.data.storage.local_tars import LocalTars
 from vit.data.stream import StreamBatches
 from vit.model import create_model
-from vit.optim import state_bytes
+from vit.optim.optimizer import state_bytes
 from vit.plan import Plan
 from vit.precision import AUTOCAST_DTYPE
 from vit.ranks.distributed import World, local_world_size

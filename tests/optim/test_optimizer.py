@@ -12,7 +12,7 @@ from torch import nn
 from vit.config.hints import sections
 from vit.config.schema import AdamWConfig, SgdConfig
 from vit.model import VisionTransformer
-from vit.optim import create_optimizer, parameter_groups, set_lr, state_bytes
+from vit.optim.optimizer import create_optimizer, parameter_groups, set_lr, state_bytes
 
 CONFIGS = [
     AdamWConfig(lr=0.02, weight_decay=0.3, betas=(0.8, 0.95), eps=1e-2),

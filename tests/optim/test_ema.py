@@ -7,8 +7,8 @@ import torch
 from timm.utils import ModelEmaV2
 from torch import nn
 
-from vit.ema import Ema
 from vit.model import DropPath
+from vit.optim.ema import Ema
 
 
 def model_with_buffers() -> nn.Module:

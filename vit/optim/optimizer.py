@@ -1,8 +1,8 @@
 """Optimizers over two parameter groups, with weight decay and without.
 
-The step sets the learning rate of both from `vit.schedule` before each update. The optimizers are
-torch's fused ones, which skip an update on the device when `found_inf` is set: a gradient that is
-not finite costs no host-device sync.
+The step sets the learning rate of both from `vit.optim.schedule` before each update. The optimizers
+are torch's fused ones, which skip an update on the device when `found_inf` is set: a gradient that
+is not finite costs no host-device sync.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
 
-from vit.schedule import lr_at
+from vit.optim.schedule import lr_at
 
 PEAK = 0.3
 
