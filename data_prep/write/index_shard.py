@@ -137,7 +137,7 @@ def _about(shard: Shard, found: Survey) -> dict[str, Any]:
             "file": shard.name,
             "tar_offset": offset,
         }
-        for key, name, offset, _, reason in found.unfit
+        for key, name, offset, reason in found.unfit
     ]
     about = (shard.layout.options(), quarantined, dict(sorted(found.passed_over.items())))
     return {key: value for key, value in zip(OF_SAMPLES, about, strict=True) if value}

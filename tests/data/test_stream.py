@@ -156,8 +156,8 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
         (
             "{folder}/unlabelled.tar",
             (
-                r"unlabelled.tar: sample 'a' has no .cls with the label .* Found .jpg \(1\), as in"
-                r" a.jpg"
+                "unlabelled.tar: sample 'a' has no .cls with the label .* describe others by"
+                " data.stream_image=SUFFIX"
             ),
         ),
         ("{folder}/labels.tar", "labels.tar: sample 'a': label 7; expected 0 to 2"),

@@ -236,7 +236,7 @@ def test_more_than_may_be_left_out_is_an_error(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("members", "told"),
     [
-        (BAD["empty image"], "Mend these, or move the shard away"),
+        (BAD["empty image"], "Mend these, move the shard away, or describe .*"),
         (
             [("README", b"x")],
             (
@@ -334,15 +334,7 @@ def test_shards_without_labels(tmp_path, capsys):
     error = capsys.readouterr().err
     assert (
         "00000.tar: sample '000000000' has no .cls with the label (its members: jpg, json, txt)"
-        " (all 8 samples are so)" in error
-    )
-    assert (
-        "Found .jpg (8), .json (8, with fields caption), .txt (8), as in 000000000.jpg,"
-        " 000000000.json, 000000000.txt: nothing" in error
-    )
-    assert (
-        "Images without labels, as img2dataset's with captions, can be sorted into class folders"
-        in error
+        " (8 of 8 samples do not fit)" in error
     )
 
 

@@ -28,7 +28,7 @@ LARGER = {
     "tests/data/storage/test_remote.py": 883,
     "tests/data/test_loader.py": 460,
     "tests/data_prep/read/test_archives.py": 468,
-    "tests/data_prep/read/test_foreign_shards.py": 643,
+    "tests/data_prep/read/test_foreign_shards.py": 622,
     "tests/data_prep/test_imagefolder.py": 605,
     "tests/data_prep/test_index.py": 709,
     "tests/data_prep/test_prep_errors.py": 552,

@@ -31,7 +31,6 @@ from vit.data.batches import AugmentedBatches, Batch, ImageFormat, Samples
 from vit.data.decode.images import read_image_size
 from vit.data.hashing import fold, hash64
 from vit.data.order import Order
-from vit.data.shards.layout_hints import describe
 from vit.data.shards.members import META, SETTINGS, InvalidSample, SampleLayout
 from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE
 from vit.data.shards.tar_walk import FILE, TarDamaged, decompressed, in_order, walk
@@ -232,8 +231,7 @@ class StreamBatches(AugmentedBatches):
             image = layout.find(suffixes)
             label = layout.label_of(sample[layout.label_suffix])
         except InvalidSample as error:
-            members = [(f"{key}.{suffix}", sample[suffix]) for suffix in suffixes]
-            raise ShardError(f"{where} {error}. {describe(members, layout, SETTINGS)}") from error
+            raise ShardError(f"{where} {error}. Mend it, or {SETTINGS.remedy}") from error
         if not 0 <= label < self.split.num_classes:
             raise ShardError(f"{where}: label {label}; expected 0 to {self.split.num_classes - 1}")
         data = sample[image]

@@ -288,16 +288,13 @@ def test_damage_inside_is_told(tmp_path):
         (pair("a", 1, ext="bmp"), r"'a' has no images \(its members: bmp, cls;"),
         (
             pair("a", 1, label="cat"),
-            "sample 'a' has the label 'cat'; expected an integer.*try --classes names.txt",
+            "sample 'a' has the label 'cat'; expected an integer.* by --classes names.txt",
         ),
         (pair("a", 1, label="1.0"), "expected an integer"),
         (pair("a", 1) + pair("a", 2), "two samples have this key"),
         ([("a.jpg", b"not a jpeg"), ("a.cls", b"1")], "size cannot be read, 'a.jpg'"),
         ([("README", b"hello")], "holds no samples"),
-        (
-            pair("a", 1)[:1] + pair("b", 1, label="x"),
-            "'a' has no .cls.*sample 'b' has the label 'x'",
-        ),
+        (pair("a", 1)[:1] + pair("b", 1, label="x"), "'a' has no .cls.*2 of 2 samples do not fit"),
     ],
 )
 def test_samples_at_fault_are_named(tmp_path, members, message):
@@ -479,18 +476,18 @@ def test_samples_that_do_not_fit_are_listed_and_passed_over_where_they_are_known
     tar = write_tar(tmp_path / "train-00000.tar", members)
     found = survey_tar(tar)
     assert [sample.key for sample in found.samples] == ["a", "d"]
-    assert [(sample.key, sample.name, sample.kind) for sample in found.unfit] == [
-        ("b", "b.jpg", "image"),
-        ("c", "c.jpg", "members"),
-        ("e", "e.jpg", "members"),
-        ("f", "f.jpg", "image"),
+    assert [(sample.key, sample.name) for sample in found.unfit] == [
+        ("b", "b.jpg"),
+        ("c", "c.jpg"),
+        ("e", "e.jpg"),
+        ("f", "f.jpg"),
     ]
     assert found.passed_over == {"a file without key and suffix": 1}
     with pytest.raises(
         ShardError,
         match=(
-            r"sample 'b' has an image of 0 bytes.*The other 2 samples fit: .*data_prep\.index`"
-            r" leaves them out"
+            r"sample 'b' has an image of 0 bytes, 'b.jpg' \(4 of 6 samples do not fit\)\. .*"
+            r"data_prep\.index` leaves them out"
         ),
     ):
         scan_tar(tar)
@@ -512,9 +509,7 @@ def test_hard_linked_pairs_do_not_vanish(tmp_path):
             tar.addfile(member)
     with pytest.raises(
         ShardError,
-        match=(
-            r"sample 'b' is not there as files: 'b\.jpg' is a hard link, .*tar --hard-dereference"
-        ),
+        match=r"sample 'b' has no images \(its members: jpg is a hard link, cls is a hard link; ",
     ):
         scan_tar(tmp_path / "train-00000.tar")
 

@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import random
-import re
 import shlex
 import tarfile
 from pathlib import Path
@@ -330,7 +329,7 @@ def test_keys_with_dots(tmp_path, capsys):
     root = dotted(tmp_path / "root")
     assert index(root) == 2
     error = capsys.readouterr().err
-    assert "try --keys-with-dots\n" in error
+    assert " --keys-with-dots, " in error
     assert index(root, "--keys-with-dots") == 0
     split = open_split(root, "train")
     with tarfile.open(root / "train-0.tar") as tar:
@@ -362,8 +361,7 @@ def test_streamed_keys_with_dots(tmp_path):
         FORMAT,
     )
     with pytest.raises(
-        ShardError,
-        match=r"sample 'class0/000000' has no images .*try data.stream_keys_with_dots=true",
+        ShardError, match=r"sample 'class0/000000' has no images .*data.stream_keys_with_dots=true"
     ):
         wrong.fill(0, 0, rows)
 
@@ -436,20 +434,6 @@ def test_another_layout_takes_the_place_of_an_earlier_one(tmp_path):
 # ---- what is told --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if FORMS[form][0]])
-def test_what_does_not_fit_is_told_once_and_the_remedy_works(form, tmp_path):
-    tar = write_tar(tmp_path / "train-0.tar", made(form, list(range(20))))
-    with pytest.raises(ShardError) as caught:
-        scan_tar(tar)
-    error = str(caught.value)
-    assert error.count("sample '") == 1, "each thing is told once"
-    assert "runcated" not in error
-    remedy = re.search(r": try (--.*)$", error)
-    assert remedy, error
-    expected = [label for _, _, label in of_webdataset([tar], FORMS[form][2])]
-    assert [sample.label for sample in scan_tar(tar, layout_of(remedy[1]))] == expected
-
-
 def test_the_words_for_image_and_json(tmp_path, capsys):
     root = tmp_path / "root"
     root.mkdir()
@@ -462,9 +446,10 @@ def test_the_words_for_image_and_json(tmp_path, capsys):
     assert (
         capsys.readouterr().err
         == f"error: {root}/train-0000.tar: sample '000000' has no images (its members: image.jpg,"
-        " json; expected one of jpg, jpeg, png, webp) and no .cls with the label (all 12"
-        " samples are so). Found .image.jpg (12), .json (12, with fields caption, label), as in"
-        " 000000.image.jpg, 000000.json: try --image image.jpg --label json:label\n"
+        " json; expected one of jpg, jpeg, png, webp) and no .cls with the label (12 of 12"
+        " samples do not fit). Mend these, move the shard away, or describe others by --image"
+        " SUFFIX, --label SUFFIX or SUFFIX:FIELD (of JSON), --keys-with-dots, and labels that are"
+        " names by --classes names.txt\n"
     )
     assert {path.name for path in root.iterdir()} == {"train-0000.tar"}
 
@@ -475,12 +460,12 @@ def test_the_words_for_image_and_json(tmp_path, capsys):
         (
             {"jpg": b"", "json": as_json(caption="x")},
             "",
-            "nothing there looks like a label. --label names a member that holds one",
+            "has no .cls with the label (its members: jpg, json) (4 of 4",
         ),
         (
             {"txt": b"a photo", "cls": b"1"},
             "",
-            "nothing there looks like an image; --image names the member that holds it",
+            "has no images (its members: txt, cls; expected one of jpg",
         ),
         (
             {"jpg": b"", "json": as_json(label=1, id=7)},
@@ -505,10 +490,7 @@ def test_the_words_for_image_and_json(tmp_path, capsys):
         (
             {"jpg": b"", "cls": b"cow"},
             "--classes names.txt",
-            (
-                "expected one of the 5 class names (all 4 samples are so). Found .jpg (4), .cls"
-                " (4), as in 0.jpg, 0.cls"
-            ),
+            "has the label 'cow'; expected one of the 5 class names (4 of 4 samples do not fit)",
         ),
     ],
 )
@@ -520,8 +502,6 @@ def test_what_cannot_be_taken_is_told(members, flags, told, tmp_path):
     with pytest.raises(ShardError) as caught:
         scan_tar(tar, layout_of(flags))
     assert told in str(caught.value)
-    if "class names" in told:
-        assert str(caught.value).endswith(told), "it is where it is looked for"
 
 
 @pytest.mark.parametrize(
@@ -571,10 +551,9 @@ def test_a_few_samples_that_do_not_fit_are_named(tmp_path, capsys):
     with pytest.raises(ShardError) as caught:
         scan_tar(root / "train-0.tar")
     of_two = (
-        "sample '003' has no .cls with the label (its members: jpg) (2 of 9 samples are so: also"
-        " '005')"
+        "sample '003' has no .cls with the label (its members: jpg) (2 of 9 samples do not fit)"
     )
-    assert f"{of_two}. The other 7 samples fit: mend " in str(caught.value)
+    assert f"{of_two}. Mend " in str(caught.value)
     assert index(root, "--max-unreadable 0") == 2
     assert (
         "2 of 9 samples do not fit, more than the 0 that --max-unreadable 0"

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -35,11 +35,6 @@ INTEGER = re.compile(r"-?[0-9]{1,9}")
 class InvalidSample(ValueError):
     """A sample that does not fit a layout; the text does not name the sample."""
 
-    def __init__(self, kind: str, text: str):
-        """kind: samples of the same kind are reported together."""
-        super().__init__(text)
-        self.kind = kind
-
 
 class Names(NamedTuple):
     """How a user gives a layout: the text in front of each value."""
@@ -49,14 +44,21 @@ class Names(NamedTuple):
     keys_with_dots: str
     class_names: str
 
+    @property
+    def remedy(self) -> str:
+        """What to do if the members of a tar do not fit."""
+        return (
+            f"describe others by {self.image}SUFFIX, {self.label}SUFFIX or SUFFIX:FIELD (of JSON),"
+            f" {self.keys_with_dots}, and labels that are names by {self.class_names}"
+        )
+
 
 FLAGS = Names("--image ", "--label ", "--keys-with-dots", "--classes names.txt")
 SETTINGS = Names(
     "data.stream_image=",
     "data.stream_label=",
     "data.stream_keys_with_dots=true",
-    "and class names in data.root's _info.json (python -m data_prep.index ROOT --classes"
-    " names.txt)",
+    "the _info.json of data.root (python -m data_prep.index ROOT --classes names.txt)",
 )
 
 
@@ -157,9 +159,7 @@ class SampleLayout:
             return images[0]
         members = printable(f"its members: {', '.join(suffixes)}")
         if not is_unique:
-            raise InvalidSample(
-                "twice", f"has an extension twice, or two samples have this key ({members})"
-            )
+            raise InvalidSample(f"has an extension twice, or two samples have this key ({members})")
         problems = []
         if len(images) != 1:
             expected = f"expected one of {', '.join(self.image_suffixes)}"
@@ -167,7 +167,7 @@ class SampleLayout:
         if not has_label:
             detail = "" if problems else f" ({members})"
             problems.append(f"no .{self.label_suffix} with the label{detail}")
-        raise InvalidSample("members", f"has {' and '.join(problems)}")
+        raise InvalidSample(f"has {' and '.join(problems)}")
 
     def label_of(self, data: bytes) -> int:
         """Return the label in the content of its member. Raises InvalidSample."""
@@ -186,7 +186,7 @@ class SampleLayout:
         expected = "an integer" if number is None else "an integer from 0"
         if self.class_names:
             expected = f"one of the {len(self.class_names):,} class names"
-        raise InvalidSample("label", f"has the label {text[:40]!r}; expected {expected}")
+        raise InvalidSample(f"has the label {text[:40]!r}; expected {expected}")
 
 
 def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> SampleLayout:
@@ -217,12 +217,12 @@ def _json_field(data: bytes, suffix: str, field: str) -> Any:
     try:
         content = json.loads(data)
     except ValueError as error:
-        raise InvalidSample("JSON", f"has a .{suffix} that is no JSON ({error})") from error
+        raise InvalidSample(f"has a .{suffix} that is no JSON ({error})") from error
     value = _look_up(content, field)
     if value is _ABSENT:
-        found = ", ".join(name for name, _ in json_fields(content)) or repr(content)[:40]
+        found = ", ".join(content) if isinstance(content, dict) else repr(content)
         raise InvalidSample(
-            "field", f"has no field {field!r} in its .{suffix} (there: {printable(found[:200])})"
+            f"has no field {field!r} in its .{suffix} (there: {printable(found[:200])})"
         )
     return value
 
@@ -238,17 +238,6 @@ def _look_up(content: Any, field: str) -> Any:
             continue
         return found if name == field else _look_up(found, field[len(name) + 1 :])
     return _ABSENT
-
-
-def json_fields(content: Any, prefix: str = "", depth: int = 3) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of the fields in a JSON object."""
-    if not isinstance(content, dict) or not depth:
-        return
-    for name, value in content.items():
-        if isinstance(value, dict):
-            yield from json_fields(value, f"{prefix}{name}.", depth - 1)
-        else:
-            yield f"{prefix}{name}", value
 
 
 def as_integer(value: Any) -> int | None:

@@ -2,8 +2,7 @@
 
 Headers are read one after the other; consecutive members with one key make a sample. The size in
 pixels comes from the head of the image, the label from its own member (`.cls`, or what the layout
-says); no image is decoded. Samples that do not fit are listed with the reason; if none fits, the
-error describes what was found, and the layout that would fit.
+says); no image is decoded. Samples that do not fit are listed with the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ import google_crc32c
 import numpy as np
 
 from vit.data.decode.images import read_image_size
-from vit.data.shards.layout_hints import MAX_LABEL_BYTES, MAX_SAMPLES, describe
 from vit.data.shards.members import FLAGS, META, InvalidSample, SampleLayout
 from vit.data.shards.tar_walk import FILE, FOLDER, TAR_BLOCK, Read, TarDamaged, pread, walk
 from vit.system.files import ShardError, replacing, unreadable
@@ -41,8 +39,6 @@ crc32c: Callable[[bytes], int] = google_crc32c.value
 DEFAULT_LAYOUT = SampleLayout()
 HEAD_BYTES = 16384
 """Read of an image for its size in pixels; most headers are shorter."""
-MAX_NAMED = 5
-"""Samples named in an error."""
 
 
 class Member(NamedTuple):
@@ -67,15 +63,11 @@ class ScannedSample(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """A sample that does not fit. name, offset: of its first member.
-
-    kind: samples of the same kind are reported together.
-    """
+    """A sample that does not fit. name, offset: of its first member."""
 
     key: str
     name: str
     offset: int
-    kind: str
     reason: str
 
 
@@ -111,11 +103,11 @@ def _size_in_pixels(read: Read, image: Member) -> tuple[int, int]:
         except ValueError as error:
             if num_bytes == image.size:
                 raise InvalidSample(
-                    "image", f"has an image whose size cannot be read, {image.name!r}: {error}"
+                    f"has an image whose size cannot be read, {image.name!r}: {error}"
                 ) from error
     if max(width, height) > np.iinfo(np.uint16).max:
         raise InvalidSample(
-            "image", f"has {width} x {height} pixels in {image.name!r}; at most 65535 fit the index"
+            f"has {width} x {height} pixels in {image.name!r}; at most 65535 fit the index"
         )
     return width, height
 
@@ -130,22 +122,16 @@ def scan_sample(
     """Check and read one sample, whose (key, member, kind) are `group`. Raises InvalidSample."""
     members = tuple(member for _, member, kind in group if kind == FILE)
     by_ext = {member.ext: member for member in members}
-    try:
-        image = by_ext[layout.find([member.ext for member in members])]
-    except InvalidSample:
-        links = [(member, kind) for _, member, kind in group if kind not in (FILE, FOLDER)]
-        if not links:
-            raise
-        listed = ", ".join(f"{member.name!r} is {kind}" for member, kind in links)
-        raise InvalidSample(
-            "link",
-            f"is not there as files: {listed}; write the shard with what they link to (tar"
-            " --hard-dereference --dereference)",
-        ) from None
+    suffixes = [
+        member.ext if kind == FILE else f"{member.ext} is {kind}"
+        for _, member, kind in group
+        if kind != FOLDER
+    ]
+    image = by_ext[layout.find(suffixes)]
     in_label = by_ext[layout.label_suffix]
     label = layout.label_of(read(in_label.size, in_label.offset))
     if not image.size:
-        raise InvalidSample("image", f"has an image of 0 bytes, {image.name!r}")
+        raise InvalidSample(f"has an image of 0 bytes, {image.name!r}")
     width, height = _size_in_pixels(read, image)
     checksum = crc32c(read(image.size, image.offset)) if with_checksum else 0
     return ScannedSample(key, label, width, height, image, members, checksum)
@@ -186,17 +172,17 @@ def survey_tar(
                 found.samples.append(scan_sample(pread(fd), key, group, layout, with_checksums))
             except InvalidSample as error:
                 last_error = error
-                found.unfit.append(LeftOut(key, first.name, first.offset, error.kind, str(error)))
+                found.unfit.append(LeftOut(key, first.name, first.offset, str(error)))
         if last_error is not None and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
             raise ShardError(
                 f"{path}: sample {key!r} {last_error}. The shard ends there, without an end mark."
                 " Truncated: copy or write it again"
             )
         if found.unfit and not found.samples:
-            remedy = "Mend these, or move the shard away"
-            if any(sample.kind != "image" for sample in found.unfit):
-                remedy = _propose_layout(fd, end, layout)
-            raise ShardError(f"{path}: {describe_invalid(found.unfit, len(found.unfit))}. {remedy}")
+            raise ShardError(
+                f"{path}: {_describe_unfit(found)}. Mend these, move the shard away, or"
+                f" {FLAGS.remedy}"
+            )
     except TarDamaged as error:
         raise ShardError(f"{path}: {error}; copy or write the shard again") from error
     finally:
@@ -219,56 +205,26 @@ def scan_tar(
     """Return the samples of `survey_tar`; one that does not fit raises ShardError, too."""
     found = survey_tar(path, layout, left_out, with_checksums)
     if found.unfit:
-        problems = describe_invalid(found.unfit, len(found.samples) + len(found.unfit))
         raise ShardError(
-            f"{path}: {problems}. The other {len(found.samples):,} samples fit: mend these, or"
-            " write the shard again without them; `python -m data_prep.index` leaves them out"
+            f"{path}: {_describe_unfit(found)}. Mend these, or write the shard again without them;"
+            " `python -m data_prep.index` leaves them out"
         )
     return found.samples
 
 
-def describe_invalid(unfit: Sequence[LeftOut], total: int) -> str:
-    """Describe samples that do not fit, once per kind. total: samples, including those that fit."""
-    by_kind: dict[str, list[LeftOut]] = {}
-    for sample in unfit:
-        by_kind.setdefault(sample.kind, []).append(sample)
-    parts = []
-    for kind, found in by_kind.items():
-        named = found[:MAX_NAMED]
-        num_more = len(found) - len(named)
-        if kind == "image":  # each has its own reason
-            parts += [f"sample {sample.key!r} {sample.reason}" for sample in named]
-            if num_more:
-                parts.append(f"and {num_more:,} more such")
-            continue
-        part = f"sample {found[0].key!r} {found[0].reason}"
-        if len(found) == total > 1:
-            part += f" (all {total:,} samples are so)"
-        elif len(found) > 1:
-            others = ", ".join(repr(sample.key) for sample in named[1:])
-            more = ", ..." if num_more else ""
-            part += f" ({len(found):,} of {total:,} samples are so: also {others}{more})"
-        parts.append(part)
-    return "; ".join(parts)
+def _describe_unfit(found: Survey) -> str:
+    """Describe the first sample that does not fit, and how many there are."""
+    first = found.unfit[0]
+    return (
+        f"sample {first.key!r} {first.reason} ({len(found.unfit):,} of"
+        f" {len(found.unfit) + len(found.samples):,} samples do not fit)"
+    )
 
 
 def describe_ignored(passed_over: Counter[str]) -> str:
     """Describe members that belong to no sample."""
     kinds = ", ".join(f"{kind} ({count:,} times)" for kind, count in sorted(passed_over.items()))
     return f"passed over, as part of no sample: {kinds}"
-
-
-def _propose_layout(fd: int, end: int, layout: SampleLayout) -> str:
-    """Describe what is in the tar, and the layout that would fit."""
-    contents: list[tuple[str, bytes | None]] = []
-    members = _members(pread(fd), end, layout, Counter())
-    for number, (_, group) in enumerate(itertools.groupby(members, key=lambda member: member[0])):
-        for _, member, _ in group:
-            # Only the first samples, and nothing that is too large for a label.
-            is_read = number < MAX_SAMPLES and member.size <= MAX_LABEL_BYTES
-            data = os.pread(fd, member.size, member.offset) if is_read else None
-            contents.append((member.name, data))
-    return describe(contents, layout, FLAGS)
 
 
 def index_rows(samples: list[ScannedSample]) -> np.ndarray:
