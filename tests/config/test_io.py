@@ -173,7 +173,7 @@ def test_a_key_given_twice_is_told_with_both_lines(problems):
         ("data:\n\troot: a\n", r"run\.yaml:2: not valid YAML: found character '\\t'"),
         ("data:\n  root: a\n bad\n", r"run\.yaml:[34]: not valid YAML: "),
         (BASE + "---\n" + BASE, r"run\.yaml:5: not valid YAML: but found another document"),
-        ("data:\n  root: a\x07b\n", r"run\.yaml:2: not valid YAML: control character 0x07"),
+        ("data:\n  root: a\x07b\n", r"run\.yaml: not valid YAML: unacceptable character #x0007"),
         (
             "data:\n  root: !!python/name:os.system x\n",
             r"run\.yaml:2: not valid YAML: .*os\.system",

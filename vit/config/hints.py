@@ -117,25 +117,11 @@ def from_other_name(name: str) -> str:
 
 
 def nearest(given: str, known: Sequence[str]) -> str:
-    """`; did you mean ...?` with the settings that `given` may mean, or "".
-
-    Dotted keys are compared by their last part, in this order: what other programs call so, the
-    same word in another section, a similar word of the same section, a similar word of any.
-    """
-    section, _, leaf = given.rpartition(".")
-    if advice := ADVICE.get(leaf.lower().replace("-", "_")):
+    """`; did you mean ...?` with what `given` may mean, or `; ` and what to do instead, or ""."""
+    if advice := ADVICE.get(_word(given)):
         return f"; {advice}"
-    own = [key for key in known if key.rpartition(".")[0] == section]
-    # The `name` of another section is never meant.
-    others = [key for key in known if not (section and key.endswith(".name"))]
-    same_word = [key for key in others if key.rpartition(".")[2] == leaf]
-    matches = [key for key in (from_other_name(leaf), *same_word) if key in known]
-    for cutoff, candidates in ((0.65, own), (0.85 if section else 0.65, others)):
-        if not matches:
-            leaves = {key.rpartition(".")[2]: key for key in reversed(candidates)}
-            close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=cutoff)
-            matches = [leaves[word] for word in close]
-    return f"; did you mean {' or '.join(dict.fromkeys(matches))}?" if matches else ""
+    meant = _meant(given, known, cutoff=0.65)
+    return f"; did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def setting_for(option: str, value: str) -> str:
@@ -143,23 +129,35 @@ def setting_for(option: str, value: str) -> str:
 
     `--lr`, `1e-3` -> did you mean optim.lr=1e-3?
     """
-    word = option.lstrip("-").replace("-", "_")
-    if advice := ADVICE.get(word.lower()):
-        return advice
-    keys = all_keys()
-    leaves = {key.rpartition(".")[2]: key for key in reversed(keys) if not key.endswith(".name")}
+    name = option.lstrip("-").replace("-", "_")
+    similar = difflib.get_close_matches(name, _FROM_OTHER_NAME, n=1, cutoff=0.85)
+    meant = [from_other_name(word) for word in similar] or _meant(name, all_keys(), cutoff=0.85)
+    if not meant or _word(name) in ADVICE:
+        return ADVICE.get(_word(name), "")
+    is_other_unit = meant[0] in OTHER_VALUES and name != meant[0]
+    return f"did you mean {meant[0]}={'VALUE' if is_other_unit or not value else value}?"
 
-    def find(name: str) -> str:
-        if name in keys:
-            return name
-        return from_other_name(name.rpartition(".")[2]) or leaves.get(name, "")
 
-    key = find(word)
-    if not key:
-        candidates = keys if "." in word else [*leaves, *_FROM_OTHER_NAME]
-        close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.85)
-        key = find(close[0]) if close else ""
-    if not key:
-        return ""
-    is_other_unit = key in OTHER_VALUES and word != key
-    return f"did you mean {key}={'VALUE' if is_other_unit or not value else value}?"
+def _word(key: str) -> str:
+    """The last part of a key or option as `ADVICE` has it."""
+    return key.rpartition(".")[2].lower().replace("-", "_")
+
+
+def _meant(given: str, known: Sequence[str], cutoff: float) -> list[str]:
+    """The settings of `known` that `given` may mean.
+
+    Dotted keys are compared by their last part, in this order: what other programs call so, the
+    same word in another section, a similar word of the same section, a similar word of any.
+    """
+    section, _, leaf = given.rpartition(".")
+    own = [key for key in known if key.rpartition(".")[0] == section]
+    # The `name` of another section is never meant.
+    others = [key for key in known if not (section and key.endswith(".name"))]
+    same_word = [key for key in others if key.rpartition(".")[2] == leaf]
+    matches = [key for key in (from_other_name(leaf), *same_word) if key in known]
+    for least, candidates in ((0.65, own), (0.85 if section else cutoff, others)):
+        if not matches:
+            leaves = {key.rpartition(".")[2]: key for key in reversed(candidates)}
+            close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=least)
+            matches = [leaves[word] for word in close]
+    return list(dict.fromkeys(matches))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
+from vit.config.checks import EXCLUSIVE
 from vit.config.errors import Key, explain
 from vit.config.hints import all_keys, nearest
 from vit.config.schema import Config, RunConfig
@@ -25,12 +26,11 @@ from vit.system.urls import not_set, unset_variables
 
 RESOLVED: tuple[Key, ...] = (("data", "root"), ("data", "stream"), ("data", "sources"))
 """Settings in which `${NAME}` means an environment variable, whose value is used, not recorded."""
-_ALTERNATIVE = {
-    "train.epochs": "train.steps",
-    "schedule.warmup_epochs": "schedule.warmup_steps",
-    "eval.every_epochs": "eval.every_steps",
+_ALTERNATIVE: dict[Key, Key] = {
+    (section, key): (section, other)
+    for section, *pair in EXCLUSIVE
+    for key, other in (pair, reversed(pair))
 }
-_ALTERNATIVE |= {second: first for first, second in _ALTERNATIVE.items()}
 
 
 class ConfigError(ValueError):
@@ -173,14 +173,11 @@ def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
                 f"{source}:1: expected sections such as 'data:' with keys below them, found {found}"
             )
         tree = build(root, ())
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{source}:{line}: not valid YAML: {error.problem}") from None
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(
-            f"{source}:{line}: not valid YAML: control character {error.character:#04x}"
-        ) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{source}:{mark.line + 1}" if mark else source
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
     if problems:
         raise ConfigError("\n".join(problems))
     return tree, lines
@@ -209,20 +206,18 @@ def _apply(overrides: list[str], tree: dict[str, Any], origins: dict[Key, str]) 
             value = text  # a command with a header, which looks like `key: value`
         _set(tree, key, value)
         origins[key] = where
-        other = _ALTERNATIVE.get(dotted)
-        if other and value is not None and other not in given:
-            section, _, leaf = other.partition(".")
-            tree.get(section, {}).pop(leaf, None)
-            origins.pop((section, leaf), None)
+        other = _ALTERNATIVE.get(key)
+        if other and value is not None and ".".join(other) not in given:
+            tree[key[0]].pop(other[1], None)
+            origins.pop(other, None)
     return problems
 
 
 def _set(tree: dict[str, Any], path: Key, value: Any) -> None:
     for part in path[:-1]:
-        child = tree.setdefault(part, {})
-        if not isinstance(child, dict):
-            child = tree[part] = {}
-        tree = child
+        if not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
     tree[path[-1]] = value
 
 

@@ -67,6 +67,11 @@ class ModelConfig(Section):
     representation_size: Positive | None = None
     """Width of the pre-logits layer (dense + tanh); `None`: the head is one linear layer."""
 
+    def height_width(self) -> tuple[int, int]:
+        """Return `image_size` of an image that need not be square."""
+        size = self.image_size
+        return (size, size) if isinstance(size, int) else size
+
     def fields(self) -> dict[str, Any]:
         """The further arguments of `vit.model.create_model`: the fields that are not `None`."""
         return self.model_dump(exclude={"name", "image_size", "num_classes"}, exclude_none=True)

@@ -92,10 +92,7 @@ class ImageFormat:
     @classmethod
     def from_config(cls, model: ModelConfig, data: DataConfig) -> ImageFormat:
         """Return the format for the sections `model` and `data` of a config."""
-        size = model.image_size
-        if isinstance(size, int):
-            size = (size, size)
-        return cls(size, model.in_chans, data.interpolation, data.scaled_decode)
+        return cls(model.height_width(), model.in_chans, data.interpolation, data.scaled_decode)
 
 
 @dataclass(frozen=True)
