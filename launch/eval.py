@@ -58,7 +58,11 @@ def main() -> World:
         tuned = config_io.load_config(args.finetune, [*overrides, *args.overrides]).config
         device = tuned.train.device
     world = distributed.join_world(device, "--device " if args.device else "train.device=")
-    path = world.main_first(lambda: find_weights(args.checkpoint or _newest_run()))
+    path = world.main_first(
+        lambda: find_weights(
+            args.checkpoint or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
+        )
+    )
     row = None
     config = None
     problem = ""
@@ -204,19 +208,6 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "train.device": args.device,
     }
     return {key: value for key, value in flags.items() if value is not None}
-
-
-def _newest_run() -> Path:
-    """Return the run whose weights or checkpoints changed last."""
-    run = newest_run("weights/last.safetensors", LATEST_FILE)
-    if run is None:
-        raise ValueError(
-            "no --checkpoint given and no run with weights under runs/: train one first, or name a"
-            " run folder or a file"
-        )
-    if distributed.is_main_process():
-        print(f"--checkpoint not given: taking the newest run, {run}", file=sys.stderr)
-    return run
 
 
 if __name__ == "__main__":

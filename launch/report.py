@@ -10,7 +10,6 @@ picture's. Exit status: 0 done, 1 a bug, with its stack, 2 a mistake to correct,
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +29,8 @@ from vit.system.meter import Meter
 def main() -> World:
     """Run the command line above; return the world that was joined."""
     args = read_command_line()
-    run_dir = args.run or _newest_run()
+    # by its record: it may have no weights yet
+    run_dir = args.run or newest_run("RUN", METRICS_FILE)
     in_use = is_in_use(run_dir)
     # The GPU of a live run may have no memory left.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
@@ -67,15 +67,6 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         help="for the model (default: auto, a GPU if there is one and no training uses it)",
     )
     return parser.parse_args(arguments)
-
-
-def _newest_run() -> Path:
-    """Return the run whose record changed last; it may have no weights yet."""
-    run_dir = newest_run(METRICS_FILE)
-    if run_dir is None:
-        raise ValueError("no RUN given and none under runs/: train one first, or name a run folder")
-    print(f"RUN not given: taking the newest one, {run_dir}", file=sys.stderr)
-    return run_dir
 
 
 if __name__ == "__main__":

@@ -39,44 +39,36 @@ def main() -> World:
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/visualize.py", __doc__, setting_for)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="augment")
-    augment = commands.add_parser(
-        "augment", help="contact sheet of the augmentation", hint=setting_for
-    )
-    augment.add_argument(
+    parser.add_argument("command", choices=["augment"], help="contact sheet of the augmentation")
+    parser.add_argument(
         "--config",
         required=True,
         metavar="FILE",
         help="YAML file with what differs from the defaults",
     )
-    augment.add_argument(
+    parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE.png",
         help="picture to write (default: augment_<name of the config>.png)",
     )
-    augment.add_argument(
+    parser.add_argument(
         "--images",
         type=int,
         default=6,
         metavar="N",
         help="rows of the sheet (default: 6; complete groups where images mix)",
     )
-    augment.add_argument(
+    parser.add_argument(
         "--draws", type=int, default=4, metavar="N", help="draws of each image (default: 4)"
     )
-    augment.add_argument(
+    parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
     )
-    # Settings and flags in any order, which parse_intermixed_args cannot do with subcommands.
-    args, rest = parser.parse_known_args(arguments)
-    unknown = [text for text in rest if text.startswith("-") or "=" not in text]
-    if unknown:
-        augment.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args = parser.parse_intermixed_args(arguments)
     for name in ("images", "draws"):
         if not 1 <= getattr(args, name) <= 64:
             raise ValueError(f"--{name} {getattr(args, name)}: give a number from 1 to 64")
-    args.overrides += rest
     return args
 
 

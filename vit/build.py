@@ -39,10 +39,9 @@ from vit.ranks.exit import Interrupted, StopSignals
 from vit.run import checkpoint as checkpoints
 from vit.run.checkpoint import CheckpointError
 from vit.run.folder import CONFIG_FILE, RunLock, mark_stopped
-from vit.run.preflight import Preflight, check_disk, preflight
+from vit.run.preflight import Preflight, check_disk, preflight, start_lines
 from vit.run.record import Record, provenance
 from vit.run.resume import find_checkpoint
-from vit.run.start_lines import start_lines
 from vit.run.state import RunState
 from vit.step import TrainStep, compile_blocks
 from vit.system.files import replacing

@@ -19,7 +19,7 @@ from vit.data.shards.data_set import open_split
 from vit.data.storage import cached_tars
 from vit.data.storage.block_cache import GIB
 from vit.plan import Plan
-from vit.run.preflight import filling_note
+from vit.run.preflight import filling_notes
 
 
 @pytest.fixture(autouse=True)
@@ -251,7 +251,7 @@ def test_a_run_with_an_empty_cache_says_what_it_will_fetch_first(web, tmp_path, 
         split, make_order(60, 12), AugmentConfig(), ImageFormat((16, 16), 3, "bilinear")
     )
     plan = Plan(**{**dict.fromkeys(Plan.__dataclass_fields__, 1), "total_steps": 50})
-    told = filling_note(batches, 3, plan)
+    [told] = filling_notes(batches, 3, plan)
     all_bytes = sum(block.num_bytes for block in split.tars.blocks(range(3)))
     gb = f"{all_bytes / 1e9:.2f} GB"
     expected = (
@@ -259,8 +259,8 @@ def test_a_run_with_an_empty_cache_says_what_it_will_fetch_first(web, tmp_path, 
         f" not in {tmp_path}/cache yet"
     )
     assert told.startswith(expected)
-    assert filling_note(batches, 50, plan) is None
+    assert not list(filling_notes(batches, 50, plan))
     split.prefetch(np.arange(60))
     for i in range(60):
         split.read(i)
-    assert filling_note(batches, 3, plan) is None
+    assert not list(filling_notes(batches, 3, plan))

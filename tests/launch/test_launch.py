@@ -46,9 +46,7 @@ def test_two_ranks_tell_it_once(config, tmp_path):
 def test_without_any_run_evaluation_says_what_it_needs(tmp_path):
     done = run("launch/eval.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(
-        "error: no --checkpoint given and no run with weights under runs/"
-    )
+    assert done.stderr.startswith("error: no --checkpoint given and none under runs/")
 
 
 def test_a_new_head_starts_from_weights_for_other_classes(config, tmp_path):

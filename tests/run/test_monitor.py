@@ -20,8 +20,7 @@ from vit.data.loader import Loader
 from vit.data.stages import TALLIED
 from vit.plan import make_plan
 from vit.ranks.distributed import World
-from vit.run.data_wait import Waiting, sum_up
-from vit.run.monitor import Monitor, _collect_garbage, collect_garbage_at_log_lines
+from vit.run.monitor import Monitor, Waiting, _collect_garbage, collect_garbage_at_log_lines, sum_up
 from vit.run.record import Record
 from vit.run.state import RunState
 from vit.step import StepResult

@@ -275,22 +275,6 @@ def test_more_workers_than_cores_are_told(config, tmp_path):
     assert check(tiny(config, "data.num_workers=1"), one_core).numbers["notes"] == []
 
 
-def test_idle_cores_of_ranks_on_the_cpu_are_told(config, tmp_path, monkeypatch):
-    """torchrun gives each rank one thread, unless it is told otherwise."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16), raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        [note] = check(tiny(config), tmp_path).numbers["notes"]
-        torch.set_num_threads(8)
-        assert check(tiny(config), tmp_path).numbers["notes"] == []
-    finally:
-        torch.set_num_threads(before)
-    assert note.startswith("each of 2 ranks computes in 1 thread(s) on 16 cores")
-    assert "export OMP_NUM_THREADS=8" in note
-
-
 def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
     """In a process of its own, as a lowered hard limit stays."""
     code = """
@@ -310,7 +294,7 @@ def test_too_few_open_files_are_a_note_with_the_command(config, tmp_path, monkey
     monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 200))
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
     assert check(tiny(config), tmp_path).numbers["notes"] == [
-        "the limit of 200 open files is low for 4 shards, some of which are opened again for each"
+        "the limit of 200 open files is low: some shards are opened again for each"
         " image: `ulimit -n 264` before the start, or ask the administrator"
     ]
 

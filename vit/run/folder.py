@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+from vit.ranks.distributed import is_main_process
+
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 PREDICTIONS_FILE = "predictions.npz"
@@ -43,13 +45,21 @@ def weights_file(run_dir: Path, name: str, averaged: bool = False) -> Path:
     return run_dir / "weights" / f"{name}{'_ema' if averaged else ''}.safetensors"
 
 
-def newest_run(*names: str, runs: Path = Path("runs")) -> Path | None:
-    """Return the folder in `runs` that has the most recently changed of the files `names`."""
-    found = [(path, name) for name in names for path in runs.glob(f"*/{name}")]
+def newest_run(argument: str, *names: str) -> Path:
+    """Return the folder in runs/ with the most recently changed of the files `names`, and say so.
+
+    argument: what was not given instead, for messages. Raises ValueError if there is none.
+    """
+    found = [path for name in names for path in Path("runs").glob(f"*/{name}")]
     if not found:
-        return None
-    path, name = max(found, key=lambda pair: pair[0].stat().st_mtime)
-    return path.parents[name.count("/")]
+        raise ValueError(
+            f"no {argument} given and none under runs/: train one first, or name a run folder"
+        )
+    newest = max(found, key=lambda path: path.stat().st_mtime)
+    run_dir = Path(*newest.parts[:2])
+    if is_main_process():
+        print(f"{argument} not given: taking the newest run, {run_dir}", file=sys.stderr)
+    return run_dir
 
 
 def mark_stopped(run_dir: Path, step: int, signal_name: str) -> None:

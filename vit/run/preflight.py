@@ -1,8 +1,9 @@
-"""Check before the first step that this host has what the run is going to use.
+"""Check before the first step that this host has what the run is going to use, and report on it.
 
 Memory for the batches of all ranks, cores for their workers, open files for the shards, /dev/shm
 (needed by NCCL only), and the disk for what the run will save. What cannot work is an error with
-its remedy; what only costs speed is a note. Both are in the record.
+its remedy; what only costs speed is a note. Both are in the record. `start_lines` tells people of
+model and batches, and of what may be set wrong.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import shutil
 import sys
 import timeit
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,18 @@ from vit.config.schema import Config
 from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.decode import native
 from vit.data.decode.images import decoder_name
+from vit.data.shuffle_quality import ShuffleQuality
 from vit.data.slots import plan_ring
 from vit.data.storage.cached_tars import FETCH_BYTES, CachedTars, fetch_threads_per_process
 from vit.data.storage.local_tars import LocalTars
-from vit.data.stream import StreamBatches
+from vit.data.stream import NOT_EXACT, StreamBatches
 from vit.model import create_model
+from vit.model_summary import count_parameters, flops_per_image
 from vit.optim.optimizer import state_bytes
 from vit.plan import Plan
 from vit.precision import AUTOCAST_DTYPE
 from vit.ranks.distributed import World, local_world_size
+from vit.run.state import RunState
 from vit.system.host import free_memory_bytes, num_cores, raise_open_files
 
 WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20
@@ -38,7 +43,7 @@ libraries, because it is not forked from training. Measured at 110 MiB (docs/exp
 workers really have is in the record (`loader_worker_mib`)."""
 OTHER_FILES = 256
 """Open files of a process besides shards: pipes, libraries, sockets of other ranks."""
-NCCL_SHM_BYTES = 2**30
+NCCL_SHM_GIB = 1
 """What NVIDIA recommends for containers: --shm-size=1g (NCCL's documentation, Troubleshooting)."""
 SLOW_PRECISION = 3.0
 """A precision that is this many times slower than fp32 is emulated."""
@@ -50,6 +55,8 @@ SAVED = ("checkpoints/step_*/*", "checkpoints/.tmp_*/*", "weights/*.safetensors"
 """What a run has saved, and replaces or removes later."""
 MISSING_BYTES = 2**28
 """If the cache lacks more than this of the first batches, a line explains the wait."""
+NOTABLE_INITIAL_SHARE = 0.01
+"""Share of the initial weights in the final average above which it is reported."""
 MIB = 2**20
 GIB = 2**30
 
@@ -99,25 +106,13 @@ def preflight(
             " memory"
         )
 
-    cores = num_cores(root)
-    open_files, notes = _raise_open_files(train, val)
     shm = Path("/dev/shm")
-    shm_bytes = shutil.disk_usage(shm).free if shm.is_dir() else None
-    notes += _cache_notes(train, ranks)
-    notes += _core_notes(ranks, workers, cores, on_gpu)
-    if world.is_main and (emulated := precision_note(config.train.precision, world.device)):
-        notes.append(emulated)
-    if native.UNAVAILABLE_REASON:
-        notes.append(
-            f"JPEGs are decoded by simplejpeg, at 0.6 of the speed: {native.UNAVAILABLE_REASON}"
-        )
-    if on_gpu and ranks > 1 and shm_bytes is not None and shm_bytes < NCCL_SHM_BYTES:
-        notes.append(
-            f"/dev/shm has {shm_bytes / MIB:.0f} MiB free, NCCL needs {NCCL_SHM_BYTES / MIB:.0f}"
-            " between the GPUs of a host: docker run --shm-size=1g (batches need nothing there)"
-        )
-
     index_bytes = train.split.index.nbytes + val.split.index.nbytes
+    local = [
+        split for split in (*train.split.splits, val.split) if isinstance(split.tars, LocalTars)
+    ]
+    # A reader leaves half of the limit to others.
+    wanted_files = 2 * sum(len(split.filenames) for split in local) + OTHER_FILES
     numbers = {
         "train_shards": len(train.split.filenames),
         "val_shards": len(val.split.filenames),
@@ -126,11 +121,11 @@ def preflight(
         "decoder": decoder_name(),
         "index_gib": round(index_bytes / GIB, 4),
         "free_memory_gib": None if free_bytes is None else round(free_bytes / GIB, 2),
-        "cores": cores,
-        "open_files": open_files,
-        "free_shm_gib": None if shm_bytes is None else round(shm_bytes / GIB, 2),
-        "notes": notes,
+        "cores": num_cores(root),
+        "open_files": raise_open_files(wanted_files),
+        "free_shm_gib": round(shutil.disk_usage(shm).free / GIB, 2) if shm.is_dir() else None,
     }
+    numbers["notes"] = notes = list(_notes(config, world, train, numbers, wanted_files))
     memory = "" if free_bytes is None else f", {free_bytes / GIB:.1f} GiB of memory free"
     data_line = (
         f"data: {train.split.num_samples:,} images in {len(train.split.filenames):,} shards,"
@@ -138,33 +133,47 @@ def preflight(
         f" {index_bytes / MIB:.1f} MiB, mapped once a host; JPEG decoder: {decoder_name()}"
     )
     host_line = (
-        f"host: {cores} core(s) for {ranks} rank(s) with {workers} loader worker(s) each{memory};"
-        f" batches take {batch_bytes / MIB:.1f} MiB a rank ({ring.num_slots} of"
+        f"host: {numbers['cores']} core(s) for {ranks} rank(s) with {workers} loader worker(s)"
+        f" each{memory}; batches take {batch_bytes / MIB:.1f} MiB a rank ({ring.num_slots} of"
         f" {train.layout.num_rows} images, {eval_ring.num_slots} of {val.layout.num_rows} to"
         " evaluate), nothing in /dev/shm"
     )
     return Preflight((data_line, host_line, *(f"note: {note}" for note in notes)), numbers)
 
 
-def _raise_open_files(
-    train: TrainBatches | StreamBatches, val: EvalBatches
-) -> tuple[int, list[str]]:
-    """Raise the limit of open files; return it, and a note if it is low."""
-    local = [
-        split for split in (*train.split.splits, val.split) if isinstance(split.tars, LocalTars)
-    ]
-    num_shards = sum(len(split.filenames) for split in local)
-    # A reader leaves half of the limit to others.
-    wanted_files = 2 * num_shards + OTHER_FILES
-    open_files = raise_open_files(wanted_files)
-    if open_files >= wanted_files:
-        return open_files, []
-    note = (
-        f"the limit of {open_files:,} open files is low for {num_shards:,} shards, some of which"
-        f" are opened again for each image: `ulimit -n {wanted_files}` before the start, or ask the"
-        " administrator"
-    )
-    return open_files, [note]
+def _notes(
+    config: Config,
+    world: World,
+    train: TrainBatches | StreamBatches,
+    numbers: dict[str, Any],
+    wanted_files: int,
+) -> Iterator[str]:
+    """Yield what costs speed on a host with these `numbers`, each with its remedy."""
+    ranks = local_world_size()
+    workers = ranks * config.data.num_workers
+    cores = numbers["cores"]
+    shm_gib = numbers["free_shm_gib"]
+    if numbers["open_files"] < wanted_files:
+        yield (
+            f"the limit of {numbers['open_files']:,} open files is low: some shards are opened"
+            f" again for each image: `ulimit -n {wanted_files}` before the start, or ask the"
+            " administrator"
+        )
+    yield from _cache_notes(train, ranks)
+    if workers > cores:
+        yield (
+            f"{workers} loader workers on {cores} core(s) take turns:"
+            f" data.num_workers={max(cores // ranks, 1)} is as fast, in less memory"
+        )
+    if world.is_main and (emulated := precision_note(config.train.precision, world.device)):
+        yield emulated
+    if native.UNAVAILABLE_REASON:
+        yield f"JPEGs are decoded by simplejpeg, at 0.6 of the speed: {native.UNAVAILABLE_REASON}"
+    if world.device.type == "cuda" and ranks > 1 and shm_gib is not None and shm_gib < NCCL_SHM_GIB:
+        yield (
+            f"/dev/shm has {shm_gib} GiB free, NCCL needs {NCCL_SHM_GIB} between the GPUs of a"
+            " host: docker run --shm-size=1g (batches need nothing there)"
+        )
 
 
 def _worker_bytes(batches: TrainBatches | StreamBatches | EvalBatches, num_processes: int) -> int:
@@ -172,22 +181,6 @@ def _worker_bytes(batches: TrainBatches | StreamBatches | EvalBatches, num_proce
     if not isinstance(getattr(batches.split, "tars", None), CachedTars):
         return WORKER_BYTES
     return WORKER_BYTES + fetch_threads_per_process(num_processes) * FETCH_BYTES
-
-
-def _core_notes(ranks: int, workers: int, cores: int, on_gpu: bool) -> list[str]:
-    notes = []
-    threads = torch.get_num_threads()
-    if not on_gpu and ranks > 1 and 2 * threads * ranks <= cores:
-        notes.append(
-            f"each of {ranks} ranks computes in {threads} thread(s) on {cores} cores, which is"
-            f" torchrun's default: `export OMP_NUM_THREADS={cores // ranks}` to use them all"
-        )
-    if ranks * workers > cores:
-        notes.append(
-            f"{ranks * workers} loader workers on {cores} core(s) take turns:"
-            f" data.num_workers={max(cores // ranks, 1)} is as fast, in less memory"
-        )
-    return notes
 
 
 def precision_note(
@@ -298,16 +291,16 @@ def _size(num_bytes: int) -> str:
 # --- the cache of remote shards -------------------------------------------------------------------
 
 
-def filling_note(batches: TrainBatches | StreamBatches, step: int, plan: Plan) -> str | None:
-    """Return a line on what the first batches fetch, if it is much.
+def filling_notes(batches: TrainBatches | StreamBatches, step: int, plan: Plan) -> Iterator[str]:
+    """Yield a line on what the first batches fetch, if it is much.
 
     After a resume on another host, for example, all windows of the order have to be fetched.
     """
     if not isinstance(batches, TrainBatches):
-        return None
+        return
     last = min(step + batches.split.read_ahead_batches, plan.total_steps)
     if step >= last:
-        return None
+        return
     first_row = batches.first_row
     end_row = first_row + batches.layout.num_rows
     samples = [batches.order.rows(later, first_row, end_row) for later in range(step, last)]
@@ -319,17 +312,16 @@ def filling_note(batches: TrainBatches | StreamBatches, step: int, plan: Plan) -
             wanted, missing = split.tars.wanted_bytes(own)
             wanted_bytes += wanted
             missing_bytes += missing
-    if folder is None or missing_bytes < MISSING_BYTES:
-        return None
-    return (
-        f"filling the cache: the next {last - step} batches of a rank lie in"
-        f" {wanted_bytes / 1e9:.2f} GB of blocks, of which {missing_bytes / 1e9:.2f} GB are not in"
-        f" {folder} yet; `python -m vit.data.warm` fetches ahead of a job"
-    )
+    if missing_bytes >= MISSING_BYTES:
+        yield (
+            f"filling the cache: the next {last - step} batches of a rank lie in"
+            f" {wanted_bytes / 1e9:.2f} GB of blocks, of which {missing_bytes / 1e9:.2f} GB are not"
+            f" in {folder} yet; `python -m vit.data.warm` fetches ahead of a job"
+        )
 
 
-def _cache_notes(train: TrainBatches | StreamBatches, ranks: int) -> list[str]:
-    """Return a note if the cache does not hold what the order reads from at a time.
+def _cache_notes(train: TrainBatches | StreamBatches, ranks: int) -> Iterator[str]:
+    """Yield a note if the cache does not hold what the order reads from at a time.
 
     Blocks of remote shards are then fetched again and again.
     """
@@ -345,13 +337,69 @@ def _cache_notes(train: TrainBatches | StreamBatches, ranks: int) -> list[str]:
             block_samples = max(order.block_samples, cached.block_samples)
             block_bytes = block_samples * cached.stored_bytes // split.num_samples
             wanted_bytes += min(blocks * block_bytes, cached.stored_bytes)
-    if cached is None or cached.cache.limit_bytes >= wanted_bytes:
-        return []
-    remedy = "lower data.num_lanes or data.window_blocks"
-    if order.block_samples == 1:
-        remedy = "set data.block_samples=64"
-    return [
-        f"{cached.folder}: the cache of {cached.cache.limit_bytes / GIB:.1f} GiB is smaller than"
-        f" the {wanted_bytes / GIB:.1f} GiB that are read from at a time, so up to"
-        f" {cached.block_samples} times as much is fetched: raise data.cache_gib, or {remedy}"
-    ]
+    if cached is not None and cached.cache.limit_bytes < wanted_bytes:
+        remedy = "lower data.num_lanes or data.window_blocks"
+        if order.block_samples == 1:
+            remedy = "set data.block_samples=64"
+        yield (
+            f"{cached.folder}: the cache of {cached.cache.limit_bytes / GIB:.1f} GiB is smaller"
+            f" than the {wanted_bytes / GIB:.1f} GiB that are read from at a time, so up to"
+            f" {cached.block_samples} times as much is fetched: raise data.cache_gib, or {remedy}"
+        )
+
+
+# --- what people are told before the first step ---------------------------------------------------
+
+
+def start_lines(
+    config: Config,
+    plan: Plan,
+    world: World,
+    model: torch.nn.Module,
+    batches: TrainBatches | StreamBatches,
+    shuffle: ShuffleQuality | None,
+    state: RunState,
+) -> Iterator[str]:
+    """Yield lines about model, batches, what may be set wrong, and where the run stands."""
+    micro_steps = ""
+    if plan.accumulation_steps > 1:
+        micro_steps = f" in {plan.accumulation_steps} micro-steps"
+    yield (
+        f"{config.model.name}: {count_parameters(model):,} parameters,"
+        f" {flops_per_image(model) / 1e9:.2f} GFLOP per image; {world.size} rank(s) on"
+        f" {world.device.type}, {config.train.precision}; {plan.total_steps} steps of"
+        f" {config.data.global_batch_size} images{micro_steps}"
+    )
+    copies = ""
+    if config.data.aug_repeats > 1:
+        copies = (
+            f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images in an"
+            f" epoch, {config.data.aug_repeats} copies of each; "
+        )
+    yield f"streamed, {NOT_EXACT}" if shuffle is None else f"shuffle: {copies}{shuffle}"
+    if plan.warmup_steps >= plan.total_steps:
+        yield (
+            f"note: the warm-up takes {plan.warmup_steps} steps, the run has {plan.total_steps}:"
+            " the peak learning rate is not reached"
+        )
+    decay = config.train.ema_decay
+    if decay is not None and not config.train.ema_warmup and config.init.checkpoint is None:
+        share = decay**plan.total_steps
+        if share > NOTABLE_INITIAL_SHARE:
+            yield (
+                f"note: train.ema_decay={decay} over {plan.total_steps} steps leaves {share:.0%} of"
+                " the initial weights in the average: train.ema_warmup=true, or a smaller decay"
+            )
+    yield from filling_notes(batches, state.step, plan)
+    if state.restarts:
+        yield (
+            f"resumed at step {state.step} of {plan.total_steps} from {config.run.dir}/checkpoints"
+            f" (restart {state.restarts})"
+        )
+    if state.is_finished(plan):
+        best = f", best top-1 {state.best_top1:.2f} %" if state.best_top1 >= 0 else ""
+        length = "train.epochs" if config.train.steps is None else "train.steps"
+        yield (
+            f"{config.run.dir} is finished: {state.step} steps{best}; for more: another run.dir,"
+            f" or a larger {length} with --allow-change {length}"
+        )
