@@ -11,6 +11,7 @@ import ast
 import difflib
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -42,12 +43,16 @@ COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge,
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
+    ast.In: operator.eq,
+    ast.NotIn: operator.ne,
 }
+"""With each of the values on the right, of which `in` has several."""
 _ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {"min": np.minimum, "max": np.maximum}
 COLUMNS_AND_UNITS = (
     f"{', '.join(COLUMNS)} ({', '.join(f'{name}: {unit}' for name, unit in COLUMNS.items())})"
 )
+EXPECTED = "expected a comparison such as 'width >= 64 and size < 5_000_000'"
 
 
 class RowFilter:
@@ -55,169 +60,142 @@ class RowFilter:
 
     def __init__(self, text: str):
         """Raises ValueError with the position of what is not allowed."""
-        self.text = text
+        self.text = text.strip()
         if len(text) > MAX_CHARACTERS:
             raise ValueError(f"{len(text):,} characters, at most {MAX_CHARACTERS:,} are read")
         try:
-            self._tree = ast.parse(text.strip(), mode="eval").body
+            self._tree = ast.parse(self.text, mode="eval").body
+            depth = _depth(self._tree)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            place = ""
-            if isinstance(error, SyntaxError) and error.offset:
-                place = f" at character {error.offset}"
-            raise ValueError(
-                f"{text!r} cannot be read{place}: expected a comparison such as 'width >= 64 and"
-                " size < 5_000_000'"
-            ) from None
-        if _depth(self._tree) > MAX_DEPTH:
+            offset = getattr(error, "offset", None)
+            place = f" at character {offset}" if offset else ""
+            raise ValueError(f"{text!r} cannot be read{place}: {EXPECTED}") from None
+        if depth > MAX_DEPTH:
             raise ValueError(
                 f"{text[:60]!r}... is nested more than {MAX_DEPTH} deep: write it shorter"
             )
-        if not self._check(self._tree):
-            raise ValueError(
-                f"{text!r} gives numbers: expected a comparison such as 'width >= 64 and size <"
-                " 5_000_000'"
-            )
+        # Computed once for nothing: whatever is not allowed is found before the data are opened.
+        self(np.zeros(1, [(name, np.int64) for name in COLUMNS]), None)
 
-    def __call__(self, rows: np.ndarray, class_names: Sequence[str]) -> NDArray[np.bool_]:
-        """Return whether each row is chosen, (n,). Raises ValueError for an unknown class."""
+    def __call__(self, rows: np.ndarray, class_names: Sequence[str] | None) -> NDArray[np.bool_]:
+        """Return whether each row is chosen, (n,). Raises ValueError for an unknown class.
+
+        class_names: None if they are not known yet, and any name is a class.
+        """
         # A division by 0 gives infinity, which compares as such.
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            chosen = np.asarray(self._value(self._tree, rows, class_names), np.bool_)
+            chosen = _Computation(self.text, rows, class_names).value(self._tree)
+        if chosen.dtype != np.bool_:
+            raise ValueError(f"{self.text!r} gives numbers: {EXPECTED}")
         return np.broadcast_to(chosen, rows.shape)
 
-    def _refuse(self, node: ast.AST, what: str) -> ValueError:
-        segment = ast.get_source_segment(self.text.strip(), node) or self.text
-        start = getattr(node, "col_offset", 0) + 1
-        return ValueError(f"{segment!r} at character {start} of {self.text!r}: {what}")
 
-    def _check(self, node: ast.expr) -> bool:
-        """Return whether a part is true or false, and not a number.
+@dataclass
+class _Computation:
+    """Computes parts of an expression for some rows. All raise ValueError for what is not allowed.
 
-        Raises ValueError for what is not allowed.
-        """
+    A value is an array or scalar of numpy: of bool if the part is true or false, else of float64.
+    """
+
+    text: str
+    rows: np.ndarray
+    class_names: Sequence[str] | None
+
+    def value(self, node: ast.expr) -> Any:
+        """Return the value of a part."""
         match node:
-            case ast.BoolOp(values=parts):
-                self._want(parts, is_truth=True)
-                return True
+            case ast.BoolOp(op=op, values=parts):
+                function = np.logical_and if isinstance(op, ast.And) else np.logical_or
+                return reduce(function, self._values(parts, is_truth=True))
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                self._want([operand], is_truth=True)
-                return True
+                return ~self._values([operand], is_truth=True)[0]
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                self._want([operand], is_truth=False)
-                return False
+                return -self._values([operand], is_truth=False)[0]
             case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
-                self._want([left, right], is_truth=False)
-                return False
+                return ARITHMETIC[type(op)](*self._values([left, right], is_truth=False))
             case ast.Compare(left=left, ops=ops, comparators=others):
-                for value, comparison, other in zip([left, *others], ops, others, strict=False):
-                    self._check_comparison(node, value, comparison, other)
-                return True
-            case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if (
-                name in FUNCTIONS and len(arguments) > 1
+                pairs = zip([left, *others], ops, others, strict=False)
+                return reduce(np.logical_and, [self._compare(node, *pair) for pair in pairs])
+            case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if (
+                name in FUNCTIONS and len(parts) > 1
             ):
-                self._want(arguments, is_truth=False)
-                return False
+                return reduce(FUNCTIONS[name], self._values(parts, is_truth=False))
             case ast.Name(id=name):
                 if name not in COLUMNS:
                     near = difflib.get_close_matches(name, COLUMNS, n=1)
                     hint = f", did you mean {near[0]}?" if near else ""
                     raise self._refuse(node, f"no column{hint}; there are {COLUMNS_AND_UNITS}")
-                return False
+                return self.rows[name].astype(np.float64)
+            case ast.Constant(value=bool() as value):
+                return np.bool_(value)
             case ast.Constant(value=int() | float() as value):
                 if isinstance(value, int) and value > MAX_INTEGER:
                     raise self._refuse(node, f"expected integers up to 2**53 ({MAX_INTEGER:,})")
-                return isinstance(value, bool)
+                return np.float64(value)
         raise self._refuse(
             node,
             "not allowed; columns, numbers, comparisons, and, or, not, + - * /, min(a, b) and"
             " max(a, b) are",
         )
 
-    def _want(self, parts: Sequence[ast.expr], is_truth: bool) -> None:
+    def _values(self, parts: Sequence[ast.expr], is_truth: bool, has_label: bool = False) -> list:
+        """Return the values of parts that are all true or false, or all numbers.
+
+        has_label: whether texts may be among them, which are names of classes.
+        """
+        values = []
         for part in parts:
-            if self._check(part) != is_truth:
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                if not has_label:
+                    raise self._refuse(
+                        part, "a text can only be a class that label is compared with"
+                    )
+                values.append(np.float64(self._label(part, part.value)))
+                continue
+            value = self.value(part)
+            if (value.dtype == np.bool_) != is_truth:
                 expected = "a comparison" if is_truth else "a number or a column"
                 raise self._refuse(part, f"expected {expected}")
+            values.append(value)
+        return values
 
-    def _check_comparison(
-        self, node: ast.Compare, value: ast.expr, op: ast.cmpop, other: ast.expr
-    ) -> None:
-        if isinstance(op, (ast.In, ast.NotIn)):
-            others = _listed(other)
-            if not others:
-                raise self._refuse(
-                    other, "expected values in brackets behind `in`, as label in (1, 2)"
-                )
-        elif type(op) in COMPARISONS:
-            others = [other]
-        else:
+    def _compare(self, node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
+        if type(op) not in COMPARISONS:
             raise self._refuse(node, "not allowed; < <= > >= == != and in are")
-        columns = [part for part in (value, *others) if not isinstance(part, ast.Constant)]
+        others = [right]
+        if isinstance(op, (ast.In, ast.NotIn)) and not isinstance(right, ast.Constant):
+            # Brackets around a single value, a Constant, make no tuple in Python.
+            others = right.elts if isinstance(right, (ast.Tuple, ast.List)) else []
+        if not others:
+            raise self._refuse(right, "expected values in brackets behind `in`, as label in (1, 2)")
+        columns = [part for part in (left, *others) if not isinstance(part, ast.Constant)]
         # `label in ('a', width)`, or label in any place as the only column: `'a' in (label, 'b')`.
-        has_label = ast.unparse(value) == "label" or list(map(ast.unparse, columns)) == ["label"]
-        for part in (value, *others):
-            if not (isinstance(part, ast.Constant) and isinstance(part.value, str)):
-                self._want([part], is_truth=False)
-            elif not has_label or isinstance(op, _ORDERED):
-                raise self._refuse(part, "a text can only be a class that label is compared with")
+        has_label = ast.unparse(left) == "label" or list(map(ast.unparse, columns)) == ["label"]
+        value, *values = self._values(
+            [left, *others], False, has_label and not isinstance(op, _ORDERED)
+        )
+        found = [COMPARISONS[type(op)](value, other) for other in values]
+        return reduce(np.logical_or if isinstance(op, ast.In) else np.logical_and, found)
 
-    def _value(self, node: ast.expr, rows: np.ndarray, names: Sequence[str]) -> Any:
-        def value_of(part: ast.expr) -> Any:
-            return self._value(part, rows, names)
+    def _label(self, node: ast.expr, name: str) -> int:
+        if self.class_names is None:
+            return 0
+        if name in self.class_names:
+            return self.class_names.index(name)
+        near = difflib.get_close_matches(name, self.class_names, n=1)
+        hint = (
+            f"; there are {len(self.class_names):,}" if self.class_names else "; the data name none"
+        )
+        if near:
+            hint = f", did you mean {near[0]!r}?"
+        raise self._refuse(node, f"no class{hint}")
 
-        match node:
-            case ast.BoolOp(op=op, values=values):
-                function = np.logical_and if isinstance(op, ast.And) else np.logical_or
-                return reduce(function, map(value_of, values))
-            case ast.UnaryOp(op=op, operand=operand):
-                value = value_of(operand)
-                return np.logical_not(value) if isinstance(op, ast.Not) else -value
-            case ast.BinOp(left=left, op=op, right=right):
-                return ARITHMETIC[type(op)](value_of(left), value_of(right))
-            case ast.Compare(left=left, ops=ops, comparators=others):
-                sides = [value_of(left), *map(value_of, others)]
-                found = [_compare(*pair) for pair in zip(sides, ops, sides[1:], strict=False)]
-                return reduce(np.logical_and, found)
-            case ast.Call(func=ast.Name(id=name), args=arguments):
-                return reduce(FUNCTIONS[name], map(value_of, arguments))
-            case ast.Name(id=name):
-                return rows[name].astype(np.float64)
-            case ast.Constant(value=str() as name):
-                if name not in names:
-                    near = difflib.get_close_matches(name, names, n=1)
-                    hint = f"; there are {len(names):,}" if names else "; the data name none"
-                    if near:
-                        hint = f", did you mean {near[0]!r}?"
-                    raise self._refuse(node, f"no class{hint}")
-                return list(names).index(name)
-            case ast.Constant(value=int() | float() as value):
-                return np.float64(value)
-        if isinstance(node, (ast.Tuple, ast.List)):
-            return [value_of(part) for part in node.elts]
-        raise AssertionError("checked before")
+    def _refuse(self, node: ast.expr, what: str) -> ValueError:
+        segment = ast.get_source_segment(self.text, node) or self.text
+        return ValueError(
+            f"{segment!r} at character {node.col_offset + 1} of {self.text!r}: {what}"
+        )
 
 
-def _compare(left: Any, op: ast.cmpop, right: Any) -> Any:
-    if not isinstance(op, (ast.In, ast.NotIn)):
-        return COMPARISONS[type(op)](left, right)
-    # Brackets around a single value make no tuple in Python.
-    values = right if isinstance(right, list) else [right]
-    found = reduce(np.logical_or, (left == value for value in values))
-    return found if isinstance(op, ast.In) else np.logical_not(found)
-
-
-def _listed(node: ast.expr) -> list[ast.expr]:
-    """Return the values after `in`: brackets around a single one make no tuple in Python."""
-    if isinstance(node, (ast.Tuple, ast.List)):
-        return node.elts
-    return [node] if isinstance(node, ast.Constant) else []
-
-
-def _depth(tree: ast.expr) -> int:
-    """Return how deep parts are nested, without recursion."""
-    level: list[ast.AST] = [tree]
-    depth = 0
-    while level:
-        level = [child for node in level for child in ast.iter_child_nodes(node)]
-        depth += 1
-    return depth
+def _depth(node: ast.AST) -> int:
+    return 1 + max(map(_depth, ast.iter_child_nodes(node)), default=0)
