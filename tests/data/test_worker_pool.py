@@ -100,8 +100,8 @@ def test_a_stopped_worker_is_named_and_replaced_and_no_batch_differs(caplog):
         caplog.text
     )
     killed = (
-        rf"{what}, without progress for \d s \(data.stall_timeout_s\): it is killed, and another"
-        r" makes its part of the batch again"
+        rf"{what}, without progress for \d s \(data.stall_timeout_s\): all workers are replaced,"
+        r" and others make their parts again"
     )
     assert len(re.findall(killed, caplog.text)) == 1, caplog.text
 
@@ -109,7 +109,7 @@ def test_a_stopped_worker_is_named_and_replaced_and_no_batch_differs(caplog):
 def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
     batches = Reading()
     with Loader(batches, 0, 40, num_workers=1, stall_timeout_s=0.6) as loader:
-        while loader._pool.num_queued:
+        while loader._pool._queued:
             loader._note(loader._pool.results(wait=True))
         # what it made is there a moment before it waits again
         while loader._pool.statuses[0].stage != Stage.IDLE:
@@ -137,7 +137,7 @@ def test_a_part_that_a_worker_took_and_did_not_begin_is_made_by_another(caplog):
         for position, batch in enumerate(loader):
             batches.check(position, batch)
         assert loader._pool.num_replaced == 2
-    assert caplog.text.count("all workers are replaced, and others make these") == 1
+    assert caplog.text.count("all workers are replaced, and others make their parts") == 1
 
 
 def test_a_worker_that_goes_on_in_time_is_left_alone(caplog):
@@ -174,8 +174,8 @@ def test_a_part_at_which_two_workers_hang_ends_the_run(caplog):
         with pytest.raises(
             WorkerError,
             match=(
-                r"sample 7 of shard-1.tar\) since .*, where another worker hung before; look at"
-                r" what it"
+                r"sample 7 of shard-1.tar\) since .*, where another worker hung before; look for"
+                r" what stops it"
             ),
         ):
             list(loader)
@@ -290,7 +290,7 @@ def test_the_time_of_the_workers_is_that_of_their_stages(workers, shards):
             before = loader.tally()
         deadline = time.monotonic() + 20
         while (
-            any(status.stage != Stage.IDLE for status in loader._statuses())
+            any(status.stage != Stage.IDLE for status in loader._pool.statuses)
             and time.monotonic() < deadline
         ):
             time.sleep(0.01)

@@ -25,14 +25,11 @@ from typing import NamedTuple
 
 import torch
 
-from vit.data import stages
 from vit.data.batches import Batch, Batches
 from vit.data.slots import Slots, plan_ring
-from vit.data.stages import Stage, Tally, WorkerStatus, add_up
-from vit.data.stall_watch import OwnWatch
-from vit.data.worker_pool import MAX_QUEUED_PARTS, Result, WorkerPool
+from vit.data.stages import Tally, add_up
+from vit.data.worker_pool import OwnProcess, Result, WorkerPool
 from vit.ranks.distributed import local_world_size
-from vit.system.files import ShardError
 
 STALL_TIMEOUT_S = 240.0
 """Twice that, for a worker and for the one that takes its place, is less than the ten minutes for
@@ -98,16 +95,13 @@ class Loader:
         self._num_batches = stop - start
         self._slots = Slots(batches.layout, self.ring, num_workers)
         self._partial_batches: dict[int, _PartialBatch] = {}
-        self._queue: deque[tuple[int, int, int]] = deque()
-        self._pool: WorkerPool | None = None
-        self._watch: OwnWatch | None = None
-        self._own_status = self._slots.status(0)
-        if num_workers:
-            batches.prepare(num_workers * local_world_size())
+        self._pool: WorkerPool | OwnProcess
         if num_workers and start < stop:
+            # Before the fork: workers inherit open files, and need not open thousands each.
+            batches.prepare(num_workers * local_world_size())
             self._pool = WorkerPool(batches, self._slots, num_workers, stall_timeout_s)
-        elif start < stop:
-            self._watch = OwnWatch(self._own_status, batches.where, stall_timeout_s)
+        else:
+            self._pool = OwnProcess(batches, self._slots, stall_timeout_s)
         self._to_gpu = _ToGpu(self._slots, device) if on_gpu and device is not None else None
         self._start_batches()
 
@@ -124,35 +118,30 @@ class Loader:
         position = self._position
         began_s = time.perf_counter()
         self._position += 1  # first, so that a batch that fails is not asked for again
-        batch = self._make(position) if self._pool is None else self._receive(position, self._pool)
-        self._add_stats(wait_s=time.perf_counter() - began_s)
+        batch = self._receive(position)
+        waited_s = time.perf_counter() - began_s
+        self.stats = self.stats._replace(wait_s=self.stats.wait_s + waited_s)
         # Before the step, so that workers fill all free slots while it runs.
         self._start_batches()
         return batch if self._to_gpu is None else self._to_gpu(batch)
 
     def tally(self) -> Tally:
         """Return what all workers, or this process, have done so far."""
-        return add_up([status.tally() for status in self._statuses()])
+        return add_up([status.tally() for status in self._pool.statuses])
 
     def worker_bytes(self) -> int:
         """Return the largest private memory of a worker; 0 until it is measured."""
-        return max(status.own_bytes for status in self._statuses())
+        return max(status.own_bytes for status in self._pool.statuses)
 
     @property
     def num_replaced(self) -> int:
         """Workers that hung and were replaced."""
-        return self._pool.num_replaced if self._pool is not None else 0
-
-    def _statuses(self) -> list[WorkerStatus]:
-        return self._pool.statuses if self._pool is not None else [self._own_status]
+        return self._pool.num_replaced
 
     def close(self) -> None:
         """End the workers at once; the memory goes when the last batch that is held does."""
         self._position = self._stop
-        if self._pool is not None:
-            self._pool.end()
-        if self._watch is not None:
-            self._watch.end()
+        self._pool.end()
         self._slots.close_file()
         if self._to_gpu is not None:
             self._to_gpu.close()
@@ -164,74 +153,43 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make(self, position: int) -> Batch:
-        """Make the batch at `position` in this process."""
-        slot = self._slots.free.popleft()
-        began_s = time.perf_counter()
-        status_before = stages.use(self._own_status)
-        self._own_status.take(position, 0)
-        try:
-            bad_keys = self._batches.fill(position, 0, self._slots.batch(slot))
-        except BaseException:
-            self._slots.free.append(slot)
-            raise
-        finally:
-            self._own_status.count_retries()
-            self._own_status.enter(Stage.IDLE)
-            # An image that is decoded for a report must not look like a batch that training waits
-            # for.
-            stages.use(status_before)
-        num_rows = self._batches.layout.num_rows
-        self._add_stats(busy_s=time.perf_counter() - began_s, num_made=num_rows)
-        return replace(self._slots.lend(slot), bad_keys=bad_keys)
-
-    def _receive(self, position: int, pool: WorkerPool) -> Batch:
-        """Wait until the workers have made the batch at `position`."""
-        self._note(pool.results(wait=False))
-        pool.begin_wait()
+    def _receive(self, position: int) -> Batch:
+        """Wait until the batch at `position` is complete."""
+        # What has come since the last batch is no part of this wait.
+        self._note(self._pool.results(wait=False))
+        self._pool.watch.begin()
         while position not in self._partial_batches or self._partial_batches[position].missing_rows:
+            # A slot may have been released since; without one, nobody makes this batch.
             self._start_batches()
-            self._note(pool.results(wait=True))
+            self._note(self._pool.results(wait=True))
         done = self._partial_batches.pop(position)
         # In the order of rows, not of arrival: which error is raised, and the order of bad keys,
         # must not depend on the workers.
         done.results.sort(key=lambda result: result.first)
         for result in done.results:
-            if result.mistake or result.stack:
+            if result.error is not None:
                 self._slots.free.append(done.slot)
-            if result.mistake:
-                raise ShardError(result.mistake)
-            if result.stack:
-                raise RuntimeError(f"in a loader worker:\n{result.stack}")
+                raise result.error
         bad_keys = tuple(key for result in done.results for key in result.bad_keys)
         return replace(self._slots.lend(done.slot), bad_keys=bad_keys)
 
     def _start_batches(self) -> None:
-        """Queue parts for each free slot."""
-        if self._pool is None:
-            return
+        """Give out the parts of a batch for each free slot."""
         num_rows = self._batches.layout.num_rows
         while self._slots.free and self._next_start < self._stop:
             slot = self._slots.free.popleft()
             self._partial_batches[self._next_start] = _PartialBatch(slot, num_rows)
             for first in range(0, num_rows, self.ring.part_rows):
-                self._queue.append((self._next_start, slot, first))
+                self._pool.put(self._next_start, slot, first)
             self._next_start += 1
-        # The pipe has room for this many: a write that blocked would stop training.
-        while self._queue and self._pool.num_queued < MAX_QUEUED_PARTS:
-            self._pool.put(*self._queue.popleft())
 
-    def _add_stats(self, wait_s: float = 0.0, busy_s: float = 0.0, num_made: int = 0) -> None:
-        before = self.stats
-        self.stats = LoaderStats(
-            before.wait_s + wait_s, before.busy_s + busy_s, before.num_made + num_made
-        )
-
-    def _note(self, results: list[tuple[int, Result]]) -> None:
-        for position, result in results:
-            self._add_stats(busy_s=result.busy_s, num_made=result.num_rows)
-            self._partial_batches[position].missing_rows -= result.num_rows
-            self._partial_batches[position].results.append(result)
+    def _note(self, results: list[Result]) -> None:
+        for result in results:
+            wait_s, busy_s, num_made = self.stats
+            self.stats = LoaderStats(wait_s, busy_s + result.busy_s, num_made + result.num_rows)
+            batch = self._partial_batches[result.position]
+            batch.missing_rows -= result.num_rows
+            batch.results.append(result)
 
 
 # --- to the GPU -----------------------------------------------------------------------------------

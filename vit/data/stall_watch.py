@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.util import Finalize
 
 from vit.data.stages import DOING, Stage, WorkerStatus
 
@@ -109,23 +108,18 @@ class StallWatch:
         return f"has been {DOING[status.stage]}{of_sample} since {since}"
 
 
-class OwnWatch:
-    """Watches a process that makes its own batches, from a thread: it can only report."""
+def watch_in_thread(status: WorkerStatus, watch: StallWatch) -> Callable[[], None]:
+    """Watch this process, which makes its own batches, from a thread; return what ends that."""
+    ended = threading.Event()
 
-    def __init__(
-        self, status: WorkerStatus, where: Callable[[int], str], stall_timeout_s: float | None
-    ):
-        watch = StallWatch([status], where, stall_timeout_s)
-        ended = threading.Event()
+    def look() -> None:
+        part = status.part
+        while not ended.wait(watch.look_each_s):
+            if status.stage == Stage.IDLE or status.part != part:  # another batch, or none
+                part = status.part
+                watch.begin()
+            else:
+                watch.look(lambda _: "this process")
 
-        def look() -> None:
-            part = status.part
-            while not ended.wait(watch.look_each_s):
-                if status.stage == Stage.IDLE or status.part != part:  # another batch, or none
-                    part = status.part
-                    watch.begin()
-                else:
-                    watch.look(lambda _: "this process")
-
-        threading.Thread(target=look, daemon=True).start()
-        self.end = Finalize(self, ended.set)
+    threading.Thread(target=look, daemon=True).start()
+    return ended.set

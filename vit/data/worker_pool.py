@@ -1,12 +1,13 @@
-"""Worker processes that make parts of batches: how they start, get work, hang, die and end.
+"""Who makes parts of batches: worker processes, how they start, get work, hang, die and end.
 
 Parts go into one pipe, and whichever worker is free takes the next; results come back through one
 pipe per worker. Each worker writes what it is doing into its status in shared memory, which
-`vit.data.stall_watch` looks at while training waits. A worker without progress for
-`stall_timeout_s` is killed. Once it is dead and cannot write any more, another worker takes its
-place and its part is made again, from nothing but its position. If all workers say that they wait
-for work and parts do not come back (one was stopped as it waited), all are replaced. A part at
-which two workers hang, and a worker that even the kernel cannot end, end the run.
+`vit.data.stall_watch` looks at while training waits. If a worker makes no progress for
+`stall_timeout_s`, or all say that they wait for work and parts do not come back (one was stopped as
+it waited), all are killed. Once they are dead and cannot write any more, others take their places,
+and parts that had not come back are made again, from nothing but their positions. A part at which
+two workers hang, and a worker that even the kernel cannot end, end the run. Without workers
+`OwnProcess` makes the parts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import struct
 import sys
 import time
 import traceback
+from collections import deque
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -29,19 +31,16 @@ from typing import NamedTuple
 import torch
 
 from vit.data import stages
-from vit.data.batches import Batches
+from vit.data.batches import Batch, Batches
 from vit.data.slots import Slots
-from vit.data.stages import Stage
-from vit.data.stall_watch import StallWatch
+from vit.data.stages import Stage, WorkerStatus
+from vit.data.stall_watch import StallWatch, watch_in_thread
 from vit.system.child_process import follow_parent, signals_blocked
 from vit.system.files import ShardError
 from vit.system.host import num_oom_kills, process_state
 
 END_WAIT_S = 1.0
 """Time for workers to finish their part, which a slow store may hold up; then they are killed."""
-STOP_CHECKS = 50
-STOP_CHECK_S = 0.01
-"""How often, and how far apart, the kernel is asked whether a worker has stopped."""
 PARTS_PER_MEASUREMENT = 64
 """Parts after which a worker measures its memory again."""
 MAX_QUEUED_PARTS = 256
@@ -54,6 +53,16 @@ _END = -1
 """A position that asks a worker to end."""
 Part = tuple[int, int]
 """(position, first row)."""
+CAUSES = {
+    signal.SIGBUS: "as when a mapped file is cut short or its disk fails: was an index"
+    " (*.index.npy) rewritten while it was in use?"
+}
+"""What a signal of the kernel means, with a remedy."""
+CRASHED = (
+    "so a library it uses crashed, perhaps on a damaged image: `python -m data_prep.verify` decodes"
+    " them all"
+)
+"""The same of all others."""
 log = logging.getLogger(__name__)
 
 
@@ -62,17 +71,52 @@ class WorkerError(ValueError):
 
 
 class Result(NamedTuple):
-    """What a worker reports about a part that is done, or failed."""
+    """What is reported about a part that is done, or failed."""
 
-    slot: int
+    position: int
     first: int
     num_rows: int
     busy_s: float
-    bad_keys: tuple[str, ...] = ()
-    mistake: str = ""
-    """A user's mistake, one line: ShardError."""
-    stack: str = ""
-    """The stack of any other exception."""
+    bad_keys: tuple[str, ...]
+    error: Exception | None
+    """ShardError for a mistake of the user."""
+
+
+class OwnProcess:
+    """The loader without workers: this process makes a part when training waits for it.
+
+    A thread watches it, which can only report.
+    """
+
+    num_replaced = 0
+
+    def __init__(self, batches: Batches, slots: Slots, stall_timeout_s: float | None):
+        self._batches = batches
+        self._slots = slots
+        self._parts = deque[tuple[int, int, int]]()
+        self.statuses = [slots.status(0)]
+        self.watch = StallWatch(self.statuses, batches.where, stall_timeout_s)
+        self.end = Finalize(self, watch_in_thread(self.statuses[0], self.watch))
+
+    def put(self, position: int, slot: int, first: int) -> None:
+        """Add a part."""
+        self._parts.append((position, slot, first))
+
+    def results(self, wait: bool) -> list[Result]:
+        """Make the next part, if training waits for one."""
+        if not wait:
+            return []
+        position, slot, first = self._parts.popleft()
+        status_before = stages.use(self.statuses[0])
+        try:
+            return [
+                _make(self._batches, self.statuses[0], position, first, self._slots.batch(slot))
+            ]
+        finally:
+            self.statuses[0].enter(Stage.IDLE)
+            # What else this process decodes, as for a report, must not look like a batch that
+            # training waits for.
+            stages.use(status_before)
 
 
 class WorkerPool:
@@ -90,13 +134,14 @@ class WorkerPool:
         self.statuses = [slots.status(number) for number in range(num_workers)]
         self.num_replaced = 0
         """Workers that hung and were replaced."""
-        self._watch = StallWatch(self.statuses, batches.where, stall_timeout_s)
+        self.watch = StallWatch(self.statuses, batches.where, stall_timeout_s)
         self._oom_kills_before = num_oom_kills()
+        self._waiting = deque[tuple[int, int, int]]()
+        """Parts that are not in the pipe yet."""
         self._queued: dict[Part, int] = {}
-        """The slot of each part that was added and has not come back."""
-        self._second_time = set[Part]()
-        """Parts that are being made again."""
-        self._killed = set[int]()
+        """The slot of each part that is in the pipe, or that a worker has."""
+        self._hung = set[Part]()
+        """Parts at which a worker hung: each is made once more."""
         self._parts, self._put = self._context.Pipe(duplex=False)
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
@@ -111,40 +156,39 @@ class WorkerPool:
         for number in range(num_workers):
             self._start(number)
 
-    @property
-    def num_queued(self) -> int:
-        """Parts that were added and have not come back."""
-        return len(self._queued)
-
     def put(self, position: int, slot: int, first: int) -> None:
-        """Add a part, for the worker that is free first."""
-        self._queued[position, first] = slot
-        os.write(self._put.fileno(), _PART.pack(position, slot, first))
+        """Add a part, for the worker that is free first. Never waits."""
+        self._waiting.append((position, slot, first))
+        self._fill_pipe()
 
-    def begin_wait(self) -> None:
-        """Start to count a wait of training for a batch, which may span many calls of `results`."""
-        self._watch.begin()
-
-    def results(self, wait: bool) -> list[tuple[int, Result]]:
-        """Return (position, result) of the parts that are done; with `wait`, of one or more.
+    def results(self, wait: bool) -> list[Result]:
+        """Return the results of the parts that are done; with `wait`, of one or more.
 
         While it waits, workers that hang are reported and replaced. Raises WorkerError if a worker
         has died, or hangs and cannot be replaced.
         """
-        found = list[tuple[int, Result]]()
+        found = list[Result]()
         while True:
-            events = self._selector.select(self._watch.look_each_s if wait else 0)
-            for number in {key.data for key, _ in events}:
-                is_dead = self._receive(number, found)
-                if is_dead and number not in self._killed:
-                    raise WorkerError(self._cause_of_death(self._workers[number][0]))
-                if is_dead:
-                    self._replace(number)
-            if wait and self._watch.is_due:
-                self._watch.look(self._name)
-                self._kill_stalled(found)
+            # The only place where training waits for workers, and it never waits for one of them:
+            # whoever sends or dies first ends it, and at the latest the next look at all.
+            events = self._selector.select(self.watch.look_each_s if wait else 0)
+            for key, _ in events:
+                if self._receive(key.data, found):
+                    raise WorkerError(self._cause_of_death(self._workers[key.data][0]))
+            if wait and self.watch.is_due:
+                self.watch.look(self._name)
+                self._replace_stalled(found)
+            self._fill_pipe()
             if found or not wait:
                 return found
+
+    def _fill_pipe(self) -> None:
+        # A write that blocked would stop training: workers take parts only if they get rid of
+        # results, which training must read.
+        while self._waiting and len(self._queued) < MAX_QUEUED_PARTS:
+            position, slot, first = self._waiting.popleft()
+            self._queued[position, first] = slot
+            os.write(self._put.fileno(), _PART.pack(position, slot, first))
 
     def _start(self, number: int) -> None:
         self.statuses[number].restart()
@@ -160,23 +204,20 @@ class WorkerPool:
             send.close()  # now only the worker has it, so the pipe ends when the worker does
         self._workers[number] = (worker, results)
         self._selector.register(results, selectors.EVENT_READ, number)
-        self._selector.register(worker.sentinel, selectors.EVENT_READ, number)
 
-    def _receive(self, number: int, found: list[tuple[int, Result]]) -> bool:
+    def _receive(self, number: int, found: list[Result]) -> bool:
         """Append what worker `number` has sent to `found`; return True if it is dead."""
-        worker, results = self._workers[number]
-        # Before the pipe is read: what a worker sent before it died is still there.
-        is_dead = worker.exitcode is not None
-        try:
+        results = self._workers[number][1]
+        # The end of the pipe is the worker's, and comes after all that it sent before it died; half
+        # a message, of a worker that was killed as it wrote, reads as the end, too.
+        with suppress(EOFError, OSError):
             while results.poll():
-                position, result = results.recv()
-                self._watch.idle_s = 0.0
-                self._queued.pop((position, result.first))
-                self._second_time.discard((position, result.first))
-                found.append((position, result))
-        except (EOFError, OSError):
-            return True
-        return is_dead
+                result = results.recv()
+                self.watch.idle_s = 0.0
+                self._queued.pop((result.position, result.first))
+                found.append(result)
+            return False
+        return True
 
     # ---- workers that hang, and workers that died ----
 
@@ -184,108 +225,68 @@ class WorkerPool:
         pid = self._workers[number][0].pid
         return f"loader worker {number} (process {pid}{process_state(pid)})"
 
-    def _kill_stalled(self, found: list[tuple[int, Result]]) -> None:
-        """Kill workers that hang for too long; `results` replaces them once they are dead."""
-        if self._watch.idle_s >= self._timeout_s and self._queued:
-            self._replace_all(found)
-        for number, stuck_s in enumerate(self._watch.stuck_s):
-            if stuck_s < self._timeout_s:
-                continue
-            problem = (
-                f"{self._name(number)} {self._watch.activity(number)}, without progress for"
-                f" {stuck_s:.0f} s (data.stall_timeout_s)"
-            )
-            remedy = "look at what it waits for: a dead mount, a debugger, a suspended process"
-            if number in self._killed:
-                raise WorkerError(
-                    f"{problem}, and cannot be killed: it waits inside the kernel, as for a dead"
-                    f" mount; {remedy}"
-                )
-            if not self._batches.repeatable:
-                raise WorkerError(f"{problem}; {remedy}")
-            if self.statuses[number].part in self._second_time:
-                raise WorkerError(f"{problem}, where another worker hung before; {remedy}")
-            if self._kill(number):
-                log.warning(
-                    "%s: it is killed, and another makes its part of the batch again", problem
-                )
+    def _replace_stalled(self, found: list[Result]) -> None:
+        """Replace all workers if one hangs for too long, or if all have no work and parts wait.
 
-    def _replace_all(self, found: list[tuple[int, Result]]) -> None:
-        """Replace all workers: all say that they have no work, and parts wait.
-
-        One was stopped before it took a part, or before it began it; which, cannot be known. Parts
-        are added again once all workers are dead.
+        In the second case one was stopped before it took a part, or before it began it; which,
+        cannot be known.
         """
-        names = [self._name(number) for number in self._workers]
-        idle = ", ".join([name for name in names if ", stopped" in name] or names)
-        problem = (
-            f"{idle} takes no work, for {self._watch.idle_s:.0f} s (data.stall_timeout_s), and"
-            f" {self.num_queued} parts of batches wait"
-        )
-        if not self._batches.repeatable or self._second_time:
-            raise WorkerError(
-                f"{problem}; look for what stops processes: a debugger, a suspended job"
+        stuck = [n for n, stuck_s in enumerate(self.watch.stuck_s) if stuck_s >= self._timeout_s]
+        if stuck:
+            hung = {self.statuses[number].part for number in stuck}
+            problem = (
+                f"{self._name(stuck[0])} {self.watch.activity(stuck[0])}, without progress for"
+                f" {self.watch.stuck_s[stuck[0]]:.0f} s (data.stall_timeout_s)"
             )
+        elif self.watch.idle_s >= self._timeout_s and self._queued:
+            hung = set(self._queued)
+            names = [self._name(number) for number in self._workers]
+            idle = ", ".join([name for name in names if ", stopped" in name] or names)
+            problem = (
+                f"{idle} takes no work, for {self.watch.idle_s:.0f} s (data.stall_timeout_s), and"
+                f" {len(hung)} parts of batches wait"
+            )
+        else:
+            return
+        remedy = "look for what stops it: a dead mount, a debugger, a suspended job"
+        if not self._batches.repeatable:
+            raise WorkerError(f"{problem}; {remedy}")
+        if hung & self._hung:
+            raise WorkerError(f"{problem}, where another worker hung before; {remedy}")
+        self._hung |= hung
+        log.warning("%s: all workers are replaced, and others make their parts again", problem)
+        self._replace_all(found, f"{problem}, and cannot be killed; {remedy}")
+        self.num_replaced += len(stuck) or len(self._workers)
+
+    def _replace_all(self, found: list[Result], problem: str) -> None:
+        """Kill all workers, start others, and add the parts again that have not come back.
+
+        All, not only the one that hangs: a worker may die between taking a part and saying so, and
+        with all dead and the pipe empty, the parts that are left need no guess. It costs what the
+        others had begun, at most a part of each. Raises WorkerError(problem) if one does not die.
+        """
         for worker, _ in self._workers.values():
             worker.kill()
-        self._killed.update(self._workers)
-        for number, (worker, _) in self._workers.items():
-            worker.join(END_WAIT_S)
+        # In the kernel a process dies only when its wait ends, as when a mount comes back.
+        deadline = time.monotonic() + self._timeout_s
+        for number, (worker, results) in list(self._workers.items()):
+            worker.join(max(deadline - time.monotonic(), 0))
             if worker.exitcode is None:
-                raise WorkerError(
-                    f"{problem}, and one cannot be killed: it waits inside the kernel, as for a"
-                    " dead mount"
-                )
+                raise WorkerError(problem)
             self._receive(number, found)
-        log.warning("%s: all workers are replaced, and others make these", problem)
-        self._watch.idle_s = 0.0
+            self._selector.unregister(results)
+            results.close()
+            worker.close()
+        # Only now: while one of them lived, it could still write into a slot, or take a part.
         _drain(self._parts)
         os.set_blocking(self._parts.fileno(), True)
-        left = self._queued
-        self._queued = {}  # or `_replace` would add the part that its worker had
-        for number in list(self._workers):
-            self._replace(number)
-        self._second_time.update(left)
-        for (position, first), slot in left.items():
-            self.put(position, slot, first)
-
-    def _kill(self, number: int) -> bool:
-        """Kill a worker, unless it continues just now; return whether it was killed.
-
-        It is stopped first, so that its status surely names the part it was at.
-        """
-        worker = self._workers[number][0]
-        status = self.statuses[number]
-        num_changes = status.num_changes
-        assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGSTOP)
-        for _ in range(STOP_CHECKS):
-            if process_state(worker.pid) not in (", running", ", sleeping", ""):
-                break
-            time.sleep(STOP_CHECK_S)
-        if status.num_changes != num_changes:
-            os.kill(worker.pid, signal.SIGCONT)
-            return False
-        worker.kill()
-        self._killed.add(number)
-        self._watch.stuck_s[number] = 0.0
-        return True
-
-    def _replace(self, number: int) -> None:
-        """Start another worker in place of a dead one, and add its part again if it is missing."""
-        worker, results = self._workers[number]
-        part = self.statuses[number].part
-        self._selector.unregister(results)
-        self._selector.unregister(worker.sentinel)
-        results.close()
-        worker.join()
-        worker.close()
-        self._killed.remove(number)
-        self.num_replaced += 1
-        self._start(number)
-        if part in self._queued:
-            self._second_time.add(part)
-            self.put(part[0], self._queued[part], part[1])
+        self._waiting.extendleft(
+            (position, slot, first) for (position, first), slot in reversed(self._queued.items())
+        )
+        self._queued.clear()
+        for number in range(len(self.statuses)):
+            self._start(number)
+        self.watch.idle_s = 0.0
 
     def _cause_of_death(self, worker: BaseProcess) -> str:
         """Explain the death of a worker that was not killed by the pool, with a remedy."""
@@ -297,31 +298,22 @@ class WorkerPool:
                 " start again, report it if it returns"
             )
         number = signal.Signals(-code)
-        num_kills, before = num_oom_kills(), self._oom_kills_before
-        # None: the counter cannot be read. Without both numbers nothing is known.
-        is_counted = num_kills is not None and before is not None and num_kills > before
-        if number == signal.SIGKILL and is_counted:
-            reason = (
-                "because memory ran out: the kernel has counted it. Lower data.num_workers or"
-                " data.prefetch_gib"
-            )
-        elif number == signal.SIGKILL:
+        cause = CAUSES.get(number, CRASHED)
+        if number == signal.SIGKILL:
+            num_kills = num_oom_kills()
+            before = self._oom_kills_before
             counted = "it counted none here" if num_kills is not None else "see `dmesg`"
-            reason = (
+            cause = (
                 "by a person or program, or by the kernel, which does so when memory runs out"
                 f" ({counted}); if it did, lower data.num_workers or data.prefetch_gib"
             )
-        elif number == signal.SIGBUS:
-            reason = (
-                "as when a mapped file is cut short or its disk fails: was an index (*.index.npy)"
-                " rewritten while it was in use?"
-            )
-        else:
-            reason = (
-                "so a library it uses crashed, perhaps on a damaged image: `python -m"
-                " data_prep.verify` decodes them all"
-            )
-        return f"a loader worker (process {worker.pid}) was killed by {number.name}, {reason}"
+            # Without both counts (None: it cannot be read) nothing is known.
+            if num_kills and before is not None and num_kills > before:
+                cause = (
+                    "because memory ran out: the kernel has counted it. Lower data.num_workers or"
+                    " data.prefetch_gib"
+                )
+        return f"a loader worker (process {worker.pid}) was killed by {number.name}, {cause}"
 
 
 def _drain(parts: Connection) -> None:
@@ -366,6 +358,7 @@ def _end_workers(
 
 def _work(batches: Batches, slots: Slots, number: int, parts: Connection, send: Connection) -> None:
     """Make parts until asked to end."""
+    # Of all cores of the host a worker takes one: its resizes would start a thread on each.
     torch.set_num_threads(1)
     # Signals are ignored here: a worker that died of one meant for its rank would cost the rank's
     # last save.
@@ -379,23 +372,32 @@ def _work(batches: Batches, slots: Slots, number: int, parts: Connection, send: 
             position, slot, first = _PART.unpack(message)
             if position == _END:
                 return
-            status.take(position, first)
             rows = batch_in[slot].rows(first, first + slots.ring.part_rows)
-            began_s = time.perf_counter()
-            bad_keys: tuple[str, ...] = ()
-            mistake = ""
-            stack = ""
-            try:
-                bad_keys = batches.fill(position, first, rows)
-            except ShardError as error:
-                mistake = str(error)
-            except Exception:
-                stack = traceback.format_exc()
-            busy_s = time.perf_counter() - began_s
+            result = _make(batches, status, position, first, rows)
+            if result.error is not None and not isinstance(result.error, ShardError):
+                # As text: not every exception can be pickled, and none takes its stack along.
+                stack = "".join(traceback.format_exception(result.error))
+                result = result._replace(error=RuntimeError(f"in a loader worker:\n{stack}"))
             num_made += 1
+            # At the second part: the first has opened and allocated what each worker needs.
             if num_made % PARTS_PER_MEASUREMENT == 2:
                 status.measure_memory()
-            status.count_retries()
-            result = Result(slot, first, len(rows.labels), busy_s, bad_keys, mistake, stack)
-            send.send((position, result))
+            send.send(result)
+            # After the result is in the pipe: whoever says that it has no work owes nothing.
             status.enter(Stage.IDLE)
+
+
+def _make(batches: Batches, status: WorkerStatus, position: int, first: int, rows: Batch) -> Result:
+    """Write rows `first` and following of the batch at `position` into `rows`."""
+    status.take(position, first)
+    began_s = time.perf_counter()
+    bad_keys: tuple[str, ...] = ()
+    error = None
+    try:
+        bad_keys = batches.fill(position, first, rows)
+    except Exception as raised:
+        # Not raised here: an error is due with its batch, after all batches before it.
+        error = raised
+    busy_s = time.perf_counter() - began_s
+    status.count_retries()
+    return Result(position, first, len(rows.labels), busy_s, bad_keys, error)
