@@ -18,11 +18,13 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def sheets(monkeypatch):
-    """What is about to be drawn, in place of the drawing."""
+    """The columns that are about to be drawn, in place of the drawing."""
     caught = []
-    monkeypatch.setattr(
-        contact_sheet, "_plot", lambda columns, heading, picture: caught.append(columns) or picture
-    )
+
+    def catch(cells, num_columns, heading, picture, titles, caption_pt):
+        caught.append([(title, cells[n::num_columns]) for n, title in enumerate(titles)])
+
+    monkeypatch.setattr(contact_sheet, "plot_cells", catch)
     return caught
 
 
@@ -46,7 +48,7 @@ def test_each_row_shows_one_image_and_what_was_done_to_it(config, sheets, tmp_pa
     originals, first, second, mixed = (cells for _, cells in columns)
     for row, original in enumerate(originals):
         for drawn in (first[row], second[row]):
-            same = ((drawn.pixels * 255 - original.pixels.flip(-1).float()).abs() < 0.01).all(0)
+            same = ((drawn.image * 255 - original.image.flip(-1).float()).abs() < 0.01).all(0)
             assert same.all() if drawn.caption == ["flip"] else 0.1 < same.float().mean() < 1
             assert drawn.caption in (["flip"], ["flip, erase"])
         assert 1 <= len(mixed[row].caption) <= 2

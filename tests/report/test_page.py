@@ -342,7 +342,7 @@ def test_a_guest_without_attention(shards, tmp_path):
     mistaken = metrics(tmp_path / "run", "eval")[-1]["correct_top1"] < 23
     assert len(check_self_contained(page)) == 2 + mistaken  # augmented, confusion
     assert ("No validation image was taken for a different class." in page.text) is not mistaken
-    assert "Not drawn. ResNet has no plain self-attention in its blocks" in page.text
+    assert "Not drawn. timm/resnet10t is not our VisionTransformer." in page.text
     assert "Not drawn. timm/resnet10t has no position embeddings to compare." in page.text
 
 
@@ -479,13 +479,10 @@ def test_a_config_that_cannot_be_read_is_shown_as_it_is(tmp_path):
 
 
 def test_mistakes_of_people(tmp_path):
-    for folder, expected in (
-        (tmp_path / "no", "is not a folder"),
-        (tmp_path, "has neither config.yaml nor metrics.jsonl"),
-    ):
+    for folder in (tmp_path / "no", tmp_path):
         done = run("launch/report.py", folder)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith(f"error: {folder}: not a run folder, it {expected}")
+        assert done.stderr.startswith(f"error: {folder}: not a run folder: name one")
         assert len(done.stderr.splitlines()) == 1
     done = run("launch/report.py", cwd=tmp_path)
     assert done.returncode == 2

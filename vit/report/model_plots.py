@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,12 +14,15 @@ from vit.report.style import (
     GREY,
     ORANGE,
     SMALL_PT,
-    WIDTH_IN,
+    Cell,
     add_title,
+    as_colors,
+    cell_width_in,
     display_name,
     drawing,
     new_sheet,
     place,
+    plot_cells,
     share_lines,
     shorten,
     to_pixels,
@@ -40,29 +42,15 @@ def plot_augmented(
     inputs: (B, C, H, W) float, normalised by `mean` and `std` per channel, which is undone;
     targets: (B, classes) float shares. Returns `picture`.
     """
-    shift, scale = (
-        torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std)
-    )
-    images = (inputs.detach().float().cpu() * scale + shift).clamp(0, 1)
-    height, width = images.shape[2:]
-    columns = min(6, max(3, len(images)))
-    gap = 0.1
-    side = (WIDTH_IN - gap) / columns - gap
-    tall = side * height / width
-    captions = [share_lines(target, class_names, side) for target in targets.detach().float().cpu()]
-    row = tall + 0.16 + 0.18 * max(map(len, captions), default=1)
-    with drawing(picture, 0.5 + row * -(-len(images) // columns)) as figure:
-        sheet = new_sheet(
-            figure, f"Training inputs, {width} × {height} pixels, as the model gets them"
-        )
-        for i, (image, caption) in enumerate(zip(images, captions, strict=True)):
-            left, top = gap + i % columns * (side + gap), 0.5 + i // columns * row
-            place(sheet, to_pixels(image), left, top, side, tall)
-            for j, line in enumerate(caption):
-                sheet.text(
-                    left + side / 2, top + tall + 0.17 + 0.18 * j, line, ha="center", size=SMALL_PT
-                )
-    return picture
+    num_columns = min(6, max(3, len(inputs)))
+    side = cell_width_in(num_columns)
+    cells = [
+        Cell(image, share_lines(target, class_names, side))
+        for image, target in zip(as_colors(inputs, mean, std), targets.cpu(), strict=True)
+    ]
+    height, width = inputs.shape[2:]
+    heading = f"Training inputs, {width} × {height} pixels, as the model gets them"
+    return plot_cells(cells, num_columns, heading, picture)
 
 
 def plot_attention(

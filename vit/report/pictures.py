@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from vit.data.batches import TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import divisors
 from vit.metrics import predicted_classes
+from vit.model import VisionTransformer
 from vit.plan import create_order
 from vit.report import model_plots
 from vit.report.attention import attention_maps, attention_rollout
@@ -86,28 +87,20 @@ def draw_pictures(
     """Draw what `run_dir` has the data for into `run_dir`/report/, with the model on `device`.
 
     `on_picture(done, total, name)` is called after each picture. Random numbers of the caller are
-    not touched. Raises ValueError if `run_dir` is not a run folder or cannot be written.
+    not touched. Raises ValueError if `run_dir` is not a run folder.
     """
     names = (METRICS_FILE, CONFIG_FILE, "weights", CHECKPOINTS)
     if not any((run_dir / name).exists() for name in names):
-        found = "is not a folder"
-        if run_dir.is_dir():
-            found = "has neither config.yaml nor metrics.jsonl"
         raise ValueError(
-            f"{run_dir}: not a run folder, it {found}: name a folder that launch/train.py has"
-            " written, such as runs/demo"
+            f"{run_dir}: not a run folder: name one that launch/train.py has written, such as"
+            " runs/demo"
         )
-    folder = run_dir / REPORT_FOLDER
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
     source = ReportSource(run_dir, device)
     pictures = Pictures()
     # A new model draws random weights before it gets the run's.
     with torch.random.fork_rng(devices=[]):
         for number, (name, paint) in enumerate(PAINTERS.items(), 1):
-            path = folder / f"{name}.png"
+            path = run_dir / REPORT_FOLDER / f"{name}.png"
             try:
                 pictures.notes[name] = paint(source, path)
                 pictures.paths[name] = path
@@ -156,6 +149,9 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
 
 
 def _paint_attention(source: ReportSource, picture: Path) -> str:
+    model = source.model
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(f"{source.config.model.name} is not our VisionTransformer")
     predictions = None
     with suppress(ValueError):
         source.check_same_images()
@@ -163,23 +159,14 @@ def _paint_attention(source: ReportSource, picture: Path) -> str:
     labels = source.val_split.index["label"].astype(np.int64)
     chosen = pick_images(labels, predictions, NUM_ATTENTION, NUM_ATTENTION_WRONG)
     images = torch.stack([source.eval_image(sample) for sample in chosen])
-    model: Any = source.model
-    grid = source.weights.grid_size or getattr(
-        getattr(model, "patch_embed", None), "grid_size", None
-    )
-    prefix = getattr(model, "num_prefix_tokens", 0)
-    global_pool = getattr(model, "global_pool", "avg")
     logits = []
     relevance = []
-    with torch.no_grad():
-        # one by one: a ViT-H at 518 pixels holds 4 GB of attention for each image
-        for inputs in source.augment.normalize(images.to(source.device)).split(1):
-            maps = attention_maps(model, inputs)
-            if grid is None:
-                raise ValueError("The model does not contain the grid of its patches")
-            rolled = attention_rollout(maps, prefix, global_pool)
-            relevance.append(rolled.unflatten(1, (grid[0], grid[1])).cpu())
-            logits.append(model(inputs).float().cpu())
+    # one by one: a ViT-H at 518 pixels holds 4 GB of attention for each image
+    for inputs in source.augment.normalize(images.to(source.device)).split(1):
+        maps, outputs = attention_maps(model, inputs)
+        rolled = attention_rollout(maps, model.num_prefix_tokens, model.global_pool)
+        relevance.append(rolled.unflatten(1, model.grid_size).cpu())
+        logits.append(outputs.float().cpu())
     predicted = predicted_classes(torch.cat(logits))
     model_plots.plot_attention(
         images,
@@ -214,23 +201,18 @@ def pick_images(
     return [*right.tolist(), *wrong.tolist()]
 
 
-def _spread(labels: NDArray[np.int64], num: int) -> list[int]:
+def _spread(labels: NDArray[np.int64], num: int) -> NDArray[np.int64]:
     """Return up to `num` places in `labels`, spread over the classes.
 
-    First one image of each class, then a second of each, and so on; if a round is too long, places
-    at equal distances in it.
+    First one image of each class, then a second of each, and so on; at equal distances among the
+    classes if there are more than `num`.
     """
     order = np.argsort(labels, kind="stable")
     ordered = labels[order]
     turns = np.arange(len(labels)) - np.searchsorted(ordered, ordered)
-    chosen = list[int]()
-    for turn in range(turns.max(initial=-1) + 1):
-        if len(chosen) >= num:
-            break  # a class may have a million images, and each round looks at all
-        places = order[turns == turn]
-        wanted = min(num - len(chosen), len(places))
-        chosen += [int(places[i * len(places) // wanted]) for i in range(wanted)]
-    return chosen
+    candidates = order[np.argsort(turns, kind="stable")][: max(num, (turns == 0).sum())]
+    num = min(num, len(candidates))
+    return candidates[np.arange(num) * len(candidates) // max(num, 1)]
 
 
 def _paint_positions(source: ReportSource, picture: Path) -> str:
@@ -268,8 +250,7 @@ def _paint_confused(source: ReportSource, picture: Path) -> str:
     examples = []
     for true, predicted, *_ in pairs:
         places = np.flatnonzero((labels == true) & (predictions == predicted))[:NUM_EXAMPLES]
-        images = [source.eval_image(int(place)) for place in places]
-        examples.append([image.permute(1, 2, 0).numpy() for image in images])
+        examples.append([source.eval_image(int(place)) for place in places])
     plot_most_confused(pairs, examples, source.class_names, picture)
     return f"The commonest mistakes at step {step:,}, with the first images of each."
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,6 +26,7 @@ DPI = 175
 TITLE_PT = 12.0
 TEXT_PT = 10.5
 SMALL_PT = 9.5
+GAP_IN = 0.08
 BLUE = "#0072B2"
 ORANGE = "#D55E00"
 GREEN = "#009E73"
@@ -93,6 +95,60 @@ def place(
     half_h = pixels.shape[0] * scale / 2
     x, y = left + width / 2, top + height / 2
     sheet.imshow(pixels, extent=(x - half_w, x + half_w, y + half_h, y - half_h), aspect="auto")
+
+
+class Cell(NamedTuple):
+    """A picture of a grid."""
+
+    image: Tensor
+    """(1 or 3, H, W) uint8, or float in [0, 1]."""
+    caption: list[str]
+    """Lines under it."""
+
+
+def cell_width_in(num_columns: int) -> float:
+    """Return the width of a picture in a grid, in inches."""
+    return (WIDTH_IN - GAP_IN) / num_columns - GAP_IN
+
+
+def plot_cells(
+    cells: Sequence[Cell],
+    num_columns: int,
+    heading: str,
+    picture: Path,
+    titles: Sequence[str] = (),
+    caption_pt: float = SMALL_PT,
+) -> Path:
+    """Draw pictures of one size, row by row, with their captions. Returns `picture`.
+
+    titles: of the columns.
+    """
+    height, width = cells[0].image.shape[1:]
+    side = cell_width_in(num_columns)
+    tall = side * height / width
+    line_in = caption_pt / 55
+    row_in = tall + line_in * max(len(cell.caption) for cell in cells) + 2 * GAP_IN
+    top = 0.75 if titles else 0.5
+    with drawing(picture, top + row_in * -(-len(cells) // num_columns)) as figure:
+        sheet = new_sheet(figure, heading)
+        for column, title in enumerate(titles):
+            middle = GAP_IN + column * (side + GAP_IN) + side / 2
+            sheet.text(middle, 0.6, title, ha="center", va="center", size=SMALL_PT)
+        for number, cell in enumerate(cells):
+            row, column = divmod(number, num_columns)
+            left = GAP_IN + column * (side + GAP_IN)
+            bottom = top + row * row_in + tall
+            place(sheet, to_pixels(cell.image), left, bottom - tall, side, tall)
+            for n, line in enumerate(cell.caption, 1):
+                at = bottom + line_in * n
+                sheet.text(left + side / 2, at, line, ha="center", size=caption_pt)
+    return picture
+
+
+def as_colors(inputs: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Undo the normalisation of inputs (B, C, H, W): the same on the host, in [0, 1]."""
+    shift, scale = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
+    return (inputs.detach().float().cpu() * scale + shift).clamp(0, 1)
 
 
 def add_title(figure: Figure, text: str) -> None:
