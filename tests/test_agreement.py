@@ -101,7 +101,7 @@ def test_other_ranks_go_on_from_what_the_main_rank_found_as_soon_as_they_see_it(
     found = together(
         2,
         lambda world: resume.find_checkpoint(
-            seen if world.rank else run.folder, run.config, facts, set(), world
+            seen if world.rank else run.folder, config_io.to_dict(run.config), facts, set(), world
         ),
     )
     showing.join()
@@ -117,13 +117,21 @@ def test_a_checkpoint_from_before_a_setting_goes_on_only_as_it_was_made(config, 
     del info["config"]["train"]["ema_warmup"]
     (path / "checkpoint.json").write_text(json.dumps(info))
     with pytest.raises(ValueError, match=r"train\.ema_warmup: True there, False here"):
-        resume.find_checkpoint(run.folder, run.config, {}, set(), ALONE)
+        resume.find_checkpoint(run.folder, config_io.to_dict(run.config), {}, set(), ALONE)
     train_config = run.config.train.model_copy(update={"ema_warmup": True})
     as_made = run.config.model_copy(update={"train": train_config})
-    assert resume.find_checkpoint(run.folder, as_made, {}, set(), ALONE) == (path, info)
+    assert resume.find_checkpoint(run.folder, config_io.to_dict(as_made), {}, set(), ALONE) == (
+        path,
+        info,
+    )
     none = run.config.train.model_copy(update={"ema_decay": None})
     without = run.config.model_copy(update={"train": none})
-    assert resume.find_checkpoint(run.folder, without, {}, {"train.ema_decay"}, ALONE) is not None
+    assert (
+        resume.find_checkpoint(
+            run.folder, config_io.to_dict(without), {}, {"train.ema_decay"}, ALONE
+        )
+        is not None
+    )
 
 
 def test_a_checkpoint_that_one_host_never_sees_is_an_error_that_names_host_and_path(tmp_path):
@@ -150,7 +158,11 @@ def test_a_run_does_not_go_on_with_other_class_names(config, tmp_path):
     for same in (names, []):  # none were known
         assert (
             resume.find_checkpoint(
-                run.folder, run.config, {**facts, "class_names": same}, set(), ALONE
+                run.folder,
+                config_io.to_dict(run.config),
+                {**facts, "class_names": same},
+                set(),
+                ALONE,
             )
             is not None
         )
@@ -159,7 +171,11 @@ def test_a_run_does_not_go_on_with_other_class_names(config, tmp_path):
         match=rf"data: class 0 is '{names[0]}' there, '{names[2]}' here \(2 of 3 names differ\)",
     ):
         resume.find_checkpoint(
-            run.folder, run.config, {**facts, "class_names": names[::-1]}, set(), ALONE
+            run.folder,
+            config_io.to_dict(run.config),
+            {**facts, "class_names": names[::-1]},
+            set(),
+            ALONE,
         )
     with pytest.raises(
         ValueError, match="belongs to a run with other settings:\n  data: class 0 is"

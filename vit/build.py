@@ -39,7 +39,7 @@ from vit.ranks.exit import Interrupted, StopSignals
 from vit.run import checkpoint as checkpoints
 from vit.run.checkpoint import CheckpointError
 from vit.run.folder import CONFIG_FILE, RunLock, mark_stopped
-from vit.run.preflight import Preflight, check_disk, preflight, start_lines
+from vit.run.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight, start_lines
 from vit.run.record import Record, provenance
 from vit.run.resume import find_checkpoint
 from vit.run.state import RunState
@@ -68,6 +68,7 @@ class RunData:
     num_classes: int
     """Outputs of the model's head."""
     checked: Preflight
+    disk: DiskNeeds
     facts: dict[str, Any]
     """What must be the same after a resume."""
 
@@ -123,20 +124,20 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     is_new = world.is_main and not folder.is_dir()
     lock = RunLock(folder)
     signals = StopSignals()
+    settings = config_io.to_dict(config)
     try:
         # 1. Lock the folder. One that does not exist yet is created and locked in part 6.
         world.main_first(lambda: lock.acquire() if world.is_main and folder.is_dir() else None)
 
         # 2. Data and plan. The cheap checks come first: a mistake should show within a second.
         data = _open_data(config, world)
-        found = find_checkpoint(folder, config, data.facts, set(allow_change), world)
+        found = find_checkpoint(folder, settings, data.facts, set(allow_change), world)
         checked = data.checked
         with world.fail_together():
             if world.is_main and (found is None or found[1]["step"] < data.plan.total_steps):
-                checked = check_disk(checked, config, data.plan, folder, data.num_classes)
+                checked = check_disk(checked, data.disk, folder, config.checkpoint.keep_last)
 
         # 3. The model. All ranks draw the same weights from the seed, or load the same file.
-        facts = dict(data.facts)
         with world.fail_together():
             torch.manual_seed(config.train.seed)
             model = create_model(config.model, num_classes=data.num_classes)
@@ -145,7 +146,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
                 loaded, notes = _load_initial_weights(
                     model, config.init, config.model, names, data.num_classes
                 )
-                facts["init_sha256"] = fingerprint(loaded.weights)
+                data.facts["init_sha256"] = fingerprint(loaded.weights)
                 for note in notes if world.is_main else []:
                     print(f"{loaded.path}: {note}", file=sys.stderr)
 
@@ -163,7 +164,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         )
 
         # 5. Copy the checkpoint into the existing tensors, which DDP and the average refer to.
-        state = RunState(facts={**facts, "grid_size": grid_size(model)})
+        state = RunState(facts={**data.facts, "grid_size": grid_size(model)})
         if found is not None:
             with world.fail_together():
                 state = _load_checkpoint(*found, train_step, data.plan)
@@ -237,7 +238,10 @@ def _open_data(config: Config, world: World) -> RunData:
             rank=world.rank,
             world_size=world.size,
         )
-        checked = preflight(config, world, plan, batches, val_batches)
+        checked = preflight(config.data, world, plan, batches, val_batches)
+        disk = disk_needs(
+            config.model, config.optim, config.train, config.checkpoint, plan, num_classes
+        )
     # What a resumed run must find unchanged. `check_same` compares across hosts, too.
     facts = {
         "num_samples": split.num_samples,
@@ -248,7 +252,9 @@ def _open_data(config: Config, world: World) -> RunData:
     world.check_same(lambda: train_set.identity, "chosen samples")
     if train_set.identity:
         facts["chosen"] = train_set.identity
-    return RunData(plan, train_set, batches, val_split, image_format, num_classes, checked, facts)
+    return RunData(
+        plan, train_set, batches, val_split, image_format, num_classes, checked, disk, facts
+    )
 
 
 def _load_initial_weights(

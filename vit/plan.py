@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vit.config import io as config_io
-from vit.config.schema import AugmentConfig, Config
+from vit.config.schema import AugmentConfig, Config, DataConfig, OptimConfig
 from vit.data.augment.draw import mixes, partners
 from vit.data.order import Order, Share, divisors, make_order, possible_lanes
 from vit.data.shuffle_quality import measure_shuffle
@@ -31,6 +31,7 @@ class Plan:
     """What follows from config, data and ranks."""
 
     world_size: int
+    global_batch_size: int
     micro_batch_size: int
     accumulation_steps: int
     steps_per_epoch: int
@@ -49,12 +50,12 @@ class Plan:
         return at_end or (step > 0 and step % self.eval_every_steps == 0)
 
 
-def divide_batch(config: Config, world_size: int) -> tuple[int, int]:
+def divide_batch(data: DataConfig, augment: AugmentConfig, world_size: int) -> tuple[int, int]:
     """(micro_batch_size, accumulation_steps) of each rank. Raises ValueError for what does not
     divide, with the sizes that work."""
-    batch = config.data.global_batch_size
-    group = config.augment.mix_group_size
-    unit = group if mixes(config.augment) else 1
+    batch = data.global_batch_size
+    group = augment.mix_group_size
+    unit = group if mixes(augment) else 1
     if batch % (world_size * unit):
         step = world_size * unit
         near = sorted({max(batch // step, 1) * step, (batch // step + 1) * step})
@@ -72,7 +73,7 @@ def divide_batch(config: Config, world_size: int) -> tuple[int, int]:
             f" {' or '.join(map(str, near))}, or {other}"
         )
     share = batch // world_size
-    ceiling = config.data.micro_batch_size or share
+    ceiling = data.micro_batch_size or share
     sizes = [size for size in divisors(share) if size % unit == 0]
     micro = max((size for size in sizes if size <= ceiling), default=0)
     if not micro:
@@ -83,18 +84,22 @@ def divide_batch(config: Config, world_size: int) -> tuple[int, int]:
     return micro, share // micro
 
 
-def create_order(config: Config, num_samples: int, shares: tuple[Share, ...] = ()) -> Order:
+def create_order(
+    data: DataConfig,
+    augment: AugmentConfig,
+    seed: int,
+    num_samples: int,
+    shares: tuple[Share, ...] = (),
+) -> Order:
     """The order of `num_samples` training images; shares: as `Order`. Raises ValueError for sizes
     that do not divide, and if copies of an image would be mixed with each other, with those that
     work.
     """
-    data = config.data
-    augment = config.augment
     make = partial(
         make_order,
         num_samples,
         data.global_batch_size,
-        config.train.seed,
+        seed,
         block_samples=data.block_samples,
         window_blocks=data.window_blocks,
         aug_repeats=data.aug_repeats,
@@ -136,8 +141,10 @@ def make_plan(
 
     Raises ValueError for what does not divide, with the sizes that work.
     """
-    micro_batch_size, accumulation_steps = divide_batch(config, world_size)
-    order = create_order(config, num_samples, shares)
+    data = config.data
+    augment = config.augment
+    micro_batch_size, accumulation_steps = divide_batch(data, augment, world_size)
+    order = create_order(data, augment, config.train.seed, num_samples, shares)
 
     def steps(count: int | None, epochs: float | None, default: int) -> int:
         if count is not None:
@@ -147,6 +154,7 @@ def make_plan(
     total = max(steps(config.train.steps, config.train.epochs, 0), 1)
     plan = Plan(
         world_size=world_size,
+        global_batch_size=data.global_batch_size,
         micro_batch_size=micro_batch_size,
         accumulation_steps=accumulation_steps,
         steps_per_epoch=order.steps_per_epoch,
@@ -208,19 +216,22 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
             quality = measure_shuffle(order, train.split.index["label"])
         derived |= {"chosen": "; ".join(train.summary)} if train.summary else {}
     derived["training_images"] = f"{order.num_samples:,}{images_assumed}"
-    derived |= {**asdict(plan), "num_lanes": order.num_lanes, "block_samples": order.block_samples}
+    numbers = asdict(plan)
+    del numbers["global_batch_size"]  # which is above, with its origin
+    derived |= {**numbers, "num_lanes": order.num_lanes, "block_samples": order.block_samples}
     if quality is not None:
         derived["order" if quality is NOT_EXACT else "shuffle"] = quality
     with torch.device("meta"):
         model = create_model(config.model, num_classes=num_classes)
     gflop = flops_per_image(model) / 1e9
-    state, gradients = training_bytes(model, config)
+    is_averaged = config.train.ema_decay is not None
+    state, gradients = training_bytes(model, config.optim, is_averaged)
     derived["classes"] = f"{num_classes}{assumed}"
     derived["parameters"] = f"{count_parameters(model):,}"
     derived["gflop_per_image"] = (
         f"{gflop:.2f} forward, 2 for each multiply-add (papers count 1: {gflop / 2:.2f})"
     )
-    held = "weights, optimizer" + ("" if config.train.ema_decay is None else ", average")
+    held = "weights, optimizer" + (", average" if is_averaged else "")
     kept = f"{config.checkpoint.keep_last} are kept, and one more while it is written"
     derived["checkpoint_mb"] = f"{state / 1e6:,.1f} ({held}), {kept}"
     derived["parameters_gib"] = (
@@ -234,15 +245,13 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     )
 
 
-def training_bytes(model: nn.Module, config: Config) -> tuple[int, int]:
+def training_bytes(model: nn.Module, optim: OptimConfig, is_averaged: bool) -> tuple[int, int]:
     """(bytes of the tensors in a checkpoint, bytes of the gradients): weights and buffers, once
     more for a moving average, and what the optimizer keeps."""
     stored = sum(tensor.nbytes for tensor in model.state_dict().values())
     gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     loss_scale = 8  # and the steps since it overflowed
     return (
-        stored * (1 if config.train.ema_decay is None else 2)
-        + sum(state_bytes(config.optim, model))
-        + loss_scale,
+        stored * (2 if is_averaged else 1) + sum(state_bytes(optim, model)) + loss_scale,
         gradients,
     )

@@ -53,7 +53,9 @@ def train(run: Run) -> str:
         ) as loader,
         collect_garbage_at_log_lines(),
     ):
-        monitor = Monitor(config, plan, run.world, state, run.record, loader, run.train_step.lr_at)
+        monitor = Monitor(
+            config.train, plan, run.world, state, run.record, loader, run.train_step.lr_at
+        )
         order = run.batches.order if isinstance(run.batches, TrainBatches) else None
         order_check = OrderCheck(run.world, order, plan, run.record, first_step)
         if run.world.is_main:

@@ -22,7 +22,7 @@ from webdataset import TarWriter
 
 from data_prep import index
 from vit.config.io import ConfigError, load_config
-from vit.config.schema import AugmentConfig
+from vit.config.schema import AugmentConfig, Config
 from vit.data.augment.draw import partners
 from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.order import Order, make_order
@@ -245,6 +245,10 @@ def config_of(tmp_path: Path, *overrides: str):
     return load_config(path, list(overrides)).config
 
 
+def order_of(config: Config) -> Order:
+    return create_order(config.data, config.augment, config.train.seed, 1000)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.integers(2, 600),
@@ -269,21 +273,17 @@ def test_where_copies_would_mix_the_numbers_of_lanes_that_work_are_told(tmp_path
     with pytest.raises(
         ValueError, match="copies of an image would mix with each other in groups of 4"
     ) as caught:
-        create_order(config_of(tmp_path, *repeated), 1000)
+        order_of(config_of(tmp_path, *repeated))
     assert "data.aug_repeats=3: with data.num_lanes=16" in str(caught.value)
     assert str(caught.value).endswith(
         "choose data.num_lanes out of [1, 2, 4, 8], or another augment.mix_group_size"
     )
     for lanes in (1, 2, 4, 8):
         assert (
-            create_order(
-                config_of(tmp_path, "data.aug_repeats=3", f"data.num_lanes={lanes}"), 1000
-            ).num_lanes
+            order_of(config_of(tmp_path, "data.aug_repeats=3", f"data.num_lanes={lanes}")).num_lanes
             == lanes
         )
-    assert (
-        create_order(config_of(tmp_path, *repeated, "augment.mixup_alpha=0"), 1000).num_lanes == 16
-    )
+    assert order_of(config_of(tmp_path, *repeated, "augment.mixup_alpha=0")).num_lanes == 16
 
 
 def test_the_plan_tells_the_distinct_images_of_an_epoch(tmp_path):

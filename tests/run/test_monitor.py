@@ -50,7 +50,7 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
     with Loader(Slow(), 0, 5) as loader:
         world = World(0, 1, torch.device("cpu"))
         state = RunState(facts={})
-        monitor = Monitor(settings, plan, world, state, record, loader, lambda step: 0.1)
+        monitor = Monitor(settings.train, plan, world, state, record, loader, lambda step: 0.1)
         monitor.start_clock()
         for step in range(5):
             waited_before_s = loader.stats.wait_s
@@ -122,7 +122,7 @@ def test_a_rank_that_others_wait_for_is_named_with_its_host(
     world = World(0, 3, torch.device("cpu"), hosts=("near", "near", "far"))
     with Loader(Slow(), 0, 3) as loader:
         state = RunState(facts={})
-        monitor = Monitor(settings, plan, world, state, record, loader, lambda step: 0.1)
+        monitor = Monitor(settings.train, plan, world, state, record, loader, lambda step: 0.1)
         monitor.start_clock()
         for step in range(3):
             next(loader)

@@ -21,9 +21,16 @@ from vit.config.schema import Config
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.decode import native
 from vit.data.shards.data_set import open_split
-from vit.plan import make_plan
+from vit.plan import Plan, make_plan
 from vit.ranks.distributed import World
-from vit.run.preflight import Preflight, check_disk, disk_needs, precision_note, preflight
+from vit.run.preflight import (
+    DiskNeeds,
+    Preflight,
+    check_disk,
+    disk_needs,
+    precision_note,
+    preflight,
+)
 from vit.system.host import free_memory_bytes, num_cores, num_oom_kills
 from vit.train import train as train_run
 
@@ -180,8 +187,12 @@ def check(config: Config, root: Path) -> Preflight:
     plan, order = make_plan(config, splits[0].num_samples, 1)
     val = EvalBatches(splits[1], image, config.eval, config.eval.batch_size)
     return preflight(
-        config, world, plan, TrainBatches(splits[0], order, config.augment, image), val, root
+        config.data, world, plan, TrainBatches(splits[0], order, config.augment, image), val, root
     )
+
+
+def room_of(config: Config, plan: Plan) -> DiskNeeds:
+    return disk_needs(config.model, config.optim, config.train, config.checkpoint, plan, 3)
 
 
 def tiny(path: Path, *overrides: str) -> Config:
@@ -364,7 +375,7 @@ def test_the_room_that_a_run_takes_is_known_before_it_is_built(overrides, shards
     once = ("train.epochs=null", "train.steps=1", "eval.every_steps=1", f"run.dir={folder}")
     settings = load_config(path, [*overrides, *once]).config
     plan, _ = make_plan(settings, 60, 1)
-    needs = disk_needs(settings, plan, 3)
+    needs = room_of(settings, plan)
     train_run(build(settings, World(0, 1, torch.device("cpu"))))
     assert needs.num_checkpoints == 1
     for expected, pattern in (
@@ -380,22 +391,22 @@ def test_how_many_checkpoints_there_are_at_a_time(config):
     for steps, kept, expected in ((12, 2, 3), (6, 2, 2), (3, 5, 1), (12, 1, 2)):
         settings = tiny(config, f"train.steps={steps}", f"checkpoint.keep_last={kept}")
         plan, _ = make_plan(settings, 60, 1)
-        assert disk_needs(settings, plan, 3).num_checkpoints == expected
+        assert room_of(settings, plan).num_checkpoints == expected
 
 
 def test_what_a_resumed_run_has_saved_needs_no_room_again(config, tmp_path):
     """A finished set of checkpoints and weights leaves one checkpoint to be added."""
     settings = tiny(config)
     plan, _ = make_plan(settings, 60, 1)
-    needs = disk_needs(settings, plan, 3)
-    empty = check_disk(Preflight((), {}), settings, plan, tmp_path / "run", 3)
+    needs = room_of(settings, plan)
+    empty = check_disk(Preflight((), {}), needs, tmp_path / "run", 2)
     for number in range(2):
         state = tmp_path / "run" / "checkpoints" / f"step_{number}" / "state.safetensors"
         state.parent.mkdir(parents=True)
         state.write_bytes(bytes(needs.checkpoint_bytes))
     (tmp_path / "run" / "weights").mkdir()
     (tmp_path / "run" / "weights" / "last.safetensors").write_bytes(bytes(needs.weights_bytes))
-    later = check_disk(Preflight((), {}), settings, plan, tmp_path / "run", 3)
+    later = check_disk(Preflight((), {}), needs, tmp_path / "run", 2)
     for found, expected in ((empty, needs.total_bytes), (later, needs.checkpoint_bytes)):
         assert found.numbers["needed_disk_gib"] == round(expected / GIB, 4)
     [line] = empty.lines

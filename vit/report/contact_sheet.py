@@ -83,7 +83,7 @@ def make_contact_sheet(
             cells = []
             for row in _sorted(batch):
                 if is_draw:
-                    caption = _caption(config, batch, row, side)
+                    caption = _caption(config.augment, batch, row, side)
                 else:
                     caption = share_lines(targets[row].cpu(), split.class_names, side)
                 cells.append(Cell(images[row], caption))
@@ -103,8 +103,8 @@ def _sorted(batch: Batch) -> list[int]:
     return np.argsort(batch.ids.numpy()).tolist()
 
 
-def _caption(config: Config, batch: Batch, row: int, width_in: float) -> list[str]:
+def _caption(config: AugmentConfig, batch: Batch, row: int, width_in: float) -> list[str]:
     operations = ["not readable"]
     if batch.weights[row] != 0:
-        operations = describe(config.augment, batch.table[row].numpy())
+        operations = describe(config, batch.table[row].numpy())
     return wrap(", ".join(operations), int(width_in * 72 / (0.55 * CAPTION_PT)))

@@ -111,7 +111,7 @@ def config_facts(
     return [*found, ("data", data), ("recipe", f"{length}; {optimizer}")]
 
 
-def host_facts(history: History, config: Config | None) -> list[tuple[str, str]]:
+def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
     """Return what the newest attempt ran on, and from which config file."""
     if not history.attempts:
         return []
@@ -120,8 +120,8 @@ def host_facts(history: History, config: Config | None) -> list[tuple[str, str]]
     device = str(start.get("device", "?")).partition(":")[0]
     hardware = f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'} on {device}"
     hardware += f" ({start.get('host', '?')})"
-    if config is not None:
-        hardware += f", {config.train.precision}"
+    if precision:
+        hardware += f", {precision}"
     file = re.search(r"--config[ =](\S+)", str(start.get("command", "")))
     return [("hardware", hardware), *([("config", file[1])] if file else [])]
 

@@ -143,7 +143,10 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "script_hash": _script_hash(),
         "made_s": made_s,
         "state": facts.run_state(history, plan, run_dir, made_s),
-        "facts": [*config_facts, *facts.host_facts(history, config)],
+        "facts": [
+            *config_facts,
+            *facts.host_facts(history, config.train.precision if config else ""),
+        ],
         "evaluations": evaluations,
         "averaged": any(row["top1_ema"] is not None for row in evaluations),
         "headline": facts.headline(evaluations),

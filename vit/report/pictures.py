@@ -130,7 +130,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
     share = min(shares, default=batch_size)
     batches = TrainBatches(
         train.split,
-        create_order(config, train.num_draws, train.shares),
+        create_order(config.data, config.augment, config.train.seed, train.num_draws, train.shares),
         config.augment,
         source.image_format,
         world_size=batch_size // share,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from vit.config.schema import Config
+from vit.config.schema import TrainConfig
 from vit.data.loader import Loader, LoaderStats
 from vit.data.stages import TALLIED, Stage, Tally, add_up, since
 from vit.plan import Plan
@@ -72,7 +72,7 @@ class Monitor:
 
     def __init__(
         self,
-        config: Config,
+        settings: TrainConfig,
         plan: Plan,
         world: World,
         state: RunState,
@@ -80,7 +80,7 @@ class Monitor:
         loader: Loader,
         lr_at: Callable[[int], float],
     ):
-        self.config = config
+        self.settings = settings
         self.plan = plan
         self.world = world
         self.state = state
@@ -179,7 +179,7 @@ class Monitor:
             self.record.write("fault", step + 1, reason=reason, loss=values.loss)
         self._log(step + 1, values, stats)
         num_skipped = self.state.updates_skipped_in_a_row
-        if num_skipped >= self.config.train.max_skipped_steps:
+        if num_skipped >= self.settings.max_skipped_steps:
             with self.world.fail_together():
                 raise ValueError(
                     f"step {step}: the gradient was not finite {num_skipped} times in a row (loss"
@@ -201,7 +201,7 @@ class Monitor:
     def _log(self, step: int, values: StepValues, stats: LoaderStats) -> None:
         """Move the live line to `step` steps done; at the end of an interval write metrics."""
         plan = self.plan
-        batch_size = self.config.data.global_batch_size
+        batch_size = plan.global_batch_size
         spent_s = max(self._last_step_at - self._began, 1e-9)
         waiting = sum_up(self._waits_s)
         wait_share = min(waiting.waited_s / spent_s, 1.0)

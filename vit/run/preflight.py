@@ -19,7 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from vit.config.schema import Config
+from vit.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.decode import native
 from vit.data.decode.images import decoder_name
@@ -72,7 +79,7 @@ class Preflight:
 
 
 def preflight(
-    config: Config,
+    data: DataConfig,
     world: World,
     plan: Plan,
     train: TrainBatches | StreamBatches,
@@ -83,11 +90,11 @@ def preflight(
 
     root: where `proc` and `sys` are. Raises ValueError if the run cannot work here.
     """
-    workers = config.data.num_workers
+    workers = data.num_workers
     ranks = local_world_size()
     on_gpu = world.device.type == "cuda"
     ring = plan_ring(
-        train.layout, train.row_unit, plan.total_steps, workers, config.data.prefetch_gib, on_gpu
+        train.layout, train.row_unit, plan.total_steps, workers, data.prefetch_gib, on_gpu
     )
     # Evaluation's workers and buffers exist next to those of training.
     eval_ring = plan_ring(val.layout, val.row_unit, len(val), workers, None, on_gpu)
@@ -125,7 +132,7 @@ def preflight(
         "open_files": raise_open_files(wanted_files),
         "free_shm_gib": round(shutil.disk_usage(shm).free / GIB, 2) if shm.is_dir() else None,
     }
-    numbers["notes"] = notes = list(_notes(config, world, train, numbers, wanted_files))
+    numbers["notes"] = notes = list(_notes(data, world, train, numbers, wanted_files))
     memory = "" if free_bytes is None else f", {free_bytes / GIB:.1f} GiB of memory free"
     data_line = (
         f"data: {train.split.num_samples:,} images in {len(train.split.filenames):,} shards,"
@@ -142,7 +149,7 @@ def preflight(
 
 
 def _notes(
-    config: Config,
+    data: DataConfig,
     world: World,
     train: TrainBatches | StreamBatches,
     numbers: dict[str, Any],
@@ -150,7 +157,7 @@ def _notes(
 ) -> Iterator[str]:
     """Yield what costs speed on a host with these `numbers`, each with its remedy."""
     ranks = local_world_size()
-    workers = ranks * config.data.num_workers
+    workers = ranks * data.num_workers
     cores = numbers["cores"]
     shm_gib = numbers["free_shm_gib"]
     if numbers["open_files"] < wanted_files:
@@ -165,8 +172,6 @@ def _notes(
             f"{workers} loader workers on {cores} core(s) take turns:"
             f" data.num_workers={max(cores // ranks, 1)} is as fast, in less memory"
         )
-    if world.is_main and (emulated := precision_note(config.train.precision, world.device)):
-        yield emulated
     if native.UNAVAILABLE_REASON:
         yield f"JPEGs are decoded by simplejpeg, at 0.6 of the speed: {native.UNAVAILABLE_REASON}"
     if world.device.type == "cuda" and ranks > 1 and shm_gib is not None and shm_gib < NCCL_SHM_GIB:
@@ -228,30 +233,34 @@ class DiskNeeds:
         return self.num_checkpoints * self.checkpoint_bytes + self.weights_bytes
 
 
-def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
+def disk_needs(
+    model_config: ModelConfig,
+    optim: OptimConfig,
+    train: TrainConfig,
+    checkpoint: CheckpointConfig,
+    plan: Plan,
+    num_classes: int,
+) -> DiskNeeds:
     """Compute the size of parameters, optimizer and average, without creating them."""
     with torch.device("meta"):
-        model = create_model(config.model, num_classes=num_classes)
-    copies = 1 if config.train.ema_decay is None else 2
+        model = create_model(model_config, num_classes=num_classes)
+    copies = 1 if train.ema_decay is None else 2
     weights_bytes = _file_bytes([tensor.nbytes for tensor in model.state_dict().values()])
-    num_saves = -(-plan.total_steps // config.checkpoint.every_steps)
+    num_saves = -(-plan.total_steps // checkpoint.every_steps)
     num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # last; best once evaluated
     return DiskNeeds(
-        checkpoint_bytes=copies * weights_bytes + _file_bytes(state_bytes(config.optim, model)),
+        checkpoint_bytes=copies * weights_bytes + _file_bytes(state_bytes(optim, model)),
         # A checkpoint is written before the oldest is removed.
-        num_checkpoints=min(config.checkpoint.keep_last + 1, num_saves),
+        num_checkpoints=min(checkpoint.keep_last + 1, num_saves),
         weights_bytes=num_names * copies * weights_bytes,
     )
 
 
-def check_disk(
-    checked: Preflight, config: Config, plan: Plan, folder: Path, num_classes: int
-) -> Preflight:
+def check_disk(checked: Preflight, needs: DiskNeeds, folder: Path, keep_last: int) -> Preflight:
     """Return `checked` with what the run will save in `folder`.
 
     What is there of it already counts. Raises ValueError if there is no room for the rest.
     """
-    needs = disk_needs(config, plan, num_classes)
     saved = [path for pattern in SAVED for path in folder.glob(pattern) if path.is_file()]
     saved_bytes = sum(path.stat().st_size for path in saved)
     # At least one checkpoint is written before anything is removed.
@@ -267,7 +276,7 @@ def check_disk(
         raise ValueError(
             f"run.dir={folder}: the run needs {_size(needs.total_bytes)} ({what}{present}), its"
             f" disk has {_size(free_bytes)} free: make room, lower checkpoint.keep_last"
-            f" ({config.checkpoint.keep_last}, and one more while it is written), or choose another"
+            f" ({keep_last}, and one more while it is written), or choose another"
             " run.dir"
         )
     numbers = {
@@ -368,7 +377,7 @@ def start_lines(
         f"{config.model.name}: {count_parameters(model):,} parameters,"
         f" {flops_per_image(model) / 1e9:.2f} GFLOP per image; {world.size} rank(s) on"
         f" {world.device.type}, {config.train.precision}; {plan.total_steps} steps of"
-        f" {config.data.global_batch_size} images{micro_steps}"
+        f" {plan.global_batch_size} images{micro_steps}"
     )
     copies = ""
     if config.data.aug_repeats > 1:
@@ -377,6 +386,8 @@ def start_lines(
             f" epoch, {config.data.aug_repeats} copies of each; "
         )
     yield f"streamed, {NOT_EXACT}" if shuffle is None else f"shuffle: {copies}{shuffle}"
+    if emulated := precision_note(config.train.precision, world.device):
+        yield f"note: {emulated}"
     if plan.warmup_steps >= plan.total_steps:
         yield (
             f"note: the warm-up takes {plan.warmup_steps} steps, the run has {plan.total_steps}:"

@@ -24,16 +24,17 @@ BEFORE_IT_EXISTED = {("train", "ema_warmup"): True}
 
 
 def find_checkpoint(
-    folder: Path, config: Config, facts: dict[str, Any], allowed: set[str], world: World
+    folder: Path, settings: dict[str, Any], facts: dict[str, Any], allowed: set[str], world: World
 ) -> tuple[Path, dict] | None:
     """Return the checkpoint to continue from and its info, None in a new folder.
 
-    Every rank calls it. facts: what must be the same in addition to the settings; allowed: settings
-    that may differ. Raises ValueError if the checkpoint belongs to another run.
+    Every rank calls it. settings: as `config_io.to_dict` gives them; facts: what must be the same
+    in addition; allowed: settings that may differ. Raises ValueError if the checkpoint belongs to
+    another run.
     """
 
     def look() -> tuple[str, dict] | None:
-        found = _newest_of_this_run(folder, config, facts, allowed)
+        found = _newest_of_this_run(folder, settings, facts, allowed)
         return None if found is None else (found[0].name, found[1])
 
     found = world.broadcast_from_main(look)
@@ -57,7 +58,7 @@ def may_change(key: str) -> bool:
 
 
 def _newest_of_this_run(
-    folder: Path, config: Config, facts: dict[str, Any], allowed: set[str]
+    folder: Path, settings: dict[str, Any], facts: dict[str, Any], allowed: set[str]
 ) -> tuple[Path, dict] | None:
     """Return the newest checkpoint that is not damaged; ValueError if it is of another run."""
     found = checkpoints.newest_checkpoint(
@@ -66,32 +67,32 @@ def _newest_of_this_run(
     if found is None:
         return None
     path, info = found
-    changed = _changed_settings(info["config"], str(path), config)
+    changed = _changed_settings(info["config"], str(path), settings)
     changed = {key: values for key, values in changed.items() if key not in allowed}
     lines = [f"  {key}: {old} there, {new} here" for key, (old, new) in changed.items()]
     lines += _changed_facts(info["facts"], facts)
     if lines:
         hint = f", or accept a change with --allow-change {next(iter(changed))}" if changed else ""
-        settings = "\n".join(lines)
+        differences = "\n".join(lines)
         raise ValueError(
-            f"{path} belongs to a run with other settings:\n{settings}\nUse another run.dir,"
+            f"{path} belongs to a run with other settings:\n{differences}\nUse another run.dir,"
             f" restore the settings{hint}"
         )
     return found
 
 
 def _changed_settings(
-    stored: dict[str, Any], source: str, config: Config
+    stored: dict[str, Any], source: str, settings: dict[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
     """Return the settings that must not change and did: dotted key -> (old, new)."""
     # Settings that are newer than the checkpoint get their defaults here.
     old_values = config_io.to_dict(config_io.from_dict(stored, source))
     for (section, key), value in BEFORE_IT_EXISTED.items():
-        if key not in stored.get(section, {}) and config.train.ema_decay is not None:
+        if key not in stored.get(section, {}) and settings["train"]["ema_decay"] is not None:
             old_values[section][key] = value
     return {
         key: (old, new)
-        for key, (old, new) in config_io.differences(old_values, config_io.to_dict(config)).items()
+        for key, (old, new) in config_io.differences(old_values, settings).items()
         # `bare`: a URL with another login names the same data
         if not may_change(key) and bare(str(old)) != bare(str(new))
     }
