@@ -12,7 +12,7 @@ shrunk to this size it differs from the original by at most 4 of 255 levels, 51 
 levels, 41 dB; with the usual subsampling 37 dB at any quality). Extracted files are read in place,
 those of an archive are unpacked temporarily.
 
-The Python version (cifar-10-python.tar.gz) is refused: it is made of pickles, and reading a pickle
+The Python version (cifar-10-python.tar.gz) is not read: it is made of pickles, and reading a pickle
 runs the code in it.
 """
 
@@ -90,17 +90,6 @@ KINDS = {
         files={"train.bin": ("train", 50_000), "test.bin": ("val", 10_000)},
     ),
 }
-PICKLES = {
-    *(f"data_batch_{n}" for n in range(1, 6)),
-    "test_batch",
-    "batches.meta",
-    "train",
-    "test",
-    "meta",
-}
-"""Files of the Python version."""
-
-
 # ---- the files -----------------------------------------------------------------------------------
 
 
@@ -108,10 +97,9 @@ def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
     """Which data set is there, and the folder or archive with its files.
 
     What is extracted comes first. classes: 10 or 100, where both may be. Raises PrepError if there
-    is nothing, more than one, or the Python version.
+    is nothing, or more than one.
     """
     kinds = [KINDS[classes]] if classes else list(KINDS.values())
-    archives = " or ".join(kind.archive for kind in kinds)
     expected = " or ".join(f"{kind.archive} or its {', '.join(kind.files)}" for kind in kinds)
     if not source.exists():
         raise PrepError(
@@ -135,12 +123,6 @@ def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
             )
         if found:
             return found[0]
-    if pickled := _pickled(source):
-        raise PrepError(
-            f"{pickled}: this is the Python version, made of pickles, and reading a pickle runs"
-            f" whatever code is in it; take the binary version ({archives}, see"
-            f" {URL}cifar.html), or use --download"
-        )
     raise PrepError(f"{source}: no CIFAR files; expected {expected}, or use --download")
 
 
@@ -149,16 +131,6 @@ def _names(place: Path) -> set[str]:
     if place.is_dir():
         return {path.name for path in place.iterdir() if path.is_file()}
     return {name for name, _ in _members(place)}
-
-
-def _pickled(source: Path) -> Path | None:
-    """A file of the Python version. In a folder by its name: its archive may be damaged."""
-    if source.is_file():
-        return source if _names(source) & PICKLES else None
-    places = [source, source / "cifar-10-batches-py", source / "cifar-100-python"]
-    files = [place / name for place in places for name in sorted(PICKLES)]
-    files += source.glob("cifar-10*-python.tar.gz")
-    return next((path for path in files if path.is_file()), None)
 
 
 def _members(path: Path, wanted: Container[str] = ()) -> Iterator[tuple[str, bytes]]:
@@ -202,11 +174,6 @@ def _fill(kind: Kind, place: Path, builder: Builder) -> None:
         folder = builder.folder / "unpacked"
         folder.mkdir()
         for name, content in _members(place, needed):
-            if (folder / name).exists():
-                raise PrepError(
-                    f"{place}: {name} is there twice; that is not an official archive, download it"
-                    " again"
-                )
             if name in needed:
                 (folder / name).write_bytes(content)
     if missing := [name for name in needed if not (folder / name).is_file()]:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from data_prep.errors import PrepError
 from data_prep.write.catalogue import Source
-from data_prep.write.images import RESTART_MARKERS, ImagePolicy
+from data_prep.write.images import ImagePolicy
 from data_prep.write.plan import (
     MIN_SHARDS,
     SHARD_BYTES,
@@ -22,7 +22,6 @@ from data_prep.write.plan import (
     choose_part,
     format_bytes,
     make_plan,
-    parse_part,
 )
 from data_prep.write.writer import write
 from vit.system import command_line, redact
@@ -51,35 +50,10 @@ def positive(text: str) -> int:
 
 def fraction(text: str) -> float:
     """An argparse type: a number in [0, 1)."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+    value = float(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number in [0, 1)")
     return value
-
-
-def _part(text: str) -> str:
-    """The type of --shards. Which shards there are is known only once the source is listed."""
-    try:
-        first, kind, last = parse_part(text)
-        is_part = first <= last if kind == "-" else first < last
-    except PrepError:
-        is_part = False
-    if not is_part:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither A-B, such as 100-199, nor I/N, such as 0/8 for the first of 8"
-            " parts"
-        )
-    return text
-
-
-def _quality(text: str) -> int:
-    """The type of --jpeg-quality."""
-    if not text.isdecimal() or not 1 <= int(text) <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to 100")
-    return int(text)
 
 
 def add_workers_argument(parser: argparse._ActionsContainer) -> None:
@@ -158,7 +132,6 @@ def _add_shards_arguments(shards: argparse._ArgumentGroup) -> None:
     )
     shards.add_argument(
         "--shards",
-        type=_part,
         metavar="A-B|I/N",
         help=(
             "write only these shards, numbered from 0 over all splits, train first: from A to B, or"
@@ -212,7 +185,7 @@ def _add_images_arguments(images: argparse._ArgumentGroup) -> None:
     )
     images.add_argument(
         "--jpeg-quality",
-        type=_quality,
+        type=int,
         default=ImagePolicy().jpeg_quality,
         metavar="Q",
         help=(
@@ -222,7 +195,7 @@ def _add_images_arguments(images: argparse._ArgumentGroup) -> None:
     )
     images.add_argument(
         "--restart-markers",
-        choices=RESTART_MARKERS,
+        choices=("off", "auto"),
         default=ImagePolicy().restart_markers,
         help=(
             "auto: give each JPEG restart markers and better Huffman tables, losslessly: files get"

@@ -10,7 +10,7 @@ below the split, without extension, in safe characters. What is not taken is cou
 --max-unreadable.
 
 Folders are listed one class at a time, so the memory needed is that of the largest class. Links are
-followed, and reported if they lead out of SOURCE; one back to a folder above it is an error.
+followed; one back to a folder above it is an error.
 """
 
 from __future__ import annotations
@@ -32,14 +32,7 @@ from PIL import features
 
 from data_prep.command import Parser, add_arguments, fraction, run, write_or_plan
 from data_prep.errors import PrepError, some
-from data_prep.read.image_tree import (
-    EXTENSIONS,
-    Ignored,
-    folders_in,
-    images_below,
-    read,
-    unique_keys,
-)
+from data_prep.read.image_tree import EXTENSIONS, Ignored, images_below, listed, read, unique_keys
 from data_prep.write.catalogue import Source
 from data_prep.write.catalogue_builder import Builder
 from data_prep.write.plan import Settings, allowed_unreadable
@@ -101,7 +94,7 @@ def _layout(folder: Path) -> tuple[Path, Path | None]:
     val = next((folder / name for name in VAL_FOLDERS if (folder / name).is_dir()), None)
     if (folder / "train").is_dir():
         return folder / "train", val
-    if val is not None and not (set(folders_in(folder)) - set(VAL_FOLDERS)):
+    if val is not None and not (set(listed(folder)[0]) - set(VAL_FOLDERS)):
         raise PrepError(
             f"{folder}: has {val.name}/ but no train/; expected train/<class>/* and val/<class>/*,"
             " or <class>/* alone"
@@ -112,17 +105,17 @@ def _layout(folder: Path) -> tuple[Path, Path | None]:
 def _fill(
     train: Path, val: Path | None, val_fraction: float, asked: Asked, builder: Builder
 ) -> None:
-    names = _in_order(train, folders_in(train), asked.class_order)
+    names = _in_order(train, listed(train)[0], asked.class_order)
     if train.name == "train" and (
         unused := [
-            name for name in folders_in(train.parent) if train.parent / name not in (train, val)
+            name for name in listed(train.parent)[0] if train.parent / name not in (train, val)
         ]
     ):
         # recorded in _info.json: other words are other bytes
         _note(builder, f"folders beside {train} that are not used: {', '.join(unused)}")
     labels = _labels(train, names)
     builder.classes(names)
-    ignored = Ignored(train.parent if train.name == "train" else train)
+    ignored = Ignored()
     _add_split(
         builder,
         "train",
@@ -148,7 +141,7 @@ def _fill(
             f"{train}: only one class ({', '.join(names)}); expected two subfolders at least"
         )
     if val is not None:
-        there = folders_in(val)
+        there = listed(val)[0]
         _labels(val, there)
         if unknown := [
             name

@@ -11,15 +11,14 @@ SOURCE is a folder with these files, or the files and folders themselves:
 
 The layouts of train and val are recognised and printed (data_prep/read/imagenet_search.py). A
 label is the position of the image's WordNet id (WNID) among the sorted ones, as in all published
-weights. For a flat val, a file gives the WNIDs: the development kit, LOC_val_solution.csv or
-imagenet_2012_validation_synset_labels.txt. Keys are the images' names, so all layouts give the same
-shards. Counts must be ImageNet's: 1,281,167 and 50,000 images of 1,000 classes.
+weights. For a flat val, a file gives the WNIDs: the development kit or LOC_val_solution.csv. Keys
+are the images' names, so all layouts give the same shards. Counts must be ImageNet's: 1,281,167 and
+50,000 images of 1,000 classes.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import sys
 from collections import Counter
@@ -31,8 +30,9 @@ from pathlib import Path
 import numpy as np
 
 from data_prep import command
-from data_prep.errors import PrepError, readable, some
+from data_prep.errors import PrepError, some
 from data_prep.read.archives import read_zip_member
+from data_prep.read.download import md5_of
 from data_prep.read.image_tree import MAX_IMAGE_BYTES
 from data_prep.read.image_tree import read as read_file
 from data_prep.read.imagenet_labels import LABEL_FILES, read_all
@@ -276,21 +276,9 @@ def check_md5(paths: Sequence[Path]) -> None:
         print(f"md5: none of the files has an official one; these have: {', '.join(MD5)}")
     wrong = []
     for path, expected in official.items():
-        digest = hashlib.md5(usedforsecurity=False)
-        done = 0
-        size = path.stat().st_size
-        with (
-            readable(path),
-            open(path, "rb", buffering=0) as file,
-            Meter(f"md5 of {path.name}", size >> 20, "MiB") as meter,
-        ):
-            while data := file.read(1 << 23):
-                digest.update(data)
-                done += len(data)
-                meter.update(done >> 20)
-        if digest.hexdigest() != expected:
+        if (md5 := md5_of(path)) != expected:
             wrong.append(
-                f"{path} ({size:,} bytes) has md5 {digest.hexdigest()}; expected {expected};"
+                f"{path} ({path.stat().st_size:,} bytes) has md5 {md5}; expected {expected};"
                 " download it again"
             )
         else:

@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
         "--classes",
         type=Path,
         metavar="FILE",
-        help="class names in the order of labels: one a line, or JSON",
+        help="class names in the order of labels, one a line",
     )
     add_max_unreadable_argument(parser)
     add_workers_argument(parser)

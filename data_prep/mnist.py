@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import hashlib
 import struct
 import sys
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ import numpy as np
 
 from data_prep.command import Parser, add_arguments, run, write_or_plan
 from data_prep.errors import PrepError, readable
+from data_prep.read.download import md5_of
 from data_prep.read.raw_images import (
     DAMAGE,
     add_download_arguments,
@@ -166,31 +166,14 @@ def read_idx(path: Path, what: str, count: int) -> bytes:
     opened = gzip.open if path.suffix == ".gz" else open
     with readable(path, DAMAGE, "not a complete gzip file"), opened(path, "rb") as file:
         content = file.read(num_bytes + 1)  # no more: a hostile file may inflate to anything
-    if not content.startswith(expected):
+    if len(content) != num_bytes or not content.startswith(expected):
+        size = f"{len(content):,} bytes" if len(content) <= num_bytes else "more"
         raise PrepError(
-            f"{path}: expected an idx file of {_describe_shape(shape)}, found"
-            f" {_describe_header(content)}; is it the right file?"
-        )
-    if len(content) != num_bytes:
-        size = f"{len(content):,} bytes" if len(content) < num_bytes else "more"
-        raise PrepError(
-            f"{path}: its header announces {num_bytes:,} bytes, there are {size}; copy or download"
-            " it again"
+            f"{path}: expected an idx file of {num_bytes:,} bytes that begins with"
+            f" {expected.hex()}, found {size} that begin with {content[:8].hex()}; copy or"
+            " download it again"
         )
     return content
-
-
-def _describe_shape(shape: tuple[int, ...]) -> str:
-    return f"unsigned bytes, {' x '.join(f'{size:,}' for size in shape)}"
-
-
-def _describe_header(content: bytes) -> str:
-    zeros, kind, dimensions = struct.unpack(">HBB", content[:4].ljust(4, b"\1"))
-    if zeros or not 1 <= dimensions <= 4 or len(content) < 4 + 4 * dimensions:
-        return f"no idx header ({content[:4].hex(' ') or 'an empty file'})"
-    if kind != 8:
-        return f"numbers of type 0x{kind:02x}"
-    return _describe_shape(struct.unpack_from(f">{dimensions}I", content, 4))
 
 
 # ---- the source ----------------------------------------------------------------------------------
@@ -210,7 +193,7 @@ def source(folder: Path, variant: str = "mnist") -> Source:
 def _refuse_another_variant(files: Mapping[str, Path], variant: str) -> None:
     """The variants differ only in the md5 of their official compressed files."""
     for name, path in files.items():
-        md5 = hashlib.md5(path.read_bytes()).hexdigest() if path.suffix == ".gz" else ""
+        md5 = md5_of(path) if path.suffix == ".gz" else ""
         for other, described in VARIANTS.items():
             if described.md5[name] == md5 and other != variant:
                 raise PrepError(

@@ -6,7 +6,7 @@
 ROOT is a folder or its URL (https://, s3://, gs://). `_info.json` says which shards there are; the
 folder is compared with it (data_prep/check/set_checks.py); worker processes read every shard
 completely (data_prep/check/shard_checks.py) and decode every image; what they saw is put together
-(data_prep/check/sample_checks.py) to find labels without images, repeated keys and equal images;
+to find labels without images, repeated keys and equal images;
 class names, keys and labels are compared with the hash taken of them before anything was written.
 Shards at a URL are fetched one at a time into the folder for temporary files. Nothing is written or
 repaired.
@@ -15,8 +15,8 @@ A problem is what differs from what was recorded, or cannot be trained on: exit 
 what may be so in the source, such as the same image under two labels or in both splits, or a file
 that does no harm; it fails with --strict only. Exit status 2: the check could not run.
 
---quick reads no shard completely: sizes, all `.idx` and index rows, and a sample of the images,
-some of every shard (at a URL by ranges). At its end it lists what it left out.
+--quick reads no shard completely: sizes, index rows, and a sample of the images, some of every
+shard (at a URL by ranges). At its end it lists what it left out.
 
 Memory: some 30 bytes an image in the main process (40 MB for ImageNet-1k), and one shard's headers
 in each worker.
@@ -35,16 +35,22 @@ from rich.console import Console
 from rich.table import Table
 
 from data_prep.check.data_set import DataSet, Part, opened_data_set
-from data_prep.check.quick_checks import check_shard_quickly
-from data_prep.check.sample_checks import (
+from data_prep.check.set_checks import (
     check_catalogue,
-    check_duplicates,
-    check_keys,
+    check_folder,
     check_labels,
+    check_quarantine,
+    check_repeated,
     images_per_class,
 )
-from data_prep.check.set_checks import check_folder, check_quarantine
-from data_prep.check.shard_checks import Checked, Found, Shard, check_shard, counted
+from data_prep.check.shard_checks import (
+    Checked,
+    Found,
+    Shard,
+    check_shard,
+    check_shard_quickly,
+    counted,
+)
 from data_prep.command import Parser, add_workers_argument, positive, run
 from data_prep.write.card_text import number_range
 from data_prep.write.jobs import run_jobs
@@ -88,7 +94,7 @@ def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Repo
         found += check_shards(data, workers, num_sampled)
         found += check_labels(data)
         if num_sampled is None:
-            found += [*check_catalogue(data), *check_keys(data), *check_duplicates(data)]
+            found += [*check_catalogue(data), *check_repeated(data)]
         return Report(data, num_sampled is not None, found, time.monotonic() - start_s)
 
 
@@ -178,12 +184,11 @@ def _compared(report: Report, images: str) -> list[str]:
     if report.quick:
         return [
             records,
-            "`.idx` against index, row by row; labels and images of each class in the index",
+            "labels and images of each class in the index",
             f"{images}, spread over all shards, found through the index and decoded to the end;"
-            " their keys, labels and checksums",
+            " their keys, labels, checksums and lines of `.idx`",
             "NOT checked, leave out --quick for these: all other images, and their labels in the"
-            " tars; sha256 of the shards; tar structure, member names, class names, repeated keys,"
-            " equal images",
+            " tars; sha256 of the shards; tar structure, class names, repeated keys, equal images",
         ]
     num_shards = sum(len(part.filenames) for part in data.parts)
     hashed = f"every byte of {data.num_hashed:,} of {num_shards:,} shards against its sha256"
@@ -198,7 +203,7 @@ def _compared(report: Report, images: str) -> list[str]:
     return [
         records,
         hashed,
-        "tar structure, member names; `.idx` and index, row by row, against what the tars give",
+        "tar structure; `.idx` and index, row by row, against what the tars give",
         f"{images}, decoded to the end; sizes in pixels",
         names,
         "images of each class, repeated keys, equal images (by 64 bits of a hash)",

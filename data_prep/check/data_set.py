@@ -20,7 +20,7 @@ from data_prep.errors import PrepError
 from data_prep.write.index_shard import renamed_errors
 from data_prep.write.output import temporary_folder
 from vit.data.shards.index_file import first_samples
-from vit.data.shards.info_file import read_info
+from vit.data.shards.info_file import describe_split, read_info
 from vit.data.shards.members import recorded_layout
 from vit.data.shards.split import Split
 from vit.data.storage.http import Version
@@ -187,21 +187,8 @@ def _open(root: Path, shown: str, url: str | None) -> DataSet:
     tars_at = url
     if "shards_at" in info and not any((root / name).exists() for name in tars_of(info)):
         tars_at = info["shards_at"]
-    for name, described in info["splits"].items():
-        where = f"{root}/_info.json, split {name!r}"
-        needed = ("filenames", "shard_lengths")
-        if missing := [key for key in needed if not described.get(key)]:
-            raise PrepError(
-                f"{where}: no {' and '.join(missing)}; move it away and run `python -m"
-                f" data_prep.index {root}`"
-            )
-        keys = (*needed, "shard_bytes", "shard_sha256")
-        counts = {key: len(described[key]) for key in keys if described.get(key)}
-        if len(set(counts.values())) > 1:
-            listed = ", ".join(f"{count} {key}" for key, count in counts.items())
-            raise PrepError(
-                f"{where}: {listed}, which should be equally many; restore it from its source"
-            )
+    for name in info["splits"]:
+        describe_split(info, name, shown)
     parts = [Part(name, described) for name, described in info["splits"].items()]
     return DataSet(root, shown, tars_at, info, parts)
 

@@ -1,29 +1,33 @@
-"""Checks of a finished data set's records: folder, sidecars, index files and quarantine.
+"""Checks of a finished data set as one: its records, and the samples of all shards together.
 
-`_info.json` says which shards there are; everything else is compared with it.
+`_info.json` says which shards there are; folder, sidecars, index files and quarantine are compared
+with it. After the shards were read (data_prep/check/shard_checks.py), what was seen of each sample
+is put together: class names, labels, keys, equal images.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Container, Iterator
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from data_prep.check.data_set import DataSet, Part, tars_of
-from data_prep.check.shard_checks import WRITE_AGAIN, Found, counted
-from data_prep.write.card_page import altered_card, readme
+from data_prep.check.shard_checks import MOST_LINES, WRITE_AGAIN, Found, counted
+from data_prep.errors import some
+from data_prep.write.card_page import altered_card
+from data_prep.write.catalogue_builder import catalogue_sha256
 from data_prep.write.plan import fingerprint
+from data_prep.write.samples import HASH, key_hashes
 from vit.data.shards.index_file import has_checksums, open_index
 from vit.data.shards.info_file import info_sha256, read_sidecar, sidecars_sha256
-from vit.data.shards.records import is_sidecar
 from vit.data.storage.http import Version
 from vit.data.storage.remote import RemoteFolder
-from vit.system.files import ShardError, read_json
+from vit.system.files import ShardError
 
 
 def check_folder(data: DataSet) -> Iterator[Found]:
@@ -60,15 +64,11 @@ def check_folder(data: DataSet) -> Iterator[Found]:
                 "left over from a writer; delete it, unless one is at work here",
                 fails=False,
             )
-        elif _is_stray(path, data.info["splits"], listed):
-            yield Found(
-                "files",
-                path.name,
-                "describes no split or shard that is in _info.json; delete it",
-                fails=False,
-            )
     if data.tars_at is None:
-        sizes = {name: _stat(data.root / name) for name in listed}
+        sizes = {
+            name: (data.root / name).stat().st_size if (data.root / name).exists() else "missing"
+            for name in listed
+        }
     else:
         versions = RemoteFolder(data.tars_at).stats(list(listed))
         sizes = {
@@ -76,13 +76,6 @@ def check_folder(data: DataSet) -> Iterator[Found]:
             for name, version in zip(listed, versions, strict=True)
         }
     for part in data.parts:
-        total = part.described.get("num_samples")
-        if part.num_samples != total:
-            yield Found(
-                "files",
-                "_info.json",
-                f"{part.name}: num_samples is {total}, shard_lengths add up to {part.num_samples}",
-            )
         for number, name in enumerate(part.filenames):
             yield from _check_recorded(data, part, number, sizes[name])
         yield from _check_sidecars(data, part)
@@ -90,7 +83,7 @@ def check_folder(data: DataSet) -> Iterator[Found]:
 
 
 def _check_sealed(data: DataSet) -> Iterator[Found]:
-    """The hashes of `_info.json` and the card, and Hugging Face's README.md."""
+    """The hashes of `_info.json` and the card."""
     if data.info.get("info_sha256") != info_sha256(data.info):
         yield Found(
             "files",
@@ -104,37 +97,6 @@ def _check_sealed(data: DataSet) -> Iterator[Found]:
         yield Found("files", "dataset.md", f"absent; {command} it")
     elif reason := altered_card(data.root):
         yield Found("files", "dataset.md", f"{reason}; {command} both again")
-    card = data.root / "README.md"
-    if card.exists() and card.read_bytes() != readme(data.info).encode():
-        yield Found(
-            "files",
-            "README.md",
-            f"not as `python -m data_prep.card {data.shown}` writes it where there is none, and"
-            " Hugging Face finds the shards by it; delete it and run that, unless it was altered"
-            " on purpose",
-            fails=False,
-        )
-
-
-def _is_stray(path: Path, splits: Container[str], tars: Container[str]) -> bool:
-    """Whether a file is an index, `.idx` or sidecar of something that is not in `_info.json`."""
-    if path.name.endswith(".index.npy"):
-        return path.name.removesuffix(".index.npy") not in splits
-    if path.suffix not in (".idx", ".json") or path.with_suffix(".tar").name in tars:
-        return False
-    with suppress(ShardError):  # not a JSON file of ours
-        return path.suffix == ".idx" or is_sidecar(read_json(path) or {})
-    return False
-
-
-def _stat(path: Path) -> int | str:
-    """Bytes of a file, or why they are unknown."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return "missing"
-    except OSError as error:
-        return str(error.strerror)
 
 
 def _check_sidecars(data: DataSet, part: Part) -> Iterator[Found]:
@@ -248,56 +210,166 @@ def _open_index(data: DataSet, part: Part) -> Iterator[Found]:
 def check_quarantine(data: DataSet) -> Iterator[Found]:
     """`quarantine.jsonl` and the totals in `_info.json` against the sidecars."""
     path = data.root / "quarantine.jsonl"
-    recorded = Counter(json.dumps(entry) for part in data.parts for entry in part.quarantined())
-    if path.exists():
-        yield from _compare_quarantine(path, recorded)
-    elif recorded:
-        images = counted(recorded.total(), "unreadable image")
+    entries = [entry for part in data.parts for entry in part.quarantined()]
+    listed = path.read_bytes() if path.exists() else b""
+    if listed != "".join(json.dumps(entry) + "\n" for entry in entries).encode():
+        images = counted(len(entries), "unreadable image")
         yield Found(
             "quarantine",
             path.name,
-            f"absent, but the sidecars have {images}; repeat the command that wrote the data set",
+            f"{'altered' if listed else 'absent'}: the sidecars have {images}, and it has not"
+            " these lines; repeat the command that wrote the data set",
         )
-    for part in data.parts if data.ours else []:
-        dealt = [
-            sidecar["num_samples"] + len(sidecar.get("quarantined", []))
-            for sidecar in part.sidecars.values()
-        ]
-        if dealt and max(dealt) - min(dealt) > 1:
-            yield Found(
-                "quarantine",
-                part.name,
-                f"shards have {min(dealt):,} to {max(dealt):,} samples with the quarantined ones,"
-                " but they were dealt evenly: some are in neither shard nor sidecar",
-            )
     changed = sum((part.changed() for part in data.parts), Counter[str]())
-    for key, found in (("quarantined", recorded.total()), ("changed", dict(changed))):
+    for key, found in (("quarantined", len(entries)), ("changed", dict(changed))):
         if data.info.get(key, type(found)()) != found:
             text = f"{key} is {data.info.get(key)}, the sidecars have {found}"
             yield Found("quarantine", "_info.json", f"{text}; restore the one that is wrong")
 
 
-def _compare_quarantine(path: Path, recorded: Counter[str]) -> Iterator[Found]:
-    listed: Counter[str] = Counter()
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            _named(line)
-            listed[json.dumps(json.loads(line))] += 1
-        except (ValueError, KeyError, TypeError):
-            yield Found(
-                "quarantine",
-                path.name,
-                f"line {number} is no JSON object with split and key: {line[:60]!r}",
-            )
-    for entry in sorted(recorded - listed):
+# ---- what was seen in the shards -----------------------------------------------------------------
+
+
+def check_catalogue(data: DataSet) -> Iterator[Found]:
+    """Class names, keys and labels against their hash, taken before the first shard was written."""
+    if not data.ours or any(_incomplete(data, part) for part in data.parts):
+        return
+    splits = {}
+    for part in data.parts:
+        left_out = part.quarantined()
+        labels = [-1 if entry["label"] is None else entry["label"] for entry in left_out]
+        keys = key_hashes([entry["key"] for entry in left_out], data.seed)
+        rows = np.empty(part.num_samples + len(left_out), HASH)
+        rows["hash"] = np.concatenate([*(seen["key"] for seen in part.seen.values()), keys])
+        rows["label"] = np.concatenate([part.labels(), np.array(labels, np.int32)])
+        splits[part.name] = rows[np.argsort(rows["hash"], kind="stable")]
+    data.catalogue_compared = True
+    if (found := catalogue_sha256(data.class_names, splits)) != data.info["catalogue"]:
         yield Found(
-            "quarantine", path.name, f"{_named(entry)} is not in it, but in its shard's sidecar"
+            "labels",
+            "_info.json",
+            "class names, keys or labels are not those that the data set was made of: their hash is"
+            f" {found[:12]}..., recorded is {str(data.info['catalogue'])[:12]}...; restore what was"
+            " altered, or write the data set again",
         )
-    for entry in sorted(listed - recorded):
-        yield Found("quarantine", path.name, f"{_named(entry)} is in it, but in no sidecar")
 
 
-def _named(line: str | bytes) -> str:
-    """Split and key of an entry."""
-    entry = json.loads(line)
-    return f"{entry['split']} {entry['key']}"
+def check_labels(data: DataSet) -> Iterator[Found]:
+    """Labels in range; a training image for every class; as many names as classes."""
+    info = data.info
+    if data.class_names and info.get("num_classes") not in (None, len(data.class_names)):
+        yield Found(
+            "labels",
+            "_info.json",
+            f"num_classes is {info['num_classes']}, class_names are {len(data.class_names)}",
+        )
+    if data.num_classes is None:
+        return
+    for part in data.parts:
+        labels = part.labels()
+        outside = labels[(labels < 0) | (labels >= data.num_classes)]
+        if len(outside):
+            yield Found(
+                "labels",
+                part.name,
+                f"{counted(len(outside), 'label')} outside 0 to {data.num_classes - 1}:"
+                f" {some([str(label) for label in np.unique(outside)])}; correct the shards, or the"
+                " classes in _info.json",
+            )
+    train = data.parts[0]
+    empty = [
+        data.class_name(int(label)).removeprefix("class ")
+        for label in np.flatnonzero(images_per_class(data, train) == 0)
+    ]
+    if empty and not _incomplete(data, train):
+        is_partial = bool((data.info.get("options") or {}).get("partial"))
+        classes = "class" if len(empty) == 1 else "classes"
+        yield Found(
+            "labels",
+            train.name,
+            f"{len(empty)} {classes} without an image: {some(empty)}",
+            fails=data.ours and not is_partial,
+        )
+
+
+def images_per_class(data: DataSet, part: Part) -> np.ndarray:
+    """(num_classes,) samples of each class that were seen; labels outside are left out.
+
+    Empty if the number of classes is not recorded.
+    """
+    labels = part.labels()
+    num_classes = data.num_classes or 0
+    return np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
+
+
+def _incomplete(data: DataSet, part: Part) -> bool:
+    """Some samples were not seen, as their shard is missing or damaged, which is reported."""
+    return len(part.labels()) != part.num_samples
+
+
+# ---- equal samples -------------------------------------------------------------------------------
+
+
+def _repeated(parts: list[Part], column: str) -> np.ndarray:
+    """The samples whose value in `column` occurs twice or more, sorted.
+
+    (n, 5) int64: number of the value, part, shard, row and label of each.
+    """
+    every = [(p, shard, rows) for p, part in enumerate(parts) for shard, rows in part.seen.items()]
+    values = np.concatenate([np.empty(0, "<u8"), *(rows[column] for *_, rows in every)])
+    values.sort()
+    repeated = np.unique(values[1:][values[1:] == values[:-1]])
+    del values
+    found = [np.empty((0, 5), np.int64)]
+    for p, shard, rows in every if len(repeated) else []:
+        group = np.minimum(np.searchsorted(repeated, rows[column]), len(repeated) - 1)
+        here = np.flatnonzero(repeated[group] == rows[column])
+        place = np.broadcast_to([p, shard], (len(here), 2))
+        found.append(np.column_stack([group[here], place, here, rows["label"][here]]))
+    together = np.concatenate(found)
+    return together[np.lexsort(together.T[::-1])]
+
+
+def check_repeated(data: DataSet) -> Iterator[Found]:
+    """No key occurs twice in a split. Images of the same bytes are notes: published sets have them.
+
+    Those in two splits or under two labels are named first.
+    """
+    for part in data.parts:
+        for group in _groups(_repeated([part], "key"))[:MOST_LINES]:
+            names = [data.sample_name(part, shard, row) for _, _, shard, row, _ in group[:3]]
+            yield Found(
+                "tars",
+                part.name,
+                f"a key that is there {len(group)} times: {' and '.join(names)}; write the shards"
+                " again with keys that differ",
+            )
+    groups = _groups(_repeated(data.parts, "image"))
+    if not groups:
+        return
+    splits = [len({part for _, part, *_ in group}) for group in groups]
+    labels = [len({label for *_, label in group}) for group in groups]
+    order = sorted(range(len(groups)), key=lambda k: (-splits[k], -labels[k]))
+    details = []
+    for group in (groups[k] for k in order[:MOST_LINES]):
+        names = [
+            f"{data.sample_name(data.parts[p], shard, row)} ({data.class_name(label)})"
+            for _, p, shard, row, label in group[:4]
+        ]
+        more = f" and {len(group) - 4:,} more" if len(group) > 4 else ""
+        details.append(f"{' = '.join(names)}{more}")
+    images = counted(len(groups), "image")
+    samples = counted(sum(map(len, groups)), "sample")
+    yield Found(
+        "duplicates",
+        ", ".join(part.name for part in data.parts),
+        f"the same bytes: {images} in {samples}; {sum(np.array(splits) > 1):,} of these images are"
+        f" in two splits, {sum(np.array(labels) > 1):,} under two labels",
+        fails=False,
+        details=tuple(details),
+    )
+
+
+def _groups(rows: np.ndarray) -> list[list[list[int]]]:
+    """The rows of `_repeated` of each value."""
+    return [list(group) for _, group in itertools.groupby(rows.tolist(), itemgetter(0))]

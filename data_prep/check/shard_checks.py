@@ -10,24 +10,32 @@ parent can compare keys, images and labels over all shards.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from data_prep.write.card_data import spread
 from data_prep.write.images import ImagePolicy, Prepared, Unreadable, prepare
 from data_prep.write.jobs import count_one
 from data_prep.write.output import temporary_folder
 from data_prep.write.samples import key_hashes
 from vit.data.shards.index_file import has_checksums, left_out, open_index, sha256_of
-from vit.data.shards.members import SampleLayout
-from vit.data.shards.tar import DEFAULT_LAYOUT, ScannedSample, idx_lines, index_rows, scan_tar
-from vit.data.shards.tar_walk import FILE, FOLDER, TarDamaged, pread, walk
+from vit.data.shards.members import InvalidSample, SampleLayout
+from vit.data.shards.tar import (
+    DEFAULT_LAYOUT,
+    Member,
+    ScannedSample,
+    idx_lines,
+    index_rows,
+    scan_sample,
+    scan_tar,
+)
+from vit.data.shards.tar_walk import TAR_BLOCK, Read, TarDamaged, pread, walk
 from vit.data.storage.remote import RemoteFolder
 from vit.system.files import ShardError
 
@@ -169,7 +177,6 @@ def _check_tar(shard: Shard, tar: Path) -> Checked:
     if hashed and shard.sha256 != sha256:
         text = f"its sha256 is {sha256[:12]}..., recorded is {str(shard.sha256)[:12]}..."
         found.append(Found("files", shard.name, f"altered or replaced: {text}; {WRITE_AGAIN}"))
-    found += capped(_check_members(shard, tar))
     known = set[int]()
     with suppress(ShardError):  # a damaged sidecar is reported elsewhere
         known = left_out(shard.local_tar)
@@ -197,47 +204,30 @@ def _local(shard: Shard) -> Iterator[Path]:
         yield folder / shard.name
 
 
-def _check_members(shard: Shard, tar: Path) -> Iterator[Found]:
-    """Members that other tools could stumble over."""
-    with open(tar, "rb") as file, suppress(TarDamaged):  # scanning reports damage
-        end = os.fstat(file.fileno()).st_size
-        for name, _, _, kind in walk(pread(file.fileno()), 0, end, needs_end=False):
-            path = PurePosixPath(name)
-            if kind not in (FILE, FOLDER):
-                yield Found("tars", shard.name, f"{name!r} is {kind}; write the shard without it")
-            if path.is_absolute() or ".." in path.parts:
-                yield Found(
-                    "tars",
-                    shard.name,
-                    f"{name!r} leads out of the folder into which it is unpacked; do not unpack it",
-                )
-
-
-def _check_idx(shard: Shard, samples: list[ScannedSample]) -> Iterator[Found]:
-    """`.idx` has the bytes that the tar gives."""
+def _check_idx(
+    shard: Shard, samples: list[ScannedSample], numbers: Iterable[int] | None = None
+) -> Iterator[Found]:
+    """`.idx` has the lines that the tar gives; numbers: of the samples, None for all."""
     path = shard.local_tar.with_suffix(".idx")
     if not path.exists():
-        yield missing_idx(shard)
+        remedy = f"run `python -m data_prep.index {shard.shown}`, which writes it"
+        yield Found("indexes", path.name, f"absent; {remedy}")
         return
-    lines = itertools.zip_longest(path.read_bytes().splitlines(True), idx_lines(samples))
-    for number, (given, expected) in enumerate(lines, 1):
-        if given != expected:
-            first, second = (
-                "no line" if text is None else repr(text.decode("utf-8", "replace")[:80])
-                for text in (given, expected)
+    lines = path.read_bytes().splitlines(True)
+    head, *expected = idx_lines(samples)
+    places = [number + 1 for number in numbers or range(len(samples))]
+    if numbers is not None or len(lines) == len(samples) + 1:
+        head = b"v1.2 %d\n" % (len(lines) - 1)
+    for place, line in zip([0, *places], [head, *expected], strict=True):
+        given = lines[place] if place < len(lines) else b""
+        if given != line:
+            first, second = (text.decode("utf-8", "replace")[:80] for text in (given, line))
+            yield Found(
+                "indexes",
+                path.name,
+                f"line {place + 1}: {first!r}, the tar says {second!r}; {shard.rebuild(path.name)}",
             )
-            text = f"line {number}: {first}, the tar says {second}; {shard.rebuild(path.name)}"
-            yield Found("indexes", path.name, text)
             return
-
-
-def missing_idx(shard: Shard) -> Found:
-    """What to report of a shard without `.idx`."""
-    return Found(
-        "indexes",
-        shard.local_tar.with_suffix(".idx").name,
-        f"absent; run `python -m data_prep.index {shard.shown}`, which writes it",
-    )
 
 
 def _check_index(shard: Shard, samples: list[ScannedSample], is_intact: bool) -> Iterator[Found]:
@@ -342,3 +332,90 @@ def decode_sample(shard: Shard, sample: ScannedSample, data: bytes) -> Prepared 
             f"not an image our writer writes ({image.change}); the shard was altered afterwards"
         )
     return Found("images", shard.name, f"{sample.key}: {problem}") if problem else image
+
+
+# ---- the quick check -----------------------------------------------------------------------------
+
+
+def check_shard_quickly(shard: Shard) -> Checked:
+    """Fetch and decode some samples through the index, as the loader does.
+
+    No shard is read completely; each sample is checked with the tar headers around it.
+    """
+    rows = shard.rows
+    if rows is None:
+        return Checked([])
+    chosen = spread(len(rows), shard.num_sampled)
+    try:
+        if shard.tars_at is None:
+            with open(shard.local_tar, "rb") as file:
+                end = os.fstat(file.fileno()).st_size
+                found = [*_check_rows(shard, pread(file.fileno()), end, rows, chosen)]
+        else:
+            source = RemoteFolder(shard.tars_at)
+            version = source.stat(shard.name)
+
+            def read(size: int, position: int) -> bytes:
+                stop = min(position + size, version.size)
+                return source.read(shard.name, position, stop, version)
+
+            found = [*_check_rows(shard, read, version.size, rows, chosen)]
+    except OSError as error:
+        return read_failure(shard, error)
+    return Checked([*capped(found)], num_checked=len(chosen))
+
+
+def _check_rows(
+    shard: Shard, read: Read, end: int, rows: np.ndarray, chosen: list[int]
+) -> Iterator[Found]:
+    """Decode the chosen samples, and compare the headers around their images with their rows."""
+    samples = []
+    good = []
+    for number in chosen:
+        offset = int(rows["offset"][number])
+        size = int(rows["size"][number])
+        try:
+            sample = _sample_around(shard, read, end, rows, number)
+        except (TarDamaged, InvalidSample) as error:
+            yield Found(
+                "tars",
+                shard.name,
+                f"no sample with an image of {size} bytes at offset {offset}, where the index has"
+                f" one ({error}); {UNCLEAR_WHEN_QUICK}",
+            )
+            continue
+        data = read(size, offset)
+        image = decode_sample(shard, sample, data)
+        if isinstance(image, Found):
+            yield image
+        samples.append(sample)
+        good.append(number)
+        count_one(len(data))
+    if samples:
+        yield from compare_rows(shard, rows[good], samples, numbers=good)
+        yield from _check_idx(shard, samples, good)
+
+
+def _sample_around(
+    shard: Shard, read: Read, end: int, rows: np.ndarray, number: int
+) -> ScannedSample:
+    """The sample of a row, from the members between the previous image and the next.
+
+    Raises TarDamaged and InvalidSample.
+    """
+    offset = int(rows["offset"][number])
+    start = 0
+    if number:
+        before = rows[number - 1]
+        start = -(-int(before["offset"] + before["size"]) // TAR_BLOCK) * TAR_BLOCK
+    stop = int(rows["offset"][number + 1]) if number + 1 < len(rows) else end
+    group: list[tuple[str, Member, str]] = []
+    for name, begins, size, kind in walk(read, start, end, needs_end=False):
+        if begins >= stop:
+            break
+        if named := shard.layout.cut(name):
+            group.append((named[0], Member(named[1], begins, size, name), kind))
+    key = next((key for key, member, _ in group if member.offset == offset), None)
+    if key is None:
+        raise TarDamaged("no header in front of it")
+    return scan_sample(read, key, [member for member in group if member[0] == key], shard.layout)

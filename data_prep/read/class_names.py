@@ -7,7 +7,6 @@ they would give other labels. (`vit.weights.class_names` compares the classes of
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,27 +68,18 @@ def _suffix(text: str | None) -> str | None:
 
 
 def read_class_names(path: Path) -> list[str]:
-    """The name of each label, from lines, a JSON list, or a JSON object of names and labels.
-
-    Raises PrepError.
-    """
+    """The name of each label, one a line. Raises PrepError."""
     try:
         text = path.read_text("utf-8-sig")
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise PrepError(
             f"--classes {path}: cannot be read ({reason}); expected a file with one class name a"
-            " line, or JSON"
+            " line"
         ) from error
-    try:
-        names = (
-            _of_json(json.loads(text)) if text.lstrip().startswith(("[", "{")) else _of_lines(text)
-        )
-    except ValueError as error:
-        raise PrepError(
-            f"--classes {path}: {error}; expected one class name a line, a JSON list, or a JSON"
-            " object of names and labels"
-        ) from error
+    names = [line.strip() for line in text.strip().splitlines()]
+    if "" in names or not names or names[0].startswith(("[", "{")):
+        raise PrepError(f"--classes {path}: expected one class name a line, and no JSON")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise PrepError(
             f"--classes {path}: {twice[0]!r} occurs twice; labels need names that differ"
@@ -101,29 +91,3 @@ def read_class_names(path: Path) -> list[str]:
                 " mean either; give it a name that is not a number"
             )
     return names
-
-
-def _of_lines(text: str) -> list[str]:
-    names = [line.strip() for line in text.strip().splitlines()]
-    if not names:
-        raise ValueError("an empty file")
-    if "" in names:
-        raise ValueError(f"line {names.index('') + 1} is empty")
-    return names
-
-
-def _of_json(content: Any) -> list[str]:
-    if isinstance(content, dict):
-        pairs = [
-            (label, name) if INTEGER.fullmatch(label) else (name, label)
-            for label, name in content.items()
-        ]
-        if not all(INTEGER.fullmatch(str(label)) for label, _ in pairs):
-            raise ValueError("neither names by label nor labels by name")
-        pairs.sort(key=lambda pair: int(pair[0]))
-        if [int(label) for label, _ in pairs] != list(range(len(pairs))):
-            raise ValueError(f"its labels are not 0 to {len(pairs) - 1}, each once")
-        content = [name for _, name in pairs]
-    if not content or not all(isinstance(name, str) for name in content):
-        raise ValueError("not a list of names")
-    return [name.strip() for name in content]

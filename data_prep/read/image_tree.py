@@ -1,8 +1,8 @@
 """Any tree of images: which files are images, and what is left out, so nothing is lost silently.
 
 Folders are listed one after the other. A file is taken by its suffix, or without one by its first
-bytes; everything else is counted by suffix, separately for what looks like an image. Links are
-followed; those that lead out of the tree are counted, too.
+bytes; everything else is counted by suffix, separately for images of other kinds. Links are
+followed.
 """
 
 from __future__ import annotations
@@ -75,27 +75,18 @@ READ_MAGIC = re.compile(
     re.DOTALL,
 )
 """First bytes of images that are read."""
-OTHER_MAGIC = re.compile(
-    rb".{4}ftyp(?:hei|hev|mif|msf)|8BPS|\xff\x0a|\0\0\0\x0cJXL |v/1\x01|%!PS|qoif", re.DOTALL
-)
-LOOKED_AT = 3
-"""Files of an unknown suffix whose first bytes are read; annotations may be as many as images."""
 
 
 @dataclass
 class Ignored:
     """What is in a tree and was not taken."""
 
-    root: Path
     images: Counter[str] = field(default_factory=Counter)
     """Images of kinds that are not read, by suffix."""
     others: Counter[str] = field(default_factory=Counter)
     """All other files, by suffix."""
     stray: list[str] = field(default_factory=list)
     """Images next to the class folders."""
-    outward: list[str] = field(default_factory=list)
-    """Links that lead out of the tree; they were followed."""
-    _looks: dict[str, list[bool]] = field(default_factory=dict)
 
     @property
     def num_images(self) -> int:
@@ -105,30 +96,13 @@ class Ignored:
     def count(self, path: str) -> None:
         """Count a file that was not taken."""
         suffix = os.path.splitext(path)[1]
-        looks = self._looks.setdefault(suffix, [])
-        if suffix.lower() not in NOT_READ and (not suffix or len(looks) < LOOKED_AT):
-            looks.append(_looks_like(path, READ_MAGIC) or _looks_like(path, OTHER_MAGIC))
-        is_image = suffix.lower() in NOT_READ or (looks[-1] if not suffix else any(looks))
-        (self.images if is_image else self.others)[suffix or "without a suffix"] += 1
-
-    def follow(self, link: str) -> None:
-        """Note a link if it leads out of the tree."""
-        target = os.path.realpath(link)
-        if os.path.commonpath([target, os.path.realpath(self.root)]) != os.path.realpath(self.root):
-            self.outward.append(f"{link} -> {target}")
+        kind = self.images if suffix.lower() in NOT_READ else self.others
+        kind[suffix or "without a suffix"] += 1
 
     def count_stray(self, folder: Path) -> None:
         """Note the images in `folder` itself, next to its class folders."""
-        try:
-            with os.scandir(folder) as entries:
-                files = sorted(
-                    entry.path
-                    for entry in entries
-                    if not entry.name.startswith(".") and not entry.is_dir()
-                )
-        except OSError as error:
-            raise _list_error(error, str(folder)) from error
-        for path in files:
+        for name in listed(folder)[1]:
+            path = os.path.join(folder, name)
             if is_image(path):
                 self.stray.append(path)
             else:
@@ -146,26 +120,16 @@ class Ignored:
             lines.append(
                 f"{self.others.total():,} other files, no images: {_by_number(self.others)}"
             )
-        if self.outward:
-            lines.append(
-                f"{len(self.outward):,} links lead out of {self.root} and were followed:"
-                f" {some(self.outward, 3)}"
-            )
         return lines
 
     def images_summary(self) -> str:
         """A line about images of kinds that are not read."""
         number = self.images.total()
-        convert = "convert them to JPEG"
-        suffixes = [suffix for suffix, _ in self.images.most_common() if suffix.startswith(".")]
-        if suffixes:
-            convert += (
-                ", with ImageMagick, say, in their folder:"
-                f" find . -iname '*{suffixes[0].lower()}' -exec magick mogrify -format jpg {{}} +"
-            )
+        first = self.images.most_common(1)[0][0].lower()
         return (
             f"{number:,} file{'s' if number > 1 else ''} not read as images:"
-            f" {_by_number(self.images)}; {convert}"
+            f" {_by_number(self.images)}; convert them to JPEG, with ImageMagick, say, in their"
+            f" folder: find . -iname '*{first}' -exec magick mogrify -format jpg {{}} +"
         )
 
 
@@ -176,73 +140,60 @@ def _by_number(counts: Counter[str]) -> str:
     )
 
 
-def _looks_like(path: str, magic: re.Pattern[bytes]) -> bool:
-    """Whether a regular, readable file begins so; a pipe would block."""
-    if not os.path.isfile(path):
-        return False
+def is_image(path: str) -> bool:
+    """Whether a file is an image that is read, by its suffix, or without one by its first bytes."""
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix or not os.path.isfile(path):  # a pipe would block
+        return suffix in EXTENSIONS
     try:
         with open(path, "rb") as file:
-            return magic.match(file.read(16)) is not None
+            return READ_MAGIC.match(file.read(16)) is not None
     except OSError:
         return False
 
 
-def is_image(path: str) -> bool:
-    """Whether a file is an image that is read, by its suffix, or without one by its first bytes."""
-    suffix = os.path.splitext(path)[1].lower()
-    return suffix in EXTENSIONS or (not suffix and _looks_like(path, READ_MAGIC))
+def listed(folder: Path | str) -> tuple[list[str], list[str]]:
+    """Sorted names of the visible folders and of the visible files in `folder`.
+
+    Raises PrepError if it cannot be listed.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            visible = sorted(
+                (entry.name, entry.is_dir())
+                for entry in entries
+                if not entry.name.startswith(".") and entry.name != "__MACOSX"
+            )
+    except OSError as error:
+        raise PrepError(
+            f"{error.filename or folder}: cannot be listed ({error.strerror}); correct that, or"
+            " move it elsewhere"
+        ) from error
+    folders = [name for name, is_folder in visible if is_folder]
+    return folders, [name for name, is_folder in visible if not is_folder]
 
 
 def images_below(folder: Path, ignored: Ignored | None = None) -> Iterator[str]:
-    """Paths of the images below `folder`, relative to it, in the system's order.
+    """Paths of the images below `folder`, relative to it.
 
-    Hidden files and folders are left out. ignored: counts all other files, and links. Raises
-    PrepError for a folder that cannot be listed, and for a link back to a folder above it.
+    Hidden files and folders are left out. ignored: counts all other files. Raises PrepError for a
+    folder that cannot be listed, and for a link back to a folder above it.
     """
-    waiting: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+    waiting = [("", frozenset[str]())]
     while waiting:
         prefix, above = waiting.pop()
-        here = os.path.join(folder, prefix)
-        try:
-            status = os.stat(here)
-            identity = (status.st_dev, status.st_ino)
-            if identity in above:
-                link = next(
-                    (path for path in (Path(here), *Path(here).parents) if path.is_symlink()), here
-                )
-                raise PrepError(f"{link}: a link back to a folder above it; remove the link")
-            with os.scandir(here) as entries:
-                for entry in entries:
-                    if entry.name.startswith("."):
-                        continue
-                    if ignored is not None and entry.is_symlink():
-                        ignored.follow(entry.path)
-                    if entry.is_dir():
-                        waiting.append((f"{prefix}{entry.name}/", above | {identity}))
-                    elif is_image(entry.path):
-                        yield prefix + entry.name
-                    elif ignored is not None:
-                        ignored.count(entry.path)
-        except OSError as error:
-            raise _list_error(error, here) from error
-
-
-def folders_in(parent: Path) -> list[str]:
-    """Sorted names of the visible folders in `parent`. Raises PrepError if it cannot be listed."""
-    try:
-        with os.scandir(parent) as entries:
-            return sorted(
-                entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()
-            )
-    except OSError as error:
-        raise _list_error(error, str(parent)) from error
-
-
-def _list_error(error: OSError, folder: str) -> PrepError:
-    return PrepError(
-        f"{(error.filename or folder).rstrip('/')}: cannot be listed ({error.strerror}); correct"
-        " that, or move it elsewhere"
-    )
+        here = os.path.join(folder, prefix).rstrip("/")
+        place = os.path.realpath(here)
+        if place in above:
+            raise PrepError(f"{here}: a link back to a folder above it; remove the link")
+        folders, files = listed(here)
+        waiting += [(f"{prefix}{name}/", above | {place}) for name in folders]
+        for name in files:
+            path = os.path.join(here, name)
+            if is_image(path):
+                yield prefix + name
+            elif ignored is not None:
+                ignored.count(path)
 
 
 def unique_keys(paths: Sequence[str]) -> list[str]:

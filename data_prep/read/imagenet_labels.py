@@ -1,7 +1,7 @@
 """The class of each image of ImageNet's flat validation set.
 
-One of several files gives it: the development kit, Kaggle's table, or a list of WordNet ids
-(WNIDs). All become one mapping, image name without extension -> WNID. The kit's own numbers
+One of two files gives it: the development kit or Kaggle's table. Both become one mapping, image
+name without extension -> WordNet id (WNID). The kit's own numbers
 (ILSVRC2012_ID, from 1) are only used to find its WNIDs: they are not the labels of published
 weights, which are positions among the sorted WNIDs.
 """
@@ -28,10 +28,7 @@ DEVKIT = re.compile(r".*devkit.*\.(tar\.gz|tgz)", re.IGNORECASE)
 META = "meta.mat"
 TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 KAGGLE_TABLE = "LOC_val_solution.csv"
-SYNSET_LIST = "imagenet_2012_validation_synset_labels.txt"
-LABEL_FILES = (
-    f"ILSVRC2012_devkit_t12.tar.gz (or its unpacked folder), {KAGGLE_TABLE}, {SYNSET_LIST}"
-)
+LABEL_FILES = f"ILSVRC2012_devkit_t12.tar.gz (or its unpacked folder), {KAGGLE_TABLE}"
 MAX_BYTES = 1 << 26
 """The kit's largest file has some MB; a file of more than 64 MiB is none of these."""
 
@@ -44,11 +41,6 @@ class ValLabels:
     what: str
     read: Callable[[], dict[str, str]]
     inputs: tuple[Path, ...]
-
-
-def val_name(number: int) -> str:
-    """Name of validation image `number`, from 1, without extension."""
-    return f"ILSVRC2012_val_{number:08d}"
 
 
 def _content(path: Path) -> bytes:
@@ -99,7 +91,9 @@ def _by_kit(meta: bytes, truth: bytes, where: str) -> dict[str, str]:
             f"{where}: {TRUTH}: line {bad[0] + 1} is {lines[bad[0]]!r}; "
             f"expected an ILSVRC2012_ID of one of the {len(wnids)} classes in {META}"
         )
-    return {val_name(number): wnids[int(line)] for number, line in enumerate(lines, 1)}
+    return {
+        f"ILSVRC2012_val_{number:08d}": wnids[int(line)] for number, line in enumerate(lines, 1)
+    }
 
 
 def read_devkit_folder(path: Path) -> dict[str, str]:
@@ -189,17 +183,6 @@ def read_kaggle_table_in_zip(member: Sample) -> dict[str, str]:
     except (OSError, ValueError) as error:
         raise PrepError(f"{where}: {error}; download the zip again") from error
     return _by_table(_text(content, where), where)
-
-
-def read_synset_list(path: Path) -> dict[str, str]:
-    """Labels from a list of WNIDs, one a line, in the order of the images' names."""
-    lines = _text(_content(path), str(path)).split()
-    if bad := [n for n, line in enumerate(lines) if not WNID.fullmatch(line)]:
-        raise PrepError(
-            f"{path}: line {bad[0] + 1} is {lines[bad[0]]!r}; expected a WordNet id a line, as"
-            " n01440764"
-        )
-    return {val_name(number): wnid for number, wnid in enumerate(lines, 1)}
 
 
 def read_all(files: list[ValLabels]) -> dict[str, str]:

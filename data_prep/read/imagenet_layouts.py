@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,9 +25,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from data_prep.errors import PrepError, readable
+from data_prep.errors import PrepError
 from data_prep.read import parquet
 from data_prep.read.archives import Members, walk_tar, walk_zip
+from data_prep.read.image_tree import listed
 from data_prep.read.imagenet_labels import WNID
 from data_prep.write.catalogue_builder import Builder
 
@@ -86,18 +86,9 @@ def _constant(wnids: Iterable[str]) -> Callable[[Builder], set[str]]:
 
 
 def _side_by_side(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """function(item) of each, in order, READERS at once.
-
-    Not far ahead of the caller, as the results would fill the memory.
-    """
-    waiting: deque[Future[R]] = deque()
+    """function(item) of each, in order, READERS at once."""
     with ThreadPoolExecutor(READERS) as pool:
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) == 2 * READERS:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        yield from pool.map(function, items)
 
 
 def _from_members(file: Path, wnid: str, members: Members) -> Images:
@@ -107,15 +98,16 @@ def _from_members(file: Path, wnid: str, members: Members) -> Images:
     return Images(file, wnid, names, members.offsets, members.sizes)
 
 
-class InnerTar(NamedTuple):
-    """A class's tar, in the bytes [start, stop) of another."""
+class ClassTar(NamedTuple):
+    """A class's tar: the bytes [start, stop) of a file."""
 
     wnid: str
-    start: int
-    stop: int
+    path: Path
+    start: int = 0
+    stop: int | None = None
 
 
-def _inner_tars(path: Path) -> list[InnerTar]:
+def _inner_tars(path: Path) -> list[ClassTar]:
     found = []
     for members in walk_tar(path):
         places = zip(members.offsets.tolist(), members.sizes.tolist(), strict=True)
@@ -128,36 +120,31 @@ def _inner_tars(path: Path) -> list[InnerTar]:
                 raise PrepError(
                     f"{path}: holds {name!r}; expected tars named by WordNet ids, as n01440764.tar"
                 )
-            found.append(InnerTar(wnid, offset, offset + size))
+            found.append(ClassTar(wnid, path, offset, offset + size))
     return found
 
 
+def _class_images(tars: Callable[[], list[ClassTar]], _: Builder) -> Iterator[Images]:
+    found = tars()
+    listed = _side_by_side(lambda tar: list(walk_tar(tar.path, tar.start, tar.stop)), found)
+    for tar, batches in zip(found, listed, strict=True):
+        for members in batches:
+            yield _from_members(tar.path, tar.wnid, members)
+
+
 def nested_tar(path: Path) -> Layout:
-    def wnids(_: Builder) -> set[str]:
-        return {tar.wnid for tar in _inner_tars(path)}
-
-    def images(_: Builder) -> Iterator[Images]:
-        tars = _inner_tars(path)
-        listed = _side_by_side(lambda tar: list(walk_tar(path, tar.start, tar.stop)), tars)
-        for tar, batches in zip(tars, listed, strict=True):
-            for members in batches:
-                yield _from_members(path, tar.wnid, members)
-
-    return Layout("train", "a tar of tars, read in place", path, images, wnids, (path,))
+    tars = partial(_inner_tars, path)
+    images = partial(_class_images, tars)
+    what = "a tar of tars, read in place"
+    return Layout("train", what, path, images, lambda _: {tar.wnid for tar in tars()}, (path,))
 
 
-def folder_of_tars(tars: Sequence[Path]) -> Layout:
-    def images(_: Builder) -> Iterator[Images]:
-        for path, batches in zip(
-            tars, _side_by_side(lambda tar: list(walk_tar(tar)), tars), strict=True
-        ):
-            for members in batches:
-                yield _from_members(path, path.stem, members)
-
+def folder_of_tars(paths: Sequence[Path]) -> Layout:
+    tars = [ClassTar(path.stem, path) for path in paths]
+    images = partial(_class_images, lambda: tars)
     what = f"{len(tars):,} tars, one a class, read in place"
-    return Layout(
-        "train", what, tars[0].parent, images, _constant(tar.stem for tar in tars), tuple(tars)
-    )
+    wnids = _constant(tar.wnid for tar in tars)
+    return Layout("train", what, paths[0].parent, images, wnids, tuple(paths))
 
 
 def flat_tar(path: Path) -> Layout:
@@ -173,27 +160,11 @@ def flat_tar(path: Path) -> Layout:
 # ---- folders -------------------------------------------------------------------------------------
 
 
-def visible_entries(folder: Path) -> list[os.DirEntry]:
-    """Visible entries of a folder by name. Raises PrepError if it cannot be read."""
-    with readable(folder), os.scandir(folder) as found:
-        visible = [e for e in found if not e.name.startswith(".") and e.name != "__MACOSX"]
-    return sorted(visible, key=lambda entry: entry.name)
-
-
 def files_of(folder: Path) -> Members:
-    """Images of a folder, with offset 0; subfolders are ignored."""
-    files = [
-        entry
-        for entry in visible_entries(folder)
-        if entry.name.lower().endswith(IMAGE_EXTENSIONS) and not entry.is_dir()
-    ]
-    sizes = []
-    for entry in files:
-        with readable(Path(entry.path)):  # a dangling link
-            sizes.append(entry.stat().st_size)
-    return Members(
-        [entry.name for entry in files], np.zeros(len(files), np.int64), np.array(sizes, np.int64)
-    )
+    """Images of a folder, with offset 0; subfolders are ignored. Raises OSError, PrepError."""
+    names = [name for name in listed(folder)[1] if name.lower().endswith(IMAGE_EXTENSIONS)]
+    sizes = [os.stat(folder / name).st_size for name in names]
+    return Members(names, np.zeros(len(names), np.int64), np.array(sizes, np.int64))
 
 
 def tree(split: str, folder: Path, wnids: Sequence[str]) -> Layout:

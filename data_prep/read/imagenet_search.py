@@ -15,6 +15,7 @@ from pathlib import Path
 from data_prep.errors import PrepError, some
 from data_prep.read import imagenet_labels
 from data_prep.read.archives import walk_tar, walk_zip
+from data_prep.read.image_tree import listed
 from data_prep.read.imagenet_labels import WNID, ValLabels
 from data_prep.read.imagenet_layouts import (
     IMAGE_EXTENSIONS,
@@ -30,7 +31,6 @@ from data_prep.read.imagenet_layouts import (
     parquet_layout,
     place_in_zip,
     tree,
-    visible_entries,
     zip_layout,
 )
 from data_prep.write.samples import Sample
@@ -65,23 +65,22 @@ def _look_at_tar(path: Path, found: Found, named: bool) -> None:
     else:
         try:
             first = next(walk_tar(path)).names[0].rpartition("/")[2]
+            problem = (
+                f"{path}: begins with {first!r}; expected ImageNet's tar of tars or its tar of"
+                " validation images"
+            )
         except (PrepError, StopIteration) as error:
-            if named:
-                raise PrepError(str(error) or f"{path}: an empty tar; download it again") from error
-            found.remarks.append(str(error) or f"{path} is an empty tar")
-            return
+            first = ""
+            problem = str(error) or f"{path}: an empty tar; download it again"
         # task 3: 120 breeds of dogs
         if first.endswith(".tar") and WNID.fullmatch(first[:-4]) and "_t3" not in name:
             found.layouts.append(nested_tar(path))
         elif first.startswith("ILSVRC2012_val_"):
             found.layouts.append(flat_tar(path))
         elif named:
-            raise PrepError(
-                f"{path}: begins with {first!r}; expected ImageNet's tar of tars or its tar of"
-                " validation images"
-            )
+            raise PrepError(problem)
         else:
-            found.remarks.append(f"{path} begins with {first!r}")
+            found.remarks.append(problem)
 
 
 # ---- folders -------------------------------------------------------------------------------------
@@ -96,17 +95,15 @@ def _split_of_tree(folder: Path, wnids: Sequence[str]) -> str:
 
 
 def _look_into(folder: Path, found: Found, named: bool) -> None:
-    entries = visible_entries(folder)
-    if named and not entries:
+    folders, files = listed(folder)
+    if named and not folders + files:
         raise PrepError(
             f"{folder}: an empty folder; expected ImageNet's archives or its train/ and val/"
         )
-    if any(entry.name == "_info.json" for entry in entries):
+    if "_info.json" in files:
         raise PrepError(
             f"{folder}: holds finished shards (_info.json), not the files they are made of"
         )
-    folders = [entry.name for entry in entries if entry.is_dir()]
-    files = [entry.name for entry in entries if not entry.is_dir()]
     wnids = [name for name in folders if WNID.fullmatch(name)]
     known = [name for name in folders if name.lower() in FOLDERS]
     strange = [name for name in folders if name not in known and not WNID.fullmatch(name)]
@@ -123,7 +120,7 @@ def _look_into(folder: Path, found: Found, named: bool) -> None:
             " data_prep.imagefolder`"
         )
     if named and not (wnids or known or flat):
-        found.remarks.append(f"{folder} holds {some([entry.name for entry in entries])}")
+        found.remarks.append(f"{folder} holds {some(sorted(folders + files))}")
     if wnids:
         found.layouts.append(tree(_split_of_tree(folder, wnids), folder, wnids))
     if flat:
@@ -172,8 +169,6 @@ def _look_at_file(path: Path, found: Found, named: bool) -> None:
         labels = ("the development kit", imagenet_labels.read_devkit_archive)
     elif name == imagenet_labels.KAGGLE_TABLE.lower():
         labels = ("Kaggle's table", imagenet_labels.read_kaggle_table)
-    elif name == imagenet_labels.SYNSET_LIST or (named and name.endswith(".txt")):
-        labels = ("a list of WordNet ids", imagenet_labels.read_synset_list)
     if labels is not None:
         what, read = labels
         found.labels.append(ValLabels(path, what, partial(read, path), (path,)))
@@ -183,11 +178,6 @@ def _look_at_file(path: Path, found: Found, named: bool) -> None:
         _look_into_zip(path, found, named)
     elif name.endswith(".parquet"):
         found.parquets.append(path)
-    elif name == "meta.bin":
-        found.remarks.append(
-            f"{path} is torchvision's pickle of labels, which is not read: the development kit"
-            " next to it has the same labels"
-        )
     elif name.endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")):
         found.remarks.append(f"{path} is compressed and cannot be read in place: unpack it first")
     elif named:

@@ -71,12 +71,13 @@ class Settings:
 def parse_part(part: str) -> tuple[int, str, int]:
     """(first, "-", last) of "A-B", (number, "/", parts) of "I/N". Raises PrepError."""
     match = re.fullmatch(r"([0-9]+)([-/])([0-9]+)", part)
-    if match is None:
+    first, last = (int(match[1]), int(match[3])) if match else (0, 0)
+    if match is None or not (first <= last if match[2] == "-" else first < last):
         raise PrepError(
             f"--shards {part}: expected A-B, such as 100-199, or I/N, such as 0/8, for the first"
             " of 8 parts"
         )
-    return int(match[1]), match[2], int(match[3])
+    return first, match[2], last
 
 
 def allowed_unreadable(share: float, total: int) -> int:
@@ -277,16 +278,11 @@ def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
         return range(total)
     first, kind, last = parse_part(part)
     if kind == "/":
-        if first < last:
-            return range(first * total // last, (first + 1) * total // last)
-        reason = f"{last} parts are numbered 0 to {last - 1}" if last else "there cannot be 0 parts"
-        raise PrepError(f"--shards {part}: {reason}")
-    if first <= last < total:
+        return range(first * total // last, (first + 1) * total // last)
+    if last < total:
         return range(first, last + 1)
     there = "; ".join(f"{split} has {count}" for split, count in counts.items())
-    raise PrepError(
-        f"--shards {part}: there are shards 0 to {total - 1} ({there}), and A-B goes upwards"
-    )
+    raise PrepError(f"--shards {part}: there are shards 0 to {total - 1} ({there})")
 
 
 def recorded_there(output: Output) -> dict[str, Any] | None:

@@ -15,7 +15,6 @@ Source: ITU-T T.81, sections B.2.4.4 and F.1.2.3.
 from __future__ import annotations
 
 import ctypes
-import threading
 from typing import NamedTuple
 
 from vit.data.decode import native
@@ -45,9 +44,6 @@ class Marked(NamedTuple):
     """Why `data` is unchanged, one of REASONS; None if it has markers now."""
 
 
-_scratch = threading.local()
-
-
 def with_restart_markers(data: bytes) -> Marked:
     """The JPEG `data` with restart markers. Needs `native.AVAILABLE`.
 
@@ -57,9 +53,7 @@ def with_restart_markers(data: bytes) -> Marked:
     # too small only for tiny images
     size = ctypes.c_size_t(3 * len(data) + (1 << 16))
     while True:
-        buffer: ctypes.Array[ctypes.c_char] | None = getattr(_scratch, "buffer", None)
-        if buffer is None or len(buffer) < size.value:
-            buffer = _scratch.buffer = ctypes.create_string_buffer(size.value)
+        buffer = ctypes.create_string_buffer(size.value)
         status = native.LIBRARY.vit_jpeg_transcode(
             data, len(data), buffer, len(buffer), ctypes.byref(size)
         )

@@ -13,11 +13,10 @@ import hashlib
 import itertools
 import json
 import os
-import queue
 import struct
-import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -38,8 +37,6 @@ from vit.system.files import replacing
 
 BUFFER_BYTES = 2 << 20
 """Bytes of one write; until then they stay in a core's cache."""
-NUM_BUFFERS = 3
-"""One that is filled, one that is hashed, and a spare one."""
 EARLY_BYTES = 8 << 20
 """Bytes after which the kernel is asked to start writing, so that little is left at the end."""
 READ_AHEAD = 16
@@ -116,25 +113,22 @@ CHECKSUM_OF_REST = sum(_header(b"", b"", b" " * 8))
 class TarStream:
     """Appends members to a file descriptor, some MiB at a time, and hashes what it wrote.
 
-    Bytes are copied into a few reused buffers. Keeping each image until it is written would be
-    slower, because new memory would have to be mapped for it.
+    Bytes are copied into two reused buffers: one is filled while the other is hashed. Keeping each
+    image until it is written would be slower, because new memory would have to be mapped for it.
     """
 
-    def __init__(self, descriptor: int):
+    def __init__(self, descriptor: int, pool: ThreadPoolExecutor):
+        """pool: of one thread, which hashes."""
         self.size = 0
         """Bytes so far."""
         self._descriptor = descriptor
         self._filled = 0
-        self._written = 0
-        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        for _ in range(NUM_BUFFERS):
-            self._free.put(memoryview(bytearray(BUFFER_BYTES)))
-        self._buffer = self._free.get()
+        self._sent_on = 0
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._other = memoryview(bytearray(BUFFER_BYTES))
         self._sha256 = hashlib.sha256()
-        self._to_hash: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
-        self._failed: BaseException | None = None
-        self._hasher = threading.Thread(target=self._hash, daemon=True)
-        self._hasher.start()
+        self._pool = pool
+        self._hashed = self._pool.submit(self._sha256.update, b"")
 
     def add(self, name: str, data: bytes) -> Member:
         """Append a ustar member, whose name has at most 100 bytes."""
@@ -151,14 +145,8 @@ class TarStream:
         """Append the end-of-archive mark; returns the sha256 of everything, in hex."""
         self._append(bytes(2 * TAR_BLOCK))
         self._flush()
-        self.abandon()
-        self._raise_failed()
+        self._hashed.result()
         return self._sha256.hexdigest()
-
-    def abandon(self) -> None:
-        """End the hashing thread."""
-        self._to_hash.put(None)
-        self._hasher.join()
 
     def _append(self, data: bytes) -> None:
         self.size += len(data)
@@ -172,37 +160,24 @@ class TarStream:
         self._filled = end
 
     def _flush(self) -> None:
-        self._to_hash.put((self._buffer, self._filled))
+        hashed = self._pool.submit(self._sha256.update, self._buffer[: self._filled])
         rest = self._buffer[: self._filled]
         while rest:  # a signal, or a disk that is almost full, makes a write incomplete
             rest = rest[os.write(self._descriptor, rest) :]
-        self._written += self._filled
-        self._buffer = self._free.get()
+        # "not needed" makes Linux start to write these pages, before it may drop them
+        if HAS_ADVICE and self.size - self._sent_on >= EARLY_BYTES:
+            with suppress(OSError):  # only advice; not every file system takes it
+                os.posix_fadvise(
+                    self._descriptor,
+                    self._sent_on,
+                    self.size - self._sent_on,
+                    os.POSIX_FADV_DONTNEED,
+                )
+            self._sent_on = self.size
+        self._hashed.result()  # of the other buffer, which is free then
+        self._hashed = hashed
+        self._buffer, self._other = self._other, self._buffer
         self._filled = 0
-        self._raise_failed()
-
-    def _raise_failed(self) -> None:
-        """Raise the hashing thread's error here."""
-        if self._failed is not None:
-            raise self._failed
-
-    def _hash(self) -> None:
-        sent_on = 0
-        while (job := self._to_hash.get()) is not None:
-            buffer, filled = job
-            try:
-                self._sha256.update(buffer[:filled])
-                written = self._written
-                # "not needed" makes Linux start to write these pages, before it may drop them
-                if HAS_ADVICE and written - sent_on >= EARLY_BYTES:
-                    with suppress(OSError):  # only advice; not every file system takes it
-                        os.posix_fadvise(
-                            self._descriptor, sent_on, written - sent_on, os.POSIX_FADV_DONTNEED
-                        )
-                    sent_on = written
-            except BaseException as error:
-                self._failed = error
-            self._free.put(buffer)  # also after an error: the writer waits for it
 
 
 def write_shard(work: Work) -> dict[str, Any]:
@@ -214,34 +189,30 @@ def write_shard(work: Work) -> dict[str, Any]:
     num_turned = 0
     with work.output.staging() as folder:
         tar = folder / f"{shard.name}.tar"
-        with replacing(tar) as file:
-            stream = TarStream(file.fileno())
-            try:
-                samples = work.samples()
-                for sample, later in itertools.zip_longest(samples, samples[READ_AHEAD:]):
-                    if later is not None:
-                        _announce(later)
-                    prepared = _prepare(work, sample)
-                    if isinstance(prepared, dict):
-                        quarantined.append(prepared)
-                        count_one()
-                        continue
-                    scanned.append(_add(stream, work, sample, prepared))
-                    if prepared.change:
-                        changed[prepared.change] += 1
-                    num_turned += prepared.asks_to_be_turned
-                    count_one(len(prepared.data))
-                if not scanned:
-                    first = quarantined[0]
-                    raise PrepError(
-                        f"{shard.name}: none of its {len(quarantined)} images can be read, the"
-                        f" first: {first['name']} ({first['reason']}); repair them, or take fewer"
-                        " shards"
-                    )
-                sha256 = stream.close()
-            except BaseException:
-                stream.abandon()
-                raise
+        with replacing(tar) as file, ThreadPoolExecutor(1) as pool:
+            stream = TarStream(file.fileno(), pool)
+            samples = work.samples()
+            for sample, later in itertools.zip_longest(samples, samples[READ_AHEAD:]):
+                if later is not None:
+                    _announce(later)
+                prepared = _prepare(work, sample)
+                if isinstance(prepared, dict):
+                    quarantined.append(prepared)
+                    count_one()
+                    continue
+                scanned.append(_add(stream, work, sample, prepared))
+                if prepared.change:
+                    changed[prepared.change] += 1
+                num_turned += prepared.asks_to_be_turned
+                count_one(len(prepared.data))
+            if not scanned:
+                first = quarantined[0]
+                raise PrepError(
+                    f"{shard.name}: none of its {len(quarantined)} images can be read, the"
+                    f" first: {first['name']} ({first['reason']}); repair them, or take fewer"
+                    " shards"
+                )
+            sha256 = stream.close()
         write_idx(tar, scanned)
         # before the sidecar: rows of an earlier attempt may be there
         _save_rows(work, index_rows(scanned))

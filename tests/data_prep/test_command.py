@@ -8,11 +8,10 @@ from data_prep import imagefolder
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--shards", "abc", "'abc' is neither A-B, such as 100-199, nor I/N"),
-        ("--shards", "5-1", "'5-1' is neither A-B"),
-        ("--shards", "3/2", "'3/2' is neither A-B"),
-        ("--shards", "0/0", "'0/0' is neither A-B"),
-        ("--jpeg-quality", "101", "'101' is not an integer from 1 to 100"),
+        ("--shard-mib", "0", "'0' is not an integer of at least 1"),
+        ("--minival", "1", "'1' is not a number in [0, 1)"),
+        ("--minival", "x", "invalid fraction value: 'x'"),
+        ("--check", "pixels", "invalid choice: 'pixels'"),
     ],
 )
 def test_wrong_values_are_found_before_the_source_is_read(tmp_path, capsys, flag, value, message):

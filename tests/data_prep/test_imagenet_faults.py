@@ -23,7 +23,6 @@ from fake_imagenet import (
     write_devkit,
     write_kaggle_tree,
     write_parquets,
-    write_synset_list,
     write_torchvision_tree,
     write_train_tar,
 )
@@ -48,7 +47,6 @@ def _tree_with(fake: Fake, folder: Path, extra: str) -> list[Path]:
 def _flat_val_without_labels(fake: Fake, folder: Path) -> list[Path]:
     as_official(fake, folder)
     (folder / "downloads" / "ILSVRC2012_devkit_t12.tar.gz").unlink()
-    (folder / "downloads" / "meta.bin").write_bytes(b"x")
     return [folder / "downloads"]
 
 
@@ -115,8 +113,9 @@ def _other_table(change: Callable[[str], str]) -> Callable[[Fake, Path], list[Pa
 
 def _labels_that_differ(fake: Fake, folder: Path) -> list[Path]:
     write_kaggle_tree(fake, folder / "in")
-    path = write_synset_list(fake, folder / "in" / "imagenet_2012_validation_synset_labels.txt")
-    path.write_text("\n".join(reversed(path.read_text().split())))
+    wnids = dict(zip(fake.val_wnids, reversed(fake.val_wnids.values()), strict=True))
+    other = Fake(fake.wnids, fake.train, fake.val, wnids, fake.ids)
+    write_devkit(other, folder / "in" / "ILSVRC2012_devkit_t12.tar.gz")
     return [folder / "in"]
 
 
@@ -204,7 +203,7 @@ WRONG = {
         _flat_val_without_labels,
         (
             r"(?s)val is a flat .* any one of these does: ILSVRC2012_devkit_t12\.tar\.gz"
-            r" .*LOC_val_solution\.csv, imagenet_.*meta\.bin is"
+            r" .*LOC_val_solution\.csv"
         ),
     ),
     "a web page": (_web_page, r"ILSVRC2012_img_train\.tar: not a tar but a web page"),

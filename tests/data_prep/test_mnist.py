@@ -171,17 +171,17 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
                 {"train-images-idx3-ubyte": files["t10k-images-idx3-ubyte"]}
             ),
             (
-                "expected an idx file of unsigned bytes, 200 x 28 x 28, found unsigned bytes, 50 x"
-                " 28 x 28; is it the right file?"
+                "expected an idx file of 156,816 bytes that begins with 00000803000000c80000001c"
+                "0000001c, found 39,216 bytes that begin with 0000080300000032; copy or"
             ),
         ),
         (
             lambda files: files.update({"train-labels-idx1-ubyte": b""}),
-            "found no idx header (an empty file)",
+            "found 0 bytes that begin with ; copy",
         ),
         (
             lambda files: files.update({"train-labels-idx1-ubyte": b"<html>Not found"}),
-            "found no idx header (3c 68 74 6d)",
+            "found 15 bytes that begin with 3c68746d6c3e4e6f; copy",
         ),
         (
             lambda files: files.update({"t10k-labels-idx1-ubyte": idx(np.arange(50) % 11)}),
@@ -191,7 +191,7 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
             lambda files: files.update(
                 {"t10k-images-idx3-ubyte": struct.pack(">IIII", 0x0D03, 50, 28, 28) + bytes(99)}
             ),
-            "found numbers of type 0x0d",
+            "found 115 bytes that begin with 00000d03",
         ),
     ],
 )
@@ -215,8 +215,8 @@ def test_cut_long_and_hostile_files_are_reported(small, tmp_path):
     packed = tmp_path / f"{name}.gz"
     whole = small[name]
     for path, content, message in (
-        (plain, whole[:-100], r"its header announces 156,816 bytes, there are 156,716 bytes; copy"),
-        (plain, whole + b"\0", r"its header announces 156,816 bytes, there are more; copy"),
+        (plain, whole[:-100], r"of 156,816 bytes .*, found 156,716 bytes that begin with"),
+        (plain, whole + b"\0", r"of 156,816 bytes .*, found more that begin with"),
         (packed, gzip.compress(whole)[:-100], r"not a complete gzip file \(Compressed file ended"),
         (packed, whole, r"not a complete gzip file \(Not a gzipped file"),
         (
@@ -224,7 +224,7 @@ def test_cut_long_and_hostile_files_are_reported(small, tmp_path):
             gzip.compress(whole)[:50] + b"\0" * 50 + gzip.compress(whole)[100:],
             r"not a complete gzip file \(",
         ),
-        (packed, gzip.compress(whole + bytes(20_000_000), 1), r"there are more"),  # a small bomb
+        (packed, gzip.compress(whole + bytes(20_000_000), 1), r"found more"),  # a small bomb
     ):
         path.write_bytes(content)
         with pytest.raises(PrepError, match=message):

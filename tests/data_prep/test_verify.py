@@ -22,8 +22,7 @@ from servers import S3Server, WebServer
 
 from data_prep import imagefolder, index
 from data_prep.check.data_set import Part, opened_data_set
-from data_prep.check.sample_checks import _repeated
-from data_prep.check.set_checks import check_folder, check_quarantine
+from data_prep.check.set_checks import _repeated, check_folder, check_quarantine
 from data_prep.check.shard_checks import SEEN_DTYPE, _check_idx, _check_index
 from data_prep.errors import PrepError
 from data_prep.verify import main, shard_of
@@ -296,7 +295,7 @@ BESIDE: list[tuple[Callable[[Path], object], list[str]]] = [
     ),
     (
         lambda root: line_of_idx(root / "train-00006.idx", "v1.2 ", "v1.2 1"),
-        ["train-00006.idx: (begins with|line 1:) 'v1.2 1"],
+        [r"train-00006.idx: line 1: 'v1.2 1"],
     ),
     (
         lambda root: edit_rows(
@@ -313,11 +312,7 @@ BESIDE: list[tuple[Callable[[Path], object], list[str]]] = [
     ),
     (
         lambda root: (root / "quarantine.jsonl").write_text('{"split": "val", "key": "x"}\n[1]\n'),
-        [
-            "quarantine.jsonl: line 2 is no JSON object",
-            "quarantine.jsonl: train pear_broken is not in it, but in its shard's sidecar",
-            "quarantine.jsonl: val x is in it, but in no sidecar",
-        ],
+        ["quarantine.jsonl: altered: the sidecars have 1 unreadable image, and it has not"],
     ),
     (
         lambda root: edit_json(root / "_info.json", lambda info: info.update(quarantined=5)),
@@ -332,7 +327,7 @@ NO_INDEX: list[tuple[Callable[[Path], object], list[str]]] = [
     ),
     (
         lambda root: (root / "quarantine.jsonl").unlink(),
-        ["quarantine.jsonl: absent, but the sidecars have 1"],
+        ["quarantine.jsonl: absent: the sidecars have 1 unreadable image"],
     ),
     (
         lambda root: edit_json(root / "_info.json", lambda info: info.update(changed={})),
@@ -347,12 +342,6 @@ TORN_INDEX: list[tuple[Callable[[Path], object], list[str]]] = [
     (
         lambda root: np.save(root / "val.index.npy", np.load(root / "val.index.npy")[:-1]),
         ["val.index.npy: .* rows, _info.json has"],
-    ),
-    (
-        lambda root: edit_json(
-            root / "_info.json", lambda info: info["splits"]["train"].update(num_samples=1)
-        ),
-        ["_info.json: train: num_samples is 1, shard_lengths add up to "],
     ),
     (
         lambda root: edit_json(root / "_info.json", lambda info: info.update(num_classes=7)),
@@ -477,7 +466,7 @@ def test_samples_that_are_in_neither_shard_nor_quarantine(root, capsys):
         ),
     )
     assert verify(root) == 1
-    assert "in neither shard nor sidecar" in capsys.readouterr().out
+    assert "class names, keys or labels are not those" in capsys.readouterr().out
 
 
 def test_leftovers_are_notes(root, capsys):
@@ -489,20 +478,6 @@ def test_leftovers_are_notes(root, capsys):
     assert "_writing.json: left over" in told
     assert "right, 2 notes" in told
     assert verify(root, "--strict") == 1
-
-
-def test_stray_files_and_another_readme_are_notes(root, capsys):
-    shutil.copy(root / "val.index.npy", root / "test.index.npy")
-    shutil.copy(root / "val-00000.json", root / "other-000.json")
-    shutil.copy(root / "val-00000.idx", root / "other-000.idx")
-    (root / "notes.json").write_text('{"of": "somebody"}')
-    edit(root / "README.md", lambda data: data.extend(b"x"))
-    assert verify(root, "--quick") == 0
-    told = capsys.readouterr().out
-    for name in ("test.index.npy", "other-000.json", "other-000.idx"):
-        assert f"    {name}: describes no split or shard that is in _info.json; delete it" in told
-    assert f"    README.md: not as `python -m data_prep.card {root}` writes it" in told
-    assert "right, as far as checked, 4 notes" in told
 
 
 # ---- what somebody altered by hand, hashes and all -----------------------------------------------
@@ -858,48 +833,6 @@ def test_a_data_set_in_a_store(root, capsys):
 # ---- what only foreign shards have ---------------------------------------------------------------
 
 
-def member(name: str, type: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
-    made = tarfile.TarInfo(name)
-    made.type = type
-    made.linkname = target
-    return made
-
-
-def test_hostile_members(tmp_path, capsys):
-    (tmp_path / "foreign").mkdir()
-    hostile = {
-        member("soft", tarfile.SYMTYPE, "/etc/passwd"): "'soft' is a symbolic link",
-        member("hard", tarfile.LNKTYPE, "k0.jpg"): "'hard' is a hard link",
-        member("device", tarfile.CHRTYPE): "'device' is a device or a pipe",
-        member("folder", tarfile.DIRTYPE): None,
-    }
-    tar = tmp_path / "foreign" / "train-000.tar"
-    paths = ["/etc/evil", "../evil", "fine/evil"]
-    write_tar(
-        tar,
-        [
-            member
-            for number, path in enumerate(paths)
-            for member in pair(path, image_bytes(number), 0)
-        ],
-    )
-    with tarfile.open(tar, "a") as opened:
-        for extra in hostile:
-            opened.addfile(extra)
-    assert index.main([str(tar.parent), "--workers", "1"]) == 0
-    capsys.readouterr()
-    assert verify(tar.parent) == 1
-    told = capsys.readouterr().out
-    for path in ("/etc/evil", "../evil"):
-        assert (
-            f"train-000.tar: '{path}.jpg' leads out of the folder into which it is unpacked" in told
-        )
-    for expected in filter(None, hostile.values()):
-        assert f"train-000.tar: {expected}" in told
-    assert "'folder'" not in told
-    assert "fine" not in told
-
-
 def test_broken_tars_of_others(tmp_path, capsys):
     root = foreign(
         tmp_path / "foreign",
@@ -1001,13 +934,12 @@ def test_equal_images_are_counted_and_named(tmp_path, capsys):
     assert verify(root) == 0
     told = capsys.readouterr().out
     for text in (
-        "train, val: the same bytes in two splits: 1 image in 2 samples",
-        "train-000.tar b (class 0) = val-000.tar v0 (class 0)",
-        "train: the same bytes under two labels: 1 image in 2 samples",
-        "train-000.tar c (class 0) = train-001.tar e (class 1)",
-        "train: the same bytes twice in a split, under one label: 1 image in 2 samples",
-        "train-000.tar a (class 0) = train-001.tar d (class 0)",
-        "right, 3 notes",
+        "train, val: the same bytes: 3 images in 6 samples; 1 of these images are in two splits, 1"
+        " under two labels\n"
+        "      train-000.tar b (class 0) = val-000.tar v0 (class 0)\n"
+        "      train-000.tar c (class 0) = train-001.tar e (class 1)\n"
+        "      train-000.tar a (class 0) = train-001.tar d (class 0)\n",
+        "right, 1 note",
     ):
         assert text in told
     assert verify(root, "--strict") == 1
@@ -1054,7 +986,7 @@ def test_repeated_values_are_all_found(num_values):
         (lambda root: (root / "_info.json").write_text("{"), "_info.json: not valid JSON"),
         (
             lambda root: (root / "_info.json").write_text('{"splits": {"train": {}}}'),
-            "split 'train': no filenames and shard_lengths",
+            "split 'train': no filenames, shard_lengths, num_samples",
         ),
         (
             lambda root: edit_json(

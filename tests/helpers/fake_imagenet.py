@@ -264,13 +264,6 @@ def write_archives(fake: Fake, folder: Path) -> Path:
     return folder
 
 
-def write_synset_list(fake: Fake, path: Path) -> Path:
-    """imagenet_2012_validation_synset_labels.txt: one WNID a line, in the order of the images'
-    names."""
-    path.write_text("".join(f"{fake.val_wnids[name]}\n" for name in sorted(fake.val)))
-    return path
-
-
 # ---- what others made of them --------------------------------------------------------------------
 
 
@@ -407,7 +400,7 @@ def as_archives_one_by_one_and_renamed(fake: Fake, folder: Path) -> list[Path]:
 def as_inner_tars(fake: Fake, folder: Path) -> list[Path]:
     write_inner_tars(fake, folder / "in" / "train")
     write_flat_val(fake, folder / "in" / "val")
-    write_synset_list(fake, folder / "in" / "imagenet_2012_validation_synset_labels.txt")
+    write_devkit(fake, folder / "in" / "ILSVRC2012_devkit_t12.tar.gz")
     return [folder / "in"]
 
 

@@ -13,6 +13,7 @@ import sys
 import tarfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -290,8 +291,8 @@ def no_memory(*_: int) -> None:
 def test_what_fails_in_the_hashing_thread_reaches_the_writer(tmp_path, monkeypatch, advise, error):
     monkeypatch.setattr(os, "posix_fadvise", advise)
     data = os.urandom(1 << 20)
-    with open(tmp_path / "a.tar", "wb") as file:
-        stream = TarStream(file.fileno())
+    with open(tmp_path / "a.tar", "wb") as file, ThreadPoolExecutor(1) as pool:
+        stream = TarStream(file.fileno(), pool)
 
         def add_all() -> None:
             try:
@@ -335,11 +336,10 @@ def test_ranges_include_both_ends():
     ("part", "message"),
     [
         ("8-10", r"shards 0 to 9 \(train has 8; val has 2\)"),
-        ("5-3", "A-B goes upwards"),
-        ("3/3", "3 parts are numbered 0 to 2"),
-        ("0/0", "there cannot be 0 parts"),
+        ("5-3", "expected A-B"),
+        ("3/3", "or I/N"),
+        ("0/0", "or I/N"),
         ("-1-3", "expected A-B, such as 100-199, or I/N"),
-        ("4", "expected A-B"),
         ("all", "expected A-B"),
     ],
 )
@@ -645,8 +645,7 @@ def test_a_bad_part_is_one_line(prepare, tmp_path):
     assert failed.returncode == 2
     assert (
         failed.stderr
-        == "error: --shards 9-99: there are shards 0 to 14 (train has 12; val has 3), and A-B goes"
-        " upwards\n"
+        == "error: --shards 9-99: there are shards 0 to 14 (train has 12; val has 3)\n"
     )
     assert not (tmp_path / "root").exists()
 
