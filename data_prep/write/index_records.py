@@ -19,7 +19,7 @@ from vit.data.storage.http_request import on_the_web
 from vit.system import files
 from vit.system.files import ShardError
 from vit.system.redact import shown
-from vit.system.urls import bare, did_you_mean, expand_braces, resolve
+from vit.system.urls import bare, expand_braces, resolve
 
 SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
@@ -88,14 +88,11 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
         if out is not None:
             raise PrepError(
                 f"--out {out} is for shards at a URL; the index of a folder ({source}) is written"
-                f" next to its shards{did_you_mean(str(source))}"
+                " next to its shards"
             )
         if not source.local.is_dir():
             what = "not a folder" if source.local.exists() else "no such folder"
-            raise PrepError(
-                f"{source}: {what}; expected a folder of tar shards, or"
-                f" URLs{did_you_mean(str(source))}"
-            )
+            raise PrepError(f"{source}: {what}; expected a folder of tar shards, or URLs")
         return source
     if out is None and isinstance(source, WebShards):
         raise PrepError(

@@ -422,11 +422,6 @@ def _(place):
     place.train("data.root=htps://example.org/shards")
 
 
-@scenario("`~`, which the shell leaves as it is behind `data.root=`")
-def _(place):
-    place.train("data.root=~/no-such-shards")
-
-
 @scenario("a URL that wants a login")
 def _(place):
     with WebServer({}) as server:

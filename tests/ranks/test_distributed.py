@@ -281,7 +281,7 @@ def test_a_host_without_what_the_others_have_is_named(asked):
         everyone = [GOOD] * 8 + [odd] * 8
         with pytest.raises(ValueError, match="1 of 2 host") as caught:
             choose_device(asked, "train.device=", everyone)
-        assert f"where node1 has 8 GPU(s) for 8 rank(s). {says}. Check" in str(caught.value)
+        assert f"cannot train on GPUs. {says}. Check" in str(caught.value)
         assert choose_device("cpu", "train.device=", everyone) == ("cpu", [])
 
 
@@ -289,7 +289,7 @@ def test_where_all_have_the_same_it_is_taken():
     assert choose_device("auto", "train.device=", [GOOD] * 16) == ("cuda", [])
     assert choose_device("cuda", "train.device=", [GOOD] * 16) == ("cuda", [])
     assert choose_device("auto", "train.device=", [CPU] * 16) == ("cpu", [])
-    for host, asked in ((CPU, "torch sees no GPU here"), (FEW, "--nproc_per_node=4")):
+    for host, asked in ((CPU, "node3: torch sees no GPU"), (FEW, "node9: 4 GPU")):
         with pytest.raises(ValueError, match=asked):
             choose_device("cuda", "train.device=", [host] * 8)
 
@@ -331,10 +331,13 @@ def test_a_rank_that_does_not_come_to_agree_on_devices_ends_all(monkeypatch):
 def test_training_on_the_cpu_of_a_machine_with_a_gpu_is_told_loudly():
     kind, [note] = choose_device("auto", "train.device=", [BROKEN] * 8)
     assert kind == "cpu"
-    assert "node7 has 8 NVIDIA GPU(s), but torch sees no GPU (Found no NVIDIA driver" in note
+    assert "node7, with 8 NVIDIA GPU(s): torch sees no GPU (Found no NVIDIA driver" in note
     assert "TRAINING ON THE CPU" in note
     kind, [note] = choose_device("auto", "train.device=", [FEW] * 8)
-    assert (kind, "use --nproc_per_node=4" in note) == ("cpu", True)
+    assert (kind, "node9, with 4 NVIDIA GPU(s): 4 GPU(s) for 8 rank(s); TRAINING" in note) == (
+        "cpu",
+        True,
+    )
 
 
 def test_gpus_are_counted_on_the_bus_whatever_their_driver_does(tmp_path):
@@ -372,9 +375,9 @@ def test_ranks_whose_hosts_differ_end_at_once_with_one_message_that_torchrun_rep
     done = launch(DIFFERENT, tmp_path, ranks=3)
     assert done.returncode == 1, "torchrun's own"
     told = (
-        "error: train.device=auto: 1 of 2 host(s) cannot train on GPUs, where node1 has 1 GPU(s)"
-        " for 1 rank(s). node7: torch sees no GPU (Found no NVIDIA driver on your system). Check"
-        " them with nvidia-smi, leave them out, or use train.device=cpu everywhere"
+        "error: train.device=auto: 1 of 2 host(s) cannot train on GPUs. node7: torch sees no GPU"
+        " (Found no NVIDIA driver on your system). Check them with nvidia-smi, start one rank for"
+        " each GPU (--nproc_per_node), leave them out, or use train.device=cpu everywhere"
     )
     lines = done.stderr.splitlines()
     assert lines[0] == told, done.stderr

@@ -173,31 +173,6 @@ def test_no_other_host_gets_a_login(monkeypatch, tmp_path):
     }
 
 
-def test_what_was_meant_by_an_address(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    for given, meant in {
-        "htps://host/x": "https://host/x",
-        "http:/host/x": "http://host/x",
-        "s3:/bucket/x": "s3://bucket/x",
-        "htp:/host/x": "http://host/x",
-        "127.0.0.1:8000/x": "https://127.0.0.1:8000/x",
-        "data.example.org/x": "https://data.example.org/x",
-        "~/data": "/home/me/data",
-    }.items():
-        assert urls.did_you_mean(given) == f"; did you mean {meant}?"
-    for given in (
-        "https://host/x",
-        "s3://bucket/x",
-        "ftp://host/x",
-        "hf://datasets/x",
-        "/data/x",
-        "data/x",
-        "runs/v1.2.3/x",
-        "imagenet.v2/x",
-    ):
-        assert urls.did_you_mean(given) == ""
-
-
 def test_a_login_that_cannot_be_read_is_told_without_it(monkeypatch, tmp_path):
     monkeypatch.setenv("VIT_HTTP_HEADER", "Authorization: Bearer topsecret")
     with pytest.raises(

@@ -66,55 +66,28 @@ class Parser(argparse.ArgumentParser):
         argparse reports the missing option first, which often is the misspelt one.
         """
         is_unknown = message.startswith("unrecognized arguments: ")
-        if options := self._unknown_options() if is_unknown or "are required: " in message else []:
-            words = " ".join(word for pair in options for word in pair if word)
-            message = f"unknown: {words}{self._meant(options)}"
+        if options := self._unknown_options() if is_unknown or "are required: " in message else {}:
+            hints = dict.fromkeys(hint for hint in options.values() if hint)
+            message = "; ".join([f"unknown: {' '.join(options)}", *hints])
         elif is_unknown:
             message = f"unknown: {message.partition(': ')[2]}"
-        elif "are required: --config" in message:
-            files = [
-                word for word in self._typed if word.endswith((".yaml", ".yml")) and "=" not in word
-            ]
-            message += "".join(f"; did you mean --config {file}?" for file in files[:1])
         raise ValueError(f"{shown(message)} ({self.prog} --help lists the options)")
 
-    def _unknown_options(self) -> list[tuple[str, str]]:
-        """Arguments that look like options and are none, each with its value for `hint`, or ""."""
-        words = self._typed[: self._typed.index("--")] if "--" in self._typed else self._typed
-        found = []
-        for word, following in zip_longest(words, words[1:], fillvalue=""):
-            if (
-                not re.match(r"--?[A-Za-z]", word)
-                or word.partition("=")[0] in self._option_string_actions
-            ):
-                continue
-            has_value = (
-                self._hint
-                and "=" not in word
-                and following
-                and not following.startswith("-")
-                and "=" not in following
-            )
-            found.append((word, following if has_value else ""))
-        return found
-
-    def _meant(self, options: list[tuple[str, str]]) -> str:
-        """Hints at what was meant by `options`."""
+    def _unknown_options(self) -> dict[str, str]:
+        """Options that there are not, as typed and with the value for `hint`: what was meant."""
         known = list(self._option_string_actions)
-        options_meant = list[str]()
-        told = list[str]()
-        for word, following in options:
+        words = self._typed[: self._typed.index("--")] if "--" in self._typed else self._typed
+        found = {}
+        for word, following in zip_longest(words, words[1:], fillvalue=""):
             option, equals, value = word.partition("=")
-            close = difflib.get_close_matches(option, known, n=1, cutoff=0.8)
-            if (
-                not close
-                and self._hint
-                and (text := self._hint(option, value if equals else following))
-            ):
-                told.append(text)
+            if option in known or not re.match(r"--?[A-Za-z]", option):
                 continue
-            options_meant += close or difflib.get_close_matches(option, known, n=1)
-        did_you_mean = (
-            f"did you mean {' '.join(dict.fromkeys(options_meant))}?" if options_meant else ""
-        )
-        return "".join(f"; {text}" for text in filter(None, [did_you_mean, *dict.fromkeys(told)]))
+            if self._hint and not equals and re.match(r"[^-=][^=]*$", following):
+                value = following
+                word = f"{word} {value}"
+            close = difflib.get_close_matches(option, known, n=1, cutoff=0.8)
+            hint = self._hint(option, value) if self._hint and not close else ""
+            if not hint and (close := difflib.get_close_matches(option, known, n=1)):
+                hint = f"did you mean {close[0]}?"
+            found[word] = hint
+        return found

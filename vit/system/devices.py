@@ -70,37 +70,19 @@ def choose_device(asked: str, setting: str, found: list[HostDevices]) -> tuple[s
     lacking = [host for host in hosts if host.gpus < host.ranks]
     if not lacking:
         return "cuda", []
-    if asked == "cuda" and len(hosts) == 1:
-        [here] = hosts
-        if not here.gpus:
-            raise ValueError(
-                f"{setting}cuda, but torch sees no GPU here ({here.said}): use {setting}cpu, or"
-                " check the driver with nvidia-smi"
-            )
-        raise ValueError(
-            f"{setting}cuda, but this host has {here.gpus} GPU(s) for {here.ranks} ranks: start"
-            f" torchrun with --nproc_per_node={here.gpus}"
-        )
     if asked == "cuda" or len(lacking) < len(hosts):
-        fine = next((host for host in hosts if host not in lacking), None)
-        elsewhere = f", where {fine.host} has {fine}" if fine is not None else ""
         problems = "; ".join(f"{host.host}: {host}" for host in lacking)
         raise ValueError(
-            f"{setting}{asked}: {len(lacking)} of {len(hosts)} host(s) cannot train on"
-            f" GPUs{elsewhere}. {problems}. Check them with nvidia-smi, leave them out, or use"
-            f" {setting}cpu everywhere"
+            f"{setting}{asked}: {len(lacking)} of {len(hosts)} host(s) cannot train on GPUs."
+            f" {problems}. Check them with nvidia-smi, start one rank for each GPU"
+            f" (--nproc_per_node), leave them out, or use {setting}cpu everywhere"
         )
-    notes = []
-    for host in lacking:
-        if host.gpus:
-            notes.append(
-                f"{host.host} has {host}: training on the CPU; use --nproc_per_node={host.gpus} for"
-                " the GPU"
-            )
-        elif host.nvidia_gpus:
-            notes.append(
-                f"{host.host} has {host.nvidia_gpus} NVIDIA GPU(s), but {host}: TRAINING ON THE"
-                " CPU, many times slower. Check nvidia-smi and that this torch is built for its"
-                f" driver; {setting}cuda makes it an error, {setting}cpu leaves this note out"
-            )
+    notes = [
+        f"{host.host}, with {host.nvidia_gpus} NVIDIA GPU(s): {host}; TRAINING ON THE CPU, many"
+        " times slower. Check nvidia-smi and that this torch is built for its driver, and start one"
+        f" rank for each GPU (--nproc_per_node); {setting}cuda makes it an error, {setting}cpu"
+        " leaves this note out"
+        for host in lacking
+        if host.gpus or host.nvidia_gpus
+    ]
     return "cpu", notes

@@ -14,7 +14,6 @@ the target of a redirect.
 from __future__ import annotations
 
 import base64
-import difflib
 import fnmatch
 import functools
 import logging
@@ -36,7 +35,8 @@ def unset_variables(text: str) -> list[str]:
     """The names of `${NAME}` in `text` that are not set in the environment, each once."""
     names = (
         found[1]
-        for part in _parts(text)
+        for part in text.split("::")
+        if not part.startswith(PIPE)
         for found in _VARIABLE.finditer(part)
         if not found[0].startswith("$$")
     )
@@ -91,32 +91,11 @@ def not_set(names: Iterable[str]) -> str:
     )
 
 
-def did_you_mean(given: str) -> str:
-    """`; did you mean ...?` for an address or folder that does not exist, or ""."""
-    scheme, _, rest = given.partition(":")
-    web = difflib.get_close_matches(scheme, ("https", "http"), n=1, cutoff=0.75)
-    if given.startswith("~"):
-        meant = os.path.expanduser(given)
-    elif re.match(r"/(?!/)", rest) and re.fullmatch(r"[a-z][a-z0-9+]+", scheme):
-        meant = f"{web[0] if web else scheme}:/{rest}"
-    elif rest.startswith("//") and web and scheme != web[0]:
-        meant = f"{web[0]}:{rest}"
-    elif re.match(r"[\w-]+(\.[\w-]+)*:\d+/|[\w-]+(\.[\w-]+){2,}/", given):
-        meant = f"https://{given}"
-    else:
-        meant = given
-    return "" if meant == given else f"; did you mean {shown(meant)}?"
-
-
 _used: dict[str, str] = {}
 """Addresses with logins that this process was given, by their bare forms."""
 _lost_login = set[str]()
 """Hosts of addresses that were recorded without their login."""
 _VARIABLE = re.compile(r"\$?\$\{([A-Za-z_]\w*)\}")
-
-
-def _parts(text: str) -> list[str]:
-    return [part for part in text.split("::") if not part.startswith(PIPE)]
 
 
 def _remember(url: str) -> None:
@@ -198,7 +177,9 @@ def credentials(url: str) -> dict[str, str]:
     )
     for value in headers.values():
         keep_secret(value, value.rpartition(" ")[2])
-    if headers and parts.scheme == "http" and not _is_local(parts.hostname or ""):
+    host = parts.hostname or ""
+    is_local = host in ("localhost", "::1") or host.startswith("127.")
+    if headers and parts.scheme == "http" and not is_local:
         _warn_of_plain_text(parts.netloc.rpartition("@")[2])
     return headers
 
@@ -287,10 +268,6 @@ def _netrc(path: Path, changed_ns: int) -> dict[str, tuple[str, str, str]]:
 def _names(parts: urllib.parse.SplitResult) -> tuple[str, str]:
     """The names of a host, with its port and without."""
     return parts.netloc.rpartition("@")[2].lower(), parts.hostname or ""
-
-
-def _is_local(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 @functools.lru_cache

@@ -19,7 +19,7 @@ from vit.data.decode.images import decode_box
 from vit.data.decode.jpeg_header import read_header
 from vit.data.loader import Loader
 from vit.data.order import make_order
-from vit.data.shards.data_set import build_index, open_split
+from vit.data.shards.data_set import open_split
 from vit.data.shards.info_file import make_info, write_sidecar
 from vit.system.files import ShardError, write_json
 
@@ -86,7 +86,6 @@ def write_shard(root, images: dict[str, bytes], stored: dict[str, bytes]):
                 member = tarfile.TarInfo(name)
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
-    build_index(root, "train", [path.name])
     sidecar = write_sidecar(path, len(images))
     about = {"source": "test", "options": {}, "class_names": ["a", "b"], "num_classes": 2}
     write_json(

@@ -477,7 +477,7 @@ def test_a_shard_replaced_in_training_is_told(change, web, url, shards, cache):
             r"/set/train-00000.tar: sample 12 \(key unknown\): reading \d+ bytes at offset \d+"
             r" failed: it was replaced at its URL "
             r"while it was in use \(it had \d+ bytes with the tag .*, now it has \d+ bytes.*\);"
-            r" restore the shard and start again$"
+            r" restore the shard and start again"
         ),
     ):
         split.read(12)

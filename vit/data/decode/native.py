@@ -132,7 +132,7 @@ def _decodes_correctly(library: ctypes.CDLL) -> bool:
         return False
     for data in (plain, marked.raw[: size.value]):
         pixels = np.zeros((40, 131, 3), np.uint8)
-        status = _decode(library, data, 9, 5, pixels, (0, 0), False)
+        status = decode_into(data, 9, 5, pixels, library=library)
         if status != Status.OK or not np.array_equal(pixels, expected):
             return False
     return True
@@ -160,6 +160,7 @@ def decode_into(
     *,
     stored_size: tuple[int, int] | None = None,
     portable: bool = False,
+    library: ctypes.CDLL | None = None,
 ) -> Status:
     """Decode the window with upper left pixel (left, top) and the shape of `pixels` into it.
 
@@ -167,23 +168,13 @@ def decode_into(
         the status is OK.
     stored_size: (width, height) that the image must have.
     portable: use no special instructions of the processor, for tests.
+    library: LIBRARY by default.
 
     Damage outside of the window may go unnoticed; inside, whatever libjpeg refuses or warns of is
     refused. (simplejpeg also refuses unusual subsamplings of colour.)
     """
-    assert LIBRARY is not None, "vit._native is not there: ask AVAILABLE first"
-    return _decode(LIBRARY, data, left, top, pixels, stored_size or (0, 0), portable)
-
-
-def _decode(
-    library: ctypes.CDLL,
-    data: bytes,
-    left: int,
-    top: int,
-    pixels: NDArray[np.uint8],
-    stored_size: tuple[int, int],
-    portable: bool,
-) -> Status:
+    library = library or LIBRARY
+    assert library is not None, "vit._native is not there: ask AVAILABLE first"
     height, width, channels = pixels.shape
     assert pixels.dtype == np.uint8
     assert channels in (1, 3)
@@ -194,7 +185,7 @@ def _decode(
         library.vit_decode_window(
             data,
             len(data),
-            *stored_size,
+            *(stored_size or (0, 0)),
             left,
             top,
             width,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import bisect
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from vit.data.shards.index_file import (
     first_samples,
     has_checksums,
     index_mismatch,
-    labels_outside,
     open_index,
     replaced_shards,
     rows_of_tars,
@@ -41,7 +40,7 @@ from vit.data.shards.index_file import (
     sha256_of,
 )
 from vit.data.shards.info_file import SplitInfo, check_info, describe_split, read_info
-from vit.data.shards.members import recorded_layout
+from vit.data.shards.members import SampleLayout, recorded_layout
 from vit.data.shards.split import Split
 from vit.data.storage.block_cache import BlockCache
 from vit.data.storage.cached_tars import CachedTars, MountedFolder
@@ -109,6 +108,7 @@ def open_split(
     found = _check_shards(folder, described, versions)
 
     # 2. The index, rebuilt if the shards of a folder do not match it.
+    layout = recorded_layout(info, home and home / filenames[0])
     storage: RemoteFolder | MountedFolder | None = None
     cache: BlockCache | None = None
     if isinstance(folder, RemoteFolder):
@@ -116,15 +116,13 @@ def open_split(
         cache = BlockCache(cache_dir, cache_gib)
         index = _remote_index(storage, home, split, described, found, cache, is_checked)
     else:
-        index = _local_index(folder, split, described, found, is_checked)
+        index = _local_index(folder, split, described, found, layout, is_checked)
 
     # 3. The labels.
     class_names = list(info.get("class_names") or [])
     num_classes = len(class_names) or info.get("num_classes") or 0
     if not (is_checked and num_classes):
-        index, num_classes = _check_labels(
-            index, num_classes, shown, split, described, info if is_local else None
-        )
+        num_classes = _check_labels(index, num_classes, shown, split, described)
 
     # 4. How the shards are read.
     tars: LocalTars | CachedTars
@@ -136,7 +134,7 @@ def open_split(
     else:
         tars = LocalTars(Path(shown), filenames, retry)
     # Without class names, because a split is pickled for each worker.
-    layout = replace(recorded_layout(info, home and home / filenames[0]), class_names=())
+    layout = replace(layout, class_names=())
     return Split(
         home or shown,
         split,
@@ -147,7 +145,6 @@ def open_split(
         class_names,
         tars,
         layout,
-        described.sha256,
     )
 
 
@@ -169,17 +166,16 @@ def _check_shards(
     problems = []
     for name, version, expected in zip(described.filenames, found, described.sizes, strict=True):
         if isinstance(version, str):
-            problem = version
+            problems.append(f"{name}: {version}")
         elif expected not in (None, version.size):
-            problem = f"{version.size} bytes, expected {expected} (truncated or replaced)"
+            problems.append(
+                f"{name}: {version.size} bytes, expected {expected} (truncated or replaced)"
+            )
         else:
             versions.append(version)
-            continue
-        problems.append(
-            f"{folder}/{name}: {problem}; copy it again or repeat the command that wrote it"
-        )
     if problems:
-        raise ShardError("\n".join(problems))
+        remedy = "copy it again or repeat the command that wrote it"
+        raise ShardError("\n".join(f"{folder}/{problem}; {remedy}" for problem in problems))
     return versions
 
 
@@ -195,32 +191,18 @@ def _local_version(path: Path) -> Version | str:
 # ---- the index -----------------------------------------------------------------------------------
 
 
-def build_index(root: Path | str, split: str, filenames: list[str] | None = None) -> np.ndarray:
+def build_index(root: Path, split: str, described: SplitInfo, layout: SampleLayout) -> np.ndarray:
     """Read the tars of a split, write `<root>/<split>.index.npy` and return its rows.
 
-    filenames: the shards in order; by default those in `_info.json`, whose `recorded_layout` says
-    which members are image and label. If the folder cannot be written, the index is only returned,
-    and without checksums: it will be rebuilt each time, and reading all images would take long.
+    layout: which members are image and label. If the folder cannot be written, the index is only
+    returned, and without checksums: it will be rebuilt each time, and reading all images would take
+    long.
     Returns (num_samples,) INDEX_DTYPE, memory-mapped. Raises ShardError like `rows_of_tars`.
     """
-    root = Path(root)
     path = root / f"{split}.index.npy"
     may_write = os.access(root, os.W_OK)
-    info = read_info(root) if filenames is None or (root / "_info.json").exists() else {}
-    entry = info.get("splits", {}).get(split, {})
-    names = entry["filenames"] if filenames is None else filenames
-    sha256 = entry.get("shard_sha256") or [None] * len(names)
-    tars = [root / name for name in names]
-    rows = rows_of_tars(tars, recorded_layout(info, tars[0]), sha256, may_write)
-    lengths = entry.get("shard_lengths") or list(map(len, rows))
-    problems = [
-        f"{tar}: holds {len(of_shard)} samples, _info.json says {length}; restore the one that is"
-        " wrong"
-        for tar, of_shard, length in zip(tars, rows, lengths, strict=True)
-        if len(of_shard) != length
-    ]
-    if problems:
-        raise ShardError("\n".join(problems))
+    tars = [root / name for name in described.filenames]
+    rows = rows_of_tars(tars, layout, described.lengths, described.sha256, may_write)
     try:
         save_index(path, rows)
         return open_index(path)
@@ -235,7 +217,12 @@ def build_index(root: Path | str, split: str, filenames: list[str] | None = None
 
 
 def _local_index(
-    root: Path, split: str, described: SplitInfo, versions: Sequence[Version], is_checked: bool
+    root: Path,
+    split: str,
+    described: SplitInfo,
+    versions: Sequence[Version],
+    layout: SampleLayout,
+    is_checked: bool,
 ) -> np.ndarray:
     """Open the index file of the tars in `root`, or rebuild it, with the reason as a warning."""
     path = root / f"{split}.index.npy"
@@ -259,7 +246,7 @@ def _local_index(
         len(sizes),
         sum(sizes) / 1e9,
     )
-    return build_index(root, split, described.filenames)
+    return build_index(root, split, described, layout)
 
 
 def _why_rebuild(index: np.ndarray, root: Path, described: SplitInfo, sizes: Sequence[int]) -> str:
@@ -324,46 +311,22 @@ def _remote_index(
 
 
 def _check_labels(
-    index: np.ndarray,
-    num_classes: int,
-    root: str,
-    split: str,
-    described: SplitInfo,
-    local_info: Mapping[str, Any] | None,
-) -> tuple[np.ndarray, int]:
-    """Return the index, rebuilt if its labels are not those of a local shard, and num_classes.
+    index: np.ndarray, num_classes: int, root: str, split: str, described: SplitInfo
+) -> int:
+    """Return the number of classes: `num_classes`, or if that is 0 the largest label plus 1.
 
-    num_classes: 0 if unknown; then it is the largest label plus 1.
-    local_info: `_info.json` if the shards are in the folder `root`.
-    Raises ShardError.
+    Raises ShardError if there are labels outside.
     """
-    lengths = described.lengths
-    firsts = first_samples(lengths)
-    count, first, largest = labels_outside(index, num_classes or None, lengths)
-    shard = bisect.bisect_right(firsts, max(first, 0)) - 1
-    if count and local_info is not None:
-        # Is the index wrong, or the shard? Of this one shard, headers and labels are read.
-        folder = Path(root)
-        [rows] = rows_of_tars(
-            [folder / described.filenames[shard]],
-            recorded_layout(local_info, folder / described.filenames[0]),
-            [None],
-            with_checksums=False,
-        )
-        if not np.array_equal(rows["label"], index["label"][firsts[shard] : firsts[shard + 1]]):
-            log.warning(
-                "%s/%s.index.npy has labels that are not in the shards: rebuilding it",
-                folder,
-                split,
-            )
-            index = build_index(folder, split, described.filenames)
-            count, first, largest = labels_outside(index, num_classes or None, lengths)
-            shard = bisect.bisect_right(firsts, max(first, 0)) - 1
-    num_classes = num_classes or largest + 1
-    if count:
+    labels = index["label"]
+    num_classes = num_classes or int(labels.max()) + 1
+    if labels.min() < 0 or labels.max() >= num_classes:
+        outside = np.flatnonzero((labels < 0) | (labels >= num_classes))
+        first = int(outside[0])
+        shard = bisect.bisect_right(first_samples(described.lengths), first) - 1
         raise ShardError(
-            f"{root}/_info.json, split {split!r}: {count} labels lie outside [0, {num_classes}),"
-            f" the first is {index['label'][first]} (sample {first}, {described.filenames[shard]});"
-            " correct the shard, or the classes in _info.json"
+            f"{root}/_info.json, split {split!r}: {len(outside)} labels lie outside"
+            f" [0, {num_classes}), the first is {labels[first]} (sample {first},"
+            f" {described.filenames[shard]}); correct the shard, or the classes in _info.json; if"
+            f" neither is wrong, {split}.index.npy is: delete it, and it is made again"
         )
-    return index, num_classes
+    return num_classes

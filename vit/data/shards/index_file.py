@@ -1,10 +1,8 @@
 """The index of a split: one row per sample, saved, opened, compared with its shards or rebuilt.
 
 Rows are in (shard, position) order, so a shard's rows are a slice, and the number of each shard's
-first sample is enough to find the shard of a sample. Opening maps the file into memory and compares
-its header with ours character by character, because numpy would parse a damaged one as Python.
-Checks of all rows go shard by shard, so that an index of a billion samples needs no memory of its
-own.
+first sample is enough to find the shard of a sample. Opening maps the file into memory. Checks of
+all rows go shard by shard, so that an index of a billion samples needs no memory of its own.
 
 Each row has the CRC-32C of the encoded image, which reading compares; 0 means unknown, for rows
 made without reading the images. Indexes of earlier versions have the shard's number in its place
@@ -15,10 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import logging
-import os
-import re
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +25,7 @@ from vit.data.shards.records import SIDECAR, check_types, is_sidecar
 from vit.data.shards.tar import INDEX_DTYPE, index_rows, member_size, scan_tar
 from vit.data.shards.tar_walk import TAR_BLOCK
 from vit.system.files import ShardError, read_json, replacing, unreadable
+from vit.system.meter import Meter
 
 UNCHECKED_DTYPE = np.dtype(
     [
@@ -42,8 +37,6 @@ UNCHECKED_DTYPE = np.dtype(
 NUM_READERS = 8
 """Shards read at the same time when an index is rebuilt: network file systems serve several files
 faster than one."""
-REPORT_EACH_S = 10.0
-log = logging.getLogger(__name__)
 
 
 def first_samples(lengths: Iterable[int]) -> list[int]:
@@ -78,24 +71,21 @@ def open_index(path: Path) -> np.ndarray:
 
     Raises OSError, and ValueError with the reason if the file is damaged or of another format.
     """
-    with open(path, "rb") as file:
-        start = file.read(10)
-        header = file.read(int.from_bytes(start[8:], "little"))
-    if start[:8] != b"\x93NUMPY\x01\x00":
-        raise ValueError("not an index, or its beginning is damaged")
-    text = header.decode("latin-1")
-    number = re.search(r"'shape': \((\d{1,15}),\), } *\n$", text)
-    fields = text[: number.start()] if number else ""
-    for dtype in (INDEX_DTYPE, UNCHECKED_DTYPE):
-        if number and fields == f"{{'descr': {dtype.descr}, 'fortran_order': False, ":
-            break
-    else:
+    try:
+        index = np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # numpy parses a header as Python, whose parser has its own errors
+        raise ValueError("cut off, or its header is damaged") from error
+    is_ours = index.dtype in (INDEX_DTYPE, UNCHECKED_DTYPE) and index.ndim == 1 and len(index)
+    if not is_ours or index.offset % np.lib.format.ARRAY_ALIGN:
         raise ValueError("of another format, or its header is damaged")
-    num_samples = int(number[1])
-    offset = len(start) + len(header)
-    if not num_samples or os.stat(path).st_size < offset + num_samples * dtype.itemsize:
-        raise ValueError(f"cut off, its header says {num_samples:,} rows")
-    return np.memmap(path, dtype, "r", offset, (num_samples,))
+    return index
+
+
+def unmapped(index: np.ndarray) -> np.ndarray | Path:
+    """Return what to pickle of an index: the path of one that is mapped from a file."""
+    return Path(str(index.filename)) if isinstance(index, np.memmap) else index
 
 
 def has_checksums(index: np.ndarray) -> bool:
@@ -134,30 +124,6 @@ def replaced_shards(index: np.ndarray, lengths: Sequence[int], tars: Sequence[Pa
     return found
 
 
-def labels_outside(
-    index: np.ndarray, num_classes: int | None, lengths: Sequence[int]
-) -> tuple[int, int, int]:
-    """Find labels outside [0, num_classes).
-
-    Returns how many there are, the first sample with one (-1: none) and the largest label.
-    """
-    count = 0
-    first = -1
-    largest = 0
-    start = 0
-    for rows in _by_shard(index, lengths):
-        if len(rows):
-            labels = rows["label"]
-            high = int(labels.max())
-            largest = max(largest, high)
-            if int(labels.min()) < 0 or (num_classes is not None and high >= num_classes):
-                wrong = np.flatnonzero((labels < 0) | (labels >= (num_classes or high + 1)))
-                first = start + int(wrong[0]) if first < 0 else first
-                count += len(wrong)
-        start += len(rows)
-    return count, first, largest
-
-
 def index_sha256(index: np.ndarray, lengths: Sequence[int]) -> str:
     """Hash which samples are where, whether or not the index has checksums."""
     digest = hashlib.sha256()
@@ -188,51 +154,44 @@ def _size_in_header(tar: Path, offset: int) -> int:
 def rows_of_tars(
     tars: Sequence[Path],
     layout: SampleLayout,
+    lengths: Sequence[int],
     sha256: Sequence[str | None],
-    with_checksums: bool = True,
+    with_checksums: bool,
 ) -> list[np.ndarray]:
     """Return the index rows of each tar.
 
-    sha256: recorded for each tar, None if unknown. with_checksums: read all images for their
-    checksums, and compare each tar with its sha256; otherwise read headers only.
+    lengths: samples that each tar must hold. sha256: recorded for each tar, None if unknown.
+    with_checksums: read all images for their checksums, and compare each tar with its sha256;
+    otherwise read headers only.
     Raises ShardError like `scan_tar`, and for tars that are not the recorded ones.
     """
 
-    def read_rows(tar: Path, expected: str | None) -> tuple[np.ndarray, str]:
+    def read_rows(tar: Path, length: int, expected: str | None) -> tuple[np.ndarray, str]:
         rows = index_rows(scan_tar(tar, layout, left_out(tar), with_checksums))
+        if len(rows) != length:
+            return rows, (
+                f"{tar}: holds {len(rows)} samples, _info.json says {length}; restore the one that"
+                " is wrong"
+            )
         is_altered = with_checksums and expected not in (None, sha256_of(tar))
         return rows, describe_altered(tar) if is_altered else ""
 
-    began_s = reported_s = time.monotonic()
     found = []
-    problems = []
     done_bytes = 0
     all_bytes = sum(tar.stat().st_size for tar in tars if tar.exists())
     threads = ThreadPoolExecutor(NUM_READERS)
     try:
-        for tar, (rows, problem) in zip(tars, threads.map(read_rows, tars, sha256), strict=True):
-            found.append(rows)
-            if problem:
-                problems.append(problem)
-            done_bytes += tar.stat().st_size
-            now_s = time.monotonic()
-            if now_s - reported_s > REPORT_EACH_S:
-                reported_s = now_s
-                log.warning(
-                    "%s: %d of %d shards (%.1f of %.1f GB), %.0f s more",
-                    tar.parent,
-                    len(found),
-                    len(tars),
-                    done_bytes / 1e9,
-                    all_bytes / 1e9,
-                    (all_bytes - done_bytes) * (now_s - began_s) / done_bytes,
-                )
+        with Meter(f"reading {tars[0].parent}", all_bytes >> 20, "MiB") as meter:
+            for tar, read in zip(tars, threads.map(read_rows, tars, lengths, sha256), strict=True):
+                found.append(read)
+                done_bytes += tar.stat().st_size
+                meter.update(done_bytes >> 20)
     finally:
         # After an error or a signal, do not wait for shards that are being read.
         threads.shutdown(wait=False, cancel_futures=True)
-    if problems:
+    if problems := [problem for _, problem in found if problem]:
         raise ShardError("\n".join(problems))
-    return found
+    return [rows for rows, _ in found]
 
 
 def left_out(tar: Path) -> set[int]:

@@ -7,7 +7,6 @@ fields are listed in `vit.data.shards.records`.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 from vit.data.shards.index_file import sha256_of
 from vit.data.shards.records import INFO, SIDECAR, check_types, is_sidecar
 from vit.system.files import ShardError, read_json, unreadable, write_json
-from vit.system.urls import did_you_mean
+from vit.system.spelling import did_you_mean
 
 FORMAT_VERSION = 1
 
@@ -123,7 +122,7 @@ def read_info(root: Path | str) -> dict[str, Any]:
     except FileNotFoundError:
         raise ShardError(
             f"{root}: no such directory; expected a folder of shards (`python -m data_prep` lists"
-            f" the commands that make them){did_you_mean(str(root))}"
+            f" the commands that make them)"
         ) from None
     except NotADirectoryError:
         raise ShardError(f"{root}: not a directory; expected a folder of shards") from None
@@ -178,9 +177,9 @@ class SplitInfo(NamedTuple):
 def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
     """Return the shards of a split of the data set at `root`. Raises ShardError."""
     if split not in info["splits"]:
-        similar = difflib.get_close_matches(split, info["splits"], n=1, cutoff=0.3)
-        hint = f" (did you mean {similar[0]!r}?)" if similar else ""
-        raise ShardError(f"{root}: no split {split!r}; there are {', '.join(info['splits'])}{hint}")
+        there = ", ".join(info["splits"])
+        hint = did_you_mean(split, info["splits"])
+        raise ShardError(f"{root}: no split {split!r}; there are {there}{hint}")
     entry = info["splits"][split]
     place = f"{root}/_info.json, split {split!r}"
     required = ("filenames", "shard_lengths", "num_samples")

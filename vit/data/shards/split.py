@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from vit.data.shards.index_file import (
     has_checksums,
     index_sha256,
     open_index,
-    sha256_of,
+    unmapped,
 )
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.tar import DEFAULT_LAYOUT, crc32c, member_size
@@ -57,13 +56,11 @@ class Split:
         class_names: list[str],
         tars: LocalTars | CachedTars | None = None,
         layout: SampleLayout = DEFAULT_LAYOUT,
-        sha256: Sequence[str | None] = (),
     ):
         """root: folder or URL. lengths: samples of each shard.
 
         index: (num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version.
         class_names: name of each label, [] if unknown.
-        sha256: recorded for each shard, to distinguish a damaged shard from a damaged index.
         """
         self.root = root
         self.name = name
@@ -75,7 +72,6 @@ class Split:
         self.class_names = class_names
         self.tars = tars or LocalTars(Path(root), filenames)
         self._layout = layout
-        self._sha256 = sha256
         self._firsts = first_samples(lengths)
         self._has_checksums = has_checksums(index)
 
@@ -145,40 +141,16 @@ class Split:
         return data, FLIPPED if checksum else ""
 
     def _error(self, i: int, shard: int, offset: int, size: int, problem: str) -> ShardError:
-        """Return the error for a sample that cannot be read; names the shard or the index."""
+        """Return the error for a sample that cannot be read."""
         try:
             key = self.key(i)
         except (ShardError, OSError):
             key = "unknown"
-        remedy = "restore the shard and start again"
-        if not problem.startswith("failed") and self._is_intact(shard):
-            problem = (
-                f"{problem.partition(',')[0]}; the shard has its recorded sha256, so the index is"
-                " damaged"
-            )
-            remedy = (
-                f"delete {self.root}/{self.name}.index.npy and start again, which makes it of the"
-                " shards"
-            )
-        elif problem == FLIPPED:
-            remedy = (
-                f"copy the shard again (`python -m data_prep.verify {self.root}` lists the"
-                " damaged ones) and start again"
-            )
         return ShardError(
             f"{self.where(i)}: sample {i} (key {key}): reading {size} bytes at offset {offset}"
-            f" {problem}; {remedy}"
+            f" {problem}; restore the shard and start again (`python -m data_prep.verify"
+            f" {self.root}` finds out if it is the index that is damaged: delete that)"
         )
-
-    def _is_intact(self, shard: int) -> bool:
-        """Return whether a shard in a folder has its recorded sha256; reads all of it."""
-        expected = self._sha256[shard] if shard < len(self._sha256) else None
-        if expected is None or not isinstance(self.root, Path):
-            return False
-        try:
-            return expected == sha256_of(self.root / self.filenames[shard])
-        except OSError:  # reported already, or only the index is in this folder
-            return False
 
     def _shard_of(self, i: int) -> int:
         return bisect.bisect_right(self._firsts, i) - 1
@@ -267,10 +239,7 @@ class Split:
         self.tars.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        if isinstance(self.index, np.memmap):
-            state["index"] = Path(str(self.index.filename))
-        return state
+        return {**self.__dict__, "index": unmapped(self.index)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from vit.data import stages
 from vit.data.order import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
-from vit.data.shards.index_file import has_checksums, open_index
+from vit.data.shards.index_file import has_checksums, open_index, unmapped
 from vit.data.shards.tar import TAR_BLOCK, crc32c, member_size
 from vit.data.stages import Stage
 from vit.data.storage.block_cache import BlockCache, Fetched
@@ -103,18 +103,6 @@ def fetch_threads_per_process(num_processes: int) -> int:
     return max(min(NUM_THREADS, NUM_THREADS_OF_HOST // max(num_processes, 1)), 1)
 
 
-_PER_PROCESS_STATE = (
-    "_lock",
-    "_pid",
-    "_num_threads",
-    "_asked_at_s",
-    "_under_way",
-    "_waiting",
-    "_num_waiting",
-)
-"""Attributes that are not pickled; `_reset` makes them."""
-
-
 class CachedTars:
     """The shards of a split behind a cache. Threads, forks and pickling as for `Split`.
 
@@ -129,21 +117,24 @@ class CachedTars:
         folder: RemoteFolder | MountedFolder,
         filenames: list[str],
         versions: list[Version],
-        index: np.ndarray,
+        index: np.ndarray | Path,
         firsts: list[int],
         cache: BlockCache,
     ):
-        """firsts: the first sample of each shard, then the number of samples."""
+        """index: the rows, or their file.
+
+        firsts: the first sample of each shard, then the number of samples.
+        """
         self.folder = folder
         self.filenames = filenames
         self.versions = versions
-        self.index = index
+        self.index = open_index(index) if isinstance(index, Path) else index
         self.cache = cache
         self.firsts = firsts
         self.stored_bytes = sum(version.size for version in versions)
         # A power of two, so that each of the order's blocks of 64 is one block here, or several.
-        fitting = max(BLOCK_BYTES * len(index) // max(self.stored_bytes, 1), 1)
-        most = DEFAULT_BLOCK_SAMPLES if len(index) >= PERMUTATION_BELOW else 1 << 30
+        fitting = max(BLOCK_BYTES * len(self.index) // max(self.stored_bytes, 1), 1)
+        most = DEFAULT_BLOCK_SAMPLES if len(self.index) >= PERMUTATION_BELOW else 1 << 30
         self.block_samples = min(1 << (fitting.bit_length() - 1), most)
         self._names = [
             f"{folder.digest}/{name.removesuffix('.tar').replace('/', '%')}.{version.digest()}"
@@ -152,19 +143,10 @@ class CachedTars:
         self.most_threads = NUM_THREADS
         self._reset()
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = {
-            key: value for key, value in self.__dict__.items() if key not in _PER_PROCESS_STATE
-        }
-        if isinstance(self.index, np.memmap):
-            state["index"] = Path(str(self.index.filename))
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if isinstance(self.index, Path):
-            self.index = open_index(self.index)
-        self._reset()
+    def __reduce__(self) -> tuple[Any, ...]:
+        index = unmapped(self.index)
+        arguments = (self.folder, self.filenames, self.versions, index, self.firsts, self.cache)
+        return CachedTars, arguments, {"most_threads": self.most_threads}
 
     def where(self, shard: int) -> str:
         """Return the shard's URL or path."""

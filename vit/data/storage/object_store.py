@@ -19,7 +19,6 @@ from vit.data.storage.http import ATTEMPT_S, Refused, Version, replaced
 from vit.data.storage.retry import RetryableError, RetryPolicy, note_progress
 from vit.system.files import temporary_file
 from vit.system.redact import shown
-from vit.system.urls import did_you_mean
 
 SMALLEST_PIECE = 64 << 10
 """Bytes per request, after timeouts of larger ones."""
@@ -224,8 +223,7 @@ class ObjectStore:
             return Refused(f"{where}: {reason}{credentials}")
         if isinstance(error, (ValueError, TypeError, NotImplementedError)) or "Validation" in name:
             return Refused(
-                f"{where}: {reason}; expected a folder or a URL such as"
-                f" s3://bucket/folder{did_you_mean(self.url)}"
+                f"{where}: {reason}; expected a folder or a URL such as s3://bucket/folder"
             )
         return None
 
