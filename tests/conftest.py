@@ -10,10 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import families
+import hypothesis
 import pytest
 import torch
 import warm_python
 from processes import make_shards, write_config
+
+# A slow machine is no fault of an example.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
@@ -86,7 +86,6 @@ def test_result_is_the_plain_mean():
     assert result.loss == pytest.approx(F.cross_entropy(logits.double(), labels).item(), abs=1e-6)
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 200),
     st.integers(0, 1000),

@@ -84,7 +84,7 @@ def test_killed_and_resumed_equals_uninterrupted(
         ranks=ranks,
         cold=request.node.get_closest_marker("full") is not None,
     )
-    background.wait_for_step(random.randrange(4, STEPS - 3))
+    background.wait_for_step(random.randrange(4, STEPS // 2 + 2))
     if victims == "all":
         background.kill_all()
     else:
@@ -178,7 +178,7 @@ def test_a_signal_before_the_first_step_ends_at_once_and_a_saved_run_is_marked_a
             assert background.process.poll() is None, background.end()
             time.sleep(0.05)
         os.kill(background.process.pid, signal.SIGTERM)
-        output = background.end(timeout_s=60)
+        output = background.end()
     assert background.process.returncode == 143, output
     assert output.splitlines()[-1] == "ended by SIGTERM before the first step: nothing to save"
     assert json.loads((folder / "stopped_early").read_text()) == {"step": 3, "signal": "SIGTERM"}
@@ -198,7 +198,7 @@ def test_a_new_run_that_is_preempted_before_its_first_step_is_marked_too(tmp_pat
             assert background.process.poll() is None, background.end()
             time.sleep(0.05)
         os.kill(background.process.pid, signal.SIGTERM)
-        output = background.end(timeout_s=60)
+        output = background.end()
     assert background.process.returncode == 143, output
     assert json.loads((folder / "stopped_early").read_text()) == {"step": 0, "signal": "SIGTERM"}
 

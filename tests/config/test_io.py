@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vit.config import schema as config_module
@@ -624,7 +624,6 @@ traps = st.sampled_from(
 numbers = st.floats(min_value=1e-12, max_value=1e9)
 
 
-@settings(deadline=None)
 @given(
     root=words | traps,
     project=traps,

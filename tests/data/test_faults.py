@@ -9,6 +9,7 @@ import re
 import pytest
 from faults import STEPS, settings, trained_through
 from processes import Background, final_state, train
+from remote_shards import files_of
 from servers import WebServer
 
 
@@ -23,9 +24,7 @@ def test_an_outage_in_the_middle_changes_nothing(kind, shards, tmp_path):
 
 @pytest.fixture
 def web(shards) -> WebServer:
-    with WebServer(
-        {f"/set/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
-    ) as server:
+    with WebServer(files_of(shards)) as server:
         yield server
 
 

@@ -343,7 +343,7 @@ def test_a_dead_worker_is_an_error_at_once_that_says_of_what(how, told):
         pytest.raises(WorkerError, match=told),
     ):
         list(loader)
-    assert time.monotonic() - began < 30, "it was noticed by a timeout"
+    assert time.monotonic() - began < 120, "it was noticed by a timeout"
     assert not multiprocessing.active_children()
 
 
@@ -406,7 +406,7 @@ def script(code: str) -> subprocess.Popen[str]:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(map(is_alive, pids)):
         assert time.monotonic() < deadline, "workers outlive their parent"
         time.sleep(0.02)
@@ -446,7 +446,7 @@ def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
     kept = [loader]
     print("saved")
     """)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     pids, saved = output.splitlines()
     assert saved == "saved"

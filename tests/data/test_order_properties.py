@@ -36,7 +36,7 @@ AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, ran
 # --- the same batches, however they are made ------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(orders(lanes=(24,)), st.integers(0, 12))
 def test_stopping_on_4_ranks_and_going_on_with_others_continues_the_batches(order, stop):
     """Each rank of each attempt makes the order anew, as processes do. 12 steps in all."""
@@ -56,7 +56,7 @@ def test_stopping_on_4_ranks_and_going_on_with_others_continues_the_batches(orde
         assert train(ranks, range(stop, 12)) == expected[stop:]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(orders(), st.integers(0, 1000))
 def test_resuming_at_every_step_of_an_epoch_goes_on_with_its_batches(order, epoch):
     shuffle, first = divmod(epoch * order.steps_per_epoch, order.steps_per_shuffle)
@@ -83,7 +83,7 @@ def filled(batches: TrainBatches, position: int, first: int, num_rows: int) -> B
     return rows
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.data(), st.sampled_from([1, 3]), st.sampled_from(["batch", "sampler"]))
 def test_images_and_draws_are_the_same_on_any_ranks_and_in_any_parts(
     shards, data, aug_repeats, form
@@ -163,7 +163,6 @@ def epoch_of(order: Order, epoch: int) -> list[list[tuple[int, int]]]:
     ]
 
 
-@settings(deadline=None)
 @given(orders(), st.integers(0, 20))
 def test_an_epoch_has_its_number_of_rows_and_of_distinct_images(order, epoch):
     rows = list(chain(*epoch_of(order, epoch)))
@@ -176,7 +175,6 @@ def test_an_epoch_has_its_number_of_rows_and_of_distinct_images(order, epoch):
     assert {copy for _, copy in rows} <= set(range(order.aug_repeats))
 
 
-@settings(deadline=None)
 @given(orders(forms=("batch",)), st.integers(0, 5))
 def test_by_batch_all_copies_of_an_image_are_in_one_batch_and_every_image_comes_equally_often(
     order, shuffle
@@ -196,7 +194,7 @@ def test_by_batch_all_copies_of_an_image_are_in_one_batch_and_every_image_comes_
     assert len(shown) == order.num_samples - order.dropped_per_epoch
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(orders(repeats=(2, 3, 4)), st.integers(0, 100))
 def test_a_rank_has_all_copies_of_its_images_where_ranks_divide_the_lanes(order, position):
     """By sampler, all that the batch has: the others are in the batches beside it."""
@@ -249,7 +247,7 @@ def order_of(config: Config) -> Order:
     return create_order(config.data, config.augment, config.train.seed, 1000)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(2, 600),
     st.sampled_from([2, 3, 4, 5]),

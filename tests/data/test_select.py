@@ -60,7 +60,7 @@ truth = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(truth)
 def test_a_filter_is_what_python_says_of_each_row(text):
     code = compile(text, "filter", "eval")

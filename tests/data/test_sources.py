@@ -92,7 +92,7 @@ def mixtures(draw):
     return make_order(total, batch, draw(SEEDS), shares=tuple(shares), **sizes)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(mixtures())
 def test_an_order_of_several_sources_is_the_oracles(order):
     plain = replace(order, shares=())
@@ -115,7 +115,7 @@ def test_an_order_of_several_sources_is_the_oracles(order):
             ], "some rows of a batch"
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(1, 300), st.integers(1, 500), st.integers(1, 20), SEEDS)
 def test_each_sample_of_a_source_comes_equally_often(num_samples, num_draws, block, seed):
     share = Share(num_draws, num_samples)

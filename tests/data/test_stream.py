@@ -301,7 +301,7 @@ def test_what_fails_over_the_web_each_time_is_told(twenty):
         with pytest.raises(
             ShardError,
             match=(
-                r"a.tar: the server answers 503 Service Unavailable, \d+ times in \d s; check the"
+                r"a.tar: the server answers 503 Service Unavailable, \d+ times in \d+ s; check the"
                 r" address"
             ),
         ):

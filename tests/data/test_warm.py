@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from processes import REPOSITORY, environment
+from remote_shards import files_of, parts_asked
 from servers import WebServer
 
 from vit.config.schema import AugmentConfig
@@ -29,19 +30,8 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture
 def web(shards):
-    with WebServer(
-        {f"/set/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
-    ) as server:
+    with WebServer(files_of(shards)) as server:
         yield server
-
-
-def asked(web) -> list[tuple[str, str]]:
-    """(shard, range) of the requests for blocks."""
-    return [
-        (path, wanted)
-        for _, path, wanted in web.requests
-        if path.endswith(".tar") and wanted != "bytes=0-0"
-    ]
 
 
 def test_a_job_after_it_asks_the_store_for_nothing(web, tmp_path, shards, capsys):
@@ -51,17 +41,17 @@ def test_a_job_after_it_asks_the_store_for_nothing(web, tmp_path, shards, capsys
     told = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in told] == ["train", "val"]
     assert all(line.endswith("of them fetched now") for line in told)
-    requests = len(asked(web))
-    assert requests == len(set(asked(web))) == len(list(cache.rglob("*.block")))
+    requests = len(parts_asked(web))
+    assert requests == len(set(parts_asked(web))) == len(list(cache.rglob("*.block")))
     for name in ("train", "val"):
         here, there = open_split(shards, name), open_split(url, name, cache)
         assert [there.read(i) for i in range(len(there))] == [
             here.read(i) for i in range(len(here))
         ]
-    assert len(asked(web)) == requests
+    assert len(parts_asked(web)) == requests
     assert warm.main([url, "--cache-dir", str(cache), "--split", "val"]) == 0
     assert capsys.readouterr().out.endswith(f"are in {cache}, 0.0 MB of them fetched now\n")
-    assert len(asked(web)) == requests
+    assert len(parts_asked(web)) == requests
 
 
 def test_shards_and_a_fraction_of_a_mounted_folder_as_a_config_says(
@@ -81,49 +71,20 @@ def test_shards_and_a_fraction_of_a_mounted_folder_as_a_config_says(
 
 
 def test_it_stops_where_the_cache_is_full_and_takes_nothing_away(web, tmp_path, capsys):
-    url = f"{web.url}/set"
     cache = tmp_path / "cache"
-    assert (
-        warm.main(
-            [
-                url,
-                "--cache-dir",
-                str(cache),
-                "--split",
-                "train",
-                "--cache-gib",
-                str(60_000 / GIB),
-                "--threads",
-                "2",
-            ]
-        )
-        == 0
-    )
+    where = [f"{web.url}/set", "--cache-dir", str(cache), "--split", "train"]
+    limited = [*where, "--cache-gib", str(60_000 / GIB)]
+    assert warm.main([*limited, "--threads", "2"]) == 0
     blocks = set(cache.rglob("*.block"))
     assert 2 <= len(blocks) <= 6
     assert (
         "; the cache is full (0.1 MB): --cache-gib, or data.cache_gib, gives it more room"
         in capsys.readouterr().out
     )
-    requests = len(asked(web))
-    assert (
-        warm.main(
-            [
-                url,
-                "--cache-dir",
-                str(cache),
-                "--split",
-                "train",
-                "--cache-gib",
-                str(60_000 / GIB),
-                "--threads",
-                "1",
-            ]
-        )
-        == 0
-    )
+    requests = len(parts_asked(web))
+    assert warm.main([*limited, "--threads", "1"]) == 0
     assert blocks <= set(cache.rglob("*.block"))
-    assert len(asked(web)) <= requests + 1
+    assert len(parts_asked(web)) <= requests + 1
 
 
 def test_damaged_blocks_are_counted_and_the_others_are_fetched(web, tmp_path, shards, capsys):
@@ -158,22 +119,14 @@ def blocks(self, shards):
 cached_tars.CachedTars.blocks = blocks
 runpy.run_module("vit.data.warm", run_name="__main__")
 """
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        f"{web.url}/set",
-        "--cache-dir",
-        str(tmp_path / "cache"),
-        "--split",
-        "train",
-    ]
+    where = [f"{web.url}/set", "--cache-dir", str(tmp_path / "cache"), "--split", "train"]
+    command = [sys.executable, "-c", code, *where]
     done = subprocess.run(
         command,
         env={**environment(), "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(
@@ -190,26 +143,16 @@ from vit.data.storage import cached_tars
 cached_tars.BLOCK_BYTES = 16_000
 sys.exit(warm.main(sys.argv[1:]))
 """
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        f"{web.url}/set",
-        "--cache-dir",
-        str(tmp_path / "cache"),
-        "--split",
-        "train",
-        "--threads",
-        "2",
-    ]
+    where = [f"{web.url}/set", "--cache-dir", str(tmp_path / "cache"), "--split", "train"]
+    command = [sys.executable, "-c", code, *where, "--threads", "2"]
     env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
     processes = [
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
     told = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], told
-    assert set(Counter(asked(web)).values()) == {1}
-    assert len(asked(web)) == 15
+    assert set(Counter(parts_asked(web)).values()) == {1}
+    assert len(parts_asked(web)) == 15
 
 
 @pytest.mark.parametrize(

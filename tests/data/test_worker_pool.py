@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from numbered import Numbered, is_alive
@@ -68,39 +70,55 @@ class Killed(Numbered):
         return super().fill(position, first, rows)
 
 
-def stop_one(loader: Loader) -> int:
-    """SIGSTOP to a worker in the middle of a part; returns its process id."""
-    pool = loader._pool
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        for number, status in enumerate(pool.statuses):
-            if status.stage == Stage.READ:
-                pid = pool._workers[number][0].pid
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(0.05)
-                if status.stage == Stage.READ:
-                    return pid
-                os.kill(pid, signal.SIGCONT)
-    raise AssertionError("no worker works")
+class Stopped(Reading):
+    """The first process that comes to rows 0 of position 3 stops there, with SIGSTOP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped = multiprocessing.Value("i", 0)
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        if position == 3 and first == 0:
+            stages.current.read(7)
+            with self.stopped.get_lock():
+                is_first = self.stopped.value == 0
+                self.stopped.value = self.stopped.value or os.getpid()
+            if is_first:
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return super().fill(position, first, rows)
+
+    def wake(self, may_go_on: Callable[[], bool]) -> None:
+        """Let it go on, from a thread, as soon as it may."""
+
+        def wait() -> None:
+            while not (self.stopped.value and is_stopped(self.stopped.value) and may_go_on()):
+                time.sleep(0.01)
+            os.kill(self.stopped.value, signal.SIGCONT)
+
+        threading.Thread(target=wait, daemon=True).start()
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def test_a_stopped_worker_is_named_and_replaced_and_no_batch_differs(caplog):
-    batches = Reading(pause_s=0.01)
-    with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=1.0) as loader:
-        stopped = stop_one(loader)
+    batches = Stopped()
+    with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=2.0) as loader:
         for position, batch in enumerate(loader):
             batches.check(position, batch)
         assert loader._pool.num_replaced == 1
+    stopped = batches.stopped.value
     assert not is_alive(stopped)
     what = (
         rf"loader worker \d \(process {stopped}, stopped\) has been reading \(sample 7 of"
         r" shard-1.tar\) since \d\d:\d\d:\d\d"
     )
-    assert re.search(rf"training has waited \d s for its next batch: {what}", caplog.text), (
+    assert re.search(rf"training has waited \d+ s for its next batch: {what}", caplog.text), (
         caplog.text
     )
     killed = (
-        rf"{what}, without progress for \d s \(data.stall_timeout_s\): all workers are replaced,"
+        rf"{what}, without progress for \d+ s \(data.stall_timeout_s\): all workers are replaced,"
         r" and others make their parts again"
     )
     assert len(re.findall(killed, caplog.text)) == 1, caplog.text
@@ -123,10 +141,11 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
     assert (
         f"next batch: loader worker 0 (process {stopped}, stopped) takes no work\n" in caplog.text
     )
-    assert (
-        f"loader worker 0 (process {stopped}, stopped) takes no work, for 1 s"
-        " (data.stall_timeout_s), and " in caplog.text
+    killed = (
+        rf"loader worker 0 \(process {stopped}, stopped\) takes no work, for \d+ s"
+        r" \(data.stall_timeout_s\), and "
     )
+    assert re.search(killed, caplog.text)
 
 
 def test_a_part_that_a_worker_took_and_did_not_begin_is_made_by_another(caplog):
@@ -140,32 +159,24 @@ def test_a_part_that_a_worker_took_and_did_not_begin_is_made_by_another(caplog):
     assert caplog.text.count("all workers are replaced, and others make their parts") == 1
 
 
-def test_a_worker_that_goes_on_in_time_is_left_alone(caplog):
-    batches = Reading(pause_s=0.02)
-    with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=60.0) as loader:
-        stopped = stop_one(loader)
-        with multiprocessing.get_context("fork").Pool(1) as other:
-            other.apply_async(_wake_later, (stopped,))
-            for position, batch in enumerate(loader):
-                batches.check(position, batch)
+def test_a_worker_that_goes_on_in_time_is_left_alone(caplog, monkeypatch):
+    monkeypatch.setattr("vit.data.stall_watch.WARN_AFTER_S", 0.3)
+    batches = Stopped()
+    with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=600.0) as loader:
+        batches.wake(lambda: "training has waited" in caplog.text)
+        for position, batch in enumerate(loader):
+            batches.check(position, batch)
         assert loader._pool.num_replaced == 0
-        assert is_alive(stopped)
-
-
-def _wake_later(pid: int) -> None:
-    time.sleep(1.0)
-    os.kill(pid, signal.SIGCONT)
+        assert is_alive(batches.stopped.value)
 
 
 def test_without_a_timeout_it_is_told_and_nobody_is_killed(caplog, monkeypatch):
     monkeypatch.setattr("vit.data.stall_watch.WARN_AFTER_S", 0.3)
-    batches = Reading(pause_s=0.005)
+    batches = Stopped()
     with Loader(batches, 0, 20, num_workers=2, stall_timeout_s=None) as loader:
-        stopped = stop_one(loader)
-        with multiprocessing.get_context("fork").Pool(1) as other:
-            other.apply_async(_wake_later, (stopped,))
-            list(loader)
-    assert caplog.text.count(f"(process {stopped}, stopped) has been reading") >= 1
+        batches.wake(lambda: "training has waited" in caplog.text)
+        list(loader)
+    assert f"(process {batches.stopped.value}, stopped) has been reading" in caplog.text
     assert "killed" not in caplog.text
 
 
@@ -239,18 +250,18 @@ def test_who_makes_its_batches_itself_is_told_too(caplog):
     with Loader(Slow(), 0, 3, stall_timeout_s=1.0) as loader:
         list(loader)
     assert re.search(
-        r"waited 0 s for its next batch: this process has been reading \(sample 7 of shard-1.tar\)"
-        r" since",
+        r"waited \d+ s for its next batch: this process has been reading \(sample 7 of"
+        r" shard-1.tar\) since",
         caplog.text,
     )
 
 
 def test_what_is_decoded_between_batches_is_no_wait_of_training(caplog):
     """As the pictures of a report are, while training in the same process has its loader open."""
-    with Loader(Reading(), 0, 3, stall_timeout_s=0.4) as loader:
+    with Loader(Reading(), 0, 3, stall_timeout_s=4.0) as loader:  # told after 1 s
         next(loader)
         stages.current.enter(Stage.RESIZE)
-        time.sleep(0.5)
+        time.sleep(2.0)
         list(loader)
     assert "training has waited" not in caplog.text
 
@@ -273,7 +284,7 @@ def test_a_wait_is_told_though_parts_of_the_batch_trickle_in(workers, caplog, mo
     with Loader(Trickling(), 0, 1, num_workers=workers) as loader:
         list(loader)
     assert re.search(
-        r"training has waited 0 s for its next batch: .* has been reading \(sample 7 of"
+        r"training has waited \d+ s for its next batch: .* has been reading \(sample 7 of"
         r" shard-1.tar\)",
         caplog.text,
     )
@@ -342,13 +353,12 @@ def test_who_pauses_because_a_store_asked_for_it_does_not_hang():
         target=RetryPolicy(30.0, 0.1).call, args=("memory://bucket", attempt)
     )
     waiting.start()
-    changes = []
+    changes = set()
     while waiting.is_alive():
-        time.sleep(0.3)
+        time.sleep(0.01)
         status.count_retries()
-        changes.append(status.num_changes)
-    assert len(changes) >= 3
-    assert changes == sorted(set(changes)), "each look finds a change"
+        changes.add(status.num_changes)
+    assert len(changes) >= 3, "it changes again and again"
     assert status.tally()["retries"] == 1
 
 

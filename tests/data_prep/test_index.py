@@ -527,7 +527,7 @@ def test_killed_and_continued(foreign, web, tmp_path):
         "1",
     ]
     with subprocess.Popen(arguments, stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not (out / "imagenet1k-train-0001.json").exists() and time.monotonic() < deadline:
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)

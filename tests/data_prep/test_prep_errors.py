@@ -84,7 +84,7 @@ def _(place):
     first = Background(place)
     first.wait_for_shard()
     place.prepare("imagefolder", first.source, "--seed", 1)
-    assert first.process.wait(timeout=60) == 0
+    assert first.process.wait(timeout=240) == 0
     whole_shards_only(place.out, complete=True)
 
 
@@ -229,7 +229,7 @@ class Background:
 
     def end(self) -> None:
         """Wait for the end; what it did and printed is what counts."""
-        self.place.stdout, self.place.stderr = "", self.process.communicate(timeout=60)[1]
+        self.place.stdout, self.place.stderr = "", self.process.communicate(timeout=240)[1]
         self.place.status = self.process.returncode
         self.place.after = snapshot(self.place.folder)
 
@@ -241,7 +241,7 @@ class Background:
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
         )
         assert done.returncode == 0, done.stderr
         assert "shards are there already and are kept" in done.stdout

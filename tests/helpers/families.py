@@ -26,7 +26,7 @@ from typing import Any
 
 MARK = "VIT_TEST_ID"
 NAME = "PYTEST_CURRENT_TEST"
-ENDS_WITHIN_S = 10.0
+ENDS_WITHIN_S = 60.0
 """Helpers of a program that has ended (multiprocessing's, W&B's) notice it and follow."""
 _numbers = itertools.count()
 

@@ -50,7 +50,7 @@ class Place:
                 [*map(str, prefix), *command(module), *line],
                 cwd=REPOSITORY,
                 env=environment(),
-                timeout=120,
+                timeout=240,
             ).returncode
         else:
             try:

@@ -230,7 +230,7 @@ class Background:
         )
         self.process = self._family.process
 
-    def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 240) -> None:
         """Until the record has come to `step`."""
         deadline = time.monotonic() + timeout_s
         while last_step(self.run_dir) < step:
@@ -252,7 +252,7 @@ class Background:
             os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
-    def end(self, timeout_s: float = 120) -> str:
+    def end(self, timeout_s: float = 240) -> str:
         """Wait for the end; returns the output."""
         try:
             return self.process.communicate(timeout=timeout_s)[0]

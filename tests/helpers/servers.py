@@ -406,7 +406,7 @@ class Gate:
     def _refuse(self, client: socket.socket) -> None:
         self.num_refused += 1
         with client, suppress(OSError):
-            client.settimeout(5)
+            client.settimeout(60)
             client.recv(1 << 16)
             client.sendall(
                 b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"

@@ -48,7 +48,7 @@ def sessions(tmp_path: Path) -> Path:
 
 
 def pids_in(path: Path) -> list[int]:
-    deadline = time.monotonic() + 120  # a pytest of its own starts first
+    deadline = time.monotonic() + 240  # a pytest of its own starts first
     while not path.exists() or not path.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -57,7 +57,7 @@ def pids_in(path: Path) -> list[int]:
 
 def are_gone(pids: list[int]) -> bool:
     """Within seconds; a zombie is gone."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if not any(is_alive(pid) for pid in pids):
             return True
@@ -73,9 +73,16 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("cold", [True, False])
-def test_a_run_that_is_timed_out_leaves_no_process(sessions, tmp_path, cold):
+def test_a_run_that_is_timed_out_leaves_no_process(sessions, tmp_path, monkeypatch, cold):
+    communicate = families.Family.communicate
+
+    def once_all_have_started(family: families.Family, timeout_s: float) -> tuple[str, str]:
+        pids_in(tmp_path / "pids")
+        return communicate(family, timeout_s)
+
+    monkeypatch.setattr(families.Family, "communicate", once_all_have_started)
     with pytest.raises(subprocess.TimeoutExpired):
-        run(sessions, tmp_path / "pids", timeout_s=2, cold=cold)
+        run(sessions, tmp_path / "pids", timeout_s=0.5, cold=cold)
     pids = pids_in(tmp_path / "pids")
     assert len(pids) == 3
     assert not any(map(is_alive, pids))
@@ -92,7 +99,7 @@ def test_a_process_that_outlives_its_command_is_told(sessions, tmp_path, monkeyp
 
 
 INNER = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
 import families, pytest
 
 def begun(name):
@@ -110,6 +117,7 @@ def test_fails():
 
 def test_is_timed_out():
     begun({folder!r} + "/timed_out")
+    signal.setitimer(signal.ITIMER_REAL, 0.1)  # the alarm that pytest-timeout has set
     time.sleep(600)
 
 def test_is_killed():
@@ -123,34 +131,16 @@ def test_a_failed_test_a_timed_out_one_and_a_killed_pytest_leave_nothing(session
     (tmp_path / "test_inner.py").write_text(
         INNER.format(sessions=str(sessions), folder=str(tmp_path))
     )
-    plain = [
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        str(tmp_path),
-        "--noconftest",
-        "-p",
-        "conftest",
-    ]
+    plugins = [f"-p{name}" for name in ("no:cacheprovider", "no:xdist", "conftest")]
+    plain = [*plugins, "-c", os.devnull, "--rootdir", str(tmp_path), "--noconftest"]
     inner = {
         **environment(),
         "PYTHONPATH": os.pathsep.join(
             [str(REPOSITORY / folder) for folder in ("", "tests/helpers", "tests")]
         ),
     }
-    line = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *plain,
-        "--timeout=3",
-        "-q",
-        str(tmp_path / "test_inner.py"),
-    ]
+    options = [*plain, "--timeout=600", "--timeout-method=signal", "-q"]
+    line = [sys.executable, "-m", "pytest", *options, str(tmp_path / "test_inner.py")]
     with families.Family(
         line, env=inner, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as family:

@@ -161,7 +161,7 @@ def test_stopped_fine_tuning_exits_with_0_and_the_same_command_goes_on(base, tmp
         while last_step(tmp_path / "tuned") < 5 and family.process.poll() is None:
             time.sleep(0.01)
         family.process.send_signal(signal.SIGTERM)
-        output, _ = family.communicate(120)
+        output, _ = family.communicate(240)
     assert family.process.returncode == 0, output
     assert "the same command continues it" in output
     assert (tmp_path / "tuned" / "stopped_early").exists()

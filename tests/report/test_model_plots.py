@@ -187,7 +187,7 @@ def test_positions_that_resemble_themselves_only(tmp_path, grid, tiles):
 
 @pytest.mark.filterwarnings("ignore:A single label was found")
 @given(st.integers(1, 12), st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_confusion_against_scikit_learn(num_classes, data):
     labels, predictions = (
         data.draw(
@@ -210,7 +210,7 @@ def test_confusion_against_scikit_learn(num_classes, data):
     st_numpy.arrays(np.int64, st.integers(1, 7).map(lambda n: (n, n)), elements=st.integers(0, 4)),
     st.integers(0, 12),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_most_confused_against_brute_force(matrix, num):
     found = most_confused(matrix, num)
     left = {}
@@ -316,7 +316,7 @@ def test_shares(target, expected):
     st.text(st.characters(max_codepoint=0x24F, exclude_categories=["C"]), min_size=1, max_size=60),
     st.floats(0.5, 3.0),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_names_fit_their_room(text, width_in):
     def width(text: str) -> float:
         return (

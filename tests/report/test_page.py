@@ -543,7 +543,7 @@ def chromium(page: Path, width: int, folder: Path) -> list[str]:
         [*command, page.as_uri()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
         env=environment(),
     )

@@ -154,7 +154,7 @@ def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(confi
     os.kill(worker, signal.SIGSTOP)
     standing = -1
     while standing != (standing := last_step(run_dir)):  # until what was made before is used up
-        time.sleep(1.0)
+        time.sleep(2.0)
     os.kill(worker, signal.SIGCONT)
     background.wait_for_step(standing + 20)
     background.process.send_signal(signal.SIGTERM)

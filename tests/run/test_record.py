@@ -187,9 +187,9 @@ def hold(folder: Path, seconds: float) -> subprocess.Popen:
 
 
 def test_a_run_that_is_ending_is_waited_for(tmp_path, capsys):
-    with hold(tmp_path, 1.0) as other:
+    with hold(tmp_path, 2.0) as other:
         record = record_in(tmp_path)
-        assert other.wait(10) == 0
+        assert other.wait(120) == 0
     record.write("start", 0)
     record.close()
     (said,) = capsys.readouterr().err.splitlines()

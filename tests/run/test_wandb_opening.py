@@ -28,7 +28,7 @@ teardown = setup
 def init(mode, **_):
     if mode == "online":
         raise errors.UsageError("no API key. More")
-    time.sleep(1.5)
+    time.sleep(2.5)
     shown = open("shown", "w")
     return SimpleNamespace(
         define_metric=lambda *_, **__: None,
@@ -47,7 +47,7 @@ def test_opening_offline_takes_as_long_as_it_takes(tmp_path, monkeypatch, mode, 
     (tmp_path / "wandb.py").write_text(SLOW)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(wandb_process.LIMITS_S, "run", 0.5)
+    monkeypatch.setitem(wandb_process.LIMITS_S, "run", 1.5)
     said = list[str]()
     process = start(tmp_path, mode, said)
     process.send(step=1, numbers={"train/loss": 1.0})

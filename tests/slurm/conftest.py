@@ -129,7 +129,7 @@ class Cluster:
         subprocess.run(
             ["scancel", *sorted(numbers)], env=self.environment, capture_output=True, check=False
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while numbers & set(self.call("squeue", "--noheader", "--format=%F").split()):
             assert time.monotonic() < deadline, f"jobs {sorted(numbers)} do not end"
             time.sleep(0.2)
@@ -241,7 +241,7 @@ def cluster() -> Iterator[Cluster]:
             )
 
     def wait_until(true: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not true():
             logs = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
             if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in started):

@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 import torch
 from augmenting import keys_of, mixed_table, table_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from timm.data.mixup import cutmix_bbox_and_lam
@@ -456,7 +456,6 @@ def test_groups_are_mixed_and_switched_with_their_probabilities():
     assert abs(cutmix.mean() - 0.6 * 0.3) < 0.02
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 2**40),
     st.sampled_from([4, 8, 12, 16, 24, 48]),

@@ -91,7 +91,7 @@ def cases(draw):
     return arranged, (width, height), interval, window
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(cases())
 def test_the_window_in_the_cut_is_the_window_in_the_whole(case):
     arranged, (width, height), interval, window = case
@@ -229,7 +229,7 @@ def test_the_components_one_after_the_other_are_not_cut():
     assert cut_window(data, read_header(data), (20, 20, 10, 10)) is None
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.integers(0, len(ARRANGED) - 1), st.sampled_from([0, 1, 2, 4]), st.data())
 def test_damage_gives_no_cut_or_one_of_the_promised_size(arranged, interval, data):
     damaged = bytearray(jpeg(64, 64, list(ARRANGED)[arranged], interval))

@@ -265,7 +265,7 @@ def test_other_processes_and_depths_are_told():
     )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(st.sampled_from(["L", "RGB", "CMYK"]), st.booleans(), st.data())
 def test_damage_never_raises_anything_but_a_value_error(mode, progressive, data):
     damaged = bytearray(
@@ -291,7 +291,7 @@ def test_damage_never_raises_anything_but_a_value_error(mode, progressive, data)
     assert header.scan_offset <= len(damaged)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.binary(max_size=400))
 def test_noise_never_raises_anything_but_a_value_error(noise):
     for data in (noise, b"\xff\xd8\xff" + noise):

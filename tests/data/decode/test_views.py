@@ -189,7 +189,7 @@ def test_a_jpeg_that_promises_too_much_is_refused_before_memory_is_asked_for():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.sampled_from(["JPEG", "PNG", "WEBP", *(["AVIF"] if features.check("avif") else [])]),
     st.data(),
@@ -304,7 +304,7 @@ def without_native(function, *arguments, **options):
         native.AVAILABLE = available
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.tuples(st.integers(1, 140), st.integers(1, 140)),
     st.sampled_from([*BLOCKS, "grey", "progressive", "png"]),
@@ -339,7 +339,7 @@ def test_every_way_to_a_window_gives_the_pixels_of_the_whole(size, form, data):
     np.testing.assert_array_equal(decode_box(encoded, box, channels)[0], expected)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.tuples(st.integers(1, 140), st.integers(1, 140)),
     st.sampled_from([*BLOCKS, "grey"]),
@@ -690,7 +690,7 @@ def test_pillows_and_torchs_resize_differ_by_little():
             assert (difference > 0).float().mean() < 0.01
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.tuples(st.integers(1, 200), st.integers(1, 200)),
     st.integers(1, 90),
@@ -717,7 +717,7 @@ def test_what_the_center_view_does_not_show_is_not_decoded_and_does_not_matter(
     np.testing.assert_array_equal(ours, resized[:, top : top + side, left : left + side])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.tuples(st.integers(1, 120), st.integers(1, 120)),
     st.tuples(st.integers(1, 64), st.integers(1, 64)),

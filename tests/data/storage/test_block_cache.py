@@ -105,7 +105,7 @@ def test_a_stopped_process_that_holds_a_lock_holds_up_nobody_for_long(
         began_s = time.monotonic()
         for _ in range(20):
             assert cache.fetch("set/0.block", block()) == b"x" * 1000
-        assert 0.5 < time.monotonic() - began_s < 3, "waited for once, not each time"
+        assert 0.5 < time.monotonic() - began_s < 8, "waited for once, not each time"
         assert not blocks(folder)
         where = "0.block.part" if what == "block" else "used_bytes"
         assert re.search(
@@ -334,7 +334,7 @@ def test_the_kernel_names_the_file_systems_of_this_machine(tmp_path):
 
 
 def test_a_lock_is_waited_for_for_as_long_as_its_part_grows(folder, monkeypatch):
-    monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.6)
+    monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 1.0)
     folder.mkdir()
     with locked_part(folder / "index") as part:
         pid = os.fork()
@@ -344,14 +344,14 @@ def test_a_lock_is_waited_for_for_as_long_as_its_part_grows(folder, monkeypatch)
                     os._exit(0 if other is not None else 2)
             except BaseException:
                 os._exit(1)
-        for _ in range(10):
+        for _ in range(20):
             part.write(b"more")
-            time.sleep(0.12)
+            time.sleep(0.1)
     assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_who_waits_for_a_lock_says_so_again(folder, monkeypatch, caplog):
-    monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.5)
+    monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 1.0)
     monkeypatch.setattr(file_lock, "WARN_AFTER_S", 0.05)
     monkeypatch.setattr(file_lock, "WARN_AGAIN_S", 0.1)
     folder.mkdir()

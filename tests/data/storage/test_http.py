@@ -24,7 +24,9 @@ from vit.data.storage.retry import NUM_REFUSALS, RetryPolicy
 from vit.system.files import ShardError
 
 DATA = random.Random(0).randbytes(300_000)
+PATIENT = RetryPolicy(60.0, 0.01, 0.05)
 QUICK = RetryPolicy(1.0, 0.01, 0.05)
+"""For what stays wrong."""
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def web():
 
 @pytest.fixture
 def folder(web) -> WebFolder:
-    return WebFolder(f"{web.url}/set", QUICK)
+    return WebFolder(f"{web.url}/set", PATIENT)
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def test_a_host_that_is_misspelt_is_told_soon_and_one_whose_name_is_lost_in_mid_
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     retry = RetryPolicy(60.0, 0.001, 0.001)
-    was_there = WebFolder(web.url.replace("127.0.0.1", "localhost"), RetryPolicy(0.5, 0.01, 0.05))
+    was_there = WebFolder(web.url.replace("127.0.0.1", "localhost"), QUICK)
     version = was_there.stat("set/a.tar")
     http_request.pool.cache_clear()  # no connection is left open
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
@@ -119,10 +121,7 @@ def test_a_server_is_left_alone_for_as_long_as_it_asks(date, web, version):
     web.statuses = [429]
     web.retry_after = formatdate(time.time() + 2, usegmt=True) if date else "1"
     start_s = time.monotonic()
-    assert (
-        WebFolder(f"{web.url}/set", RetryPolicy(10, 0.01, 0.05)).read("a.tar", 0, 100, version)
-        == DATA[:100]
-    )
+    assert WebFolder(f"{web.url}/set", PATIENT).read("a.tar", 0, 100, version) == DATA[:100]
     assert time.monotonic() - start_s >= 0.9
     assert len(ranges(web)) == 2
 
@@ -141,7 +140,7 @@ def test_what_came_before_a_cut_does_not_come_again(web, folder, version):
 
 
 def test_a_silent_server_is_left_for_another_connection(web, folder, version, monkeypatch):
-    monkeypatch.setattr(http, "SILENCE_S", 0.1)
+    monkeypatch.setattr(http, "SILENCE_S", 0.5)
     web.hang_after = 100_000
     assert folder.read("a.tar", 0, 300_000, version) == DATA
     web.hang_after = None
@@ -151,8 +150,8 @@ def test_a_silent_server_is_left_for_another_connection(web, folder, version, mo
 def test_a_slow_transfer_goes_on_over_several_attempts(web, folder, version, monkeypatch):
     """As 8 MB below 70 kB/s in attempts of 120 s, scaled down: each attempt brings a part, and none
     is thrown away."""
-    monkeypatch.setattr(http, "ATTEMPT_S", 0.2)
-    web.drip = (10_000, 0.02)
+    monkeypatch.setattr(http, "ATTEMPT_S", 0.5)
+    web.drip = (10_000, 0.05)
     assert folder.read("a.tar", 0, 300_000, version) == DATA
     starts = [int(wanted.partition("-")[0]) for wanted in ranges(web)]
     assert len(starts) > 2
@@ -191,39 +190,36 @@ def test_a_wrong_range_is_asked_for_again_and_never_taken(web, folder, version):
         ShardError,
         match=r"it gives bytes 500 to 1500 where bytes=1000-1999 was asked for, \d+ times in \d+ s",
     ):
-        folder.read("a.tar", 1000, 2000, version)
+        WebFolder(folder.url, QUICK).read("a.tar", 1000, 2000, version)
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("wanted", [1, 1000])
 def test_an_endless_answer_is_read_to_the_byte_that_was_asked_for(wanted, web, folder, version):
     web.endless = True
-    start_s = time.monotonic()
     assert folder.read("a.tar", 0, wanted, version) == DATA[:wanted]
     assert folder.stat("a.tar") == version
     web.endless = False
-    assert time.monotonic() - start_s < 5
 
 
-def test_a_server_that_is_stopped_and_goes_on(tmp_path, monkeypatch):
+def test_a_server_that_is_stopped_and_goes_on(monkeypatch):
     """SIGSTOP: its kernel takes a few connections, and nobody answers."""
-    monkeypatch.setattr(http, "SILENCE_S", 0.1)
-    monkeypatch.setattr(http, "CONNECT_S", 0.1)
     program = (
         "import sys, servers; s = servers.WebServer({'/a': b'x' * 1000}); print(s.url, flush=True);"
         " s.__enter__(); sys.stdin.read()"
     )
     with running(program) as server:
-        folder = WebFolder(server.stdout.readline().strip(), QUICK)
+        folder = WebFolder(server.stdout.readline().strip(), PATIENT)
         version = folder.stat("a")
         server.send_signal(signal.SIGSTOP)
-        with pytest.raises(
-            ShardError, match=r"a: cannot be reached \(.*tim.*\), \d+ times in \d s"
-        ):
-            folder.read("a", 0, 10, version)
+        silent = r"a: cannot be reached \(.*tim.*\), \d+ times in \d+ s"
+        with monkeypatch.context() as impatient:
+            impatient.setattr(http, "SILENCE_S", 0.1)
+            impatient.setattr(http, "CONNECT_S", 0.1)
+            with pytest.raises(ShardError, match=silent):
+                WebFolder(folder.url, QUICK).read("a", 0, 10, version)
         server.send_signal(signal.SIGCONT)
-        # the other's is used up, with this server
-        more_patient = WebFolder(folder.url, RetryPolicy(20.0, 0.01, 0.05))
-        assert more_patient.read("a", 0, 10, version) == b"x" * 10
+        assert folder.read("a", 0, 10, version) == b"x" * 10
 
 
 def test_faults_together(web, folder, version, monkeypatch):
@@ -265,13 +261,15 @@ def test_a_login_that_changes_in_mid_run_is_read_again(web, version, monkeypatch
         if len(web.requests) > refusals + 1:
             monkeypatch.setenv("VIT_HTTP_HEADER", "127.0.0.1 Authorization: Bearer new-token")
 
-    file = WebFile(f"{web.url}/set", "a.tar", QUICK, stop=10, version=version, while_waiting=renew)
+    file = WebFile(
+        f"{web.url}/set", "a.tar", PATIENT, stop=10, version=version, while_waiting=renew
+    )
     assert file.read1() == DATA[:10]
 
 
 def test_the_query_of_a_folder_goes_behind_the_names(web):
     web.signature = "sig=abc%3D"
-    folder = WebFolder(f"{web.url}/set?sig=abc%3D", QUICK)
+    folder = WebFolder(f"{web.url}/set?sig=abc%3D", PATIENT)
     assert folder.read("a.tar", 0, 6, folder.stat("a.tar")) == DATA[:6]
     assert "abc" not in str(folder)
     with pytest.raises(Refused, match="403"):
@@ -282,7 +280,7 @@ def test_another_host_is_not_told_the_login(web, folder):
     web.files["/set/b.tar"] = b"elsewhere"
     with WebServer({}) as first:
         first.redirects = {"/x/b.tar": f"{web.url.replace('127.0.0.1', 'localhost')}/set/b.tar"}
-        logged_in = WebFolder(first.url.replace("//", "//me:secret-word@") + "/x", QUICK)
+        logged_in = WebFolder(first.url.replace("//", "//me:secret-word@") + "/x", PATIENT)
         assert logged_in.read("b.tar", 0, 9, logged_in.stat("b.tar")) == b"elsewhere"
         assert all("Authorization" in headers for headers in first.headers)
     assert not any("Authorization" in headers for headers in web.headers)
@@ -349,7 +347,7 @@ print(server.server_port, flush=True)
 server.serve_forever()
 """
     with running(program) as server:
-        folder = WebFolder(f"http://127.0.0.1:{server.stdout.readline().strip()}", QUICK)
+        folder = WebFolder(f"http://127.0.0.1:{server.stdout.readline().strip()}", PATIENT)
         version = folder.stat("a")
         assert all(folder.read("a", n, n + 10, version) == bytes(10) for n in range(50))
         server.kill()

@@ -140,7 +140,7 @@ def test_killed_and_continued(web, path, number):
     web.hang_after = 2_000_000
     with subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as process:
         part = path.with_name("a.bin.part")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while (
             not part.exists() or part.stat().st_size < 1_000_000
         ) and time.monotonic() < deadline:

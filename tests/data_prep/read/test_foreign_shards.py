@@ -228,7 +228,7 @@ def test_the_scanner_sees_what_webdataset_sees(form, tmp_path):
         assert [s.width for s in scanned] == [20 + n for n in range(12)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.text("ab._/- é", min_size=1, max_size=6), min_size=1, max_size=4, unique=True))
 def test_any_names_make_the_samples_that_webdataset_makes(tmp_path_factory, keys):
     """Dots, slashes, underscores anywhere; where a sample of webdataset's has not one image and a

@@ -73,7 +73,7 @@ def test_every_sample_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.permutations(range(40)), st.integers(1, 50), st.integers(0, 3))
 def test_the_order_of_listing_leaves_no_trace(tmp_path_factory, order, batch, seed):
     names = [f"class{n % 3}/image {n}.png" for n in range(40)]

@@ -248,7 +248,7 @@ def test_resize_is_torchvisions(size, mode):
     assert psnr(image.convert("RGB"), theirs) > 48
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 300))
 def test_target_size_is_torchvisions(width, height, short):
     target = ImagePolicy(resize_short_side=short).target_size(width, height)
@@ -438,7 +438,7 @@ def test_a_long_png_fits_once_it_is_resized():
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.sampled_from(sorted(UNTOUCHED | CONVERTED)),
     st.sampled_from([DECODE, HEADERS, ImagePolicy("decode", True, 20)]),

@@ -108,7 +108,7 @@ def test_what_others_write_is_seen(output):
         " {'a': 1})"
     )
     subprocess.run(
-        [sys.executable, "-c", program, pickle.dumps(output).hex()], check=True, timeout=60
+        [sys.executable, "-c", program, pickle.dumps(output).hex()], check=True, timeout=240
     )
     assert output.size("theirs.json") == output.sizes()["theirs.json"] > 0
     assert output.read_json("theirs.json") == {"a": 1}
@@ -154,7 +154,7 @@ def test_folders_that_cannot_be_written(place, message, tmp_path):
                 folder.chmod(0o755)
         program = f"import data_prep.write.output, os; os.setuid(65534); {program}"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False
     )
     expected = (
         f"PrepError: {tmp_path / place}: cannot be written ({message}); choose another folder, or"
@@ -293,7 +293,7 @@ def test_the_missing_package_is_named():
         " Output('gs://bucket/a').make()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.stderr.strip().endswith("to access Google Storage: pip install gcsfs")
     assert "Refused: gs://bucket/a: " in done.stderr
@@ -339,7 +339,7 @@ def test_what_is_public_is_read_without_credentials(bucket):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     assert done.stdout == "{'a': 1}\n"

@@ -1,0 +1,404 @@
+"""What can be wrong with shards at a URL: it passes, or it is an error that says what it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+
+import fsspec
+import numpy as np
+import pytest
+from error_rows import leave_free, small_disk
+from fsspec.registry import _registry
+from remote_shards import files_of, samples, upload
+from servers import FtpServer
+
+from data_prep import index
+from vit.data import stages
+from vit.data.shards.data_set import open_split
+from vit.data.storage import cached_tars, http, remote
+from vit.data.storage.block_cache import BlockCache
+from vit.data.storage.retry import RetryPolicy
+from vit.system.files import ShardError
+
+
+@pytest.fixture(autouse=True)
+def small_and_quick(monkeypatch):
+    """Blocks of 4 samples and not of 4,096; no waiting where nothing is learnt by it."""
+    monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
+    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """What stays wrong is given up after a second."""
+    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (1.0, 0.01, 0.2))
+
+
+# ---- what can be wrong ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change", [lambda data: data + bytes(512), lambda data: data[:600]], ids=["longer", "shorter"]
+)
+def test_a_shard_replaced_in_training_is_told(change, web, url, shards, cache):
+    """Another version by its ETag; from then on nothing of it is mixed in, and the old blocks go
+    on."""
+    split = open_split(url, "train", cache)
+    kept = split.read(0)
+    web.files["/set/train-00000.tar"] = change(web.files["/set/train-00000.tar"])
+    with pytest.raises(
+        ShardError,
+        match=(
+            r"/set/train-00000.tar: sample 12 \(key unknown\): reading \d+ bytes at offset \d+"
+            r" failed: it was replaced at its URL "
+            r"while it was in use \(it had \d+ bytes with the tag .*, now it has \d+ bytes.*\);"
+            r" restore the shard and start again"
+        ),
+    ):
+        split.read(12)
+    assert split.read(0) == kept
+    with pytest.raises(
+        ShardError, match=r"train-00000.tar: \d+ bytes, expected \d+ \(truncated or replaced\)"
+    ):
+        open_split(url, "train", cache)
+
+
+@pytest.mark.parametrize("kind", ["s3", "memory"])
+def test_a_shard_replaced_at_a_store_is_told_and_not_kept(kind, shards, cache, request):
+    """By one of its size, with images of the same sizes in the same places."""
+    root = upload(
+        shards, request.getfixturevalue("s3").new_bucket() if kind == "s3" else "memory://exchanged"
+    )
+    split = open_split(root, "train", cache)
+    kept = split.read(0)
+    # as if from another machine
+    fs, place = fsspec.core.url_to_fs(f"{root}/train-00000.tar", skip_instance_cache=True)
+    data = fs.cat_file(place)
+    row = split.index[12]
+    at = int(row["offset"])
+    size = int(row["size"])
+    fs.pipe_file(place, data[:at] + bytes(size) + data[at + size :])
+    blocks = list(cache.rglob("*.block"))
+    with pytest.raises(
+        ShardError,
+        match=r"set/train-00000.tar: sample 12 .* it was replaced at its URL while it was in use",
+    ):
+        split.read(12)
+    assert split.read(0) == kept
+    assert list(cache.rglob("*.block")) == blocks
+
+
+def test_a_shard_replaced_where_no_version_is_told_is_seen_in_its_headers(shards, cache):
+    with FtpServer(files_of(shards)) as server:
+        root = f"ftp://{server.address}/set"
+        split = open_split(root, "train", cache)
+        data = server.files["/set/train-00000.tar"]
+        server.files["/set/train-00000.tar"] = data[:1024] + data[:-1024]
+        with pytest.raises(
+            ShardError,
+            match=(
+                rf"{root}/train-00000.tar: sample 8 .* the shard is not the indexed one; restore"
+                r" the shard"
+            ),
+        ):
+            split.read(8)
+        assert not list(cache.rglob("*.block")), (
+            "bytes of another shard must not be kept under this one's name"
+        )
+        server.files["/set/train-00000.tar"] = data
+        assert split.read(8) == open_split(shards, "train").read(8)
+
+
+def test_a_bit_flipped_on_the_way_is_fetched_again_and_never_kept(shards, cache, caplog):
+    with FtpServer(files_of(shards)) as server:
+        split = open_split(f"ftp://{server.address}/set", "train", cache)
+        name = "/set/train-00000.tar"
+        whole = server.files[name]
+        at = int(split.index["offset"][8]) + 200
+        flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+        server.files[name] = flipped
+        with pytest.raises(
+            ShardError,
+            match=(
+                r"sample 8 \(key .*\): reading .* gave others than were indexed, twice: a bit"
+                r" flipped"
+            ),
+        ):
+            split.read(8)
+        assert not list(cache.rglob("*.block"))
+        forget = split.tars.forget
+
+        def mend(*place):
+            server.files[name] = whole
+            forget(*place)
+
+        split.tars.forget = mend
+        assert split.read(8) == open_split(shards, "train").read(8)
+        assert "were read wrongly once, and rightly the second time" in caplog.text
+        assert list(cache.rglob("*.block"))
+
+
+class Growing(dict):
+    """Files of a server; those with this ending are replaced after each request."""
+
+    ending = ""
+
+    def get(self, path):
+        found = super().get(path)
+        if found is not None and path.endswith(self.ending):
+            self[path] = found + b"x"
+        return found
+
+
+@pytest.mark.parametrize("name", ["_info.json", "train.index.npy"])
+def test_what_is_replaced_while_it_is_fetched_is_told(name, web, url, cache):
+    web.files = Growing(web.files)
+    web.files.ending = name
+    with pytest.raises(
+        ShardError,
+        match=rf"{url}/{name}: reading failed: it was replaced at its URL .*; start again",
+    ):
+        open_split(url, "train", cache)
+
+
+def test_no_room_for_the_index(url, tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        cache = BlockCache(disk / "cache", 0.003)
+        leave_free(disk, 0)
+        with pytest.raises(
+            ShardError,
+            match=(
+                r"cannot be written \(No space left on device\); make room, or choose another"
+                r" data.cache_dir"
+            ),
+        ):
+            remote.RemoteFolder(url).fetch_index("train", cache)
+
+
+def test_a_server_that_is_gone_ends_the_attempts_with_an_error(web, url, cache, impatient):
+    split = open_split(url, "train", cache)
+    web._server.shutdown()
+    web._server.server_close()
+    with pytest.raises(
+        ShardError,
+        match=(
+            r"/set/train-00000.tar: cannot be reached \(.*refused.*\), \d+ times in \d+ s;"
+            r" check the address"
+        ),
+    ):
+        split.read(0)
+
+
+@pytest.mark.timeout(120)
+def test_a_server_that_hangs_ends_with_an_error_in_bounded_time(
+    web, url, cache, monkeypatch, impatient
+):
+    monkeypatch.setattr(http, "SILENCE_S", 0.1)
+    split = open_split(url, "train", cache)
+    web.hang_after = 0
+    split.prefetch(np.arange(60))
+    with pytest.raises(
+        ShardError,
+        match=(
+            r"train-00000.tar: the connection broke \(timed out\) after 0 of [\d,]+ bytes"
+            r"(, \d+ times in \d+ s|, after \d+ s in which nothing came)"
+        ),
+    ):
+        split.read(0)
+    web.hang_after = None
+
+
+def test_a_server_that_only_drips_ends_with_an_error(web, url, cache, monkeypatch, impatient):
+    split = open_split(url, "train", cache)
+    monkeypatch.setattr(http, "SILENCE_S", 0.1)
+    web.hang_after = 10  # each answer stops there, so 100 bytes come in a second
+    with pytest.raises(
+        ShardError, match=r"train-00000.tar: only \d+ bytes came in \d+ s; check the network"
+    ):
+        split.read(0)
+    web.hang_after = None
+
+
+def test_who_waits_for_a_block_comes_before_what_is_read_ahead(web, url, cache, monkeypatch):
+    split = open_split(url, "train", cache)
+    monkeypatch.setattr(split.tars, "most_threads", 1)
+    web.delay_s = 0.05
+    blocks = [block.name for block in split.tars.blocks([0])]
+    web.requests.clear()
+    split.prefetch(np.arange(split.tars.firsts[1]))
+    split.read(int(split.tars.firsts[1]) - 1)
+    assert len(blocks) > 3
+    assert len(web.requests) <= 3
+
+
+def test_who_waits_for_a_block_that_comes_slowly_makes_progress(web, url, cache, monkeypatch):
+    monkeypatch.setattr(cached_tars, "BEAT_S", 0.1)
+    split = open_split(url, "train", cache)
+    changes = set()
+    web.drip = (1000, 0.1)
+    waiting = threading.Thread(target=split.read, args=(0,))
+    waiting.start()
+    while waiting.is_alive():
+        changes.add(stages.current.num_changes)
+        time.sleep(0.01)
+    assert len(changes) >= 5, "it changes again and again"
+
+
+@pytest.mark.parametrize("status", [429, 500, 503, 507, 520, 524])
+def test_answers_that_may_pass_are_asked_again(status, web, url, cache):
+    split = open_split(url, "train", cache)
+    web.statuses = [status] * 5
+    assert split.read(0)
+
+
+def test_without_ranges_streaming_is_advised(web, url, cache):
+    web.ranges = False
+    with pytest.raises(
+        ShardError,
+        match=r"does not give parts of files .* data.reader: webdataset, which is not exact",
+    ):
+        open_split(url, "train", cache)
+
+
+def missing(web, *names):
+    for name in names:
+        del web.files[f"/set/{name}"]
+
+
+def test_the_index_of_foreign_shards_is_made_by_a_command(web, url, cache, tmp_path, shards):
+    """And then the folder with it trains from the URL."""
+    names = [name.removeprefix("/set/") for name in web.files]
+    missing(web, *(name for name in names if not name.endswith(".tar")))
+    with pytest.raises(
+        ShardError,
+        match=(
+            r"no _info.json there; `python -m data_prep.index '.*/set/train-\{0000..0099\}.tar'"
+            r" --out ROOT`"
+        ),
+    ):
+        open_split(url, "train", cache)
+    root = tmp_path / "root"
+    assert (
+        index.main(
+            [*(f"{url}/{name}" for name in names if name.endswith(".tar")), "--out", str(root)]
+        )
+        == 0
+    )
+    for name in ("train", "val"):
+        assert samples(open_split(root, name, cache)) == samples(open_split(shards, name))
+    assert any(cache.rglob("*.block"))
+    (root / "train.index.npy").unlink()
+    with pytest.raises(
+        ShardError,
+        match=r"train.index.npy: unreadable .*; make it again with `python -m data_prep.index",
+    ):
+        open_split(root, "train", cache)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda web: missing(web, "train.index.npy"),
+            "no train.index.npy there; `python -m data_prep.index",
+        ),
+        (
+            lambda web: missing(web, "train-00001.tar", "train-00002.tar"),
+            "train-00002.tar: no such file; copy it again",
+        ),
+        (
+            lambda web: web.files.update({"/set/train-00001.tar": b"x" * 512}),
+            "train-00001.tar: 512 bytes, expected",
+        ),
+        (
+            lambda web: web.files.update({"/set/train.index.npy": b"x" * 512}),
+            r"train.index.npy: unreadable \(",
+        ),
+        (
+            lambda web: web.files.update({"/set/train.index.npy": web.files["/set/val.index.npy"]}),
+            r"npy: stale \(other shard lengths",
+        ),
+        (lambda web: web.files.update({"/set/_info.json": b"{"}), "_info.json: not valid JSON"),
+        (
+            lambda web: setattr(web, "statuses", [403]),
+            "the server answers 403 Forbidden; it wants a login",
+        ),
+        (
+            lambda web: setattr(web, "statuses", [503] * 1000),
+            r"answers 503 Service Unavailable, \d+ times in \d+ s",
+        ),
+        (
+            lambda web: setattr(web, "statuses", [501]),
+            "the server answers 501 Not Implemented; correct the address",
+        ),
+    ],
+)
+def test_what_is_wrong_at_the_url_is_told_before_the_start(
+    change, told, web, url, cache, impatient
+):
+    change(web)
+    with pytest.raises(ShardError, match=told) as raised:
+        open_split(url, "train", cache)
+    assert url in str(raised.value)
+
+
+@pytest.mark.parametrize("whole_if_empty", [False, True])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("_info.json", "_info.json: not valid JSON"),
+        ("train.index.npy", "an empty train.index.npy there; `python -m data_prep.index"),
+        ("train-00001.tar", "train-00001.tar: 0 bytes, expected"),
+    ],
+)
+def test_empty_files(name, told, whole_if_empty, web, url, cache):
+    web.files[f"/set/{name}"] = b""
+    web.whole_if_empty = whole_if_empty
+    with pytest.raises(ShardError, match=told):
+        open_split(url, "train", cache)
+
+
+def test_no_bucket_no_permission_no_scheme_no_package(s3, shards, cache, monkeypatch):
+    with pytest.raises(ShardError, match=r"s3://nowhere: no _info.json there"):
+        open_split("s3://nowhere", "train", cache)
+    root = upload(shards, s3.new_bucket())
+    with s3.only("s3:GetObject"):
+        assert samples(open_split(root, "val", cache)), "reading does not need the right to list"
+    with (
+        s3.only("s3:PutObject"),
+        pytest.raises(
+            ShardError, match=r"no permission to do this \(.*\); credentials come from AWS_"
+        ),
+    ):
+        open_split(root, "train", cache)
+    with pytest.raises(
+        ShardError,
+        match=r"nosuch://a/b/_info.json: .*nosuch.*; expected a folder or a URL such as s3://",
+    ):
+        open_split("nosuch://a/b", "train", cache)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(_registry, "s3")
+    with pytest.raises(ShardError, match=r"s3://.*: pip install s3fs"):
+        open_split(root, "train", cache)
+
+
+def test_a_cache_folder_that_cannot_be_is_told(url, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ShardError, match=r"cannot hold a cache of shards \(.*\); choose a folder .* data.cache_dir"
+    ):
+        open_split(url, "train", tmp_path / "file" / "cache")
+
+
+def test_shards_at_holds_for_an_index_at_a_url_too(web, url, cache, shards):
+    for path in shards.iterdir():
+        if path.suffix in (".json", ".npy"):
+            web.files[f"/elsewhere/{path.name}"] = path.read_bytes()
+    info = json.loads(web.files["/elsewhere/_info.json"])
+    web.files["/elsewhere/_info.json"] = json.dumps({**info, "shards_at": url}).encode()
+    assert samples(open_split(f"{web.url}/elsewhere", "train", cache)) == samples(
+        open_split(shards, "train")
+    )

@@ -1,0 +1,61 @@
+"""Shards behind a URL: what they hold, and what was asked of their server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fsspec
+import torch
+from servers import WebServer
+
+from vit.config.schema import AugmentConfig
+from vit.data.batches import ImageFormat, TrainBatches
+from vit.data.loader import Loader
+from vit.data.order import make_order
+from vit.data.shards.data_set import open_split
+from vit.data.shards.split import Split
+
+FORMAT = ImageFormat((16, 16), 3, "bilinear")
+
+
+def files_of(shards: Path) -> dict[str, bytes]:
+    return {f"/set/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
+
+
+def samples(split: Split) -> list[tuple[str, bytes]]:
+    return [(split.key(i), split.read(i)) for i in range(split.num_samples)]
+
+
+def parts_asked(web: WebServer) -> list[tuple[str, str | None]]:
+    """(shard, range) of the requests for blocks."""
+    return [
+        (path, wanted)
+        for _, path, wanted in web.requests
+        if path.endswith(".tar") and wanted != "bytes=0-0"
+    ]
+
+
+def upload(shards: Path, url: str) -> str:
+    fs, place = fsspec.core.url_to_fs(url)
+    for path in shards.iterdir():
+        if path.is_file():
+            fs.pipe_file(f"{place}/set/{path.name}", path.read_bytes())
+    return f"{url}/set"
+
+
+def epoch(
+    root: str | Path, cache: Path | None, *, workers: int = 0, epochs: int = 1
+) -> list[list[torch.Tensor]]:
+    """Ids, images, labels and table of each batch."""
+    split = open_split(root, "train", cache)
+    batches = TrainBatches(
+        split, make_order(split.num_samples, 12, seed=3), AugmentConfig(), FORMAT
+    )
+    with Loader(batches, 0, 5 * epochs, num_workers=workers) as loader:
+        return [[tensor.clone() for tensor in (b.ids, b.images, b.labels, b.table)] for b in loader]
+
+
+def assert_same(ours: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
+    assert len(ours) == len(expected)
+    for a, b in zip(ours, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
