@@ -83,14 +83,13 @@ def test_the_share_of_waiting_follows_from_the_record(tmp_path):
         train_line(70, images_per_s=None),
     )
     found = curves._read_curves(path)
-    assert [line.get("data_wait_percent") for line in found.train] == pytest.approx(
+    assert [line.get("data_wait_percent") for line in found.of_kind("train")] == pytest.approx(
         [25.0, 100.0, 20.0, 100.0, None]
     )
-    assert (found.resumed, found.last_step) == ([40], 70)
     without_plan = curves._read_curves(
         record(tmp_path, {"kind": "start", "step": 0, "restarts": 0}, train_line(10))
     )
-    assert "data_wait_percent" not in without_plan.train[0]
+    assert "data_wait_percent" not in without_plan.of_kind("train")[0]
 
 
 def test_many_points_are_averaged_and_gaps_stay():

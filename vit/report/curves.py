@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,54 +16,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vit.report.history import History, read_history
 from vit.report.style import BLUE, GREEN, GREY, ORANGE, drawing, report_style
-from vit.run.record import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-@dataclass(frozen=True)
-class _Curves:
-    """What the panels draw: the lines of a record by kind, and the first steps of restarts."""
-
-    train: list[dict[str, Any]]
-    evals: list[dict[str, Any]]
-    faults: list[dict[str, Any]]
-    resumed: list[int]
-    last_step: int
-
-
-def _read_curves(metrics: Path) -> _Curves:
+def _read_curves(metrics: Path) -> History:
     """Read a record; each train line gets `data_wait_percent` if the record has its parts.
 
     That is the share of the interval before it that was spent waiting for data.
     """
-    lines = read_metrics(metrics)
-    batch_size = math.nan
-    previous = 0
-    if not lines:
+    history = read_history(metrics)
+    if not history.lines:
         raise ValueError("Nothing is in the record yet")
-    for line in lines:
-        if line["kind"] == "start":
-            plan = line.get("plan", {})
-            previous = line["step"]
-            batch_size = math.prod(
-                plan.get(key, math.nan)
-                for key in ("world_size", "micro_batch_size", "accumulation_steps")
-            )
-        elif line["kind"] == "train":  # an interval begins at the line before, or at the start
-            num_images = (line["step"] - previous) * batch_size
-            previous = line["step"]
-            waited_s = line.get("data_wait_s")
-            images_per_s = line.get("images_per_s")
-            if num_images > 0 and waited_s is not None and images_per_s is not None:
-                line["data_wait_percent"] = min(100.0 * waited_s * images_per_s / num_images, 100.0)
-    train, evals, faults = (
-        [line for line in lines if line["kind"] == kind] for kind in ("train", "eval", "fault")
-    )
-    resumed = [line["step"] for line in lines if line["kind"] == "start" and line.get("restarts")]
-    return _Curves(train, evals, faults, resumed, max((line["step"] for line in lines), default=0))
+    for line, _, spent_s in history.intervals():
+        line["data_wait_percent"] = min(100.0 * line["data_wait_s"] / spent_s, 100.0)
+    return history
 
 
 def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArray[np.float64]:
@@ -97,13 +66,14 @@ def _line(
         axes.plot(steps, values, dot + style, color=color, markersize=4, label=label)
 
 
-def _draw_loss(axes: Axes, curves: _Curves) -> None:
-    _line(axes, curves.train, "loss", "-", BLUE, "training, augmented")
-    _line(axes, curves.evals, "loss", "o-", ORANGE, "validation")
-    _line(axes, curves.evals, "loss_ema", "s--", GREEN, "averaged weights")
+def _draw_loss(axes: Axes, history: History) -> None:
+    evals = history.of_kind("eval")
+    steps = [line["step"] for line in history.of_kind("fault")]
+    _line(axes, history.of_kind("train"), "loss", "-", BLUE, "training, augmented")
+    _line(axes, evals, "loss", "o-", ORANGE, "validation")
+    _line(axes, evals, "loss_ema", "s--", GREEN, "averaged weights")
     axes.set(title="Cross-entropy", ylim=(0, None))
-    if curves.faults:
-        steps = [line["step"] for line in curves.faults]
+    if steps:
         at = axes.get_xaxis_transform()
         axes.plot(
             steps,
@@ -116,40 +86,42 @@ def _draw_loss(axes: Axes, curves: _Curves) -> None:
         )
 
 
-def _draw_accuracy(axes: Axes, curves: _Curves) -> None:
-    _line(axes, curves.evals, "top1", "o-", ORANGE, "weights")
-    _line(axes, curves.evals, "top1_ema", "s--", GREEN, "averaged weights")
+def _draw_accuracy(axes: Axes, history: History) -> None:
+    evals = history.of_kind("eval")
+    _line(axes, evals, "top1", "o-", ORANGE, "weights")
+    _line(axes, evals, "top1_ema", "s--", GREEN, "averaged weights")
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(bottom, 0), min(top, 100))
     for line in axes.get_lines():
         line.set_clip_on(False)  # a marker at 100 stays complete
     values = [
         value
-        for line in curves.evals
+        for line in evals
         for key in ("top1", "top1_ema")
         if (value := line.get(key)) is not None
     ]
     if values:
         axes.set(
             title=f"Top-1 accuracy: best {max(values):.2f} %",
-            ylabel=f"% of {curves.evals[-1]['num_images']:,} images",
+            ylabel=f"% of {evals[-1]['num_images']:,} images",
         )
     else:
         axes.set(title="Top-1 accuracy", ylabel="%", ylim=(0, 100))
         axes.text(0.5, 0.5, "not evaluated yet", ha="center", color=GREY, transform=axes.transAxes)
 
 
-def _draw_learning_rate(axes: Axes, curves: _Curves) -> None:
-    _line(axes, curves.train, "lr", "-", BLUE)
+def _draw_learning_rate(axes: Axes, history: History) -> None:
+    _line(axes, history.of_kind("train"), "lr", "-", BLUE)
     axes.set(title="Learning rate", ylim=(0, None))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def _draw_throughput(axes: Axes, curves: _Curves) -> None:
-    _line(axes, curves.train, "images_per_s", "-", BLUE)
+def _draw_throughput(axes: Axes, history: History) -> None:
+    train = history.of_kind("train")
+    _line(axes, train, "images_per_s", "-", BLUE)
     axes.set(title="Throughput", ylabel="images / s", ylim=(0, 1.1 * axes.get_ylim()[1]))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    steps, percent = _points(curves.train, "data_wait_percent")
+    steps, percent = _points(train, "data_wait_percent")
     if len(steps):
         share = axes.twinx()
         share.fill_between(steps, percent, color=ORANGE, alpha=0.4, linewidth=0)
@@ -159,7 +131,7 @@ def _draw_throughput(axes: Axes, curves: _Curves) -> None:
         share.yaxis.label.set_color(ORANGE)
 
 
-PANELS: dict[str, Callable[[Axes, _Curves], None]] = {
+PANELS: dict[str, Callable[[Axes, History], None]] = {
     "loss": _draw_loss,
     "accuracy": _draw_accuracy,
     "learning_rate": _draw_learning_rate,
@@ -167,21 +139,24 @@ PANELS: dict[str, Callable[[Axes, _Curves], None]] = {
 }
 
 
-def _draw_panel(axes: Axes, curves: _Curves, name: str) -> None:
+def _draw_panel(axes: Axes, history: History, name: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    PANELS[name](axes, curves)
-    for i, step in enumerate(curves.resumed):
+    PANELS[name](axes, history)
+    resumed = [line["step"] for line in history.of_kind("start") if line.get("restarts")]
+    for i, step in enumerate(resumed):
         axes.axvline(
             step, color=GREY, linestyle=":", linewidth=1.5, label="resumed" if i == 0 else None
         )
-    if curves.resumed or len(axes.get_legend_handles_labels()[0]) > 1:
+    if resumed or len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend()
     axes.grid(True)
-    axes.set_xlim(0, 1.02 * curves.last_step or 1)
+    axes.set_xlim(0, 1.02 * max(line["step"] for line in history.lines) or 1)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
-    epochs = [line["step"] / line["epoch"] for line in curves.train if line.get("epoch")]
+    epochs = [
+        line["step"] / line["epoch"] for line in history.of_kind("train") if line.get("epoch")
+    ]
     axes.set_xlabel(f"step ({epochs[-1]:,.0f} an epoch)" if epochs else "step")
 
 
@@ -192,10 +167,10 @@ def plot_curves(metrics: Path, picture: Path) -> Path:
     Dotted lines are restarts, crosses updates that were skipped; more than 500 points are averaged
     with their neighbours.
     """
-    curves = _read_curves(metrics)
+    history = _read_curves(metrics)
     with drawing(picture, 6.2, layout="constrained") as figure:
         for axes, name in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-            _draw_panel(axes, curves, name)
+            _draw_panel(axes, history, name)
     return picture
 
 
@@ -205,7 +180,7 @@ def curve_panels(metrics: Path) -> dict[str, str]:
     CSS can scale them; letters are outlines; ids begin with the panel's name; there is no style
     sheet inside, as it would affect the rest of the page.
     """
-    curves = _read_curves(metrics)
+    history = _read_curves(metrics)
     panels = dict[str, str]()
     with report_style():
         from matplotlib.figure import Figure
@@ -213,7 +188,7 @@ def curve_panels(metrics: Path) -> dict[str, str]:
         for name in PANELS:
             figure = Figure((5.0, 3.2), layout="constrained")
             written = StringIO()
-            _draw_panel(figure.subplots(), curves, name)
+            _draw_panel(figure.subplots(), history, name)
             figure.savefig(
                 written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
             )

@@ -6,8 +6,8 @@ Values are None where the record does not have them; the template shows a dash.
 from __future__ import annotations
 
 import json
-import math
 import re
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,65 +17,51 @@ import torch
 from vit.config import io as config_io
 from vit.config.schema import Config
 from vit.data.batches import ImageFormat
-from vit.metrics import format_interval
 from vit.model import create_model
 from vit.model_summary import count_parameters, flops_per_image
-from vit.report.history import History, median
+from vit.report.history import Attempt, History, median
 from vit.report.source import ReportSource
-from vit.run.folder import CHECKPOINTS, STOPPED_FILE
+from vit.run.folder import CHECKPOINTS
+from vit.run.state import rank
 from vit.system.meter import duration
 from vit.system.redact import shown
 
+RESULT_NAMES = ("num_images", "top1", "top5", "correct_top1", "loss")
+"""Values of an evaluation, each also with `_ema` where there are averaged weights."""
 
-def run_state(
-    history: History, plan: dict[str, Any], run_dir: Path, now_s: float
-) -> dict[str, Any]:
+
+def run_state(history: History, plan: dict[str, Any], now_s: float) -> dict[str, Any]:
     """Return how the run stands: a word, a sentence, and how far it has come."""
     step = max((line["step"] for line in history.lines), default=0)
     total = plan.get("total_steps")
     progress = f"step {step:,}"
     if total:
         progress += f" of {total:,}"
-    outcome = "not started"
-    age = "an unknown time"
-    reason = ""
-    began_s = None
-    if history.attempts:
-        last = history.attempts[-1]
-        outcome = last.outcome
-        reason = last.reason
-        began_s = history.attempts[0].start.get("time")
-        if last.last_time:
-            age = duration(max(now_s - last.last_time, 0))
+    times = [line["time"] for line in history.lines if line.get("time") is not None]
+    age = duration(max(now_s - max(times), 0)) if times else "an unknown time"
+    last = history.attempts[-1] if history.attempts else Attempt(0, {}, [], "not started")
+    outcome = last.outcome
     resume = "the same command resumes from its newest checkpoint"
     newest = f"the newest line of the record was {age} old"
     sentences = {
         "finished": f"Finished at {progress}.",
-        "stopped": f"Stopped{_by_signal(run_dir)} at {progress} and saved; {resume}.",
-        "failed": f"Failed at {progress}: {reason}",
+        "stopped": f"Stopped at {progress} and saved; {resume}.",
+        "failed": f"Failed at {progress}: {last.reason}",
         "running": f"Running, at {progress}; {newest}.",
         "killed": f"Killed after {progress}; {resume}.",
         "unclear": f"Running or killed, at {progress}; {newest}.",
         "not started": "Nothing is in the record yet.",
     }
-    times = [line["time"] for line in history.lines if isinstance(line.get("time"), int | float)]
     return {
         "word": "running?" if outcome == "unclear" else outcome,
         "tone": {"finished": "good", "failed": "bad", "killed": "bad"}.get(outcome, "busy"),
         "sentence": sentences.get(outcome, f"{outcome} at {progress}."),
         "step": step,
         "total_steps": total,
-        "began_s": began_s,
+        "began_s": min(times, default=None),
         "ended_s": max(times, default=None),
         "share": min(step / total, 1.0) if total else None,
     }
-
-
-def _by_signal(run_dir: Path) -> str:
-    try:
-        return f" by {json.loads((run_dir / STOPPED_FILE).read_text())['signal'] or 'request'}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
 
 
 def config_facts(
@@ -128,12 +114,12 @@ def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
 
 def evaluation_rows(history: History, plan: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each evaluation, with the values of weights and average (`..._ema`)."""
-    names = ("num_images", "top1", "top5", "correct_top1", "loss")
+    names = [name + suffix for name in RESULT_NAMES for suffix in ("", "_ema")]
     rows = []
     for line in history.of_kind("eval"):
-        row = {name + suffix: line.get(name + suffix) for name in names for suffix in ("", "_ema")}
         epoch = line["step"] / plan["steps_per_epoch"] if plan.get("steps_per_epoch") else None
-        rows.append({**row, "step": line["step"], "epoch": epoch})
+        values = {name: line.get(name) for name in names}
+        rows.append({**values, "step": line["step"], "epoch": epoch})
     return rows
 
 
@@ -145,56 +131,33 @@ def headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
     if not evaluations:
         return None
     results = [result for row in evaluations for result in _results(row)]
-    return {"last": _results(evaluations[-1])[0], "best": max(results, key=_rank)}
+    best = max(results, key=lambda result: rank(result["top1"], result["loss"]))
+    return {"last": _results(evaluations[-1])[0], "best": best}
 
 
 def _results(row: dict[str, Any]) -> list[dict[str, Any]]:
-    weights = _result(row, "")
-    return [weights] if row["top1_ema"] is None else [_result(row, "_ema"), weights]
+    """Return the values of the averaged weights, if there are any, and those of the weights."""
+    suffixes = [""] if row["top1_ema"] is None else ["_ema", ""]
+    return [
+        {
+            **{name: row[name + suffix] for name in RESULT_NAMES},
+            "step": row["step"],
+            "epoch": row["epoch"],
+            "averaged": bool(suffix),
+            "other": row["top1" if suffix else "top1_ema"],
+        }
+        for suffix in suffixes
+    ]
 
 
-def _result(row: dict[str, Any], suffix: str) -> dict[str, Any]:
-    """Return the values of one set of weights in an evaluation."""
-    values = {name: row[name + suffix] for name in ("top1", "top5", "correct_top1", "loss")}
-    num_images = row["num_images_ema"] if row["num_images"] is None else row["num_images"]
-    interval = ""
-    if values["correct_top1"] is not None and num_images is not None:
-        interval = format_interval(values["correct_top1"], num_images)
-    return {
-        **values,
-        "interval": interval,
-        "num_images": num_images,
-        "step": row["step"],
-        "epoch": row["epoch"],
-        "averaged": bool(suffix),
-        "other": row["top1" if suffix else "top1_ema"],
-    }
-
-
-def _rank(result: dict[str, Any]) -> tuple[float, float]:
-    """Larger is better: top-1, then the smaller loss, as in `RunState.take_best`."""
-    top1 = result["top1"]
-    loss = result["loss"]
-    return -1.0 if top1 is None else top1, -math.inf if loss is None else -loss
-
-
-def throughput(history: History, batch_size: int | None) -> dict[str, Any]:
-    """Return medians and shares over the steps that count.
-
-    An interval between two train lines took its images divided by its speed.
-    """
+def throughput(history: History) -> dict[str, Any]:
+    """Return medians and shares over the steps that count."""
     train = history.of_kind("train")
     elapsed = [line["elapsed_s"] for line in history.lines if line.get("elapsed_s") is not None]
     memory = [line["peak_memory_gib"] for line in train if line.get("peak_memory_gib") is not None]
-    spent_s = waited_s = 0.0
-    step = 0
-    for line in history.lines:
-        if line["kind"] not in ("start", "train"):
-            continue
-        if batch_size and line.get("images_per_s") and line.get("data_wait_s") is not None:
-            spent_s += (line["step"] - step) * batch_size / line["images_per_s"]
-            waited_s += line["data_wait_s"]
-        step = line["step"]
+    intervals = list(history.intervals())
+    spent_s = sum(interval_s for _, _, interval_s in intervals)
+    waited_s = sum(line["data_wait_s"] for line, _, _ in intervals)
     total_s = elapsed[-1] if elapsed else None
     return {
         "images_per_s": median(train, "images_per_s"),
@@ -202,7 +165,7 @@ def throughput(history: History, batch_size: int | None) -> dict[str, Any]:
         "data_wait_share": min(waited_s / spent_s, 1.0) if spent_s else None,
         "total_s": total_s,
         "training_share": min(spent_s / total_s, 1.0) if spent_s and total_s else None,
-        "num_images": step * batch_size if batch_size and step else None,
+        "num_images": sum(num_images for _, num_images, _ in intervals) or None,
         "peak_memory_gib": max(memory, default=None),
         "batches_checked": sum(
             line["last_batch"] - line["first_batch"] + 1
@@ -275,13 +238,9 @@ def provenance_rows(history: History) -> list[tuple[str, list[tuple[str, str]]]]
     names = dict.fromkeys(key for start in starts.values() for key in start if key not in skipped)
     rows = []
     for name in names:
-        attempts: dict[str, list[int]] = {}
+        attempts = defaultdict[str, list[str]](list)
         for number, start in starts.items():
-            attempts.setdefault(_text(start.get(name, "not recorded")), []).append(number)
-        values = []
-        for value, numbers in attempts.items():
-            noun = "attempt" if len(numbers) == 1 else "attempts"
-            which = f"{noun} {', '.join(map(str, numbers))}"
-            values.append((value, which if len(attempts) > 1 else ""))
-        rows.append((name, values))
+            attempts[_text(start.get(name, "not recorded"))].append(str(number))
+        values = [(value, f"attempt {', '.join(numbers)}") for value, numbers in attempts.items()]
+        rows.append((name, values if len(values) > 1 else [(values[0][0], "")]))
     return rows

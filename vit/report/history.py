@@ -6,7 +6,9 @@ begins an attempt; steps that a later attempt did again do not count.
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -63,6 +65,26 @@ class History:
         """Return the lines of one kind, such as "eval"."""
         return [line for line in self.lines if line["kind"] == kind]
 
+    def intervals(self) -> Iterator[tuple[dict[str, Any], float, float]]:
+        """Yield each train line with the images of the steps since the one before, and their
+        seconds. Lines of which that is not known are left out."""
+        step = 0
+        batch_size = math.nan
+        for line in self.lines:
+            if line["kind"] == "start":
+                plan = line.get("plan", {})
+                batch_size = math.prod(
+                    plan.get(key, math.nan)
+                    for key in ("world_size", "micro_batch_size", "accumulation_steps")
+                )
+                step = line["step"]
+            elif line["kind"] == "train":
+                num_images = (line["step"] - step) * batch_size
+                step = line["step"]
+                images_per_s = line.get("images_per_s")
+                if num_images > 0 and images_per_s and line.get("data_wait_s") is not None:
+                    yield line, num_images, num_images / images_per_s
+
 
 def median(lines: list[dict[str, Any]], name: str) -> float | None:
     """Return the median of a value of the train lines among `lines`."""
@@ -72,7 +94,7 @@ def median(lines: list[dict[str, Any]], name: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def read_history(path: Path, in_use: bool | None) -> History:
+def read_history(path: Path, in_use: bool | None = None) -> History:
     """Read a record; `in_use` is whether a process is training there (None: not known)."""
     lines, num_unreadable = read_lines(path)
     lines = shown_values(lines)  # a record may be older than the rule that it holds no logins

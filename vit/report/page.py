@@ -26,6 +26,7 @@ import jinja2
 import torch
 from markupsafe import Markup, escape
 
+from vit.metrics import format_interval
 from vit.report import facts
 from vit.report.curves import curve_panels
 from vit.report.history import History, read_history
@@ -108,6 +109,7 @@ def _template() -> jinja2.Template:
         "fixed": lambda value, digits=2: _number(value, f",.{digits}f"),
         "short": lambda value: _number(value, ".4g"),
         "exact": _exact,
+        "interval": lambda result: format_interval(result["correct_top1"], result["num_images"]),
         "duration": lambda seconds: "–" if seconds is None else duration(seconds),
         "moment": _moment,
         "code": _code,
@@ -123,16 +125,15 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
     plan = next((plan for plan in reversed(plans) if isinstance(plan, dict)), {})
     config = None
     config_problem = config_text = ""
-    batch_size = None
     config_facts = []
     settings = []
     try:
         config = source.config
     except ValueError as error:
         config_problem = as_sentence(error)
-        config_text = _read_text(run_dir / CONFIG_FILE)
+        if (run_dir / CONFIG_FILE).is_file():
+            config_text = shown((run_dir / CONFIG_FILE).read_text(errors="replace"))
     else:
-        batch_size = config.data.global_batch_size
         config_facts = facts.config_facts(source, config, history, plan)
         settings = facts.setting_rows(config)
     evaluations = facts.evaluation_rows(history, plan)
@@ -142,7 +143,7 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "name": run_dir.resolve().name,
         "script_hash": _script_hash(),
         "made_s": made_s,
-        "state": facts.run_state(history, plan, run_dir, made_s),
+        "state": facts.run_state(history, plan, made_s),
         "facts": [
             *config_facts,
             *facts.host_facts(history, config.train.precision if config else ""),
@@ -155,7 +156,7 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "confused_pairs": pictures.confused_pairs,
         "classes": sorted(with_images, key=lambda row: (row.top1, -row.num_images)),
         "empty_classes": len(classes) - len(with_images),
-        "throughput": facts.throughput(history, batch_size),
+        "throughput": facts.throughput(history),
         "attempts": history.attempts,
         "faults": facts.fault_lists(history, run_dir),
         "settings": settings,
@@ -171,13 +172,6 @@ def _script_hash() -> str:
     template = TEMPLATE.read_text(encoding="utf-8")
     script = template.partition("<script>")[2].partition("</script>")[0]
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return shown(path.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return ""
 
 
 def _curves(run_dir: Path) -> dict[str, Any]:

@@ -41,17 +41,8 @@ class ReportSource:
 
     @cached_property
     def config(self) -> Config:
-        """The config of the newest attempt, or that in the weights if its file cannot be read.
-
-        After a resume with a changed setting, the file is newer than the weights.
-        """
-        try:
-            return config_io.load_config(self.run_dir / CONFIG_FILE, used_here=False).config
-        except ValueError:
-            with suppress(ValueError):
-                if self.weights.config is not None:
-                    return config_io.from_dict(self.weights.config, str(self.weights.path))
-            raise
+        """The config of the newest attempt."""
+        return config_io.load_config(self.run_dir / CONFIG_FILE, used_here=False).config
 
     @cached_property
     def weights(self) -> LoadedWeights:
@@ -96,11 +87,6 @@ class ReportSource:
                 f"{PREDICTIONS_FILE} is damaged ({type(error).__name__}); the next evaluation"
                 " writes it again"
             ) from None
-        if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
-            raise ValueError(
-                f"{PREDICTIONS_FILE} is damaged: {predictions.shape} predictions for {labels.shape}"
-                " labels"
-            )
         return predictions, labels, step
 
     @cached_property

@@ -9,6 +9,11 @@ from typing import Any
 from vit.plan import Plan
 
 
+def rank(top1: float, loss: float | None) -> tuple[float, float]:
+    """Return what is larger for the better of two results, by accuracy and then by loss."""
+    return top1, -loss if loss is not None and math.isfinite(loss) else -math.inf
+
+
 @dataclass
 class RunState:
     """Counters and facts of a run. Its fields are keys of `checkpoint.json`."""
@@ -47,10 +52,6 @@ class RunState:
 
         Of equal accuracies the smaller loss is better: few images give few different accuracies.
         """
-
-        def rank(top1: float, loss: float | None) -> tuple[float, float]:
-            return top1, -loss if loss is not None and math.isfinite(loss) else -math.inf
-
         top1, loss = max(results, key=lambda pair: rank(*pair))
         if rank(top1, loss) <= rank(self.best_top1, self.best_loss):
             return False
