@@ -12,7 +12,6 @@ installed are listed. FILE.json gets every round, FILE.md tables, FILE.png bars.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -20,7 +19,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from loader_data import Data, bytes_rows, describe, make_data
-from measure import CORES, Result, as_result, default_out, keep, machine, show, shown
+from measure import CORES, Result, as_result, create_parser, keep, machine, shown
 from peers import CONTESTANTS, FFCV, OURS, OURS_MARKED, V1, WHOLE, version
 
 PACKAGES = ("torch", "numpy", "pillow", "simplejpeg")
@@ -368,17 +366,7 @@ def draw_bars(path: Path, result: Result, named: str) -> None:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="few images and one round: the figures mean nothing"
-    )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
-    place = Path(tempfile.gettempdir(), "vit-benchmark-loader")
-    parser.add_argument(
-        "--data", type=Path, default=place, metavar="FOLDER", help="default: %(default)s"
-    )
+    parser = create_parser(__doc__ or "", "loader")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -389,12 +377,6 @@ def main() -> None:
     )
     parser.add_argument(
         "--workers", type=int, nargs="+", default=[0, 2], metavar="N", help="default: 0 2"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.json",
-        help="default: benchmarks/results/<date>-loader-<processor>.json",
     )
     args = parser.parse_args()
     num_images, batch_size, num_batches, rounds = (
@@ -434,21 +416,15 @@ def main() -> None:
     tables["Contestants"] = [["", "version"], *([name, named[name]] for name in args.only)]
 
     report = {
-        "date": time.strftime("%Y-%m-%d"),
         "data": describe(data),
         "rounds": rounds,
         "machine": facts,
-    }
-    report |= {
-        "load": [load, os.getloadavg()[0]],
+        "load": load,
         "contestants": named,
         "results": results,
         "scaling": scaling,
     }
-    out = args.out or default_out("loader-quick" if args.quick else "loader", facts["cpu"])
-    for title, rows in tables.items():
-        show(title, rows)
-    keep(out, f"Loaders, {report['date']}", report, tables)
+    out = keep(args.out, "loader-quick" if args.quick else "loader", report, tables)
     draw_bars(
         out.with_suffix(".png"),
         results[0],

@@ -171,6 +171,25 @@ def _size(rng: np.random.Generator) -> tuple[int, int]:
     return int(rng.integers(200, 520)), int(rng.integers(180, 460))
 
 
+def cut_windows(data: Data, out: Path) -> None:
+    """A window of each of the first images, drawn as for training, cut by jpegtran at the borders
+    of blocks."""
+    from vit.config.schema import AugmentConfig
+    from vit.data.augment.draw import draw_crops, sample_keys
+
+    files = data.files[:NUM_WINDOWS]
+    sizes = np.array([Image.open(file).size for file in files])
+    keys = sample_keys(0, 0, np.arange(len(files)))
+    crops = draw_crops(AugmentConfig(), keys, sizes[:, 0], sizes[:, 1], (224, 224))
+    out.mkdir()
+    for number, (file, (left, top, width, height)) in enumerate(
+        zip(files, crops.tolist(), strict=True)
+    ):
+        place = f"{width}x{height}+{left}+{top}"
+        command = ["jpegtran", "-optimize", "-crop", place, "-outfile", f"{out}/{number:06d}.jpg"]
+        subprocess.run([*command, str(file)], check=True)
+
+
 def describe(data: Data) -> str:
     """One line: number, bytes, pixels, bits a pixel."""
     sizes_bytes = []

@@ -7,6 +7,7 @@ round. FILE.json gets every round, FILE.md next to it the tables.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib.metadata
 import json
@@ -15,6 +16,7 @@ import platform
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -121,18 +123,53 @@ def as_markdown(
     return "\n\n".join(parts) + "\n"
 
 
+def create_parser(description: str, what: str) -> argparse.ArgumentParser:
+    """With the options of each benchmark: --quick, --rounds, --data, --out."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="little data and one round: the figures mean nothing"
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
+    place = Path(tempfile.gettempdir(), f"vit-benchmark-{what}")
+    parser.add_argument(
+        "--data", type=Path, default=place, metavar="FOLDER", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.json",
+        help=f"default: benchmarks/results/<date>-{what}-<processor>.json",
+    )
+    return parser
+
+
 def keep(
-    out: Path, title: str, report: Mapping[str, Any], tables: Mapping[str, Sequence[Sequence[str]]]
-) -> None:
-    """Write `out` (.json) and the tables next to it (.md). report: at least machine, load, data and
-    rounds."""
+    out: Path | None,
+    what: str,
+    report: Mapping[str, Any],
+    tables: Mapping[str, Sequence[Sequence[str]]],
+) -> Path:
+    """Print the tables, and write `out` (.json) and the tables next to it (.md).
+
+    report: at least machine, data, rounds and load, the load average at the start. Returns `out`,
+    or where it is by default.
+    """
+    for title, rows in tables.items():
+        show(title, rows)
+    out = out or default_out(what, report["machine"]["cpu"])
+    report = {"date": time.strftime("%Y-%m-%d"), **report}
+    report |= {"load": [report["load"], os.getloadavg()[0]]}
     facts = "; ".join(f"{name} {value}" for name, value in report["machine"].items())
     load = "load average before and after: {:.1f}, {:.1f}".format(*report["load"])
     paragraphs = [f"{report['data']} {report['rounds']} rounds. {facts}; {load}."]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
-    out.with_suffix(".md").write_text(as_markdown(title, paragraphs, tables))
+    page = as_markdown(f"Benchmark: {what}, {report['date']}", paragraphs, tables)
+    out.with_suffix(".md").write_text(page)
     print(f"written: {out} and {out.with_suffix('.md').name}")
+    return out
 
 
 def default_out(what: str, cpu: str) -> Path:

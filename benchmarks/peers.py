@@ -15,14 +15,14 @@ import importlib.util
 import io
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loader_data import NUM_WINDOWS, Data
+from loader_data import NUM_WINDOWS, Data, cut_windows
 
 from vit.data.decode import native
 
@@ -52,7 +52,7 @@ def for_ever(epoch: Callable[[], Any]) -> Batches:
 # ---- ours ----------------------------------------------------------------------------------------
 
 
-def ours(task: Task, root: Path, copies: int = 1) -> Batches:
+def ours(task: Task, shards: str, copies: int = 1) -> Batches:
     """What `vit.train` and `vit.evaluate` iterate over. copies: of each image in a training batch,
     each augmented anew."""
     from vit.config.schema import AugmentConfig, EvalConfig
@@ -61,38 +61,25 @@ def ours(task: Task, root: Path, copies: int = 1) -> Batches:
     from vit.data.order import make_order
     from vit.data.shards.data_set import open_split
 
-    split = open_split(root, "train")
+    split = open_split(task.data.place / shards, "train")
     image = ImageFormat((SIZE, SIZE), 3, "bilinear")
     if task.train:
         order = make_order(split.num_samples, task.batch_size, aug_repeats=copies)
-        with Loader(
-            TrainBatches(split, order, AugmentConfig(), image),
-            0,
-            sys.maxsize,
-            num_workers=task.workers,
-        ) as loader:
+        batches = TrainBatches(split, order, AugmentConfig(), image)
+        with Loader(batches, 0, sys.maxsize, num_workers=task.workers) as loader:
             for batch in loader:
                 yield batch.images, batch.labels
     views = EvalBatches(split, image, EvalConfig(crop_pct=SIZE / RESIZE), task.batch_size)
     while True:
         with Loader(views, 0, len(views), num_workers=task.workers) as loader:
             for number, batch in enumerate(loader):
-                yield (
-                    batch.images[: views.num_filled(number)],
-                    batch.labels[: views.num_filled(number)],
-                )
+                num_images = views.num_filled(number)
+                yield batch.images[:num_images], batch.labels[:num_images]
 
 
-def untouched(task: Task) -> Batches:
-    return ours(task, task.data.shards)
-
-
-def marked(task: Task) -> Batches:
-    return ours(task, task.data.marked)
-
-
-def marked_copies(task: Task) -> Batches:
-    return ours(task, task.data.marked, copies=2)
+untouched = partial(ours, shards="shards")
+marked = partial(ours, shards="marked")
+marked_copies = partial(ours, shards="marked", copies=2)
 
 
 # ---- torchvision and what is built on it ---------------------------------------------------------
@@ -109,63 +96,48 @@ def data_loader(task: Task, dataset: Any, **options: Any) -> Batches:
     return for_ever(lambda: loader)
 
 
+def crop(transforms: Any, train: bool) -> list[Any]:
+    """transforms: torchvision.transforms, or its v2."""
+    if train:
+        return [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()]
+    return [transforms.Resize(RESIZE), transforms.CenterCrop(SIZE)]
+
+
 def transform_v1(train: bool) -> Any:
-    from torchvision import transforms as t
+    from torchvision import transforms
 
-    crop = (
-        [t.RandomResizedCrop(SIZE), t.RandomHorizontalFlip()]
-        if train
-        else [t.Resize(RESIZE), t.CenterCrop(SIZE)]
-    )
-    return t.Compose([*crop, t.ToTensor(), t.Normalize(MEAN, STD)])
+    steps = [*crop(transforms, train), transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+    return transforms.Compose(steps)
 
 
-def crop_v2(train: bool) -> list[Any]:
-    from torchvision.transforms import v2
+def image_folder(task: Task, transform: Any = None, **options: Any) -> Batches:
+    from torchvision.datasets import ImageFolder
 
-    return (
-        [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()]
-        if train
-        else [v2.Resize(RESIZE), v2.CenterCrop(SIZE)]
-    )
+    dataset = ImageFolder(task.data.folder, transform, **options)
+    return data_loader(task, dataset, shuffle=task.train)
 
 
 def torchvision_v1(task: Task) -> Batches:
-    from torchvision.datasets import ImageFolder
-
-    return data_loader(
-        task, ImageFolder(task.data.folder, transform_v1(task.train)), shuffle=task.train
-    )
+    return image_folder(task, transform_v1(task.train))
 
 
 def torchvision_v2(task: Task) -> Batches:
     import torch
-    from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
 
-    steps = [
-        v2.ToImage(),
-        *crop_v2(task.train),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize(MEAN, STD),
-    ]
-    return data_loader(task, ImageFolder(task.data.folder, v2.Compose(steps)), shuffle=task.train)
+    as_float = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    return image_folder(task, v2.Compose([v2.ToImage(), *crop(v2, task.train), *as_float]))
 
 
 def torchvision_tensor(task: Task) -> Batches:
     """Decoded to a uint8 tensor by torchvision itself; normalising is left to the device."""
-    from torchvision.datasets import ImageFolder
     from torchvision.io import ImageReadMode, decode_jpeg, read_file
     from torchvision.transforms import v2
 
     def load(path: str) -> Any:
         return decode_jpeg(read_file(path), ImageReadMode.RGB)
 
-    return data_loader(
-        task,
-        ImageFolder(task.data.folder, v2.Compose(crop_v2(task.train)), loader=load),
-        shuffle=task.train,
-    )
+    return image_folder(task, v2.Compose(crop(v2, task.train)), loader=load)
 
 
 def timm(task: Task) -> Batches:
@@ -204,7 +176,6 @@ def opencv(task: Task) -> Batches:
     import cv2
     import numpy as np
     import torch
-    from torchvision.datasets import ImageFolder
     from torchvision.transforms import RandomResizedCrop
 
     cv2.setNumThreads(0)  # as is usual in worker processes
@@ -231,7 +202,7 @@ def opencv(task: Task) -> Batches:
             pixels = pixels[top : top + SIZE, left : left + SIZE]
         return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
-    return data_loader(task, ImageFolder(task.data.folder, loader=load), shuffle=task.train)
+    return image_folder(task, loader=load)
 
 
 # ---- with formats of their own -------------------------------------------------------------------
@@ -242,27 +213,31 @@ def encoded_samples(data: Data) -> Iterator[dict[str, Any]]:
         yield {"image": file.read_bytes(), "label": int(file.parent.name[1:])}
 
 
-def as_pixels(sample: dict[str, Any], transform: Any) -> tuple[Any, int]:
+def with_pixels(dataset: type, train: bool) -> type:
+    """The class of a data set of `encoded_samples`, decoded by Pillow and transformed."""
     from PIL import Image
 
-    return transform(Image.open(io.BytesIO(sample["image"])).convert("RGB")), sample["label"]
+    transform = transform_v1(train)
+
+    class Samples(dataset):
+        def __getitem__(self, at: Any) -> Any:
+            sample = super().__getitem__(at)
+            return transform(Image.open(io.BytesIO(sample["image"])).convert("RGB")), sample[
+                "label"
+            ]
+
+    return Samples
 
 
 def mosaicml(task: Task) -> Batches:
     from streaming import MDSWriter, StreamingDataset
-
-    transform = transform_v1(task.train)
 
     def write(out: Path) -> None:
         with MDSWriter(out=str(out), columns={"image": "bytes", "label": "int"}) as writer:
             for sample in encoded_samples(task.data):
                 writer.write(sample)
 
-    class Samples(StreamingDataset):
-        def __getitem__(self, at: Any) -> Any:
-            return as_pixels(super().__getitem__(at), transform)
-
-    samples = Samples(
+    samples = with_pixels(StreamingDataset, task.train)(
         local=str(task.data.made("mds", write)), shuffle=task.train, batch_size=task.batch_size
     )
     return data_loader(task, samples)
@@ -271,8 +246,6 @@ def mosaicml(task: Task) -> Batches:
 def litdata(task: Task) -> Batches:
     from litdata import StreamingDataLoader, StreamingDataset
     from litdata.streaming.writer import BinaryWriter
-
-    transform = transform_v1(task.train)
 
     def write(out: Path) -> None:
         out.mkdir()
@@ -283,11 +256,9 @@ def litdata(task: Task) -> Batches:
         writer.done()
         writer.merge()
 
-    class Samples(StreamingDataset):
-        def __getitem__(self, at: Any) -> Any:
-            return as_pixels(super().__getitem__(at), transform)
-
-    samples = Samples(str(task.data.made("litdata", write)), shuffle=task.train, drop_last=True)
+    samples = with_pixels(StreamingDataset, task.train)(
+        str(task.data.made("litdata", write)), shuffle=task.train, drop_last=True
+    )
     loader = StreamingDataLoader(samples, batch_size=task.batch_size, num_workers=task.workers)
     return for_ever(lambda: loader)
 
@@ -383,43 +354,8 @@ def whole_jpegs(task: Task) -> Batches:
 def windows(task: Task) -> Batches:
     """JPEGs that hold the blocks of a training window and no more: no decoder of libjpeg-turbo's
     kind gets by with fewer bits."""
-    folder = task.data.made("windows", lambda out: cut_windows(task.data, out))
+    folder = task.data.made("windows", partial(cut_windows, task.data))
     return decoded([file.read_bytes() for file in sorted(folder.iterdir())], task.batch_size)
-
-
-def cut_windows(data: Data, out: Path) -> None:
-    """A window of each of the first images, drawn as for training, cut by jpegtran at the borders
-    of blocks."""
-    import numpy as np
-    from PIL import Image
-
-    from vit.config.schema import AugmentConfig
-    from vit.data.augment.draw import draw_crops, sample_keys
-
-    files = data.files[:NUM_WINDOWS]
-    sizes = np.array([Image.open(file).size for file in files])
-    crops = draw_crops(
-        AugmentConfig(),
-        sample_keys(0, 0, np.arange(len(files))),
-        sizes[:, 0],
-        sizes[:, 1],
-        (224, 224),
-    )
-    out.mkdir()
-    for number, (file, (left, top, width, height)) in enumerate(
-        zip(files, crops.tolist(), strict=True)
-    ):
-        place = f"{width}x{height}+{left}+{top}"
-        command = [
-            "jpegtran",
-            "-optimize",
-            "-crop",
-            place,
-            "-outfile",
-            str(out / f"{number:06d}.jpg"),
-            str(file),
-        ]
-        subprocess.run(command, check=True)
 
 
 # ---- all of them ---------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ folders, and as a tar of 100 tars like ILSVRC2012_img_train.tar. Contestants tak
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import io
@@ -22,7 +21,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,23 +30,11 @@ from typing import Any
 
 import numpy as np
 import simplejpeg
-from measure import (
-    CORES,
-    Result,
-    as_result,
-    default_out,
-    keep,
-    machine,
-    rows_of,
-    show,
-    shown,
-    take_turns,
-)
+from measure import CORES, Result, create_parser, keep, machine, rows_of, shown, take_turns
 from PIL import Image
 from prep_data import Data, make_data
 
 from data_prep import imagenet
-from data_prep.write.card_page import write_card
 from data_prep.write.catalogue import Source, open_catalogue
 from data_prep.write.catalogue_builder import Builder
 from data_prep.write.images import ImagePolicy
@@ -141,57 +127,35 @@ def timed(function: Callable[[Path], object], out: Path) -> float:
 
 def our_command(data: Data, workers: int, out: Path) -> None:
     """All of it, from the shell's prompt to the data set's card."""
-    options = [
-        "--partial",
-        "--check",
-        "headers",
-        "--workers",
-        str(workers),
-        "--num-shards",
-        str(NUM_SHARDS),
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "data_prep.imagenet",
-        str(data.archive),
-        "--out",
-        str(out),
-        *options,
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    options = f"--partial --check headers --workers {workers} --num-shards {NUM_SHARDS}".split()
+    command = [sys.executable, "-m", "data_prep.imagenet", str(data.archive), "--out", str(out)]
+    subprocess.run([*command, *options], cwd=ROOT, check=True, capture_output=True)
 
 
-def shard_writer(data: Data, out: Path) -> Any:
-    import webdataset  # here, as it brings torch, which worker processes need not load
-
-    return webdataset.ShardWriter(
-        f"{out}/train-%06d.tar", maxcount=-(-len(data.files) // NUM_SHARDS), maxsize=1e10, verbose=0
-    )
+def samples_of_folder(data: Data) -> Iterator[tuple[str, bytes, str]]:
+    """Name, JPEG and class of each image."""
+    for file in data.files:
+        yield file.stem, file.read_bytes(), file.parent.name
 
 
-def webdataset_from_folder(data: Data, out: Path) -> None:
-    with shard_writer(data, out) as writer:
-        for file in data.files:
-            writer.write(
-                {"__key__": file.stem, "jpg": file.read_bytes(), "cls": int(file.parent.name[1:])}
-            )
-
-
-def webdataset_from_tar(data: Data, out: Path) -> None:
-    with shard_writer(data, out) as writer, tarfile.open(data.archive) as outer:
+def samples_of_tar(data: Data) -> Iterator[tuple[str, bytes, str]]:
+    with tarfile.open(data.archive) as outer:
         for inner_member in outer:
             with tarfile.open(fileobj=outer.extractfile(inner_member)) as inner:
                 for member in inner:
                     encoded = inner.extractfile(member)
                     assert encoded is not None
-                    writer.write(
-                        {
-                            "__key__": member.name[:-5],
-                            "jpg": encoded.read(),
-                            "cls": int(inner_member.name[1:-4]),
-                        }
-                    )
+                    yield member.name[:-5], encoded.read(), inner_member.name[:-4]
+
+
+def shard_writer(samples: Iterator[tuple[str, bytes, str]], num_images: int, out: Path) -> None:
+    import webdataset  # here, as it brings torch, which worker processes need not load
+
+    pattern = f"{out}/train-%06d.tar"
+    per_shard = -(-num_images // NUM_SHARDS)
+    with webdataset.ShardWriter(pattern, maxcount=per_shard, maxsize=1e10, verbose=0) as writer:
+        for name, encoded, wnid in samples:
+            writer.write({"__key__": name, "jpg": encoded, "cls": int(wnid[1:])})
 
 
 def gnu_tar(data: Data, out: Path) -> None:
@@ -269,110 +233,77 @@ def drop_from_cache(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def writers(data: Data) -> dict[str, Callable[[Path], float]]:
-    """Contestants that write shards: a folder in, seconds out."""
-    return {
+def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
+    """Shards from data in the page cache into memory and to the disk; from disk to disk."""
+    num_images = len(data.files)
+    contestants: dict[str, Callable[[Path], float]] = {
         DD: partial(timed, partial(dd, data)),
         HASHING: partial(timed, partial(hashing, data)),
         "ours <- nested tar, 1 process": partial(ours, data, 1, "headers"),
         f"ours <- nested tar, {NUM_SHARDS} processes": partial(ours, data, NUM_SHARDS, "headers"),
-        SHARD_WRITER: partial(timed, partial(webdataset_from_tar, data)),
-        "webdataset ShardWriter <- folder": partial(timed, partial(webdataset_from_folder, data)),
+        SHARD_WRITER: partial(
+            timed, lambda out: shard_writer(samples_of_tar(data), num_images, out)
+        ),
+        "webdataset ShardWriter <- folder": partial(
+            timed, lambda out: shard_writer(samples_of_folder(data), num_images, out)
+        ),
         "GNU tar <- folder": partial(timed, partial(gnu_tar, data)),
     }
-
-
-def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
-    """Shards from data in the page cache: into memory; and to the disk, until the contestant ends
-    and until all is on the disk."""
 
     def into_memory(write: Callable[[Path], float]) -> float:
         with empty_folder(IN_MEMORY) as out:
             warm_memory(data.num_bytes)
             return data.num_bytes / 1e6 / write(out)
 
-    def onto_disk(name: str, write: Callable[[Path], float]) -> float:
+    def onto_disk(write: Callable[[Path], float]) -> float:
         with empty_folder(place) as out:
             os.sync()
             warm_memory(data.num_bytes)
             seconds = write(out)
-            ended = time.monotonic()
-            bring_to_disk(out)
-            until_ended.setdefault(name, []).append(data.num_bytes / 1e6 / seconds)
-            return data.num_bytes / 1e6 / (seconds + time.monotonic() - ended)
+            return data.num_bytes / 1e6 / (seconds + timed(bring_to_disk, out))
 
     def from_disk(write: Callable[[Path], float]) -> float:
         drop_from_cache(data.archive)
-        return onto_disk("", write)
+        return onto_disk(write)
 
-    contestants = writers(data)
-    until_ended = dict[str, list[float]]()
-    found = []
-    if IN_MEMORY.is_dir():
-        in_memory = {name: partial(into_memory, write) for name, write in contestants.items()}
-        found.append(
-            take_turns(
-                "Shards into memory: the processor's limit",
-                "MB/s",
-                in_memory,
-                rounds,
-                (DD, HASHING, SHARD_WRITER),
-            )
-        )
-    to_disk = {name: partial(onto_disk, name, write) for name, write in contestants.items()}
-    on_disk = take_turns(
-        "Shards to a disk, until all is on it", "MB/s", to_disk, rounds, (DD, HASHING, SHARD_WRITER)
-    )
-    ended = {name: rates[1:] for name, rates in until_ended.items()}
-    title = "The same, until the contestant ends (ours has waited for the disk then)"
-    found += [on_disk, as_result(title, "MB/s", ended, (DD, HASHING, SHARD_WRITER))]
-    cold = {
-        name: partial(from_disk, write)
-        for name, write in contestants.items()
-        if "folder" not in name
+    kinds: dict[str, Callable[[Callable[[Path], float]], float]] = {
+        "Shards into memory: the processor's limit": into_memory,
+        "Shards to a disk, until all is on it": onto_disk,
+        "Shards from disk to disk: the archive is not in the page cache": from_disk,
     }
-    title = "Shards from disk to disk: the archive is not in the page cache"
-    found.append(take_turns(title, "MB/s", cold, rounds, (DD, HASHING, SHARD_WRITER)))
+    found = []
+    for title, measure in kinds.items():
+        # a folder of images is not dropped from the page cache
+        taking_part = {
+            name: partial(measure, write)
+            for name, write in contestants.items()
+            if measure != from_disk or "folder" not in name
+        }
+        bases = (DD, HASHING, SHARD_WRITER)
+        found.append(take_turns(title, "MB/s", taking_part, rounds, bases))
     return found
 
 
 def measure_command(data: Data, place: Path, rounds: int) -> Result:
     """Seconds of the complete command, and of what in it is not writing."""
 
-    def command(workers: int) -> float:
+    def in_empty_folder(function: Callable[[Path], object]) -> float:
         with empty_folder(place) as out:
-            seconds = timed(partial(our_command, data, workers), out)
-            if workers == 1:
-                cards.append(timed(write_card, out))
-            return seconds
+            return timed(function, out)
 
-    def imports() -> float:
-        return timed(
-            lambda _: subprocess.run(
-                [sys.executable, "-c", "import data_prep.imagenet"], cwd=ROOT, check=True
-            ),
-            place,
-        )
+    def imports(_: Path) -> None:
+        command = [sys.executable, "-c", "import data_prep.imagenet"]
+        subprocess.run(command, cwd=ROOT, check=True)
 
-    def plan() -> float:
-        with empty_folder(place) as out:
-            return timed(partial(planned, data, 1, "headers"), out)
-
-    def worker() -> float:
-        return timed(lambda _: run_jobs([(str, 0, "")], 1, "", num_jobs=1), place)
-
-    cards: list[float] = []
-    parts: dict[str, Callable[[], float]] = {
-        "the command, 1 worker": partial(command, 1),
-        f"the command, {NUM_SHARDS} workers": partial(command, NUM_SHARDS),
+    parts: dict[str, Callable[[Path], object]] = {
+        "the command, 1 worker": partial(our_command, data, 1),
+        f"the command, {NUM_SHARDS} workers": partial(our_command, data, NUM_SHARDS),
         "of it: Python and imports": imports,
-        "of it: the catalogue, a look at 64 images": plan,
-        "of it: a worker's start and end": worker,
+        "of it: the catalogue, a look at 64 images": partial(planned, data, 1, "headers"),
     }
+    contestants = {name: partial(in_empty_folder, part) for name, part in parts.items()}
     title = f"The whole command, for {len(data.files):,} images"
-    result = take_turns(title, "s", parts, rounds)
-    found = {name: row["rounds"] for name, row in result["rows"].items()}
-    return as_result(title, "s", {**found, "of it: the card, 1,000 images at most": cards[1:]})
+    return take_turns(title, "s", contestants, rounds)
 
 
 def measure_decoding(data: Data, rounds: int) -> Result:
@@ -384,7 +315,7 @@ def measure_decoding(data: Data, rounds: int) -> Result:
         )
 
     def checked() -> float:
-        with empty_folder(IN_MEMORY if IN_MEMORY.is_dir() else data.archive.parent) as out:
+        with empty_folder(IN_MEMORY) as out:
             return len(data.files) / ours(data, CORES, "decode", out)
 
     contestants = {
@@ -425,13 +356,12 @@ def memory_of(job: tuple[int, Path]) -> dict[str, float]:
     """Make a catalogue of this many rows; seconds and peak memory. Runs in a process of its own."""
     num_rows, place = job
     filled_at = 0.0
-    peak = 0
+    own_mb = list[float]()
     ended = threading.Event()
 
-    def status(field: str) -> int:
-        found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found is not None, field
-        return int(found[1]) << 10
+    def status_mb(field: str) -> float:
+        [found] = re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(found) * 1024 / 1e6
 
     def fill(builder: Builder) -> None:
         nonlocal filled_at
@@ -440,17 +370,15 @@ def memory_of(job: tuple[int, Path]) -> dict[str, float]:
         for start in range(0, num_rows, 4096):
             rows = np.arange(start, min(start + 4096, num_rows))
             names = [f"n{row % 1000:08d}_{row}.JPEG" for row in rows.tolist()]
-            builder.add(
-                "train", file, names, rows % 1000, rows * 113_000, np.full(len(rows), 110_000)
-            )
+            sizes = np.full(len(rows), 110_000)
+            builder.add("train", file, names, rows % 1000, rows * 113_000, sizes)
         filled_at = time.monotonic()
 
     def watch() -> None:
-        nonlocal peak
         while not ended.wait(0.01):
-            peak = max(peak, status("RssAnon"))
+            own_mb.append(status_mb("RssAnon"))
 
-    before = status("RssAnon")
+    before_mb = status_mb("RssAnon")
     watcher = threading.Thread(target=watch)
     watcher.start()
     with empty_folder(place) as out:
@@ -462,46 +390,20 @@ def memory_of(job: tuple[int, Path]) -> dict[str, float]:
         num_bytes = sum(path.stat().st_size for path in made.folder.iterdir())
     ended.set()
     watcher.join()
-    found = {
+    return {
         "rows": num_rows,
         "filling s": filled_at - began,
         "ordering s": finished - filled_at,
         "catalogue GB": num_bytes / 1e9,
+        "before MB": before_mb,
+        "peak MB": max(own_mb),
+        "with mapped files MB": status_mb("VmHWM"),
     }
-    return found | {
-        "before MB": before / 1e6,
-        "peak MB": peak / 1e6,
-        "with mapped files MB": status("VmHWM") / 1e6,
-    }
-
-
-def memory_rows(found: list[dict[str, float]]) -> list[list[str]]:
-    """Head and rows of a table."""
-    head = ["", *list(found[0])[1:]]
-    return [
-        head,
-        *([f"{row['rows']:,} rows", *(shown(x) for x in list(row.values())[1:])] for row in found),
-    ]
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a tenth of the data and one round: the figures mean nothing",
-    )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=Path(tempfile.gettempdir(), "vit-benchmark-prep"),
-        metavar="FOLDER",
-        help="default: %(default)s",
-    )
+    parser = create_parser(__doc__ or "", "prep")
     parser.add_argument(
         "--rows",
         type=int,
@@ -509,12 +411,6 @@ def main() -> None:
         default=[1_281_167, 10_000_000],
         metavar="N",
         help="of simulated catalogues (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.json",
-        help="default: benchmarks/results/<date>-prep-<processor>.json",
     )
     args = parser.parse_args()
     num_images, num_tiny, rounds = (300, 20_000, 1) if args.quick else (3000, 200_000, args.rounds)
@@ -536,23 +432,18 @@ def main() -> None:
         for rows in sizes
     ]
     tables = {result["title"]: rows_of(result) for result in results}
-    tables |= {"Peak memory of making a catalogue": memory_rows(memory)} if memory else {}
+    if memory:
+        rows = [[shown(value) for value in row.values()] for row in memory]
+        tables["Peak memory of making a catalogue"] = [list(memory[0]), *rows]
     report = {
-        "date": time.strftime("%Y-%m-%d"),
         "data": described,
         "rounds": rounds,
         "machine": facts,
-        "load": [load, os.getloadavg()[0]],
+        "load": load,
+        "results": results,
+        "memory": memory,
     }
-    out = args.out or default_out("prep-quick" if args.quick else "prep", facts["cpu"])
-    for title, rows in tables.items():
-        show(title, rows)
-    keep(
-        out,
-        f"Data preparation, {report['date']}",
-        {**report, "results": results, "memory": memory},
-        tables,
-    )
+    keep(args.out, "prep-quick" if args.quick else "prep", report, tables)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,6 @@ FILE_LINES = 450
 FUNCTION_LINES = 80
 FOLDER_FILES = 20
 LARGER = {
-    "benchmarks/loader.py": 460,
-    "benchmarks/loader.py:main": 88,
-    "benchmarks/peers.py": 509,
-    "benchmarks/prep.py": 559,
     "tests/config/test_io.py": 797,
     "tests/data/augment/test_draw.py": 627,
     "tests/data/decode/test_native.py": 503,
