@@ -32,8 +32,7 @@ import check_versions  # noqa: F401
 
 from vit.config import io as config_io
 from vit.config.hints import setting_for
-from vit.data.batches import ImageFormat
-from vit.evaluate_weights import evaluate_weights, with_settings
+from vit.evaluate import evaluate_weights
 from vit.finetune import finetune
 from vit.open_data import open_split
 from vit.ranks import distributed
@@ -90,11 +89,11 @@ def main() -> World:
         return world
 
     assert config is not None, "otherwise the problem was raised"
-    config = with_settings(config, settings)
+    config = config_io.with_settings(config, settings)
     as_json = evaluate_weights(loaded, config, world, out).as_json
     if world.is_main and row is not None:
         num_classes = open_split(config.data, config.data.val_split).num_classes
-        size = ImageFormat.from_config(config.model, config.data).size
+        size = config.model.height_width()
         head_classes = loaded.num_classes or num_classes
         line = describe_published(row, as_json["num_images"], size, num_classes, head_classes)
         print(f"  {line}", file=out)

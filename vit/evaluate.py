@@ -1,5 +1,7 @@
 """Exact evaluation: every image of a split once, on any number of ranks.
 
+Training hands its models to an `Evaluator`; `evaluate_weights` makes one for weights from a file.
+
 All ranks go through the same number of batches of one shape (`vit.data.batches.EvalBatches`). Rows
 that only fill the last batches have weight 0. Counters add integers, and their total must equal the
 number of images in the split, or nothing is reported. The predicted class of each image is kept,
@@ -8,24 +10,32 @@ for confusion matrices and for comparing two models image by image.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vit.config.schema import EvalConfig
-from vit.data.augment.apply import Augment
+from vit.config.schema import Config, EvalConfig
+from vit.data.augment.apply import Augment, create_augment
 from vit.data.batches import EvalBatches, ImageFormat
 from vit.data.loader import STALL_TIMEOUT_S, Loader
 from vit.data.shards.split import Split
-from vit.metrics import Accuracy, AccuracyCounter, predicted_classes
+from vit.metrics import Accuracy, AccuracyCounter, interval95, predicted_classes
+from vit.model import create_model
+from vit.open_data import open_split
 from vit.precision import autocast
 from vit.ranks.distributed import World
 from vit.run.folder import PREDICTIONS_FILE
+from vit.run.preflight import precision_note
 from vit.system.files import replacing
+from vit.system.meter import Meter
+from vit.weights.class_names import class_mismatch
+from vit.weights.files import LoadedWeights, load_weights
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,8 @@ class Evaluator:
         """
         device = self.world.device
         num_samples = self.split.num_samples
+        # As many batches on each rank: one with fewer would leave the others alone in the
+        # collective by which `on_batch` asks all ranks whether to stop.
         batches = EvalBatches(
             self.split,
             self.image_format,
@@ -82,6 +94,7 @@ class Evaluator:
         for model in models.values():
             model.eval()
 
+        # A pool of workers for each evaluation: between two of them training has the memory.
         loader = Loader(
             batches,
             0,
@@ -120,6 +133,7 @@ class Evaluator:
             for name in models
         }
         for result in results.values():
+            # An accuracy over most of the images would look like any other.
             if result.accuracy.num_images != num_samples:
                 raise RuntimeError(
                     f"evaluated {result.accuracy.num_images} images, {self.split.name!r} has"
@@ -135,6 +149,7 @@ def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int)
     """
     path = run_dir / PREDICTIONS_FILE
     try:
+        # A kill within leaves the file of the evaluation before, which the report still can read.
         with replacing(path) as file:
             np.savez(
                 file,
@@ -147,3 +162,79 @@ def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int)
             f"{path}: cannot be written ({error.strerror}); checkpoints are untouched: free some"
             " space or fix the permissions"
         ) from None
+
+
+# --- weights from a file --------------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """The evaluation of weights, the same on every rank."""
+
+    evaluation: Evaluation
+    as_json: dict[str, Any]
+    """What `launch/eval.py --json` prints."""
+
+
+def evaluate_weights(loaded: LoadedWeights, config: Config, world: World, out: TextIO) -> Result:
+    """Evaluate `loaded` on the validation split of `config` and print the result to `out`.
+
+    `config` may have a different image size than the weights were trained at: positions are
+    resampled. Raises ValueError if the data have more classes than the weights.
+    """
+    assert loaded.num_classes is not None, "it came with its config"
+    split = open_split(config.data, config.data.val_split, world)
+    # A label beyond the head has no logit. Fewer classes are fine if they are the first of the same
+    # classes; `class_mismatch` below compares the names.
+    with world.fail_together():
+        if split.num_classes > loaded.num_classes:
+            raise ValueError(
+                f"{split.root}: has {split.num_classes} classes, {loaded.path} knows"
+                f" {loaded.num_classes}: use data with the same classes"
+            )
+        model = create_model(config.model, num_classes=loaded.num_classes)
+        notes = load_weights(model, loaded.weights, loaded.grid_size)
+    # Not wrapped by DDP: each rank evaluates its own share, and only the counters are added up.
+    model.to(world.device)
+    if world.is_main and (
+        slow := precision_note(config.train.precision, world.device, "--precision fp32")
+    ):
+        print(f"note: {slow}", file=sys.stderr)
+
+    evaluator = Evaluator(
+        split,
+        ImageFormat.from_config(config.model, config.data),
+        create_augment(
+            config.augment,
+            config.data,
+            loaded.num_classes,
+            world.device,
+            compiled=config.train.compile,
+        ),
+        world,
+        config.eval,
+        precision=config.train.precision,
+        num_workers=config.data.num_workers,
+        stall_timeout_s=config.data.stall_timeout_s,
+    )
+    size = config.model.size_text()
+    with Meter(f"evaluating at {size}", split.num_samples, "images", shown=world.is_main) as meter:
+        result = evaluator.evaluate(
+            {"model": model},
+            on_batch=lambda done, total: meter.update(split.num_samples * done // total),
+        )["model"]
+
+    accuracy = result.accuracy
+    low, high = interval95(accuracy.correct_top1, accuracy.num_images)
+    as_json: dict[str, Any] = {**accuracy.to_dict(), "top1_low": low, "top1_high": high}
+    lines = [*notes, str(accuracy)]
+    # Labels are compared by number. Without this an accuracy on other classes would look valid.
+    if mismatch := class_mismatch(loaded, split.class_names, split.num_classes):
+        as_json["note"] = mismatch
+        lines.append(f"note: {mismatch}")
+    if world.is_main:
+        averaged = ", averaged weights" if loaded.averaged else ""
+        which = "" if loaded.step is None else f" (step {loaded.step}{averaged})"
+        heading = f"{loaded.path}{which} on {split.root} {split.name!r}"
+        lines.insert(0, f"{heading}: {split.num_samples} images at {size}")
+        print("\n  ".join(lines), file=out)
+    return Result(result, as_json)

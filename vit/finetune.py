@@ -14,8 +14,9 @@ from typing import TextIO
 import torch
 
 from vit.build import build
+from vit.config.io import with_settings
 from vit.config.schema import Config
-from vit.evaluate_weights import Result, evaluate_weights, size_text, with_settings
+from vit.evaluate import Result, evaluate_weights
 from vit.metrics import paired_difference
 from vit.open_data import open_split
 from vit.ranks.distributed import World
@@ -80,9 +81,9 @@ def finetune(
         for name, result in before.items()
     }
     if base is not None and before:
-        size = size_text(tuned)
+        size = tuned.model.size_text()
         against = {
-            "before": f"base at {size_text(base)}",
+            "before": f"base at {base.model.size_text()}",
             "before_resized": f"base at {size}, untrained there",
         }
         num_images = split.num_samples
@@ -119,7 +120,7 @@ def _evaluate_before(
         "eval.batch_size": tuned.eval.batch_size,
     }
     before = {"before": evaluate_weights(loaded, with_settings(base, settings), world, out)}
-    if size_text(tuned) != size_text(base):
+    if tuned.model.size_text() != base.model.size_text():
         settings["model.image_size"] = tuned.model.image_size
         settings |= {f"eval.{key}": getattr(tuned.eval, key) for key in VIEW_KEYS}
         config = with_settings(base, settings)

@@ -20,12 +20,10 @@ ways without a mapping. `timm/<name>` makes one of timm's own models.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import runpy
 from collections import OrderedDict
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,27 +56,22 @@ def create_model(
 
     Args:
         name: `vit_{ti,s,b,l,h}{patch}`, such as vit_b16; or `timm/<name>`, without its weights; or
-            a `ModelConfig`, which gives name, image size and fields.
-        image_size: pixels, one number or (height, width); 224 by default. Not with a `ModelConfig`.
-        num_classes: outputs of the head; by default those of the `ModelConfig`, else 1,000.
-        fields: further arguments of `VisionTransformer`, which win over the name; of timm's
-            constructor for `timm/<name>`.
+            a `ModelConfig`, which gives name and arguments.
+        image_size: pixels, one number or (height, width); 224 by default.
+        num_classes: outputs of the head; 1,000 by default.
+        fields: further arguments of `VisionTransformer`, or of timm's constructor for
+            `timm/<name>`. What is given here wins over the name and the `ModelConfig`.
 
     Raises:
-        ValueError: an unknown name or field, with the nearest that exists; values that do not fit
-            together, or contradict the `ModelConfig`.
+        ValueError: an unknown name, with the nearest that exists; values that do not fit together.
     """
+    given = {"image_size": image_size, "num_classes": num_classes}
+    fields |= {key: value for key, value in given.items() if value is not None}
     if isinstance(name, ModelConfig):
-        if image_size is not None:
-            raise ValueError("image_size has no effect with a ModelConfig: set it there")
-        if num_classes is not None and name.num_classes not in (None, num_classes):
-            raise ValueError(f"num_classes is {num_classes}, the config's {name.num_classes}")
-        num_classes = num_classes or name.num_classes
-        return create_model(name.name, name.image_size, num_classes, **name.fields() | fields)
-    image_size = 224 if image_size is None else image_size
-    num_classes = 1000 if num_classes is None else num_classes
+        fields = name.model_dump(exclude={"name"}, exclude_none=True) | fields
+        name = name.name
     if name.startswith("timm/"):
-        return create_timm_model(name.removeprefix("timm/"), image_size, num_classes, **fields)
+        return create_timm_model(name.removeprefix("timm/"), **fields)
     match = re.fullmatch(r"vit_(ti|s|b|l|h)([1-9]\d*)", name)
     if match is None:
         known = [f"vit_{size}{patch}" for patch in (16, 14, 32, 8) for size in PRESETS]
@@ -86,14 +79,7 @@ def create_model(
             f"unknown model {name!r}{did_you_mean(name, known)}: expected"
             f" vit_{{{','.join(PRESETS)}}}{{patch}}, such as vit_b16, or timm/<name>"
         )
-    allowed = list(inspect.signature(VisionTransformer).parameters)
-    unknown = [f"{key!r}{did_you_mean(key, allowed)}" for key in fields if key not in allowed]
-    if unknown:
-        raise ValueError(
-            f"unknown model field {', '.join(unknown)}; the fields are {', '.join(allowed)}"
-        )
-    fields = {**PRESETS[match[1]], "patch_size": int(match[2]), **fields}
-    return VisionTransformer(image_size, num_classes=num_classes, **fields)
+    return VisionTransformer(**{**PRESETS[match[1]], "patch_size": int(match[2]), **fields})
 
 
 class PatchEmbed(nn.Module):
@@ -108,6 +94,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
+        # Row by row is the order of the positions, for `vit.posemb` and for timm's weights.
         return self.proj(images).flatten(2).transpose(1, 2)
 
 
@@ -196,9 +183,6 @@ class DropPath(nn.Module):
         kept = torch.rand(shape, device=x.device) < self.keep_prob
         return x * (kept.to(x.dtype) / self.keep_prob)
 
-    def extra_repr(self) -> str:
-        return f"rate={self.rate:.3f}"
-
 
 class Block(nn.Module):
     """One pre-norm encoder block: (B, N, D) -> (B, N, D).
@@ -207,26 +191,20 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        mlp_ratio: float,
-        qkv_bias: bool,
-        proj_drop: float,
-        attn_drop: float,
-        drop_path: float | None,
-        init_values: float | None,
+        self, dim: int, attn: Attention, mlp: Mlp, drop_path: nn.Module, init_values: float | None
     ):
         super().__init__()
+        # The names, and their order, are those of timm's state dict.
         self.norm1 = layer_norm(dim)
-        self.attn = Attention(dim, num_heads, qkv_bias, attn_drop, proj_drop)
+        self.attn = attn
         self.ls1 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
         self.norm2 = layer_norm(dim)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), proj_drop)
+        self.mlp = mlp
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
-        self.drop_path = nn.Identity() if drop_path is None else DropPath(drop_path)
+        self.drop_path = drop_path
 
     def forward(self, x: Tensor) -> Tensor:
+        # The residual path itself has no norm: what the last block returns needs one more.
         # z' = MSA(LN(z)) + z (equation 2)
         x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))
         # z = MLP(LN(z')) + z' (equation 3)
@@ -236,19 +214,13 @@ class Block(nn.Module):
 class VisionTransformer(nn.Module):
     """A ViT for one image size.
 
-    Args:
+    Args (all of them with a sentence each: `ModelConfig` in vit/config/schema.py):
         image_size, patch_size: pixels, one number or (height, width).
-        mlp_ratio: width of a block's hidden layer as a multiple of `embed_dim`.
-        class_token: prepend a learned token, which `global_pool="token"` reads.
         global_pool: what the head sees: "token", the class token; or "avg", the mean of the patch
             tokens.
         pos_embed: "learn", or "sincos2d" (fixed, see `sincos2d_posemb`).
-        pos_drop_rate: dropout after the positions are added.
         proj_drop_rate: dropout after every dense layer but qkv; the paper's (appendix B.1) is this
             and `pos_drop_rate`.
-        attn_drop_rate: dropout of the attention weights.
-        drop_path_rate: stochastic depth of the last block, growing linearly from 0 at the first.
-        init_values: initial LayerScale; None: no LayerScale.
         representation_size: width of a tanh layer before the head, for pre-training (section 3.1).
 
     Raises:
@@ -291,6 +263,8 @@ class VisionTransformer(nn.Module):
 
         self.patch_embed = PatchEmbed(self.patch_size, in_chans, embed_dim)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
+        # The class token has a position, too, which a learned token could do without (DeiT III's
+        # does). timm's weights have it, and each prefix token in front shifts all others.
         positions = torch.empty(1, self.num_prefix_tokens + math.prod(self.grid_size), embed_dim)
         if pos_embed == "learn":
             self.pos_embed = nn.Parameter(positions)
@@ -300,15 +274,15 @@ class VisionTransformer(nn.Module):
             self.register_buffer("pos_embed", positions)
         self.pos_drop = nn.Dropout(pos_drop_rate)
 
-        drop_path_rates: list[float | None] = [None] * depth
-        if drop_path_rate:
+        self.blocks = nn.Sequential()
+        for number in range(depth):
+            attn = Attention(embed_dim, num_heads, qkv_bias, attn_drop_rate, proj_drop_rate)
+            mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio), proj_drop_rate)
             # The first block gets a DropPath too, of rate 0: blocks of one structure share one
             # compiled graph.
-            drop_path_rates = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
-        create_block = partial(
-            Block, embed_dim, num_heads, mlp_ratio, qkv_bias, proj_drop_rate, attn_drop_rate
-        )
-        self.blocks = nn.Sequential(*(create_block(rate, init_values) for rate in drop_path_rates))
+            rate = drop_path_rate * number / max(depth - 1, 1)
+            drop_path = DropPath(rate) if drop_path_rate else nn.Identity()
+            self.blocks.append(Block(embed_dim, attn, mlp, drop_path, init_values))
 
         # With "avg" timm normalises after pooling, not before, and calls that norm `fc_norm`.
         pools_patches = global_pool == "avg"
@@ -375,6 +349,8 @@ class VisionTransformer(nn.Module):
         # The order of the draws is part of a run's reproducibility: do not rearrange.
         for module in self.modules():
             if isinstance(module, nn.Linear):
+                # torch cuts at -2 and 2 whatever the deviation is. At 0.02 that cuts nothing, as in
+                # timm.
                 nn.init.trunc_normal_(module.weight, std=0.02)
             elif isinstance(module, (nn.LayerNorm, DropPath)):
                 module.reset_parameters()
@@ -408,32 +384,26 @@ class VisionTransformer(nn.Module):
         self, num_heads: int, class_token: bool, pos_embed: str, drop_path_rate: float
     ) -> None:
         """Raise ValueError for everything that does not fit together, each with what would."""
-        problems = []
         sides = zip(("height", "width"), self.image_size, self.patch_size, strict=True)
-        for side, size, patch in sides:
-            if size % patch:
-                below = size // patch * patch
-                nearest = " and ".join(str(n) for n in (below, below + patch) if n)
-                problems.append(
-                    f"image {side} {size} is not a multiple of patch {side} {patch}: the nearest"
-                    f" that work are {nearest}"
-                )
+        problems = [
+            f"image {side} {size} is not a multiple of patch {side} {patch}: the nearest that work"
+            f" are {' and '.join(str(n * patch) for n in (size // patch, size // patch + 1) if n)}"
+            for side, size, patch in sides
+            if size % patch
+        ]
         if self.embed_dim % num_heads:
             divisors = [n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0]
             problems.append(
                 f"embed_dim {self.embed_dim} is not a multiple of num_heads {num_heads}:"
                 f" the nearest number of heads is {min(divisors, key=lambda n: abs(n - num_heads))}"
             )
+        # A config has been checked for these. In code a wrong word would mean the other one.
         if self.global_pool not in ("token", "avg"):
             problems.append(f"global_pool is {self.global_pool!r}: expected 'token' or 'avg'")
-        if self.global_pool == "token" and not class_token:
-            remedy = "set it, or use global_pool 'avg'"
-            problems.append(f"global_pool 'token' needs class_token=True: {remedy}")
         if pos_embed not in ("learn", "sincos2d"):
             problems.append(f"pos_embed is {pos_embed!r}: expected 'learn' or 'sincos2d'")
-        if pos_embed == "sincos2d" and (self.embed_dim % 4 or self.embed_dim < 8):
-            needed = "an embed_dim of 8, 12, 16 and so on"
-            problems.append(f"pos_embed 'sincos2d' needs {needed}, not {self.embed_dim}")
+        if self.global_pool == "token" and not class_token:
+            problems.append("global_pool 'token' needs class_token=True: set it, or use 'avg'")
         if not 0.0 <= drop_path_rate < 1.0:
             problems.append(f"drop_path_rate is {drop_path_rate}: expected 0 <= rate < 1")
         if problems:

@@ -12,11 +12,14 @@ from torch import Tensor
 def sincos2d_posemb(grid_size: tuple[int, int], dim: int, num_prefix_tokens: int) -> Tensor:
     """Fixed 2-D sine-cosine positions: (1, P + h*w, dim) float32, 0 for prefix tokens.
 
-    A quarter of the channels each is sin x, cos x, sin y, cos y; `dim` is a multiple of 4 and at
-    least 8. As in google-research/big_vision:big_vision/models/vit.py (`posemb_sincos_2d`): the
-    frequencies fall from 1 to exactly 1/10,000. MoCo v3 (arXiv 2104.02057), where the positions
-    come from, stops one step before.
+    A quarter of the channels each is sin x, cos x, sin y, cos y. As in
+    google-research/big_vision:big_vision/models/vit.py (`posemb_sincos_2d`): the frequencies fall
+    from 1 to exactly 1/10,000. MoCo v3 (arXiv 2104.02057), where the positions come from, stops one
+    step before. Raises ValueError if `dim` is not a multiple of 4, or below 8.
     """
+    if dim % 4 or dim < 8:
+        needed = "an embed_dim of 8, 12, 16 and so on"
+        raise ValueError(f"pos_embed 'sincos2d' needs {needed}, not {dim}")
     quarter = dim // 4  # in float64, rounded once at the end
     frequencies = 10_000.0 ** (-torch.arange(quarter, dtype=torch.float64) / (quarter - 1))
     rows, columns = (torch.arange(n, dtype=torch.float64) for n in grid_size)

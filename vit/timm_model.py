@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
 from torch import nn
 
 from vit.system.spelling import did_you_mean
 
 
 def create_timm_model(
-    name: str, image_size: int | tuple[int, int], num_classes: int, **fields: Any
+    name: str, image_size: int | tuple[int, int] = 224, num_classes: int = 1000, **fields: Any
 ) -> nn.Module:
     """Create timm's model `name` (without the `timm/`) for images of `image_size` pixels.
 
@@ -34,27 +33,28 @@ def create_timm_model(
     if not timm.is_model(name):
         hint = did_you_mean(name, timm.list_models())
         raise ValueError(f"timm {timm.__version__} has no model {name!r}{hint}")
-    fields = {"num_classes": num_classes, "in_chans": 3, **fields}
-    model: Any
-    try:
+    fields = {"img_size": image_size, "num_classes": num_classes, "in_chans": 3, **fields}
+    unknown = list[str]()
+    model: Any = None
+    while model is None:
         try:
-            model = timm.create_model(name, img_size=image_size, **fields)
-        except TypeError as error:
-            if "img_size" not in str(error):
-                raise
-            # Convolutional networks take images of any size and have no such argument.
             model = timm.create_model(name, **fields)
-    except (TypeError, RuntimeError, ValueError, AssertionError) as error:
-        if unknown := _unknown_fields(name, fields):
-            remedy = " ".join(f"model.{field}=null" for field in unknown)
-            raise ValueError(
-                f"timm's {name} has no {', '.join(unknown)}: set {remedy}, or leave them out of the"
-                " config"
-            ) from error
+        except (TypeError, RuntimeError, ValueError, AssertionError) as error:
+            # Python names one argument that a constructor does not take per attempt.
+            found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if found is None or found[1] not in fields:
+                raise ValueError(
+                    f"timm {timm.__version__} cannot make {name!r} with {fields}: {error}"
+                ) from error
+            del fields[found[1]]
+            unknown.append(found[1])
+    # Convolutional networks take images of any size and have no such argument.
+    if lacking := sorted({*unknown} - {"img_size"}):
+        remedy = " ".join(f"model.{field}=null" for field in lacking)
         raise ValueError(
-            f"timm {timm.__version__} cannot make {name!r} with image_size={image_size} and"
-            f" {fields}: {error}"
-        ) from error
+            f"timm's {name} has no {', '.join(lacking)}: set {remedy}, or leave them out of the"
+            " config"
+        )
     model.image_size = height_width(image_size, "image_size")
     model.in_chans = fields["in_chans"]
     return model
@@ -68,22 +68,3 @@ def height_width(size: int | tuple[int, int], name: str) -> tuple[int, int]:
             f"{name} is {size!r}: expected a positive number of pixels, or (height, width)"
         )
     return pair
-
-
-def _unknown_fields(name: str, fields: dict[str, Any]) -> list[str]:
-    """Those of `fields` that the constructor does not take; Python names one per attempt."""
-    import timm
-
-    fields = dict(fields)
-    unknown = list[str]()
-    while True:
-        try:
-            with torch.device("meta"):
-                timm.create_model(name, **fields)
-            return sorted(unknown)
-        except (TypeError, RuntimeError, ValueError, AssertionError) as error:
-            found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if found is None or found[1] not in fields:
-                return sorted(unknown)
-            unknown.append(found[1])
-            del fields[found[1]]

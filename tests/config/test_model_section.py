@@ -2,7 +2,6 @@
 
 import inspect
 
-import pytest
 import torch
 
 from vit.config.hints import sections, union_tags
@@ -36,16 +35,10 @@ def test_a_section_gives_image_size_classes_and_fields():
     assert create_model(ModelConfig(image_size=16, **SMALL)).num_classes == 1000
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"image_size": 32}, "image_size has no effect with a ModelConfig: set it there"),
-        ({"num_classes": 5}, "num_classes is 5, the config's 7"),
-    ],
-)
-def test_an_argument_that_contradicts_the_section_is_an_error(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        create_model(ModelConfig(image_size=16, num_classes=7, **SMALL), **arguments)
+def test_an_argument_wins_over_the_section():
+    section = ModelConfig(image_size=16, num_classes=7, **SMALL)
+    model = create_model(section, image_size=32, num_classes=5, depth=1)
+    assert (model.image_size, model.num_classes, model.depth) == ((32, 32), 5, 1)
 
 
 def test_the_tags_of_a_union_are_the_names_of_its_members():

@@ -109,12 +109,7 @@ OURS = {
 def test_a_recipe_fits_the_schema_builds_and_names_its_source(path):
     config = load_config(path).config
     with torch.device("meta"):
-        create_model(
-            config.model.name,
-            config.model.image_size,
-            config.model.num_classes or 10,
-            **config.model.fields(),
-        )
+        create_model(config.model, num_classes=config.model.num_classes or 10)
     header = re.match(r"(#.*\n)+", path.read_text())
     assert header, "a recipe opens with a header"
     for word in HEADER:

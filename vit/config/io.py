@@ -259,6 +259,14 @@ def from_dict(values: Mapping[str, Any], source: str) -> Config:
         raise ConfigError("\n".join(explain(error, {}, source))) from None
 
 
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """`config` with other values for some keys: `settings`, dotted key -> value."""
+    values = config.model_dump(mode="json")
+    for key, value in settings.items():
+        _set(values, tuple(key.split(".")), value)
+    return from_dict(values, "command line")
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ between two `to_dict` results: key -> (old, new)."""
     before, after = dict(_flatten(old)), dict(_flatten(new))

@@ -11,7 +11,7 @@ in the key.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -72,9 +72,10 @@ class ModelConfig(Section):
         size = self.image_size
         return (size, size) if isinstance(size, int) else size
 
-    def fields(self) -> dict[str, Any]:
-        """The further arguments of `vit.model.create_model`: the fields that are not `None`."""
-        return self.model_dump(exclude={"name", "image_size", "num_classes"}, exclude_none=True)
+    def size_text(self) -> str:
+        """Return height and width of an image, as "224x224"."""
+        height, width = self.height_width()
+        return f"{height}x{width}"
 
 
 class DataConfig(Selection):
