@@ -17,13 +17,13 @@ import os
 import re
 import sys
 import threading
-import traceback
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
+from vit.config.base import SourceConfig
 from vit.config.io import load_config
+from vit.config.schema import DataConfig
 from vit.data.hashing import hash64
 from vit.data.shards.data_set import open_split
 from vit.data.storage.block_cache import Fetched
@@ -39,21 +39,17 @@ NUM_THREADS = 16
 """Blocks fetched at once; each is held in memory."""
 
 
-class Damaged(ShardError):
-    """Blocks whose bytes are not what the index says; all others were fetched."""
-
-
 def warm(
     tars: CachedTars,
     split: str,
     shards: range,
     fraction: float = 1.0,
     num_threads: int = NUM_THREADS,
-) -> str:
-    """Fetch the blocks of these shards that the cache lacks, until it is full; return a report.
+) -> tuple[str, bool]:
+    """Fetch the blocks of these shards that the cache lacks, until it is full.
 
-    fraction: of the blocks, from the first one on. Raises ShardError for what cannot be fetched or
-    kept, Damaged at the end.
+    fraction: of the blocks, from the first one on. Returns a report, and whether all that was
+    fetched has the bytes that the index says. Raises ShardError for what cannot be fetched or kept.
     """
     cache = tars.cache
     blocks = tars.blocks(shards)
@@ -62,8 +58,6 @@ def warm(
     # Several commands start at different blocks, or each would wait for the locks of the first.
     start = int(hash64(os.getpid())) % len(blocks)
     missing = [block for block in blocks[start:] + blocks[:start] if not cache.holds(block.name)]
-    cached_bytes = all_bytes - sum(block.num_bytes for block in missing)
-    fetched_bytes = 0
     is_full = threading.Event()
     damaged = set[CacheBlock]()
 
@@ -89,6 +83,7 @@ def warm(
             is_full.set()
         return 0
 
+    fetched_bytes = 0
     threads = ThreadPoolExecutor(num_threads)
     try:
         with Meter(f"warming {split}", len(missing), "blocks") as meter:
@@ -99,32 +94,28 @@ def warm(
     finally:
         is_full.set()  # after an error or Ctrl-C: threads start no further block
         threads.shutdown(wait=False, cancel_futures=True)
-    cached_bytes += fetched_bytes
+    lacking_bytes = sum(block.num_bytes for block in missing) - fetched_bytes
     report = (
-        f"{split}: {_size(cached_bytes)} of {_size(all_bytes)} are in {cache.folder},"
+        f"{split}: {_size(all_bytes - lacking_bytes)} of {_size(all_bytes)} are in {cache.folder},"
         f" {_size(fetched_bytes)} of them fetched now"
     )
     if damaged:
-        counts = Counter(tars.where(block.shard) for block in damaged)
-        places = ", ".join(
-            f"{number} block{'' if number == 1 else 's'} of {where}"
-            for where, number in sorted(counts.items())
-        )
-        raise Damaged(
-            f"{report}; {places}: other bytes than indexed; copy what is damaged again (`python -m"
+        places = ", ".join(sorted({tars.where(block.shard) for block in damaged}))
+        report += (
+            f"; other bytes than indexed in {places}; copy what is damaged again (`python -m"
             f" data_prep.verify {tars.folder}` lists the images)"
         )
-    if cached_bytes == all_bytes:
-        return report
-    if cache.has_room(2 * max(block.num_bytes for block in missing)):
+    elif lacking_bytes and cache.has_room(2 * max(block.num_bytes for block in missing)):
         raise ShardError(
             f"{report}; the rest could not be kept, see above: free some space there, or give"
             " another --cache-dir"
         )
-    return (
-        f"{report}; the cache is full ({_size(cache.limit_bytes)}): --cache-gib, or data.cache_gib,"
-        " gives it more room"
-    )
+    elif lacking_bytes:
+        report += (
+            f"; the cache is full ({_size(cache.limit_bytes)}): --cache-gib, or data.cache_gib,"
+            " gives it more room"
+        )
+    return report, not damaged
 
 
 def _size(num_bytes: float) -> str:
@@ -189,39 +180,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("--fraction is above 0 and at most 1, --threads is at least 1")
         if given.config is not None:
             data = load_config(given.config, given.root).config.data
-            wanted = [
-                (source.root or data.root, source.split or data.train_split)
-                for source in data.sources
-            ]
-            wanted = wanted or [(data.root, data.train_split)]
-            wanted.append((data.root, data.val_split))
-            if given.split:
-                wanted = [(data.root, split) for split in given.split]
-            retry = RetryPolicy(data.patience_s)
-            cache_dir = given.cache_dir or data.cache_dir
-            cache_gib = given.cache_gib or data.cache_gib
         elif len(given.root) == 1:
-            wanted = [(given.root[0], split) for split in given.split or ["train", "val"]]
-            retry = RetryPolicy()
-            cache_dir = given.cache_dir
-            cache_gib = given.cache_gib
+            data = DataConfig(root=given.root[0])
         else:
             raise ValueError(
                 "expected one data set: its folder or URL, or --config FILE (python -m"
                 " vit.data.warm --help)"
             )
+        wanted = [(data.root, split) for split in given.split or [data.val_split]]
+        if not given.split:
+            wanted[:0] = [
+                (source.root or data.root, source.split or data.train_split)
+                for source in data.sources or (SourceConfig(),)
+            ]
         for root, split in dict.fromkeys(wanted):
-            tars = open_split(resolve(root), split, cache_dir, cache_gib, retry).tars
+            tars = open_split(
+                resolve(root),
+                split,
+                given.cache_dir or data.cache_dir,
+                given.cache_gib or data.cache_gib,
+                RetryPolicy(data.patience_s),
+            ).tars
             if not isinstance(tars, CachedTars):
                 raise ValueError(
                     f"{shown(root)} is a folder, which is read in place: --cache-dir says where"
                     " copies of its blocks go"
                 )
             shards = _shards_of(given.shards, len(tars.filenames))
-            try:
-                print(warm(tars, split, shards, given.fraction, given.threads), flush=True)
-            except Damaged as error:
-                print(f"error: {error}", file=sys.stderr)
+            report, is_sound = warm(tars, split, shards, given.fraction, given.threads)
+            if is_sound:
+                print(report, flush=True)
+            else:
+                print(f"error: {report}", file=sys.stderr)
                 status = 2
     except KeyboardInterrupt:
         print("stopped: what was fetched stays, and the same command goes on", file=sys.stderr)
@@ -233,10 +223,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = 1
-    try:
-        status = main()
-    except Exception:
-        traceback.print_exc()
+    exit_status = main()
     sys.stdout.flush()
-    os._exit(status)  # threads may still wait for a slow store
+    os._exit(exit_status)  # threads may still wait for a slow store
