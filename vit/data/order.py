@@ -11,35 +11,34 @@ without looking at another, and memory does not grow with the number of samples.
 An epoch is N // G full batches of distinct samples; the tail that does not fill a batch differs
 from epoch to epoch.
 
-Repeated augmentation (Hoffer et al. 2020) shows each image `aug_repeats` = r times, in copies that
-are augmented differently. Row i of a lane is then image i // r of the shuffled samples, copy i % r,
-and an epoch keeps its N // G steps. In the form `sampler` (facebookresearch/deit:samplers.py) each
-epoch is shuffled again and shows the first 1/r of the samples; copies may be in two consecutive
-batches. In the form `batch` (affjljoo3581/deit3-jax:src/dataset.py) a batch has G / r images with
-all their copies, and one shuffle lasts r epochs, after which every image but the tail was shown
-exactly r times. A lane's rows of a batch are sorted by copy: copies of an image are far enough
-apart not to mix with each other, and yet on one rank if the ranks divide the lanes, so that one
-read serves them all.
+Repeated augmentation (Hoffer et al. 2020) shows each image `aug_repeats` times, in copies that are
+augmented differently. With 8 images a to h, 2 copies, one lane and batches of 4:
+
+    shuffled          d a f c e b h g
+    form `batch`      d0 a0 d1 a1 | f0 c0 f1 c1 | e0 b0 e1 b1 | h0 g0 h1 g1 |    then shuffled again
+    form `sampler`    d0 a0 d1 a1 | f0 c0 f1 c1 |    then shuffled again
+
+An epoch keeps its N // G = 2 steps, so `batch` (affjljoo3581/deit3-jax:src/dataset.py) shows all
+images but the tail exactly twice in two epochs, and `sampler` (facebookresearch/deit:samplers.py)
+half of them in each. A lane's rows are sorted by copy: neighbours may mix, and copies must not.
 
 Chosen samples, and several sources: with `shares`, what is ordered is not samples but draws, those
-of the first source, then those of the second. A source with as many draws as samples gives each of
-them once in an epoch. Otherwise it goes through its samples in one pass after another, each
-permuted differently, and an epoch takes the next `num_draws`. With 5 samples and 3 draws:
+of the first source, then those of the second. A source with as many draws as samples gives each
+once in an epoch. Any other goes through its samples in one pass after another, each permuted
+differently, and an epoch takes the next `num_draws`. With 5 samples and 3 draws:
 
     epoch        0       1       2       3       4
     samples    3 2 0   4 1|1   3 4 0   2|2 4   1 3 0     | begins a new pass
 
-So all samples are drawn equally often, give or take one. Draw j of epoch e is number
-d = e * num_draws + j of this sequence: place d % 5 of pass d // 5, found without the draws before
-it. A pass permutes complete blocks of samples that are stored together, and blocks of draws begin
-where these blocks begin, so that they are read together. Draws at the end of an epoch that fill no
-batch are used up, but not shown. With repeats in the form `batch`, a shuffle takes the place of an
-epoch.
+Draw j of epoch e is number d = 3 e + j of this sequence: place d % 5 of pass d // 5, found without
+the draws before it; so all samples are drawn equally often, give or take one. A pass permutes
+blocks of samples that are stored together, and these begin where blocks of draws begin. Draws at
+the end of an epoch that fill no batch are used up, but not shown. With repeats in the form `batch`,
+a shuffle takes the place of an epoch.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -71,6 +70,8 @@ class _EpochBlocks:
         self.block = block
         self.num_blocks = -(-num_samples // block)
         self.short_length = num_samples - (self.num_blocks - 1) * block
+        # The last parts, 1 to 4 in this file, keep draws of one epoch apart. They are for ever:
+        # with other numbers every run that was begun before would resume with other batches.
         self.short_slot = int(fold(seed, epoch, 2) % U64(self.num_blocks))
         self.permutation = Permutation(max(self.num_blocks - 1, 1), fold(seed, epoch, 1))
 
@@ -110,16 +111,19 @@ class Share:
         Also returns how often each has come before in this shuffle, (n,).
         """
         if self.num_draws == self.num_samples:
+            # The order has permuted them already: all of one source come as without shares.
             places = draws
             times = np.zeros_like(draws)
         else:
             passes, inside = np.divmod(draws + shuffle * self.num_draws, self.num_samples)
             places = np.empty_like(draws)
+            # Counted from the first pass of this shuffle, which may have begun before it.
             times = passes - shuffle * self.num_draws // self.num_samples
             for number in np.unique(passes).tolist():
                 is_here = passes == number
                 places[is_here] = self._place(inside[is_here], number, block, key)
         if self.chosen is not None:
+            # Held as uint32, half of the memory; the sum below must not wrap.
             places = self.chosen[places].astype(np.int64)
         return self.first + places, times
 
@@ -133,6 +137,8 @@ class Share:
         full block that is cut in two.
         """
         num_full, short = divmod(self.num_samples, block)
+        # Passes follow each other without gaps, so the first border is rarely at a pass's begin. A
+        # cache or a disk that has a block for the draws before it then reads it once, not twice.
         lead = min(-number * self.num_samples % block, self.num_samples)
         between = (self.num_samples - lead) // block
         permutation = Permutation(max(num_full, 1), fold(key, number))
@@ -165,9 +171,6 @@ class Order:
     aug_repeats_form: Literal["batch", "sampler"] = "batch"
     shares: tuple[Share, ...] = ()
     """If draws are not samples: what each source gives, `num_samples` draws in all."""
-    _windows: OrderedDict[tuple[int, int, int], NDArray[np.int64]] = field(
-        default_factory=OrderedDict, repr=False, compare=False
-    )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -221,14 +224,15 @@ class Order:
         shuffle, step = divmod(position, self.steps_per_shuffle)
         share = self._lane_share
         # Only the lanes that overlap the rows are computed: a rank pays for its own share.
-        first_lane, last_lane = start // share, -(-stop // share)
+        first_lane = start // share
+        lanes = range(first_lane, -(-stop // share))
         in_lane = np.arange(step * share, (step + 1) * share)
         # Sorted by copy, so that copies of an image are not neighbours, which would mix.
         in_lane = in_lane[np.argsort(in_lane % self.aug_repeats, kind="stable")]
         images = in_lane // self.aug_repeats
         copies = in_lane % self.aug_repeats
         low, high = int(images.min()), int(images.max()) + 1
-        lanes = range(first_lane, last_lane)
+        # One call for all lanes: a hundred calls of numpy cost more than the few positions in them.
         places = np.stack([self._lane(shuffle, lane, low, high) for lane in lanes])
         samples = _epoch_blocks(self.num_samples, self.block_samples, self.seed, shuffle)(places)
         rows = slice(start - first_lane * share, stop - first_lane * share)
@@ -250,6 +254,8 @@ class Order:
             if own.any():
                 key = fold(self.seed, 4, number)
                 samples[own], times = share(draws[own] - start, shuffle, self.block_samples, key)
+                # (sample, copy) is what augmentation draws from: the same pair again would be the
+                # same image again.
                 copies[own] += self.aug_repeats * times
             start += share.num_draws
         return samples, copies
@@ -281,22 +287,12 @@ class Order:
             number = (place + phase) // window
             low, high = max(number * window - phase, 0), min((number + 1) * window - phase, length)
             end = min(high, stop)
-            shuffled = self._window(shuffle, lane, number, high - low)[place - low : end - low]
-            out[place - start : end - start] = lane * length + low + shuffled
+            shuffled = _window(self.seed, shuffle, lane, number, high - low)
+            out[place - start : end - start] = (
+                lane * length + low + shuffled[place - low : end - low]
+            )
             place = end
         return out
-
-    def _window(self, shuffle: int, lane: int, number: int, length: int) -> NDArray[np.int64]:
-        """Return the permutation inside one window."""
-        key = (shuffle, lane, number)
-        if key not in self._windows:
-            hashes = fold(self.seed, shuffle, 3, lane, number, np.arange(length))
-            self._windows[key] = np.argsort(hashes, kind="stable")
-            # Consecutive batches share windows: without this cache each would sort a window's
-            # hashes per lane. Two per lane, for reading ahead of a border.
-            if len(self._windows) > 2 * self.num_lanes:
-                self._windows.popitem(last=False)
-        return self._windows[key]
 
 
 def make_order(
@@ -316,39 +312,40 @@ def make_order(
     block_samples: 1 below 262,144 samples, else 64. Raises ValueError for sizes that cannot work,
     with those that do.
     """
-    n = num_samples
     g = global_batch_size
     r = aug_repeats
-    if g > n:
+    if g > num_samples:
         raise ValueError(
-            f"data.global_batch_size={g} exceeds the {n} training samples: choose at most {n}"
+            f"data.global_batch_size={g} exceeds the {num_samples} training samples: choose at most"
+            f" {num_samples}"
         )
+    # One read serves all copies of an image only if they are in one batch.
     if aug_repeats_form == "batch" and g % r:
         near = " or ".join(str(size) for size in (g // r * r, (g // r + 1) * r) if size)
-        other = f"data.aug_repeats out of {divisors(g)}, or data.aug_repeats_form=sampler"
         raise ValueError(
             f"data.aug_repeats={r} does not divide data.global_batch_size={g}: use {near} images a"
-            f" batch, {other}"
+            f" batch, data.aug_repeats out of {divisors(g)}, or data.aug_repeats_form=sampler"
         )
     lanes = possible_lanes(g, r, aug_repeats_form)
     if num_lanes is None:
-        max_lanes = MAX_DEFAULT_LANES
-        if r > 1:
-            max_lanes = max(min(g // r // MIN_DEFAULT_LANE_IMAGES, MAX_DEFAULT_LANES), 1)
-        num_lanes = max(d for d in lanes if d <= max_lanes)
+        # Each lane reads from a place of its own: more lanes mix more, and have more blocks open.
+        room = MAX_DEFAULT_LANES if r == 1 else max(g // r // MIN_DEFAULT_LANE_IMAGES, 1)
+        num_lanes = max(d for d in lanes if d <= min(room, MAX_DEFAULT_LANES))
     elif num_lanes not in lanes:
-        divided = f"data.global_batch_size={g}"
-        if lanes[-1] != g:
-            divided = (
-                f"the {lanes[-1]} distinct images of a batch ({divided} / data.aug_repeats={r})"
-            )
         raise ValueError(
-            f"data.num_lanes={num_lanes} does not divide {divided}: choose one of {lanes}"
+            f"data.num_lanes={num_lanes} does not divide {lanes[-1]}"
+            f" (data.global_batch_size={g}, data.aug_repeats={r}): choose one of {lanes}"
         )
-    if block_samples is None:
-        block_samples = default_block_samples(n)
     return Order(
-        n, g, seed, num_lanes, block_samples, window_blocks, aug_repeats, aug_repeats_form, shares
+        num_samples,
+        g,
+        seed,
+        num_lanes,
+        block_samples or default_block_samples(num_samples),
+        window_blocks,
+        r,
+        aug_repeats_form,
+        shares,
     )
 
 
@@ -397,9 +394,19 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
+# The shuffle of now, that of batches which are read ahead, and as many of another order.
 @lru_cache(maxsize=4)
 def _epoch_blocks(num_samples: int, block: int, seed: int, epoch: int) -> _EpochBlocks:
     return _EpochBlocks(num_samples, block, seed, epoch)
+
+
+# Consecutive batches share windows: each would sort a thousand hashes per lane again, 0.1 ms.
+# Two per lane, for reading ahead of a border, at up to 128 lanes; 2 MiB of a process.
+@lru_cache(maxsize=256)
+def _window(seed: int, shuffle: int, lane: int, number: int, length: int) -> NDArray[np.int64]:
+    """Return the permutation inside one window."""
+    hashes = fold(seed, shuffle, 3, lane, number, np.arange(length))
+    return np.argsort(hashes, kind="stable")
 
 
 def sample_checksum(ids: NDArray[np.int64]) -> int:
@@ -407,5 +414,5 @@ def sample_checksum(ids: NDArray[np.int64]) -> int:
 
     Equal for equal multisets in any order and any partition, so that ranks can add theirs up.
     """
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # modulo 2**64 is what a sum that wraps gives
         return int(hash64(ids).sum(dtype=U64))
