@@ -208,7 +208,7 @@ def test_classes_are_mapped_by_name(shards, other):
     with pytest.raises(
         ShardError,
         match=(
-            r"data\.sources\[1\] \(.*set 'train'\): 1 class that .* 'val' lacks: 'new'; leave them"
+            r"data\.sources\[1\] \(.*set 'train'\): classes that .* 'val' lacks: 'new'; leave them"
             r" out with its filter"
         ),
     ):

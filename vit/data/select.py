@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +30,8 @@ from vit.system.files import ShardError
 CHUNK_ROWS = 1 << 20
 """Rows of the index in memory at once."""
 MAX_NAMED = 3
+QUARANTINE = ".jsonl"
+"""Suffix of a list of samples that data_prep left out, of which none needs to be there."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +93,20 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
 
 def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) -> str:
     """Remove what the file `path` names; return a note about keys that are not there."""
-    excluded = read_exclude(path, split, name)
-    numbers = _numbers_of_keys(split, set(excluded.keys)) if excluded.keys else {}
+    keys, labels = _read_exclude(path, split, name)
+    numbers = _numbers_of_keys(split, set(keys)) if keys else {}
     for found in numbers.values():
         is_left[found] = False
-    if excluded.labels:
+    if labels:
         for start in range(0, split.num_samples, CHUNK_ROWS):
-            labels = split.index["label"][start : start + CHUNK_ROWS]
-            is_left[start : start + CHUNK_ROWS] &= ~np.isin(labels, list(excluded.labels))
-    missing = [key for key in excluded.keys if key not in numbers]
+            chunk = split.index["label"][start : start + CHUNK_ROWS]
+            is_left[start : start + CHUNK_ROWS] &= ~np.isin(chunk, list(labels))
+    missing = [key for key in keys if key not in numbers]
     if not missing:
         return ""
-    # Excluded keys that were never written are not a mistake; a list without any of our keys is.
-    if not numbers and not excluded.labels and not excluded.is_quarantine:
+    # Excluded keys that were never written are not a mistake, least of all in a list of what
+    # data_prep left out; a list without any of our keys is.
+    if not numbers and not labels and path.suffix != QUARANTINE:
         raise ShardError(
             f"{name}exclude={path}: none of its {len(missing):,} keys is in {_name(split)},"
             f" {_some(missing)}; expected keys as {split.key(0)!r} is one: no shard's name, no"
@@ -156,17 +158,8 @@ def _subset(
 # --- files of samples to exclude ------------------------------------------------------------------
 
 
-class Excluded(NamedTuple):
-    """What a file excludes."""
-
-    keys: list[str]
-    labels: set[int]
-    is_quarantine: bool
-    """Whether it lists samples that data_prep left out, so that none of them needs to be there."""
-
-
-def read_exclude(path: Path, split: Split, name: str = "data.") -> Excluded:
-    """Read what the file `path` excludes of `split`.
+def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[int]]:
+    """Return the keys and the labels that the file `path` excludes of `split`.
 
     Raises ShardError that lists the lines that cannot be read.
     """
@@ -174,12 +167,6 @@ def read_exclude(path: Path, split: Split, name: str = "data.") -> Excluded:
         lines = path.read_text("utf-8-sig", "surrogateescape").splitlines()
     except OSError as error:
         raise ShardError(f"{name}exclude={path}: cannot be read ({error.strerror})") from None
-    is_quarantine = path.suffix == ".jsonl"
-    expected = (
-        f"a key, label=NUMBER (0 to {split.num_classes - 1}) or class=NAME of a class that is there"
-    )
-    if is_quarantine:
-        expected = "an object with `key`"
     keys = dict[str, None]()
     labels = set[int]()
     problems = []
@@ -188,7 +175,7 @@ def read_exclude(path: Path, split: Split, name: str = "data.") -> Excluded:
         try:
             if not text or text.startswith("#"):
                 continue
-            if is_quarantine:
+            if path.suffix == QUARANTINE:
                 entry = json.loads(text)
                 if entry.get("split", split.name) == split.name:
                     keys[str(entry["key"])] = None
@@ -202,9 +189,11 @@ def read_exclude(path: Path, split: Split, name: str = "data.") -> Excluded:
             problems.append(f"line {number} is {text[:60]!r}")
     if problems:
         raise ShardError(
-            f"{name}exclude={path}: expected {expected} in each line; {_some(problems)}"
+            f"{name}exclude={path}: expected a key, label=NUMBER (0 to {split.num_classes - 1}) or"
+            f" class=NAME of a class that is there in each line, or an object with `key` in each of"
+            f" a {QUARANTINE} file; {_some(problems)}"
         )
-    return Excluded(list(keys), labels, is_quarantine)
+    return list(keys), labels
 
 
 def _numbers_of_keys(split: Split, keys: set[str]) -> dict[str, list[int]]:
@@ -221,12 +210,11 @@ def _numbers_of_keys(split: Split, keys: set[str]) -> dict[str, list[int]]:
         first += length
     found: dict[str, list[int]] = {}
     for name, candidates in numbers.items():
-        if len(candidates) == len(by_idx_name[name]) == 1:
-            found[by_idx_name[name][0]] = candidates
-            continue
-        # `a b` and `a_b` have the same name: the tar's header decides, at the cost of a read.
+        wanted = by_idx_name[name]
+        is_unique = len(candidates) == len(wanted) == 1
         for number in candidates:
-            key = split.key(number)
+            # `a b` and `a_b` have the same name: the tar's header decides, at the cost of a read.
+            key = wanted[0] if is_unique else split.key(number)
             if key in keys:
                 found.setdefault(key, []).append(number)
     return found

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, zip_longest
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from vit.data.shards.tar import INDEX_DTYPE
 from vit.system.files import ShardError
 
 MAX_NAMED = 10
+T = TypeVar("T")
 
 
 class TrainSet(NamedTuple):
@@ -77,9 +78,8 @@ def train_set_of_sources(
     identities = []
     for first, split, each, num_draws in zip(sources.firsts, splits, chosen, draws, strict=False):
         shares.append(Share(num_draws, each.num_samples, first, each.numbers))
-        times = ""
-        if num_draws != each.num_samples:
-            times = f", {num_draws / each.num_samples:.3g} times each"
+        share = num_draws / each.num_samples
+        times = "" if share == 1 else f", {share:.3g} times each"
         samples = each.summary or f"all {each.num_samples:,} samples of {split.root} {split.name!r}"
         by_number = ""
         if bool(split.class_names) != bool(classes_of.class_names):
@@ -150,35 +150,30 @@ class Sources:
 
     def read(self, i: int) -> bytes:
         """As `Split.read`."""
-        split, own = self._at(i)
-        return split.read(own)
+        return self._of_source(Split.read, i)
 
     def key(self, i: int) -> str:
         """As `Split.key`."""
-        split, own = self._at(i)
-        return split.key(own)
+        return self._of_source(Split.key, i)
 
     def where(self, i: int) -> str:
         """As `Split.where`."""
-        split, own = self._at(i)
-        return split.where(own)
+        return self._of_source(Split.where, i)
 
     def close(self) -> None:
         """As `Split.close`."""
         for split in self.splits:
             split.close()
 
-    def _at(self, i: int) -> tuple[Split, int]:
+    def _of_source(self, method: Callable[[Split, int], T], i: int) -> T:
         number = bisect.bisect_right(self.firsts, i) - 1
-        return self.splits[number], i - self.firsts[number]
+        return method(self.splits[number], i - self.firsts[number])
 
 
 class _Rows:
     """The rows of several indexes by the sources' numbers, and complete columns; labels mapped."""
 
-    def __init__(
-        self, splits: list[Split], maps: list[NDArray[np.int32] | None], firsts: list[int]
-    ):
+    def __init__(self, splits: list[Split], maps: list[NDArray[np.int32]], firsts: list[int]):
         self._splits = splits
         self._maps = maps
         self._firsts = firsts
@@ -186,26 +181,18 @@ class _Rows:
 
     def __getitem__(self, which: Any) -> Any:
         if isinstance(which, str):
-            return np.concatenate(
-                [
-                    self._mapped(number, split.index[which])
-                    if which == "label"
-                    else split.index[which]
-                    for number, split in enumerate(self._splits)
-                ]
-            )
+            columns = [split.index[which] for split in self._splits]
+            if which == "label":
+                columns = [map_[column] for map_, column in zip(self._maps, columns, strict=True)]
+            return np.concatenate(columns)
         samples = np.atleast_1d(which)
         rows = np.zeros(samples.shape, INDEX_DTYPE)
         divided = _divided(self._splits, self._firsts, samples)
         for number, (split, own, places) in enumerate(divided):
             for name in ("size", "offset", "label", "width", "height"):
                 rows[name][places] = split.index[own][name]
-            rows["label"][places] = self._mapped(number, rows["label"][places])
+            rows["label"][places] = self._maps[number][rows["label"][places]]
         return rows if np.ndim(which) else rows[0]
-
-    def _mapped(self, number: int, labels: NDArray[Any]) -> NDArray[Any]:
-        label_map = self._maps[number]
-        return labels if label_map is None else label_map[labels]
 
 
 def _divided(
@@ -232,36 +219,31 @@ def _how_to_name(root: Any) -> str:
 def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
     """Raise ShardError if a number means one class here and another there."""
     named = [(number, split) for number, split in enumerate(splits) if split.class_names]
-    for number, split in named[1:]:
-        first_number, first = named[0]
-        if split.class_names == first.class_names:
-            continue
+    for (first_number, first), (number, split) in pairwise(named):
         pairs = zip_longest(first.class_names, split.class_names)
-        label, (one, other) = next(
-            (at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1]
-        )
-        raise ShardError(
-            f"{_describe(number, split)}: label {label} is {other!r}, of"
-            f" {_describe(first_number, first)} it is {one!r}, and {classes_of.root}"
-            f" {classes_of.name!r} has no names that say which is meant;"
-            f" {_how_to_name(classes_of.root)}"
-        )
+        for label, (one, other) in enumerate(pairs):
+            if one != other:
+                raise ShardError(
+                    f"{_describe(number, split)}: label {label} is {other!r}, of"
+                    f" {_describe(first_number, first)} it is {one!r}, and {classes_of.root}"
+                    f" {classes_of.name!r} has no names that say which is meant;"
+                    f" {_how_to_name(classes_of.root)}"
+                )
 
 
-def _map_labels(
-    number: int, split: Split, chosen: Chosen, classes_of: Split
-) -> NDArray[np.int32] | None:
-    """Return the label by `classes_of` of each label of `split`; None if they are the same."""
+def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) -> NDArray[np.int32]:
+    """Return the label by `classes_of` of each label of `split`, -1 for one that is not used."""
     names = classes_of.class_names
+    by_number = np.arange(split.num_classes, dtype=np.int32)
     if not names or split.class_names == names:
-        return None
+        return by_number
     if not split.class_names:
         if split.num_classes > classes_of.num_classes:
             raise ShardError(
                 f"{_describe(number, split)}: {split.num_classes:,} classes without names,"
                 f" {classes_of.root} has {classes_of.num_classes:,}; {_how_to_name(split.root)}"
             )
-        return None
+        return by_number
     label_of = {name: label for label, name in enumerate(names)}
     label_map = np.array([label_of.get(name, -1) for name in split.class_names], np.int32)
     numbers = range(split.num_samples) if chosen.numbers is None else chosen.numbers
@@ -273,9 +255,7 @@ def _map_labels(
     if len(missing) > MAX_NAMED:
         named += f" and {len(missing) - MAX_NAMED:,} more"
         remedy = "its exclude, a file with a line class=NAME for each"
-    classes = "class" if len(missing) == 1 else "classes"
     raise ShardError(
-        f"{_describe(number, split)}: {len(missing):,} {classes} that {classes_of.root}"
-        f" {classes_of.name!r} lacks: {named}; leave them out with {remedy}, or evaluate on data"
-        " that have them"
+        f"{_describe(number, split)}: classes that {classes_of.root} {classes_of.name!r} lacks:"
+        f" {named}; leave them out with {remedy}, or evaluate on data that have them"
     )
