@@ -195,10 +195,12 @@ class AugmentedBatches(Batches):
         augment: AugmentConfig,
         image_format: ImageFormat,
         *,
-        rank: int,
-        world_size: int,
-        on_bad_image: str,
+        rank: int = 0,
+        world_size: int = 1,
+        on_bad_image: str = "error",
+        num_batches: int | None = None,
     ):
+        """num_batches: of the complete run; nothing is read ahead for later ones."""
         num_rows = order.global_batch_size // world_size
         self.split = split
         self.order = order
@@ -206,9 +208,14 @@ class AugmentedBatches(Batches):
         self.image_format = image_format
         self.first_row = rank * num_rows
         self.on_bad_image = on_bad_image
+        self.num_batches = num_batches
         self.layout = BatchLayout(num_rows, image_format, table_layout(augment).width)
         # A group of rows that mix with each other must not be divided between two workers.
         self.row_unit = augment.mix_group_size if mixes(augment) else 1
+        if order.aug_repeats > 1:
+            # A lane holds all copies of its images: divided, two workers would decode each image.
+            lane_rows = order.global_batch_size // order.num_lanes
+            self.row_unit = math.lcm(self.row_unit, lane_rows)
 
     def make_rows(
         self, position: int, first_row: int, rows: Batch, samples: Samples
@@ -265,39 +272,13 @@ class AugmentedBatches(Batches):
         return tuple(bad_keys)
 
 
-class TrainBatches(AugmentedBatches):
-    """This rank's rows of the batch at a position, from shards with an index.
+class FromShards:
+    """What batches from shards with an index have in common.
 
-    Pickles small: workers map the index themselves.
+    They pickle small: workers map the index themselves.
     """
 
-    def __init__(
-        self,
-        split: Split | Sources,
-        order: Order,
-        augment: AugmentConfig,
-        image_format: ImageFormat,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        on_bad_image: str = "error",
-        num_batches: int | None = None,
-    ):
-        """num_batches: of the complete run; nothing is read ahead for later ones."""
-        super().__init__(
-            split,
-            order,
-            augment,
-            image_format,
-            rank=rank,
-            world_size=world_size,
-            on_bad_image=on_bad_image,
-        )
-        self.num_batches = num_batches
-        if order.aug_repeats > 1:
-            # A lane holds all copies of its images: divided, two workers would decode each image.
-            lane_rows = order.global_batch_size // order.num_lanes
-            self.row_unit = math.lcm(self.row_unit, lane_rows)
+    split: Split | Sources
 
     def prepare(self, num_processes: int) -> None:
         """Open the shards' files, which workers inherit."""
@@ -307,6 +288,20 @@ class TrainBatches(AugmentedBatches):
         """Name the shard of `sample`."""
         return self.split.where(sample)
 
+    def read(self, sample: int) -> bytes:
+        """Return the encoded image of `sample`."""
+        stages.current.read(sample)
+        return self.split.read(sample)
+
+    def describe(self, sample: int) -> str:
+        """Say which image `sample` is."""
+        offset = self.split.index[sample]["offset"]
+        return f"{self.split.where(sample)}: image {self.split.key(sample)!r} at byte {offset}"
+
+
+class TrainBatches(FromShards, AugmentedBatches):
+    """This rank's rows of the batch at a position, from shards with an index."""
+
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         """See `Batches.fill`; `first` and the number of rows are multiples of `row_unit`."""
         first_row = self.first_row + first
@@ -315,18 +310,14 @@ class TrainBatches(AugmentedBatches):
         if first == 0:
             self._read_ahead(position)
 
-        def read(row: int) -> bytes:
-            stages.current.read(int(ids[row]))
-            return self.split.read(int(ids[row]))
-
         samples = Samples(
             ids,
             copies,
             self.split.index[ids],
             _rows_by_sample(ids),
-            read,
+            lambda row: self.read(int(ids[row])),
             lambda row: self.split.key(int(ids[row])),
-            lambda row: _describe(self.split, int(ids[row])),
+            lambda row: self.describe(int(ids[row])),
         )
         return self.make_rows(position, first_row, rows, samples)
 
@@ -339,7 +330,7 @@ class TrainBatches(AugmentedBatches):
         self.split.prefetch(self.order.rows(later, self.first_row, last_row))
 
 
-class EvalBatches(Batches):
+class EvalBatches(FromShards, Batches):
     """All samples of a split once, in the same number of equal batches on every rank.
 
     Rows without a sample have weight 0.
@@ -369,14 +360,6 @@ class EvalBatches(Batches):
         """Return how many rows of batch `number` have a sample; they come first."""
         return min(max(self.split.num_samples - self._start(number), 0), self.layout.num_rows)
 
-    def prepare(self, num_processes: int) -> None:
-        """Open the shards' files, which workers inherit."""
-        self.split.prepare(num_processes)
-
-    def where(self, sample: int) -> str:
-        """Name the shard of `sample`."""
-        return self.split.where(sample)
-
     def fill(self, number: int, first: int, rows: Batch) -> tuple[str, ...]:
         """Write rows `first` and following of batch `number` into all tensors of `rows`.
 
@@ -400,8 +383,7 @@ class EvalBatches(Batches):
 
     def _decode(self, sample: int, view: Tensor) -> None:
         try:
-            stages.current.read(sample)
-            data = self.split.read(sample)
+            data = self.read(sample)
             stages.current.enter(Stage.DECODE)
             decode_center(
                 data,
@@ -415,7 +397,7 @@ class EvalBatches(Batches):
             raise
         except ValueError as error:
             raise ShardError(
-                f"{_describe(self.split, sample)}: {error}; evaluation counts every image: restore"
+                f"{self.describe(sample)}: {error}; evaluation counts every image: restore"
                 " the shard, or write it again without this one"
             ) from None
 
@@ -439,8 +421,3 @@ def _rows_by_sample(ids: NDArray[np.int64]) -> list[list[int]]:
     for row, sample in enumerate(ids.tolist()):
         groups.setdefault(sample, []).append(row)
     return list(groups.values())
-
-
-def _describe(split: Split | Sources, sample: int) -> str:
-    offset = split.index[sample]["offset"]
-    return f"{split.where(sample)}: image {split.key(sample)!r} at byte {offset}"

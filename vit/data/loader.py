@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -46,16 +47,7 @@ class LoaderStats(NamedTuple):
     num_made: int = 0
 
 
-@dataclass
-class _PartialBatch:
-    """A batch that lacks parts."""
-
-    slot: int
-    missing_rows: int
-    results: list[Result] = field(default_factory=list)
-
-
-class Loader:
+class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     """Iterates over the batches at positions [start, stop), made by workers or by this process.
 
     A long wait is reported, with what the workers are doing; a worker without progress for
@@ -94,7 +86,10 @@ class Loader:
         self._stop = stop
         self._num_batches = stop - start
         self._slots = Slots(batches.layout, self.ring, num_workers)
-        self._partial_batches: dict[int, _PartialBatch] = {}
+        self._slot_of: dict[int, int] = {}
+        """Of each position whose parts were given out."""
+        self._done: defaultdict[int, list[Result]] = defaultdict(list)
+        """The parts of each position that have come."""
         self._pool: WorkerPool | OwnProcess
         if num_workers and start < stop:
             # Before the fork: workers inherit open files, and need not open thousands each.
@@ -108,9 +103,6 @@ class Loader:
     def __len__(self) -> int:
         """Batches from `start` to `stop`, including those that were taken."""
         return self._num_batches
-
-    def __iter__(self) -> Loader:
-        return self
 
     def __next__(self) -> Batch:
         if self._position == self._stop:
@@ -147,9 +139,6 @@ class Loader:
             self._to_gpu.close()
             self._to_gpu = None
 
-    def __enter__(self) -> Loader:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -158,28 +147,28 @@ class Loader:
         # What has come since the last batch is no part of this wait.
         self._note(self._pool.results(wait=False))
         self._pool.watch.begin()
-        while position not in self._partial_batches or self._partial_batches[position].missing_rows:
+        num_rows = self._batches.layout.num_rows
+        while sum(result.num_rows for result in self._done[position]) < num_rows:
             # A slot may have been released since; without one, nobody makes this batch.
             self._start_batches()
             self._note(self._pool.results(wait=True))
-        done = self._partial_batches.pop(position)
+        slot = self._slot_of.pop(position)
         # In the order of rows, not of arrival: which error is raised, and the order of bad keys,
         # must not depend on the workers.
-        done.results.sort(key=lambda result: result.first)
-        for result in done.results:
+        results = sorted(self._done.pop(position), key=lambda result: result.first)
+        for result in results:
             if result.error is not None:
-                self._slots.free.append(done.slot)
+                self._slots.free.append(slot)
                 raise result.error
-        bad_keys = tuple(key for result in done.results for key in result.bad_keys)
-        return replace(self._slots.lend(done.slot), bad_keys=bad_keys)
+        bad_keys = tuple(key for result in results for key in result.bad_keys)
+        return replace(self._slots.lend(slot), bad_keys=bad_keys)
 
     def _start_batches(self) -> None:
         """Give out the parts of a batch for each free slot."""
-        num_rows = self._batches.layout.num_rows
         while self._slots.free and self._next_start < self._stop:
             slot = self._slots.free.popleft()
-            self._partial_batches[self._next_start] = _PartialBatch(slot, num_rows)
-            for first in range(0, num_rows, self.ring.part_rows):
+            self._slot_of[self._next_start] = slot
+            for first in range(0, self._batches.layout.num_rows, self.ring.part_rows):
                 self._pool.put(self._next_start, slot, first)
             self._next_start += 1
 
@@ -187,9 +176,7 @@ class Loader:
         for result in results:
             wait_s, busy_s, num_made = self.stats
             self.stats = LoaderStats(wait_s, busy_s + result.busy_s, num_made + result.num_rows)
-            batch = self._partial_batches[result.position]
-            batch.missing_rows -= result.num_rows
-            batch.results.append(result)
+            self._done[result.position].append(result)
 
 
 # --- to the GPU -----------------------------------------------------------------------------------

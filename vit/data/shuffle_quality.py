@@ -11,9 +11,8 @@ shards are sorted by class, and moves samples little if shards come in the order
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -62,15 +61,14 @@ def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality
     num_batches = min(NUM_BATCHES, num_steps)
     steps = (2 * np.arange(num_batches) + 1) * num_steps // (2 * num_batches)
     shares = order.shares or (Share(len(labels), len(labels)),)
-    class_sizes = sum_classes(
-        np.round(count_classes(labels, share) * (share.num_draws / share.num_samples))
-        for share in shares
-    )
+    num_classes = int(labels.max()) + 1
+    class_sizes = np.zeros(num_classes, np.int64)
+    for share in shares:
+        counts = count_classes(labels, share, num_classes) * (share.num_draws / share.num_samples)
+        class_sizes += np.round(counts).astype(np.int64)
     draws = replace(order, shares=())
     batches = [(labels[order.batch(step)], draws.batch(step)) for step in steps.tolist()]
-    quality = quality_of(
-        batches, steps / num_steps, 1 / num_steps, order.num_samples, class_sizes.astype(np.int64)
-    )
+    quality = quality_of(batches, steps / num_steps, 1 / num_steps, order.num_samples, class_sizes)
     is_good = quality.classes_per_batch >= POOR * quality.perfect_classes_per_batch
     if is_good or order.block_samples == 1:
         return quality
@@ -81,25 +79,16 @@ def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality
     )
 
 
-def count_classes(labels: NDArray[np.integer], share: Share) -> NDArray[np.int64]:
-    """Count a share's samples of each class."""
-    parts = []
+def count_classes(labels: NDArray[np.integer], share: Share, num_classes: int) -> NDArray[np.int64]:
+    """Count a share's samples of each class, (num_classes,)."""
+    counts = np.zeros(num_classes, np.int64)
     for start in range(0, share.num_samples, CHUNK_SAMPLES):  # in chunks, as `bincount` copies
         stop = min(start + CHUNK_SAMPLES, share.num_samples)
         numbers: NDArray[np.integer] = np.arange(start, stop)
         if share.chosen is not None:
             numbers = share.chosen[start:stop]
-        parts.append(np.bincount(labels[share.first + numbers]))
-    return sum_classes(parts)
-
-
-def sum_classes(counts: Iterable[NDArray[Any]]) -> NDArray[Any]:
-    """Add up counts of classes, which may be of different lengths."""
-    total = np.zeros(0)
-    for more in counts:
-        total = np.pad(total, (0, max(len(more) - len(total), 0)))
-        total[: len(more)] += more
-    return total
+        counts += np.bincount(labels[share.first + numbers], minlength=num_classes)
+    return counts
 
 
 def quality_of(

@@ -22,7 +22,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -143,9 +143,6 @@ class StreamBatches(AugmentedBatches):
         self._pid = 0
         self._samples: Iterator[_Sample] = iter(())
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pid": 0, "_samples": iter(())}
-
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         """Write rows `first` and following of the batch at `position` into all tensors of `rows`.
 
@@ -206,20 +203,12 @@ class StreamBatches(AugmentedBatches):
                     yield self._checked(sample)
                 num_seen += 1
             if not num_own:
-                self._report_too_few(own_urls, num_seen)
-
-    def _report_too_few(self, urls: list[str], num_seen: int) -> NoReturn:
-        more = f" and {len(urls) - 1} more" if len(urls) > 1 else ""
-        readers = ""
-        if num_seen:
-            readers = (
-                f"; its {self._num_readers} readers (ranks times data.num_workers) need one each at"
-                " least"
-            )
-        raise ShardError(
-            f"{shown(urls[0])}{more}: {num_seen or 'no'} samples came, expected tars of <key>.jpg"
-            f" and <key>.cls{readers}"
-        )
+                more = f" and {len(own_urls) - 1} more" if len(own_urls) > 1 else ""
+                raise ShardError(
+                    f"{shown(own_urls[0])}{more}: {num_seen or 'no'} samples came, expected tars of"
+                    f" <key>.jpg and <key>.cls; its {num_readers} readers (ranks times"
+                    " data.num_workers) need one each at least"
+                )
 
     def _checked(self, sample: dict[str, Any]) -> _Sample:
         """Convert a sample of webdataset. Raises ShardError if it lacks an image or a label."""
@@ -260,8 +249,8 @@ def _read_tars(
         except ShardError:
             raise
         except Exception as error:  # of a damaged tar, of the system, of webdataset
-            texts = [part for part in error.args if isinstance(part, str) and part]
-            reason = texts[0] if texts else type(error).__name__
+            texts = (part for part in error.args if isinstance(part, str) and part)
+            reason = next(texts, type(error).__name__)
             raise ShardError(
                 f"{shown(url)}: the stream broke ({reason}); run its command, or fetch its address,"
                 " by hand to see why"

@@ -53,16 +53,6 @@ _END = -1
 """A position that asks a worker to end."""
 Part = tuple[int, int]
 """(position, first row)."""
-CAUSES = {
-    signal.SIGBUS: "as when a mapped file is cut short or its disk fails: was an index"
-    " (*.index.npy) rewritten while it was in use?"
-}
-"""What a signal of the kernel means, with a remedy."""
-CRASHED = (
-    "so a library it uses crashed, perhaps on a damaged image: `python -m data_prep.verify` decodes"
-    " them all"
-)
-"""The same of all others."""
 log = logging.getLogger(__name__)
 
 
@@ -298,7 +288,15 @@ class WorkerPool:
                 " start again, report it if it returns"
             )
         number = signal.Signals(-code)
-        cause = CAUSES.get(number, CRASHED)
+        cause = (
+            "so a library it uses crashed, perhaps on a damaged image: `python -m"
+            " data_prep.verify` decodes them all"
+        )
+        if number == signal.SIGBUS:
+            cause = (
+                "as when a mapped file is cut short or its disk fails: was an index (*.index.npy)"
+                " rewritten while it was in use?"
+            )
         if number == signal.SIGKILL:
             num_kills = num_oom_kills()
             before = self._oom_kills_before
