@@ -236,9 +236,11 @@ class AugmentedBatches(Batches):
         bad_keys = []
         for group in samples.groups:
             views = [rows.images[row] for row in group]
+            # What cannot be read is an error whatever `on_bad_image` says: a store or a disk is
+            # away, and the images after this one are in doubt as well.
+            data = samples.read(group[0])
+            stages.current.enter(Stage.DECODE)
             try:
-                data = samples.read(group[0])
-                stages.current.enter(Stage.DECODE)
                 decode_views(
                     data,
                     [crops[row] for row in group],
@@ -249,8 +251,6 @@ class AugmentedBatches(Batches):
                     stored_size=stored_sizes[group[0]],
                     scaled=self.image_format.scaled_decode,
                 )
-            except ShardError:
-                raise
             except ValueError as error:
                 if self.on_bad_image == "error":
                     raise ShardError(
@@ -382,9 +382,9 @@ class EvalBatches(FromShards, Batches):
         return ()
 
     def _decode(self, sample: int, view: Tensor) -> None:
+        data = self.read(sample)
+        stages.current.enter(Stage.DECODE)
         try:
-            data = self.read(sample)
-            stages.current.enter(Stage.DECODE)
             decode_center(
                 data,
                 self.image_format.size,
@@ -393,8 +393,6 @@ class EvalBatches(FromShards, Batches):
                 self.image_format.channels,
                 out=view,
             )
-        except ShardError:
-            raise
         except ValueError as error:
             raise ShardError(
                 f"{self.describe(sample)}: {error}; evaluation counts every image: restore"

@@ -81,10 +81,9 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self.ring = plan_ring(
             batches.layout, batches.row_unit, stop - start, num_workers, prefetch_gib, on_gpu
         )
-        self._position = start
-        self._next_start = start
-        self._stop = stop
-        self._num_batches = stop - start
+        self._positions = range(start, stop)
+        self._due: Iterator[int] = iter(self._positions)
+        self._not_started = iter(self._positions)
         self._slots = Slots(batches.layout, self.ring, num_workers)
         self._slot_of: dict[int, int] = {}
         """Of each position whose parts were given out."""
@@ -102,14 +101,11 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
 
     def __len__(self) -> int:
         """Batches from `start` to `stop`, including those that were taken."""
-        return self._num_batches
+        return len(self._positions)
 
     def __next__(self) -> Batch:
-        if self._position == self._stop:
-            raise StopIteration
-        position = self._position
+        position = next(self._due)  # taken, so a batch that fails is not asked for again
         began_s = time.perf_counter()
-        self._position += 1  # first, so that a batch that fails is not asked for again
         batch = self._receive(position)
         waited_s = time.perf_counter() - began_s
         self.stats = self.stats._replace(wait_s=self.stats.wait_s + waited_s)
@@ -132,7 +128,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
 
     def close(self) -> None:
         """End the workers at once; the memory goes when the last batch that is held does."""
-        self._position = self._stop
+        self._due = iter(())
         self._pool.end()
         self._slots.close_file()
         if self._to_gpu is not None:
@@ -165,12 +161,11 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
 
     def _start_batches(self) -> None:
         """Give out the parts of a batch for each free slot."""
-        while self._slots.free and self._next_start < self._stop:
+        while self._slots.free and (position := next(self._not_started, None)) is not None:
             slot = self._slots.free.popleft()
-            self._slot_of[self._next_start] = slot
+            self._slot_of[position] = slot
             for first in range(0, self._batches.layout.num_rows, self.ring.part_rows):
-                self._pool.put(self._next_start, slot, first)
-            self._next_start += 1
+                self._pool.put(position, slot, first)
 
     def _note(self, results: list[Result]) -> None:
         for result in results:

@@ -185,9 +185,7 @@ class Order:
     @property
     def steps_per_shuffle(self) -> int:
         """Batches from one shuffle to the next: an epoch, or r epochs in the form `batch`."""
-        if self.aug_repeats_form == "batch":
-            return self.steps_per_epoch * self.aug_repeats
-        return self.steps_per_epoch
+        return self.steps_per_epoch * (self.aug_repeats if self.aug_repeats_form == "batch" else 1)
 
     @property
     def distinct_per_epoch(self) -> int:

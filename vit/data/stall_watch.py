@@ -91,9 +91,6 @@ class StallWatch:
             what = f"{', '.join(name(n) for n in numbers[:MAX_NAMED])} takes no work"
         if len(named) > MAX_NAMED:
             what += f"; and {len(named) - MAX_NAMED} more"
-        fetched_gb = sum(status.tally()["fetched_bytes"] for status in self._statuses) / 1e9
-        if fetched_gb:
-            what += f"; {fetched_gb:.2f} GB have been fetched so far"
         log.warning("training has waited %.0f s for its next batch: %s", self._waited_s, what)
 
     def activity(self, number: int) -> str:

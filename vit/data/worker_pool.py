@@ -40,7 +40,7 @@ from vit.system.files import ShardError
 from vit.system.host import num_oom_kills, process_state
 
 END_WAIT_S = 1.0
-"""Time for workers to finish their part, which a slow store may hold up; then they are killed."""
+"""Time in which a killed process ends, unless it waits inside the kernel."""
 PARTS_PER_MEASUREMENT = 64
 """Parts after which a worker measures its memory again."""
 MAX_QUEUED_PARTS = 256
@@ -49,8 +49,6 @@ thousand pipes gets only 8 KiB for each further one."""
 _PART = struct.Struct("<qii")
 """position, slot, first row. Few enough bytes that a pipe passes them in one piece, with any number
 of readers."""
-_END = -1
-"""A position that asks a worker to end."""
 Part = tuple[int, int]
 """(position, first row)."""
 log = logging.getLogger(__name__)
@@ -266,9 +264,11 @@ class WorkerPool:
             self._receive(number, found)
             self._selector.unregister(results)
             results.close()
-            worker.close()
         # Only now: while one of them lived, it could still write into a slot, or take a part.
-        _drain(self._parts)
+        os.set_blocking(self._parts.fileno(), False)
+        with suppress(BlockingIOError):
+            while os.read(self._parts.fileno(), _PART.size):
+                pass
         os.set_blocking(self._parts.fileno(), True)
         self._waiting.extendleft(
             (position, slot, first) for (position, first), slot in reversed(self._queued.items())
@@ -314,36 +314,20 @@ class WorkerPool:
         return f"a loader worker (process {worker.pid}) was killed by {number.name}, {cause}"
 
 
-def _drain(parts: Connection) -> None:
-    """Remove the parts that no worker has taken; from now on the pipe does not block."""
-    os.set_blocking(parts.fileno(), False)
-    with suppress(BlockingIOError):
-        while os.read(parts.fileno(), 2**16):
-            pass
-
-
 def _end_workers(
     workers: dict[int, tuple[BaseProcess, Connection]],
     parts: Connection,
     put: Connection,
     selector: selectors.BaseSelector,
 ) -> None:
-    """Remove the parts that no worker has begun, end all workers, and kill those that are slow."""
-    _drain(parts)
-    for _ in workers:
-        os.write(put.fileno(), _PART.pack(_END, 0, 0))
+    """Kill all workers: nobody waits for what they are making, and a slow store may hold it up."""
     selector.close()
-    deadline = time.monotonic() + END_WAIT_S
-    for _, results in workers.values():
-        results.close()  # so that no worker waits for room for a result
     for worker, _ in workers.values():
-        worker.join(max(deadline - time.monotonic(), 0))
+        worker.kill()
+    for worker, results in workers.values():
+        results.close()
+        worker.join(END_WAIT_S)
         if worker.exitcode is None:
-            worker.kill()
-            worker.join(END_WAIT_S)
-        if worker.exitcode is not None:
-            worker.close()
-        else:
             # It waits inside the kernel, as for a dead mount, and ends with that wait. Python must
             # not join it at exit.
             multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
@@ -355,7 +339,7 @@ def _end_workers(
 
 
 def _work(batches: Batches, slots: Slots, number: int, parts: Connection, send: Connection) -> None:
-    """Make parts until asked to end."""
+    """Make parts until killed."""
     # Of all cores of the host a worker takes one: its resizes would start a thread on each.
     torch.set_num_threads(1)
     # Signals are ignored here: a worker that died of one meant for its rank would cost the rank's
@@ -365,11 +349,9 @@ def _work(batches: Batches, slots: Slots, number: int, parts: Connection, send: 
     stages.use(status)
     batch_in = [slots.batch(slot) for slot in range(slots.ring.num_slots)]
     num_made = 0
-    with suppress(BlockingIOError, BrokenPipeError):  # the loader was closed
-        while message := os.read(parts.fileno(), _PART.size):  # empty: the parent is dead
+    with suppress(BrokenPipeError):  # the parent is dead, as if there is no message
+        while message := os.read(parts.fileno(), _PART.size):
             position, slot, first = _PART.unpack(message)
-            if position == _END:
-                return
             rows = batch_in[slot].rows(first, first + slots.ring.part_rows)
             result = _make(batches, status, position, first, rows)
             if result.error is not None and not isinstance(result.error, ShardError):
