@@ -84,6 +84,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self._positions = range(start, stop)
         self._due: Iterator[int] = iter(self._positions)
         self._not_started = iter(self._positions)
+        # Before the workers: they inherit this memory and find their batches in it by number.
         self._slots = Slots(batches.layout, self.ring, num_workers)
         self._slot_of: dict[int, int] = {}
         """Of each position whose parts were given out."""
@@ -108,6 +109,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         began_s = time.perf_counter()
         batch = self._receive(position)
         waited_s = time.perf_counter() - began_s
+        # A new tuple: the monitor keeps the one of each step, and reads it a step later.
         self.stats = self.stats._replace(wait_s=self.stats.wait_s + waited_s)
         # Before the step, so that workers fill all free slots while it runs.
         self._start_batches()
@@ -142,6 +144,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         """Wait until the batch at `position` is complete."""
         # What has come since the last batch is no part of this wait.
         self._note(self._pool.results(wait=False))
+        # For the batch, not for each part: parts that trickle in must not hide a long wait.
         self._pool.watch.begin()
         num_rows = self._batches.layout.num_rows
         while sum(result.num_rows for result in self._done[position]) < num_rows:
@@ -154,6 +157,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         results = sorted(self._done.pop(position), key=lambda result: result.first)
         for result in results:
             if result.error is not None:
+                # The batch is lost, not its slot: whoever goes on after an error gets the next.
                 self._slots.free.append(slot)
                 raise result.error
         bad_keys = tuple(key for result in results for key in result.bad_keys)
@@ -185,6 +189,7 @@ class _ToGpu:
 
     def __init__(self, slots: Slots, device: torch.device):
         self._device = device
+        # On the stream of the step a copy would wait for all that is queued there.
         self._stream = torch.cuda.Stream(device)
         self._memory = slots.memory()
         with torch.cuda.device(device):
@@ -207,6 +212,7 @@ class _ToGpu:
         self._last = batch
         with torch.cuda.stream(self._stream):
             moved = batch.to(self._device)
+        # The device waits for the copy before the step; the host waits for nothing.
         computing.wait_stream(self._stream)
         for tensor in (moved.images, moved.labels, moved.weights):
             # Allocated on the copying stream: without this the allocator would reuse the memory
@@ -218,6 +224,7 @@ class _ToGpu:
         """Wait until the device has finished, and unlock the memory."""
         # A device that failed has raised its error before.
         with suppress(RuntimeError), torch.cuda.device(self._device):
+            # A copy that still reads memory as it is unlocked would be an error of the device.
             torch.cuda.synchronize()
             if self._is_locked:
                 torch.cuda.check_error(

@@ -84,6 +84,7 @@ class _EpochBlocks:
         inside = spread % self.block
         if self.num_blocks == 1:
             return inside
+        # Positions in the short block are in no full one: clipped to any here, and replaced below.
         full = np.clip(np.where(slot > self.short_slot, slot - 1, slot), 0, self.num_blocks - 2)
         number = np.where(slot == self.short_slot, self.num_blocks - 1, self.permutation(full))
         return number * self.block + inside
@@ -119,6 +120,7 @@ class Share:
             places = np.empty_like(draws)
             # Counted from the first pass of this shuffle, which may have begun before it.
             times = passes - shuffle * self.num_draws // self.num_samples
+            # One pass or two for most sources; a small one that is drawn often has more.
             for number in np.unique(passes).tolist():
                 is_here = passes == number
                 places[is_here] = self._place(inside[is_here], number, block, key)
@@ -147,6 +149,7 @@ class Share:
         is_full = (inside >= lead) & (slot < between)
         full = permutation(np.where(is_full, slot, 0)) * block + offset
         torn = rest
+        # The last block of the permutation is cut in two, so that the others stay whole.
         if num_full:
             torn = permutation(num_full - 1) * block + rest - short
         return np.where(is_full, full, np.where(rest < short, num_full * block + rest, torn))
@@ -194,6 +197,7 @@ class Order:
         An upper bound if sources are drawn more often than they have samples.
         """
         drawn = self.num_lanes * -(-self.steps_per_epoch * self._lane_share // self.aug_repeats)
+        # A source that is drawn more often than it has samples repeats them within an epoch.
         if not self.shares:
             return drawn
         return min(drawn, sum(min(share.num_draws, share.num_samples) for share in self.shares))
@@ -225,10 +229,12 @@ class Order:
         first_lane = start // share
         lanes = range(first_lane, -(-stop // share))
         in_lane = np.arange(step * share, (step + 1) * share)
-        # Sorted by copy, so that copies of an image are not neighbours, which would mix.
+        # Sorted by copy, so that copies of an image are not neighbours, which would mix. Stable:
+        # numpy's default order of equal keys differs between versions and processors.
         in_lane = in_lane[np.argsort(in_lane % self.aug_repeats, kind="stable")]
         images = in_lane // self.aug_repeats
         copies = in_lane % self.aug_repeats
+        # The copies of a batch may begin in the middle of an image's, in the form `sampler`.
         low, high = int(images.min()), int(images.max()) + 1
         # One call for all lanes: a hundred calls of numpy cost more than the few positions in them.
         places = np.stack([self._lane(shuffle, lane, low, high) for lane in lanes])
@@ -236,6 +242,7 @@ class Order:
         rows = slice(start - first_lane * share, stop - first_lane * share)
         drawn = samples[:, images - low].ravel()[rows]
         copies = np.tile(copies, len(lanes))[rows]
+        # Only then: for all of one split, which is the rule, draws are samples.
         if self.shares:
             return self._samples_of_draws(drawn, copies, shuffle)
         return drawn, copies
@@ -245,11 +252,12 @@ class Order:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Map draws to samples, and give further copy numbers to samples that come again."""
         samples = np.empty_like(draws)
-        copies = copies.copy()
         start = 0
         for number, share in enumerate(self.shares):
             own = (draws >= start) & (draws < start + share.num_draws)
             if own.any():
+                # By its place in the list, not by its name: a folder that was moved is no other
+                # source to a resumed run.
                 key = fold(self.seed, 4, number)
                 samples[own], times = share(draws[own] - start, shuffle, self.block_samples, key)
                 # (sample, copy) is what augmentation draws from: the same pair again would be the
@@ -274,6 +282,7 @@ class Order:
     def _lane(self, shuffle: int, lane: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return where images [start, stop) of a lane are in the epoch of shuffled blocks."""
         length = -(-self.steps_per_shuffle * self._lane_share // self.aug_repeats)
+        # Blocks of one sample are permuted over the complete data set: windows would add nothing.
         if self.block_samples == 1:
             return lane * length + np.arange(start, stop)
         window = self.window_blocks * self.block_samples
@@ -366,6 +375,7 @@ def shares_of(
     known = [weight for weight in weights if weight is not None]
     total = sum(sizes)
     block = block_samples or default_block_samples(total)
+    # A block of two sources would be read, or fetched, once for each.
     draws = [round(weight / sum(known) * total / block) * block for weight in known]
     if not all(draws):
         least = block * sum(known) / total

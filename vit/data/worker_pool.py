@@ -84,6 +84,7 @@ class OwnProcess:
         self._parts = deque[tuple[int, int, int]]()
         self.statuses = [slots.status(0)]
         self.watch = StallWatch(self.statuses, batches.where, stall_timeout_s)
+        # Also if the loader is never closed: the thread would look at nothing for ever.
         self.end = Finalize(self, watch_in_thread(self.statuses[0], self.watch))
 
     def put(self, position: int, slot: int, first: int) -> None:
@@ -92,6 +93,7 @@ class OwnProcess:
 
     def results(self, wait: bool) -> list[Result]:
         """Make the next part, if training waits for one."""
+        # Not before: what is made ahead in the same process costs training the same time.
         if not wait:
             return []
         position, slot, first = self._parts.popleft()
@@ -179,6 +181,7 @@ class WorkerPool:
             os.write(self._put.fileno(), _PART.pack(position, slot, first))
 
     def _start(self, number: int) -> None:
+        # Before it lives: a status is written by its process alone.
         self.statuses[number].restart()
         # A signal to the job must not end a worker before it has learnt to ignore it.
         with signals_blocked():
@@ -269,7 +272,8 @@ class WorkerPool:
         with suppress(BlockingIOError):
             while os.read(self._parts.fileno(), _PART.size):
                 pass
-        os.set_blocking(self._parts.fileno(), True)
+        os.set_blocking(self._parts.fileno(), True)  # those to come share this end, and wait at it
+        # In front of what waits, in their order: training waits for the first of them.
         self._waiting.extendleft(
             (position, slot, first) for (position, first), slot in reversed(self._queued.items())
         )
