@@ -98,7 +98,7 @@ def test_a_choice_is_told_by_print_config_and_may_not_change(tmp_path, config, s
     assert re.search(r"#   training_images: 20\n", shown)
     assert re.search(
         rf"#   chosen: 20 of 60 samples of {shards} 'train': left out are 20 by data\.filter, "
-        r"20 by data\.fraction=0\.5; 1 class has no image left\n",
+        r"20 by data\.fraction=0\.5; no image is left of 1 of \d classes\n",
         shown,
     )
     short = ["train.steps=2", "eval.every_steps=2"]

@@ -161,8 +161,9 @@ def test_keys_and_classes_are_excluded(shards, tmp_path, with_idx, split):
     assert chosen.numbers.tolist() == expected
     gone = 60 - len(expected)
     assert (
-        f"{len(expected)} of 60 samples of {root} 'train': left out are {gone} by data.exclude (1"
-        " of its keys is not there: nobody); 2 classes have no image left" in (chosen.summary)
+        f"{len(expected)} of 60 samples of {root} 'train': left out are {gone} by data.exclude"
+        " (not there: 1 of its keys, nobody); no image is left of 2 of 3 classes"
+        in (chosen.summary)
     )
 
 

@@ -80,10 +80,13 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
         raise ShardError(f"{summary}; nothing is left to train on")
     if len(numbers) == total:
         return Chosen(total, None, summary, "")
-    num_lost = len(labels_of(split, range(total))) - len(labels_of(split, numbers))
+    num_there, num_left = (
+        np.count_nonzero(count_labels(split.index["label"], which, split.num_classes))
+        for which in (range(total), numbers)
+    )
+    num_lost = num_there - num_left
     if num_lost:
-        have = "class has" if num_lost == 1 else "classes have"
-        summary += f"; {num_lost:,} {have} no image left"
+        summary += f"; no image is left of {num_lost:,} of {num_there:,} classes"
     if total <= np.iinfo(np.uint32).max:
         numbers = numbers.astype(np.uint32)
     digest = hashlib.sha256(np.ascontiguousarray(numbers, "<i8").tobytes()).hexdigest()[:16]
@@ -112,8 +115,7 @@ def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) ->
             f" {_some(missing)}; expected keys as {split.key(0)!r} is one: no shard's name, no"
             " extension"
         )
-    verb = "is" if len(missing) == 1 else "are"
-    return f" ({len(missing):,} of its keys {verb} not there: {_some(missing)})"
+    return f" (not there: {len(missing):,} of its keys, {_some(missing)})"
 
 
 def _filter(text: str, split: Split, is_left: NDArray[np.bool_], name: str) -> None:
@@ -127,14 +129,16 @@ def _filter(text: str, split: Split, is_left: NDArray[np.bool_], name: str) -> N
             raise ShardError(f"{name}filter: {error}") from None
 
 
-def labels_of(split: Split, numbers: Sequence[int] | NDArray[np.integer]) -> set[int]:
-    """Return the labels of the samples `numbers`."""
-    found: set[int] = set()
+def count_labels(
+    labels: NDArray[np.integer], numbers: range | NDArray[np.integer], num_classes: int
+) -> NDArray[np.int64]:
+    """Count the samples `numbers` of each class, (num_classes,)."""
+    counts = np.zeros(num_classes, np.int64)
     for start in range(0, len(numbers), CHUNK_ROWS):
         chunk = numbers[start : start + CHUNK_ROWS]
         rows = slice(chunk.start, chunk.stop) if isinstance(chunk, range) else chunk
-        found.update(np.unique(split.index["label"][rows]).tolist())
-    return found
+        counts += np.bincount(labels[rows], minlength=num_classes)
+    return counts
 
 
 def _subset(
@@ -246,13 +250,12 @@ def _idx_names(split: Split, shard: int, first: int, length: int) -> Iterator[st
         lines = [""] * length
     rows = split.index[first : first + length]
     # As lists: a field of a structured array's row costs a microsecond.
-    places = zip(rows["offset"].tolist(), rows["size"].tolist(), strict=True)
-    for place, (line, (start, num_bytes)) in enumerate(zip(lines, places, strict=True)):
+    images = zip(map(str, rows["offset"].tolist()), map(str, rows["size"].tolist()), strict=True)
+    for number, (line, image) in enumerate(zip(lines, images, strict=True), first):
         fields = line.split(" ")
         members = zip(fields[1::4], fields[2::4], fields[3::4], strict=False)
-        image = (str(start), str(num_bytes))
-        names = [name for offset, size, name in members if (offset, size) == image]
-        yield split.key_in(names[0]) if names else _idx_name(split.key(first + place))
+        names = [name for *place, name in members if tuple(place) == image]
+        yield split.key_in(names[0]) if names else _idx_name(split.key(number))
 
 
 def _name(split: Split) -> str:

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vit.data.order import Order, Share
+from vit.data.select import count_labels
 
 NUM_BATCHES = 32
 """Batches that are measured: 0.1 s at 4,096 of ImageNet's samples."""
 PERFECT_DISTANCE = 1 / 3
 """Mean distance of two independent uniform numbers in [0, 1)."""
-CHUNK_SAMPLES = 2**22
 POOR = 0.95
 """An order with a smaller share of a perfect shuffle's classes is reported as poor."""
 
@@ -61,11 +61,11 @@ def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality
     num_batches = min(NUM_BATCHES, num_steps)
     steps = (2 * np.arange(num_batches) + 1) * num_steps // (2 * num_batches)
     shares = order.shares or (Share(len(labels), len(labels)),)
-    num_classes = int(labels.max()) + 1
-    class_sizes = np.zeros(num_classes, np.int64)
+    class_sizes = np.zeros(int(labels.max()) + 1, np.int64)
     for share in shares:
-        counts = count_classes(labels, share, num_classes) * (share.num_draws / share.num_samples)
-        class_sizes += np.round(counts).astype(np.int64)
+        numbers = range(share.num_samples) if share.chosen is None else share.chosen
+        counts = count_labels(labels[share.first :], numbers, len(class_sizes))
+        class_sizes += np.round(counts * (share.num_draws / share.num_samples)).astype(np.int64)
     draws = replace(order, shares=())
     batches = [(labels[order.batch(step)], draws.batch(step)) for step in steps.tolist()]
     quality = quality_of(batches, steps / num_steps, 1 / num_steps, order.num_samples, class_sizes)
@@ -77,18 +77,6 @@ def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality
         remedy="neighbours in the shards are of one class and stay together in blocks of"
         f" {order.block_samples}: data.block_samples=1 parts them",
     )
-
-
-def count_classes(labels: NDArray[np.integer], share: Share, num_classes: int) -> NDArray[np.int64]:
-    """Count a share's samples of each class, (num_classes,)."""
-    counts = np.zeros(num_classes, np.int64)
-    for start in range(0, share.num_samples, CHUNK_SAMPLES):  # in chunks, as `bincount` copies
-        stop = min(start + CHUNK_SAMPLES, share.num_samples)
-        numbers: NDArray[np.integer] = np.arange(start, stop)
-        if share.chosen is not None:
-            numbers = share.chosen[start:stop]
-        counts += np.bincount(labels[share.first + numbers], minlength=num_classes)
-    return counts
 
 
 def quality_of(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from vit.config.base import Selection
 from vit.data.order import Share, shares_of
-from vit.data.select import Chosen, choose, labels_of
+from vit.data.select import Chosen, choose, count_labels
 from vit.data.shards.index_file import first_samples
 from vit.data.shards.split import Split
 from vit.data.shards.tar import INDEX_DTYPE
@@ -47,12 +47,14 @@ class TrainSet(NamedTuple):
 def train_set_of(split: Split, selection: Selection) -> TrainSet:
     """Return the samples of one split that `selection` asks for. Raises ShardError."""
     chosen = choose(split, selection)
-    if chosen.numbers is None:
-        return TrainSet(
-            split, split.num_samples, summary=(chosen.summary,) if chosen.summary else ()
-        )
     share = Share(chosen.num_samples, chosen.num_samples, 0, chosen.numbers)
-    return TrainSet(split, chosen.num_samples, (share,), (chosen.summary,), chosen.identity)
+    return TrainSet(
+        split,
+        chosen.num_samples,
+        () if chosen.numbers is None else (share,),
+        (chosen.summary,) if chosen.summary else (),
+        chosen.identity,
+    )
 
 
 def train_set_of_sources(
@@ -247,7 +249,8 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
     label_of = {name: label for label, name in enumerate(names)}
     label_map = np.array([label_of.get(name, -1) for name in split.class_names], np.int32)
     numbers = range(split.num_samples) if chosen.numbers is None else chosen.numbers
-    missing = sorted(label for label in labels_of(split, numbers) if label_map[label] < 0)
+    counts = count_labels(split.index["label"], numbers, split.num_classes)
+    missing = np.flatnonzero((counts > 0) & (label_map < 0)).tolist()
     if not missing:
         return label_map
     named = ", ".join(f"{split.class_names[label]!r}" for label in missing[:MAX_NAMED])

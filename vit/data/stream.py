@@ -61,20 +61,14 @@ class Stream:
     """Which members of a sample are its image and its label."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     """How long to retry a server."""
+    splits: tuple[()] = ()
+    """Empty: nothing is read at random."""
+    index: np.ndarray = field(default_factory=lambda: np.empty(0, INDEX_DTYPE))
+    """Empty: nothing is known of the samples."""
 
     def identity(self) -> str:
         """Return the hash of an empty index."""
         return hashlib.sha256().hexdigest()
-
-    @property
-    def splits(self) -> list[Any]:
-        """Empty: nothing is read at random."""
-        return []
-
-    @property
-    def index(self) -> np.ndarray:
-        """Empty: nothing is known of the samples."""
-        return np.empty(0, INDEX_DTYPE)
 
 
 def open_stream(
