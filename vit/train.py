@@ -20,7 +20,7 @@ from vit.evaluate import save_predictions
 from vit.report.page import make_report
 from vit.report.pictures import ClassAccuracy, ConfusedPair
 from vit.run import checkpoint as checkpoints
-from vit.run.folder import clear_stopped, mark_stopped, weights_file
+from vit.run.folder import STOPPED_FILE, mark_stopped, weights_file
 from vit.run.monitor import Monitor, collect_garbage_at_log_lines
 from vit.run.order_check import OrderCheck
 from vit.system.meter import Meter
@@ -59,7 +59,8 @@ def train(run: Run) -> str:
         order = run.batches.order if isinstance(run.batches, TrainBatches) else None
         order_check = OrderCheck(run.world, order, plan, run.record, first_step)
         if run.world.is_main:
-            clear_stopped(run.folder)  # a signal in this attempt writes it again
+            # a signal in this attempt writes it again
+            (run.folder / STOPPED_FILE).unlink(missing_ok=True)
         run.train_step.model.train()
 
         while True:

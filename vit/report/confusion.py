@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vit.report.style import (
-    BLUE,
     ORANGE,
     SMALL_PT,
     add_title,
@@ -103,27 +102,6 @@ def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> Non
             size=size,
             color="white" if is_dark else "black",
         )
-    for t in range(num_classes):
-        recall = f"{100 * share[t, t]:.1f} %" if matrix[t].any() else "-"
-        axes.annotate(
-            recall,
-            (1, t),
-            (5, 0),
-            ("axes fraction", "data"),
-            textcoords="offset points",
-            va="center",
-            size=SMALL_PT,
-            color=BLUE,
-        )
-    axes.annotate(
-        "right",
-        (1, 1),
-        (5, 5),
-        "axes fraction",
-        textcoords="offset points",
-        size=SMALL_PT,
-        color=BLUE,
-    )
     is_upright = all(shorten(name, cell_in - 0.05, SMALL_PT) == name for name in names)
     shortened = [shorten(name, 1.3, SMALL_PT) for name in names]
     axes.set_xticks(range(num_classes), shortened, rotation=0 if is_upright else 90, size=SMALL_PT)

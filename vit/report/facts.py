@@ -79,20 +79,16 @@ def config_facts(
         found.append(("size", f"{size}, {flops_per_image(model) / 1e9:.3g} GFLOP per image"))
 
     batch_size = config.data.global_batch_size
-    steps_per_epoch = plan.get("steps_per_epoch")
     data = shown(config.data.root)
-    length = f"{config.train.epochs or config.train.steps}"
-    if steps_per_epoch:
+    length = f"batches of {batch_size:,} images"
+    if plan:
+        steps_per_epoch = plan["steps_per_epoch"]
         num_images = steps_per_epoch * batch_size + plan.get("dropped_per_epoch", 0)
         data += f", {num_images:,} to train on"
-    num_evaluated = [line["num_images"] for line in history.of_kind("eval") if "num_images" in line]
-    if num_evaluated:
-        data += f", {num_evaluated[-1]:,} to evaluate on"
-    if "total_steps" in plan:
-        length = f"{plan['total_steps']:,} steps"
-    length += f" of {batch_size:,} images"
-    if "total_steps" in plan and steps_per_epoch:
-        length += f", {plan['total_steps'] / steps_per_epoch:.4g} epochs"
+        length = (
+            f"{plan['total_steps']:,} steps of {batch_size:,} images,"
+            f" {plan['total_steps'] / steps_per_epoch:.4g} epochs"
+        )
     optimizer = f"{config.optim.name}, peak learning rate {config.optim.lr:g}"
     return [*found, ("data", data), ("recipe", f"{length}; {optimizer}")]
 

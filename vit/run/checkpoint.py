@@ -307,22 +307,18 @@ def load_checkpoint(folder: Path, info: dict[str, Any], train_step: TrainStep) -
     """
     targets = named_tensors(train_step)
     try:
-        with contextlib.ExitStack() as stack:
-            files = [
-                stack.enter_context(safe_open(folder / name, framework="pt"))
-                for name in info["files"]
-            ]
+        with safe_open(folder / STATE_FILE, framework="pt") as file:
             # safetensors' file object has `keys`, but is not a dict.
-            file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-            shapes = {name: file.get_slice(name).get_shape() for name, file in file_of.items()}
+            names = file.keys()
+            shapes = {name: file.get_slice(name).get_shape() for name in names}
             _check_fit(folder, targets, shapes)
             for name, target in targets.items():
-                target.copy_(file_of[name].get_tensor(name))
+                target.copy_(file.get_tensor(name))
     except SafetensorError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     # Fields that are newer than the checkpoint have their defaults.
-    names = [field.name for field in fields(RunState) if field.name in info]
-    return RunState(**{name: info[name] for name in names})
+    known = {field.name for field in fields(RunState)} & info.keys()
+    return RunState(**{name: info[name] for name in known})
 
 
 def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[int]]) -> None:

@@ -69,11 +69,6 @@ def mark_stopped(run_dir: Path, step: int, signal_name: str) -> None:
     (run_dir / STOPPED_FILE).write_text(text + "\n")
 
 
-def clear_stopped(run_dir: Path) -> None:
-    """Remove the mark of `mark_stopped`, if there is one."""
-    (run_dir / STOPPED_FILE).unlink(missing_ok=True)
-
-
 class RunLock:
     """Keeps a second process from writing to a run folder.
 

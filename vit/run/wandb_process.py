@@ -268,11 +268,7 @@ def _show(feed: Iterator[dict[str, Any]], why_offline: str, report: Callable[...
     if why_offline:
         report(say=f"offline ({why_offline}); upload with: {sync_command}")
     else:
-        where = run.url
-        parts = folder.glob("offline-run-*/*.wandb")
-        if any(not part.with_suffix(".wandb.synced").exists() for part in parts):
-            where += f" (earlier parts are still here: {sync_command})"
-        report(say=where)
+        report(say=run.url)
     report(awaits="end")
 
     while "end" not in (message := next(feed)):
