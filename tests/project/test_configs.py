@@ -13,9 +13,9 @@ from processes import metrics, run
 
 from vit.build import build
 from vit.config.io import load_config, to_dict
+from vit.estimate.forecast import make_forecast
+from vit.estimate.gpus import find_gpu
 from vit.model import create_model
-from vit.model_summary import flops_per_image
-from vit.plan import make_plan
 from vit.ranks.distributed import World
 from vit.train import train
 
@@ -24,7 +24,6 @@ RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 OWN = ("demo", "mnist", "animals10")
 PUBLISHED = [path for path in RECIPES if not path.stem.startswith(OWN)]
 HEADER = ("source", "command")
-IMAGENET_TRAIN = 1_281_167
 
 # He et al. 2022 (arXiv 2111.06377), Table 11, "Training ViT from scratch on ImageNet": the column
 # of ViT-B.
@@ -140,26 +139,21 @@ def test_a_recipe_has_the_values_of_its_sources_table_and_no_others(path):
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
 def test_what_a_header_derives_follows_from_its_recipe(path):
-    """Steps on ImageNet, and hours: forward and backward take 3 forward passes, at 60 % of 790
-    TFLOP/s."""
-    config = load_config(path).config
-    header = " ".join(re.match(r"(#.*\n)+", path.read_text())[0].split())
-    plans = {ranks: make_plan(config, IMAGENET_TRAIN, ranks)[0] for ranks in (1, 8, 64)}
+    """Steps on ImageNet; hours and memory as `launch/plan.py` forecasts them for 8 H200."""
+    config = load_config(path, ["data.root=/none"]).config
+    text = path.read_text()
+    header = " ".join(re.match(r"(#.*\n)+", text)[0].split())
+    forecast = make_forecast(config, 8, find_gpu("H200"))
     if stated := re.search(r"are ([\d,]+) steps", header):
-        assert int(stated[1].replace(",", "")) == plans[8].total_steps
-    if stated := re.search(r"# a ceiling.*: (\d+) micro-steps", path.read_text()):
-        assert int(stated[1]) == plans[8].accumulation_steps
-    with torch.device("meta"):
-        model = create_model(config.model, num_classes=1000)
-    hours = (
-        config.train.epochs * IMAGENET_TRAIN * 3 * flops_per_image(model) / (0.6 * 790e12) / 3600
-    )
-    assert int(
-        re.search(
-            r"about (\d+) H200-hours at 60 % of 790 TFLOP/s \(arithmetic, not a measurement\)",
-            header,
-        )[1]
-    ) == round(hours)
+        assert int(stated[1].replace(",", "")) == forecast.plan.total_steps
+    if stated := re.search(r"# a ceiling.*: (\d+) micro-steps", text):
+        assert int(stated[1]) == forecast.plan.accumulation_steps
+    hours = " to ".join(f"{end:.3g}" for end in forecast.hours)
+    assert f"8 H200: {hours} h at 20 to 40 % of their peak (launch/plan.py)" in header
+    assert f"about {forecast.memory.total / 2**30:.0f} GiB (launch/plan.py)" in text
+    page = (ROOT / "docs" / "planning.md").read_text()
+    assert f"| `{path.stem}` | H200 | {forecast.memory.total / 2**30:.1f} |" in page
+    assert f"| {forecast.largest_micro_batch_size} | {hours} |" in page
 
 
 def test_the_page_has_every_recipe_and_its_published_result():

@@ -23,6 +23,9 @@ BELOW = {
     "vit.run": ("vit!", "vit.weights", *ENGINE),
     "vit.report": ("vit!", "vit.run", "vit.weights", *ENGINE),
     "vit": ("vit.run", "vit.weights", *ENGINE),
+    "vit.estimate": (
+        *("vit!", "vit.optim", "vit.run", "vit.data", "vit.config", "vit.ranks", "vit.system"),
+    ),
     "data_prep": ("vit.data.shards", "vit.data.storage", "vit.data.decode", "vit.system"),
     "launch": ("vit",),
 }

@@ -1,0 +1,171 @@
+"""What a run will need, before it starts: memory, hours, cost, cores and disk.
+
+    python launch/plan.py --config configs/vit_l16.yaml --gpus 8xH200
+    python launch/plan.py --config configs/vit_b16.yaml --gpus 64xH100 --price 3.5
+    python launch/plan.py --config configs/vit_h14.yaml --gpus 16xA100-40GB data.micro_batch_size=32
+
+Neither a GPU nor the data are needed: memory is counted on tensors without memory, and ImageNet-1k
+is assumed where the shards cannot be opened. `--json` prints one object; its `fits` says
+whether the GPUs have the memory. Exit status: 0, or 2 after a mistake of the user.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import check_versions  # noqa: F401
+
+from vit.config.hints import setting_for
+from vit.config.io import load_config
+from vit.estimate.forecast import (
+    GIB,
+    IMAGES_PER_CORE_S,
+    SHARD_BYTES_PER_IMAGE,
+    Forecast,
+    make_forecast,
+    usable_bytes,
+)
+from vit.estimate.gpus import GPUS, parse_gpus
+from vit.ranks.exit import run_command
+from vit.system.command_line import Parser
+
+
+def main() -> None:
+    """Run the command line above."""
+    args = read_command_line()
+    num_gpus, gpu = parse_gpus(args.gpus)
+    config, _ = load_config(args.config, args.overrides)
+    forecast = make_forecast(config, num_gpus, gpu)
+    if args.json:
+        print(json.dumps(as_json(forecast, args.price), indent=1))
+    else:
+        print(as_text(config.model.name, forecast, args.price))
+
+
+def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+    """Return the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    parser = Parser("python launch/plan.py", __doc__, setting_for)
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of a recipe")
+    parser.add_argument(
+        "--gpus",
+        required=True,
+        metavar="NxNAME",
+        help=f"how many of which GPU: {', '.join(gpu.name for gpu in GPUS)}",
+    )
+    parser.add_argument(
+        "--price", type=float, metavar="P", help="of one GPU for an hour, in any currency"
+    )
+    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
+    )
+    return parser.parse_intermixed_args(words)
+
+
+def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
+    """Return the forecast for people, a line for each question."""
+    plan = forecast.plan
+    gpu = forecast.gpu
+    num_gpus = forecast.num_gpus
+    rank_batch = plan.micro_batch_size * plan.accumulation_steps
+    peak_tflops = gpu.peak_tflops(forecast.precision)
+    slow, fast = forecast.images_per_s
+    hours = forecast.hours
+    gpu_hours = [num_gpus * each for each in hours]
+    lines = {
+        "data": f"{forecast.data.num_images:,} images",
+        "steps": f"{plan.total_steps:,} of {plan.global_batch_size:,} images: {rank_batch}"
+        f" a GPU, in {plan.accumulation_steps} pass(es) of {plan.micro_batch_size}",
+        "memory": _memory(forecast),
+        "micro-batch": _micro_batch(forecast),
+        "speed": f"{_range((slow, fast))} images/s, a GPU"
+        f" {_range((slow / num_gpus, fast / num_gpus))}: {_percent(forecast)} of the peak"
+        f" ({forecast.speed.source})",
+        "time": f"{_range(hours)} h, {_range(gpu_hours)} GPU-hours, evaluations included",
+        "cores": f"{_range(forecast.cores_per_gpu)} for each GPU, or decoding is the limit"
+        f" ({IMAGES_PER_CORE_S:,} images/s a core from shards at 116 kB an image, measured)",
+        "disk": _disk(forecast),
+    }
+    if forecast.data.assumed:
+        lines["data"] += f" and all steps are ImageNet-1k's, assumed: {forecast.data.assumed}"
+    if price is not None:
+        lines["cost"] = f"{_range([price * each for each in gpu_hours])} at {price:g} a GPU-hour"
+    title = (
+        f"{model_name} on {num_gpus} x {gpu.name} ({forecast.precision}: peak"
+        f" {peak_tflops:,.0f} TFLOP/s; {gpu.memory_gib} GiB)"
+    )
+    return "\n".join([title, *(f"  {name:12} {text}" for name, text in lines.items())])
+
+
+def as_json(forecast: Forecast, price: float | None) -> dict[str, Any]:
+    """Return the forecast as numbers; pairs are [least, most]."""
+    gpu_hours = [forecast.num_gpus * hours for hours in forecast.hours]
+    return {
+        "gpu": asdict(forecast.gpu),
+        "num_gpus": forecast.num_gpus,
+        "plan": asdict(forecast.plan),
+        "data": asdict(forecast.data),
+        "fits": forecast.fits,
+        "memory_bytes": {**asdict(forecast.memory), "total": forecast.memory.total},
+        "usable_bytes": int(usable_bytes(forecast.gpu)),
+        "largest_micro_batch_size": forecast.largest_micro_batch_size,
+        "gflop_per_image": forecast.forward_flops / 1e9,
+        "mfu": [forecast.speed.low, forecast.speed.high],
+        "mfu_source": forecast.speed.source,
+        "images_per_s": forecast.images_per_s,
+        "hours": forecast.hours,
+        "gpu_hours": gpu_hours,
+        "cost": None if price is None else [price * hours for hours in gpu_hours],
+        "cores_per_gpu": forecast.cores_per_gpu,
+        "run_folder_bytes": forecast.disk.total_bytes,
+    }
+
+
+def _memory(forecast: Forecast) -> str:
+    memory = forecast.memory
+    parts = ", ".join(
+        f"{name} {value / GIB:.2f}" for name, value in asdict(memory).items() if value >= GIB / 200
+    )
+    verdict = "" if forecast.fits else "DOES NOT FIT: "
+    return (
+        f"{verdict}{memory.total / GIB:.1f} of {usable_bytes(forecast.gpu) / GIB:.1f} GiB that a"
+        f" step may use: {parts}; without torch.compile, which needs less"
+    )
+
+
+def _micro_batch(forecast: Forecast) -> str:
+    largest = forecast.largest_micro_batch_size
+    planned = forecast.plan.micro_batch_size
+    if not largest:
+        return "none fits: use GPUs with more memory, or a smaller model or image size"
+    if largest == planned:
+        return f"{planned} is the largest that fits"
+    what = "fewer passes" if largest > planned else "so that it fits"
+    return f"{largest} is the largest that fits: data.micro_batch_size={largest} ({what})"
+
+
+def _disk(forecast: Forecast) -> str:
+    disk = forecast.disk
+    shards_gb = forecast.data.num_images * SHARD_BYTES_PER_IMAGE / 1e9
+    return (
+        f"{disk.total_bytes / GIB:.1f} GiB for the run ({disk.num_checkpoints} checkpoints of"
+        f" {disk.checkpoint_bytes / GIB:.2f} GiB, weights {disk.weights_bytes / GIB:.2f} GiB);"
+        f" shards about {shards_gb:,.0f} GB if images are as large as ImageNet's"
+    )
+
+
+def _range(ends: Sequence[float]) -> str:
+    """Return the least and the most with three digits: `3.56 to 7.13`, or one if they are equal."""
+    return " to ".join(dict.fromkeys(f"{float(f'{end:.3g}'):,g}" for end in ends))
+
+
+def _percent(forecast: Forecast) -> str:
+    return f"{_range([100 * forecast.speed.low, 100 * forecast.speed.high])} %"
+
+
+if __name__ == "__main__":
+    run_command(main)

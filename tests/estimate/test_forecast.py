@@ -1,0 +1,96 @@
+"""Hours, sizes and limits next to sums by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vit.config.io import load_config
+from vit.config.schema import Config
+from vit.estimate.forecast import (
+    GIB,
+    IMAGES_PER_CORE_S,
+    MFU_RANGE,
+    expected_speed,
+    largest_micro_batch,
+    make_forecast,
+    usable_bytes,
+)
+from vit.estimate.gpus import find_gpu
+from vit.estimate.memory import step_memory
+
+H200 = find_gpu("H200")
+TINY = {"name": "vit_ti16", "depth": 2, "image_size": 64}
+
+
+def config_of(**sections: dict) -> Config:
+    base = {"data": {"root": "none", "global_batch_size": 64}, "train": {"steps": 10}}
+    return Config.model_validate({**base, **sections})
+
+
+def write_results(folder, name="2026-11-22-gpu-h200.json", gpu="H200", **row):
+    row = {"model": "vit_b16", "precision": "bf16", "mfu": 0.31, **row}
+    (folder / name).write_text(json.dumps({"gpu": gpu, "training": [row]}))
+
+
+def test_vit_b16_on_8_h200_by_hand():
+    """300 epochs of 312 batches of 4,096; 35.13 GFLOP forward, three times that in training."""
+    config = load_config("vit_b16", ["data.root=/nonexistent"]).config
+    forecast = make_forecast(config, 8, H200)
+    assert forecast.plan.total_steps == 93_600
+    assert forecast.forward_flops == pytest.approx(35.13e9, rel=1e-3)
+    images = 93_600 * 4096
+    evaluated = 300 // config.eval.every_epochs * 50_000 * 2
+    flops = 35.13e9 * (3 * images + evaluated)
+    hours = [flops / (989.4e12 * 8 * mfu) / 3600 for mfu in reversed(MFU_RANGE)]
+    assert forecast.hours == pytest.approx(hours, rel=1e-3)
+    rates = [mfu * 989.4e12 * 8 / (3 * 35.13e9) for mfu in MFU_RANGE]
+    assert forecast.images_per_s == pytest.approx(rates, rel=1e-3)
+    cores = [rate / 8 / IMAGES_PER_CORE_S for rate in rates]
+    assert forecast.cores_per_gpu == pytest.approx(cores, rel=1e-3)
+    assert "/nonexistent" in forecast.data.assumed
+
+
+def test_data_that_are_there_are_not_assumed(shards):
+    config = config_of(data={"root": str(shards), "global_batch_size": 4}, train={"epochs": 2})
+    data = make_forecast(config, 2, H200).data
+    assert (data.num_classes, data.num_images, data.num_val_images) == (3, 60, 23)
+    assert data.assumed == ""
+
+
+def test_a_measured_share_of_the_peak_replaces_the_range(tmp_path):
+    config = config_of(model={"name": "vit_b16"}, train={"steps": 1, "precision": "bf16"})
+    assert expected_speed(config, H200, tmp_path).low == MFU_RANGE[0]
+    write_results(tmp_path, "2026-11-22-gpu-a.json", gpu="H100", mfu=0.5)
+    write_results(tmp_path, "2026-11-22-gpu-b.json", model="vit_l16", mfu=0.5)
+    write_results(tmp_path, "2026-11-22-gpu-c.json", precision="fp32", mfu=0.5)
+    assert expected_speed(config, H200, tmp_path).low == MFU_RANGE[0]
+    write_results(tmp_path, "2026-11-22-gpu-d.json")
+    write_results(tmp_path, "2026-11-23-gpu-e.json", mfu=0.3)
+    speed = expected_speed(config, H200, tmp_path)
+    assert (speed.low, speed.high) == (0.31, 0.31)
+    assert "2026-11-22-gpu-d.json" in speed.source
+
+
+@pytest.mark.parametrize("gpu", ["RTX-4090", "H200"])
+def test_the_largest_micro_batch_fits_and_the_next_one_does_not(gpu):
+    config = config_of(
+        model={"name": "vit_b16", "image_size": 384, "depth": 6},
+        data={"root": "none", "global_batch_size": 1024},
+        augment={"mixup_alpha": 0.8, "mix_group_size": 4},
+    )
+    largest = largest_micro_batch(config, 1000, 2, find_gpu(gpu))
+    budget = usable_bytes(find_gpu(gpu))
+    assert largest % 4 == 0
+    assert 512 % largest == 0
+    assert step_memory(config, 1000, largest, 512, 2).total <= budget
+    assert largest == 512 or step_memory(config, 1000, 2 * largest, 512, 2).total > budget
+
+
+def test_a_model_that_is_too_large():
+    config = config_of(model={"name": "vit_h14", "embed_dim": 5120, "num_heads": 40})
+    forecast = make_forecast(config, 1, find_gpu("RTX-4090"))
+    assert forecast.largest_micro_batch_size == 0
+    assert not forecast.fits
+    assert forecast.memory.weights > 23.5 * GIB

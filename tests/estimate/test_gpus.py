@@ -1,0 +1,70 @@
+"""GPUs by the names of people and of drivers."""
+
+from __future__ import annotations
+
+import pytest
+
+from vit.estimate.gpus import GPUS, find_device, find_gpu, parse_gpus
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("H200", "H200"),
+        ("h100", "H100"),
+        ("H100-SXM5", "H100"),
+        ("h100 pcie", "H100-PCIe"),
+        ("A100-80GB", "A100"),
+        ("a100_40gb", "A100-40GB"),
+        ("4090", "RTX-4090"),
+        ("rtx4090", "RTX-4090"),
+    ],
+)
+def test_the_names_of_people(typed, name):
+    assert find_gpu(typed).name == name
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_the_names_of_drivers(reported, name):
+    assert find_device(reported).name == name
+
+
+@pytest.mark.parametrize("reported", ["NVIDIA GeForce RTX 4090 D", "NVIDIA GB200", "Tesla T4", ""])
+def test_a_gpu_that_the_table_does_not_have(reported):
+    assert find_device(reported) is None
+
+
+def test_every_gpu_is_found_by_its_own_name():
+    assert [find_gpu(gpu.name) for gpu in GPUS] == list(GPUS)
+
+
+def test_a_number_of_gpus():
+    assert parse_gpus("8xH200") == (8, find_gpu("H200"))
+    assert parse_gpus(" 64 x h100-pcie ") == (64, find_gpu("H100-PCIe"))
+    assert parse_gpus("L40S") == (1, find_gpu("L40S"))
+
+
+@pytest.mark.parametrize("text", ["", "0xH200", "x", "8x"])
+def test_what_is_not_a_number_of_gpus(text):
+    with pytest.raises(ValueError, match=r"8xH200|is not in the table"):
+        parse_gpus(text)
+
+
+def test_an_unknown_name_gets_the_known_ones():
+    with pytest.raises(ValueError, match=r"'H300' is not in the table .*did you mean h.*MI300X"):
+        parse_gpus("8xH300")

@@ -1,0 +1,158 @@
+"""Counted bytes of a step next to what the process really took, and to sums by hand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vit.config.schema import Config
+from vit.estimate.memory import LiveBytes, step_memory
+from vit.model import create_model
+
+MIB = 2**20
+ROOT = Path(__file__).parents[2]
+
+
+def config_of(**sections: dict) -> Config:
+    base = {"data": {"root": "none", "global_batch_size": 16}, "train": {"steps": 1}}
+    return Config.model_validate({**base, **sections})
+
+
+SMALL = {"name": "vit_s16", "depth": 4, "image_size": 160}
+STEP = """
+import re, sys, torch
+import numpy as np
+from vit.config.schema import AugmentConfig, Config
+from vit.data.augment.apply import create_augment
+from vit.data.augment.table import table_layout
+from vit.data.batches import Batch
+from vit.model import create_model
+from vit.optim.optimizer import create_optimizer
+from vit.ranks.distributed import World
+from vit.step import TrainStep
+
+def status(key):
+    return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+config = Config.model_validate(CONFIG)
+rows, device = ROWS, torch.device("cpu")
+model = create_model(config.model, num_classes=1000)
+step = TrainStep(
+    model, model, create_optimizer(model, config.optim),
+    create_augment(AugmentConfig(), config.data, 1000, device), World(0, 1, device),
+    lr_at=lambda step: 1e-3, micro_batch_size=ROWS, precision=config.train.precision,
+)
+def batch(rows):
+    columns = table_layout(AugmentConfig()).width
+    return Batch(
+        torch.zeros(rows, 3, 160, 160, dtype=torch.uint8), torch.zeros(rows, dtype=torch.int64),
+        torch.ones(rows), torch.zeros(rows, columns), torch.arange(rows),
+    )
+step(batch(2), 0).read()  # what libraries allocate once
+images = batch(rows)
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # the peak from here on
+step(images, 1).read()
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_counted_is_measured_within_a_tenth(precision):
+    rows = 48
+    train = {"steps": 1, "precision": precision}
+    sections = {"model": SMALL, "train": train, "optim": {"clip_grad_norm": 1.0}}
+    config = config_of(**sections)
+    counted = step_memory(config, 1000, rows, rows, 1)
+    code = STEP.replace("ROWS", str(rows)).replace("CONFIG", repr(config.model_dump()))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        # Freed memory must go back at once, or the peak of earlier steps would be measured.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    measured = int(done.stdout)
+    assert counted.gradients + counted.activations == pytest.approx(measured, rel=0.1)
+
+
+def test_parts_that_follow_from_the_number_of_parameters():
+    config = config_of(model=SMALL, train={"steps": 1, "ema_decay": 0.9999})
+    with torch.device("meta"):
+        model = create_model(config.model, num_classes=1000)
+    stored = sum(parameter.nbytes for parameter in model.parameters())
+    memory = step_memory(config, 1000, 8, 16, world_size=2)
+    assert memory.weights == memory.gradients == memory.average == stored
+    assert 2 * stored <= memory.optimizer < 2 * stored + 8 * len(list(model.parameters()))
+    assert memory.batches == 2 * 16 * 3 * 160 * 160
+    assert memory.total == sum(memory.__dict__.values())
+
+
+def test_passes_in_turn_need_less_than_one_of_all():
+    config = config_of(model=SMALL)
+    at_once = step_memory(config, 1000, 16, 16, 2)
+    in_turn = step_memory(config, 1000, 4, 16, 2)
+    assert in_turn.activations < 0.4 * at_once.activations
+    assert in_turn.batches == at_once.batches
+
+
+def test_gradients_count_only_where_they_exist_at_the_peak():
+    """On one GPU they come while activations go; DDP's buckets hold them all the time."""
+    config = config_of(model=SMALL)
+    alone = step_memory(config, 1000, 16, 16, 1)
+    in_ddp = step_memory(config, 1000, 16, 16, 2)
+    assert alone.gradients < in_ddp.gradients == in_ddp.weights
+
+
+def test_bf16_keeps_less_than_fp32():
+    fp32, bf16 = (
+        step_memory(config_of(model=SMALL, train={"steps": 1, "precision": name}), 1000, 16, 16, 1)
+        for name in ("fp32", "bf16")
+    )
+    assert 0.4 * fp32.activations < bf16.activations < 0.75 * fp32.activations
+
+
+def test_live_bytes_follow_tensors_and_not_views():
+    with LiveBytes() as live:
+        first = torch.zeros(MIB, dtype=torch.uint8)
+        view = first[: MIB // 2].view(-1, 2)
+        assert live.now == MIB
+        del first
+        assert live.now == MIB, "the view holds it"
+        second = view + 1
+        assert live.now == MIB + MIB // 2 == live.peak
+        del view, second
+        assert live.now == 0
+    assert live.peak == MIB + MIB // 2
+
+
+def test_a_model_of_timm():
+    config = config_of(model={"name": "timm/resnet18", "image_size": 64})
+    memory = step_memory(config, 10, 4, 8, 1)
+    assert memory.weights == pytest.approx(4 * 11.18e6, rel=0.01)
+    assert memory.activations > 4 * MIB
+
+
+def test_no_memory_is_taken_for_a_model_of_gigabytes():
+    """Six blocks of ViT-H at a batch of 10 GiB; this process gets one more than it has."""
+    code = f"""
+import resource, re
+from vit.estimate.memory import step_memory
+from vit.config.schema import Config
+used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
+config = Config.model_validate({config_of(model={"name": "vit_h14", "depth": 6}).model_dump()!r})
+print(step_memory(config, 1000, 128, 128, 1).total)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert int(re.sub(r"\D", "", done.stdout)) > 10 * 2**30

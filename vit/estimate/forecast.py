@@ -1,0 +1,210 @@
+"""How long a run takes, what it costs and whether it fits, from a config and a number of GPUs.
+
+Steps and batches are those of `vit.plan`, bytes those of `vit.estimate.memory`. Time follows from
+operations: three forward passes an image (one forward, two backward), at a share of the GPU's peak
+(MFU) that was measured on such a GPU, or else at a stated range of it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vit.config.schema import Config
+from vit.data.augment.draw import mixes
+from vit.data.order import divisors
+from vit.estimate.gpus import Gpu
+from vit.estimate.memory import StepMemory, step_memory
+from vit.model import create_model
+from vit.model_summary import flops_per_image
+from vit.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
+from vit.plan import IMAGENET_IMAGES, Plan, make_plan
+from vit.run.preflight import DiskNeeds, disk_needs
+from vit.system.files import ShardError
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+"""What `launch/bench.py` and `make gpu-check` have measured; an installed package has none."""
+MFU_RANGE = (0.2, 0.4)
+"""Where nothing was measured. Published for training ViTs: ViT-5-B on H100s 22.5 % end to end and
+28 % without data (nvSubquadratic, docs/benchmarks.md), ViT g/14 29 % (NVIDIA NeMo)."""
+RESERVED_GIB = 1.5
+"""CUDA's context, work space of cuBLAS and cuDNN, buffers of NCCL; not measured here."""
+USABLE_SHARE = 0.95
+"""Of the rest: the allocator cannot use every gap between tensors. Not measured here."""
+IMAGES_PER_CORE_S = 1034
+"""Training images of 116 kB that a core of an Intel Xeon makes ready at 224 px
+(benchmarks/results/2026-11-21-loader-intel-xeon-processor.md)."""
+SHARD_BYTES_PER_IMAGE = 122_000
+"""ImageNet's shards take 156 GB (docs/data.md)."""
+IMAGENET_VAL_IMAGES = 50_000
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class DataSize:
+    """What a forecast needs to know of the data."""
+
+    num_classes: int
+    num_val_images: int
+    num_images: int
+    assumed: str
+    """Why the numbers are ImageNet-1k's; "" if they are those of the data."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The share of the peak that a GPU is expected to reach, least and most."""
+
+    low: float
+    high: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run on `num_gpus` of `gpu`. Pairs are (least, most)."""
+
+    gpu: Gpu
+    num_gpus: int
+    precision: str
+    plan: Plan
+    data: DataSize
+    memory: StepMemory
+    """At `plan.micro_batch_size`."""
+    largest_micro_batch_size: int
+    """The largest that divides the rank's batch and fits; 0 if none does."""
+    disk: DiskNeeds
+    speed: Speed
+    forward_flops: int
+    """Operations of one image's forward pass."""
+    train_images: int
+    """Trained on from the first step to the last, each as often as it comes."""
+    eval_images: int
+    """Forward passes of all evaluations."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step at the planned micro-batch fits into the GPU."""
+        return self.memory.total <= usable_bytes(self.gpu)
+
+    @property
+    def images_per_s(self) -> tuple[float, float]:
+        """Training images per second, of all GPUs together."""
+        slow, fast = self._flops_per_s
+        return slow / (3 * self.forward_flops), fast / (3 * self.forward_flops)
+
+    @property
+    def hours(self) -> tuple[float, float]:
+        """Hours of training with its evaluations."""
+        flops = self.forward_flops * (3 * self.train_images + self.eval_images)
+        slow, fast = self._flops_per_s
+        return flops / fast / 3600, flops / slow / 3600
+
+    @property
+    def cores_per_gpu(self) -> tuple[float, float]:
+        """Cores that make images ready as fast as one GPU takes them."""
+        slow, fast = self.images_per_s
+        return slow / self.num_gpus / IMAGES_PER_CORE_S, fast / self.num_gpus / IMAGES_PER_CORE_S
+
+    @property
+    def _flops_per_s(self) -> tuple[float, float]:
+        peak = self.gpu.peak_tflops(self.precision) * 1e12 * self.num_gpus
+        return self.speed.low * peak, self.speed.high * peak
+
+
+def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESULTS) -> Forecast:
+    """Forecast the run of `config`; where its data cannot be opened, of one over ImageNet-1k.
+
+    Raises ValueError as `vit.plan.make_plan`, for sizes that do not divide.
+    """
+    data, plan = _plan(config, num_gpus)
+    with torch.device("meta"):
+        model = create_model(config.model, num_classes=data.num_classes)
+    num_evaluations = sum(plan.evaluates_at(step) for step in range(1, plan.total_steps + 1))
+    num_models = 1 if config.train.ema_decay is None else 2
+    return Forecast(
+        gpu=gpu,
+        num_gpus=num_gpus,
+        precision=config.train.precision,
+        plan=plan,
+        data=data,
+        memory=step_memory(
+            config,
+            data.num_classes,
+            plan.micro_batch_size,
+            plan.micro_batch_size * plan.accumulation_steps,
+            num_gpus,
+        ),
+        largest_micro_batch_size=largest_micro_batch(config, data.num_classes, num_gpus, gpu),
+        disk=disk_needs(
+            config.model, config.optim, config.train, config.checkpoint, plan, data.num_classes
+        ),
+        speed=expected_speed(config, gpu, results),
+        forward_flops=flops_per_image(model),
+        train_images=plan.total_steps * plan.global_batch_size,
+        eval_images=num_evaluations * num_models * data.num_val_images,
+    )
+
+
+def usable_bytes(gpu: Gpu) -> float:
+    """Return the memory of `gpu` that a training step may fill."""
+    return (gpu.memory_gib - RESERVED_GIB) * USABLE_SHARE * GIB
+
+
+def largest_micro_batch(config: Config, num_classes: int, num_gpus: int, gpu: Gpu) -> int:
+    """Return the largest micro-batch that divides a rank's batch and fits into `gpu`, 0 for none.
+
+    Two small sizes give the bytes per image: what a step keeps grows by the same for each.
+    """
+    rank_batch = config.data.global_batch_size // num_gpus
+    unit = config.augment.mix_group_size if mixes(config.augment) else 1
+    sizes = [size for size in divisors(rank_batch) if size % unit == 0]
+
+    def bytes_at(micro_batch_size: int) -> int:
+        return step_memory(config, num_classes, micro_batch_size, rank_batch, num_gpus).total
+
+    # From 8 images on: below, temporaries that do not grow with the batch may be the peak.
+    least = 8 * unit
+    at_least = bytes_at(least)
+    per_image = (bytes_at(2 * least) - at_least) / least
+    budget = usable_bytes(gpu)
+    fitting = [size for size in sizes if at_least + (size - least) * per_image <= budget]
+    return max(fitting, default=0)
+
+
+def expected_speed(config: Config, gpu: Gpu, results: Path = RESULTS) -> Speed:
+    """Return the MFU that `results` have for this model on this GPU, or the published range.
+
+    The fastest row counts, since it is what the settings it names reach.
+    """
+    best: tuple[float, str] | None = None
+    for path in sorted(results.glob("*-gpu-*.json")):
+        measured = json.loads(path.read_text())
+        for row in measured["training"]:
+            same = row["model"] == config.model.name and measured["gpu"] == gpu.name
+            if same and row["precision"] == config.train.precision:
+                best = max(best or (0.0, ""), (row["mfu"], path.name))
+    if best is not None:
+        return Speed(best[0], best[0], f"measured, benchmarks/results/{best[1]}")
+    low, high = MFU_RANGE
+    return Speed(low, high, "not measured on this GPU: published ViT training has 22 to 29 %")
+
+
+def _plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
+    """Return the size of the data and the plan for them."""
+    at_once = config.data.model_copy(update={"patience_s": 0.0})
+    try:
+        val_split = open_split(at_once, config.data.val_split)
+        splits = open_train_splits(at_once)
+    except ShardError as error:
+        images = config.data.num_samples or IMAGENET_IMAGES
+        plan, _ = make_plan(config, images, num_gpus)
+        classes = config.model.num_classes or 1000
+        return DataSize(classes, IMAGENET_VAL_IMAGES, images, str(error)), plan
+    train = choose_train_set(config.data, splits, val_split, num_classes=config.model.num_classes)
+    plan, order = make_plan(config, train.num_draws, num_gpus, train.shares)
+    classes = choose_num_classes(config.model, config.data, train.split, val_split)
+    return DataSize(classes, val_split.num_samples, order.num_samples, ""), plan

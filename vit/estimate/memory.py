@@ -1,0 +1,185 @@
+"""Bytes of a training step on one device, counted without computing it.
+
+`vit.step.TrainStep` itself runs under torch's FakeTensorMode: each operation gets the shape of its
+result and no memory. Every storage that appears is added to a sum, and taken off when the last
+tensor that uses it goes, as an allocator would do it:
+
+    config -> model, optimizer and batch without memory -> TrainStep -> `StepMemory`, part by part
+
+The device is a "cpu" that computes nothing, because torch's autograd asks for a real context on a
+GPU that is not there. What is kept for the backward pass is the same on both: autocast casts the
+same tensors, and attention keeps its inputs, its output and one number a row.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from vit.config.schema import AugmentConfig, Config
+from vit.data.augment.apply import create_augment
+from vit.data.augment.table import table_layout
+from vit.data.batches import Batch
+from vit.model import create_model
+from vit.optim.optimizer import create_optimizer
+from vit.ranks.distributed import World
+from vit.step import TrainStep
+
+BATCHES_ON_DEVICE = 2
+"""A rank's batch in use, and the next one, which is copied meanwhile."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on one device at the peak of a training step."""
+
+    weights: int
+    """Parameters and buffers."""
+    gradients: int
+    """Those that exist at the peak."""
+    optimizer: int
+    average: int
+    batches: int
+    activations: int
+    """What the backward pass needs of the forward pass, and temporaries at the peak."""
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(astuple(self))
+
+
+def step_memory(
+    config: Config, num_classes: int, micro_batch_size: int, rank_batch_size: int, world_size: int
+) -> StepMemory:
+    """Count the bytes of one step of `rank_batch_size` images, in passes of `micro_batch_size`.
+
+    Without torch.compile, which needs less. The augmentation's temporaries are not in it: they are
+    gone before the forward pass, and smaller than what that keeps.
+    """
+    device = torch.device("cpu")
+    with torch.device("meta"):
+        model: Any = create_model(config.model, num_classes=num_classes)
+    model.train()
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+        _drop_memory(model, device)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        weights = live.now
+        optimizer = create_optimizer(model, config.optim)
+        state = live.now - weights
+        average = 0
+        if config.train.ema_decay is not None:
+            # `Ema` copies a module, which fake tensors do not allow; its update is in place.
+            average = sum(tensor.nbytes for tensor in model.state_dict().values())
+        if world_size > 1:
+            # DDP keeps the gradients in its buckets from step to step.
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        # One pass after another: what counts is that gradients exist when the second one begins.
+        batch = _batch(model, min(rank_batch_size, 2 * micro_batch_size), device)
+        train_step = TrainStep(
+            model,
+            model,
+            optimizer,
+            create_augment(AugmentConfig(), config.data, num_classes, device),
+            World(0, 1, device),
+            lr_at=lambda step: config.optim.lr,
+            micro_batch_size=micro_batch_size,
+            precision=config.train.precision,
+            label_smoothing=config.loss.label_smoothing,
+            clip_grad_norm=config.optim.clip_grad_norm,
+        )
+        before = live.now
+        live.begin(lambda: sum(p.grad.nbytes for p in parameters if p.grad is not None))
+        train_step(batch, 0)
+        # Gradients in buckets are part of `before`.
+        in_buckets = sum(p.nbytes for p in parameters) if world_size > 1 else 0
+        activations = live.peak - before - (live.gradients_at_peak - in_buckets)
+        image_bytes = batch.images[0].nbytes
+    return StepMemory(
+        weights=weights,
+        gradients=live.gradients_at_peak,
+        optimizer=state,
+        average=average,
+        batches=BATCHES_ON_DEVICE * rank_batch_size * image_bytes,
+        activations=activations,
+    )
+
+
+class LiveBytes(TorchDispatchMode):
+    """Sums the bytes of all storages that operations make while they live.
+
+    now, peak: bytes. gradients_at_peak: what the function of `begin` returned at the peak.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self.gradients_at_peak = 0
+        self._sizes: dict[int, int] = {}
+        self._count_gradients: Callable[[], int] = lambda: 0
+
+    def begin(self, count_gradients: Callable[[], int]) -> None:
+        """Look for the peak from here on."""
+        self.peak = 0
+        self._count_gradients = count_gradients
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_iter(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        # The object of a storage lives as long as any tensor that uses it.
+        weakref.finalize(storage, self._remove, key)
+        if self.now > self.peak:
+            self.peak = self.now
+            self.gradients_at_peak = self._count_gradients()
+
+    def _remove(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def _drop_memory(model: nn.Module, device: torch.device) -> None:
+    """Put `model`, which is on the meta device, on a device without memory; under FakeTensorMode.
+
+    `Module.to_empty` does not work there: it swaps tensors, which fake ones refuse.
+    """
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                module._parameters[name] = nn.Parameter(empty, parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+
+
+def _batch(model: Any, rows: int, device: torch.device) -> Batch:
+    """Return a batch of the model's size that nothing is done to."""
+    columns = table_layout(AugmentConfig()).width
+    return Batch(
+        torch.empty(rows, model.in_chans, *model.image_size, dtype=torch.uint8, device=device),
+        torch.zeros(rows, dtype=torch.int64, device=device),
+        torch.ones(rows, device=device),
+        torch.zeros(rows, columns),
+        torch.arange(rows),
+    )
