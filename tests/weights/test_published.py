@@ -481,7 +481,7 @@ def test_by_the_settings_beside_it(tmp_path):
             None,
             r"checkpoint-99.pth: neither its name nor a config.json next to it .* --model NAME",
         ),
-        ("vit_bas_patch16_224.pth", None, "nearest: .*vit_base_patch16_224"),
+        ("vit_bas_patch16_224.pth", None, "did you mean .*vit_base_patch16_224"),
         (
             "deit3_base_patch16_224.pth",
             None,
@@ -490,9 +490,9 @@ def test_by_the_settings_beside_it(tmp_path):
         (
             "x.pth",
             "vit_base_patch16_224.augreg_in2",
-            "in neither .* nearest: vit_base_patch16_224.augreg_in1k",
+            "in neither .*did you mean vit_base_patch16_224.augreg_in1k",
         ),
-        ("x.pth", "timm/vit_bsae_patch16_224", "nearest: .*vit_base_patch16_224"),
+        ("x.pth", "timm/vit_bsae_patch16_224", "did you mean .*vit_base_patch16_224"),
         (
             "x.pth",
             "vgg99",

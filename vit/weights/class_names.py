@@ -29,29 +29,26 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
         if counts:
             return f"{counts}, and no names to compare them by: labels are compared by number"
         # Equal counts prove little: classes numbered from 1, or two sets of ten classes, have them.
-        if known:
-            return "the data have no names of classes, the model has: labels are compared by number"
-        return ""
+        told = "the data have no names of classes, the model has: labels are compared by number"
+        return told if known else ""
     differing = [n for n, name in enumerate(names) if [name] != known[n : n + 1]]
     if not differing:
-        if len(names) == len(known):
-            return ""
-        return f"{len(names):,} classes in the data, the first of the model's {len(known):,}"
-    shown = []
-    for n in differing[:3]:
-        in_model = repr(known[n]) if n < len(known) else "nothing"
-        shown.append(f"label {n} is {names[n]!r} in the data, {in_model} in the model")
-    if len(differing) > 3:
-        shown[-1] += f" and {len(differing) - 3:,} more"
+        first = f"{len(names):,} classes in the data, the first of the model's {len(known):,}"
+        return "" if len(names) == len(known) else first
+    shown = [
+        f"label {n} is {names[n]!r} in the data, {repr(known[n]) if n < len(known) else 'nothing'}"
+        " in the model"
+        for n in differing[:3]
+    ]
+    more = f" and {len(differing) - 3:,} more" if len(differing) > 3 else ""
     agree = f"{len(names) - len(differing):,} of {len(names):,} names agree"
-    if counts:
-        agree += f"; {counts}"
     if sorted(known) == sorted(names):
         meaning = "they are in a different order, so the accuracy means nothing: write new shards"
     elif len(differing) < len(names):
         meaning = "the accuracy counts these labels as the model's"
-    elif counts:
-        meaning = "the accuracy means nothing"
     else:
         meaning = "the accuracy means nothing, unless only the names differ"
-    return f"the data's classes are not the model's: {', '.join(shown)} ({agree}): {meaning}"
+    return (
+        f"the data's classes are not the model's: {', '.join(shown)}{more}"
+        f" ({'; '.join(filter(None, (agree, counts)))}): {meaning}"
+    )

@@ -23,7 +23,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,17 +121,17 @@ def _torch_load(path: Path) -> Any:
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except pickle.UnpicklingError as error:
+    except (
+        *(pickle.UnpicklingError, RuntimeError, EOFError, OSError),
+        *(ValueError, LookupError, AttributeError),
+    ) as error:  # damaged files raise all of these
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if found:
+        if found and isinstance(error, pickle.UnpicklingError):
             raise WeightsError(
                 f"{path} holds pickled objects ({found[1]}), which can run code, and is refused: if"
                 " you trust it, open it with torch.load(weights_only=False) and save its state"
                 " dict alone"
             ) from error
-        raise WeightsError(f"{path} is cut short or no checkpoint: copy it again") from error
-    except (RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeError) as error:
-        # Damaged files raise all of these.
         reason = (str(error).splitlines() or [""])[0][:200]
         raise WeightsError(
             f"{path} is cut short or no checkpoint ({type(error).__name__}: {reason}): copy it"
@@ -172,8 +172,7 @@ def load_weights(
     head = _head_prefixes(model)
     if reset_head:
         dropped = [name for name in source if name.startswith(head)]
-        for name in dropped:
-            del source[name]
+        source = {name: value for name, value in source.items() if name not in dropped}
         outcome = f"dropped {_few(dropped)}" if dropped else "the source has none"
         notes.append(f"the head is new: {outcome}")
     if "pos_embed" in source and "pos_embed" in target:
@@ -231,11 +230,8 @@ def _fit_posemb(
     # A source has positions for its prefix tokens (ViT, DeiT), or not (DeiT III). Without a given
     # grid squares come before the model's own one: 8x32 and 16x16 are both 256, and published
     # weights are square.
-    if grid is None:
-        square, square_without_prefix = math.isqrt(length_of_grid), math.isqrt(length)
-        candidates = [(square, square), (square_without_prefix,) * 2, new_grid]
-    else:
-        candidates = [(grid[0], grid[1])]
+    squares = [(math.isqrt(number),) * 2 for number in (length_of_grid, length)]
+    candidates = [*squares, new_grid] if grid is None else [grid]
     fitting = [hw for hw in candidates if math.prod(hw) in (length_of_grid, length)]
     if not fitting:
         assumed = "a square grid" if grid is None else f"a grid of {grid[0]}x{grid[1]}"
@@ -389,17 +385,24 @@ def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:
 def _from_checkpoint(folder: Path) -> LoadedWeights:
     try:
         info = json.loads((folder / INFO_FILE).read_text())
-        config = info["config"]
         facts = info["facts"]
-        step = info["step"]
-        files = info["files"]
+        loaded = LoadedWeights(
+            folder,
+            {},
+            config=info["config"],
+            num_classes=facts["num_classes"],
+            grid_size=_grid(facts["grid_size"]),
+            step=info["step"],
+            class_names=facts.get("class_names", []),  # the first checkpoints had none
+        )
+        files = [folder / name for name in info["files"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise WeightsError(
             f"{folder}: {INFO_FILE} is damaged, so this is not a checkpoint of this project"
         ) from None
     tensors: dict[str, Tensor] = {}
-    for name in files:
-        tensors |= read_state_dict(folder / name)[0]
+    for path in files:
+        tensors |= read_state_dict(path)[0]
     averaged = any(name.startswith("ema.") for name in tensors)
     prefix = "ema." if averaged else "model."
     weights = {
@@ -407,17 +410,7 @@ def _from_checkpoint(folder: Path) -> LoadedWeights:
         for name, value in tensors.items()
         if name.startswith(prefix)
     }
-    names = facts.get("class_names", [])  # the first checkpoints had none
-    return LoadedWeights(
-        folder,
-        weights,
-        averaged,
-        config,
-        facts["num_classes"],
-        _grid(facts["grid_size"]),
-        step,
-        names,
-    )
+    return replace(loaded, weights=weights, averaged=averaged)
 
 
 def _grid(grid: list[int] | None) -> tuple[int, int] | None:

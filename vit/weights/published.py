@@ -18,15 +18,16 @@ Nothing is downloaded. timm, if installed, knows the settings of models that are
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vit.config import io as config_io
+from vit.system.spelling import did_you_mean
 from vit.weights.files import HUB_FILES, LoadedWeights, find_weights
 from vit.weights.published_models import (
     IMAGENET,
@@ -77,8 +78,7 @@ def _by_name(given: str, or_defaults: bool = False) -> KnownModel:
             f"{given} names several weights, which differ only in their tag: give --model with one,"
             f" such as {tags}"
         )
-    found = _from_timm(name)
-    if found is None:
+    if (found := _from_timm(name)) is None:
         raise ValueError(
             f"{given} is in neither the table of vit/weights/published_models.py nor"
             f" {_timm_version()}{_nearest(name)}"
@@ -89,10 +89,8 @@ def _by_name(given: str, or_defaults: bool = False) -> KnownModel:
 def _of_default_tag(found: KnownModel, given: str) -> KnownModel:
     """`found`, with a note in its source if `given` had no tag and timm chose its default."""
     tag = found.name.removeprefix(given.removeprefix("timm/"))
-    if not tag.startswith("."):
-        return found
-    default = f"{given} has no tag, so the settings are those of timm's default, {tag[1:]}"
-    return replace(found, source=f"{found.source}; {default}")
+    default = f"; {given} has no tag, so the settings are those of timm's default, {tag[1:]}"
+    return replace(found, source=found.source + (default if tag.startswith(".") else ""))
 
 
 def _by_settings(path: Path) -> KnownModel | None:
@@ -235,9 +233,7 @@ def _from_settings(
     model |= given | ({"in_chans": channels} if channels != 3 else {})
     mode = settings.get("crop_mode") or "center"
     classifier = settings.get("classifier") or "head"
-    source = NO_NUMBER
-    if mode == "border":
-        source += f"; timm evaluates it with crop_mode={mode!r}, here the centre is cropped"
+    border = f"; timm evaluates it with crop_mode={mode!r}, here the centre is cropped"
     return KnownModel(
         name,
         model,
@@ -247,26 +243,18 @@ def _from_settings(
         settings.get("crop_pct") or 0.875,
         interpolation,
         mode if mode == "squash" else "center",
-        source=source,
+        source=NO_NUMBER + (border if mode == "border" else ""),
         head=classifier if isinstance(classifier, str) else classifier[0],
     )
 
 
 def _nearest(name: str) -> str:
     names = [row.name for row in KNOWN]
-    try:
+    with suppress(ImportError):
         import timm
 
         names += timm.list_models()
-    except ImportError:
-        pass
-    found = difflib.get_close_matches(
-        name,
-        dict.fromkeys((*names, *(known.partition(".")[0] for known in names))),
-        n=3,
-        cutoff=0.6,
-    )
-    return f"; nearest: {', '.join(found)}" if found else f", such as {KNOWN[5].name}"
+    return did_you_mean(name, (*names, *(known.partition(".")[0] for known in names)))
 
 
 def to_config(
