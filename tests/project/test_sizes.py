@@ -16,20 +16,14 @@ FILE_LINES = 450
 FUNCTION_LINES = 80
 FOLDER_FILES = 20
 LARGER = {
-    "tests/config/test_io.py": 797,
     "tests/data/augment/test_draw.py": 627,
     "tests/data/decode/test_native.py": 503,
-    "tests/data/decode/test_views.py": 754,
-    "tests/data/shards/test_data_set.py": 680,
     "tests/data/test_loader.py": 460,
     "tests/data_prep/read/test_archives.py": 468,
-    "tests/data_prep/read/test_foreign_shards.py": 606,
     "tests/data_prep/test_imagefolder.py": 598,
-    "tests/data_prep/test_index.py": 701,
     "tests/data_prep/test_prep_errors.py": 552,
     "tests/data_prep/test_verify.py": 1006,
     "tests/data_prep/write/test_images.py": 516,
-    "tests/data_prep/write/test_writer.py": 710,
     "tests/fuzz_images.py": 549,
     "tests/helpers/fake_imagenet.py": 460,
     "tests/helpers/servers.py": 482,

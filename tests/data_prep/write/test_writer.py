@@ -3,16 +3,11 @@ readable errors."""
 
 import errno
 import hashlib
-import io
 import json
 import os
-import re
-import signal
 import subprocess
-import sys
 import tarfile
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,83 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-from PIL import Image
+from small_shards import FOUR, digest, image_bytes, small_splits, source_of
 
 from data_prep.errors import PrepError
-from data_prep.write.catalogue import Source
 from data_prep.write.catalogue_builder import Builder
 from data_prep.write.images import ImagePolicy
 from data_prep.write.plan import Settings, choose_num_shards, choose_part
-from data_prep.write.samples import Sample, read_range
 from data_prep.write.shard import TarStream
 from data_prep.write.writer import write
 from vit.data.shards.data_set import open_split
 from vit.data.shards.tar import scan_tar
 from vit.system.files import temporary_beside, temporary_file
-
-FOUR = Settings(num_shards=4)
-
-
-def image_bytes(
-    number: int = 0, format: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (24, 16)
-) -> bytes:
-    encoded = io.BytesIO()
-    Image.new("RGB", size, (number * 7 % 256, number * 3 % 256, 90)).convert(mode).save(
-        encoded, format
-    )
-    return encoded.getvalue()
-
-
-def source_of(folder: Path, splits: dict[str, list[tuple[str, int, bytes]]], **options) -> Source:
-    """A source of (name, label, encoded image) in a file in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "images.bin"
-    path.write_bytes(b"".join(data for samples in splits.values() for _, _, data in samples))
-
-    def fill(builder: Builder) -> None:
-        builder.classes(["a", "b", "c"])
-        builder.note("made for a test")
-        file = builder.file(path)
-        end = 0
-        for split, samples in splits.items():
-            sizes = np.array([len(data) for _, _, data in samples], np.int64)
-            ends = end + np.cumsum(sizes)
-            builder.add(
-                split,
-                file,
-                [name for name, _, _ in samples],
-                [label for _, label, _ in samples],
-                ends - sizes,
-                sizes,
-            )
-            end = ends[-1] if len(ends) else end
-
-    return Source("test", options, fill, read_range)
-
-
-def small_splits(num_train: int = 23, num_val: int = 7) -> dict[str, list[tuple[str, int, bytes]]]:
-    return {
-        split: [(f"{split}.{n}.JPEG", n % 3, image_bytes(n)) for n in range(num)]
-        for split, num in (("train", num_train), ("val", num_val))
-    }
-
-
-@pytest.fixture
-def small(tmp_path) -> Source:
-    return source_of(tmp_path / "source", small_splits())
-
-
-def digest(root: Path) -> dict[str, str]:
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(root.iterdir())
-    }
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("written")
-    write(source_of(folder / "source", small_splits()), folder / "root", FOUR)
-    return folder / "root"
 
 
 def test_workers_and_order_leave_no_trace(written, tmp_path):
@@ -348,57 +277,6 @@ def test_bad_parts(part, message, tmp_path):
         choose_part(part, {"train": 8, "val": 2})
 
 
-def test_what_was_left_out_is_tried_again_even_if_the_end_of_that_was_killed(written, tmp_path):
-    root = tmp_path / "root"
-    lenient = replace(FOUR, max_unreadable=0.1)
-    write(damaged(tmp_path), root, lenient)
-    stale = (root / "_info.json").read_bytes()
-    write(source_of(tmp_path, small_splits()), root, lenient)
-    assert digest(root) == digest(written)
-    (root / "_info.json").write_bytes(stale)  # as if killed before it was replaced
-    for lost in ("quarantine.jsonl", "train.index.npy", "dataset.md", "train-00001.idx"):
-        (root / lost).unlink(missing_ok=True)
-        write(source_of(tmp_path, small_splits()), root, lenient)
-        assert digest(root) == digest(written), lost
-
-
-def test_the_number_of_shards_stays_when_unreadable_images_are_mended(tmp_path):
-    splits = {
-        "train": [
-            (f"{n}.jpg", 0, image_bytes(n, size=(300, 300) if n == 5 else (8, 8)))
-            for n in range(40)
-        ]
-    }
-    broken = {
-        "train": [
-            (name, label, b"<html>" if name == "5.jpg" else data)
-            for name, label, data in splits["train"]
-        ]
-    }
-    settings = Settings(max_unreadable=0.5, shard_bytes=None)
-    with pytest.raises(PrepError):
-        write(
-            source_of(tmp_path / "a", broken),
-            tmp_path / "root",
-            replace(settings, max_unreadable=0),
-        )
-    write(source_of(tmp_path / "a", splits), tmp_path / "root", settings)
-    assert open_split(tmp_path / "root", "train").num_samples == 40
-
-
-def hiccup(sample: Sample) -> bytes:
-    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), sample.file)
-
-
-def test_an_archive_that_cannot_be_read_for_a_moment_loses_no_image(written, small, tmp_path):
-    root = tmp_path / "root"
-    with pytest.raises(OSError, match="Stale file handle"):
-        write(replace(small, read=hiccup), root, replace(FOUR, max_unreadable=0.9))
-    assert not list(root.glob("*.tar"))
-    write(small, root, replace(FOUR, max_unreadable=0.9))
-    assert digest(root) == digest(written)
-
-
 def test_a_complete_data_set_of_archives_is_not_listed_again(small, tmp_path, capsys):
     archive = tmp_path / "source" / "images.bin"
     calls = []
@@ -469,76 +347,6 @@ def test_names_in_any_encoding(tmp_path, capsys):
     assert sorted(split.key(i) for i in range(split.num_samples)) == ["c\ufffd", "gut"]
 
 
-def damaged(folder: Path) -> Source:
-    splits = small_splits()
-    splits["train"][3] = ("train.3.JPEG", 0, image_bytes(3)[:-100])
-    splits["train"][17] = ("train.17.JPEG", 2, b"<html>")
-    return source_of(folder, splits)
-
-
-def test_unreadable_images_are_left_out_and_listed(tmp_path, capsys):
-    root = tmp_path / "root"
-    write(damaged(tmp_path), root, replace(FOUR, max_unreadable=0.1))
-    assert "left out: 2 unreadable images, listed in" in capsys.readouterr().out
-    listed = {
-        entry["key"]: entry
-        for entry in map(json.loads, (root / "quarantine.jsonl").read_text().splitlines())
-    }
-    assert sorted(listed) == ["train_17", "train_3"]
-    entry = listed["train_17"]
-    expected = {
-        "split": "train",
-        "label": 2,
-        "name": "train.17.JPEG",
-        "file": "images.bin",
-        "size": 6,
-    }
-    assert expected.items() <= entry.items()
-    assert entry["sha256"] == hashlib.sha256(b"<html>").hexdigest()
-    assert "cut off" in listed["train_3"]["reason"]
-    split = open_split(root, "train")
-    assert sorted(split.key(i) for i in range(split.num_samples)) == sorted(
-        f"train_{n}" for n in range(23) if n not in (3, 17)
-    )
-    assert json.loads((root / "_info.json").read_text())["quarantined"] == 2
-
-
-def test_too_many_unreadable_images_stop_it_until_they_are_mended(written, tmp_path):
-    root = tmp_path / "root"
-    strict = replace(FOUR, max_unreadable=0)
-    with pytest.raises(
-        PrepError,
-        match=(
-            r"[12] images cannot be read, more than the 0 that --max-unreadable 0"
-            r" allows[^\0]*train_"
-        ),
-    ):
-        write(damaged(tmp_path), root, strict)
-    assert not (root / "_info.json").exists()
-    for tar in root.glob("*.tar"):
-        scan_tar(tar)
-    # the same command, once they are mended
-    write(source_of(tmp_path, small_splits()), root, strict)
-    assert digest(root) == digest(written)
-
-
-def test_images_that_are_no_rgb_jpeg_are_converted_and_counted(tmp_path, capsys):
-    splits = small_splits()
-    for n, (form, mode) in enumerate(
-        [("JPEG", "CMYK"), ("PNG", "RGBA"), ("JPEG", "CMYK"), ("WEBP", "RGB")]
-    ):
-        splits["train"][n] = (f"train.{n}.JPEG", n % 3, image_bytes(n, form, mode))
-    write(source_of(tmp_path, splits), tmp_path / "root", FOUR)
-    info = json.loads((tmp_path / "root" / "_info.json").read_text())
-    assert sum(info["changed"].values()) == 4
-    assert info["changed"]["CMYK JPEG"] == 2
-    assert "2 CMYK JPEG" in capsys.readouterr().out
-    split = open_split(tmp_path / "root", "train")
-    for i in range(split.num_samples):
-        with Image.open(io.BytesIO(split.read(i))) as image:
-            assert (image.format, image.mode) == ("JPEG", "RGB")
-
-
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
@@ -551,160 +359,3 @@ def test_bad_catalogues(tmp_path, samples, message):
     with pytest.raises(PrepError, match=message):
         write(source_of(tmp_path, {"train": samples}), tmp_path / "root")
     assert not (tmp_path / "root").exists()
-
-
-# ---- real processes: kills, full disks -----------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def prepare(tmp_path_factory) -> list[str]:
-    """A command line without its --out: 120 and 30 images in 12 and 3 shards; each image takes some
-    milliseconds."""
-    folder = tmp_path_factory.mktemp("large") / "images"
-    for split, each in (("train", 12), ("val", 3)):
-        for label in range(10):
-            name = f"class{label}"
-            (folder / split / name).mkdir(parents=True)
-            for number in range(each):
-                (folder / split / name / f"{number}.jpg").write_bytes(
-                    image_bytes(20 * label + number, size=(400, 400))
-                )
-    options = ["--num-shards", "12", "--resize-short-side", "300"]
-    return [sys.executable, "-m", "data_prep.imagefolder", str(folder), *options]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(prepare, tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("undisturbed") / "root"
-    subprocess.run([*prepare, "--out", root, "--workers", "2"], check=True)
-    return root
-
-
-def test_a_dry_run_tells_the_plan_and_writes_nothing(prepare, undisturbed, tmp_path):
-    done = subprocess.run(
-        [*prepare, "--out", tmp_path / "root", "--dry-run"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert not (tmp_path / "root").exists()
-    info = json.loads((undisturbed / "_info.json").read_text())
-    for split, described in info["splits"].items():
-        assert (
-            f"{split}: {described['num_samples']:,} images in {len(described['filenames'])} shards"
-            in done.stdout
-        )
-    size = float(re.search(r"disk: about ([\d.]+) MB", done.stdout)[1]) * 1e6
-    assert size == pytest.approx(
-        sum(sum(described["shard_bytes"]) for described in info["splits"].values()), rel=0.5
-    )
-
-
-@pytest.mark.parametrize("num_tars", [pytest.param(0, marks=pytest.mark.full), 4])
-def test_killed_and_continued(prepare, undisturbed, tmp_path, num_tars):
-    root = tmp_path / "root"
-    process = subprocess.Popen([*prepare, "--out", root, "--workers", "2"], start_new_session=True)
-    while len(list(root.glob("*.tar"))) < num_tars or not list(root.glob(".*.tar.*.tmp")):
-        assert process.poll() is None, "finished before it could be killed"
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    # the workers follow their parent, or they would write on beside the next run
-    wait_for_end_of_group(process.pid)
-    for tar in root.glob("*.tar"):
-        assert tar.read_bytes() == (undisturbed / tar.name).read_bytes(), "torn"
-    assert not (root / "_info.json").exists()
-    again = subprocess.run(
-        [*prepare, "--out", root, "--workers", "1"], check=True, capture_output=True, text=True
-    )
-    assert num_tars == 0 or "are there already" in again.stdout
-    assert digest(root) == digest(undisturbed)
-
-
-@pytest.mark.parametrize(
-    "ranges", [["8-12", "0-3", "4-14"], ["2/3", "0/3", "1/3"]], ids=["overlapping", "equal"]
-)
-def test_processes_that_share_the_work_write_what_one_would(prepare, undisturbed, tmp_path, ranges):
-    root = tmp_path / "root"
-    parts = [
-        subprocess.Popen(
-            [*prepare, "--out", root, "--workers", "1", "--shards", part], stdout=subprocess.PIPE
-        )
-        for part in ranges
-    ]
-    outputs = [part.communicate()[0].decode() for part in parts]
-    assert [part.returncode for part in parts] == [0, 0, 0], outputs
-    assert any(": complete, 10 classes" in output for output in outputs)
-    assert digest(root) == digest(undisturbed)
-
-
-def test_a_bad_part_is_one_line(prepare, tmp_path):
-    failed = subprocess.run(
-        [*prepare, "--out", tmp_path / "root", "--shards", "9-99"], capture_output=True, text=True
-    )
-    assert failed.returncode == 2
-    assert (
-        failed.stderr
-        == "error: --shards 9-99: there are shards 0 to 14 (train has 12; val has 3)\n"
-    )
-    assert not (tmp_path / "root").exists()
-
-
-def wait_for_end_of_group(group: int) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return
-        assert time.monotonic() < deadline, "workers outlived their parent"
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_it_ends_at_once_and_clean(
-    prepare, undisturbed, tmp_path, number, status, early
-):
-    """The parent alone, as a batch system may; or all processes, as a terminal does, while workers
-    start."""
-    root = tmp_path / "root"
-    process = subprocess.Popen(
-        [*prepare, "--out", root, "--workers", "2"],
-        start_new_session=True,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not list(root.glob("_writing.json" if early else ".*.tar.*.tmp")):
-        assert process.poll() is None, "finished before it could be interrupted"
-        time.sleep(0.001)
-    if early:
-        time.sleep(0.1)
-        os.killpg(process.pid, number)
-    else:
-        process.send_signal(number)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == status
-    assert errors.endswith("; the same command continues\n")
-    assert errors.count("\n") == 1
-    wait_for_end_of_group(process.pid)
-    assert not list(root.glob(".*.tar.*.tmp"))
-    subprocess.run([*prepare, "--out", root, "--workers", "2"], check=True)
-    assert digest(root) == digest(undisturbed)
-
-
-def test_full_disk_is_one_line_and_continues(prepare, undisturbed, tmp_path):
-    root = tmp_path / "root"
-    command = " ".join(map(str, [*prepare, "--out", root, "--workers", "1"]))
-    failed = subprocess.run(
-        ["bash", "-c", f"ulimit -f 40; exec {command}"], capture_output=True, text=True
-    )
-    assert failed.returncode == 2
-    assert failed.stderr.startswith("error: ")
-    assert failed.stderr.count("\n") == 1
-    assert ".tar: File too large" in failed.stderr
-    assert "the same command continues" in failed.stderr
-    assert not list(root.glob("*.tar"))
-    assert not list(root.glob(".*.tmp"))
-    subprocess.run([*prepare, "--out", root, "--workers", "2"], check=True)
-    assert digest(root) == digest(undisturbed)

@@ -1,0 +1,31 @@
+"""Config files of a test."""
+
+from pathlib import Path
+
+import pytest
+
+from vit.config.io import ConfigError, LoadedConfig, load_config
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Loads a text, as the file `run.yaml` of the current directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def load_text(text: str, *overrides: str) -> LoadedConfig:
+        Path("run.yaml").write_text(text)
+        return load_config("run.yaml", overrides)
+
+    return load_text
+
+
+@pytest.fixture
+def problems(load):
+    """The lines of the error that a text gives."""
+
+    def problems_of(text: str, *overrides: str) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            load(text, *overrides)
+        return str(caught.value).splitlines()
+
+    return problems_of

@@ -1,0 +1,264 @@
+"""Settings that depend on each other and what chooses samples: what contradicts is refused."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from vit.config.io import from_dict, to_dict
+from vit.config.schema import AdamWConfig, SgdConfig
+
+BASE = """\
+data:
+  root: shards
+train:
+  epochs: 3
+"""
+
+
+# --- settings that depend on each other -----------------------------------------------------------
+
+
+PAIRS = [
+    ("train", "epochs", "steps"),
+    ("schedule", "warmup_epochs", "warmup_steps"),
+    ("eval", "every_epochs", "every_steps"),
+]
+
+
+@pytest.mark.parametrize(("section", "epochs", "steps"), PAIRS)
+def test_one_form_on_the_command_line_replaces_the_other_of_the_file(load, section, epochs, steps):
+    for in_file, overriding in ((epochs, steps), (steps, epochs)):
+        text = (
+            "data: {root: a}\n"
+            + ("" if section == "train" else "train: {epochs: 1}\n")
+            + f"{section}: {{{in_file}: 5}}\n"
+        )
+        config, origins = load(text, f"{section}.{overriding}=7")
+        assert getattr(getattr(config, section), in_file) is None
+        assert getattr(getattr(config, section), overriding) == 7
+        assert f"{section}.{in_file}" not in origins
+        assert load(text, f"{section}.{overriding}=null").config == load(text).config, (
+            "null gives nothing, so it replaces nothing"
+        )
+
+
+@pytest.mark.parametrize(("section", "epochs", "steps"), PAIRS)
+def test_both_forms_in_one_place_are_refused(problems, section, epochs, steps):
+    text = BASE if section == "train" else BASE + f"{section}:\n  {epochs}: 3\n"
+    line_number = 4 if section == "train" else 6
+    complaint = f"{section}.{epochs} and {section}.{steps} are both given: keep one of them"
+    assert problems(text + f"  {steps}: 3\n") == [f"run.yaml:{line_number}: {complaint}"]
+    assert problems(BASE, f"{section}.{epochs}=1", f"{section}.{steps}=2") == [
+        f"command line ({section}.{epochs}=1): {complaint}"
+    ]
+
+
+def test_a_run_needs_a_length(problems):
+    assert problems("data: {root: a}\ntrain: {seed: 1}\n") == [
+        "run.yaml: neither train.epochs nor train.steps is given: give one of them"
+    ]
+
+
+def test_settings_of_the_other_optimizer_are_refused(load, problems):
+    without_effect = "has no effect with this optim.name: remove it, or change optim.name"
+    assert problems(BASE + "optim:\n  momentum: 0.9\n") == [
+        f"run.yaml:6: optim.momentum {without_effect}"
+    ]
+    assert problems(BASE + "optim:\n  name: sgd\n  betas: [0.9, 0.99]\n") == [
+        f"run.yaml:7: optim.betas {without_effect}"
+    ]
+    assert load(BASE + "optim:\n  name: sgd\n  momentum: 0.8\n").config.optim == SgdConfig(
+        name="sgd", momentum=0.8
+    )
+    assert load(BASE + "optim:\n  betas: [0.9, 0.95]\n").config.optim == AdamWConfig(
+        betas=(0.9, 0.95)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "schedule:\n  name: constant\n  min_lr: 1e-4\n",
+            "run.yaml:7: schedule.min_lr has no effect with schedule.name=constant: remove it",
+        ),
+        (
+            "schedule:\n  min_lr: 0.1\n",
+            "run.yaml:6: schedule.min_lr=0.1 exceeds optim.lr=0.001: the rate falls towards it",
+        ),
+        (
+            "augment:\n  crop_ratio: [2.0, 0.5]\n",
+            "run.yaml:6: augment.crop_ratio is [2.0, 0.5]: the first must not exceed the second",
+        ),
+        (
+            "optim: {name: sgd, momentum: 0.0, nesterov: true}\n",
+            "run.yaml:5: optim.nesterov needs optim.momentum above 0",
+        ),
+        (
+            "eval:\n  crop_pct: 0.9\n  resize_px: 256\n",
+            "run.yaml:6: eval.crop_pct and eval.resize_px are both given: keep one of them",
+        ),
+        (
+            "eval:\n  resize_px: 200\n",
+            (
+                "run.yaml:6: eval.resize_px=200 is below model.image_size=224: the crop would not"
+                " be filled"
+            ),
+        ),
+        (
+            "eval:\n  resize_px: 256\nmodel:\n  image_size: [224, 192]\n",
+            (
+                "run.yaml:6: eval.resize_px needs square images, model.image_size is [224, 192]:"
+                " use eval.crop_pct"
+            ),
+        ),
+        (
+            "init:\n  reset_head: true\n",
+            (
+                "run.yaml:6: init.reset_head has no effect without init.checkpoint: give one, or"
+                " remove init.reset_head"
+            ),
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(problems, text, expected):
+    assert problems(BASE + text) == [expected]
+
+
+def test_members_of_streamed_samples(load, problems):
+    text = BASE.replace(
+        "data:\n", "data:\n  reader: webdataset\n  stream: a.tar\n  num_samples: 9\n"
+    )
+    assert text != BASE
+    given = ("data.stream_image=image.jpg", "data.stream_label=json:meta.label")
+    assert load(text, *given).config.data.stream_label == "json:meta.label"
+    assert [line.split(": ", 1)[1] for line in problems(BASE, *given)] == [
+        "data.stream_image has no effect with data.reader=index: remove it",
+        "data.stream_label has no effect with data.reader=index: remove it",
+    ]
+    assert [
+        line.split(": ", 1)[1]
+        for line in problems(text, "data.stream_label=.cls", "data.stream_image=a/b")
+    ] == [
+        "data.stream_image=a/b: expected what follows the key's dot, as jpg or json:label",
+        "data.stream_label=.cls: expected what follows the key's dot, as jpg or json:label",
+    ]
+
+
+def test_grey_images_need_one_mean_and_no_colour_operations(load, problems):
+    grey = (
+        "model: {in_chans: 1}\naugment: {randaugment_layers: 2}\ntrain: {steps: 1}\ndata:\n  root:"
+        " a\n  mean: [0.5]\n  std: [1, 2]\n"
+    )
+    assert problems(grey) == [
+        "run.yaml:7: data.std has 2 values, model.in_chans is 1: give 1",
+        (
+            "run.yaml:2: augment.randaugment_layers needs colour images (model.in_chans=3): set it"
+            " to 0"
+        ),
+    ]
+    assert load(grey, "data.std=[1]", "augment.randaugment_layers=0").config.data.std == (1.0,)
+
+
+# --- what chooses samples -------------------------------------------------------------------------
+
+
+def test_sources_are_a_list_in_the_file_and_on_the_command_line(load):
+    text = BASE.replace(
+        "root: shards",
+        "root: shards\n  sources:\n  - {root: a, weight: 3}\n  - root: b\n    weight: 1\n   "
+        " fraction: 0.5",
+    )
+    config, _ = load(text)
+    given, _ = load(
+        BASE, "data.sources=[{root: a, weight: 3}, {root: b, weight: 1, fraction: 0.5}]"
+    )
+    assert config.data.sources == given.data.sources
+    assert [(source.root, source.weight, source.fraction) for source in given.data.sources] == [
+        ("a", 3.0, None),
+        ("b", 1.0, 0.5),
+    ]
+    assert from_dict(to_dict(config), "test") == config
+
+
+def test_what_cannot_be_chosen_is_told(problems):
+    told = "; ".join(
+        problems(
+            BASE,
+            "data.filter=widht > 3",
+            "data.fraction=0.5",
+            "data.samples_per_class=3",
+            "data.sources=[{root: a, weight: 1}, {root: b, fraction_of: class}]",
+        )
+    )
+    for expected in (
+        "data.filter has no effect with data.sources: give it in each source",
+        "data.filter: 'widht' at character 1 of 'widht > 3': no column, did you mean width?",
+        "data.fraction and data.samples_per_class are both given: keep one of them",
+        (
+            "data.sources[1].fraction_of has no effect without data.sources[1].fraction: give one,"
+            " or remove it"
+        ),
+        "data.sources: some have a weight and some have none: give all of them one, or none",
+    ):
+        assert expected in told
+    told = problems(
+        BASE, "data.sources=[{root: a, weight: 0}, {root: b, weight: x, samples_per_class: 0}]"
+    )
+    assert [line.rpartition("): ")[2] for line in told] == [
+        "data.sources[0].weight is 0, expected greater than 0",
+        "data.sources[1].samples_per_class is 0, expected greater than 0",
+        'data.sources[1].weight is "x", expected number',
+    ]
+    [told] = problems(BASE, "data.sources=[{rooot: a}]")
+    assert "data.sources[0]: unknown key 'rooot'; there are: exclude, filter" in told
+    [told] = problems(BASE, "data.subset_seed=3")
+    assert (
+        "data.subset_seed has no effect without data.fraction or data.samples_per_class: remove it"
+        in told
+    )
+
+
+def test_all_variables_that_are_not_set_are_named_with_what_else_is_wrong(
+    load, problems, monkeypatch
+):
+    monkeypatch.setenv("THERE", "x")
+    for name in ("GONE", "LOST", "FAR"):
+        monkeypatch.delenv(name, raising=False)
+    sources = (
+        "data.sources=[{root: 'https://host/${THERE}${LOST}'}, {root: 's3://${FAR}/b', fraction:"
+        " 0.5}]"
+    )
+    lines = problems(BASE, "data.root=https://${GONE}@host/${GONE}", sources, "model.depth=none")
+    assert [line.partition("): ")[2].partition(";")[0] for line in lines] == [
+        'model.depth is "none", expected integer',
+        "data.root: ${GONE} not set in the environment",
+        "data.sources: ${LOST}, ${FAR} not set in the environment",
+    ]
+    assert load(BASE, "data.root=$${GONE}").config.data.root == "$${GONE}", (
+        "as it was written: what it stands for is used and not kept"
+    )
+
+
+def test_a_command_with_a_header_is_a_text_whose_login_is_not_recorded(load):
+    command = 'pipe:curl -H "Authorization: Bearer $TOKEN" https://host/train-{0..9}.tar'
+    streams = ("data.reader=webdataset", "data.num_samples=10")
+    config, _ = load(BASE, f"data.stream={command}", *streams)
+    assert config.data.stream == command
+    assert to_dict(config)["data"]["stream"] == command, (
+        "the shell's name of a variable is no secret"
+    )
+    config, origins = load(BASE, f"data.stream={command.replace('$TOKEN', 'a5ecret')}", *streams)
+    assert "a5ecret" in str(config.data.stream)
+    assert "a5ecret" not in f"{to_dict(config)} {origins}"
+
+
+def test_the_examples_of_the_page_on_data_can_be_loaded(load):
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    found = re.findall(r"(?m)^    [a-z]+:\n(?:      .*\n)+", page)
+    assert found
+    for example in found:
+        config = load(textwrap.dedent(example) + "train: {epochs: 3}\n").config
+        assert config.data.sources[1].filter == "min(width, height) >= 64"

@@ -1,0 +1,386 @@
+"""Damaged shards, indexes and infos: each is named with its remedy, none is read as if sound."""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_shards import NUM_SHARDS, PER_SHARD, jpeg, pair, write_tar
+
+from vit.data.shards.data_set import open_split
+from vit.data.shards.index_file import UNCHECKED_DTYPE, index_sha256, open_index
+from vit.data.shards.info_file import read_sidecar
+from vit.data.shards.tar import INDEX_DTYPE, scan_tar
+from vit.system.files import ShardError
+
+# ---- damage --------------------------------------------------------------------------------------
+
+
+def test_truncation_anywhere_is_told(tmp_path):
+    tar = write_tar(
+        tmp_path / "train-00000.tar", [*pair("a", 1), *pair("b", 2)], format=tarfile.USTAR_FORMAT
+    )
+    data = tar.read_bytes()
+    whole = scan_tar(tar)
+    first, last = whole[0].members[1], whole[1].members[1]
+    cut = tmp_path / "cut.tar"
+    ends = sorted(
+        {
+            *range(0, last.offset + 1, 256),
+            *(m.offset - 512 for s in whole for m in s.members),
+            last.offset,
+        }
+    )
+    for end in ends:
+        cut.write_bytes(data[:end])
+        # a whole sample and nothing more: the tar cannot tell
+        if first.offset + first.size <= end <= first.offset + 512:
+            assert [s.key for s in scan_tar(cut)] == ["a"]
+            continue
+        with pytest.raises(ShardError, match=r"cut\.tar.*(cut off|Truncated|empty|not a tar)"):
+            scan_tar(cut)
+    for end in range(last.offset + last.size, len(data), 512):
+        cut.write_bytes(data[:end])
+        assert scan_tar(cut) == whole
+
+
+def test_damage_inside_is_told(tmp_path):
+    tar = write_tar(tmp_path / "train-00000.tar", [m for n in range(5) for m in pair(f"k{n}", n)])
+    data = tar.read_bytes()
+    samples = scan_tar(tar)
+    header = samples[2].image.offset - 512
+    for patch, reason in (
+        (bytes(512), "zeros instead of a header"),
+        (b"\xa5" * 512, "damaged: no tar header"),
+    ):
+        tar.write_bytes(data[:header] + patch + data[header + 512 :])
+        with pytest.raises(ShardError, match=reason):
+            scan_tar(tar)
+    tar.write_bytes(b"<html>404</html>" * 100)
+    with pytest.raises(ShardError, match=r"train-00000\.tar: not a tar but a web page"):
+        scan_tar(tar)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        (pair("a", 1)[:1], "'a' has no .cls"),
+        (pair("a", 1)[1:], "'a' has no images .*expected one of jpg, jpeg, png, webp"),
+        (pair("a", 1, ext="bmp"), r"'a' has no images \(its members: bmp, cls;"),
+        (
+            pair("a", 1, label="cat"),
+            "sample 'a' has the label 'cat'; expected an integer.* by --classes names.txt",
+        ),
+        (pair("a", 1, label="1.0"), "expected an integer"),
+        (pair("a", 1) + pair("a", 2), "two samples have this key"),
+        ([("a.jpg", b"not a jpeg"), ("a.cls", b"1")], "size cannot be read, 'a.jpg'"),
+        ([("README", b"hello")], "holds no samples"),
+        (pair("a", 1)[:1] + pair("b", 1, label="x"), "'a' has no .cls.*2 of 2 samples do not fit"),
+    ],
+)
+def test_samples_at_fault_are_named(tmp_path, members, message):
+    tar = write_tar(tmp_path / "train-00000.tar", members)
+    with pytest.raises(ShardError, match=rf"train-00000\.tar: .*{message}"):
+        scan_tar(tar)
+
+
+def change_info(root: Path, **changes) -> None:
+    info = json.loads((root / "_info.json").read_text())
+    info["splits"]["train"].update(
+        {key: value for key, value in changes.items() if key in info["splits"]["train"]}
+    )
+    info.update(
+        {key: value for key, value in changes.items() if key not in info["splits"]["train"]}
+    )
+    (root / "_info.json").write_text(json.dumps(info))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda root: shutil.rmtree(root), "no such directory"),
+        (lambda root: (shutil.rmtree(root), root.write_text("")), "not a directory"),
+        (
+            lambda root: (root / "_info.json").unlink(),
+            r"no _info\.json.*python -m data_prep\.index .*root",
+        ),
+        (lambda root: (root / "_info.json").write_text("{"), r"_info\.json: not valid JSON"),
+        (lambda root: (root / "_info.json").write_text("{}"), r"_info\.json: no `splits`"),
+        (lambda root: change_info(root, format_version=9), "format_version 9.*update"),
+        (lambda root: change_info(root, num_samples=99), "num_samples 99"),
+        (
+            lambda root: change_info(root, class_names=["a", "b", "c"]),
+            r"3 labels lie outside \[0, 3\), the first is 3 \(sample 3, train-00000",
+        ),
+    ],
+)
+def test_problems_name_file_and_remedy(root, damage, message):
+    damage(root)
+    with pytest.raises(ShardError, match=message):
+        open_split(root, "train")
+
+
+def test_unknown_split_lists_the_known(root):
+    with pytest.raises(
+        ShardError, match=r"no split 'trian'; there are train \(did you mean train\?\)"
+    ):
+        open_split(root, "trian")
+
+
+def test_all_shard_problems_at_once(root):
+    (root / "train-00000.tar").unlink()
+    with open(root / "train-00002.tar", "r+b") as tar:
+        tar.truncate(5000)
+    with pytest.raises(ShardError) as caught:
+        open_split(root, "train")
+    assert "train-00000.tar: No such file" in str(caught.value)
+    assert (
+        "train-00002.tar: 5000 bytes, expected 20480 (truncated or replaced); copy it again"
+        in str(caught.value)
+    )
+
+
+def stale_rows(index: np.ndarray, **columns) -> np.ndarray:
+    index = np.array(index)
+    for name, values in columns.items():
+        index[name] = values
+    return index
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path, index: path.unlink(),
+        lambda path, index: path.write_bytes(path.read_bytes()[:300]),
+        lambda path, index: path.write_bytes(b"garbage"),
+        lambda path, index: np.save(path, index[:-1]),
+        lambda path, index: np.save(
+            path, index.astype([(name, "<i8") for name in INDEX_DTYPE.names])
+        ),
+        lambda path, index: np.save(path, stale_rows(index, offset=10**6)),
+        lambda path, index: np.save(path, stale_rows(index, offset=index["offset"] + 512)),
+        lambda path, index: np.save(path, index[[*range(4), 5, 4, *range(6, 15)]]),
+    ],
+    ids=[
+        "absent",
+        "cut",
+        "garbage",
+        "short",
+        "old dtype",
+        "beyond end",
+        "elsewhere",
+        "other lengths",
+    ],
+)
+def test_stale_index_is_rebuilt(root, spoil, caplog):
+    path = root / "train.index.npy"
+    before = path.read_bytes()
+    spoil(path, np.load(path))
+    split = open_split(root, "train")
+    assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
+    assert path.read_bytes() == before
+    assert "rebuilding" in caplog.text
+    assert isinstance(split.index, np.memmap)
+    assert not list(root.glob(".*.tmp"))
+
+
+def test_index_that_cannot_be_written_stays_in_memory(root, caplog):
+    (root / "train.index.npy").unlink()
+    # root may write to any folder, but nobody renames a file onto a folder
+    (root / "train.index.npy").mkdir()
+    split = pickle.loads(pickle.dumps(open_split(root, "train")))
+    assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
+    assert "kept in memory only" in caplog.text
+    assert not list(root.glob(".*.tmp"))
+
+
+def test_rebuilt_index_must_fit_info(root):
+    (root / "train.index.npy").unlink()
+    change_info(root, shard_lengths=[6, 4, 5])
+    with pytest.raises(
+        ShardError,
+        match=(
+            r"train-00000\.tar: holds 5 samples, _info\.json says 6[^\0]*train-00001\.tar: holds 5"
+            r" .* says 4"
+        ),
+    ):
+        open_split(root, "train")
+
+
+def test_shard_cut_while_in_use(root):
+    split = open_split(root, "train")
+    os.truncate(root / "train-00001.tar", int(split.index["offset"][7]) + 3)
+    assert split.read(6) == jpeg(6)
+    with pytest.raises(
+        ShardError,
+        match=(
+            rf"train-00001\.tar: sample 7 \(key key7\).* at offset {split.index['offset'][7]}"
+            r" gave 3"
+        ),
+    ):
+        split.read(7)
+    (root / "train-00002.tar").unlink()
+    with pytest.raises(ShardError, match=r"train-00002\.tar: sample 10 .*No such file"):
+        split.read(10)
+
+
+def test_sidecar_of_others_is_not_overwritten(root):
+    (root / "train-00000.json").write_text('{"captions": []}')
+    with pytest.raises(ShardError, match=r"train-00000\.json: not a sidecar of ours"):
+        read_sidecar(root / "train-00000.tar")
+    (root / "train-00000.json").unlink()
+    assert read_sidecar(root / "train-00000.tar") is None
+
+
+# ---- checksums -----------------------------------------------------------------------------------
+
+
+def flip_a_bit(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        [byte] = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_a_flipped_bit_is_an_error_that_names_the_sample(root):
+    split = open_split(root, "train")
+    offset = int(split.index["offset"][7])
+    flip_a_bit(root / "train-00001.tar", offset + int(split.index["size"][7]) - 20)
+    with pytest.raises(
+        ShardError,
+        match=(
+            rf"train-00001\.tar: sample 7 \(key key7\): reading \d+ bytes at offset {offset} gave"
+            r" others than were indexed, twice: "
+            r"a bit flipped on the disk or on the way; restore the shard and start again"
+            rf" \(`python -m data_prep\.verify {root}` finds"
+        ),
+    ):
+        split.read(7)
+    assert split.read(8) == jpeg(8)
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [("crc32c", "gave others than were indexed"), ("size", "found no image of this size there")],
+    ids=["crc32c", "size"],
+)
+def test_a_damaged_index_can_be_deleted(root, field, told):
+    path = root / "train.index.npy"
+    rows = np.load(path)
+    rows[field][7] ^= 4
+    np.save(path, rows)
+    with pytest.raises(ShardError, match=rf"{told}.*if it is the index that is damaged: delete"):
+        open_split(root, "train").read(7)
+    path.unlink()
+    assert open_split(root, "train").read(7) == jpeg(7)
+
+
+def test_a_label_out_of_range_in_the_index_alone(root):
+    path = root / "train.index.npy"
+    rows = np.load(path)
+    rows["label"][7] ^= 1 << 20
+    np.save(path, rows)
+    with pytest.raises(
+        ShardError, match=r"1 labels lie outside .* train\.index\.npy is: delete it"
+    ):
+        open_split(root, "train")
+    path.unlink()
+    assert open_split(root, "train").index["label"].tolist() == [n % 4 for n in range(15)]
+
+
+def test_what_is_right_the_second_time_is_read_and_told(root, monkeypatch, caplog):
+    """The first answer of a network file system, say, is wrong; the disk is right."""
+    split = open_split(root, "train")
+    tar = root / "train-00001.tar"
+    offset = int(split.index["offset"][7])
+    flip_a_bit(tar, offset + 100)
+    forget = split.tars.forget
+
+    def mended(*place: int) -> None:
+        flip_a_bit(tar, offset + 100)
+        forget(*place)
+
+    monkeypatch.setattr(split.tars, "forget", mended)
+    assert split.read(7) == jpeg(7)
+    assert (
+        f"{tar}: the bytes at offset {offset} were read wrongly once, and rightly the second time"
+        in caplog.text
+    )
+
+
+def written_by_an_earlier_version(root: Path) -> bytes:
+    """Replace the index by the one that the code before checksums wrote; returns its bytes now."""
+    path = root / "train.index.npy"
+    before = path.read_bytes()
+    rows = np.load(path)
+    old = rows.view(UNCHECKED_DTYPE).copy()
+    old["shard"] = np.repeat(range(NUM_SHARDS), PER_SHARD)
+    np.save(path, old)
+    return before
+
+
+def test_an_index_of_an_earlier_version_is_made_again_with_checksums(root, caplog):
+    expected = written_by_an_earlier_version(root)
+    split = open_split(root, "train")
+    assert (
+        "without checksums of images (an earlier version wrote it): rebuilding it from 3 shards,"
+        " 0.0 GB to read" in caplog.text
+    )
+    assert (root / "train.index.npy").read_bytes() == expected
+    assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
+
+
+def test_where_it_cannot_be_written_it_is_read_as_it_is(root, caplog, monkeypatch):
+    written_by_an_earlier_version(root)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    split = pickle.loads(pickle.dumps(open_split(root, "train")))
+    assert "without checksums of images: they are not compared" in caplog.text
+    assert split.index.dtype == UNCHECKED_DTYPE
+    assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
+
+
+def test_a_checksum_is_not_taken_of_a_shard_that_is_not_the_recorded_one(root):
+    flip_a_bit(root / "train-00001.tar", 700)
+    (root / "train.index.npy").unlink()
+    with pytest.raises(
+        ShardError,
+        match=r"train-00001\.tar: replaced by a file with other content, its sha256 is not the one",
+    ):
+        open_split(root, "train")
+
+
+def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(root, caplog):
+    """numpy parses a header as Python, and answers with what Python's parser raises."""
+    path = root / "train.index.npy"
+    whole = path.read_bytes()
+    for bit in range(0, 8 * (len(whole) - 15 * INDEX_DTYPE.itemsize), 3):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        told = "right"
+        try:
+            rows = open_index(path)
+            # `_info.json` knows the number, too
+            is_right = len(rows) != 15 or np.array_equal(rows, np.load(io.BytesIO(whole)))
+        except ValueError as error:
+            told = str(error)
+            is_right = False
+        assert is_right or re.search("damaged|another format|cut off", told), (bit, told)
+
+
+def test_what_identifies_the_samples_is_what_it_was_before_they_had_checksums(root):
+    before = open_split(root, "train")
+    identity = index_sha256(before.index, before.lengths)
+    written_by_an_earlier_version(root)
+    old = open_index(root / "train.index.npy")
+    assert (
+        index_sha256(old, before.lengths) == identity == hashlib.sha256(old.tobytes()).hexdigest()
+    )

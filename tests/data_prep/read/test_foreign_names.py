@@ -1,0 +1,185 @@
+"""What is said about shards of other tools, and the names of their classes."""
+
+from __future__ import annotations
+
+import pytest
+from forms_of_shards import NAMES, as_json, image, index, layout_of, write_tar
+
+from data_prep.errors import PrepError
+from data_prep.read.class_names import read_class_names
+from vit.data.shards.tar import scan_tar
+from vit.system.files import ShardError
+
+# ---- what is told --------------------------------------------------------------------------------
+
+
+def test_the_words_for_image_and_json(tmp_path, capsys):
+    root = tmp_path / "root"
+    root.mkdir()
+    samples = [
+        (f"{n:06}", {"image.jpg": image(n), "json": as_json(caption="a dog", label=n % 4)})
+        for n in range(12)
+    ]
+    write_tar(root / "train-0000.tar", samples)
+    assert index(root) == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: {root}/train-0000.tar: sample '000000' has no images (its members: image.jpg,"
+        " json; expected one of jpg, jpeg, png, webp) and no .cls with the label (12 of 12"
+        " samples do not fit). Mend these, move the shard away, or describe others by --image"
+        " SUFFIX, --label SUFFIX or SUFFIX:FIELD (of JSON), --keys-with-dots, and labels that are"
+        " names by --classes names.txt\n"
+    )
+    assert {path.name for path in root.iterdir()} == {"train-0000.tar"}
+
+
+@pytest.mark.parametrize(
+    ("members", "flags", "told"),
+    [
+        (
+            {"jpg": b"", "json": as_json(caption="x")},
+            "",
+            "has no .cls with the label (its members: jpg, json) (4 of 4",
+        ),
+        (
+            {"txt": b"a photo", "cls": b"1"},
+            "",
+            "has no images (its members: txt, cls; expected one of jpg",
+        ),
+        (
+            {"jpg": b"", "json": as_json(label=1, id=7)},
+            "--label json:lable",
+            "has no field 'lable' in its .json (there: label, id)",
+        ),
+        (
+            {"jpg": b"", "json": b"{"},
+            "--label json:label",
+            "has a .json that is no JSON (Expecting property name",
+        ),
+        (
+            {"jpg": b"", "json": as_json(label=None)},
+            "--label json:label",
+            "has the label 'None'; expected an integer",
+        ),
+        (
+            {"jpg": b"", "json": as_json(label=True)},
+            "--label json:label",
+            "has the label 'True'; expected an integer",
+        ),
+        (
+            {"jpg": b"", "cls": b"cow"},
+            "--classes names.txt",
+            "has the label 'cow'; expected one of the 5 class names (4 of 4 samples do not fit)",
+        ),
+    ],
+)
+def test_what_cannot_be_taken_is_told(members, flags, told, tmp_path):
+    tar = write_tar(
+        tmp_path / "train-0.tar",
+        [(str(n), {k: v or image(n) for k, v in members.items()}) for n in range(4)],
+    )
+    with pytest.raises(ShardError) as caught:
+        scan_tar(tar, layout_of(flags))
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--label json:", "--label json:: no field behind the colon, expected json:label"),
+        ("--image a/b", "--image a/b: expected what follows the key's dot, as jpg or json:label"),
+        (
+            "--keys-with-dots --image a.jpg",
+            "--image a.jpg: with --keys-with-dots a suffix has no dot, as jpg",
+        ),
+        ("--image json --label json", "--image json and --label json: two members"),
+        (
+            "--classes names.txt",
+            (
+                "labels up to 7 (in train-0.tar), but 5 class names, which are those of labels 0 to"
+                " 4: name all"
+            ),
+        ),
+    ],
+)
+def test_flags_that_cannot_be(flags, told, tmp_path, capsys):
+    (tmp_path / "names.txt").write_text("\n".join(NAMES))
+    write_tar(tmp_path / "train-0.tar", [("a", {"jpg": image(1), "cls": b"7"})])
+    assert index(tmp_path, flags) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "_info.json").exists()
+
+
+def test_names_that_would_confuse_a_terminal_are_escaped(tmp_path):
+    tar = write_tar(
+        tmp_path / "train-0.tar",
+        [("a", {"jpg": image(1), "\x1b[31mx": b"1", "json": as_json(**{"\x1b[2J": 1})})],
+    )
+    with pytest.raises(ShardError) as caught:
+        scan_tar(tar)
+    assert str(caught.value).isprintable()
+
+
+def test_a_few_samples_that_do_not_fit_are_named(tmp_path, capsys):
+    root = tmp_path / "root"
+    root.mkdir()
+    write_tar(
+        root / "train-0.tar",
+        [(f"{n:03}", {"jpg": image(n)} | ({} if n in (3, 5) else {"cls": b"1"})) for n in range(9)],
+    )
+    with pytest.raises(ShardError) as caught:
+        scan_tar(root / "train-0.tar")
+    of_two = (
+        "sample '003' has no .cls with the label (its members: jpg) (2 of 9 samples do not fit)"
+    )
+    assert f"{of_two}. Mend " in str(caught.value)
+    assert index(root, "--max-unreadable 0") == 2
+    assert (
+        "2 of 9 samples do not fit, more than the 0 that --max-unreadable 0"
+        in capsys.readouterr().err
+    )
+
+
+def test_labels_from_1_and_the_last_lines(tmp_path, capsys):
+    root = tmp_path / "root"
+    root.mkdir()
+    for split in ("train", "validation"):
+        write_tar(
+            root / f"{split}-0.tar",
+            [(str(n), {"jpg": image(n), "cls": b"%d" % (1 + n % 3)}) for n in range(6)],
+        )
+    assert index(root) == 0
+    assert (
+        capsys.readouterr().out
+        == f"train: 6 samples in 1 shards\nvalidation: 6 samples in 1 shards\n{root}: indexed, 4"
+        " classes\nnote: labels are 1 to 3: class 0 has no images; models get an output for it"
+        f" all the same\ntrain on it with data.root={root} data.val_split=validation; check it"
+        f" with: python -m data_prep.verify {root}\n"
+    )
+
+
+# ---- class names ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["a b\nc\nd", "\ufeffa b\r\nc\r\nd\r\n"])
+def test_class_names(text, tmp_path):
+    (tmp_path / "names").write_text(text, "utf-8", newline="")
+    assert read_class_names(tmp_path / "names") == ["a b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a\n\nb", "expected one class name a line, and no JSON"),
+        ("a\nb\na", "'a' occurs twice"),
+        ("0\n2\n1", "class 1 is called '2', and a label 2 could mean either"),
+        ("", "expected one class name a line"),
+        ('[\n  "a",\n  "b"\n]', "and no JSON"),
+    ],
+)
+def test_class_names_that_are_none(text, told, tmp_path):
+    (tmp_path / "names").write_text(text)
+    with pytest.raises(PrepError, match=told):
+        read_class_names(tmp_path / "names")
+    with pytest.raises(PrepError, match="nowhere: cannot be read"):
+        read_class_names(tmp_path / "nowhere")

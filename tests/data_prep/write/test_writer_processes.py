@@ -1,0 +1,169 @@
+"""The writer as real processes: killed, interrupted, sharing the work, on a full disk."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_shards import digest, image_bytes
+
+# ---- real processes: kills, full disks -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepare(tmp_path_factory) -> list[str]:
+    """A command line without its --out: 120 and 30 images in 12 and 3 shards; each image takes some
+    milliseconds."""
+    folder = tmp_path_factory.mktemp("large") / "images"
+    for split, each in (("train", 12), ("val", 3)):
+        for label in range(10):
+            name = f"class{label}"
+            (folder / split / name).mkdir(parents=True)
+            for number in range(each):
+                (folder / split / name / f"{number}.jpg").write_bytes(
+                    image_bytes(20 * label + number, size=(400, 400))
+                )
+    options = ["--num-shards", "12", "--resize-short-side", "300"]
+    return [sys.executable, "-m", "data_prep.imagefolder", str(folder), *options]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepare, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("undisturbed") / "root"
+    subprocess.run([*prepare, "--out", root, "--workers", "2"], check=True)
+    return root
+
+
+def test_a_dry_run_tells_the_plan_and_writes_nothing(prepare, undisturbed, tmp_path):
+    done = subprocess.run(
+        [*prepare, "--out", tmp_path / "root", "--dry-run"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert not (tmp_path / "root").exists()
+    info = json.loads((undisturbed / "_info.json").read_text())
+    for split, described in info["splits"].items():
+        assert (
+            f"{split}: {described['num_samples']:,} images in {len(described['filenames'])} shards"
+            in done.stdout
+        )
+    size = float(re.search(r"disk: about ([\d.]+) MB", done.stdout)[1]) * 1e6
+    assert size == pytest.approx(
+        sum(sum(described["shard_bytes"]) for described in info["splits"].values()), rel=0.5
+    )
+
+
+@pytest.mark.parametrize("num_tars", [pytest.param(0, marks=pytest.mark.full), 4])
+def test_killed_and_continued(prepare, undisturbed, tmp_path, num_tars):
+    root = tmp_path / "root"
+    process = subprocess.Popen([*prepare, "--out", root, "--workers", "2"], start_new_session=True)
+    while len(list(root.glob("*.tar"))) < num_tars or not list(root.glob(".*.tar.*.tmp")):
+        assert process.poll() is None, "finished before it could be killed"
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    # the workers follow their parent, or they would write on beside the next run
+    wait_for_end_of_group(process.pid)
+    for tar in root.glob("*.tar"):
+        assert tar.read_bytes() == (undisturbed / tar.name).read_bytes(), "torn"
+    assert not (root / "_info.json").exists()
+    again = subprocess.run(
+        [*prepare, "--out", root, "--workers", "1"], check=True, capture_output=True, text=True
+    )
+    assert num_tars == 0 or "are there already" in again.stdout
+    assert digest(root) == digest(undisturbed)
+
+
+@pytest.mark.parametrize(
+    "ranges", [["8-12", "0-3", "4-14"], ["2/3", "0/3", "1/3"]], ids=["overlapping", "equal"]
+)
+def test_processes_that_share_the_work_write_what_one_would(prepare, undisturbed, tmp_path, ranges):
+    root = tmp_path / "root"
+    parts = [
+        subprocess.Popen(
+            [*prepare, "--out", root, "--workers", "1", "--shards", part], stdout=subprocess.PIPE
+        )
+        for part in ranges
+    ]
+    outputs = [part.communicate()[0].decode() for part in parts]
+    assert [part.returncode for part in parts] == [0, 0, 0], outputs
+    assert any(": complete, 10 classes" in output for output in outputs)
+    assert digest(root) == digest(undisturbed)
+
+
+def test_a_bad_part_is_one_line(prepare, tmp_path):
+    failed = subprocess.run(
+        [*prepare, "--out", tmp_path / "root", "--shards", "9-99"], capture_output=True, text=True
+    )
+    assert failed.returncode == 2
+    assert (
+        failed.stderr
+        == "error: --shards 9-99: there are shards 0 to 14 (train has 12; val has 3)\n"
+    )
+    assert not (tmp_path / "root").exists()
+
+
+def wait_for_end_of_group(group: int) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        assert time.monotonic() < deadline, "workers outlived their parent"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_it_ends_at_once_and_clean(
+    prepare, undisturbed, tmp_path, number, status, early
+):
+    """The parent alone, as a batch system may; or all processes, as a terminal does, while workers
+    start."""
+    root = tmp_path / "root"
+    process = subprocess.Popen(
+        [*prepare, "--out", root, "--workers", "2"],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not list(root.glob("_writing.json" if early else ".*.tar.*.tmp")):
+        assert process.poll() is None, "finished before it could be interrupted"
+        time.sleep(0.001)
+    if early:
+        time.sleep(0.1)
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == status
+    assert errors.endswith("; the same command continues\n")
+    assert errors.count("\n") == 1
+    wait_for_end_of_group(process.pid)
+    assert not list(root.glob(".*.tar.*.tmp"))
+    subprocess.run([*prepare, "--out", root, "--workers", "2"], check=True)
+    assert digest(root) == digest(undisturbed)
+
+
+def test_full_disk_is_one_line_and_continues(prepare, undisturbed, tmp_path):
+    root = tmp_path / "root"
+    command = " ".join(map(str, [*prepare, "--out", root, "--workers", "1"]))
+    failed = subprocess.run(
+        ["bash", "-c", f"ulimit -f 40; exec {command}"], capture_output=True, text=True
+    )
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("error: ")
+    assert failed.stderr.count("\n") == 1
+    assert ".tar: File too large" in failed.stderr
+    assert "the same command continues" in failed.stderr
+    assert not list(root.glob("*.tar"))
+    assert not list(root.glob(".*.tmp"))
+    subprocess.run([*prepare, "--out", root, "--workers", "2"], check=True)
+    assert digest(root) == digest(undisturbed)

@@ -1,0 +1,50 @@
+"""Images to decode, and what Pillow makes of them."""
+
+import io
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+from vit.data.decode import native
+
+needs_native = pytest.mark.skipif(
+    not native.AVAILABLE and os.environ.get("VIT_REQUIRE_NATIVE") != "1",
+    reason="the C decoder was not built: apt-get install build-essential, then pip install -e .",
+)
+
+
+def picture(width: int = 97, height: int = 64, mode: str = "RGB") -> Image.Image:
+    """Smooth shapes with edges and some noise: neither flat nor pure noise, as photographs are."""
+    generator = np.random.default_rng(width * height)
+    y, x = np.mgrid[:height, :width]
+    waves = (
+        np.stack([np.sin(x / 9 + phase) + np.cos(y / 7 - phase) for phase in range(len(mode))], -1)
+        * 55
+        + 128
+    )
+    waves[height // 3 : height // 2, width // 4 : width // 2] += 60
+    pixels = np.clip(waves + generator.normal(0, 6, waves.shape), 0, 255).astype(np.uint8)
+    return Image.fromarray(pixels if mode == "RGB" else pixels[..., 0])
+
+
+def encode(image: Image.Image, form: str = "JPEG", **options: Any) -> bytes:
+    encoded = io.BytesIO()
+    image.save(encoded, form, **options)
+    return encoded.getvalue()
+
+
+def by_pillow(data: bytes, mode: str = "RGB") -> np.ndarray:
+    return np.array(Image.open(io.BytesIO(data)).convert(mode))
+
+
+def photographs() -> list[bytes]:
+    photos = [Image.fromarray(photo) for photo in load_sample_images().images]
+    return [
+        encode(photo, quality=90, subsampling=s, restart_marker_blocks=n)
+        for photo in photos
+        for s, n in ((0, 0), (2, 4))
+    ]

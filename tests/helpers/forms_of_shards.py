@@ -1,0 +1,59 @@
+"""Shards in the forms that other tools give them."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import tarfile
+from pathlib import Path
+
+from PIL import Image
+
+from data_prep.index import main
+from vit.data.shards.members import SampleLayout
+
+NAMES = ("tench", "cat", "dog", "crème brûlée", "hen of the woods")
+
+
+def image(number: int, kind: str = "JPEG") -> bytes:
+    """An image whose size and colour tell its number."""
+    encoded = io.BytesIO()
+    Image.new("RGB", (20 + number, 30), (10 * (number % 25), 100, 200)).save(encoded, kind)
+    return encoded.getvalue()
+
+
+def as_json(**fields: object) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def layout_of(flags: str) -> SampleLayout:
+    words = shlex.split(flags)
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    return SampleLayout(
+        given.get("--image"),
+        given.get("--label", "cls"),
+        class_names=NAMES if "--classes" in given else (),
+    )
+
+
+def write_tar(path: Path, samples: list[tuple[str, dict[str, bytes]]]) -> Path:
+    """By the standard library; (key, {suffix: content}) in order."""
+    with tarfile.open(path, "w") as tar:
+        for key, members in samples:
+            for suffix, data in members.items():
+                info = tarfile.TarInfo(f"{key}.{suffix}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def index(root: Path, flags: str = "") -> int:
+    return main(
+        [
+            str(root),
+            "--workers",
+            "1",
+            *shlex.split(flags.replace("names.txt", str(root / "names.txt"))),
+        ]
+    )

@@ -1,0 +1,105 @@
+"""Images that tell their number, tars and folders of them."""
+
+import hashlib
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data_prep.write.catalogue import Source
+from data_prep.write.catalogue_builder import Builder
+from data_prep.write.plan import Settings
+from data_prep.write.samples import read_range
+
+NUM_SHARDS = 3
+
+
+PER_SHARD = 5
+
+
+def jpeg(number: int) -> bytes:
+    """A JPEG whose size and colour tell its number."""
+    encoded = io.BytesIO()
+    Image.new("RGB", (20 + number, 30 + 2 * number), (10 * number, 100, 200)).save(encoded, "JPEG")
+    return encoded.getvalue()
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]], **options: Any) -> Path:
+    """A tar by the standard library, not by our writer."""
+    with tarfile.open(path, "w", **options) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def pair(
+    key: str, number: int, label: int | str | None = None, ext: str = "jpg"
+) -> list[tuple[str, bytes]]:
+    return [
+        (f"{key}.{ext}", jpeg(number)),
+        (f"{key}.cls", str(number % 4 if label is None else label).encode()),
+    ]
+
+
+FOUR = Settings(num_shards=4)
+
+
+def image_bytes(
+    number: int = 0, format: str = "JPEG", mode: str = "RGB", size: tuple[int, int] = (24, 16)
+) -> bytes:
+    encoded = io.BytesIO()
+    Image.new("RGB", size, (number * 7 % 256, number * 3 % 256, 90)).convert(mode).save(
+        encoded, format
+    )
+    return encoded.getvalue()
+
+
+def source_of(
+    folder: Path, splits: dict[str, list[tuple[str, int, bytes]]], **options: Any
+) -> Source:
+    """A source of (name, label, encoded image) in a file in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "images.bin"
+    path.write_bytes(b"".join(data for samples in splits.values() for _, _, data in samples))
+
+    def fill(builder: Builder) -> None:
+        builder.classes(["a", "b", "c"])
+        builder.note("made for a test")
+        file = builder.file(path)
+        end = 0
+        for split, samples in splits.items():
+            sizes = np.array([len(data) for _, _, data in samples], np.int64)
+            ends = end + np.cumsum(sizes)
+            builder.add(
+                split,
+                file,
+                [name for name, _, _ in samples],
+                [label for _, label, _ in samples],
+                ends - sizes,
+                sizes,
+            )
+            end = ends[-1] if len(ends) else end
+
+    return Source("test", options, fill, read_range)
+
+
+def small_splits(num_train: int = 23, num_val: int = 7) -> dict[str, list[tuple[str, int, bytes]]]:
+    return {
+        split: [(f"{split}.{n}.JPEG", n % 3, image_bytes(n)) for n in range(num)]
+        for split, num in (("train", num_train), ("val", num_val))
+    }
+
+
+def digest(root: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(root.iterdir())
+    }
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in root.iterdir()}
