@@ -37,11 +37,11 @@ def config(tmp_path: Path, shards: Path) -> Path:
 
 LONGEST = (
     "test_train.py",
-    "test_writer.py",
+    "test_writer_processes.py",
     "test_errors.py",
     "test_page.py",
     "test_imagenet_whole.py",
-    "test_wandb_process.py",
+    "test_wandb_servers.py",
 )
 
 

@@ -18,12 +18,13 @@ ONEDNN = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
 OURS = torch.backends.cpu.get_cpu_capability().lower()
 PLAINER = [*ONEDNN][: [*ONEDNN].index(OURS)] if OURS in ONEDNN else []
 NUMERIC = [
+    *(f"tests/test_{name}.py" for name in ("evaluate", "loss", "metrics", "model", "step")),
+    *(f"tests/{folder}" for folder in ("data/augment", "optim")),
     *(
-        f"tests/test_{name}.py"
-        for name in ("ema", "evaluate", "published", "loss", "metrics", "model", "optim", "step")
+        f"tests/data/decode/test_{name}.py"
+        for name in ("views", "windows", "center_view", "native", "jpeg_cut")
     ),
-    *(f"tests/data/augment/test_{name}.py" for name in ("apply", "draw", "pixel_ops")),
-    *(f"tests/data/decode/test_{name}.py" for name in ("views", "native", "jpeg_cut")),
+    "tests/weights/test_published.py",
     "tests/report/test_model_plots.py",
 ]
 CORE = [

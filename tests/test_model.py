@@ -20,6 +20,8 @@ from vit.posemb import sincos2d_posemb
 from vit.weights.files import load_weights
 
 TINY = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
+
+
 CONFIGURATIONS = {
     "class token": {},
     "mean of patches, no class token": {"class_token": False, "global_pool": "avg"},
@@ -391,96 +393,6 @@ def test_compiled_model_computes_the_same(backend):
     model.train()
     compiled(images).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"image_size": 225},
-            "image height 225 .* nearest that work are 224 and 240; image width 225",
-        ),
-        ({"image_size": (10, 224)}, "image height 10 .* nearest that work are 16"),
-        ({"image_size": (224, 224, 3)}, r"image_size is \(224, 224, 3\): expected"),
-        (
-            {"num_heads": 7},
-            "embed_dim 768 is not a multiple of num_heads 7: the nearest number of heads is",
-        ),
-        ({"class_token": False}, "needs class_token=True: set it, or use 'avg'"),
-        (
-            {"global_pool": "mean", "pos_embed": "rope"},
-            "global_pool is 'mean'.*pos_embed is 'rope'",
-        ),
-        ({"pos_embed": "sincos2d", "embed_dim": 6, "num_heads": 2}, "not 6"),
-        ({"drop_path_rate": 1.0}, "drop_path_rate is 1.0: expected"),
-    ],
-)
-def test_impossible_settings_are_refused_with_what_would_work(fields, message):
-    with torch.device("meta"), pytest.raises(ValueError, match=message):
-        create_model("vit_b16", **fields)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("vit_b_16", "did you mean vit_b16"),
-        ("ViT-B16", "did you mean .*vit_b16"),
-        ("vit_b0", "expected vit_"),
-        ("timm/vit_base_patch16_223", "did you mean vit_base_patch16_224"),
-        ("timm/vit_tiny_patch16_224.nobody", "cannot make 'vit_tiny_patch16_224.nobody'"),
-    ],
-)
-def test_unknown_names_are_refused_with_the_nearest(name, message):
-    with pytest.raises(ValueError, match=message):
-        create_model(name)
-
-
-def test_a_guest_that_lacks_the_settings_of_ours_is_told_with_the_remedy():
-    """A config made for a ViT, another model.name: all of what does not fit at once."""
-    fields = {"embed_dim": 128, "depth": 4, "num_heads": 4, "drop_path_rate": 0.1}
-    with pytest.raises(ValueError, match="resnet18") as caught:
-        create_model("timm/resnet18", 32, 10, **fields)
-    assert (
-        str(caught.value)
-        == "timm's resnet18 has no depth, embed_dim, num_heads: set model.depth=null"
-        " model.embed_dim=null model.num_heads=null, or leave them out of the config"
-    )
-    create_model("timm/resnet18", 32, 10, drop_path_rate=0.1)
-
-
-def test_wrong_images_are_refused():
-    model = VisionTransformer(image_size=32, **TINY)
-    with pytest.raises(
-        ValueError, match=r"images are \(2, 3, 32, 48\), expected \(batch, 3, 32, 32\)"
-    ):
-        model(torch.zeros(2, 3, 32, 48))
-    with pytest.raises(ValueError, match=r"expected \(batch, 3, 32, 32\)"):
-        model(torch.zeros(2, 1, 32, 32))
-
-
-def test_fields_win_over_the_name():
-    with torch.device("meta"):
-        model = create_model("vit_s16", 64, 7, depth=3, patch_size=(8, 16), in_chans=1)
-    assert (
-        model.embed_dim,
-        model.depth,
-        model.patch_size,
-        model.grid_size,
-        model.in_chans,
-        model.num_classes,
-    ) == (384, 3, (8, 16), (8, 4), 1, 7)
-    assert model.num_prefix_tokens == 1
-    assert model.no_weight_decay() == {"pos_embed", "cls_token"}
-
-
-def test_guests_take_our_arguments():
-    guest = create_model("timm/vit_tiny_patch16_224", (32, 64), 5, in_chans=1, depth=1)
-    assert guest(torch.zeros(1, 1, 32, 64)).shape == (1, 5)
-    assert guest.image_size == (32, 64)
-    convolutional = create_model("timm/resnet10t", 64, 5)
-    assert convolutional(torch.zeros(2, 3, 64, 64)).shape == (2, 5)
-    with pytest.raises(ValueError, match="representation_size"):
-        create_model("timm/vit_tiny_patch16_224", 32, 5, representation_size=8)
 
 
 def test_flops_are_those_of_the_closed_form_and_touch_nothing():

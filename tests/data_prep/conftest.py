@@ -1,10 +1,14 @@
-"""Shards as other tools write them."""
+"""Folders of images, and shards of ours and of other tools."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import webdataset
-from small_shards import jpeg
+from small_shards import add, jpeg
+from verifying import PER_CLASS, image_bytes
+
+from data_prep import imagefolder
 
 
 @pytest.fixture
@@ -27,3 +31,33 @@ def foreign(tmp_path) -> Path:
                         }
                     )
     return root
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    """A data set of ours: 3 classes, 7 + 1 shards; a PNG that was converted, an unreadable
+    image."""
+    folder = tmp_path_factory.mktemp("sound")
+    for label, (name, count) in enumerate(PER_CLASS.items()):
+        (folder / "images" / name).mkdir(parents=True)
+        for n in range(count):
+            (folder / "images" / name / f"{name}{n}.jpg").write_bytes(image_bytes(100 * label + n))
+    (folder / "images" / "plum" / "png.png").write_bytes(image_bytes(999, "PNG"))
+    (folder / "images" / "pear" / "broken.jpg").write_bytes(b"no image")
+    options = ["--num-shards", "7", "--workers", "1", "--max-unreadable", "0.5"]
+    assert imagefolder.main([str(folder / "images"), "--out", str(folder / "set"), *options]) == 0
+    return folder / "set"
+
+
+@pytest.fixture
+def root(sound, tmp_path) -> Path:
+    shutil.copytree(sound, tmp_path / "set")
+    return tmp_path / "set"
+
+
+@pytest.fixture
+def flat(tmp_path) -> Path:
+    for name, num in (("zebra", 20), ("ape", 31)):
+        for n in range(num):
+            add(tmp_path / "flat" / name / f"{n}.jpg", n)
+    return tmp_path / "flat"

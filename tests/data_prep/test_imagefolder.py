@@ -11,20 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from small_shards import add
 
 from data_prep.errors import PrepError
 from data_prep.imagefolder import Asked, main, source
 from data_prep.write.catalogue import open_catalogue
 from data_prep.write.samples import Sample, safe_key
 from vit.data.shards.data_set import open_split
-
-
-def add(path: Path, number: int = 0) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (12, 10), (number % 256, 50, 50)).save(path)
-    return path
-
 
 HELD_OUT = [
     "ape_11",
@@ -47,14 +40,6 @@ def listed(folder: Path, val_fraction: float | None = None) -> dict[str, list[Sa
         return {
             split: found.table(split).samples(range(total)) for split, total in found.splits.items()
         }
-
-
-@pytest.fixture
-def flat(tmp_path) -> Path:
-    for name, num in (("zebra", 20), ("ape", 31)):
-        for n in range(num):
-            add(tmp_path / "flat" / name / f"{n}.jpg", n)
-    return tmp_path / "flat"
 
 
 def test_train_and_val(tmp_path, capsys):
@@ -274,188 +259,6 @@ def test_a_val_folder_and_a_fraction_contradict(tmp_path, capsys):
     assert "'1' is not a number in [0, 1)" in capsys.readouterr().err
 
 
-def test_an_unreadable_image_is_named_with_its_path(flat, tmp_path, capsys):
-    bad = flat / "ape" / "3.jpg"
-    bad.write_bytes(bad.read_bytes()[:-20])
-    assert (
-        main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1", "--max-unreadable", "0"])
-        == 2
-    )
-    assert "1 images cannot be read, more than the 0 that --max-unreadable 0.0 allows" in (
-        error := capsys.readouterr().err
-    )
-    assert "ape_3 (flat, ape/3.jpg): " in error
-    assert not (tmp_path / "out" / "_info.json").exists()
-
-
-def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_told(flat, tmp_path, capsys):
-    """51 images: 5 may be broken, which is more than the usual hundredth; 7 may with the value that
-    the refusal names."""
-    out = tmp_path / "out"
-    for n in range(5):
-        (flat / "ape" / f"{n}.jpg").write_bytes(b"broken")
-    assert main([str(flat), "--out", str(out), "--workers", "1", "--num-shards", "4"]) == 0
-    assert "left out: 5 unreadable images" in capsys.readouterr().out
-    for n in (5, 6):
-        (flat / "zebra" / f"{n}.jpg").write_bytes(b"broken")
-    out = tmp_path / "other"
-    assert main([str(flat), "--out", str(out), "--workers", "1", "--num-shards", "4"]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "error: 7 images cannot be read, more than the 5 that --max-unreadable 0.01 allows."
-        " Repair or replace them, or" in error
-    )
-    value = re.search(r"allow more \(--max-unreadable ([\d.]+)\)", error)[1]
-    assert (
-        main(
-            [
-                str(flat),
-                "--out",
-                str(out),
-                "--workers",
-                "1",
-                "--num-shards",
-                "4",
-                "--max-unreadable",
-                value,
-            ]
-        )
-        == 0
-    )
-    assert "left out: 7 unreadable images" in capsys.readouterr().out
-
-
-def test_what_is_not_read_or_asks_to_be_turned_is_told(tmp_path, capsys):
-    """A phone's folder: HEIC is passed over and counted, AVIF is read, EXIF orientations are
-    counted; classes are called 9 and 10."""
-    folder = tmp_path / "phone"
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    for name in ("9", "10"):
-        for n in range(4):
-            add(folder / name / f"{n}.jpg", n)
-        for n in range(4, 7):
-            Image.open(folder / name / "0.jpg").save(folder / name / f"{n}.jpg", exif=turned)
-        for other in ("a.HEIC", "b.heic", "c.cr2", "Thumbs.db", ".DS_Store", "notes.txt"):
-            (folder / name / other).write_bytes(b"x")
-        Image.new("RGB", (12, 10)).save(folder / name / "d.avif")
-        Image.open(folder / name / "0.jpg").save(folder / name / "e.jfif", "JPEG")
-    command = [
-        str(folder),
-        "--out",
-        str(tmp_path / "out"),
-        "--workers",
-        "1",
-        "--num-shards",
-        "2",
-        "--class-order",
-        "number",
-    ]
-    assert main(command) == 2
-    assert (
-        "6 of 24 images would be left out, more than the 5 that --max-unreadable 0.01 allows: 6"
-        " files not" in capsys.readouterr().err
-    )
-    command += ["--max-unreadable", "0.25"]
-    assert main(command) == 0
-    told = [
-        (
-            "6 files not read as images: 2 .HEIC, 2 .cr2, 2 .heic; convert them to JPEG, with"
-            " ImageMagick, say, in their folder: find . -iname '*.heic' -exec magick mogrify"
-            " -format jpg {} +"
-        ),
-        "4 other files, no images: 2 .db, 2 .txt",
-        (
-            "6 of 18 images ask to be turned (EXIF orientation): --apply-exif turns them (published"
-            " numbers do not)"
-        ),
-    ]
-    printed = capsys.readouterr().out
-    card = (tmp_path / "out" / "dataset.md").read_text().replace("\\", "")
-    for line in told:
-        assert f"{line}\n" in printed
-        assert line in card
-    assert json.loads((tmp_path / "out" / "_info.json").read_text())["asks_to_be_turned"] == 6
-    assert json.loads((tmp_path / "out" / "_info.json").read_text())["class_names"] == ["9", "10"]
-    command[2] = str(tmp_path / "upright")
-    assert main([*command, "--apply-exif"]) == 0
-    assert "ask to be turned" not in capsys.readouterr().out
-    assert "asks_to_be_turned" not in (tmp_path / "upright" / "_info.json").read_text()
-
-
-def test_all_that_is_read_is_taken_whatever_it_is_called(tmp_path, capsys):
-    """What torchvision's ImageFolder takes and more, and files without a suffix by their first
-    bytes."""
-    folder = tmp_path / "odd"
-    suffixes = (
-        "jpg",
-        "jpeg",
-        "jfif",
-        "png",
-        "webp",
-        "bmp",
-        "gif",
-        "tif",
-        "ppm",
-        "pgm",
-        "avif",
-        "jp2",
-    )
-    for number, name in enumerate("ab"):
-        for suffix in suffixes:
-            add(folder / name / "plain.jpg", number)
-            image = Image.open(folder / name / "plain.jpg").convert(
-                "L" if suffix == "pgm" else "RGB"
-            )
-            image.save(folder / name / f"{suffix}.{suffix}", None if suffix != "jfif" else "JPEG")
-        (folder / name / "plain.jpg").rename(folder / name / "without")
-        (folder / name / "LICENSE").write_text("a text")
-    assert (
-        main(
-            [
-                str(folder),
-                "--out",
-                str(tmp_path / "out"),
-                "--workers",
-                "1",
-                "--num-shards",
-                "1",
-                "--val-fraction",
-                "0",
-            ]
-        )
-        == 0
-    )
-    assert len(open_split(tmp_path / "out", "train")) == 2 * (len(suffixes) + 1)
-    assert "2 other files, no images: 2 without a suffix\n" in capsys.readouterr().out
-
-
-def test_what_is_passed_over_is_counted_and_recorded(flat, tmp_path, capsys):
-    """Images next to the class folders, and images of kinds that are not read."""
-    (flat / "stray.png").write_bytes((flat / "ape" / "0.jpg").read_bytes())
-    (flat / "ape" / "photo.heic").write_bytes(b"x")
-    assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
-    told = [
-        "1 file not read as images: 1 .heic; convert",
-        f"1 image beside the class folders, of no class: {flat}/stray.png; not used",
-    ]
-    printed = capsys.readouterr().out
-    info = json.loads((tmp_path / "out" / "_info.json").read_text())
-    for line in told:
-        assert line in printed
-        assert any(note.startswith(line) for note in info["origin"])
-    assert (
-        main(
-            [str(flat), "--out", str(tmp_path / "other"), "--workers", "1", "--max-unreadable", "0"]
-        )
-        == 2
-    )
-    assert (
-        "2 of 53 images would be left out, more than the 0 that --max-unreadable 0.0 allows"
-        in capsys.readouterr().err
-    )
-
-
 def numbered(folder: Path, num_classes: int) -> list[str]:
     for number in range(num_classes):
         add(folder / str(number) / "0.jpg", number)
@@ -517,25 +320,6 @@ def test_spellings_of_a_class_in_unicode(tmp_path, capsys):
     assert "folders whose names are one in Unicode" in error
     assert str(apart.encode()) in error
     assert str(together.encode()) in error
-
-
-def test_avif_where_pillow_cannot_read_it_is_an_error(flat, tmp_path, capsys, monkeypatch):
-    """Elsewhere the same folder would give other shards."""
-    (flat / "ape" / "x.avif").write_bytes(b"x")
-    monkeypatch.setattr("data_prep.imagefolder.features.check", lambda feature: False)
-    assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
-    assert "ape/x.avif: an AVIF image, and this Pillow (" in (error := capsys.readouterr().err)
-    assert "cannot read AVIF: pip install --upgrade 'pillow>=11.3'" in error
-
-
-def test_a_class_of_other_images_only_is_told(flat, tmp_path, capsys):
-    (flat / "phone").mkdir()
-    (flat / "phone" / "1.heic").write_bytes(b"x")
-    assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
-    assert (
-        "classes without images: phone (1 file not read as images: 1 .heic; convert them to JPEG"
-        in capsys.readouterr().err
-    )
 
 
 def test_runs_without_torch(flat, tmp_path):

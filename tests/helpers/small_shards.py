@@ -15,8 +15,6 @@ from data_prep.write.plan import Settings
 from data_prep.write.samples import read_range
 
 NUM_SHARDS = 3
-
-
 PER_SHARD = 5
 
 
@@ -103,3 +101,9 @@ def digest(root: Path) -> dict[str, str]:
 
 def contents(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.iterdir()}
+
+
+def add(path: Path, number: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (12, 10), (number % 256, 50, 50)).save(path)
+    return path

@@ -1,0 +1,228 @@
+"""Zip archives are listed as zipfile lists them; what is damaged or hostile is refused."""
+
+import io
+import random
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from data_prep.errors import PrepError
+from data_prep.read import archives
+from data_prep.read.archives import BATCH, read_zip_member, walk_zip
+from data_prep.write.samples import Sample
+
+# ---- zip -----------------------------------------------------------------------------------------
+
+
+def zip_samples(path: Path) -> list[Sample]:
+    return [
+        Sample("", 0, name, str(path), int(offset), int(size))
+        for members in walk_zip(path)
+        for name, offset, size in zip(members.names, members.offsets, members.sizes, strict=True)
+    ]
+
+
+def make_zip(
+    path: Path, compression: int = zipfile.ZIP_DEFLATED, num: int = 20
+) -> dict[str, bytes]:
+    rng = random.Random(0)
+    files = {
+        "empty": b"",
+        "ü/noise": rng.randbytes(300_000),
+        "zeros": bytes(3_000_000),
+        "n" * 1000: b"long name",
+    }
+    files |= {f"folder/{number}.jpg": rng.randbytes(rng.randrange(2000)) for number in range(num)}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.comment = b"a comment PK\1\2"
+        archive.mkdir("folder")
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return files
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("num", [20, BATCH])
+def test_zip_as_zipfile_says(tmp_path, compression, num):
+    files = make_zip(tmp_path / "a.zip", compression, num)
+    assert {
+        sample.name: read_zip_member(sample) for sample in zip_samples(tmp_path / "a.zip")
+    } == files
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        expected = [
+            (i.filename, i.header_offset, i.file_size) for i in archive.infolist() if not i.is_dir()
+        ]
+    assert [(s.name, s.offset, s.size) for s in zip_samples(tmp_path / "a.zip")] == expected
+
+
+class Pipe(io.BytesIO):
+    """Cannot be sought, so that zipfile puts sizes and CRC behind the data."""
+
+    def seekable(self) -> bool:
+        return False
+
+    def seek(self, *_: object) -> int:
+        raise io.UnsupportedOperation
+
+    tell = seek
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("level", [0, 9])
+def test_sizes_behind_the_data(tmp_path, compression, level):
+    rng = random.Random(0)
+    pipe = Pipe()
+    files = {f"{size}.jpg": rng.randbytes(size) for size in (1, 100, 20_000, 400_000)} | {
+        "zeros.jpg": bytes(50_000)
+    }
+    with zipfile.ZipFile(pipe, "w", compression, compresslevel=level) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    (tmp_path / "a.zip").write_bytes(pipe.getvalue())
+    assert {
+        sample.name: read_zip_member(sample) for sample in zip_samples(tmp_path / "a.zip")
+    } == files
+    damaged = bytearray(pipe.getvalue())
+    damaged[damaged.index(b"PK\7\x08") + 4] ^= 1
+    (tmp_path / "b.zip").write_bytes(damaged)
+    with pytest.raises(ValueError, match="CRC"):
+        read_zip_member(zip_samples(tmp_path / "b.zip")[0])
+
+
+def test_zip64_and_bytes_before_the_zip(tmp_path):
+    path = tmp_path / "large.zip"
+    large = 5 << 30
+    with open(path, "wb") as file:
+        file.truncate(large)  # a hole: no disk is used
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("a.jpg", b"one")
+        with archive.open("b.jpg", "w", force_zip64=True) as member:
+            member.write(b"two")
+    found = zip_samples(path)
+    assert [sample.offset >= large for sample in found] == [True, True]
+    assert [read_zip_member(sample) for sample in found] == [b"one", b"two"]
+    make_zip(tmp_path / "a.zip")
+    # its offsets do not count these bytes
+    (tmp_path / "b.zip").write_bytes(b"#!/bin/sh\n" + (tmp_path / "a.zip").read_bytes())
+    first = zip_samples(tmp_path / "a.zip")
+    second = zip_samples(tmp_path / "b.zip")
+    assert [read_zip_member(s) for s in first] == [read_zip_member(s) for s in second]
+
+
+def test_many_entries_need_zip64(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for number in range(66_000):
+            archive.writestr(zipfile.ZipInfo(f"{number}"), b"")
+    assert [sample.name for sample in zip_samples(tmp_path / "a.zip")] == [
+        str(number) for number in range(66_000)
+    ]
+
+
+def test_a_long_extra_field(tmp_path):
+    info = zipfile.ZipInfo("a.jpg")
+    info.extra = struct.pack("<HH", 0x7777, 60_000) + bytes(60_000)
+    for name, compression in (
+        ("stored.zip", zipfile.ZIP_STORED),
+        ("deflated.zip", zipfile.ZIP_DEFLATED),
+    ):
+        info.compress_type = compression
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr(info, b"data " * 1000)
+        assert [read_zip_member(sample) for sample in zip_samples(tmp_path / name)] == [
+            b"data " * 1000
+        ]
+
+
+def test_every_cut_of_a_zip_is_seen(tmp_path):
+    whole = make_zip(tmp_path / "a.zip", num=3) and (tmp_path / "a.zip").read_bytes()
+    cut = tmp_path / "cut.zip"
+    for length in [*range(1, len(whole), 9999), len(whole) - 300, len(whole) - 1]:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(PrepError, match=r"cut off|not a zip"):
+            zip_samples(cut)
+        # its beginning is missing, and with it the bytes that offsets count from
+        cut.write_bytes(whole[length:])
+        with pytest.raises(PrepError, match=r"cut off|not a zip"):
+            zip_samples(cut)
+    for content, message in (
+        (b"", "an empty file"),
+        (b"<html>no", "a web page"),
+        (b"xyz" * 100, "not a zip"),
+    ):
+        cut.write_bytes(content)
+        with pytest.raises(PrepError, match=message):
+            zip_samples(cut)
+
+
+def test_one_part_of_several(tmp_path):
+    make_zip(tmp_path / "a.zip")
+    data = bytearray((tmp_path / "a.zip").read_bytes())
+    data[data.rindex(b"PK\5\6") + 4] = 3
+    (tmp_path / "a.zip").write_bytes(data)
+    with pytest.raises(PrepError, match="one of 4 parts of a split zip"):
+        zip_samples(tmp_path / "a.zip")
+
+
+def test_damage_and_bombs_inside_a_zip(tmp_path, monkeypatch):
+    make_zip(tmp_path / "a.zip")
+    whole = (tmp_path / "a.zip").read_bytes()
+    noise, zeros = (
+        next(s for s in zip_samples(tmp_path / "a.zip") if s.name == name)
+        for name in ("ü/noise", "zeros")
+    )
+    damaged = bytearray(whole)
+    damaged[noise.offset + 1000] ^= 1
+    (tmp_path / "b.zip").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"damaged inside .*b\.zip"):
+        read_zip_member(noise._replace(file=str(tmp_path / "b.zip")))
+    with pytest.raises(ValueError, match="inflates to more than its 1,000 stated bytes"):
+        read_zip_member(zeros._replace(size=1000))
+    with pytest.raises(ValueError, match="CRC"):
+        read_zip_member(zeros._replace(size=zeros.size + 1))
+    with pytest.raises(ValueError, match="no member at byte"):
+        read_zip_member(zeros._replace(offset=zeros.offset + 1))
+    monkeypatch.setattr(archives, "MAX_IMAGE_BYTES", 1000)
+    with pytest.raises(ValueError, match="at most 1,000 are taken for an image"):
+        read_zip_member(zeros)
+
+
+@pytest.mark.parametrize(
+    ("compression", "number"), [(zipfile.ZIP_BZIP2, 12), (zipfile.ZIP_LZMA, 14)]
+)
+def test_other_compressions_are_named(tmp_path, compression, number):
+    make_zip(tmp_path / "a.zip", compression)
+    with pytest.raises(ValueError, match=rf"compressed by method {number}; expected"):
+        read_zip_member(zip_samples(tmp_path / "a.zip")[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "message"),
+    [
+        ("../a.jpg", 0, "leads out"),
+        ("/a.jpg", 0, "leads out"),
+        ("a\\..\\b.jpg", 0, "leads out"),
+        ("D:/a.jpg", 0, "leads out"),
+        ("a.jpg", 0o120777, "is a link"),
+    ],
+)
+def test_hostile_zips_are_refused(tmp_path, name, mode, message):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("fine..jpg", b"")
+        info = zipfile.ZipInfo("x")
+        info.filename = name
+        info.external_attr = mode << 16
+        archive.writestr(info, b"/etc/passwd")
+    with pytest.raises(PrepError, match=message) as error:
+        zip_samples(tmp_path / "a.zip")
+    assert repr(name) in str(error.value)
+
+
+def test_encrypted_zips_are_refused(tmp_path):
+    make_zip(tmp_path / "a.zip")
+    data = bytearray((tmp_path / "a.zip").read_bytes())
+    data[data.index(b"PK\1\2") + 8] |= 1
+    (tmp_path / "a.zip").write_bytes(data)
+    with pytest.raises(PrepError, match="is encrypted"):
+        zip_samples(tmp_path / "a.zip")

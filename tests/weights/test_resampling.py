@@ -1,0 +1,73 @@
+"""Position embeddings at another grid equal timm's."""
+
+import pytest
+import torch
+from timm.layers import resample_abs_pos_embed
+
+from vit.posemb import resample_posemb
+
+
+def posemb(height: int, width: int, prefix: int = 1, dim: int = 8) -> torch.Tensor:
+    return torch.randn(1, prefix + height * width, dim, generator=torch.Generator().manual_seed(0))
+
+
+# Position embeddings
+GRIDS = [
+    ((14, 14), (24, 24)),
+    ((14, 14), (7, 7)),
+    ((16, 16), (14, 21)),
+    ((6, 10), (10, 6)),
+    ((5, 7), (11, 3)),
+    ((37, 37), (16, 16)),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), GRIDS)
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("antialias", [True, False])
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_resampling_equals_timm(old, new, interpolation, antialias, prefix):
+    source = posemb(*old, prefix=prefix)
+    ours = resample_posemb(source, old, new, prefix, interpolation, antialias)
+    theirs = resample_abs_pos_embed(source, list(new), list(old), prefix, interpolation, antialias)
+    assert ours.shape == (1, prefix + new[0] * new[1], 8)
+    assert torch.equal(ours, theirs)
+
+
+def test_resampling_to_the_same_grid_is_the_identity():
+    source = posemb(6, 10)
+    assert torch.equal(resample_posemb(source, (6, 10), (6, 10), 1), source)
+
+
+@pytest.mark.parametrize(("old", "new"), GRIDS)
+@pytest.mark.parametrize("antialias", [True, False])
+def test_resampling_keeps_constants_prefix_and_order(old, new, antialias):
+    y, x = torch.meshgrid(
+        torch.arange(old[0], dtype=torch.float32),
+        torch.arange(old[1], dtype=torch.float32),
+        indexing="ij",
+    )
+    patches = torch.stack((torch.full(old, 0.7), y, x), dim=2).reshape(1, -1, 3)
+    prefix = posemb(1, 1, dim=3)
+    result = resample_posemb(torch.cat((prefix, patches), dim=1), old, new, 2, antialias=antialias)
+    assert torch.equal(result[:, :2], prefix)
+    constant, down, right = result[0, 2:].reshape(*new, 3).unbind(2)
+    torch.testing.assert_close(constant, torch.full(new, 0.7))
+    # A ramp along one side still rises along that side, and is the same on every line across it: a
+    # swap of h and w breaks this.
+    assert (down.diff(dim=0) > 0).all()
+    assert (right.diff(dim=1) > 0).all()
+    torch.testing.assert_close(down, down[:, :1].expand(new))
+    torch.testing.assert_close(right, right[:1].expand(new))
+
+
+def test_resampling_computes_in_float32_and_keeps_the_dtype():
+    source = posemb(14, 14).bfloat16()
+    result = resample_posemb(source, (14, 14), (24, 24), 1)
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, resample_posemb(source.float(), (14, 14), (24, 24), 1).bfloat16())
+
+
+def test_resampling_refuses_another_grid():
+    with pytest.raises(ValueError, match=r"pos_embed is \(1, 197, 8\), expected \(1, 170, dim\)"):
+        resample_posemb(posemb(14, 14), (13, 13), (24, 24), 1)

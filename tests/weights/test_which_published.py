@@ -1,0 +1,296 @@
+"""Which published model a file is, and what its published number stands for."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+from safetensors.torch import save_file
+from timm.models import save_for_hf
+
+from vit.config.io import from_dict
+from vit.data.batches import ImageFormat
+from vit.weights.files import find_weights, read_weights
+from vit.weights.published import describe_published, identify, to_config, with_published_config
+from vit.weights.published_models import KNOWN, NO_NUMBER, TIMM, KnownModel
+
+ROOT = Path(__file__).parents[2]
+
+
+TIMM_ROWS = [row for row in KNOWN if row.source == TIMM]
+
+
+# --- which model it is ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("vit_base_patch16_224.augreg_in1k.safetensors", "vit_base_patch16_224.augreg_in1k"),
+        (
+            "vit_base_patch16_224.augreg_in21k_ft_in1k.pth",
+            "vit_base_patch16_224.augreg_in21k_ft_in1k",
+        ),
+        (
+            "vit_large_patch16_224.augreg_in21k_ft_in1k-copy.bin",
+            "vit_large_patch16_224.augreg_in21k_ft_in1k",
+        ),
+        ("deit_base_patch16_224-b5f2ef4d.pth", "deit_base_patch16_224.fb_in1k"),
+        ("deit_base_patch16_224.pth", "deit_base_patch16_224.fb_in1k"),
+        ("deit_base_patch16_224.pth.tar", "deit_base_patch16_224.fb_in1k"),
+        ("vgg11.pth.tar", "vgg11.tv_in1k"),  # by timm, from all of the name
+        ("deit_3_huge_224_21k_v1.pth", "deit3_huge_patch14_224.fb_in22k_ft_in1k"),
+        ("mae_finetuned_vit_huge.pth", "mae_finetuned_vit_huge"),
+        # not in the table, but in timm
+        ("vit_base_patch16_224.sam_in1k.safetensors", "vit_base_patch16_224.sam_in1k"),
+        ("deit_base_distilled_patch16_224-df68dfff.pth", "deit_base_distilled_patch16_224.fb_in1k"),
+        (
+            "models--timm--vit_base_patch32_224.augreg_in1k/snapshots/0a1b/model.safetensors",
+            "vit_base_patch32_224.augreg_in1k",
+        ),
+    ],
+)
+def test_by_the_name_of_the_file(file, name, tmp_path):
+    assert identify(tmp_path / file).name == name
+
+
+def test_by_the_name_that_is_given(tmp_path):
+    row = identify(tmp_path / "mine.pth", "vit_base_patch16_384.augreg_in1k")
+    assert (row.top1, row.model) == (81.102, {"name": "vit_b16"})
+    assert identify(tmp_path / "mine.pth", "timm/vit_base_patch16_384.augreg_in1k") == row
+    assert (
+        identify(tmp_path / "vit_tiny_patch16_224.pth", "deit_small_patch16_224").name
+        == "deit_small_patch16_224.fb_in1k"
+    )
+    guest = identify(tmp_path / "mine.pth", "timm/resnet50.a1_in1k")
+    assert (guest.model, guest.crop_pct, guest.head, guest.top1) == (
+        {"name": "timm/resnet50"},
+        0.95,
+        "fc",
+        None,
+    )
+    plain = identify(tmp_path / "mine.pth", "vit_base_patch8_224.augreg_in21k_ft_in1k")
+    assert (plain.model, plain.mean, plain.source) == (
+        {"name": "vit_b8"},
+        (0.5, 0.5, 0.5),
+        NO_NUMBER,
+    )
+
+
+def test_a_name_without_a_tag_means_timms_default_settings_and_says_so(tmp_path):
+    """Whoever trained a model of their own with timm has no tag to give."""
+    default = timm.get_pretrained_cfg("vit_tiny_patch16_224")
+    found = identify(tmp_path / "mine.pth", "vit_tiny_patch16_224")
+    assert (found.mean, found.std, found.crop_pct) == (default.mean, default.std, default.crop_pct)
+    assert (found.model, found.top1) == ({"name": "vit_ti16"}, None)
+    assert (
+        describe_published(found, 6, (224, 224), 3, 3)
+        == f"vit_tiny_patch16_224.{default.tag}: no published number at hand; vit_tiny_patch16_224"
+        f" has no tag, so the settings are those of timm's default, {default.tag}"
+    )
+    guest = identify(tmp_path / "mine.pth", "timm/resnet18")
+    told = "; timm/resnet18 has no tag, so the settings are those of timm's default, "
+    assert guest.source == NO_NUMBER + told + guest.name.removeprefix("resnet18.")
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in TIMM_ROWS if row.name.startswith("deit_")], ids=lambda row: row.name
+)
+def test_names_that_pass_without_a_tag_have_only_one(row):
+    architecture = row.name.partition(".")[0]
+    tagged = [
+        name
+        for name in timm.list_pretrained(f"{architecture}.*")
+        if timm.get_pretrained_cfg(name).num_classes == 1000
+    ]
+    assert tagged == [identify("x", architecture).name]
+
+
+def test_by_the_settings_beside_it(tmp_path):
+    save_for_hf(
+        timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k"),
+        tmp_path,
+        safe_serialization=True,
+    )
+    assert find_weights(tmp_path) == tmp_path / "model.safetensors"
+    expected = next(row for row in KNOWN if row.name.startswith("vit_tiny"))
+    assert identify(tmp_path) == identify(tmp_path / "model.safetensors") == expected
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["pretrained_cfg"]["crop_pct"] = 0.95
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert (identify(tmp_path).crop_pct, identify(tmp_path).top1) == (0.95, None), (
+        "with another view the number is another"
+    )
+    assert identify(tmp_path, "deit_tiny_patch16_224").name == "deit_tiny_patch16_224.fb_in1k", (
+        "what is given wins"
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "expected"),
+    [
+        (
+            "vit_base_patch16_224.pth",
+            None,
+            r"names several weights, .* vit_base_patch16_224.augreg_in1k \(79.2 %\), vit_base",
+        ),
+        (
+            "checkpoint-99.pth",
+            None,
+            r"checkpoint-99.pth: neither its name nor a config.json next to it .* --model NAME",
+        ),
+        ("vit_bas_patch16_224.pth", None, "did you mean .*vit_base_patch16_224"),
+        (
+            "deit3_base_patch16_224.pth",
+            None,
+            r"names several weights, .* deit3_base_patch16_224.fb_in1k \(83.8 %\)",
+        ),
+        (
+            "x.pth",
+            "vit_base_patch16_224.augreg_in2",
+            "in neither .*did you mean vit_base_patch16_224.augreg_in1k",
+        ),
+        ("x.pth", "timm/vit_bsae_patch16_224", "did you mean .*vit_base_patch16_224"),
+        (
+            "x.pth",
+            "vgg99",
+            "vgg99 is in neither the table of vit/weights/published_models.py nor timm 1",
+        ),
+        ("x.pth", "vit_medium_patch16_gap_384.sw_in12k_ft_in1k", None),
+    ],
+)
+def test_what_is_not_known_is_told_in_one_line_with_the_nearest(file, name, expected, tmp_path):
+    if expected is None:
+        assert identify(tmp_path / file, name).crop_mode == "squash"
+        return
+    with pytest.raises(ValueError, match=expected) as caught:
+        identify(tmp_path / file, name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (
+            '{"architectures": ["ViTForImageClassification"], "model_type": "vit"}',
+            "transformers.*ViTForImageClassification.*timm's copy",
+        ),
+        ('{"architecture": ', "cannot be read"),
+        (
+            '{"architecture": "vit_tiny_patch16_224", "model_args": {"act_layer": "silu"}}',
+            "made with act_layer, which this project cannot do",
+        ),
+        (
+            '{"architecture": "resnet50", "pretrained_cfg": {"interpolation": "lanczos"}}',
+            "resizes with 'lanczos'",
+        ),
+        ('{"name": "something else"}', "neither its name nor a config.json"),
+        ("[1]", "neither its name nor a config.json"),
+    ],
+)
+def test_settings_of_others_are_told(content, expected, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=expected) as caught:
+        identify(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_table_needs_no_timm(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert identify(tmp_path / "deit_3_base_224_1k.pth").top1 == 83.8
+    assert identify("x", "vit_large_patch16_384.augreg_in21k_ft_in1k").model == {"name": "vit_l16"}
+    with pytest.raises(
+        ValueError, match=r"vit_tiny_patch16_224 names several weights, .* give --model with one"
+    ):
+        identify("x", "vit_tiny_patch16_224")
+    with pytest.raises(ValueError, match=r"nor timm, which is not installed \(pip install timm\)"):
+        identify("x", "resnet50")
+    with pytest.raises(ValueError, match="neither its name"):
+        identify(tmp_path / "resnet50.pth")
+
+
+# --- evaluating it --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", KNOWN, ids=lambda row: row.name)
+def test_a_config_says_what_the_row_says(row):
+    values = to_config(row, "data/imagenet", "validation")
+    config = from_dict(values, "test")
+    assert (config.data.root, config.data.val_split, config.model.num_classes) == (
+        "data/imagenet",
+        "validation",
+        1000,
+    )
+    assert (config.data.mean, config.data.std, config.data.interpolation) == (
+        row.mean,
+        row.std,
+        row.interpolation,
+    )
+    assert (
+        config.eval.crop_pct,
+        ImageFormat.from_config(config.model, config.data).size,
+        config.train.precision,
+    ) == (row.crop_pct, row.image_size, "fp32")
+    assert {"in_chans": 3, **row.model}.items() <= config.model.model_dump().items()
+
+
+def test_weights_without_classes_and_a_command_without_data_are_told(tmp_path):
+    path = tmp_path / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
+    save_file(timm.create_model("vit_tiny_patch16_224", num_classes=0).state_dict(), path)
+    with pytest.raises(ValueError, match=r"has no head.weight, so no classes"):
+        with_published_config(read_weights(path), None, "data")
+    with pytest.raises(ValueError, match=r"is vit_tiny.*with --data ROOT"):
+        with_published_config(read_weights(path), None, None)
+
+
+def test_the_number_is_for_a_thousand_classes(tmp_path):
+    path = tmp_path / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
+    save_file(timm.create_model("vit_tiny_patch16_224", num_classes=10).state_dict(), path)
+    trained, known = with_published_config(read_weights(path), None, "data")
+    assert (trained.num_classes, trained.config["model"]["num_classes"], known.top1) == (
+        10,
+        10,
+        None,
+    )
+    without = f"{known.name}: no published number at hand for 10 classes"
+    assert describe_published(known, 50_000, (224, 224), 10, 10) == without
+    others = "; the data have 3 classes, the model 10: labels are compared by number"
+    assert describe_published(known, 50_000, (224, 224), 3, 10) == without + others, (
+        "told without a number, too"
+    )
+
+
+def test_the_published_number_says_what_it_stands_for():
+    row = next(row for row in KNOWN if row.name == "vit_base_patch16_224.augreg_in1k")
+    line = "vit_base_patch16_224.augreg_in1k: top-1 79.15 % (39577), top-5 94.11 % (47054)"
+    on = " (published, on the 50,000 of ILSVRC2012 val; here: {} images)"
+    assert describe_published(row, 50_000, (224, 224), 1000, 1000) == line + on.format("50,000")
+    assert (
+        describe_published(row, 3925, (384, 224), 10, 1000)
+        == line + on.format("3,925")
+        + "; published at 224x224, here 384x224; the data have 10 classes, the model 1000: labels"
+        " are compared by number"
+    )
+
+
+def test_the_page_has_the_table():
+    """docs/recipes.md is for people, vit/weights/published_models.py for the program: one table."""
+
+    def line(row: KnownModel) -> str:
+        names = [row.name, *row.files]
+        side = f"{row.image_size[0]}, {row.crop_pct:g}"
+        return (
+            f"| {', '.join(f'`{name}`' for name in names)} | {side} | {row.top1:.2f} |"
+            f" {row.top5:.2f} |"
+        )
+
+    page = (ROOT / "docs" / "recipes.md").read_text().partition("## Known models")[2]
+    shown = [text for text in page.splitlines() if text.startswith("| `")]
+    expected = [line(row) for row in KNOWN]
+    assert shown == expected, "the table of docs/recipes.md should be:\n" + "\n".join(expected)
+    assert {row.source for row in KNOWN} == set(re.findall(r"[\w-]+/[\w-]+@\w+:[\w/.-]+\w", page))
