@@ -138,7 +138,7 @@ def test_attention_picture(tmp_path, channels):
     relevance = torch.tensor([[[1.0, 0.0]], [[1.0, 1.0]]]).repeat(1, 4, 1)
 
     def draw(predictions: list[int], names: list[str]) -> np.ndarray:
-        arguments = (black, relevance, torch.tensor([3, 7]), predictions, [0.5, 0.25])
+        arguments = (black, relevance, [3, 7], predictions, [0.5, 0.25])
         return pixels(
             model_plots.plot_attention(*arguments, names, tmp_path / "new" / "folder" / "a.png")
         )

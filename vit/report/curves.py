@@ -74,7 +74,6 @@ def _draw_loss(axes: Axes, history: History) -> None:
     _line(axes, evals, "loss_ema", "s--", GREEN, "averaged weights")
     axes.set(title="Cross-entropy", ylim=(0, None))
     if steps:
-        at = axes.get_xaxis_transform()
         axes.plot(
             steps,
             [0.03] * len(steps),
@@ -82,7 +81,7 @@ def _draw_loss(axes: Axes, history: History) -> None:
             color="black",
             markersize=6,
             label=f"{len(steps):,} updates skipped",
-            transform=at,
+            transform=axes.get_xaxis_transform(),
         )
 
 

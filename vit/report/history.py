@@ -36,14 +36,9 @@ class Attempt:
         return max(line["step"] for line in self.lines)
 
     @property
-    def last_time(self) -> float | None:
-        return self.lines[-1].get("time")
-
-    @property
     def elapsed_s(self) -> float | None:
-        began = self.start.get("time")
-        ended = self.last_time
-        return None if began is None or ended is None else ended - began
+        times = [line["time"] for line in self.lines if line.get("time") is not None]
+        return max(times) - min(times) if times else None
 
     @property
     def images_per_s(self) -> float | None:

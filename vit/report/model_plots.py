@@ -56,17 +56,17 @@ def plot_augmented(
 def plot_attention(
     images: Tensor,
     relevance: Tensor,
-    labels: Sequence[int] | Tensor,
-    predictions: Sequence[int] | Tensor,
-    probabilities: Sequence[float] | Tensor,
+    labels: Sequence[int],
+    predictions: Sequence[int],
+    probabilities: Sequence[float],
     class_names: Sequence[str],
     picture: Path,
 ) -> Path:
     """Draw each image next to the relevance of its patches, with its class and the prediction.
 
     images: (B, C, H, W) uint8; relevance: (B, h, w) float, stretched from its lowest to its highest
-    in each image; labels, predictions: (B,) classes, -1 if the logits were not numbers;
-    probabilities: (B,) in [0, 1], of the predicted class. Returns `picture`.
+    in each image; labels, predictions: B classes, -1 if the logits were not numbers;
+    probabilities: B in [0, 1], of the predicted class. Returns `picture`.
     """
     from matplotlib import colormaps
 
@@ -92,11 +92,10 @@ def plot_attention(
             " each image."
         )
         sheet.text(0.1, 0.52, note, size=SMALL_PT, va="center", color=GREY)
-        for i, image in enumerate(images):
+        for i, (label, predicted, probability) in enumerate(
+            zip(labels, predictions, probabilities, strict=True)
+        ):
             left, top = 0.1 + i % 2 * (pair + gap), 0.8 + i // 2 * row
-            label = int(labels[i])
-            predicted = int(predictions[i])
-            probability = float(probabilities[i])
             mark, color, weight = (
                 ("✓", BLUE, "normal") if label == predicted else ("✗", ORANGE, "bold")
             )
@@ -109,7 +108,7 @@ def plot_attention(
             )
             taken_for = f"{mark} predicted: {name if predicted >= 0 else 'not a number'}"
             sheet.text(left, top + 0.33, taken_for, color=color, weight=weight)
-            pixels = to_pixels(image)
+            pixels = to_pixels(images[i])
             overlay = (
                 0.45 * pixels.mean(2, keepdims=True) / 255
                 + 0.55 * colormaps["viridis"](smooth[i])[..., :3]

@@ -171,9 +171,9 @@ def _paint_attention(source: ReportSource, picture: Path) -> str:
     model_plots.plot_attention(
         images,
         torch.cat(relevance),
-        torch.from_numpy(labels[chosen]),
-        predicted,
-        torch.cat(logits).softmax(1).amax(1),
+        labels[chosen].tolist(),
+        predicted.tolist(),
+        torch.cat(logits).softmax(1).amax(1).tolist(),
         source.class_names[: source.num_classes],
         picture,
     )

@@ -262,11 +262,10 @@ def _show(feed: Iterator[dict[str, Any]], why_offline: str, report: Callable[...
         return
     wandb.setup()  # starts W&B's service
     run, why_offline = _open_run(wandb, start, why_offline, report)
-    folder = Path(start["run_dir"]) / "wandb"
-    # uploads the offline parts of all attempts in their order, and skips what it has
-    sync_command = f"wandb sync {shlex.quote(str(folder))}/offline-run-*"
     if why_offline:
-        report(say=f"offline ({why_offline}); upload with: {sync_command}")
+        # uploads the offline parts of all attempts in their order, and skips what it has
+        folder = shlex.quote(f"{start['run_dir']}/wandb")
+        report(say=f"offline ({why_offline}); upload with: wandb sync {folder}/offline-run-*")
     else:
         report(say=run.url)
     report(awaits="end")
