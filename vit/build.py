@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -218,18 +218,20 @@ def _open_data(config: Config, world: World) -> RunData:
         plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)
         num_classes = choose_num_classes(config.model, config.data, split, val_split)
         image_format = ImageFormat.from_config(config.model, config.data)
-        arguments: dict[str, Any] = {
-            "rank": world.rank,
-            "world_size": world.size,
-            "on_bad_image": config.data.on_bad_image,
-        }
-        batches: TrainBatches | StreamBatches
+        create: Callable[..., TrainBatches | StreamBatches]
         if config.data.reader == "index":
-            arguments["num_batches"] = plan.total_steps
-            batches = TrainBatches(split, order, config.augment, image_format, **arguments)
+            create = partial(TrainBatches, num_batches=plan.total_steps)
         else:
-            arguments["num_workers"] = config.data.num_workers
-            batches = StreamBatches(split, order, config.augment, image_format, **arguments)
+            create = partial(StreamBatches, num_workers=config.data.num_workers)
+        batches = create(
+            split,
+            order,
+            config.augment,
+            image_format,
+            rank=world.rank,
+            world_size=world.size,
+            on_bad_image=config.data.on_bad_image,
+        )
         val_batches = EvalBatches(
             val_split,
             image_format,

@@ -185,48 +185,42 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
         for section in values
         for key in (f"{section}.{name}" for name in values[section])
     }
+    data = config.data
     derived: dict[str, object] = {}
-    num_classes = config.model.num_classes or 1000
-    assumed = "" if config.model.num_classes else " (assumed)"
-    quality: object = NOT_EXACT if config.data.reader == "webdataset" else None
-    at_once = config.data.model_copy(
-        update={"patience_s": 0.0}
-    )  # printing a config should not wait
+    order_of: dict[str, object] = {"order": NOT_EXACT} if data.reader == "webdataset" else {}
+    images_assumed = ""
+    classes_assumed = ""
+    # Printing a config should not wait for a store that is away.
+    at_once = data.model_copy(update={"patience_s": 0.0})
     try:
-        val_split = open_split(at_once, config.data.val_split)
+        val_split = open_split(at_once, data.val_split)
         splits = open_train_splits(at_once)
     except ShardError as error:
-        num_images = config.data.num_samples or IMAGENET_IMAGES
-        images_assumed = ""
-        if config.data.num_samples is None:
+        if data.num_samples is None:
             images_assumed = (
                 " (assumed, ImageNet-1k's; so are all steps, for the data cannot be opened:"
                 f" {error})"
             )
-        plan, order = make_plan(config, num_images, world_size)
+        classes_assumed = "" if config.model.num_classes else " (assumed)"
+        num_classes = config.model.num_classes or 1000
+        plan, order = make_plan(config, data.num_samples or IMAGENET_IMAGES, world_size)
     else:
-        train = choose_train_set(
-            config.data, splits, val_split, num_classes=config.model.num_classes
-        )
-        num_classes = choose_num_classes(config.model, config.data, train.split, val_split)
-        assumed = ""
-        images_assumed = ""
+        train = choose_train_set(data, splits, val_split, num_classes=config.model.num_classes)
+        num_classes = choose_num_classes(config.model, data, train.split, val_split)
         plan, order = make_plan(config, train.num_draws, world_size, train.shares)
-        if config.data.reader == "index":
-            quality = measure_shuffle(order, train.split.index["label"])
+        if data.reader == "index":
+            order_of = {"shuffle": measure_shuffle(order, train.split.index["label"])}
         derived |= {"chosen": "; ".join(train.summary)} if train.summary else {}
     derived["training_images"] = f"{order.num_samples:,}{images_assumed}"
-    numbers = asdict(plan)
-    del numbers["global_batch_size"]  # which is above, with its origin
-    derived |= {**numbers, "num_lanes": order.num_lanes, "block_samples": order.block_samples}
-    if quality is not None:
-        derived["order" if quality is NOT_EXACT else "shuffle"] = quality
+    derived |= asdict(plan)
+    del derived["global_batch_size"]  # which is above, with its origin
+    derived |= {"num_lanes": order.num_lanes, "block_samples": order.block_samples, **order_of}
     with torch.device("meta"):
         model = create_model(config.model, num_classes=num_classes)
     gflop = flops_per_image(model) / 1e9
     is_averaged = config.train.ema_decay is not None
     state, gradients = training_bytes(model, config.optim, is_averaged)
-    derived["classes"] = f"{num_classes}{assumed}"
+    derived["classes"] = f"{num_classes}{classes_assumed}"
     derived["parameters"] = f"{count_parameters(model):,}"
     derived["gflop_per_image"] = (
         f"{gflop:.2f} forward, 2 for each multiply-add (papers count 1: {gflop / 2:.2f})"

@@ -115,12 +115,7 @@ def run_command(command: Callable[[], World | None]) -> None:
     except Exception as error:
         if problem := out_of_memory(error) or _disk_full(error):
             _leave_with_message(f"error: {problem}", 2)
-        lost = ""
-        if isinstance(error, RankLost):
-            lost = str(error)
-        elif world_size() > 1 and _is_lost_connection(error):
-            lost = "lost the connection to another rank"
-        if lost:
+        if lost := str(error) if isinstance(error, RankLost) else _lost_connection(error):
             _leave_because_of_others(f"{lost}; its own message, or torchrun's, says why", 1)
         _leave_with_stack()
 
@@ -236,15 +231,16 @@ def _is_ours(error: ValueError) -> bool:
     return any(raised_in.is_relative_to(place) for place in ours)
 
 
-def _is_lost_connection(error: Exception) -> bool:
-    """Whether `error` is what gloo or NCCL raise when another rank is gone."""
+def _lost_connection(error: Exception) -> str:
+    """Message if `error` is what gloo or NCCL raise when another rank is gone, else ""."""
     signs = (
         "onnection closed by peer",
         "onnection reset by peer",
         "ncclRemoteError",
         "Broken pipe",
     )
-    return any(sign in str(error) for sign in signs)
+    is_lost = world_size() > 1 and any(sign in str(error) for sign in signs)
+    return "lost the connection to another rank" if is_lost else ""
 
 
 def out_of_memory(error: Exception) -> str:

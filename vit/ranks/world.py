@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -219,9 +219,7 @@ class World:
                 store.add(f"{key} problems", 1)
             store.add(key, 1)
             if not self._wait_until(lambda store: store.add(key, 0) >= self.size, LONGEST_WAIT):
-                missing = [r for r in range(self.size) if not store.check([f"{key} {r}"])]
-                hours = LONGEST_WAIT / timedelta(hours=1)
-                raise RankLost(f"{self._names(missing)} did not come within {hours:g} hour(s)")
+                self._report_missing(key, LONGEST_WAIT)
             return store.add(f"{key} problems", 0) > 0, store.get(f"{key} 0").decode()
 
     def announce_end(self, message: str) -> None:
@@ -243,10 +241,14 @@ class World:
         keys = [f"{name} {rank}" for rank in range(self.size)]
         store = self.store
         if not self._wait_until(lambda store: store.check(keys), COLLECTIVE_TIMEOUT):
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            minutes = COLLECTIVE_TIMEOUT / timedelta(minutes=1)
-            raise RankLost(f"{self._names(missing)} did not come within {minutes:g} min")
+            self._report_missing(name, COLLECTIVE_TIMEOUT)
         return [json.loads(text) for text in store.multi_get(keys)]
+
+    def _report_missing(self, key: str, limit: timedelta) -> NoReturn:
+        """Raise RankLost with the ranks that have not posted `key`."""
+        assert self.store is not None, "there are other ranks"
+        missing = [r for r in range(self.size) if not self.store.check([f"{key} {r}"])]
+        raise RankLost(f"{self._names(missing)} did not come within {limit}")
 
     def _post(self, key: str, value: Any) -> None:
         assert self.store is not None, "there are other ranks"
