@@ -1,5 +1,5 @@
 """Shards that many tests read and none changes; what tests start ends with them; what is missing
-here is told."""
+here is listed."""
 
 from __future__ import annotations
 

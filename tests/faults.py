@@ -4,7 +4,7 @@ with when it is not.
     python tests/faults.py [--minutes 10] [--kinds http s3]
 
 The cache holds two of three shards, so that blocks are fetched all the time; at step 4 all
-connections end, and new ones are answered 503 for so many minutes. Prints the warnings of the run
+connections end, and new ones are answered 503 for that many minutes. Prints the warnings of the run
 and whether the final weights are equal, bit for bit; exit status 1 if not.
 """
 
@@ -66,7 +66,7 @@ def settings(url: str, shards: Path, cache: Path, patience_s: float) -> list[str
 def trained_through(
     kind: str, folder: Path, shards: Path, away_s: float, patience_s: float = 600.0
 ) -> tuple[str, bool]:
-    """Train without and with an outage of so many seconds; returns what the latter printed, and
+    """Train without and with an outage of `away_s`; returns what the latter printed, and
     whether both ended equal."""
     config = write_config(folder, shards, steps=STEPS)
     with served(kind, shards) as (url, gate):

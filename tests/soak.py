@@ -5,7 +5,7 @@ prints what it found.
 
 Kills: on 2 and on 3 ranks, `count` times SIGKILL at a random moment, in turns of one rank and of
 everything, and the same command again; the final state must equal the uninterrupted run's bit for
-bit. Exits: so many two-rank trainings, each of which must end with status 0.
+bit. Exits: this many two-rank trainings, each of which must end with status 0.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def test_contestants_and_their_workers_stand_still_between_turns_and_end(data, l
     assert not [folder for server in servers for folder, _ in server.processes()]
 
 
-def test_a_contestant_that_fails_is_told_and_the_others_go_on(data, loader):
+def test_a_contestant_that_fails_is_reported_and_the_others_go_on(data, loader):
     shutil.rmtree(data.marked)
     bench = loader.Benchmark(data, batch_size=8, num_batches=2, rounds=1)
     with bench.serving([OURS, WHOLE], workers=0) as servers:

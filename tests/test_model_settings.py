@@ -50,7 +50,7 @@ def test_unknown_names_are_refused_with_the_nearest(name, message):
         create_model(name)
 
 
-def test_a_guest_that_lacks_the_settings_of_ours_is_told_with_the_remedy():
+def test_a_guest_that_lacks_the_settings_of_ours_is_reported_with_the_remedy():
     """A config made for a ViT, another model.name: all of what does not fit at once."""
     fields = {"embed_dim": 128, "depth": 4, "num_heads": 4, "drop_path_rate": 0.1}
     with pytest.raises(ValueError, match="resnet18") as caught:

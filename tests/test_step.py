@@ -168,7 +168,7 @@ def test_fp16_unscales_before_it_clips_and_grows_after_good_steps(monkeypatch):
 
 
 def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
-    """A second set of gradients beside the buckets would take 2.5 GB for H."""
+    """A second set of gradients next to the buckets would take 2.5 GB for H."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         ours = make_step(micro_batch_size=4)

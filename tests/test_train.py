@@ -37,7 +37,7 @@ def config(tmp_path: Path, shards: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shards: Path):
-    """Final state of an undisturbed run on so many ranks, made once."""
+    """Final state of an undisturbed run on this many ranks, made once."""
     made: dict[int, dict[str, bytes]] = {}
 
     def state(ranks: int) -> dict[str, bytes]:

@@ -183,7 +183,7 @@ def test_sources_are_a_list_in_the_file_and_on_the_command_line(load):
     assert from_dict(to_dict(config), "test") == config
 
 
-def test_what_cannot_be_chosen_is_told(problems):
+def test_what_cannot_be_chosen_is_reported(problems):
     told = "; ".join(
         problems(
             BASE,

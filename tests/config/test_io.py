@@ -1,5 +1,5 @@
-"""Configs from files and command lines: what is read is what was written, and every mistake is told
-with its place and its remedy."""
+"""Configs from files and command lines: what is read is what was written, and every mistake is
+reported with its place and its remedy."""
 
 import re
 
@@ -122,7 +122,7 @@ def test_wandb_off_needs_no_quotes(load):
     assert load(BASE + "log:\n  wandb: off\n").config.log.wandb == "off"
 
 
-def test_a_key_given_twice_is_told_with_both_lines(problems):
+def test_a_key_given_twice_is_reported_with_both_lines(problems):
     assert problems("data:\n  root: a\n  root: b\ntrain:\n  epochs: 1\ndata:\n  root: c\n") == [
         "run.yaml:3: data.root is given twice (first in line 2): keep one",
         "run.yaml:6: data is given twice (first in line 1): keep one",
@@ -149,7 +149,7 @@ def test_a_key_given_twice_is_told_with_both_lines(problems):
         ("hello", r"run\.yaml:1: expected sections .* found 'hello'"),
     ],
 )
-def test_what_is_no_config_is_told_with_its_line(problems, text, expected):
+def test_what_is_not_a_config_is_reported_with_its_line(problems, text, expected):
     (line,) = problems(text)
     assert re.match(expected, line), line
 
@@ -166,7 +166,7 @@ def test_a_missing_file_names_those_that_are_there(load):
         load_config("runs.yaml")
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path):
+def test_a_file_that_is_not_text_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not a text file"):
         load_config(tmp_path / "run.yaml")
@@ -225,7 +225,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         ),
     ],
 )
-def test_an_unknown_key_is_told_with_the_nearest(problems, text, expected):
+def test_an_unknown_key_is_reported_with_the_nearest(problems, text, expected):
     (line,) = problems(BASE + text)
     assert line.startswith(expected)
 
@@ -312,12 +312,12 @@ def test_an_option_of_other_programs_is_the_setting_that_it_means(option, value,
         ("log.wandb", "false", "false, expected 'auto', 'online', 'offline' or 'off'"),
     ],
 )
-def test_a_wrong_value_is_told_with_what_is_allowed(problems, key, value, expected):
+def test_a_wrong_value_is_reported_with_what_is_allowed(problems, key, value, expected):
     override = f"{key}={value}"
     assert problems(BASE, override) == [f"command line ({override}): {key} is {expected}"]
 
 
-def test_an_element_of_a_list_is_told_with_its_place(problems):
+def test_an_element_of_a_list_is_reported_with_its_place(problems):
     assert problems(BASE + "augment:\n  crop_scale: [0, 5]\n") == [
         "run.yaml:6: augment.crop_scale[0] is 0, expected greater than 0",
         "run.yaml:6: augment.crop_scale[1] is 5, expected less than or equal to 1",
@@ -344,7 +344,7 @@ def test_an_element_of_a_list_is_told_with_its_place(problems):
         ("data:\n  val_split: x\ntrain:\n  steps: 3\n", ["run.yaml: data.root is required"]),
     ],
 )
-def test_missing_sections_and_keys_are_told(problems, text, expected):
+def test_missing_sections_and_keys_are_reported(problems, text, expected):
     assert problems(text) == expected
 
 

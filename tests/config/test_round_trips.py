@@ -105,7 +105,7 @@ def test_the_fields_of_an_older_run_are_checked_too():
         from_dict(values, "runs/old/config.yaml")
 
 
-def test_differences_are_told_by_dotted_key():
+def test_differences_are_reported_by_dotted_key():
     old = to_dict(from_dict(yaml.safe_load(BASE), "test"))
     new = copy.deepcopy(old)
     assert differences(old, new) == {}

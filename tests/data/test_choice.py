@@ -92,7 +92,7 @@ def test_sources_killed_and_resumed_end_as_an_uninterrupted_run(tmp_path, config
     )
 
 
-def test_a_choice_is_told_by_print_config_and_may_not_change(tmp_path, config, shards):
+def test_a_choice_is_reported_by_print_config_and_may_not_change(tmp_path, config, shards):
     chosen = ["data.fraction=0.5", "data.filter=label != 2"]
     shown = run("launch/train.py", "--config", config, *TINY, *chosen, "--print-config").stdout
     assert re.search(r"#   training_images: 20\n", shown)

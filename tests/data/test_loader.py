@@ -33,7 +33,7 @@ from vit.data.slots import PART_ROWS, Slots, plan_ring
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_batches_come_whole_and_in_order(workers):
+def test_batches_come_complete_and_in_order(workers):
     batches = Numbered()
     with Loader(batches, 7, 60, num_workers=workers) as loader:
         for position, batch in enumerate(loader, 7):
@@ -140,7 +140,7 @@ def test_other_start_methods_map_the_same_memory(method, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a fork is not safe")
 def test_workers_are_forks_whatever_python_starts_by_default():
-    """Python 3.14 has forkserver: 340 MiB for each worker, every shard opened anew, seconds until
+    """Python 3.14 has forkserver: 340 MiB for each worker, every shard opened again, seconds until
     the first batch."""
     code = """
     import multiprocessing, os, sys

@@ -1,8 +1,8 @@
 """The order of samples: hash, permutation, batches against a brute-force oracle
 (tests/helpers/order_oracle.py), sizes, and the golden file.
 
-`PYTHONPATH=tests/helpers python tests/data/test_order.py` writes golden_order.json anew: only for a
-change that is meant to break the resuming of runs.
+`PYTHONPATH=tests/helpers python tests/data/test_order.py` writes golden_order.json again: only for
+a change that is meant to break the resuming of runs.
 """
 
 import json

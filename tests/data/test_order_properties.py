@@ -39,7 +39,7 @@ AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, ran
 @settings(max_examples=15)
 @given(orders(lanes=(24,)), st.integers(0, 12))
 def test_stopping_on_4_ranks_and_going_on_with_others_continues_the_batches(order, stop):
-    """Each rank of each attempt makes the order anew, as processes do. 12 steps in all."""
+    """Each rank of each attempt makes the order again, as processes do. 12 steps in all."""
 
     def train(ranks: int, steps: range) -> list[list[tuple[int, int]]]:
         share = order.global_batch_size // ranks
@@ -197,7 +197,7 @@ def test_by_batch_all_copies_of_an_image_are_in_one_batch_and_every_image_comes_
 @settings(max_examples=50)
 @given(orders(repeats=(2, 3, 4)), st.integers(0, 100))
 def test_a_rank_has_all_copies_of_its_images_where_ranks_divide_the_lanes(order, position):
-    """By sampler, all that the batch has: the others are in the batches beside it."""
+    """By sampler, all that the batch has: the others are in the batches next to it."""
     for ranks in (r for r in range(1, order.num_lanes + 1) if order.num_lanes % r == 0):
         size = order.global_batch_size // ranks
         owners = [
@@ -266,7 +266,7 @@ def test_by_default_copies_of_an_image_never_mix_with_each_other(images, repeats
             assert (ids != ids[partner]).all(), f"{mode}, {order}"
 
 
-def test_where_copies_would_mix_the_numbers_of_lanes_that_work_are_told(tmp_path):
+def test_where_copies_would_mix_the_numbers_of_lanes_that_work_are_reported(tmp_path):
     repeated = ("data.aug_repeats=3", "data.num_lanes=16")
     with pytest.raises(
         ValueError, match="copies of an image would mix with each other in groups of 4"

@@ -108,7 +108,7 @@ def test_a_filter_is_what_python_says_of_each_row(text):
         ("1 <" * 3000 + "2", "9,001 characters, at most 2,000 are read"),
     ],
 )
-def test_what_is_no_filter_is_told_with_its_place(text, told):
+def test_what_is_not_a_filter_is_reported_with_its_place(text, told):
     with pytest.raises(ValueError, match=told):
         RowFilter(text)
 
@@ -121,7 +121,7 @@ def test_divisions_by_zero_and_large_numbers_compare_as_numbers_do():
     assert RowFilter("label * 9007199254740992 * 9007199254740992 >= 0")(ROWS, NAMES).all()
 
 
-def test_classes_are_told_by_name():
+def test_classes_are_reported_by_name():
     for one in ("'c' in [label]", "'c' in (label, 'b')", "'c' in ('b', label)"):
         assert RowFilter(one)(ROWS, NAMES).tolist() == (ROWS["label"] == 2).tolist()
     for one in ("label in ('c')", "label in (2)", "label in ['c']", "label in ('c',)"):
@@ -180,7 +180,7 @@ def test_a_quarantine_list_excludes_its_splits_keys(split, tmp_path):
     assert chosen.numbers.tolist() == [n for n in range(60) if n != 5]
 
 
-def test_what_cannot_be_excluded_is_told(split, tmp_path):
+def test_what_cannot_be_excluded_is_reported(split, tmp_path):
     path = tmp_path / "bad.txt"
     with pytest.raises(
         ShardError, match=r"data\.exclude=.*bad\.txt: cannot be read \(No such file"

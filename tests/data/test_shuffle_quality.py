@@ -73,7 +73,7 @@ def test_an_epoch_of_one_batch_and_one_class_is_measured():
 
 
 def test_webdatasets_buffer_mixes_class_sorted_shards_worse(tmp_path):
-    """30 real shards of 50 samples and a buffer of two shards, its usual size beside ImageNet's."""
+    """30 real shards of 50 samples and a buffer of two shards, the usual size for ImageNet."""
     labels = np.repeat(np.arange(30), 50)
     paths = SHUFFLE["write_shards"](tmp_path / "shards", labels, 50)
     theirs = {

@@ -138,7 +138,7 @@ def test_the_example_of_the_module_is_what_is_drawn():
 
 
 def test_blocks_stay_whole_in_every_pass():
-    """What lies together in a shard is read together: of 64 draws of one block at most one border
+    """What is together in a shard is read together: of 64 draws of one block at most one border
     is inside."""
     share = Share(640, 1000)
     for shuffle in range(20):

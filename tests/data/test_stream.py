@@ -167,7 +167,7 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
         ),
     ],
 )
-def test_what_is_wrong_with_a_stream_is_told(stream, told, workers, shards, tmp_path):
+def test_what_is_wrong_with_a_stream_is_reported(stream, told, workers, shards, tmp_path):
     image = open_split(shards, "train").read(0)
     write_tar(tmp_path / "empty.tar", {"README": b""})
     write_tar(tmp_path / "unlabelled.tar", {"a.jpg": image})
@@ -230,7 +230,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("stream", "told"), BROKEN, ids=[stream for stream, _ in BROKEN])
-def test_a_tar_that_does_not_come_to_its_end_is_told(stream, told, twenty):
+def test_a_tar_that_does_not_come_to_its_end_is_reported(stream, told, twenty):
     """Were it taken as finished, samples would be missed in each pass."""
     with pytest.raises(ShardError, match=told):
         read(batches(stream.format(folder=twenty.parent)))
@@ -291,7 +291,7 @@ def test_each_sample_comes_once_however_often_the_web_breaks_off(ranges, twenty,
     ]
 
 
-def test_what_fails_over_the_web_each_time_is_told(twenty):
+def test_what_fails_over_the_web_each_time_is_reported(twenty):
     with WebServer({"/a.tar": b"no tar"}) as server:
         with pytest.raises(
             ShardError, match=r"b.tar: the stream broke \(no such file on the server\)"

@@ -105,7 +105,7 @@ def test_damaged_blocks_are_counted_and_the_others_are_fetched(web, tmp_path, sh
     assert len(list(cache.rglob("train*.block"))) == 14
 
 
-def test_a_shard_that_is_replaced_meanwhile_is_told_and_waited_for_by_nobody(web, tmp_path):
+def test_a_shard_that_is_replaced_meanwhile_is_reported_and_waited_for_by_nobody(web, tmp_path):
     """Its other threads still wait for a server that is away."""
     code = """
 import runpy
@@ -178,7 +178,7 @@ sys.exit(warm.main(sys.argv[1:]))
         (["ROOT", "--cache", "CACHE"], "unknown: --cache; did you mean --cache-gib?"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_line(arguments, told, shards, tmp_path, capsys):
+def test_what_is_wrong_is_reported_in_a_line(arguments, told, shards, tmp_path, capsys):
     places = {"ROOT": str(shards), "CACHE": str(tmp_path / "cache")}
     assert warm.main([places.get(word, word) for word in arguments]) == 2
     error = capsys.readouterr().err

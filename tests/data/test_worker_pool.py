@@ -170,7 +170,7 @@ def test_a_worker_that_goes_on_in_time_is_left_alone(caplog, monkeypatch):
         assert is_alive(batches.stopped.value)
 
 
-def test_without_a_timeout_it_is_told_and_nobody_is_killed(caplog, monkeypatch):
+def test_without_a_timeout_it_is_reported_and_nobody_is_killed(caplog, monkeypatch):
     monkeypatch.setattr("vit.data.stall_watch.WARN_AFTER_S", 0.3)
     batches = Stopped()
     with Loader(batches, 0, 20, num_workers=2, stall_timeout_s=None) as loader:
@@ -256,7 +256,7 @@ def test_who_makes_its_batches_itself_is_told_too(caplog):
     )
 
 
-def test_what_is_decoded_between_batches_is_no_wait_of_training(caplog):
+def test_what_is_decoded_between_batches_is_not_a_wait_of_training(caplog):
     """As the pictures of a report are, while training in the same process has its loader open."""
     with Loader(Reading(), 0, 3, stall_timeout_s=4.0) as loader:  # told after 1 s
         next(loader)
@@ -279,7 +279,7 @@ class Trickling(Reading):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_wait_is_told_though_parts_of_the_batch_trickle_in(workers, caplog, monkeypatch):
+def test_a_wait_is_reported_though_parts_of_the_batch_trickle_in(workers, caplog, monkeypatch):
     monkeypatch.setattr("vit.data.stall_watch.WARN_AFTER_S", 0.4)
     with Loader(Trickling(), 0, 1, num_workers=workers) as loader:
         list(loader)

@@ -196,7 +196,7 @@ def test_the_split(files, tmp_path):
     )
 
 
-def test_other_counts_are_told_and_recorded(root, kaggle, files, tmp_path, capsys):
+def test_other_counts_are_reported_and_recorded(root, kaggle, files, tmp_path, capsys):
     put(tmp_path / "some" / "raw-img", files)
     put(tmp_path / "some", {"contact.png": files["cane/OIP-x.jpg"]})
     assert (

@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path):
     )
 
 
-def test_what_is_no_regular_file_is_left_out_and_listed(tmp_path):
+def test_what_is_not_a_regular_file_is_left_out_and_listed(tmp_path):
     """A pipe would be waited for; a link to nowhere is an image that somebody meant to have."""
     for number in range(300):
         add(tmp_path / "flat" / "ab"[number % 2] / f"{number}.jpg", number)

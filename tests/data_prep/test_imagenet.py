@@ -81,7 +81,7 @@ def test_all_layouts_give_the_same(
     assert found.sha256 == reference
 
 
-def test_the_layout_is_said(tmp_path, fake, capsys):
+def test_the_layout_is_reported(tmp_path, fake, capsys):
     found = catalogue(tmp_path, *as_official(fake, tmp_path))
     said = capsys.readouterr().out
     folder = tmp_path / "downloads"
@@ -219,7 +219,7 @@ def test_files_of_macos_are_passed_over(tmp_path, fake, reference):
     assert catalogue(tmp_path / "c", write_archives(dirty, tmp_path / "d")).sha256 == reference
 
 
-def test_other_files_among_the_images_are_told(tmp_path, fake):
+def test_other_files_among_the_images_are_reported(tmp_path, fake):
     folder = write_torchvision_tree(fake, tmp_path / "in")
     first = fake.wnids[0]
     (tmp_path / "in.tar").write_bytes(
@@ -242,7 +242,7 @@ def test_whole_counts_differ_in_nothing():
     assert differences("val", WNIDS, np.full(1000, 50)) == []
 
 
-def test_all_differences_are_told():
+def test_all_differences_are_reported():
     train = np.full(1000, 1281)
     train[[3, 4]] = 0
     train[5] = 731
@@ -329,7 +329,7 @@ def test_no_pyarrow(tmp_path, fake, monkeypatch):
         catalogue(tmp_path, folder)
 
 
-def test_a_catalogue_is_made_anew_only_when_something_changed(tmp_path, fake):
+def test_a_catalogue_is_made_again_only_when_something_changed(tmp_path, fake):
     tree = write_torchvision_tree(fake, tmp_path / "in")
     catalogue(tmp_path, tree)
     made = next(tmp_path.glob("_catalogue-*/catalogue.json")).stat().st_mtime_ns

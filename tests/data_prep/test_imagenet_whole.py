@@ -57,7 +57,7 @@ def contents(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.iterdir()}
 
 
-def test_the_layout_is_said_and_odd_images_are_counted(undisturbed, fake):
+def test_the_layout_is_reported_and_odd_images_are_counted(undisturbed, fake):
     root, printed, _ = undisturbed
     info = json.loads((root / "_info.json").read_text())
     assert info["class_names"] == fake.wnids

@@ -171,7 +171,7 @@ def test_a_sample_that_does_not_fit_is_left_out_and_listed(kind, tmp_path, capsy
     info = json.loads((tar.parent / "_info.json").read_text())
     assert (info["quarantined"], info["splits"]["train"]["shard_lengths"]) == (1, [3])
     for again in (False, True):
-        if again:  # made anew of the tars, it leaves out the same
+        if again:  # made again from the tars, it leaves out the same
             (tar.parent / "train.index.npy").unlink()
         split = open_split(tar.parent, "train")
         assert [(split.key(i), split.read(i)) for i in range(len(split))] == [
@@ -218,7 +218,7 @@ def test_a_shard_without_samples_that_fit_can_be_moved_away(members, told, tmp_p
     assert main([str(root), "--workers", "1"]) == 0
 
 
-def test_what_belongs_to_no_sample_is_told(tmp_path, capsys):
+def test_what_belongs_to_no_sample_is_reported(tmp_path, capsys):
     tar = shard_with(tmp_path / "root", [("README", b"x"), ("LICENSE", b"y")])
     assert main([str(tar.parent), "--workers", "1"]) == 0
     assert (

@@ -212,7 +212,7 @@ def test_what_is_printed_was_compared(root, capsys):
         ("splits.val.shard_bytes[0]", [-1]),
     ],
 )
-def test_values_of_another_json_type_are_told(key, value, root, capsys):
+def test_values_of_a_different_json_type_are_reported(key, value, root, capsys):
     def change(info: dict) -> None:
         *parents, last = key.partition("[")[0].split(".")
         for parent in parents:
@@ -246,7 +246,7 @@ def test_values_of_another_json_type_are_told(key, value, root, capsys):
     ],
     ids=["no list", "offset", "no split", "key"],
 )
-def test_values_of_another_type_in_a_sidecar_are_told(entries, told, root, capsys):
+def test_values_of_a_different_type_in_a_sidecar_are_reported(entries, told, root, capsys):
     edit_json(root / "val-00000.json", lambda sidecar: sidecar.update(quarantined=entries))
     (root / "val.index.npy").unlink()
     with pytest.raises(ShardError, match=f"val-00000.json: {told}.*; restore it from its source"):
@@ -256,7 +256,7 @@ def test_values_of_another_type_in_a_sidecar_are_told(entries, told, root, capsy
     assert index.main([str(root), "--workers", "1"]) == 2
 
 
-def test_every_flipped_bit_beside_the_tars_is_noticed(root):
+def test_every_flipped_bit_next_to_the_tars_is_noticed(root):
     """One at a time, at random places of all files that describe the shards; headers of indexes
     included."""
     rng = np.random.default_rng(3)
@@ -301,7 +301,7 @@ def test_every_flipped_bit_beside_the_tars_is_noticed(root):
     ],
     ids=["one flipped bit", "all unknown"],
 )
-def test_a_wrong_checksum_in_the_index_is_no_fault_of_a_shard_with_its_sha256(
+def test_a_wrong_checksum_in_the_index_is_not_blamed_on_a_shard_with_its_sha256(
     change, told, root, capsys
 ):
     edit_rows(root / "val.index.npy", change)

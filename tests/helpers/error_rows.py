@@ -66,7 +66,7 @@ def python(code: str) -> tuple[object, ...]:
     return (sys.executable, "-c", f"{code}\nimport os, sys\nos.execvp(sys.argv[1], sys.argv[1:])")
 
 
-# Root passes over permission bits by two capabilities; without them it is told like anybody else.
+# Root passes over permission bits by two capabilities; without them it is refused like others.
 WITHOUT_PRIVILEGES = python(
     "import ctypes, sys\nif sys.platform == 'linux':\n [ctypes.CDLL(None).prctl(24, c, 0, 0, 0) for"
     " c in (1, 2)]"

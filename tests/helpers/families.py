@@ -5,7 +5,7 @@ Every process that comes from a test bears a mark in its environment, which its 
 whatever session they are and whoever becomes their parent. `Family` gives its process a mark of its
 own, and ends whatever bears it. Whatever a test starts also bears the name of the test, which
 pytest puts into the environment: if the test fails, it is ended. At the end of the session nothing
-may be left; a guard, a small process beside pytest, sees to the same when pytest is killed. Only
+may be left; a guard, a small process next to pytest, sees to the same when pytest is killed. Only
 Linux shows the environment of processes; elsewhere a `Family` ends its own process alone.
 """
 

@@ -30,17 +30,17 @@ class WebServer:
     """Serves `files` ({"/path": bytes}) with ranges and ETags until the block ends.
 
         with WebServer({"/a.bin": data}) as server:
-            server.cuts = [1000, 5000]     # the first two answers to GET end after so many bytes
+            server.cuts = [1000, 5000]     # the first two answers to GET end after this many bytes
             download(f"{server.url}/a.bin", path)
 
     `statuses`: answered instead, one for each GET; `ranges`: False for a server that ignores Range;
     `lengths`: False for one that does not tell sizes; `claimed_length`: told instead of the true
-    one; `hang_after`: an answer pauses after so many bytes until this is None again;
+    one; `hang_after`: an answer pauses after this many bytes until this is None again;
     `whole_if_empty`: an empty file is answered with 200 and not with 416, as servers in Go do;
-    `fails_each`: of so many GETs one is answered 503, and the next time one is cut in its middle;
+    `fails_each`: of this many GETs one is answered 503, and the next time one is cut in its middle;
     `delay_s`: in front of each answer; `retry_after`: told with each status; `away_until_s` (of
-    time.monotonic): 503 until then; `wrong_ranges`: so many answers give another part than the one
-    asked for; `endless`: answers go on for ever; `drip`: (bytes, seconds), so many come, then a
+    time.monotonic): 503 until then; `wrong_ranges`: this many answers give a part that was not
+    asked for; `endless`: answers go on for ever; `drip`: (bytes, seconds), that many come, then a
     pause; `tags`: given to answers in turn, as mirrors do. `login` ("user:password"), `header`
     (name, value), `signature`: a query: without it the answer is 401, or 403 for the last.
     `redirects`: path -> address. `requests` holds (method, path, Range or None) of each, `headers`
@@ -197,7 +197,7 @@ class FtpServer:
     """Serves `files` ({"/folder/name": bytes}) to anybody until the block ends; it knows no
     versions of files.
 
-    `commands_each`: a connection ends after so many commands.
+    `commands_each`: a connection ends after this many commands.
     """
 
     def __init__(self, files: dict[str, bytes], commands_each: int | None = None):
@@ -364,7 +364,7 @@ def forget_clients() -> None:
 
 class Gate:
     """A port that leads to `port` of this machine; while it is `closed`, connections end, and new
-    ones are told 503 and no more."""
+    ones are answered 503 and no more."""
 
     def __init__(self, port: int):
         self._behind = port

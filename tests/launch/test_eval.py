@@ -65,7 +65,7 @@ def test_a_run_may_stand_without_its_flag(base, capfd):
     assert "note" not in said
 
 
-def test_data_of_other_classes_are_told(base, colours, capfd):
+def test_data_of_other_classes_are_reported(base, colours, capfd):
     result, said = evaluated(capfd, base, "--data", colours)
     assert result["note"].startswith(
         "the data's classes are not the model's: label 0 is 'red' in the data, 'class0' in the"
@@ -77,7 +77,7 @@ def test_data_of_other_classes_are_told(base, colours, capfd):
     assert f"  note: {result['note']}\n" in said
 
 
-def test_fewer_classes_of_the_same_names_are_told_as_such(base, tmp_path, capfd):
+def test_fewer_classes_of_the_same_names_are_reported_as_such(base, tmp_path, capfd):
     root = make_shards(tmp_path, num_train=6, num_val=6, num_classes=2)
     assert (
         evaluated(capfd, base, "--data", root)[0]["note"]
@@ -100,7 +100,7 @@ def test_a_checkpoint_knows_its_classes_too_and_an_older_one_is_read(base, tmp_p
 
 
 @pytest.mark.parametrize("reset_head", ["false", "true"])
-def test_fine_tuning_on_other_classes_with_the_old_head_is_told(
+def test_fine_tuning_on_other_classes_with_the_old_head_is_reported(
     reset_head, base, colours, tmp_path, capfd
 ):
     config = write_config(tmp_path, colours, steps=1)

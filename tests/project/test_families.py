@@ -1,4 +1,4 @@
-"""Nothing that a test starts outlives it, and what is missing is told: tests/helpers/families.py,
+"""Nothing that a test starts outlives it, and what is missing is listed: tests/helpers/families.py,
 tests/conftest.py."""
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_a_run_that_is_timed_out_leaves_no_process(sessions, tmp_path, monkeypat
     assert not any(map(is_alive, pids))
 
 
-def test_a_process_that_outlives_its_command_is_told(sessions, tmp_path, monkeypatch):
+def test_a_process_that_outlives_its_command_is_reported(sessions, tmp_path, monkeypatch):
     monkeypatch.setattr(families, "ENDS_WITHIN_S", 0.2)
     with pytest.raises(
         AssertionError,

@@ -276,7 +276,7 @@ def test_a_decision_has_one_heading_and_at_most_120_words():
 
 
 def test_the_map_names_every_folder():
-    """In the README's Map, where the layout is told, and nowhere else."""
+    """In the README's Map, where the layout is described, and nowhere else."""
     lines = README.read_text().partition("## Map")[2].splitlines()
     mapped: set[Path] = set()
     parents: list[str] = []

@@ -98,7 +98,9 @@ def test_whatever_ends_the_main_rank_ends_those_who_wait_for_it(error, heard):
 @pytest.mark.parametrize(
     ("wrong", "tell"), [((), ()), ((0,), (0,)), ((2,), (2,)), ((0, 1, 2), (0,)), ((1, 2), (1, 2))]
 )
-def test_a_mistake_on_any_rank_ends_all_and_is_told_once_where_the_main_rank_has_it(wrong, tell):
+def test_a_mistake_on_any_rank_ends_all_and_is_reported_once_where_the_main_rank_has_it(
+    wrong, tell
+):
     def function(world: World) -> str:
         with world.fail_together():
             if world.rank in wrong:
@@ -325,7 +327,7 @@ def test_a_rank_that_does_not_come_to_agree_on_devices_ends_all(monkeypatch):
     assert str(second).startswith("RankLost: rank 2 did not come within")
 
 
-def test_training_on_the_cpu_of_a_machine_with_a_gpu_is_told_loudly():
+def test_training_on_the_cpu_of_a_machine_with_a_gpu_is_reported_loudly():
     kind, [note] = choose_device("auto", "train.device=", [BROKEN] * 8)
     assert kind == "cpu"
     assert "node7, with 8 NVIDIA GPU(s): torch sees no GPU (Found no NVIDIA driver" in note

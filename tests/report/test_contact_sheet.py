@@ -91,7 +91,7 @@ def test_the_command_writes_a_picture(config, tmp_path):
         (["--what"], "unknown: --what"),
     ],
 )
-def test_a_wrong_argument_is_told(config, arguments, words):
+def test_a_wrong_argument_is_reported(config, arguments, words):
     done = run("launch/visualize.py", "augment", "--config", config, *arguments)
     assert done.returncode == 2
     assert words in done.stderr

@@ -197,7 +197,7 @@ def test_the_numbers_are_those_of_the_record(finished):
     assert "576 images" in page.text  # 12 steps of 48
 
 
-def test_every_restart_is_told(finished):
+def test_every_restart_is_reported(finished):
     run_dir, page = finished
     starts = metrics(run_dir, "start")
     assert [line["restarts"] for line in starts] == [0, 1]
@@ -439,7 +439,7 @@ def test_how_attempts_end(tmp_path):
         assert f"{expected} step 10 of 90" in told(tmp_path / "run", START, TRAIN, in_use=in_use)
 
 
-def test_faults_are_told(tmp_path):
+def test_faults_are_reported(tmp_path):
     fault = {
         "kind": "fault",
         "step": 7,

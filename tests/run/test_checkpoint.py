@@ -1,4 +1,4 @@
-"""What a checkpoint keeps beside tensors: which evaluation is the best one."""
+"""What a checkpoint keeps besides tensors: which evaluation is the best one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_progress_of_an_older_checkpoint_takes_part():
     assert (state.best_top1, state.best_loss) == (100.0, 2.0)
 
 
-def test_a_loss_that_is_no_number_can_be_stored():
+def test_a_loss_that_is_not_a_number_can_be_stored():
     state = RunState()
     assert state.take_best((10.0, math.nan))
     assert (state.best_top1, state.best_loss) == (10.0, None)

@@ -274,7 +274,7 @@ def test_memory_that_suffices_and_that_does_not(config, tmp_path):
     )
 
 
-def test_more_workers_than_cores_are_told(config, tmp_path):
+def test_more_workers_than_cores_are_reported(config, tmp_path):
     one_core = machine(
         tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "100000 100000"}
     )
@@ -327,7 +327,7 @@ def test_a_run_tells_and_records_its_preflight_and_the_rate_of_its_loader(config
     assert any(rate is not None and rate > 0 for rate in rates), json.dumps(rates)
 
 
-def test_a_precision_that_the_cpu_emulates_is_told_with_the_remedy():
+def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
     """Two steps of ViT-B in bf16 take minutes there, which looks like a hang. Limits on what torch
     may use make such a CPU of any."""
     code = (

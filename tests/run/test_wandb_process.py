@@ -137,7 +137,7 @@ def test_online_all_steps_arrive_under_one_id_over_restarts(tmp_path, server, ca
     assert not list(tmp_path.glob("wandb/offline-run-*"))
 
 
-def test_the_command_that_is_said_uploads_all_parts(tmp_path, monkeypatch, capfd):
+def test_the_command_that_is_printed_uploads_all_parts(tmp_path, monkeypatch, capfd):
     one_run(tmp_path / "my run", range(0, 4))
     time.sleep(1.1 - time.time() % 1)
     one_run(tmp_path / "my run", range(2, 6), restarts=1)

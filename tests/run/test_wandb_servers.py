@@ -40,7 +40,7 @@ def no_account(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def holds(tmp_path_factory) -> Callable[[float], bool]:
-    """Whether so many seconds keep the promise on this machine as it is now: alone, 2 cores start
+    """Whether this many seconds keep the promise on this machine as it is now: alone, 2 cores start
     and end W&B in 1.5 s."""
 
     def check(spent_s: float) -> bool:

@@ -28,7 +28,7 @@ OFTEN = ("log.every_steps=10", "checkpoint.every_steps=50", "eval.every_steps=10
 def submit_training(
     cluster, folder: Path, shards: Path, *overrides: str, steps: int = STEPS, options=TWO_NODES
 ):
-    """A job that trains in `folder`/run, with its log beside it."""
+    """A job that trains in `folder`/run, with its log next to it."""
     config = write_config(folder, shards, steps=steps)
     return cluster.submit(
         folder / "log",

@@ -104,5 +104,5 @@ def refusal(capsys):
         ("visualize", ["augment", "--confg", "x"], "unknown: --confg x; did you mean --config?"),
     ],
 )
-def test_what_is_no_option_is_told_with_what_was_meant(refusal, script, words, expected):
+def test_what_is_not_an_option_is_reported_with_what_was_meant(refusal, script, words, expected):
     assert refusal(script, *words) == expected

@@ -70,7 +70,7 @@ def test_what_is_shown_of_a_text():
         assert redact.shown(as_json) == json.dumps(expected), "and the same inside of JSON"
 
 
-def test_what_is_no_secret_stays():
+def test_what_is_not_a_secret_stays():
     for text in (
         "https://host:8080/a@b/c.tar",
         "http://[::1]:8000/x",
@@ -173,7 +173,7 @@ def test_no_other_host_gets_a_login(monkeypatch, tmp_path):
     }
 
 
-def test_a_login_that_cannot_be_read_is_told_without_it(monkeypatch, tmp_path):
+def test_a_login_that_cannot_be_read_is_reported_without_it(monkeypatch, tmp_path):
     monkeypatch.setenv("VIT_HTTP_HEADER", "Authorization: Bearer topsecret")
     with pytest.raises(
         ShardError, match="expected lines of a host, a header and its value"

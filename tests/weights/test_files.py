@@ -121,7 +121,7 @@ def test_models_whose_layers_are_called_as_deit3s_files_keep_their_names(name):
         load_weights(create_model(name, 224, 10), weights)
 
 
-def test_a_command_line_beside_the_weights_is_no_hindrance(tmp_path):
+def test_a_command_line_next_to_the_weights_is_no_hindrance(tmp_path):
     """MAE's and DeiT's files have one."""
     torch.save(
         {"model": tiny().state_dict(), "args": argparse.Namespace(lr=1, aa="rand-m9")},
@@ -154,7 +154,7 @@ def test_pickled_objects_are_refused_and_not_run(tmp_path):
         ({"epoch": 3, "a": torch.ones(1)}, r"also holds epoch \(int\)"),
     ],
 )
-def test_what_is_no_state_dict_is_refused(tmp_path, content, message):
+def test_what_is_not_a_state_dict_is_refused(tmp_path, content, message):
     torch.save(content, tmp_path / "w.pth")
     with pytest.raises(WeightsError, match=message):
         read_state_dict(tmp_path / "w.pth")

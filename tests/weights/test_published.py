@@ -339,7 +339,7 @@ def test_a_file_of_timms_computes_and_predicts_what_timm_does(
     assert torch.equal(result.predictions, expected.argmax(1)[by_name])
 
 
-def test_the_command_shows_the_published_number_beside_its_own(tmp_path, photographs):
+def test_the_command_shows_the_published_number_next_to_its_own(tmp_path, photographs):
     model, _, logits = random_timm_model("deit_tiny_patch16_224.fb_in1k")
     path = as_official_pth(model, tmp_path, "deit_tiny_patch16_224.fb_in1k")
     done = run(

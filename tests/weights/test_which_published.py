@@ -110,7 +110,7 @@ def test_names_that_pass_without_a_tag_have_only_one(row):
     assert tagged == [identify("x", architecture).name]
 
 
-def test_by_the_settings_beside_it(tmp_path):
+def test_by_the_settings_next_to_it(tmp_path):
     save_for_hf(
         timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k"),
         tmp_path,
@@ -163,7 +163,7 @@ def test_by_the_settings_beside_it(tmp_path):
         ("x.pth", "vit_medium_patch16_gap_384.sw_in12k_ft_in1k", None),
     ],
 )
-def test_what_is_not_known_is_told_in_one_line_with_the_nearest(file, name, expected, tmp_path):
+def test_what_is_not_known_is_reported_in_one_line_with_the_nearest(file, name, expected, tmp_path):
     if expected is None:
         assert identify(tmp_path / file, name).crop_mode == "squash"
         return
@@ -192,7 +192,7 @@ def test_what_is_not_known_is_told_in_one_line_with_the_nearest(file, name, expe
         ("[1]", "neither its name nor a config.json"),
     ],
 )
-def test_settings_of_others_are_told(content, expected, tmp_path):
+def test_settings_of_others_are_reported(content, expected, tmp_path):
     (tmp_path / "config.json").write_text(content)
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ValueError, match=expected) as caught:
@@ -239,7 +239,7 @@ def test_a_config_says_what_the_row_says(row):
     assert {"in_chans": 3, **row.model}.items() <= config.model.model_dump().items()
 
 
-def test_weights_without_classes_and_a_command_without_data_are_told(tmp_path):
+def test_weights_without_classes_and_a_command_without_data_are_reported(tmp_path):
     path = tmp_path / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
     save_file(timm.create_model("vit_tiny_patch16_224", num_classes=0).state_dict(), path)
     with pytest.raises(ValueError, match=r"has no head.weight, so no classes"):

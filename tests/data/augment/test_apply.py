@@ -1,5 +1,5 @@
-"""Augmentation on the device beside loops over samples, and beside torchvision's and timm's pieces
-with our numbers."""
+"""Augmentation on the device next to loops over samples, and next to torchvision's and timm's
+pieces with our numbers."""
 
 import numpy as np
 import pytest
@@ -187,7 +187,7 @@ def test_three_augment_is_deit3s_chain_of_torchvision_and_pillow():
             picture = jitter[int(op)](picture, float(factor))
         off.append(np.abs(np.asarray(picture).transpose(2, 0, 1).astype(int) - ours[row]))
     assert np.max(off) <= 2, (
-        "a level where a blurred sum lies between two, which later operations may double"
+        "a level where a blurred sum is between two, which later operations may double"
     )
     assert np.mean(np.array(off) > 0) < 1e-3
 

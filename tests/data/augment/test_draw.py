@@ -81,7 +81,7 @@ def test_strengths_are_clipped_to_timms_scale(magnitude, limit):
     strengths = np.abs(table_of(config, 4000)[:, FIRST_OP + 1])
     assert ((strengths >= 0) & (strengths <= 10)).all()
     assert abs((strengths == limit).mean() - scipy.stats.norm.sf(0.5)) < 0.03, (
-        "what lies beyond the end of the scale, half a deviation away, stays at the end"
+        "what is beyond the end of the scale, half a deviation away, stays at the end"
     )
 
 
@@ -228,7 +228,7 @@ def test_what_is_not_jittered_takes_no_column():
         ),
     ],
 )
-def test_what_does_not_go_together_is_said_with_the_remedy(augment, in_chans, message):
+def test_what_does_not_go_together_is_reported_with_the_remedy(augment, in_chans, message):
     sections = {
         "data": {"root": "data", "mean": (0.5,), "std": (0.5,)},
         "train": {"steps": 1},
@@ -239,7 +239,7 @@ def test_what_does_not_go_together_is_said_with_the_remedy(augment, in_chans, me
     assert message in str(caught.value)
 
 
-def test_a_row_is_told_in_words():
+def test_a_row_is_reported_in_words():
     config = AugmentConfig(
         crop="simple", three_augment=True, color_jitter=(0.3, 0.0, 0.0, 0.0), erasing_prob=1.0
     )

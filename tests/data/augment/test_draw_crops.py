@@ -35,7 +35,7 @@ def crops_of(config, keys, widths, heights, size=SIZE):
 # --- crops ----------------------------------------------------------------------------------------
 
 
-def test_a_sample_draws_the_same_in_any_batch_and_anew_in_each_epoch():
+def test_a_sample_draws_the_same_in_any_batch_and_differently_in_each_epoch():
     ids = np.array([5, 900, 17, 3, 900])
     sizes = np.array([300, 200, 40, 41, 200])
     for config in (
@@ -197,6 +197,4 @@ def test_simple_crops_are_distributed_as_a_padded_random_crop(width, height):
         assert place.min() == -4
         assert place.max() == side - 200 + 4
         beyond = table[:, shift + axis] != 0
-        assert set(crops[beyond, axis]) <= {0, side - 200}, (
-            "only a view at the border lies beyond it"
-        )
+        assert set(crops[beyond, axis]) <= {0, side - 200}, "only a view at the border is beyond it"

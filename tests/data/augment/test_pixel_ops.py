@@ -1,9 +1,9 @@
-"""Each operation of each set, over its strengths, beside its source: timm, torchvision and Pillow
+"""Each operation of each set, over its strengths, next to its source: timm, torchvision and Pillow
 as installed, big_vision as run once.
 
 Levels are compared as whole numbers. What is not bilinear is equal; a bilinear warp may be one
-level off, where its exact result is near a whole number (float32 beside Pillow's double), and a few
-pixels that come from exactly the border are content there and fill here.
+level off, where its exact result is near a whole number (float32, where Pillow has double), and a
+few pixels that come from exactly the border are content there and fill here.
 """
 
 from pathlib import Path
@@ -230,7 +230,7 @@ def test_jitter_is_torchvisions_on_pillow_images(op, name):
 
 
 def test_hue_is_torchvisions_on_tensors():
-    """Its way for Pillow images has 256 hues only and lies several levels from both."""
+    """Its way for Pillow images has 256 hues only and is several levels from both."""
     turns = (-0.5, -0.21, -0.03, 0.0, 0.1, 0.37, 0.5)
     jitter = AugmentConfig(color_jitter=(0.0, 0.0, 0.0, 0.3))
     for turn, ours in zip(turns, at_strengths(jitter, photographs(), 3, turns), strict=True):

@@ -1,4 +1,4 @@
-"""What stands in shards beside photographs: odd images are trained on; those that cannot be are
+"""What shards contain besides photographs: odd images are trained on; those that cannot be are
 named, or skipped and counted."""
 
 import io
@@ -39,7 +39,7 @@ def encoded(
 
 
 def with_interval(data: bytes, blocks: int) -> bytes:
-    """The JPEG, saying that a restart marker follows each so many blocks."""
+    """The JPEG, saying that a restart marker follows this many blocks."""
     at = data.index(b"\xff\xda")
     return data[:at] + b"\xff\xdd\0\4" + struct.pack(">H", blocks) + data[at:]
 
@@ -192,7 +192,9 @@ def test_markers_that_lie_are_no_worse_than_in_any_other_program(data, tmp_path,
 
 
 @pytest.mark.parametrize("key", ["jpeg", "png"])
-def test_an_index_with_other_sizes_is_told_before_a_wrong_window_is_shown(key, tmp_path, decoder):
+def test_an_index_with_other_sizes_is_reported_before_a_wrong_window_is_shown(
+    key, tmp_path, decoder
+):
     data = encoded(form=key.upper())
     split = write_shard(tmp_path / "root", {key: data, "fine": encoded()}, {})
     split.index = split.index.copy()

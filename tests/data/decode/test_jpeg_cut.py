@@ -93,7 +93,7 @@ def cases(draw):
 
 @settings(max_examples=400)
 @given(cases())
-def test_the_window_in_the_cut_is_the_window_in_the_whole(case):
+def test_the_window_in_the_cut_is_the_window_in_the_complete_image(case):
     arranged, (width, height), interval, window = case
     data = jpeg(width, height, arranged, interval)
     header = read_header(data)
@@ -148,7 +148,7 @@ def test_a_window_that_ends_with_its_tiles_needs_the_colour_of_the_next(arranged
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 9, 16])
-def test_a_last_tile_of_few_columns_is_upsampled_as_in_the_whole(columns):
+def test_a_last_tile_of_few_columns_is_upsampled_as_in_the_complete_image(columns):
     """libjpeg takes lines of one or two colour samples as they are; in the whole they are blended
     with their neighbours."""
     data = jpeg(48 + columns, 64, "4:2:0", 1)
@@ -207,7 +207,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("data", LIES.values(), ids=LIES)
-def test_what_is_not_as_its_header_says_is_left_to_whole_decoding(data):
+def test_what_is_not_as_its_header_says_is_left_to_full_decoding(data):
     assert cut_window(data, read_header(data), (20, 20, 10, 10)) is None
 
 

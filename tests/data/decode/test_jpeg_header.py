@@ -92,7 +92,7 @@ def test_sampling_and_stored_rgb_do_not_matter(subsampling):
     ("subsampling", "sampling", "mcu_size"),
     [("4:4:4", (1, 1), (8, 8)), ("4:2:2", (2, 1), (16, 8)), ("4:2:0", (2, 2), (16, 16))],
 )
-def test_sampling_is_told_and_what_a_block_covers(subsampling, sampling, mcu_size):
+def test_sampling_is_reported_and_what_a_block_covers(subsampling, sampling, mcu_size):
     header = read_header(encode(picture(), subsampling=subsampling))
     assert (header.sampling, header.mcu_size) == ((sampling, (1, 1), (1, 1)), mcu_size)
     assert read_header(encode(picture(mode="L"))).mcu_size == (8, 8)
@@ -257,7 +257,7 @@ def test_damage_is_named(data, what):
         read_header(data)
 
 
-def test_other_processes_and_depths_are_told():
+def test_other_processes_and_depths_are_reported():
     frame = struct.pack(">BHHB", 12, 64, 97, 1) + b"\1\x11\0"
     data = b"\xff\xd8" + segment(0xC3, frame) + b"\xff\xd0\xff\x01" + SCAN
     assert read_header(data) == JpegHeader(
@@ -312,7 +312,7 @@ def write_tar(path, images: dict[str, bytes]) -> None:
 
 
 def test_scan_sees_the_sizes_that_pillow_sees(tmp_path):
-    long = random.Random(1).randbytes(40_000)  # the size lies behind the first 16 KiB
+    long = random.Random(1).randbytes(40_000)  # the size is behind the first 16 KiB
     images = {
         "plain": encode(picture(31, 17)),
         "grey": encode(picture(32, 17, "L"), progressive=True),

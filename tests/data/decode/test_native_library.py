@@ -1,4 +1,4 @@
-"""A library that does not fit the code beside it is not used, and it is told what to do."""
+"""A library that does not fit the code next to it is not used, and the message says what to do."""
 
 import os
 import shutil
@@ -82,7 +82,7 @@ def test_one_that_decodes_wrongly(tmp_path):
         load(library, sources)
 
 
-def test_one_that_is_no_library(tmp_path):
+def test_one_that_is_not_a_library(tmp_path):
     (tmp_path / "library.so").write_bytes(b"\x7fELF" + bytes(60))
     with pytest.raises(
         UnusableLibrary, match=r"library.so cannot be loaded \(.*\); build it again"
@@ -91,7 +91,7 @@ def test_one_that_is_no_library(tmp_path):
 
 
 @needs_gcc
-def test_a_misfit_beside_the_package_is_not_used(tmp_path):
+def test_a_misfit_next_to_the_package_is_not_used(tmp_path):
     """A whole process with the library of another version in the place of ours."""
     package = shutil.copytree(
         PACKAGE, tmp_path / "vit", ignore=shutil.ignore_patterns("_native*", "__pycache__")

@@ -281,7 +281,7 @@ def test_a_scaled_view_depends_neither_on_cuts_nor_on_other_views():
             np.testing.assert_array_equal(of_the_whole, view)
 
 
-def test_windows_that_are_not_large_and_what_is_no_jpeg_stay_exact():
+def test_windows_that_are_not_large_and_what_is_not_a_jpeg_stay_exact():
     data = encode(picture(200, 200))
     for window, form in [
         ((0, 0, 79, 200), data),

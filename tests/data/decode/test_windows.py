@@ -42,7 +42,7 @@ def without_native(function, *arguments, **options):
     st.sampled_from([*BLOCKS, "grey", "progressive", "png"]),
     st.data(),
 )
-def test_every_way_to_a_window_gives_the_pixels_of_the_whole(size, form, data):
+def test_every_way_to_a_window_gives_the_pixels_of_the_complete_image(size, form, data):
     """The C decoder, the cut by restart markers, the cut below and the whole, as simplejpeg decodes
     it."""
     width, height = size
@@ -78,7 +78,7 @@ def test_every_way_to_a_window_gives_the_pixels_of_the_whole(size, form, data):
     st.sampled_from([2, 4, 8]),
     st.data(),
 )
-def test_a_reduced_window_is_that_of_the_reduced_whole(size, form, reduce, data):
+def test_a_reduced_window_is_that_of_the_reduced_image(size, form, reduce, data):
     width, height = size
     markers = data.draw(st.sampled_from([0, 1, -(-width // BLOCKS.get(form, 8))]))
     options = {"quality": 90, "subsampling": form} if form in BLOCKS else {}
@@ -105,7 +105,7 @@ def test_a_reduced_window_is_that_of_the_reduced_whole(size, form, reduce, data)
 
 
 @pytest.mark.parametrize(("left", "width"), [(0, 12), (20, 4), (132, 8)])
-def test_a_narrow_reduced_window_is_that_of_the_reduced_whole(left, width):
+def test_a_narrow_reduced_window_is_that_of_the_reduced_image(left, width):
     """At 1/4 the cut of a tile has two colour samples in a line, which libjpeg upsamples in another
     way."""
     noise = np.random.default_rng(0).integers(0, 256, (64, 140, 3), np.uint8)
@@ -126,7 +126,7 @@ def test_a_window_of_other_colours_is_the_wholes(form, decoder):
 
 
 @pytest.mark.parametrize("marker_blocks", [0, 2])
-def test_simplejpeg_is_given_less_than_the_whole(marker_blocks, monkeypatch):
+def test_simplejpeg_is_given_less_than_the_complete_file(marker_blocks, monkeypatch):
     """The cut is not only right: it is used, and does not end in decoding the whole after all."""
     monkeypatch.setattr(native, "AVAILABLE", False)
     sizes = []
@@ -145,7 +145,7 @@ def test_simplejpeg_is_given_less_than_the_whole(marker_blocks, monkeypatch):
 
 @pytest.mark.parametrize("kept", [0.3, 0.6, 0.99])
 @pytest.mark.parametrize("marker_blocks", [0, 2])
-def test_a_truncated_jpeg_is_refused_also_where_the_window_is_whole(
+def test_a_truncated_jpeg_is_refused_also_where_the_window_is_complete(
     kept, marker_blocks, monkeypatch
 ):
     monkeypatch.setattr(native, "AVAILABLE", False)
@@ -154,7 +154,7 @@ def test_a_truncated_jpeg_is_refused_also_where_the_window_is_whole(
         decode_box(data[: int(kept * len(data))], (0, 0, 16, 16))
 
 
-def test_damage_in_the_window_is_left_to_whole_decoding(decoder):
+def test_damage_in_the_window_is_left_to_full_decoding(decoder):
     """An end of image amid the codes: simplejpeg refuses, Pillow shows what there is, as it always
     did."""
     data = bytearray(encode(picture(128, 128), restart_marker_blocks=2))

@@ -23,7 +23,7 @@ from vit.system.files import ShardError
 # ---- damage --------------------------------------------------------------------------------------
 
 
-def test_truncation_anywhere_is_told(tmp_path):
+def test_truncation_anywhere_is_reported(tmp_path):
     tar = write_tar(
         tmp_path / "train-00000.tar", [*pair("a", 1), *pair("b", 2)], format=tarfile.USTAR_FORMAT
     )
@@ -51,7 +51,7 @@ def test_truncation_anywhere_is_told(tmp_path):
         assert scan_tar(cut) == whole
 
 
-def test_damage_inside_is_told(tmp_path):
+def test_damage_inside_is_reported(tmp_path):
     tar = write_tar(tmp_path / "train-00000.tar", [m for n in range(5) for m in pair(f"k{n}", n)])
     data = tar.read_bytes()
     samples = scan_tar(tar)
@@ -296,7 +296,7 @@ def test_a_label_out_of_range_in_the_index_alone(root):
     assert open_split(root, "train").index["label"].tolist() == [n % 4 for n in range(15)]
 
 
-def test_what_is_right_the_second_time_is_read_and_told(root, monkeypatch, caplog):
+def test_what_is_right_the_second_time_is_read_and_reported(root, monkeypatch, caplog):
     """The first answer of a network file system, say, is wrong; the disk is right."""
     split = open_split(root, "train")
     tar = root / "train-00001.tar"

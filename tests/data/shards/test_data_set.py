@@ -1,5 +1,5 @@
 """The format of shards: what the scanner and the reader see is what tarfile, webdataset and timm
-see, and damage is told."""
+see, and damage is reported."""
 
 import io
 import json
@@ -239,7 +239,7 @@ def test_hard_linked_pairs_do_not_vanish(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["\u00e9t\u00e9/\u00e7a", "\u732b/0", "x" * 150])
-def test_keys_of_pax_names_are_whole(tmp_path, name):
+def test_keys_of_pax_names_are_complete(tmp_path, name):
     """Python's tarfile writes '?' for what is not ASCII, and the name itself into a header
     before."""
     pairs = [member for key in (name, f"{name}2") for member in pair(key, 0)]

@@ -1,5 +1,5 @@
 """A cache that jobs and users share: who holds a lock for ever, who has the smaller limit, who is
-of another group, where it lies."""
+of another group, where it is."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_stopped_process_that_holds_a_lock_holds_up_nobody_for_long(
     what, folder, caplog, monkeypatch
 ):
     """Suspended by Slurm, or in an access to a mount that is away. The block is fetched, used and
-    not kept, and that is told once."""
+    not kept, and that is reported once."""
     monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.5)
     monkeypatch.setattr(file_lock, "WARN_AFTER_S", 0.2)
     holder = other_process(HOLDS, folder, what)

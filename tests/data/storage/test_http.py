@@ -66,7 +66,7 @@ def ranges(web: WebServer) -> list[str]:
     ]
 
 
-def test_a_host_that_is_misspelt_is_told_soon_and_one_whose_name_is_lost_in_mid_run_is_waited_for(
+def test_a_misspelt_host_is_reported_soon_and_one_whose_name_is_lost_in_mid_run_is_waited_for(
     web, monkeypatch
 ):
     def unknown(*arguments, **options):
@@ -105,7 +105,7 @@ def test_a_closed_port_ends_a_start_and_no_run():
         WebFolder(url, RetryPolicy(0.3, 0.01, 0.02)).read("a.tar", 0, 10, Version(len(DATA), ""))
 
 
-def test_https_at_a_port_of_http_is_told_at_once(web):
+def test_https_at_a_port_of_http_is_reported_at_once(web):
     url = web.url.replace("http://", "https://")
     with pytest.raises(
         ShardError, match=r"/a\.tar: the server speaks no TLS there; is http:// meant\?$"
@@ -276,7 +276,7 @@ def test_the_query_of_a_folder_goes_behind_the_names(web):
         WebFolder(f"{web.url}/set?sig=other", QUICK).stat("a.tar")
 
 
-def test_another_host_is_not_told_the_login(web, folder):
+def test_another_host_is_not_given_the_login(web, folder):
     web.files["/set/b.tar"] = b"elsewhere"
     with WebServer({}) as first:
         first.redirects = {"/x/b.tar": f"{web.url.replace('127.0.0.1', 'localhost')}/set/b.tar"}

@@ -145,7 +145,7 @@ def test_a_file_server_that_stays_away_is_an_error_with_path_reason_and_time(shi
     assert re.search(rf"ShardError: {expected}$", done.stderr.strip()), done.stderr
 
 
-def test_a_handle_that_went_stale_is_opened_anew(shim, shards):
+def test_a_handle_that_went_stale_is_opened_again(shim, shards):
     """At once, without a pause, and the descriptors stay as many."""
     code = textwrap.dedent(READ_ALL) + textwrap.dedent("""
         import os, pathlib
@@ -244,7 +244,7 @@ def test_blocks_of_a_mounted_folder_are_kept_on_a_nearer_disk(shards, tmp_path, 
     assert list((tmp_path / "near").rglob("*.block")) == blocks
 
 
-def test_a_shard_of_a_mounted_folder_that_is_replaced_is_told_and_its_blocks_are_not_mixed(
+def test_a_shard_of_a_mounted_folder_that_is_replaced_is_reported_and_its_blocks_are_not_mixed(
     shards, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)

@@ -180,7 +180,7 @@ def test_what_finds_no_room_on_the_disk_is_used_and_not_kept(
         assert len(parts_asked(web)) <= 16, "kept again"
 
 
-def test_a_cache_without_place_for_names_is_told_once(url, shards, tmp_path, caplog):
+def test_a_cache_without_place_for_names_is_reported_once(url, shards, tmp_path, caplog):
     with small_disk(tmp_path / "disk", "size=8m,nr_inodes=12") as disk:
         assert samples(open_split(url, "train", disk / "cache", 0.003)) == samples(
             open_split(shards, "train")
@@ -227,7 +227,7 @@ def _fill(folder, process):
 
 
 def test_no_process_finds_the_count_half_written(cache):
-    """Who does, counts all blocks anew: minutes for a large cache, and the million below, of which
+    """Who does, counts all blocks again: minutes for a large cache, and the million below, of which
     there are no blocks, is gone."""
     cache.mkdir()
     (cache / "used_bytes").write_text("1000000\n")

@@ -43,7 +43,7 @@ def impatient(monkeypatch):
 @pytest.mark.parametrize(
     "change", [lambda data: data + bytes(512), lambda data: data[:600]], ids=["longer", "shorter"]
 )
-def test_a_shard_replaced_in_training_is_told(change, web, url, shards, cache):
+def test_a_shard_replaced_in_training_is_reported(change, web, url, shards, cache):
     """Another version by its ETag; from then on nothing of it is mixed in, and the old blocks go
     on."""
     split = open_split(url, "train", cache)
@@ -67,7 +67,7 @@ def test_a_shard_replaced_in_training_is_told(change, web, url, shards, cache):
 
 
 @pytest.mark.parametrize("kind", ["s3", "memory"])
-def test_a_shard_replaced_at_a_store_is_told_and_not_kept(kind, shards, cache, request):
+def test_a_shard_replaced_at_a_store_is_reported_and_not_kept(kind, shards, cache, request):
     """By one of its size, with images of the same sizes in the same places."""
     root = upload(
         shards, request.getfixturevalue("s3").new_bucket() if kind == "s3" else "memory://exchanged"
@@ -91,7 +91,7 @@ def test_a_shard_replaced_at_a_store_is_told_and_not_kept(kind, shards, cache, r
     assert list(cache.rglob("*.block")) == blocks
 
 
-def test_a_shard_replaced_where_no_version_is_told_is_seen_in_its_headers(shards, cache):
+def test_a_shard_replaced_where_no_version_is_given_is_seen_in_its_headers(shards, cache):
     with FtpServer(files_of(shards)) as server:
         root = f"ftp://{server.address}/set"
         split = open_split(root, "train", cache)
@@ -154,7 +154,7 @@ class Growing(dict):
 
 
 @pytest.mark.parametrize("name", ["_info.json", "train.index.npy"])
-def test_what_is_replaced_while_it_is_fetched_is_told(name, web, url, cache):
+def test_what_is_replaced_while_it_is_fetched_is_reported(name, web, url, cache):
     web.files = Growing(web.files)
     web.files.ending = name
     with pytest.raises(
@@ -336,7 +336,7 @@ def test_the_index_of_foreign_shards_is_made_by_a_command(web, url, cache, tmp_p
         ),
     ],
 )
-def test_what_is_wrong_at_the_url_is_told_before_the_start(
+def test_what_is_wrong_at_the_url_is_reported_before_the_start(
     change, told, web, url, cache, impatient
 ):
     change(web)
@@ -385,7 +385,7 @@ def test_no_bucket_no_permission_no_scheme_no_package(s3, shards, cache, monkeyp
         open_split(root, "train", cache)
 
 
-def test_a_cache_folder_that_cannot_be_is_told(url, tmp_path):
+def test_a_cache_folder_that_cannot_be_is_reported(url, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
         ShardError, match=r"cannot hold a cache of shards \(.*\); choose a folder .* data.cache_dir"

@@ -91,7 +91,7 @@ def test_what_does_not_pass_is_raised_at_once():
     assert made == [1]
 
 
-def test_at_the_limit_everything_is_told(clock):
+def test_at_the_limit_everything_is_reported(clock):
     attempt = failing(1000)
     with pytest.raises(
         ShardError,
@@ -157,7 +157,7 @@ def test_many_threads_that_wait_for_one_server_tell_it_once(caplog):
     assert "answers again after " in back
 
 
-def test_what_goes_on_is_told_again(caplog, monkeypatch, clock):
+def test_what_goes_on_is_reported_again(caplog, monkeypatch, clock):
     monkeypatch.setattr(retry, "WARN_AFTER_S", 0.05)
     monkeypatch.setattr(retry, "WARN_AGAIN_S", 0.1)
     with caplog.at_level(logging.WARNING), pytest.raises(ShardError):

@@ -86,7 +86,7 @@ def test_old_tars_without_types(tmp_path):
     path = make_tar(tmp_path / "old.tar", ["a.jpg", "folder/", "b.jpg"])
     data = bytearray(path.read_bytes())
     for offset in header_offsets(path):
-        data[offset + 156] = 0  # as tar wrote in 1979: a folder is told by its slash
+        data[offset + 156] = 0  # as tar wrote in 1979: a folder is known by its slash
         data[offset + 148 : offset + 156] = b" " * 8
         data[offset + 148 : offset + 155] = b"%6o\0" % sum(data[offset : offset + 512])
         if data[offset : offset + 6] == b"folder":

@@ -114,7 +114,7 @@ def test_a_part_is_continued(web, path):
     assert ranges(web) == ["bytes=1200000-"]
 
 
-def test_a_part_that_is_whole_gets_its_name(web, path):
+def test_a_part_that_is_complete_gets_its_name(web, path):
     part_of(path, DATA)
     download(f"{web.url}/data/a.bin", path, MD5)
     assert path.read_bytes() == DATA

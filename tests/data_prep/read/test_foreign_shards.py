@@ -343,7 +343,7 @@ def test_an_index_that_is_made_again_is_made_alike(tmp_path, capsys):
     )
 
 
-def test_beside_an_info_of_others_the_sidecars_tell(tmp_path):
+def test_next_to_an_info_of_others_the_sidecars_decide(tmp_path):
     root = foreign(tmp_path / "root", "json")
     theirs = {
         "splits": {

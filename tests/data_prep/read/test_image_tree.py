@@ -24,7 +24,9 @@ def test_an_unreadable_image_is_named_with_its_path(flat, tmp_path, capsys):
     assert not (tmp_path / "out" / "_info.json").exists()
 
 
-def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_told(flat, tmp_path, capsys):
+def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_reported(
+    flat, tmp_path, capsys
+):
     """51 images: 5 may be broken, which is more than the usual hundredth; 7 may with the value that
     the refusal names."""
     out = tmp_path / "out"
@@ -61,7 +63,7 @@ def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_told(flat
     assert "left out: 7 unreadable images" in capsys.readouterr().out
 
 
-def test_what_is_not_read_or_asks_to_be_turned_is_told(tmp_path, capsys):
+def test_what_is_not_read_or_asks_to_be_turned_is_reported(tmp_path, capsys):
     """A phone's folder: HEIC is passed over and counted, AVIF is read, EXIF orientations are
     counted; classes are called 9 and 10."""
     folder = tmp_path / "phone"
@@ -201,7 +203,7 @@ def test_avif_where_pillow_cannot_read_it_is_an_error(flat, tmp_path, capsys, mo
     assert "cannot read AVIF: pip install --upgrade 'pillow>=11.3'" in error
 
 
-def test_a_class_of_other_images_only_is_told(flat, tmp_path, capsys):
+def test_a_class_of_other_images_only_is_reported(flat, tmp_path, capsys):
     (flat / "phone").mkdir()
     (flat / "phone" / "1.heic").write_bytes(b"x")
     assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2

@@ -210,7 +210,7 @@ def test_exif_is_applied_on_demand(orientation, form):
     assert psnr(image, upright.convert("RGB")) > 45
 
 
-def test_what_is_encoded_anew_for_another_reason_keeps_its_orientation_mark():
+def test_what_is_encoded_again_for_another_reason_keeps_its_orientation_mark():
     for data in (encode(picture(), exif=oriented(6)), encode(picture(), "PNG", exif=oriented(6))):
         prepared = prepare(data, ImagePolicy(resize_short_side=32))
         assert opened(prepared.data).getexif()[0x0112] == 6
@@ -361,7 +361,7 @@ def test_headers_alone_do_not_show_damaged_image_data():
     assert prepare(bytes(data), DECODE).change == REFUSED_BY_STRICT
 
 
-def test_doubtful_images_are_named_when_they_are_encoded_anew_too():
+def test_doubtful_images_are_named_when_they_are_encoded_again_too():
     data = UNTOUCHED["plain"][:20] + b"stray" + UNTOUCHED["plain"][20:]
     assert prepare(data, DECODE)[:4] == (data, 97, 64, REFUSED_BY_STRICT)
     assert prepare(data, ImagePolicy(resize_short_side=32))[1:4] == (
@@ -425,7 +425,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("check", ["decode", "headers"])
 @pytest.mark.parametrize(("data", "reason"), REFUSED.values(), ids=REFUSED)
-def test_the_reason_is_told(data, reason, check):
+def test_the_reason_is_reported(data, reason, check):
     with pytest.raises(Unreadable, match=reason):
         prepare(data, ImagePolicy(check))
 

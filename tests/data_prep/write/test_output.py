@@ -167,7 +167,7 @@ def test_folders_that_cannot_be_written(place, message, tmp_path):
 # ---- stores --------------------------------------------------------------------------------------
 
 
-def test_an_upload_in_parts_arrives_whole(bucket, s3, tmp_path):
+def test_an_upload_in_parts_arrives_complete(bucket, s3, tmp_path):
     content = os.urandom(1 << 20) * 34  # from 32 MiB on it goes in parts
     path = made_file(tmp_path, "big.tar", content)
     output = Output(f"{bucket}/shards")
@@ -279,7 +279,7 @@ def test_what_is_not_there(bucket):
         ("s3://not a bucket/x", "Invalid bucket name"),
     ],
 )
-def test_urls_that_are_no_destination(url, message):
+def test_urls_that_are_not_destinations(url, message):
     with pytest.raises((PrepError, ShardError)) as caught:
         Output(url).make()
     assert str(caught.value).startswith(f"{url}: ")

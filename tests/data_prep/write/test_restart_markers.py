@@ -439,5 +439,5 @@ def test_a_data_set_with_restart_markers(tmp_path, capsys):
 
 
 @NEEDS_NATIVE
-def test_what_is_no_jpeg_stays():
+def test_what_is_not_a_jpeg_stays():
     assert with_restart_markers(b"no JPEG") == Marked(b"no JPEG", "damaged")

@@ -123,7 +123,7 @@ def test_minival_is_cut_by_class_and_hash(tmp_path, small):
     ]
 
 
-def test_again_keeps_what_is_whole_and_mends_the_rest(written, small, tmp_path, capsys):
+def test_again_keeps_what_is_complete_and_mends_the_rest(written, small, tmp_path, capsys):
     root = tmp_path / "root"
     write(small, root, FOUR)
     kept = (root / "train-00001.tar").stat().st_mtime_ns

@@ -68,7 +68,7 @@ def test_killed_and_continued(prepare, undisturbed, tmp_path, num_tars):
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    # the workers follow their parent, or they would write on beside the next run
+    # the workers follow their parent, or they would write on next to the next run
     wait_for_end_of_group(process.pid)
     for tar in root.glob("*.tar"):
         assert tar.read_bytes() == (undisturbed / tar.name).read_bytes(), "torn"

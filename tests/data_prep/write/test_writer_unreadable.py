@@ -125,7 +125,7 @@ def test_too_many_unreadable_images_stop_it_until_they_are_mended(written, tmp_p
     assert digest(root) == digest(written)
 
 
-def test_images_that_are_no_rgb_jpeg_are_converted_and_counted(tmp_path, capsys):
+def test_images_that_are_not_rgb_jpegs_are_converted_and_counted(tmp_path, capsys):
     splits = small_splits()
     for n, (form, mode) in enumerate(
         [("JPEG", "CMYK"), ("PNG", "RGBA"), ("JPEG", "CMYK"), ("WEBP", "RGB")]
