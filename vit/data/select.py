@@ -12,8 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 from vit.config.base import Selection
 from vit.data.hashing import fold
 from vit.data.row_filter import RowFilter
+from vit.data.shards.index_file import first_samples
 from vit.data.shards.split import Split
 from vit.data.storage.cached_tars import CachedTars
 from vit.data.storage.remote import RemoteFolder
@@ -87,8 +90,7 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
     num_lost = num_there - num_left
     if num_lost:
         summary += f"; no image is left of {num_lost:,} of {num_there:,} classes"
-    if total <= np.iinfo(np.uint32).max:
-        numbers = numbers.astype(np.uint32)
+    numbers = numbers.astype(np.min_scalar_type(total))
     digest = hashlib.sha256(np.ascontiguousarray(numbers, "<i8").tobytes()).hexdigest()[:16]
     identity = f"{len(numbers):,} of {total:,} samples ({digest})"
     return Chosen(len(numbers), numbers, summary, identity)
@@ -97,7 +99,7 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
 def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) -> str:
     """Remove what the file `path` names; return a note about keys that are not there."""
     keys, labels = _read_exclude(path, split, name)
-    numbers = _numbers_of_keys(split, set(keys)) if keys else {}
+    numbers = _numbers_of_keys(split, keys) if keys else {}
     for found in numbers.values():
         is_left[found] = False
     if labels:
@@ -200,27 +202,22 @@ def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[i
     return list(keys), labels
 
 
-def _numbers_of_keys(split: Split, keys: set[str]) -> dict[str, list[int]]:
+def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:
     """Return the samples of each key that is there."""
-    by_idx_name: dict[str, list[str]] = {}
-    for key in keys:
-        by_idx_name.setdefault(_idx_name(key), []).append(key)
-    numbers: dict[str, list[int]] = {}
-    first = 0
-    for shard, length in enumerate(split.lengths):
-        for number, name in enumerate(_idx_names(split, shard, first, length), first):
-            if name in by_idx_name:
-                numbers.setdefault(name, []).append(number)
-        first += length
+    num_keys = Counter(_idx_name(key) for key in keys)
+    numbers = defaultdict[str, list[int]](list)
+    for number, name in enumerate(_idx_names(split)):
+        if name in num_keys:
+            numbers[name].append(number)
     found: dict[str, list[int]] = {}
-    for name, candidates in numbers.items():
-        wanted = by_idx_name[name]
-        is_unique = len(candidates) == len(wanted) == 1
-        for number in candidates:
-            # `a b` and `a_b` have the same name: the tar's header decides, at the cost of a read.
-            key = wanted[0] if is_unique else split.key(number)
-            if key in keys:
-                found.setdefault(key, []).append(number)
+    for key in keys:
+        name = _idx_name(key)
+        candidates = numbers.get(name, [])
+        # `a b` and `a_b` have the same name: the tar's header decides, at the cost of a read.
+        if len(candidates) > 1 or num_keys[name] > 1:
+            candidates = [number for number in candidates if split.key(number) == key]
+        if candidates:
+            found[key] = candidates
     return found
 
 
@@ -229,33 +226,35 @@ def _idx_name(key: str) -> str:
     return re.sub(r"\s", "_", key)
 
 
-def _idx_names(split: Split, shard: int, first: int, length: int) -> Iterator[str]:
-    """Yield the `_idx_name` of each sample of a shard.
+def _idx_names(split: Split) -> Iterator[str]:
+    """Yield the `_idx_name` of each sample.
 
     From `.idx` next to the tar where it fits the index, else from the tar's headers: a read per
     sample.
     """
-    name = split.filenames[shard].removesuffix(".tar") + ".idx"
     folder = split.tars.folder if isinstance(split.tars, CachedTars) else None
-    try:
-        if isinstance(folder, RemoteFolder) and not isinstance(split.root, Path):
-            version = folder.stat(name)
-            content = folder.read(name, 0, version.size, version)
-        else:
-            content = (Path(split.root) / name).read_bytes()
-        lines = content.decode("utf-8", "surrogateescape").splitlines()[1:]
-    except OSError:
-        lines = []
-    if len(lines) != length:
-        lines = [""] * length
-    rows = split.index[first : first + length]
-    # As lists: a field of a structured array's row costs a microsecond.
-    images = zip(map(str, rows["offset"].tolist()), map(str, rows["size"].tolist()), strict=True)
-    for number, (line, image) in enumerate(zip(lines, images, strict=True), first):
-        fields = line.split(" ")
-        members = zip(fields[1::4], fields[2::4], fields[3::4], strict=False)
-        names = [name for *place, name in members if tuple(place) == image]
-        yield split.key_in(names[0]) if names else _idx_name(split.key(number))
+    firsts = first_samples(split.lengths)
+    for filename, (first, stop) in zip(split.filenames, pairwise(firsts), strict=True):
+        name = filename.removesuffix(".tar") + ".idx"
+        try:
+            if isinstance(folder, RemoteFolder) and not isinstance(split.root, Path):
+                version = folder.stat(name)
+                content = folder.read(name, 0, version.size, version)
+            else:
+                content = (Path(split.root) / name).read_bytes()
+            lines = content.decode("utf-8", "surrogateescape").splitlines()[1:]
+        except OSError:
+            lines = []
+        if len(lines) != stop - first:
+            lines = [""] * (stop - first)
+        # As lists: a field of a structured array's row costs a microsecond.
+        offsets, sizes = (split.index[name][first:stop].tolist() for name in ("offset", "size"))
+        for number, line in enumerate(lines):
+            fields = line.split(" ")
+            image = [str(offsets[number]), str(sizes[number])]
+            members = zip(fields[1::4], fields[2::4], fields[3::4], strict=False)
+            names = [name for *place, name in members if place == image]
+            yield split.key_in(names[0]) if names else _idx_name(split.key(first + number))
 
 
 def _name(split: Split) -> str:

@@ -80,9 +80,9 @@ def train_set_of_sources(
     identities = []
     for first, split, each, num_draws in zip(sources.firsts, splits, chosen, draws, strict=False):
         shares.append(Share(num_draws, each.num_samples, first, each.numbers))
+        whole = f"all {each.num_samples:,} samples"
         share = num_draws / each.num_samples
         times = "" if share == 1 else f", {share:.3g} times each"
-        samples = each.summary or f"all {each.num_samples:,} samples of {split.root} {split.name!r}"
         by_number = ""
         if bool(split.class_names) != bool(classes_of.class_names):
             nameless = split if classes_of.class_names else classes_of
@@ -92,10 +92,9 @@ def train_set_of_sources(
             )
         summary.append(
             f"{num_draws:,} images an epoch ({num_draws / sum(draws):.1%}{times}) of"
-            f" {samples}{by_number}"
+            f" {each.summary or f'{whole} of {split.root} {split.name!r}'}{by_number}"
         )
-        identity = each.identity or f"all {each.num_samples:,} samples"
-        identities.append(f"{num_draws:,} draws of {identity}")
+        identities.append(f"{num_draws:,} draws of {each.identity or whole}")
     return TrainSet(sources, sum(draws), tuple(shares), tuple(summary), "; ".join(identities))
 
 
@@ -236,16 +235,13 @@ def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
 def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) -> NDArray[np.int32]:
     """Return the label by `classes_of` of each label of `split`, -1 for one that is not used."""
     names = classes_of.class_names
-    by_number = np.arange(split.num_classes, dtype=np.int32)
-    if not names or split.class_names == names:
-        return by_number
-    if not split.class_names:
-        if split.num_classes > classes_of.num_classes:
-            raise ShardError(
-                f"{_describe(number, split)}: {split.num_classes:,} classes without names,"
-                f" {classes_of.root} has {classes_of.num_classes:,}; {_how_to_name(split.root)}"
-            )
-        return by_number
+    if names and not split.class_names and split.num_classes > classes_of.num_classes:
+        raise ShardError(
+            f"{_describe(number, split)}: {split.num_classes:,} classes without names,"
+            f" {classes_of.root} has {classes_of.num_classes:,}; {_how_to_name(split.root)}"
+        )
+    if not names or not split.class_names or split.class_names == names:
+        return np.arange(split.num_classes, dtype=np.int32)
     label_of = {name: label for label, name in enumerate(names)}
     label_map = np.array([label_of.get(name, -1) for name in split.class_names], np.int32)
     numbers = range(split.num_samples) if chosen.numbers is None else chosen.numbers

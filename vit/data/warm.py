@@ -124,9 +124,7 @@ def _size(num_bytes: float) -> str:
 
 def _shards_of(text: str | None, num_shards: int) -> range:
     """Return the shards named by `3` or `0-9`; all for None."""
-    if text is None:
-        return range(num_shards)
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text or f"0-{num_shards - 1}")
     found = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
     if not found or found.stop > num_shards:
         raise ValueError(
