@@ -91,7 +91,7 @@ def test_an_exception_arrives_with_its_stack_when_its_batch_is_due():
             batches.check(position, next(loader))
         with pytest.raises(
             RuntimeError,
-            match=r"(?s)in a loader worker:.*test_loader.py.*KeyError: 'a mistake of ours'",
+            match=r"(?s)in a loader worker:.*test_loader_ends.py.*KeyError: 'a mistake of ours'",
         ):
             next(loader)
         for position in range(4, 100):
