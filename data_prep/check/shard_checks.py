@@ -24,7 +24,7 @@ from data_prep.write.images import ImagePolicy, Prepared, Unreadable, prepare
 from data_prep.write.jobs import count_one
 from data_prep.write.output import temporary_folder
 from data_prep.write.samples import key_hashes
-from vit.data.shards.index_file import has_checksums, left_out, open_index, sha256_of
+from vit.data.shards.index_file import has_checksums, left_out, open_index
 from vit.data.shards.members import InvalidSample, SampleLayout
 from vit.data.shards.tar import (
     DEFAULT_LAYOUT,
@@ -37,7 +37,7 @@ from vit.data.shards.tar import (
 )
 from vit.data.shards.tar_walk import TAR_BLOCK, Read, TarDamaged, pread, walk
 from vit.data.storage.remote import RemoteFolder
-from vit.system.files import ShardError
+from vit.system.files import ShardError, sha256_of
 
 SEEN_DTYPE = np.dtype(
     [  # 20 bytes a sample

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +55,8 @@ def choose_layout(
             " these, move it away"
         )
     if info is not None and "source" in info and layout.options() != recorded.options():
-        was = recorded.as_options(FLAGS) or "the usual members"
+        options = replace(recorded, class_names=()).options()
+        was = ", ".join(f"{name} {value}" for name, value in options.items()) or "the usual members"
         raise PrepError(
             f"{place}: indexed with {was}, as its _info.json says; to do it otherwise, move that"
             " file away"

@@ -23,8 +23,7 @@ from PIL import Image, ImageDraw, ImageFont
 from data_prep.write.card_data import THREADS, Card, load_card, spread
 from data_prep.write.card_text import card_text
 from data_prep.write.output import Output
-from vit.data.shards.index_file import sha256_of
-from vit.system.files import replacing
+from vit.system.files import replacing, sha256_of
 
 SHEET_CELLS = 60
 COLUMNS = 10

@@ -18,11 +18,11 @@ import numpy as np
 from data_prep.read.download import WebShards
 from data_prep.write.output import Output, temporary_folder
 from vit.data.shards import info_file
-from vit.data.shards.index_file import open_index, sha256_of
+from vit.data.shards.index_file import open_index
+from vit.data.shards.info_file import SIDECAR, check_types, is_sidecar
 from vit.data.shards.members import SampleLayout
-from vit.data.shards.records import SIDECAR, check_types, is_sidecar
 from vit.data.shards.tar import INDEX_DTYPE, Survey, index_rows, survey_tar, write_idx
-from vit.system.files import ShardError
+from vit.system.files import ShardError, sha256_of
 from vit.system.urls import bare
 
 

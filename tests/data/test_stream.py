@@ -199,7 +199,7 @@ def twenty(shards, tmp_path) -> Path:
 
 BROKEN = [
     ("{folder}/first.tar", r"broke \(cut off: a header or the end mark is missing at byte \d+\)"),
-    ("{folder}/first.tar.gz", "first.tar.gz: the stream broke .*the end mark is missing at byte"),
+    ("{folder}/first.tar.gz", "first.tar.gz: the stream broke .not a tar but compressed with gzip"),
     (
         "pipe:cat {folder}/first.tar",
         "first.tar: the stream broke .*the end mark is missing at byte",
@@ -236,9 +236,7 @@ def test_a_tar_that_does_not_come_to_its_end_is_reported(stream, told, twenty):
         read(batches(stream.format(folder=twenty.parent)))
 
 
-@pytest.mark.parametrize(
-    "kind", ["gz", "bz2", "xz", "gnu tar", "webdataset", "long names", "a mark behind"]
-)
+@pytest.mark.parametrize("kind", ["gnu tar", "webdataset", "long names", "a mark behind"])
 def test_whole_tars_of_all_writers_are_read_to_their_end(kind, twenty, tmp_path):
     stream = str(tmp_path / "other.tar")
     folder = tmp_path / "files"
@@ -258,9 +256,9 @@ def test_whole_tars_of_all_writers_are_read_to_their_end(kind, twenty, tmp_path)
         stream = f"pipe:cat {tmp_path}/first.tar && head -c 1024 /dev/zero"
         count = 10
     else:
-        with tarfile.open(stream, f"w:{kind}" if len(kind) < 4 else "w") as tar:
+        with tarfile.open(stream, "w") as tar:
             for name in names:
-                tar.add(folder / name, name if len(kind) < 4 else f"{'long/' * 30}{name}")
+                tar.add(folder / name, f"{'long/' * 30}{name}")
     ids = torch.cat([batch.ids for batch in read(batches(stream))])
     assert len(set(ids.tolist())) == count
 

@@ -307,15 +307,10 @@ def test_errors_with_urls(arguments, message, foreign, web, tmp_path, capsys):
         BRACES,
         "{000..012}",
         "{8..11}-{a,b}",
-        "{3..1}",
         "plain.tar",
         "{a,{b,c}-{0..1}}",
-        "{0..10..3}",
-        "{05..10..2}",
-        "{a..d}",
-        "{d..a..2}x",
         "x{print}y",
-        "${SAS}/{-1..1}",
+        "${SAS}/{0..1}",
     ],
 )
 def test_braces(pattern):

@@ -157,7 +157,7 @@ def test_a_data_set_in_a_store(root, capsys):
     ("prepare", "message"),
     [
         (lambda root: shutil.rmtree(root), "no such directory; expected a folder of shards"),
-        (lambda root: (shutil.rmtree(root), root.write_text("")), "not a directory"),
+        (lambda root: (shutil.rmtree(root), root.write_text("")), "Not a directory"),
         (lambda root: (root / "_info.json").unlink(), "no _info.json; if the shards are complete"),
         (
             lambda root: (root / "_info.json").rename(root / "_writing.json"),

@@ -125,7 +125,7 @@ BESIDE: list[tuple[Callable[[Path], object], list[str]]] = [
         lambda root: edit_json(
             root / "train-00003.json", lambda sidecar: sidecar.update(quarantined=[1])
         ),
-        [r"train-00003.json: quarantined\[0\] is '1', expected a valid dictionary"],
+        ["train-00003.json: quarantined.0 is '1', expected a valid dictionary"],
     ),
     (lambda root: (root / "train-00004.idx").unlink(), ["train-00004.idx: absent"]),
     (

@@ -258,12 +258,6 @@ def _(place):
     place.train("data.root=data/nowhere")
 
 
-@scenario("an empty dataset folder")
-def _(place):
-    (place.folder / "empty").mkdir()
-    place.train(f"data.root={place.folder / 'empty'}")
-
-
 @scenario("images that are not shards yet")
 def _(place):
     (place.folder / "photos" / "cats").mkdir(parents=True)

@@ -33,7 +33,7 @@ from vit.data.hashing import fold, hash64
 from vit.data.order import Order
 from vit.data.shards.members import META, SETTINGS, InvalidSample, SampleLayout
 from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE
-from vit.data.shards.tar_walk import FILE, TarDamaged, decompressed, in_order, walk
+from vit.data.shards.tar_walk import FILE, TarDamaged, in_order, walk
 from vit.data.storage.http import PIECE_BYTES, WebFile
 from vit.data.storage.http_request import on_the_web
 from vit.data.storage.retry import RetryPolicy
@@ -268,7 +268,7 @@ def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
         stream = gopen(url)
     set_options(stream, ignore_errors=True)  # `_wait_for_end` reports them
     try:
-        read = in_order(decompressed(stream))
+        read = in_order(stream)
         for member in walk(read):
             if member.kind != FILE or META.match(member.name):  # webdataset skips these as well
                 continue

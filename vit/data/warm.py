@@ -52,7 +52,7 @@ def warm(
     fetched has the bytes that the index says. Raises ShardError for what cannot be fetched or kept.
     """
     cache = tars.cache
-    blocks = tars.blocks(shards)
+    blocks = list(tars.blocks(shards))
     blocks = blocks[: max(round(len(blocks) * fraction), 1)]
     all_bytes = sum(block.num_bytes for block in blocks)
     # Several commands start at different blocks, or each would wait for the locks of the first.

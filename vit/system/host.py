@@ -132,14 +132,11 @@ def num_nvidia_gpus(root: Path = Path("/")) -> int:
 
     0 if the system does not say. `root`: the folder of `proc` and `sys`.
     """
-    devices = list((root / "sys/bus/pci/devices").glob("*"))
     display = "0x03"  # PCI's class of display and 3D controllers
-    found = [
-        device
-        for device in devices
-        if _text(device / "vendor") == "0x10de" and _text(device / "class").startswith(display)
-    ]
-    return len(found)
+    return sum(
+        _text(device / "vendor") == "0x10de" and _text(device / "class").startswith(display)
+        for device in (root / "sys/bus/pci/devices").glob("*")
+    )
 
 
 def raise_open_files(wanted: int) -> int:

@@ -132,7 +132,7 @@ def address(url: str, name: str = "") -> str:
 def expand_braces(pattern: str) -> list[str]:
     """`a-{0..2}.tar` -> a-0.tar, a-1.tar, a-2.tar, as shells and webdataset do, each once.
 
-    {000..002} keeps zeros, {0..9..3} has steps, {a..c} letters, {a,b} is either. Other braces stay.
+    {000..002} keeps zeros, {a,b} is either. Other braces stay.
     """
     for match in re.finditer(r"\{([^{}]*)\}", pattern):
         if choices := _choices(match[1]):
@@ -144,21 +144,11 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _choices(inside: str) -> list[str]:
-    bounds = re.fullmatch(r"(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.(-?\d+))?", inside)
-    if bounds is None or bounds[1].isalpha() != bounds[2].isalpha():
+    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", inside)
+    if bounds is None:
         return inside.split(",") if "," in inside else []
-    low, high = (ord(text) if text.isalpha() else int(text) for text in bounds.groups()[:2])
-    step = abs(int(bounds[3] or 1)) or 1
-    numbers = range(low, high + 1, step) if low <= high else range(low, high - 1, -step)
-    if bounds[1].isalpha():
-        return list(map(chr, numbers))
-    is_padded = any(
-        len(digits) > 1 and digits[0] == "0"
-        for digits in (bounds[1].lstrip("-"), bounds[2].lstrip("-"))
-    )
-    return [
-        f"{number:0{max(map(len, bounds.groups()[:2])) if is_padded else 0}d}" for number in numbers
-    ]
+    numbers = range(int(bounds[1]), int(bounds[2]) + 1)
+    return [f"{number:0{len(bounds[1])}d}" for number in numbers]
 
 
 def credentials(url: str) -> dict[str, str]:

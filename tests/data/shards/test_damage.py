@@ -106,7 +106,7 @@ def change_info(root: Path, **changes) -> None:
     ("damage", "message"),
     [
         (lambda root: shutil.rmtree(root), "no such directory"),
-        (lambda root: (shutil.rmtree(root), root.write_text("")), "not a directory"),
+        (lambda root: (shutil.rmtree(root), root.write_text("")), "Not a directory"),
         (
             lambda root: (root / "_info.json").unlink(),
             r"no _info\.json.*python -m data_prep\.index .*root",

@@ -203,7 +203,7 @@ def test_a_server_that_hangs_ends_with_an_error_in_bounded_time(
     with pytest.raises(
         ShardError,
         match=(
-            r"train-00000.tar: the connection broke \(timed out\) after 0 of [\d,]+ bytes"
+            r"train-00000.tar: the connection broke \(timed out\) at byte [\d,]+ of [\d,]+"
             r"(, \d+ times in \d+ s|, after \d+ s in which nothing came)"
         ),
     ):

@@ -170,7 +170,7 @@ def test_who_comes_later_has_no_patience_of_his_own(clock):
     """Nine blocks, one after the other, would be nine times as long."""
     for number in range(9):
         attempt = failing(1000)
-        with pytest.raises(ShardError, match=r"the server answers 503, .*; check the address"):
+        with pytest.raises(ShardError, match=r"the server answers 503.*; check the address"):
             RetryPolicy(1.0, 0.01, 0.05).call(f"{URL}{number}", attempt)
     assert clock.passed_s == pytest.approx(1.0, abs=1e-2)
     assert len(attempt.made) == 1

@@ -97,7 +97,7 @@ def test_a_server_that_only_cuts(web, path):
     web.cuts = [1_000_000, *[0] * 1000]
     with pytest.raises(
         ShardError,
-        match=r"the connection broke \(.*\) after 1,000,000 of 3,000,000 bytes, \d+ times in \d+ s",
+        match=r"the connection broke \(.*\) at byte 1,000,000 of 3,000,000, \d+ times in \d+ s",
     ):
         download(f"{web.url}/data/a.bin", path, MD5)
     assert not path.exists()

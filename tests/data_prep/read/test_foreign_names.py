@@ -86,11 +86,11 @@ def test_what_cannot_be_taken_is_reported(members, flags, told, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--label json:", "--label json:: no field behind the colon, expected json:label"),
+        ("--label json:", "--label json:: expected what follows the key's dot, as jpg or json"),
         ("--image a/b", "--image a/b: expected what follows the key's dot, as jpg or json:label"),
         (
             "--keys-with-dots --image a.jpg",
-            "--image a.jpg: with --keys-with-dots a suffix has no dot, as jpg",
+            "--image a.jpg: expected what follows the key's last dot",
         ),
         ("--image json --label json", "--image json and --label json: two members"),
         (

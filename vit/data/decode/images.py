@@ -41,6 +41,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000
 """Formats that Pillow may try, by its names. JPEG includes MPO, a JPEG followed by others."""
 MAX_JPEG_SIDE = 65_500
 """libjpeg's limit of width and height."""
+TILE_TAGS = (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH)
 STRIP_PIXELS = 1 << 20
 """Converted at a time: a converted copy of a large image would be larger than itself."""
 UNWRITTEN = np.random.default_rng(0).integers(0, 256, 3 * MAX_JPEG_SIDE, np.uint8)
@@ -95,13 +96,15 @@ def open_image(data: bytes) -> Image.Image:
     try:
         with warnings.catch_warnings(action="ignore"):
             image = Image.open(io.BytesIO(data), formats=_formats())
-            tile = _tile_size(image)
+            # libtiff allocates a tile of a TIFF, however small the image is.
+            tags = getattr(image, "tag_v2", {})
+            tile_width, tile_height = (int(tags.get(tag, 0)) for tag in TILE_TAGS)
     except Image.DecompressionBombError:
         raise ValueError(f"more than {MAX_PIXELS} pixels") from None
     except Exception as error:  # each of Pillow's plugins raises its own
         raise ValueError(_why_not(data, error)) from None
     _check_size(*image.size, is_jpeg=_is_jpeg(image))
-    _check_size(*tile, is_jpeg=False)
+    _check_size(tile_width, tile_height, is_jpeg=False)
     if image.mode in ("I", "F") and not _is_16_bit(image):
         raise ValueError(
             f"pixels of mode {image.mode} have no known range; scale them to 8 bits first"
@@ -114,15 +117,6 @@ def _formats() -> tuple[str, ...]:
     """The FORMATS that this Pillow has."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
-
-
-def _tile_size(image: Image.Image) -> tuple[int, int]:
-    """(width, height) of a TIFF's tiles: libtiff allocates one, however small the image is."""
-    if not isinstance(image, TiffImagePlugin.TiffImageFile):
-        return 0, 0
-    width = image.tag_v2.get(TiffImagePlugin.TILEWIDTH, 0)
-    height = image.tag_v2.get(TiffImagePlugin.TILELENGTH, 0)
-    return int(width), int(height)
 
 
 def _why_not(data: bytes, error: Exception) -> str:
@@ -219,13 +213,12 @@ def decode(data: bytes, channels: int = 3) -> Pixels:
     Raises ValueError.
     """
     header = _ordinary_jpeg(data)
-    problem = None
-    if header is not None:
-        try:
-            return decode_jpeg(data, header.size, channels)
-        except ValueError as error:
-            problem = error
-    return _by_pillow(data, channels, problem)
+    if header is None:
+        return _by_pillow(data, channels)
+    try:
+        return decode_jpeg(data, header.size, channels)
+    except ValueError as problem:
+        return _by_pillow(data, channels, problem)
 
 
 def decode_jpeg(
@@ -320,7 +313,7 @@ def _ordinary_jpeg(data: bytes) -> JpegHeader | None:
 def _by_pillow(
     data: bytes,
     channels: int,
-    problem: ValueError | None,
+    problem: ValueError | None = None,
     box: Window | None = None,
     stored_size: tuple[int, int] | None = None,
 ) -> Pixels:

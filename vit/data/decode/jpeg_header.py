@@ -39,9 +39,6 @@ class JpegHeader(NamedTuple):
     hierarchical or arithmetic coding."""
     orientation: int
     """EXIF orientation, 1 to 8; 1 (upright) if it is missing or invalid."""
-    adobe_transform: int | None
-    """Colour transform of Adobe's segment. 0: none (RGB or CMYK), 1: YCbCr, 2: YCCK; None without
-    such a segment."""
     restart_interval: int
     """Blocks (MCUs) between two restart markers; 0: no restart markers."""
     scan_offset: int
@@ -79,7 +76,7 @@ def read_header(data: bytes) -> JpegHeader:
     """
     if data[:2] != b"\xff\xd8":
         raise ValueError("no JPEG")
-    frame = adobe_transform = None
+    frame = None
     orientation = 1
     restart_interval = 0
     frame_offset = 0
@@ -118,11 +115,12 @@ def read_header(data: bytes) -> JpegHeader:
                 break
             elif marker == 0xDD:
                 restart_interval = data[position + 4] << 8 | data[position + 5]
-            elif marker == 0xE1 and data[position + 4 : position + 10] == b"Exif\0\0":
-                if orientation == 1:
-                    orientation = _exif_orientation(data[position + 10 : end])
-            elif marker == 0xEE and length >= 14 and data[position + 4 : position + 9] == b"Adobe":
-                adobe_transform = data[position + 15]
+            elif (
+                marker == 0xE1
+                and data[position + 4 : position + 10] == b"Exif\0\0"
+                and orientation == 1
+            ):
+                orientation = _exif_orientation(data[position + 10 : end])
             position = end
     except (IndexError, struct.error):
         raise ValueError(f"cut off in the JPEG headers, after {len(data)} bytes") from None
@@ -142,7 +140,6 @@ def read_header(data: bytes) -> JpegHeader:
         precision,
         process,
         orientation,
-        adobe_transform,
         restart_interval,
         scan_offset=end,
         frame_offset=frame_offset,

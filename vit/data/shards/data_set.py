@@ -37,7 +37,6 @@ from vit.data.shards.index_file import (
     replaced_shards,
     rows_of_tars,
     save_index,
-    sha256_of,
 )
 from vit.data.shards.info_file import SplitInfo, check_info, describe_split, read_info
 from vit.data.shards.members import SampleLayout, recorded_layout
@@ -48,7 +47,7 @@ from vit.data.storage.http import Version
 from vit.data.storage.local_tars import LocalTars
 from vit.data.storage.remote import RemoteFolder, local_path
 from vit.data.storage.retry import RetryPolicy
-from vit.system.files import ShardError
+from vit.system.files import ShardError, sha256_of
 from vit.system.urls import bare
 
 UNCHECKED = (
@@ -107,16 +106,21 @@ def open_split(
     folder = Path(shown) if is_local else RemoteFolder(shards_url, retry)
     found = _check_shards(folder, described, versions)
 
-    # 2. The index, rebuilt if the shards of a folder do not match it.
+    # 2. The index, rebuilt if the shards of a folder do not match it, and how the shards are read.
     layout = recorded_layout(info, home and home / filenames[0])
-    storage: RemoteFolder | MountedFolder | None = None
-    cache: BlockCache | None = None
+    firsts = first_samples(described.lengths)
+    tars: LocalTars | CachedTars
     if isinstance(folder, RemoteFolder):
-        storage = folder
         cache = BlockCache(cache_dir, cache_gib)
-        index = _remote_index(storage, home, split, described, found, cache, is_checked)
+        index = _remote_index(folder, home, split, described, found, cache, is_checked)
+        tars = CachedTars(folder, filenames, found, index, firsts, cache)
     else:
         index = _local_index(folder, split, described, found, layout, is_checked)
+        tars = LocalTars(folder, filenames, retry)
+        if cache_dir is not None:
+            cache = BlockCache(cache_dir, cache_gib)
+            mounted = MountedFolder(folder, filenames, retry)
+            tars = CachedTars(mounted, filenames, found, index, firsts, cache)
 
     # 3. The labels.
     class_names = list(info.get("class_names") or [])
@@ -124,17 +128,6 @@ def open_split(
     if not (is_checked and num_classes):
         num_classes = _check_labels(index, num_classes, shown, split, described)
 
-    # 4. How the shards are read.
-    tars: LocalTars | CachedTars
-    if isinstance(folder, Path) and cache_dir is not None:
-        storage = MountedFolder(folder, filenames, retry)
-        cache = BlockCache(cache_dir, cache_gib)
-    if storage is not None and cache is not None:
-        tars = CachedTars(storage, filenames, found, index, first_samples(described.lengths), cache)
-    else:
-        tars = LocalTars(Path(shown), filenames, retry)
-    # Without class names, because a split is pickled for each worker.
-    layout = replace(layout, class_names=())
     return Split(
         home or shown,
         split,
@@ -144,7 +137,7 @@ def open_split(
         num_classes,
         class_names,
         tars,
-        layout,
+        replace(layout, class_names=()),  # because a split is pickled for each worker
     )
 
 

@@ -20,11 +20,11 @@ from typing import BinaryIO
 
 import numpy as np
 
+from vit.data.shards.info_file import SIDECAR, check_types, is_sidecar
 from vit.data.shards.members import SampleLayout
-from vit.data.shards.records import SIDECAR, check_types, is_sidecar
 from vit.data.shards.tar import INDEX_DTYPE, index_rows, member_size, scan_tar
 from vit.data.shards.tar_walk import TAR_BLOCK
-from vit.system.files import ShardError, read_json, replacing, unreadable
+from vit.system.files import ShardError, read_json, replacing, sha256_of, unreadable
 from vit.system.meter import Meter
 
 UNCHECKED_DTYPE = np.dtype(
@@ -101,13 +101,11 @@ def index_mismatch(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[in
     if len(index) != sum(lengths):
         return "stale (other shard lengths than _info.json)"
     for rows, size in zip(_by_shard(index, lengths), sizes, strict=True):
-        if not len(rows):
-            continue
         starts = rows["offset"]
         if (starts[1:] <= starts[:-1]).any():
             return "stale (other shard lengths than _info.json)"
         # The second comparison is for sums that overflow 64 bits.
-        if int((starts + rows["size"]).max()) > size or int(starts[-1]) > size:
+        if (starts + rows["size"] > size).any() or (starts > size).any():
             return "stale (images beyond the end of their shard)"
     return ""
 
@@ -117,11 +115,11 @@ def replaced_shards(index: np.ndarray, lengths: Sequence[int], tars: Sequence[Pa
 
     Costs one read per shard: the tar header before its last image, which must have its size.
     """
-    found = []
-    for shard, rows in enumerate(_by_shard(index, lengths)):
-        if len(rows) and _size_in_header(tars[shard], int(rows[-1]["offset"])) != rows[-1]["size"]:
-            found.append(shard)
-    return found
+    return [
+        shard
+        for shard, rows in enumerate(_by_shard(index, lengths))
+        if len(rows) and _size_in_header(tars[shard], int(rows[-1]["offset"])) != rows[-1]["size"]
+    ]
 
 
 def index_sha256(index: np.ndarray, lengths: Sequence[int]) -> str:
@@ -215,9 +213,3 @@ def describe_altered(tar: Path) -> str:
         " copy it again; if that is meant, move _info.json away and run `python -m data_prep.index"
         f" {tar.parent}`"
     )
-
-
-def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,8 +1,9 @@
 """`_info.json`, which describes a data set, and the sidecar of each shard it is made from.
 
 A writer calls `write_sidecar` for each complete tar and `make_info` at the end. A reader calls
-`read_info`, which checks the values before any is used, and `describe_split` for one split. The
-fields are listed in `vit.data.shards.records`.
+`read_info`, which checks the values before any is used, since people may edit them, and
+`describe_split` for one split. JSON is read as a dictionary; missing keys and unknown keys are left
+to the caller.
 """
 
 from __future__ import annotations
@@ -13,14 +14,92 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NotRequired
 
-from vit.data.shards.index_file import sha256_of
-from vit.data.shards.records import INFO, SIDECAR, check_types, is_sidecar
-from vit.system.files import ShardError, read_json, unreadable, write_json
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from vit.system.files import ShardError, read_json, sha256_of, unreadable, write_json
 from vit.system.spelling import did_you_mean
 
 FORMAT_VERSION = 1
+
+
+# ---- the fields and their types ------------------------------------------------------------------
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Options(TypedDict, total=False):
+    seed: int
+    image: str | None
+    label: str
+    keys_with_dots: bool
+
+
+class _Split(TypedDict, total=False):
+    num_samples: Count
+    filenames: list[str]
+    shard_lengths: list[Count]
+    shard_bytes: list[Count | None] | None
+    shard_sha256: list[str | None] | None
+
+
+class _Info(TypedDict, total=False):
+    format_version: int
+    num_classes: Count | None
+    class_names: list[str] | None
+    splits: dict[str, _Split]
+    options: _Options | None
+    listed: dict[str, Count] | None
+    shards_at: str
+
+
+class _LeftOut(TypedDict):
+    split: str
+    key: str
+    label: int | None
+    tar_offset: NotRequired[Count]
+
+
+class _Sidecar(TypedDict, total=False):
+    filename: str
+    num_samples: Count
+    bytes: Count
+    sha256: str | None
+    members: _Options
+    quarantined: list[_LeftOut]
+    changed: dict[str, Count]
+    passed_over: dict[str, Count]
+
+
+INFO = TypeAdapter(_Info)
+SIDECAR = TypeAdapter(_Sidecar)
+
+
+def check_types(content: Mapping[str, Any], kind: TypeAdapter[Any], where: Path | str) -> None:
+    """Raise ShardError for the first value in `content` that is not of its type in `kind`.
+
+    where: the file, to show.
+    """
+    try:
+        kind.validate_python(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        expected = first["msg"].replace("Input should be", "expected")
+        raise ShardError(
+            f"{where}: {place} is {str(first['input'])[:60]!r}, {expected}; restore it from its"
+            " source"
+        ) from error
+
+
+def is_sidecar(content: Mapping[str, Any]) -> bool:
+    """Return whether a JSON file next to a tar is a sidecar of ours."""
+    return {"filename", "num_samples", "bytes", "sha256"} <= content.keys()
+
+
+# ---- written and read ----------------------------------------------------------------------------
 
 
 def write_sidecar(
@@ -124,8 +203,6 @@ def read_info(root: Path | str) -> dict[str, Any]:
             f"{root}: no such directory; expected a folder of shards (`python -m data_prep` lists"
             f" the commands that make them)"
         ) from None
-    except NotADirectoryError:
-        raise ShardError(f"{root}: not a directory; expected a folder of shards") from None
     except OSError as error:
         raise unreadable(root, error) from error
     info = read_json(root / "_info.json")
@@ -136,16 +213,14 @@ def read_info(root: Path | str) -> dict[str, Any]:
             f"{root}: no _info.json; if the shards are complete, run `python -m data_prep.index"
             f" {root}`, else repeat the command that writes them"
         )
-    remedy = (
-        f"`python -m data_prep.imagefolder IMAGES --out {root}` makes them of a folder of images"
+    # data_prep refuses to write shards into the folder of the images themselves.
+    command = shlex.join(
+        ("python", "-m", "data_prep.imagefolder", f"{root}", "--out", f"{root}_shards")
     )
-    if any((root / name).is_dir() for name in names if not name.startswith(".")):
-        # data_prep refuses to write shards into the folder of the images themselves.
-        command = shlex.join(
-            ("python", "-m", "data_prep.imagefolder", f"{root}", "--out", f"{root}_shards")
-        )
-        remedy = f"if it holds folders of images, one for each class, `{command}` makes them"
-    raise ShardError(f"{root}: no _info.json and no shards; {remedy}")
+    raise ShardError(
+        f"{root}: no _info.json and no shards; if it holds folders of images, one for each class,"
+        f" `{command}` makes them"
+    )
 
 
 def check_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:

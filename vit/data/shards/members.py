@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.data.shards.records import SIDECAR, check_types
+from vit.data.shards.info_file import SIDECAR, check_types
 from vit.system.files import ShardError, read_json
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -96,36 +95,18 @@ class SampleLayout:
 
     def problems(self, names: Names) -> list[str]:
         """Return what is wrong with the values themselves."""
-        found = []
-        values = [(names.image, suffix) for suffix in self.image_suffixes]
-        for name, suffix in [*values, (names.label, self.label_suffix)]:
-            if not suffix or "/" in suffix or suffix.startswith("."):
-                found.append(
-                    f"{name}{suffix}: expected what follows the key's dot, as jpg or json:label"
-                )
-            elif self.keys_with_dots and "." in suffix:
-                last = suffix.rpartition(".")[2]
-                found.append(
-                    f"{name}{suffix}: with {names.keys_with_dots} a suffix has no dot, as {last}"
-                )
-        if self.label.endswith(":"):
-            found.append(
-                f"{names.label}{self.label}: no field behind the colon, expected json:label"
-            )
+        suffix = "[^./:]+" if self.keys_with_dots else "[^./:][^/:]*"
+        values = [(names.image, text, suffix) for text in self.image_suffixes]
+        values.append((names.label, self.label, f"{suffix}(:.+)?"))
+        found = [
+            f"{name}{text}: expected what follows the key's"
+            f" {'last ' if self.keys_with_dots else ''}dot, as jpg or json:label"
+            for name, text, rule in values
+            if not re.fullmatch(rule, text)
+        ]
         if self.image is not None and self.label in self.image_suffixes:
             found.append(f"{names.image}{self.image} and {names.label}{self.label}: two members")
         return found
-
-    def as_options(self, names: Names) -> str:
-        """Return the layout as a user gives it in a shell, "" for the default."""
-        parts = []
-        if self.image is not None:
-            parts.append(f"{names.image}{shlex.quote(self.image)}")
-        if self.label != "cls":
-            parts.append(f"{names.label}{shlex.quote(self.label)}")
-        if self.keys_with_dots:
-            parts.append(names.keys_with_dots)
-        return " ".join(parts)
 
     @cached_property
     def image_suffixes(self) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ INDEX_DTYPE = np.dtype(
 crc32c: Callable[[bytes], int] = google_crc32c.value
 """CRC-32C (Castagnoli) of bytes: 4 to 7 microseconds per photograph; zlib's CRC-32 takes 16."""
 DEFAULT_LAYOUT = SampleLayout()
+BLANK = re.compile(r"\s")
 HEAD_BYTES = 16384
 """Read of an image for its size in pixels; most headers are shorter."""
 
@@ -246,10 +247,10 @@ def idx_lines(samples: list[ScannedSample]) -> list[bytes]:
     lines = [f"v1.2 {len(samples)}"]
     for sample in samples:
         # DALI splits the line at blanks; a blank in a name would shift the fields.
-        fields = []
-        for member in sample.members:
-            name = re.sub(r"\s", "_", member.name)
-            fields.append(f"{member.ext} {member.offset} {member.size} {name}")
+        fields = (
+            f"{member.ext} {member.offset} {member.size} {BLANK.sub('_', member.name)}"
+            for member in sample.members
+        )
         lines.append(" ".join(fields))
     return [line.encode("utf-8", "surrogateescape") + b"\n" for line in lines]
 

@@ -10,16 +10,12 @@ after it, and because it takes ten times as long.
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import lzma
 import os
 import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 TAR_BLOCK = 512
 """Bytes; every header and the data of every member begin at a multiple of this."""
@@ -118,31 +114,6 @@ def in_order(stream: Readable) -> Read:
         return held[:size]
 
     return read
-
-
-class _WithHead:
-    """A stream whose first bytes have been read already."""
-
-    def __init__(self, head: bytes, stream: Readable):
-        self._head = head
-        self._stream = stream
-
-    def read(self, size: int = -1, /) -> bytes:
-        head = self._head[:size]
-        self._head = self._head[size:]
-        return head or self._stream.read(size)
-
-
-def decompressed(stream: Readable) -> Readable:
-    """Return the stream, or its content if it is compressed with gzip, bzip2 or xz."""
-    head = in_order(stream)(6, 0)
-    rewound: Any = _WithHead(head, stream)
-    openers: dict[bytes, Any] = {
-        b"\x1f\x8b": partial(gzip.GzipFile, fileobj=rewound),
-        b"BZh": partial(bz2.open, rewound),
-        b"\xfd7zXZ": partial(lzma.open, rewound),
-    }
-    return next((open_() for magic, open_ in openers.items() if head.startswith(magic)), rewound)
 
 
 def walk(

@@ -68,9 +68,6 @@ class Fetched(NamedTuple):
 class BlockCache:
     """The blocks below `folder`. Any number of threads and processes; can be pickled."""
 
-    folder: Path
-    limit_bytes: int
-
     def __init__(self, folder: str | Path | None = None, limit_gib: float | None = None):
         """folder: by default `default_folder()`.
 
@@ -101,8 +98,7 @@ class BlockCache:
                     f"data.cache_gib={limit_gib:g}: the disk of {self.folder} has room for"
                     f" {available / GIB:.1f}; give less, or another disk with data.cache_dir"
                 )
-        self._refused_bytes = 0
-        self._tried_s = 0.0
+        self._refused_at_s = -TRY_AGAIN_S
         with suppress(OSError):  # then other processes do not know this limit
             weakref.finalize(self, os.close, self._announce_limit())
 
@@ -167,7 +163,7 @@ class BlockCache:
                 _warn_once(self.folder, error.strerror)
                 data = get().data
                 if not isinstance(error, TimeoutError):  # which concerns this block only
-                    self._refuse(len(data))
+                    self._refuse()
                 return data
             if part is None:
                 return None
@@ -180,27 +176,20 @@ class BlockCache:
                 if self._make_room(len(data) + len(checksums), may_remove):
                     write_all(part, (data, checksums))
                     os.replace(part.name, path)
-                    if 2 * len(data) >= self._refused_bytes:
-                        self._refused_bytes = 0
             except OSError as error:
                 _warn_once(self.folder, error.strerror)
-                self._refuse(len(data))
+                self._refuse()
             return data
 
     def refuses(self) -> bool:
-        """Return whether blocks could not be written lately; false once every `TRY_AGAIN_S`.
+        """Return whether a block could not be written in the last `TRY_AGAIN_S`.
 
         Then fetching an entire block for one sample would be wasted.
         """
-        now_s = time.monotonic()
-        if self._refused_bytes and now_s - self._tried_s <= TRY_AGAIN_S:
-            return True
-        self._tried_s = now_s
-        return False
+        return time.monotonic() - self._refused_at_s < TRY_AGAIN_S
 
-    def _refuse(self, num_bytes: int) -> None:
-        self._refused_bytes = max(self._refused_bytes, num_bytes)
-        self._tried_s = time.monotonic()
+    def _refuse(self) -> None:
+        self._refused_at_s = time.monotonic()
 
     def _make_room(self, num_bytes: int, may_remove: bool) -> bool:
         """Add `num_bytes` to the count, after removing the least recently used blocks if necessary.

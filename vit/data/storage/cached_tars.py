@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ their shuffle windows."""
 ASK_AGAIN_S = 60.0
 """After requesting a block, a process does not check for so long whether it is still cached."""
 MAX_ASKED = 4096
-"""Requested blocks that a process remembers before it forgets those older than `ASK_AGAIN_S`."""
+"""Requested blocks that a process remembers before it forgets them."""
 BEAT_S = 1.0
 """How often a process that waits for a block updates its row in `vit.data.stages`."""
 NUM_THREADS = 8
@@ -236,9 +236,7 @@ class CachedTars:
             shards * (1 << 40) + samples // self.block_samples, return_index=True
         )
         if len(self._asked_at_s) > MAX_ASKED:
-            for number, asked_s in list(self._asked_at_s.items()):
-                if now_s - asked_s > ASK_AGAIN_S:
-                    del self._asked_at_s[number]
+            self._asked_at_s.clear()
         for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
             if now_s - self._asked_at_s.get(number, -math.inf) > ASK_AGAIN_S:
                 self._asked_at_s[number] = now_s
@@ -248,15 +246,14 @@ class CachedTars:
 
     # ---- blocks ----
 
-    def blocks(self, shards: Iterable[int]) -> list[CacheBlock]:
-        """Return all blocks of these shards, in order."""
-        found = []
+    def blocks(self, shards: Iterable[int]) -> Iterator[CacheBlock]:
+        """Yield all blocks of these shards, in order."""
         for shard in shards:
             sample = self.firsts[shard]
             while sample < self.firsts[shard + 1]:
-                found.append(self._block(sample, shard))
-                sample = found[-1].last
-        return found
+                block = self._block(sample, shard)
+                yield block
+                sample = block.last
 
     def wanted_bytes(self, samples: NDArray[np.int64]) -> tuple[int, int]:
         """Return the bytes of all blocks of these samples, and of those that are not cached."""
@@ -303,9 +300,8 @@ class CachedTars:
         checksums = rows["crc32c"].tolist() if has_checksums(rows) else [0] * len(rows)
         ends = []
         for start, size, checksum in zip(starts, sizes, checksums, strict=True):
-            if member_size(data[start - TAR_BLOCK : start]) != size:
-                return Fetched(data, None)
-            if checksum and crc32c(data[start : start + size]) != checksum:
+            is_indexed = member_size(data[start - TAR_BLOCK : start]) == size
+            if not is_indexed or (checksum and crc32c(data[start : start + size]) != checksum):
                 return Fetched(data, None)
             ends.append(start + size)
         return Fetched(data, ends)

@@ -103,7 +103,6 @@ class WebFile(io.RawIOBase):
         self.version = version
         self.parts_only = parts_only
         self._where = shown(address(url, name))
-        self._start = start
         self._while_waiting = while_waiting
         self._response: Any = None
         self._is_whole = False
@@ -309,8 +308,7 @@ class WebFile(io.RawIOBase):
         self._response = None
 
     def _progress(self) -> str:
-        total = "" if self.stop is None else f"of {self.stop - self._start:,} "
-        return f"after {self.at - self._start:,} {total}bytes"
+        return f"at byte {self.at:,}{'' if self.stop is None else f' of {self.stop:,}'}"
 
 
 class WebFolder:

@@ -82,7 +82,7 @@ class LocalTars:
         """Have the system read these images, with their tar headers, in the background."""
         for shard, offset, size in zip(shards, offsets, sizes, strict=True):
             if (fd := self._fds.get(shard)) is not None:
-                with suppress(OSError):
+                with suppress(OSError, AttributeError):  # macOS lacks it
                     os.posix_fadvise(
                         fd, offset - TAR_BLOCK, size + TAR_BLOCK, os.POSIX_FADV_WILLNEED
                     )
@@ -111,11 +111,10 @@ class LocalTars:
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
         """Drop these bytes from the page cache: the next `pread` asks the disk or server."""
-        with suppress(OSError), open(self.root / self.filenames[shard], "rb") as file:
+        with suppress(OSError, AttributeError), open(self.where(shard), "rb") as file:
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
             num_bytes = offset + size - start + mmap.PAGESIZE
-            if hasattr(os, "posix_fadvise"):  # macOS lacks it
-                os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Close the file descriptors; the next read opens them again."""
@@ -123,17 +122,13 @@ class LocalTars:
 
     def _open_and_read(self, shard: int, size: int, offset: int) -> bytes:
         try:
-            fd = os.open(self.where(shard), os.O_RDONLY)
-            try:
-                data = os.pread(fd, size, offset)
-            except OSError:
-                os.close(fd)
-                raise
+            with open(self.where(shard), "rb", buffering=0) as file:
+                data = os.pread(file.fileno(), size, offset)
+                self._keep(shard, os.dup(file.fileno()))
         except OSError as error:
             if error.errno not in RETRYABLE_ERRNOS:
                 raise
             raise RetryableError(f"reading failed: {error.strerror}") from error
-        self._keep(shard, fd)
         return data
 
     def _keep(self, shard: int, fd: int) -> None:

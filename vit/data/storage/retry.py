@@ -74,6 +74,7 @@ class RetryPolicy:
         Raises ShardError with the number of attempts, their time and the last reason; else what
         `attempt` raises.
         """
+        global _retries
         place = _server_or_folder(where)
         began_s = time.time()
         failed_s = 0.0
@@ -86,13 +87,12 @@ class RetryPolicy:
                 failed_s = failed_s or now_s
                 refusals = 0 if error.final is None else refusals + 1
                 outage = _outage_of(place, began_s, failed_s)
-                away_s = now_s - min(failed_s, outage.failed_s)
-                left_s = self.limit_s - away_s
+                left_s = self.limit_s - (now_s - min(failed_s, outage.failed_s))
                 if left_s <= 0 or refusals >= error.num_refusals:
                     if error.final is not None:
                         _outages.pop(place, None)
                         raise error.final from error
-                    raise _exhausted(where, error, number, now_s - failed_s, away_s) from error
+                    raise _exhausted(where, error, number, now_s - failed_s) from error
                 pause_s = min(self._pause_s(number, error), left_s)
                 outage.awaited_until_s = max(outage.awaited_until_s, now_s + pause_s)
                 if now_s + pause_s > outage.warn_at_s:
@@ -105,7 +105,7 @@ class RetryPolicy:
                         error,
                         left_s,
                     )
-                _count_retry()
+                _retries += 1  # not atomic: the number is only shown to people
                 outage_failed_s = outage.failed_s
                 warn_at_s = outage.warn_at_s
                 _wait(pause_s, while_waiting)
@@ -133,14 +133,8 @@ _JITTER = random.Random()
 """A generator of its own: the network must not change the draws of training."""
 
 
-def _exhausted(
-    where: str, error: RetryableError, number: int, elapsed_s: float, away_s: float
-) -> ShardError:
-    times = ""
-    if number > 1:
-        times = f", {number} times in {elapsed_s:.0f} s"
-    elif away_s >= 1:
-        times = f", after {away_s:.0f} s in which nothing came from there"
+def _exhausted(where: str, error: RetryableError, number: int, elapsed_s: float) -> ShardError:
+    times = f", {number} times in {elapsed_s:.0f} s" if number > 1 else ""
     return ShardError(
         f"{where}: {error}{times}; check the address and the network, then start again"
     )
@@ -214,11 +208,6 @@ def note_progress() -> None:
     """Record that bytes have come."""
     global _progress
     _progress += 1  # not atomic: that the number changes is enough
-
-
-def _count_retry() -> None:
-    global _retries
-    _retries += 1  # not atomic: the number is only shown to people
 
 
 def _reset() -> None:
