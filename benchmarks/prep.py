@@ -91,8 +91,7 @@ def warm_memory(num_bytes: int) -> None:
 
 
 def write_some(job: tuple[list[Work], float]) -> tuple[float, float]:
-    """Write these shards, and before that a few images, as a worker has written many. Runs in a
-    worker process."""
+    """Write these shards, and a few images before; runs in a worker process."""
     works, begin_at = job
     first = works[0]
     write_shard(first._replace(shard=first.shard._replace(places=first.shard.places[:WARM_UP])))
@@ -105,18 +104,21 @@ def write_some(job: tuple[list[Work], float]) -> tuple[float, float]:
     return start, time.monotonic()
 
 
-def planned(data: Data, workers: int, check: str, out: Path) -> WritePlan:
+@contextlib.contextmanager
+def planned(data: Data, workers: int, check: str, out: Path) -> Iterator[WritePlan]:
     """The archive listed, and some images looked at."""
     settings = Settings(num_shards=NUM_SHARDS, workers=workers, policy=ImagePolicy(check=check))
     with quiet():
-        return make_plan(imagenet.source([data.archive], allow_partial=True), out, settings)
+        source = imagenet.source([data.archive], allow_partial=True)
+        with make_plan(source, out, settings) as plan:
+            yield plan
 
 
 def ours(data: Data, workers: int, check: str, out: Path) -> float:
-    """Seconds from archive and catalogue to shards with index and sidecar, with processes that run
-    already."""
-    work = planned(data, workers, check, out).work()
-    return span(write_some, [work[worker::workers] for worker in range(workers)])
+    """Seconds from archive and catalogue to shards, index and sidecar, by processes that run."""
+    with planned(data, workers, check, out) as plan:
+        work = plan.work()
+        return span(write_some, [work[worker::workers] for worker in range(workers)])
 
 
 def timed(function: Callable[[Path], object], out: Path) -> float:
@@ -295,15 +297,18 @@ def measure_command(data: Data, place: Path, rounds: int) -> Result:
         command = [sys.executable, "-c", "import data_prep.imagenet"]
         subprocess.run(command, cwd=ROOT, check=True)
 
+    def plan(out: Path) -> None:
+        with planned(data, 1, "headers", out):
+            pass
+
     parts: dict[str, Callable[[Path], object]] = {
         "the command, 1 worker": partial(our_command, data, 1),
         f"the command, {NUM_SHARDS} workers": partial(our_command, data, NUM_SHARDS),
         "of it: Python and imports": imports,
-        "of it: the catalogue, a look at 64 images": partial(planned, data, 1, "headers"),
+        "of it: the catalogue, a look at 64 images": plan,
     }
     contestants = {name: partial(in_empty_folder, part) for name, part in parts.items()}
-    title = f"The whole command, for {len(data.files):,} images"
-    return take_turns(title, "s", contestants, rounds)
+    return take_turns(f"The command, for {len(data.files):,} images", "s", contestants, rounds)
 
 
 def measure_decoding(data: Data, rounds: int) -> Result:
@@ -323,13 +328,8 @@ def measure_decoding(data: Data, rounds: int) -> Result:
         for how in ("simplejpeg", "simplejpeg, 1/8", "Pillow")
     }
     title = f"--check decode: images checked and written, {CORES} processes each"
-    return take_turns(
-        title,
-        "images/s",
-        {**contestants, "ours, --check decode": checked},
-        rounds,
-        list(contestants),
-    )
+    parts: dict[str, Callable[[], float]] = {**contestants, "ours, --check decode": checked}
+    return take_turns(title, "images/s", parts, rounds, list(contestants))
 
 
 def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Result:

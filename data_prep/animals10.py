@@ -14,7 +14,6 @@ The data set's translate.py lacks the translation of `ragno` to spider; the tabl
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -288,4 +287,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -13,7 +13,6 @@ Every source's command ends with it; this one draws it again for a finished or i
 from __future__ import annotations
 
 import argparse
-import sys
 
 from data_prep.command import Parser, run
 from data_prep.write.card_page import write_card
@@ -32,4 +31,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

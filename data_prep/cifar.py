@@ -19,7 +19,6 @@ runs the code in it.
 from __future__ import annotations
 
 import argparse
-import sys
 import tarfile
 from collections.abc import Container, Iterator, Mapping
 from functools import partial
@@ -250,4 +249,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

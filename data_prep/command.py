@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -227,11 +226,8 @@ def write_or_plan(source: Source, args: argparse.Namespace) -> None:
     if not args.dry_run:
         write(source, args.out, settings)
         return
-    plan = make_plan(source, args.out, settings, dry=True)
-    try:
+    with make_plan(source, args.out, settings, dry=True) as plan:
         print(_summary(plan))
-    finally:
-        shutil.rmtree(plan.catalogue.folder.parent, ignore_errors=True)
 
 
 def _summary(plan: WritePlan) -> str:
@@ -240,16 +236,13 @@ def _summary(plan: WritePlan) -> str:
     lines = [f"{plan.source.name}: {len(catalogue.class_names):,} classes"]
     for split, samples in catalogue.splits.items():
         count = plan.counts[split]
-        more = f" to {samples // count + 1:,}" if samples % count else ""
-        lines.append(
-            f"  {split}: {samples:,} images in {count:,} shards of {samples // count:,}{more}"
-        )
+        each = f"{samples // count:,}{f' to {samples // count + 1:,}' if samples % count else ''}"
+        lines.append(f"  {split}: {samples:,} images in {count:,} shards of {each}")
     work = plan.work()
     sizes = plan.output.sizes()
     part = [work[k].shard.name for k in choose_part(plan.settings.part, plan.counts)]
     todo = [name for name in part if not {f"{name}.tar", f"{name}.json"} <= sizes.keys()]
-    of_part = "" if plan.settings.part is None else f" of part {plan.settings.part}"
-    lines.append(f"  to write: {len(todo):,} of {len(part):,} shards{of_part}")
+    lines.append(f"  to write: {len(todo):,} of {len(part):,} shards of {len(work):,}")
     share = len(todo) / len(work)
     needed = plan.num_bytes * share
     disk = f"  disk: about {format_bytes(needed)}"

@@ -15,10 +15,8 @@ each other. Equal bytes need equal versions of Pillow.
 
 from __future__ import annotations
 
-import argparse
 import colorsys
 import io
-import sys
 from collections.abc import Mapping
 from functools import partial
 
@@ -209,10 +207,6 @@ def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def _prepare(args: argparse.Namespace) -> None:
-    write_or_plan(source(args.image_size, args.renderings, args.val_renderings, args.seed), args)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = Parser("python -m data_prep.digits", __doc__)
@@ -235,8 +229,13 @@ def main(argv: list[str] | None = None) -> int:
             help=f"{what} images of each original (default: %(default)s)",
         )
     add_arguments(parser)
-    return run(_prepare, parser.parse_args(argv))
+    return run(
+        lambda args: write_or_plan(
+            source(args.image_size, args.renderings, args.val_renderings, args.seed), args
+        ),
+        parser.parse_args(argv),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,10 +1,14 @@
 """The error of every command here: a mistake that the user can correct."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from vit.system.files import unreadable
+
+NEXT_LINE = "\n  "
+"""In front of each of several lines of a message."""
 
 
 class PrepError(ValueError):
@@ -24,7 +28,12 @@ def readable(
         raise PrepError(str(unreadable(path, error))) from error
 
 
-def some(items: Sequence[str], most: int = 5) -> str:
+def some(items: Sequence[str], most: int = 5, between: str = ", ") -> str:
     """The first of many items, for a message."""
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
+    return between.join(items[:most]) + more
+
+
+def share_to_allow(part: int, total: int) -> float:
+    """The value of --max-unreadable that lets `part` of `total` images be left out."""
+    return min(0.999, math.ceil(1000 * part / total) / 1000)

@@ -16,9 +16,7 @@ followed; one back to a folder above it is an error.
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,11 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL
-from PIL import features
 
 from data_prep.command import Parser, add_arguments, fraction, run, write_or_plan
-from data_prep.errors import PrepError, some
+from data_prep.errors import PrepError, share_to_allow, some
 from data_prep.read.image_tree import EXTENSIONS, Ignored, images_below, listed, read, unique_keys
 from data_prep.write.catalogue import Source
 from data_prep.write.catalogue_builder import Builder
@@ -167,11 +163,11 @@ def _fill(
     taken = int(builder.count("train").sum() + builder.count("val").sum())
     total = taken + ignored.num_images
     if ignored.num_images > (allowed := allowed_unreadable(asked.max_unreadable, total)):
-        share = min(0.999, math.ceil(1000 * ignored.num_images / total) / 1000)
         raise PrepError(
             f"{ignored.num_images:,} of {total:,} images would be left out, more than the"
             f" {allowed:,} that --max-unreadable {asked.max_unreadable} allows:"
-            f" {'; '.join(ignored.summary())}. To leave them out: --max-unreadable {share}"
+            f" {'; '.join(ignored.summary())}. To leave them out:"
+            f" --max-unreadable {share_to_allow(ignored.num_images, total)}"
         )
     for line in ignored.summary():
         _note(builder, line)
@@ -253,7 +249,6 @@ def _add_split(
         paths = [
             f"{name}/{path}" for name in classes for path in images_below(folder / name, ignored)
         ]
-        _refuse_unknown_to_pillow(paths)
         keys = dict(zip(paths, unique_keys(paths), strict=True))
         for name in classes:
             of_class = {path: keys[path] for path in paths if path.startswith(f"{name}/")}
@@ -274,24 +269,6 @@ def _add_split(
                         nothing,
                         list(chosen.values()),
                     )
-
-
-def _refuse_unknown_to_pillow(paths: Sequence[str]) -> None:
-    """Raise PrepError for images that this Pillow cannot read but others can.
-
-    The result must not depend on the machine.
-    """
-    for kind, feature, suffixes in (
-        ("an AVIF", "avif", (".avif",)),
-        ("a JPEG 2000", "jpg_2000", (".jp2", ".j2k")),
-    ):
-        found = [path for path in paths if path.lower().endswith(suffixes)]
-        if found and not features.check(feature):
-            raise PrepError(
-                f"{found[0]}: {kind} image, and this Pillow ({PIL.__version__}) cannot read"
-                f" {kind.partition(' ')[2]}: pip install --upgrade 'pillow>=11.3', or convert these"
-                " images to JPEG"
-            )
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:
@@ -357,4 +334,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

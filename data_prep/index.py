@@ -29,31 +29,29 @@ after the shards it has read; until all are, their index rows are kept in `<shar
 from __future__ import annotations
 
 import argparse
-import math
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data_prep.command import Parser, add_max_unreadable_argument, add_workers_argument, run
-from data_prep.errors import PrepError, some
+from data_prep.errors import NEXT_LINE, PrepError, share_to_allow, some
 from data_prep.read.class_names import NOTHING_ASKED, Asked, choose_layout
 from data_prep.write.card_page import write_readme
 from data_prep.write.index_records import (
+    Shard,
     check_names,
     choose_classes,
     choose_output,
     compare_shards,
     group_by_split,
+    index_shard,
     known_rows,
     list_tars,
     locate,
     read_infos,
+    stem,
     tars_by_split,
 )
-from data_prep.write.index_shard import Shard, index_shard, stem
 from data_prep.write.jobs import run_jobs
 from data_prep.write.output import Output
 from data_prep.write.plan import Settings, allowed_unreadable
@@ -141,20 +139,16 @@ def index(
     unit = "class" if num_classes == 1 else "classes"
     fits = "" if ours is None else ", _info.json was there and fits"
     print(f"{output}: indexed, {num_classes:,} {unit}{fits}")
-    _print_notes(output, invalid, sidecars, num_classes, [found[name][0] for name in tars])
+    _print_notes(output, invalid, sidecars)
     is_local = output is source and output.local
     check = f"; check it with: python -m data_prep.verify {output}" if is_local else ""
     print(f"train on it with {_settings(output, list(splits))}{check}")
 
 
 def _print_notes(
-    output: Output,
-    invalid: list[dict[str, Any]],
-    sidecars: dict[str, dict[str, Any]],
-    num_classes: int,
-    rows: list[np.ndarray],
+    output: Output, invalid: list[dict[str, Any]], sidecars: dict[str, dict[str, Any]]
 ) -> None:
-    """What was left out, and classes without images, as when labels begin with 1."""
+    """What was left out."""
     if invalid:
         count = "1 sample that does" if len(invalid) == 1 else f"{len(invalid):,} samples that do"
         print(
@@ -164,17 +158,6 @@ def _print_notes(
     ignored = (Counter(sidecar.get("passed_over", {})) for sidecar in sidecars.values())
     if total := sum(ignored, Counter[str]()):
         print(f"note: {describe_ignored(total)}")
-    there = np.unique(np.concatenate([of_shard["label"] for of_shard in rows]))
-    there = there[(there >= 0) & (there < num_classes)]
-    empty = [str(label) for label in np.setdiff1d(np.arange(num_classes), there)]
-    if empty and len(there):
-        which = f"{len(empty):,} classes have no images ({some(empty)})"
-        if len(empty) == 1:
-            which = f"class {empty[0]} has no images"
-        print(
-            f"note: labels are {there[0]} to {there[-1]}: {which}; models get an output for it all"
-            " the same"
-        )
 
 
 def _describe(entry: dict[str, Any]) -> str:
@@ -189,15 +172,12 @@ def _refuse_invalid(
     allowed = allowed_unreadable(max_unreadable, total)
     if len(invalid) <= allowed:
         return
-    lines = [_describe(entry) for entry in invalid[:20]]
-    if len(invalid) > 20:
-        lines.append(f"and {len(invalid) - 20:,} more")
-    listed = "\n  ".join(lines)
+    lines = [_describe(entry) for entry in invalid]
     raise PrepError(
         f"{len(invalid):,} of {total:,} samples do not fit, more than the {allowed:,} that"
         f" --max-unreadable {max_unreadable} allows. Repair them, name other members (--image,"
         " --label), or have them left out (--max-unreadable"
-        f" {math.ceil(1000 * len(invalid) / total) / 1000}):\n  {listed}"
+        f" {share_to_allow(len(invalid), total)}):\n  {some(lines, 20, NEXT_LINE)}"
     )
 
 
@@ -263,4 +243,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import struct
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -126,17 +125,9 @@ def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
         )
     place, files = next(iter(found.items()), (folder, {}))
     if missing := [name for name in described.md5 if name not in files]:
-        others = [
-            name
-            for name, other in VARIANTS.items()
-            if name != variant and (folder / other.torchvision_folder / "raw").is_dir()
-        ]
-        remedy = "or use --download"
-        if others:
-            remedy = f"or use --variant {' or '.join(others)}, which is there"
         raise PrepError(
             f"{place}: missing: {', '.join(missing)} (with .gz or without); fetch them from"
-            f" {described.url}, {remedy}"
+            f" {described.url}, or use --download, or another --variant"
         )
     return files
 
@@ -254,4 +245,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

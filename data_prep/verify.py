@@ -177,36 +177,37 @@ def print_report(report: Report) -> None:
     print(f"{report.data.shown}: {verdict}, {report.elapsed_s:.1f} s")
 
 
+RECORDS = "sizes of the files, sidecars, quarantine, and the hashes that are recorded of them"
+QUICK = (
+    "labels and images of each class in the index",
+    "of these images, spread over all shards and found through the index: key, label, checksum,"
+    " line of `.idx`, and the image decoded to its end",
+    "NOT checked, leave out --quick for these: all other images, and their labels in the tars;"
+    " sha256 of the shards; tar structure, class names, repeated keys, equal images",
+)
+COMPLETE = (
+    "tar structure; `.idx` and index, row by row, against what the tars give",
+    "these images, decoded to the end; sizes in pixels",
+    "images of each class, repeated keys, equal images (by 64 bits of a hash)",
+)
+"""What a quick check and a complete one compare."""
+
+
 def _compared(report: Report, images: str) -> list[str]:
     """What was compared, and after a quick check what was not."""
-    data = report.data
-    records = "sizes of the files, sidecars, quarantine, and the hashes that are recorded of them"
     if report.quick:
-        return [
-            records,
-            "labels and images of each class in the index",
-            f"{images}, spread over all shards, found through the index and decoded to the end;"
-            " their keys, labels, checksums and lines of `.idx`",
-            "NOT checked, leave out --quick for these: all other images, and their labels in the"
-            " tars; sha256 of the shards; tar structure, class names, repeated keys, equal images",
-        ]
+        return [images, RECORDS, *QUICK]
+    data = report.data
     num_shards = sum(len(part.filenames) for part in data.parts)
-    hashed = f"every byte of {data.num_hashed:,} of {num_shards:,} shards against its sha256"
-    if data.num_hashed < num_shards:
-        hashed += "; of the others none is recorded, or they were not read"
-    names = "class names, keys and labels against the hash of those the data set was made of"
+    names = "the hash of those the data set was made of"
     if not data.catalogue_compared:
-        names = (
-            "class names, keys and labels against NOTHING: no hash of them is recorded, or not all"
-            " samples were seen"
-        )
+        names = "NOTHING: no hash of them is recorded, or not all samples were seen"
     return [
-        records,
-        hashed,
-        "tar structure; `.idx` and index, row by row, against what the tars give",
-        f"{images}, decoded to the end; sizes in pixels",
-        names,
-        "images of each class, repeated keys, equal images (by 64 bits of a hash)",
+        images,
+        RECORDS,
+        f"every byte of {data.num_hashed:,} of {num_shards:,} shards against its sha256",
+        *COMPLETE,
+        f"class names, keys and labels against {names}",
     ]
 
 
@@ -274,4 +275,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

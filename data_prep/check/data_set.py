@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.errors import PrepError
-from data_prep.write.index_shard import renamed_errors
+from data_prep.write.index_records import renamed_errors
 from data_prep.write.output import temporary_folder
 from vit.data.shards.index_file import first_samples
 from vit.data.shards.info_file import describe_split, read_info

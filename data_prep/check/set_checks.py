@@ -19,7 +19,7 @@ import numpy as np
 from data_prep.check.data_set import DataSet, Part, tars_of
 from data_prep.check.shard_checks import MOST_LINES, WRITE_AGAIN, Found, counted
 from data_prep.errors import some
-from data_prep.write.card_page import altered_card
+from data_prep.write.card_page import is_as_written
 from data_prep.write.catalogue_builder import catalogue_sha256
 from data_prep.write.plan import fingerprint
 from data_prep.write.samples import HASH, key_hashes
@@ -56,8 +56,8 @@ def check_folder(data: DataSet) -> Iterator[Found]:
                 " away",
             )
     for path in sorted(data.root.iterdir()):
-        is_temporary = path.name.endswith(".tmp") or path.name in ("_writing.json", "_spool")
-        if is_temporary or path.name.startswith("_catalogue-"):
+        is_temporary = path.name.endswith((".tmp", ".rows.npy"))
+        if is_temporary or path.name in ("_writing.json", "_spool"):
             yield Found(
                 "files",
                 path.name,
@@ -90,13 +90,13 @@ def _check_sealed(data: DataSet) -> Iterator[Found]:
             "_info.json",
             "altered: its content is not the one whose hash it holds; restore it from its source",
         )
-    if not data.ours:
-        return
-    command = f"run `python -m data_prep.card {data.shown}`, which writes"
-    if not (data.root / "dataset.md").exists():
-        yield Found("files", "dataset.md", f"absent; {command} it")
-    elif reason := altered_card(data.root):
-        yield Found("files", "dataset.md", f"{reason}; {command} both again")
+    if data.ours and not is_as_written(data.root):
+        yield Found(
+            "files",
+            "dataset.md",
+            "absent or altered, or its contact_sheet.png is: run `python -m data_prep.card"
+            f" {data.shown}`, which writes both again",
+        )
 
 
 def _check_sidecars(data: DataSet, part: Part) -> Iterator[Found]:
@@ -153,16 +153,14 @@ def _check_recorded(data: DataSet, part: Part, number: int, size: int | str) -> 
         yield Found("files", name, f"{size}; {WRITE_AGAIN}")
     else:
         part.num_bytes += size
-        missing = recorded.get("bytes", size) - size
-        if missing == 0:
+        if recorded.get("bytes", size) == size:
             part.present.append(number)
         else:
-            way = "shorter" if missing > 0 else "longer"
             yield Found(
                 "files",
                 name,
-                f"{size:,} bytes, _info.json says {recorded['bytes']:,}: {abs(missing):,} bytes"
-                f" {way}; its contents were not checked; {WRITE_AGAIN}",
+                f"{size:,} bytes, _info.json says {recorded['bytes']:,}; its contents were not"
+                f" checked; {WRITE_AGAIN}",
             )
     path = (data.root / name).with_suffix(".json")
     try:

@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.write.card_data import spread
 from data_prep.write.images import ImagePolicy, Prepared, Unreadable, prepare
 from data_prep.write.jobs import count_one
 from data_prep.write.output import temporary_folder
-from data_prep.write.samples import key_hashes
+from data_prep.write.samples import key_hashes, spread
 from vit.data.shards.index_file import has_checksums, left_out, open_index
 from vit.data.shards.members import InvalidSample, SampleLayout
 from vit.data.shards.tar import (

@@ -45,10 +45,6 @@ class ValLabels:
 
 def _content(path: Path) -> bytes:
     with readable(path):
-        if path.stat().st_size > MAX_BYTES:
-            raise PrepError(
-                f"{path}: {path.stat().st_size:,} bytes; too large for a file of labels"
-            )
         return path.read_bytes()
 
 
@@ -176,8 +172,6 @@ def read_kaggle_table(path: Path) -> dict[str, str]:
 def read_kaggle_table_in_zip(member: Sample) -> dict[str, str]:
     """Labels from the table inside Kaggle's zip."""
     where = f"{member.file}: {member.name}"
-    if member.size > MAX_BYTES:
-        raise PrepError(f"{where}: {member.size:,} bytes; too large for a file of labels")
     try:
         content = read_zip_member(member)
     except (OSError, ValueError) as error:

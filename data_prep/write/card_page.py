@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from data_prep.write.card_data import THREADS, Card, load_card, spread
-from data_prep.write.card_text import card_text
+from data_prep.write.card_text import THREADS, Card, card_text, load_card
 from data_prep.write.output import Output
+from data_prep.write.samples import spread
 from vit.system.files import replacing, sha256_of
 
 SHEET_CELLS = 60
@@ -53,29 +53,26 @@ def write_card(place: Output | Path | str) -> None:
         sheet = folder / "contact_sheet.png"
         with replacing(sheet) as file:
             picture.save(file, "PNG")
-        hashes = (hashlib.sha256(text).hexdigest().encode(), sha256_of(sheet).encode())
         with replacing(folder / "dataset.md") as file:
-            file.write(text + SEAL % hashes)
+            file.write(text + _seal(text, sheet))
         output.publish(sheet)
         output.publish(folder / "dataset.md")
     write_readme(output, card.info)
 
 
-def altered_card(folder: Path) -> str:
-    """What is wrong with `dataset.md` in `folder` or its picture, by its last line; "": nothing."""
-    content = (folder / "dataset.md").read_bytes()
-    pattern = re.escape(SEAL).replace(b"%s", b"([0-9a-f]{64})")
-    seal = re.search(pattern + rb"\Z", content)
-    if seal is None:
-        return "its last line, with the hashes of the card, is missing"
-    if hashlib.sha256(content[: seal.start()]).hexdigest().encode() != seal[1]:
-        return "altered: its text is not the one whose hash is in its last line"
+def is_as_written(folder: Path) -> bool:
+    """Whether `dataset.md` and its picture are those that were written together."""
+    card = folder / "dataset.md"
     sheet = folder / "contact_sheet.png"
-    if not sheet.exists():
-        return "contact_sheet.png, which it shows, is missing"
-    if sha256_of(sheet).encode() != seal[2]:
-        return "contact_sheet.png is another one than it was drawn with"
-    return ""
+    if not card.exists() or not sheet.exists():
+        return False
+    content = card.read_bytes()
+    text = content[: content.rfind(SEAL[:5])]
+    return content == text + _seal(text, sheet)
+
+
+def _seal(text: bytes, sheet: Path) -> bytes:
+    return SEAL % (hashlib.sha256(text).hexdigest().encode(), sha256_of(sheet).encode())
 
 
 # ---- README.md -----------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import numpy as np
 
 from data_prep.errors import PrepError, some
 from data_prep.write.samples import HASH, ROW, SAFE_KEY, SAFE_KEYS, Table, key_hashes, safe_key
-from vit.system.files import write_json
 
 ROWS_IN_MEMORY = 1 << 21
 """Rows sorted or compared at once; more are processed in parts."""
@@ -146,24 +145,19 @@ class Builder:
         """
         self._close_files()
         table = Table(self.folder, split, self.files, ordered=False)
+        rows = np.arange(len(table))
+        hashes = np.concatenate(
+            [
+                key_hashes([table.text(row)[0] for row in part.tolist()])
+                for part in np.array_split(rows, len(rows) // 65536 + 1)
+            ]
+        )
+        rows = rows[np.lexsort((hashes, table.rows["label"]))]
+        members = table.rows["label"][rows]
+        rank = np.arange(len(rows)) - np.searchsorted(members, members)
+        per_class = self.count(split)[members]
         held = np.zeros(len(table), bool)
-        for labels in _groups(self.count(split)):
-            rows = np.flatnonzero(
-                (table.rows["label"] >= labels.start) & (table.rows["label"] < labels.stop)
-            )
-            hashes = np.concatenate(
-                [
-                    key_hashes([table.text(row)[0] for row in part.tolist()])
-                    for part in np.array_split(rows, len(rows) // 65536 + 1)
-                ]
-            )
-            members = table.rows["label"][rows]
-            order = np.lexsort((hashes, members))
-            rows = rows[order]
-            members = members[order]
-            rank = np.arange(len(rows)) - np.searchsorted(members, members)
-            per_class = self.count(split)[members]
-            held[rows[rank < np.minimum(np.round(fraction * per_class), per_class - 1)]] = True
+        held[rows[rank < np.minimum(np.round(fraction * per_class), per_class - 1)]] = True
         if not held.any():
             return
         for kind, dtype in (("rows", ROW), ("hashes", HASH)):
@@ -182,8 +176,8 @@ class Builder:
         self._counts[split] = self._counts[split] - counted
         self._counts[into] = counted
 
-    def finish(self) -> None:
-        """Order the rows and write `catalogue.json`.
+    def finish(self) -> dict[str, Any]:
+        """Order the rows; returns the fields of a `Catalogue`.
 
         Raises PrepError for empty splits and repeated keys.
         """
@@ -197,14 +191,13 @@ class Builder:
             digest.update(f"{split}\t{count.sum()}\n".encode())
             _write_order(Table(self.folder, split, self.files, ordered=False), self.folder, digest)
         splits = {split: int(count.sum()) for split, count in self._counts.items()}
-        content = {
+        return {
             "class_names": self.class_names,
-            "files": self.files,
+            "files": tuple(self.files),
             "notes": self.notes,
             "splits": splits,
             "sha256": digest.hexdigest(),
         }
-        write_json(self.folder / "catalogue.json", content)
 
 
 def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray]) -> str:
@@ -213,19 +206,6 @@ def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray
     for split, hashes in splits.items():
         digest.update(f"{split}\t{len(hashes)}\n".encode() + hashes.tobytes())
     return digest.hexdigest()
-
-
-def _groups(per_class: np.ndarray) -> Iterator[range]:
-    """Ranges of labels with about ROWS_IN_MEMORY samples each."""
-    start = 0
-    total = 0
-    for label, count in enumerate(per_class.tolist()):
-        if total + count > ROWS_IN_MEMORY and label > start:
-            yield range(start, label)
-            start = label
-            total = 0
-        total += count
-    yield range(start, len(per_class))
 
 
 def _chunks(path: Path, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from data_prep.errors import PrepError
 from vit.data.storage.object_store import KINDS, ObjectStore
+from vit.data.storage.remote import local_path
 from vit.system import files
 from vit.system.files import locked_folder, remove_if_abandoned, replacing, temporary_file
 from vit.system.redact import shown
@@ -40,12 +41,9 @@ class Output:
     """The folder itself, None for a URL."""
 
     def __init__(self, url: str | Path):
-        text = str(url)
-        for scheme in ("file://", "local://"):
-            text = text.removeprefix(scheme)
-        scheme, is_url, place = text.partition("://")
-        self.local = None if is_url else Path(text)
-        self.url = f"{scheme}://{place.rstrip('/')}" if is_url else str(self.local)
+        self.local = local_path(url)
+        scheme, _, place = str(url).partition("://")
+        self.url = f"{scheme}://{place.rstrip('/')}" if self.local is None else str(self.local)
         self._store = ObjectStore(self.url)
 
     def __str__(self) -> str:
@@ -54,11 +52,6 @@ class Output:
     def make(self) -> None:
         """Make the folder and test with an empty file that it is writable. Raises PrepError."""
         if self.local is not None:
-            if self.local.is_file():
-                raise PrepError(
-                    f"{self}: cannot be written (is a file); choose another folder, or change"
-                    " this one"
-                )
             try:
                 self.local.mkdir(parents=True, exist_ok=True)
                 with temporary_file(self.local / "writable"):

@@ -13,16 +13,16 @@ import json
 import math
 import os
 import re
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data_prep.errors import PrepError, some
-from data_prep.write.catalogue import Catalogue, Source, open_catalogue, remove_catalogue
+from data_prep.write.catalogue import Catalogue, Source, open_catalogue
 from data_prep.write.catalogue_builder import Builder
 from data_prep.write.images import ImagePolicy, prepare
 from data_prep.write.output import Output
@@ -159,22 +159,27 @@ def options_of(source: Source, settings: Settings) -> dict[str, Any]:
     return options
 
 
-def make_plan(source: Source, out: Path | str, settings: Settings, dry: bool = False) -> WritePlan:
-    """List the source and choose the shards.
+@contextmanager
+def make_plan(
+    source: Source, out: Path | str, settings: Settings, dry: bool = False
+) -> Iterator[WritePlan]:
+    """List the source and choose the shards; at the end of the block the catalogue is removed.
 
-    dry: nothing will be written; the catalogue is in a temporary folder, which the caller removes.
-    Raises PrepError, with nothing changed, if `out` holds something else.
+    dry: nothing will be written; the catalogue is in a temporary folder. Raises PrepError, with
+    nothing changed, if `out` holds something else.
     """
     output = Output(out)
     there = recorded_there(output)
     early = {"source": source.name, "options": options_of(source, settings)}
     compare(output, there, early, later=("num_shards", "catalogue"))
-    root = _catalogue_root(output, dry)
-    catalogue = None
-    try:
+    with ExitStack() as stack:
+        root = _catalogue_root(output, dry)
+        if root != output.local:
+            stack.callback(_remove_if_empty, root)
         catalogue = open_catalogue(
-            source, root, settings.seed, settings.workers, *_minival(settings), dry
+            source, root, settings.seed, settings.workers, _minival(settings), dry
         )
+        stack.callback(catalogue.remove)
         mean_bytes, seconds = _measured(source, catalogue, settings.policy)
         counts = choose_num_shards(catalogue.splits, settings, mean_bytes)
         if there and settings.num_shards is None and settings.shard_bytes is None:
@@ -182,25 +187,19 @@ def make_plan(source: Source, out: Path | str, settings: Settings, dry: bool = F
             counts = there["options"].get("num_shards", counts)
         plan = WritePlan(source, settings, output, catalogue, counts, mean_bytes, seconds)
         compare(output, there, plan.recorded)
-    except BaseException:
-        if catalogue is not None and catalogue.is_new:
-            remove_catalogue(catalogue.folder)
-        if dry:
-            shutil.rmtree(root, ignore_errors=True)
-        raise
-    return plan
+        yield plan
 
 
-def made_of(source: Source, settings: Settings) -> str | None:
-    """Hash of what the catalogue is made of; None for sources that are listed each time."""
-    return source.made_of(settings.seed, settings.minival) if source.inputs is not None else None
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # the spool may be in it
+        folder.rmdir()
 
 
-def _minival(settings: Settings) -> tuple[Callable[[Builder], None] | None, float | None]:
-    """The function that finishes a catalogue, and the fraction that it depends on."""
+def _minival(settings: Settings) -> Callable[[Builder], None] | None:
+    """The function that finishes a catalogue."""
     fraction = settings.minival
     if not fraction:
-        return None, None
+        return None
 
     def cut(builder: Builder) -> None:
         if not builder.count("train").any():
@@ -213,7 +212,7 @@ def _minival(settings: Settings) -> tuple[Callable[[Builder], None] | None, floa
                 f" {1 / largest:.2g} or more"
             )
 
-    return cut, fraction
+    return cut
 
 
 def _catalogue_root(output: Output, dry: bool) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 import re
 from collections import OrderedDict
@@ -77,6 +78,21 @@ def key_hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
         for key in keys
     ]
     return np.frombuffer(b"".join(digests), ">u8").astype("<u8")
+
+
+def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
+    """Ascending row numbers, one from each of `num_chosen` equal stretches, chosen by a hash.
+
+    All rows if there are not more.
+    """
+    if num_chosen >= num_rows:
+        return list(range(num_rows))
+    edges = [part * num_rows // num_chosen for part in range(num_chosen + 1)]
+    chosen = []
+    for part, (low, high) in enumerate(itertools.pairwise(edges)):
+        chance = int.from_bytes(stable_hash("spread", *seed, part), "little")
+        chosen.append(low + chance % (high - low))
+    return chosen
 
 
 # ---- the table -----------------------------------------------------------------------------------

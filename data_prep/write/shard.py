@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -181,7 +180,7 @@ class TarStream:
 
 
 def write_shard(work: Work) -> dict[str, Any]:
-    """Write and publish one shard; returns its sidecar. Its index rows go to `rows_path`."""
+    """Write and publish one shard; returns its sidecar."""
     shard = work.shard
     scanned: list[ScannedSample] = []
     quarantined: list[dict[str, Any]] = []
@@ -214,8 +213,8 @@ def write_shard(work: Work) -> dict[str, Any]:
                 )
             sha256 = stream.close()
         write_idx(tar, scanned)
-        # before the sidecar: rows of an earlier attempt may be there
-        _save_rows(work, index_rows(scanned))
+        with replacing(tar.with_suffix(ROWS)) as file:
+            np.save(file, index_rows(scanned))
         extra: dict[str, Any] = {
             "plan": work.plan,
             "changed": dict(sorted(changed.items())),
@@ -224,21 +223,16 @@ def write_shard(work: Work) -> dict[str, Any]:
         if num_turned:
             extra[ASKS_TO_BE_TURNED] = num_turned
         sidecar = info_file.write_sidecar(tar, len(scanned), sha256=sha256, **extra)
-        for extension in (".tar", ".idx", ".json"):  # the sidecar last: it marks completeness
+        # the sidecar last: it marks completeness
+        for extension in (".tar", ".idx", ROWS, ".json"):
             work.output.publish(tar.with_suffix(extension))
     return sidecar
 
 
-@lru_cache(maxsize=4096)
-def _is_file(path: str) -> bool:
-    """Whether it is an archive, not a folder of a tree."""
-    return os.path.isfile(path)
-
-
 def _announce(sample: Sample) -> None:
     """Ask the kernel to read a sample of an archive ahead; errors show when it is read."""
-    if HAS_ADVICE and _is_file(sample.file):
-        with suppress(OSError):
+    if HAS_ADVICE:
+        with suppress(OSError):  # of a folder, too
             os.posix_fadvise(
                 descriptor(sample.file), sample.offset, sample.size, os.POSIX_FADV_WILLNEED
             )
@@ -315,23 +309,16 @@ def quarantine_holds(work: Work, sidecar: dict[str, Any]) -> bool:
     return True
 
 
-# ---- index rows, kept in the catalogue until the index is written --------------------------------
+# ---- index rows, kept next to the shard until the index is written -------------------------------
+
+ROWS = ".rows.npy"
+"""Suffix of their files."""
 
 
-def rows_path(catalogue: Catalogue, name: str) -> Path:
-    """File of the index rows of shard `name`."""
-    # `{name}.npy` was an earlier version's, without checksums
-    return catalogue.folder / "rows" / f"{name}.index.npy"
-
-
-def _save_rows(work: Work, rows: np.ndarray) -> None:
-    path = rows_path(work.catalogue, work.shard.name)
-    path.parent.mkdir(exist_ok=True)
-    with replacing(path) as file:
-        np.save(file, rows)
-
-
-def scan_shard(work: Work) -> None:
-    """Save the index rows of a complete shard that an earlier command wrote."""
+def load_rows(work: Work) -> np.ndarray:
+    """The index rows of a complete shard: those that are kept with it, else those of its tar."""
     with work.output.staging() as folder:
-        _save_rows(work, index_rows(scan_tar(work.output.fetch(f"{work.shard.name}.tar", folder))))
+        try:
+            return np.load(work.output.fetch(f"{work.shard.name}{ROWS}", folder))
+        except (PrepError, FileNotFoundError):  # the data set was complete before
+            return index_rows(scan_tar(work.output.fetch(f"{work.shard.name}.tar", folder)))

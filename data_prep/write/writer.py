@@ -8,7 +8,8 @@
 
     <root>/                 the format: vit/data/shards/info_file.py
       _writing.json         what this folder is for, until `_info.json` takes its place
-      _catalogue-*/         where each sample comes from (write/catalogue.py); removed at the end
+      ._catalogue.*/        where each sample comes from (write/catalogue.py), while a command runs
+      train-00000.rows.npy  a complete shard's rows of the index; removed at the end
       _spool/               images of sources that cannot be read in place; removed at the end
       .train-00000.tar.*    a shard being written; renamed when it is complete and on the disk
       train-00000.tar  train-00000.idx  train-00000.json      written in this order
@@ -27,19 +28,17 @@ temporary files (TMPDIR).
 from __future__ import annotations
 
 import json
-import math
+import os
+import shutil
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from data_prep.errors import PrepError, some
+from data_prep.errors import NEXT_LINE, PrepError, share_to_allow, some
 from data_prep.write.card_page import write_card
-from data_prep.write.catalogue import Source, is_of_catalogue, remove_catalogue, remove_catalogues
+from data_prep.write.catalogue import SPOOL, Source
 from data_prep.write.images import ASKS_TO_BE_TURNED, exif_summary
 from data_prep.write.jobs import run_jobs
 from data_prep.write.output import Output
@@ -49,16 +48,15 @@ from data_prep.write.plan import (
     allowed_unreadable,
     choose_part,
     compare,
-    format_bytes,
-    made_of,
     make_plan,
     options_of,
     recorded_there,
 )
-from data_prep.write.shard import Work, quarantine_holds, rows_path, scan_shard, write_shard
+from data_prep.write.shard import ROWS, Work, load_rows, quarantine_holds, write_shard
 from vit.data.shards.index_file import save_index
 from vit.data.shards.info_file import make_info
 from vit.system.files import replacing
+from vit.system.meter import Meter
 
 MANY_UNREADABLE = 100
 """Up to this many unreadable images do not stop the writing where some are allowed: at its end all
@@ -85,9 +83,9 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
         complete = _is_complete_already(output, source, settings)
         if not complete and not _write(source, output, settings, start_s):
             return
-    except FileNotFoundError as error:
-        # another process completed the data set and removed the catalogue
-        if not is_of_catalogue(error) or not _has_all_files(output):
+    except FileNotFoundError:
+        # another process completed the data set and removed the spool
+        if not _has_all_files(output):
             raise
         print(f"{output}: completed by another process meanwhile")
         return
@@ -108,7 +106,7 @@ def _is_complete_already(output: Output, source: Source, settings: Settings) -> 
     info = output.read_json("_info.json")
     if not info or info.get("quarantined") or settings.num_shards or settings.shard_bytes:
         return False
-    made_from = made_of(source, settings)
+    made_from = source.made_of(settings.seed, settings.minival)
     if made_from is None or info.get("made_of") != made_from or not _has_all_files(output):
         return False
     wanted = {"source": source.name, "options": options_of(source, settings)}
@@ -136,8 +134,7 @@ def _has_all_files(output: Output) -> bool:
 
 def _write(source: Source, output: Output, settings: Settings, start_s: float) -> bool:
     """Write shards and, when all are complete, what describes them; returns whether they are."""
-    plan = make_plan(source, output.url, settings)
-    try:
+    with make_plan(source, output.url, settings) as plan:
         work = plan.work()
         mine = [work[k] for k in choose_part(settings.part, plan.counts)]
         _claim(plan)
@@ -162,15 +159,11 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
                 f"{output}: complete, {len(plan.catalogue.class_names)} classes,"
                 f" {time.monotonic() - start_s:.1f} s"
             )
-        output.remove("_writing.json")
-        remove_catalogues(plan.catalogue.folder.parent)
+        kept = [name for name in output.sizes() if name.endswith(ROWS)]
+        for name in ("_writing.json", *kept):
+            output.remove(name)
+        shutil.rmtree(plan.catalogue.folder.parent / SPOOL, ignore_errors=True)
         return True
-    finally:
-        if source.inputs is None:  # no other process uses this catalogue
-            remove_catalogue(plan.catalogue.folder)
-        if output.local is None:
-            with suppress(OSError):  # other catalogues may be in it
-                plan.catalogue.folder.parent.rmdir()
 
 
 def _claim(plan: WritePlan) -> None:
@@ -190,11 +183,11 @@ def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sideca
             f"{plan.output}: {len(mine) - len(todo)} of {len(mine)} shards are there already and"
             " are kept"
         )
-    _warn_of_full_disk(plan, len(todo) / len(work))
     allowed = _allowed(plan)
 
     def on_result(name: str, sidecar: dict[str, Any]) -> None:
         sidecars[name] = sidecar
+        os.utime(plan.catalogue.folder)  # where locks do not work, a recent change shows its use
         _refuse_unreadable(sidecars, plan, allowed and max(allowed, MANY_UNREADABLE))
 
     run_jobs(
@@ -237,35 +230,18 @@ def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> Non
         return
     total = sum(plan.catalogue.splits.values())
     seen = len(entries) + sum(sidecar["num_samples"] for sidecar in sidecars.values())
-    share = min(0.999, math.ceil(1000 * len(entries) / seen) / 1000)
     follow = ""
     if seen < total:
         follow = f"; others may follow in the {total - seen:,} images that were not read yet"
     lines = [
-        f"{entry['key']} ({entry['file']}, {entry['name']}): {entry['reason']}"
-        for entry in entries[:20]
+        f"{entry['key']} ({entry['file']}, {entry['name']}): {entry['reason']}" for entry in entries
     ]
-    if len(entries) > 20:
-        lines.append(f"and {len(entries) - 20} more")
-    listed = "\n  ".join(lines)
     raise PrepError(
         f"{len(entries)} images cannot be read, more than the {_allowed(plan)} that"
         f" --max-unreadable {plan.settings.max_unreadable} allows{follow}. Repair or replace them,"
-        f" or allow more (--max-unreadable {share}); then run the same command again, complete"
-        f" shards are kept:\n  {listed}"
+        f" or allow more (--max-unreadable {share_to_allow(len(entries), seen)}); then run the same"
+        f" command again, complete shards are kept:\n  {some(lines, 20, NEXT_LINE)}"
     )
-
-
-def _warn_of_full_disk(plan: WritePlan, share: float) -> None:
-    free = plan.output.free_bytes()
-    needed = plan.num_bytes * share
-    if free is not None and needed > free:
-        print(
-            f"warning: about {format_bytes(needed)} are to be written, {format_bytes(free)} are"
-            " free; if the disk fills up, complete shards stay, and the same command continues"
-            " when there is space",
-            flush=True,
-        )
 
 
 # ---- when all shards are complete ----------------------------------------------------------------
@@ -281,7 +257,7 @@ def _info(plan: WritePlan, work: list[Work], sidecars: Sidecars) -> dict[str, An
         "listed": dict(catalogue.splits),
         "changed": dict(sorted(changed.items())),
         "quarantined": sum(len(sidecar["quarantined"]) for sidecar in mine),
-        "made_of": made_of(plan.source, plan.settings),
+        "made_of": plan.source.made_of(plan.settings.seed, plan.settings.minival),
     }
     if turned := sum(sidecar.get(ASKS_TO_BE_TURNED, 0) for sidecar in mine):
         extra[ASKS_TO_BE_TURNED] = turned
@@ -298,15 +274,18 @@ def _info(plan: WritePlan, work: list[Work], sidecars: Sidecars) -> dict[str, An
 def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[str, Any]) -> None:
     """Write index, list of unreadable images and `_info.json`, and print what there is."""
     output = plan.output
-    catalogue = plan.catalogue
     output.remove("dataset.md")  # it describes an earlier state
-    unknown = [job for job in work if not rows_path(catalogue, job.shard.name).exists()]
-    jobs = ((scan_shard, job, job.shard.name) for job in unknown)
-    run_jobs(jobs, plan.settings.workers, "reading complete shards", num_jobs=len(unknown))
+    rows = {}
+    with (
+        ThreadPoolExecutor(16) as pool,
+        Meter("reading complete shards", len(work), "shards") as meter,
+    ):
+        for job, found in zip(work, pool.map(load_rows, work), strict=True):
+            rows[f"{job.shard.name}.tar"] = found
+            meter.update(len(rows))
     with output.staging() as folder:
         for split, names in plan.filenames.items():
-            rows = (np.load(rows_path(catalogue, name.removesuffix(".tar"))) for name in names)
-            save_index(folder / f"{split}.index.npy", rows)
+            save_index(folder / f"{split}.index.npy", [rows[name] for name in names])
             output.publish(folder / f"{split}.index.npy")
     entries = [entry for job in work for entry in sidecars[job.shard.name]["quarantined"]]
     write_quarantine(output, entries)

@@ -35,8 +35,7 @@ def foreign(tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
-    """A data set of ours: 3 classes, 7 + 1 shards; a PNG that was converted, an unreadable
-    image."""
+    """A data set of ours: 3 classes, 7 + 1 shards; a converted PNG, an unreadable image."""
     folder = tmp_path_factory.mktemp("sound")
     for label, (name, count) in enumerate(PER_CLASS.items()):
         (folder / "images" / name).mkdir(parents=True)

@@ -278,8 +278,8 @@ def test_wrong_trees_are_one_line(files, tmp_path, capsys, change, message, pack
         (["{kaggle}", "--fractions", "0.8", "0.3"], "--fractions 0.8 0.3: expected"),
         (["{kaggle}", "--fractions", "1.5", "-0.5"], "expected"),
         (["{kaggle}", "--fractions", "nan", "0.5"], "--fractions nan 0.5: expected"),
-        (["{cut}"], "cut.zip: cut off: its table of members"),
-        (["{text}"], "text.zip: not a zip"),
+        (["{cut}"], "cut.zip: not a complete zip"),
+        (["{text}"], "text.zip: not a complete zip"),
     ],
 )
 def test_wrong_arguments_are_one_line(kaggle, tmp_path, capsys, arguments, message):

@@ -9,7 +9,7 @@ from data_prep.read.archives import walk_tar
 def test_a_file_that_cannot_be_opened(tmp_path):
     (tmp_path / "loop.tar").symlink_to("loop.tar")
     for name, message in (
-        ("a.tar", "no such file"),
+        ("a.tar", "No such file"),
         ("n" * 300, "File name too long"),
         ("loop.tar", "Too many levels of symbolic links"),
     ):

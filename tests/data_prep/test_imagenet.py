@@ -4,7 +4,6 @@ counts."""
 import hashlib
 import os
 import random
-import shutil
 import sys
 import tarfile
 from collections.abc import Callable
@@ -327,19 +326,6 @@ def test_no_pyarrow(tmp_path, fake, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(PrepError, match="pip install pyarrow"):
         catalogue(tmp_path, folder)
-
-
-def test_a_catalogue_is_made_again_only_when_something_changed(tmp_path, fake):
-    tree = write_torchvision_tree(fake, tmp_path / "in")
-    catalogue(tmp_path, tree)
-    made = next(tmp_path.glob("_catalogue-*/catalogue.json")).stat().st_mtime_ns
-    catalogue(tmp_path, tree)
-    assert next(tmp_path.glob("_catalogue-*/catalogue.json")).stat().st_mtime_ns == made
-    shutil.copy(
-        next((tree / "train" / fake.wnids[0]).iterdir()),
-        tree / "train" / fake.wnids[0] / f"{fake.wnids[0]}_77777.JPEG",
-    )
-    assert catalogue(tmp_path, tree).splits["train"] == 68
 
 
 def test_md5_on_request(tmp_path, fake, monkeypatch, capsys):

@@ -123,10 +123,10 @@ def test_shards_on_the_web_with_an_info(foreign, web, tmp_path, capsys):
     assert main([f"{web.url}/shards", "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
     info = json.loads((tmp_path / "out" / "_info.json").read_text())
     assert (info["splits"]["train"]["filenames"], info["num_classes"]) == (names, 9)
-    theirs["splits"]["train"]["shard_lengths"] = [4, 5]
+    theirs["splits"]["train"]["shard_lengths"] = [3, 5]
     web.files["/shards/_info.json"] = json.dumps(theirs).encode()
     assert main([f"{web.url}/shards", "--out", str(tmp_path / "other"), "--workers", "1"]) == 2
-    assert "imagenet1k-train-0000.tar holds 4 samples in" in capsys.readouterr().err
+    assert "imagenet1k-train-0000.tar has 4 samples that fit" in capsys.readouterr().err
 
 
 def test_killed_and_continued(foreign, web, tmp_path):
@@ -179,7 +179,7 @@ def test_a_shard_that_was_replaced_on_the_web(foreign, web, tmp_path, capsys):
     web.requests.clear()
     assert main(arguments) == 2
     assert fetched(web) == ["imagenet1k-train-0001.tar"]
-    assert "imagenet1k-train-0001.tar holds 4 samples in" in capsys.readouterr().err
+    assert "imagenet1k-train-0001.tar has 4 samples that fit" in capsys.readouterr().err
     (out / "_info.json").unlink()
     assert main(arguments) == 0
     described = json.loads((out / "_info.json").read_text())["splits"]["train"]
@@ -276,11 +276,11 @@ def test_errors_with_urls(arguments, message, foreign, web, tmp_path, capsys):
     web.files["/shards/damaged-train-0000.tar"] = web.files["/shards/imagenet1k-train-0000.tar"][
         :5000
     ]
-    hostile = {"splits": {"train": {"filenames": ["../../etc/train-0.tar"], "shard_lengths": [1]}}}
-    web.files["/shards/hostile/_info.json"] = json.dumps(hostile).encode()
+    entry = {"filenames": ["../../etc/train-0.tar"], "shard_lengths": [1], "num_samples": 1}
+    web.files["/shards/hostile/_info.json"] = json.dumps({"splits": {"train": entry}}).encode()
     (tmp_path / "other").mkdir()
     other = {
-        "splits": {"train": {"filenames": ["train-0.tar"], "shard_lengths": [1]}},
+        "splits": {"train": {**entry, "filenames": ["train-0.tar"]}},
         "shards_at": "http://elsewhere/shards",
     }
     (tmp_path / "other" / "_info.json").write_text(json.dumps(other))

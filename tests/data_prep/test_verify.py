@@ -50,7 +50,7 @@ def test_a_quick_check_says_what_it_left_out(root, capsys):
         int(number) for number in re.findall(r"\d+", re.search(r"images checked(.*)", told)[1])
     ]
     assert sum(decoded) in range(10, 18)
-    assert f"{sum(decoded)} images, spread over all shards" in told
+    assert f"Checked:\n  {sum(decoded)} images\n" in told
     assert "NOT checked, leave out --quick" in told
     assert "right, as far as checked" in told
 

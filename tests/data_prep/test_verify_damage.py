@@ -65,11 +65,11 @@ TARS: list[tuple[Callable[[Path], object], list[str]]] = [
         lambda root: edit(
             root / "train-00001.tar", lambda data: data.__delitem__(slice(-3000, None))
         ),
-        ["train-00001.tar: .* 3,000 bytes shorter"],
+        ["train-00001.tar: .* bytes, _info.json says "],
     ),
     (
         lambda root: edit(root / "train-00002.tar", lambda data: data.extend(bytes(512))),
-        ["train-00002.tar: .* 512 bytes longer"],
+        ["train-00002.tar: .* bytes, _info.json says "],
     ),
     (
         lambda root: edit(

@@ -194,15 +194,6 @@ def test_what_is_passed_over_is_counted_and_recorded(flat, tmp_path, capsys):
     )
 
 
-def test_avif_where_pillow_cannot_read_it_is_an_error(flat, tmp_path, capsys, monkeypatch):
-    """Elsewhere the same folder would give other shards."""
-    (flat / "ape" / "x.avif").write_bytes(b"x")
-    monkeypatch.setattr("data_prep.imagefolder.features.check", lambda feature: False)
-    assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
-    assert "ape/x.avif: an AVIF image, and this Pillow (" in (error := capsys.readouterr().err)
-    assert "cannot read AVIF: pip install --upgrade 'pillow>=11.3'" in error
-
-
 def test_a_class_of_other_images_only_is_reported(flat, tmp_path, capsys):
     (flat / "phone").mkdir()
     (flat / "phone" / "1.heic").write_bytes(b"x")

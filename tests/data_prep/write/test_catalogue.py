@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 
 from data_prep.errors import PrepError
 from data_prep.write import catalogue_builder, samples
-from data_prep.write.catalogue import (
-    Catalogue,
-    Source,
-    is_of_catalogue,
-    open_catalogue,
-    remove_catalogues,
-)
+from data_prep.write.catalogue import Catalogue, Source, open_catalogue
 from data_prep.write.catalogue_builder import Builder
 from data_prep.write.samples import Sample, read_range, safe_key, stable_hash
 
@@ -109,7 +103,6 @@ def test_held_out_by_class_and_by_hash_of_the_key(tmp_path, monkeypatch, rows_in
         tmp_path / "c",
         5,
         finish=lambda b: b.hold_out("train", "val", fraction),
-        also=1,
     )
     expected = {}
     for label in range(3):
@@ -134,60 +127,6 @@ def test_nothing_to_hold_out(tmp_path):
         finish=lambda b: b.hold_out("train", "val", 0.3),
     )
     assert found.splits == {"train": 2}
-
-
-def test_archives_that_did_not_change_are_not_listed_again(tmp_path):
-    archive = tmp_path / "archive.tar"
-    archive.write_bytes(b"one")
-    calls = []
-
-    def fill(builder: Builder) -> None:
-        calls.append(archive.read_bytes())
-        builder.classes(CLASSES)
-        builder.add("train", builder.file(archive), ["a.jpg"], 0, [0], [3])
-
-    source = Source("test", {}, fill, read_range, [archive])
-    for _ in range(2):
-        found = open_catalogue(source, tmp_path / "root", 0)
-        assert read_range(samples_of(found)[0]) == b"one"
-    assert calls == [b"one"]
-    open_catalogue(source, tmp_path / "root", seed=1)
-    assert len(calls) == 2
-    archive.write_bytes(b"three")
-    open_catalogue(source, tmp_path / "root", seed=1)
-    assert calls[2:] == [b"three"]
-    assert read_range(samples_of(found)[0]) == b"thr", "nobody replaces another's catalogue"
-    assert [path.name[:11] for path in (tmp_path / "root").iterdir()] == ["_catalogue-"] * 3
-    remove_catalogues(tmp_path / "root")
-    assert list((tmp_path / "root").iterdir()) == []
-    with pytest.raises(FileNotFoundError) as gone:
-        found.table("train")
-    assert is_of_catalogue(gone.value)
-    with pytest.raises(FileNotFoundError) as gone:
-        (tmp_path / "root" / "_info.json").read_bytes()
-    assert not is_of_catalogue(gone.value)
-
-
-def test_of_processes_that_list_at_once_all_get_the_same_catalogue(tmp_path):
-    archive = tmp_path / "archive.tar"
-    archive.write_bytes(b"one")
-    code = f"""
-import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})
-from pathlib import Path
-from data_prep.write.catalogue import *
-from data_prep.write.samples import read_range
-def fill(builder):
-    builder.classes(["a"])
-    names = [f"{{n}}.jpg" for n in range(50)]
-    builder.add("train", builder.file({str(archive)!r}), names, 0, range(50), [1] * 50)
-source = Source("test", {{}}, fill, read_range, [Path({str(archive)!r})])
-for round in range(30):
-    found = open_catalogue(source, Path({str(tmp_path)!r}) / f"root{{round}}", 0)
-    assert len(found.table("train").samples(range(50))) == 50
-"""
-    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
-    assert [process.wait() for process in processes] == [0, 0, 0, 0]
-    assert all(len(list((tmp_path / f"root{round}").iterdir())) == 1 for round in range(30))
 
 
 def test_what_a_killed_process_left_goes(tmp_path):

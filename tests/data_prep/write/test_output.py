@@ -137,7 +137,7 @@ def test_free_space_of_a_folder_yet_to_make(tmp_path, bucket):
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("file", "is a file"),
+        ("file", "File exists"),
         ("file/below", "Not a directory"),
         ("forbidden/root", "Permission denied"),
         ("forbidden", "Permission denied"),
