@@ -11,13 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
+from augmenting import gpu_without_memory
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from vit.config.schema import AdamWConfig, AugmentConfig
-from vit.data.augment import dialects, pixel_ops
 from vit.data.augment.apply import Augment
 from vit.data.augment.draw import draw_table, sample_keys
 from vit.data.batches import Batch
@@ -195,35 +192,6 @@ def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
         dist.destroy_process_group()
 
 
-class GpuWithoutMemory(TorchDispatchMode):
-    """Inside a FakeTensorMode: tensors on a GPU have shapes only, those of the host are real.
-
-    Reading a value of the former is refused by FakeTensorMode; copies between the two for which the
-    host waits are noted in `waits`.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.waits: list[str] = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        options = options or {}
-        tensors = [
-            leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, torch.Tensor)
-        ]
-        devices = {tensor.device.type for tensor in tensors}
-        if options.get("device") is not None:
-            devices.add(torch.device(options["device"]).type)
-        if devices <= {"cpu"}:
-            with _disable_current_modes():
-                return function(*arguments, **options)
-        copies = function in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
-        non_blocking = options.get("non_blocking") or any(item is True for item in arguments[2:])
-        if copies and len(devices) > 1 and not non_blocking:
-            self.waits.append(f"{function} of {[tuple(tensor.shape) for tensor in tensors]}")
-        return function(*arguments, **options)
-
-
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_no_step_waits_for_the_gpu(precision, monkeypatch):
@@ -237,7 +205,7 @@ def test_no_step_waits_for_the_gpu(precision, monkeypatch):
     gpu = torch.device("cuda", 0)
     fields = {"embed_dim": 32, "depth": 2, "num_heads": 2, "drop_path_rate": 0.1}
     model = create_model("vit_ti8", 16, 5, **fields)
-    with FakeTensorMode(allow_non_fake_inputs=True), GpuWithoutMemory() as mode:
+    with gpu_without_memory() as mode:
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -267,8 +235,6 @@ def test_no_step_waits_for_the_gpu(precision, monkeypatch):
         step._queue(batch, 0, False, (0.0, 1.0, 2.0))  # the first step may take constants along
         mode.waits.clear()
         values, norm = step._queue(batch, 1, True, (0.5, 1.0, 2.0))
-    for cached in (pixel_ops._normal_quantiles, dialects._mean_colour):
-        cached.cache_clear()  # tensors without memory
     assert values.device == norm.device == gpu
     assert mode.waits == []
 

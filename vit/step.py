@@ -1,6 +1,6 @@
 """One training step: a global batch in, one update out.
 
-1. A rank's batch is cut into micro-batches. Each is augmented on the device and goes through the
+1. A rank's batch is augmented on the device and cut into micro-batches. Each goes through the
    model under autocast; its loss, divided by the rank's number of rows, adds to the gradients. Only
    the last backward pass lets DDP average them over the ranks.
 2. One gradient norm controls the update: gradients are clipped by it, and if it is not finite, the
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -172,6 +173,8 @@ class TrainStep:
         num_slots = Slot.RANK_REPORTS + self.world.size * len(report)
         sums = torch.zeros(num_slots, device=self.world.device)
 
+        batch = self._changed(batch)
+
         # Forward and backward. Only the last micro-batch lets DDP average the gradients.
         for start in range(0, num_rows, self.micro_batch_size):
             end = start + self.micro_batch_size
@@ -199,9 +202,17 @@ class TrainStep:
         self._clear_gradients(batch)
         return self.world.sum_(sums), grad_norm
 
+    def _changed(self, batch: Batch) -> Batch:
+        """Return `batch` with images on the device, as augmented as their grey levels are."""
+        # All micro-batches at once: it takes the host as long as for one.
+        images = batch.images.to(self.world.device, non_blocking=True)
+        return replace(batch, images=self.augment.change(images, batch.table))
+
     def _losses(self, micro_batch: Batch) -> Tensor:
         """Return the loss of each row, (B,) float32."""
-        inputs, targets = self.augment(micro_batch.images, micro_batch.labels, micro_batch.table)
+        inputs, targets = self.augment.finish(
+            micro_batch.images, micro_batch.labels, micro_batch.table
+        )
         with autocast(self.precision, self.world.device):
             logits = self.wrapped(inputs)
         return cross_entropy(logits, targets, self.label_smoothing)
@@ -250,7 +261,7 @@ class TrainStep:
         """
         if self.world.size == 1:
             return
-        micro_batch = batch.rows(0, self.micro_batch_size).to(self.world.device)
+        micro_batch = self._changed(batch.rows(0, self.micro_batch_size)).to(self.world.device)
         # Batch norms of timm models would keep the passes in their running statistics.
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         for _ in range(2):

@@ -93,7 +93,7 @@ def test_parts_that_follow_from_the_number_of_parameters():
     memory = step_memory(config, 1000, 8, 16, world_size=2)
     assert memory.weights == memory.gradients == memory.average == stored
     assert 2 * stored <= memory.optimizer < 2 * stored + 8 * len(list(model.parameters()))
-    assert memory.batches == 2 * 16 * 3 * 160 * 160
+    assert memory.batches == 3 * 16 * 3 * 160 * 160
     assert memory.total == sum(memory.__dict__.values())
 
 

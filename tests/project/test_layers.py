@@ -44,7 +44,9 @@ NEEDS_TORCH = (
     "vit.data.worker_pool",
     "vit.data.augment.apply",
     "vit.data.augment.dialects",
+    "vit.data.augment.families",
     "vit.data.augment.pixel_ops",
+    "vit.data.augment.rounds",
 )
 """Of vit.system, vit.data and data_prep; the rest works where torch is not installed."""
 

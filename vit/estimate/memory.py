@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from vit.config.schema import AugmentConfig, Config
-from vit.data.augment.apply import create_augment
+from vit.data.augment.apply import Augment
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
 from vit.model import create_model
@@ -33,8 +33,18 @@ from vit.optim.optimizer import create_optimizer
 from vit.ranks.distributed import World
 from vit.step import TrainStep
 
-BATCHES_ON_DEVICE = 2
-"""A rank's batch in use, and the next one, which is copied meanwhile."""
+BATCHES_ON_DEVICE = 3
+"""A rank's batch in use, as it came and augmented, and the next one, which is copied meanwhile."""
+
+
+class _OnlyFloats(Augment):
+    """Makes inputs and targets of images, and nothing else: tables have no values here."""
+
+    def change(self, images: Tensor, table: Tensor) -> Tensor:
+        return images
+
+    def finish(self, images: Tensor, labels: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        return self.normalize(images), torch.zeros(len(labels), self.num_classes)
 
 
 @dataclass(frozen=True)
@@ -85,11 +95,13 @@ def step_memory(
                 parameter.grad = torch.zeros_like(parameter)
         # One pass after another: what counts is that gradients exist when the second one begins.
         batch = _batch(model, min(rank_batch_size, 2 * micro_batch_size), device)
+        mean, std = config.data.mean, config.data.std
+        augment = _OnlyFloats(AugmentConfig(), num_classes, mean, std, device)
         train_step = TrainStep(
             model,
             model,
             optimizer,
-            create_augment(AugmentConfig(), config.data, num_classes, device),
+            augment,
             World(0, 1, device),
             lr_at=lambda step: config.optim.lr,
             micro_batch_size=micro_batch_size,

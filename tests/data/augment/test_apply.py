@@ -7,6 +7,8 @@ import scipy.stats
 import torch
 from augmenting import (
     CPU,
+    DEIT3,
+    POLICIES,
     changed,
     mixed_table,
     on_pixels,
@@ -40,26 +42,6 @@ from vit.data.augment.table import (
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 MIX_BOTH = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.8)
-DEIT3 = AugmentConfig(crop="simple", three_augment=True, color_jitter=(0.3, 0.3, 0.3, 0.0))
-POLICIES = {
-    "timm": AugmentConfig(
-        randaugment_layers=2, mixup_alpha=0.8, cutmix_alpha=1.0, erasing_prob=0.25
-    ),
-    "torchvision": AugmentConfig(
-        randaugment_layers=2, randaugment_ops="torchvision", erasing_prob=0.1, erasing_mode="const"
-    ),
-    "big_vision": AugmentConfig(
-        randaugment_layers=2, randaugment_ops="big_vision", mixup_alpha=0.2, mixup_mode="elem"
-    ),
-    "deit3": DEIT3.model_copy(update={"mixup_alpha": 0.8, "cutmix_alpha": 1.0}),
-    "jitter": AugmentConfig(
-        color_jitter=(0.4, 0.4, 0.4, 0.1),
-        erasing_prob=0.5,
-        erasing_mode="rand",
-        cutmix_alpha=1.0,
-        mixup_mode="pair",
-    ),
-}
 
 
 # --- flips, normalisation, the simple crop's margin -----------------------------------------------
@@ -416,24 +398,6 @@ def test_augmenting_leaves_its_arguments_alone(name):
     on_pixels(POLICIES[name])(images, torch.arange(56) % 10, table)
     assert torch.equal(images, before[0])
     assert torch.equal(table, before[1])
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_nothing_waits_for_the_device(name):
-    """On the meta device there are no values to look at: an `.item()`, a branch on a pixel or a
-    mask of unknown size is an error."""
-    table = torch.from_numpy(mixed_table(POLICIES[name], 56, (40, 120)))
-    images, labels = (
-        torch.empty(*shape, dtype=dtype, device="meta")
-        for shape, dtype in (((56, 3, 40, 120), torch.uint8), ((56,), torch.int64))
-    )
-    augment = Augment(POLICIES[name], 10, MEAN, STD, torch.device("meta"))
-    inputs, targets = augment(images, labels, table)
-    assert (inputs.shape, inputs.dtype, targets.shape) == (
-        (56, 3, 40, 120),
-        torch.float32,
-        (56, 10),
-    )
 
 
 @pytest.mark.slow

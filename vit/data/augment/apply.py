@@ -1,9 +1,10 @@
-"""Augmentation of micro-batches on the device: a pure function of (images, labels, table).
+"""Augmentation of batches on the device: a pure function of (images, labels, table).
 
 Images arrive as uint8 and stay so for everything that works on grey levels: the reflected margin of
 the simple crop, the flip, then one operation after the other (RandAugment, 3-Augment, colour
-jitter), each on the rows that drew it. They become float32 with mean and deviation of the data
-removed; boxes are erased; at last rows, and their labels, mix with their partners.
+jitter), those of a kind together (`vit.data.augment.rounds`). They become float32 with mean and
+deviation of the data removed; boxes are erased; at last rows, and their labels, mix with their
+partners.
 
 Nothing here draws a random number or waits for the device: the host knows from the same table
 (`vit.data.augment.draw`) which rows an operation takes.
@@ -13,32 +14,31 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vit.config.schema import AugmentConfig, DataConfig
 from vit.data.augment import pixel_ops
-from vit.data.augment.dialects import OPS
 from vit.data.augment.draw import mixes, partners
-from vit.data.augment.table import (
-    BOTTOM,
-    CUTMIX,
-    FLIP,
-    LAMBDA,
-    LEFT,
-    RIGHT,
-    TOP,
-    OpColumn,
-    table_layout,
-)
+from vit.data.augment.rounds import apply_rounds, plan_rounds, to_device
+from vit.data.augment.table import CUTMIX, LAMBDA, RIGHT, TOP, table_layout
 
-CPU_CHUNK = 2**18
-"""Values of images that an operation takes at once on a CPU, so that what it writes is still in
-the cache when it is read: one image of 224 pixels (docs/experiments.md). A GPU takes all rows."""
+CPU_VALUES, GPU_VALUES = 2**18, 2**27
+"""Values of images that are changed at once. On a CPU what an operation writes is still in the
+cache when it is read: one image of 224 pixels (docs/experiments.md). On a GPU as many as its memory
+has room for, beside a model: 891 images."""
+
+
+def rows_at_once(images: Tensor) -> int:
+    """Return how many of `images` (B, C, H, W) are changed at once."""
+    values = CPU_VALUES if images.device.type == "cpu" else GPU_VALUES
+    return max(1, values // images[0].numel())
 
 
 class Augment:
     """Everything between decoded pixels and the model's inputs and targets.
+
+    A call does all of it. `change` takes the host as long for few images as for many, so it serves
+    all micro-batches at once; `finish` makes float32, and so takes one at a time.
 
     `mean`, `std`: per channel, for images scaled to [0, 1]. `compiled`: `torch.compile` the part
     that has one shape in all steps. Evaluation, which has no table, only uses `normalize`.
@@ -61,7 +61,9 @@ class Augment:
         # (x / 255 - mean) / std as one multiplication and addition.
         self.scale = (1.0 / (255.0 * torch.tensor(std))).view(1, -1, 1, 1).to(device)
         self.shift = (-torch.tensor(mean) / torch.tensor(std)).view(1, -1, 1, 1).to(device)
-        self._finish = torch.compile(self.finish, dynamic=False) if compiled else self.finish
+        self._finish = self._finish_on_device
+        if compiled:
+            self._finish = torch.compile(self._finish, dynamic=False)
 
     def __call__(self, images: Tensor, labels: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """Augment `images` (B, C, H, W) uint8 and `labels` (B,) int64, both on the device.
@@ -69,102 +71,92 @@ class Augment:
         `table` (B, K) float32 is on the host. Returns inputs (B, C, H, W) float32 and soft targets
         (B, num_classes) float32.
         """
+        return self.finish(self.change(images, table), labels, table)
+
+    def change(self, images: Tensor, table: Tensor) -> Tensor:
+        """Do what works on grey levels: margin, flip, operations; returns new uint8 images.
+
+        Channels are apart in memory: twice as fast on a CPU in all that follows.
+        """
+        out = torch.empty(images.shape, dtype=torch.uint8, device=images.device)
+        size = (images.shape[2], images.shape[3])
+        block_rows = rows_at_once(images)
+        rounds = plan_rounds(self.layout, table.numpy(), size, block_rows, images.device)
+        if self.layout.shift is not None:
+            shifts = table[:, self.layout.shift : self.layout.shift + 2].long().numpy()
+            (on_device,) = to_device([shifts], images.device)
+        for start in range(0, len(images), block_rows):
+            rows = slice(start, start + block_rows)
+            block = images[rows]
+            if self.layout.shift is not None:
+                block = pixel_ops.shift_reflected(block, *on_device[rows].unbind(1))
+            apply_rounds(rounds, rows, block, out[rows])
+        return out
+
+    def finish(self, images: Tensor, labels: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise, erase and mix `images` uint8 after `change`; the rest as in a call."""
         device = images.device
-        on_device = table.to(device, non_blocking=True)
-        images = self._apply_ops(self._move(images, on_device), table, on_device)
-        erased = torch.arange(len(table), device=device)
         # Only the rows that are erased, as noise is costly. `nonzero` of the table on the host: on
         # the device it would be a host-device sync. Compiled, one shape for all rows is cheaper
         # than a graph per number of rows.
+        erased = np.arange(len(table))
         if self.layout.erase is not None and not self.compiled:
             top, bottom = table[:, self.layout.erase], table[:, self.layout.erase + 1]
-            erased = (bottom > top).nonzero()[:, 0].to(device, non_blocking=True)
-        partner = torch.from_numpy(partners(self.config, len(table))).to(device, non_blocking=True)
-        return self._finish(images, labels, on_device, erased, partner)
+            erased = (bottom > top).numpy().nonzero()[0]
+        on_device, *rows = to_device(
+            [table.numpy(), erased, partners(self.config, len(table))], device
+        )
+        return self._finish(images, labels, on_device, *rows)
 
     def normalize(self, images: Tensor) -> Tensor:
         """Turn uint8 (B, C, H, W) into float32 with mean and deviation of the data removed."""
-        return torch.addcmul(self.shift, images.float(), self.scale)
+        out = torch.empty_like(images, dtype=torch.float32)
+        rows = rows_at_once(images)
+        for part, to in zip(images.split(rows), out.split(rows), strict=True):
+            torch.addcmul(self.shift, part.float(), self.scale, out=to)
+        return out
 
-    def _move(self, images: Tensor, table: Tensor) -> Tensor:
-        """Apply the simple crop's margin and the flip; returns a copy."""
-        if self.layout.shift is not None:
-            right, down = table[:, self.layout.shift : self.layout.shift + 2].long().unbind(1)
-            images = pixel_ops.shift_reflected(images, right, down)
-        # Channels apart, not last: twice as fast on a CPU in all that follows.
-        images = images.contiguous()
-        return torch.where(table[:, FLIP].view(-1, 1, 1, 1) > 0, images.flip(-1), images)
-
-    def _apply_ops(self, images: Tensor, table: Tensor, on_device: Tensor) -> Tensor:
-        """Apply each operation to its rows of `images` uint8, in place."""
-        if not self.layout.op_columns:
-            return images
-        numbers = table[:, [op_column.column for op_column in self.layout.op_columns]].numpy().T
-        # Sorted by operation, the rows of each are a slice: all lists of rows go to the device in
-        # one copy, where a boolean mask for each would be a host-device sync.
-        by_number = np.argsort(numbers, axis=1, kind="stable")
-        rows_on_device = torch.from_numpy(by_number).to(images.device, non_blocking=True)
-        for index, op_column in enumerate(self.layout.op_columns):
-            ordered = numbers[index, by_number[index]]
-            ops, starts = np.unique(ordered, return_index=True)
-            stops = [*starts[1:], len(ordered)]
-            for op, start, stop in zip(ops.tolist(), starts, stops, strict=True):
-                if op < 0:  # these rows drew none
-                    continue
-                for rows in self._chunks(rows_on_device[index, start:stop], images):
-                    images[rows] = self._apply(op_column, int(op), images[rows], on_device[rows])
-        return images
-
-    @staticmethod
-    def _chunks(rows: Tensor, images: Tensor) -> tuple[Tensor, ...]:
-        if images.device.type == "cpu":
-            return rows.split(max(1, CPU_CHUNK // images[0].numel()))
-        return rows.split(len(images))
-
-    def _apply(self, op_column: OpColumn, op: int, images: Tensor, table: Tensor) -> Tensor:
-        strength = table[:, op_column.column + 1].view(-1, 1, 1, 1)
-        place = table[:, op_column.column + 2 : op_column.column + 4]
-        # Back to uint8 after each operation, as in the sources, which rounds between operations.
-        return pixel_ops.to_levels(OPS[op_column.op_set][op](images.float(), strength, place))
-
-    def finish(
+    def _finish_on_device(
         self, images: Tensor, labels: Tensor, table: Tensor, erased: Tensor, partner: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Normalise, erase, mix.
+        """Do as `finish`, whose arguments are on the device here.
 
         `erased` (int64): rows whose box may not be empty; `partner` (B,) int64: the row that each
         row mixes with.
         """
         inputs = self.normalize(images)
-        targets = F.one_hot(labels, self.num_classes).float()
+        targets = torch.zeros(len(labels), self.num_classes, device=labels.device)
+        targets.scatter_(1, labels[:, None], 1.0)
+        block_rows = rows_at_once(images)
         if self.layout.erase is not None:
-            for part in self._chunks(erased, inputs):
+            for part in erased.split(block_rows):
                 inputs[part] = self._erase(inputs[part], table[part, self.layout.erase :])
-        if mixes(self.config):
-            top, bottom, left, right, kept = (
-                table[:, column].view(-1, 1, 1, 1) for column in (TOP, BOTTOM, LEFT, RIGHT, LAMBDA)
-            )
-            box = pixel_ops.in_box(inputs, top, bottom, left, right).float()
-            # The partner's share of each pixel: 0 or 1 by the box (CutMix), or 1 - lambda (MixUp).
-            # Rows that do not mix have lambda 1, so no rows need to be selected.
-            share = torch.where(table[:, CUTMIX].view(-1, 1, 1, 1) > 0, box, 1.0 - kept)
-            inputs = torch.lerp(inputs, inputs[partner], share)
-            targets = torch.lerp(targets, targets[partner], 1.0 - table[:, LAMBDA, None])
-        return inputs, targets
+        if not mixes(self.config):
+            return inputs, targets
+        # The partner's share of each pixel: 0 or 1 by the box (CutMix), or 1 - lambda (MixUp). Rows
+        # that do not mix have lambda 1, so no rows need to be selected.
+        others = 1.0 - table[:, LAMBDA, None]
+        mixed = torch.empty_like(inputs)
+        for start in range(0, len(inputs), block_rows):
+            rows = slice(start, start + block_rows)
+            box = pixel_ops.in_box(inputs, table[rows, TOP : RIGHT + 1])
+            is_cut = table[rows, CUTMIX].view(-1, 1, 1, 1) > 0
+            share = torch.where(is_cut, box, others[rows, :, None, None])
+            torch.lerp(inputs[rows], inputs[partner[rows]], share, out=mixed[rows])
+        return mixed, torch.lerp(targets, targets[partner], others)
 
     def _erase(self, inputs: Tensor, columns: Tensor) -> Tensor:
         """Erase boxes of normalised images (Zhong et al. 2020).
 
         Filled as in timm: with 0, a standard normal colour, or normal noise.
         """
-        top, bottom, left, right = (columns[:, c].view(-1, 1, 1, 1) for c in range(4))
         fill: Tensor | float = 0.0
         if self.config.erasing_mode == "rand":
-            fill = columns[:, 4 : 4 + inputs.shape[1]].view(len(inputs), -1, 1, 1)
+            fill = columns[:, 4 : 4 + inputs.shape[1], None, None]
         elif self.config.erasing_mode == "pixel":
             # A hash of the row's seed: the same noise on any device and in any micro-batch.
             fill = pixel_ops.noise(columns[:, 4].int(), *inputs.shape[1:])
-        return torch.where(pixel_ops.in_box(inputs, top, bottom, left, right), fill, inputs)
+        return torch.where(pixel_ops.in_box(inputs, columns[:, :4]), fill, inputs)
 
 
 def create_augment(

@@ -1,8 +1,8 @@
 """The operations of each set at a drawn strength: RandAugment in three dialects, 3-Augment, jitter.
 
 The table has the number of an operation and its strength, on the set's own scale
-(`vit.data.augment.draw`). Here the number becomes a function that turns the strength into grey
-levels, degrees or pixels, as the set's source does, and calls `vit.data.augment.pixel_ops`.
+(`vit.data.augment.draw`). Here both become what the device needs: a `Kind`, and a table of levels
+or a few numbers, computed on the host as the set's source does.
 
 Sources: timm/data/auto_augment.py, "increasing" operations (`rand-m9-mstd0.5-inc1`), bilinear;
 torchvision/transforms/autoaugment.py on Pillow images, with the bilinear interpolation of
@@ -13,30 +13,88 @@ torchvision's references, on black; big_vision/pp/autoaugment.py of google-resea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vit.data.augment import pixel_ops
+from vit.data.augment.families import Kind
 from vit.data.augment.table import OP_NAMES
 
-Op = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(images (B, C, H, W) float32 of integer levels, strength (B, 1, 1, 1), place (B, 2) in [0, 1) or
-(B, 0)) -> float32 for `pixel_ops.to_levels`."""
-
-BLACK = 0.0
-MIDDLE_GREY = 128.0
+Size = tuple[int, int]
+"""(height, width) of the images in pixels."""
 
 
-@lru_cache
-def _mean_colour(device: torch.device) -> Tensor:
-    """Return what timm's warps leave empty: its `img_mean`, ImageNet's mean colour.
+class Drawn(NamedTuple):
+    """An operation as it was drawn for n images of `size`."""
 
-    Whatever `data.mean` is.
+    strength: Tensor
+    """(n, 1) float32."""
+    place: Tensor
+    """(n, 2) float32 in [0, 1): x and y of the cutout; other sets have zeros."""
+    size: Size
+
+
+class Op(NamedTuple):
+    """An operation: how it is done, and its numbers.
+
+    `numbers` gives levels 0..255 (n, 256) for `Kind.TABLE`, and else as many numbers, each (n, 1)
+    or the same for all images, as `Kind` says.
     """
-    return torch.tensor([124.0, 116.0, 104.0], device=device).view(1, 3, 1, 1)
+
+    kind: Kind
+    numbers: Callable[[Drawn], Tensor | Sequence[Tensor | float]]
+
+
+NONE = Op(Kind.NONE, lambda drawn: ())
+AUTO_CONTRAST = Op(Kind.AUTO_CONTRAST, lambda drawn: ())
+EQUALIZE = Op(Kind.EQUALIZE, lambda drawn: ())
+
+MEAN_COLOUR = (124.0, 116.0, 104.0)
+"""What timm's warps leave empty: `img_mean`, ImageNet's mean colour, whatever `data.mean` is."""
+BLACK = (0.0, 0.0, 0.0)
+MIDDLE_GREY = (128.0, 128.0, 128.0)
+
+
+def _by_table(levels: Callable[[Tensor, Tensor], Tensor]) -> Op:
+    """Make an operation that maps levels to levels: `levels`(images, strength)."""
+    return Op(Kind.TABLE, lambda drawn: levels(pixel_ops.LEVELS, drawn.strength))
+
+
+def _by_factor(kind: Kind, factor: Callable[[Tensor], Tensor]) -> Op:
+    return Op(kind, lambda drawn: (factor(drawn.strength),))
+
+
+# --- matrices: a to f of `pixel_ops.affine`, content counter-clockwise, left and up ---------------
+
+Matrix = tuple[Tensor | float, ...]
+
+
+def _warp(fill: Sequence[float], matrix: Callable[[Tensor, Size], Matrix]) -> Op:
+    return Op(Kind.WARP, lambda drawn: (*matrix(drawn.strength, drawn.size), *fill))
+
+
+def _turned(degrees: Tensor) -> Matrix:
+    """Turn the content counter-clockwise about the centre."""
+    angle = degrees * (math.pi / 180.0)
+    return angle.cos(), -angle.sin(), 0.0, angle.sin(), angle.cos(), 0.0
+
+
+def _sheared_x(shear: Tensor, size: Size) -> Matrix:
+    """Move row y left by `shear` * y pixels, y counted from the upper border."""
+    return 1.0, shear, shear * (size[0] / 2), 0.0, 1.0, 0.0
+
+
+def _sheared_y(shear: Tensor, size: Size) -> Matrix:
+    """Move column x up by `shear` * x pixels, x counted from the left border."""
+    return 1.0, 0.0, 0.0, shear, 1.0, shear * (size[1] / 2)
+
+
+def _moved(left: Tensor | float, up: Tensor | float) -> Matrix:
+    """Move the content left and up by so many pixels."""
+    return 1.0, 0.0, left, 0.0, 1.0, up
 
 
 # --- timm: strengths -10..10 ----------------------------------------------------------------------
@@ -48,36 +106,31 @@ def _timm_factor(strength: Tensor) -> Tensor:
 
 
 _TIMM: dict[str, Op] = {
-    "auto_contrast": lambda x, s, _: pixel_ops.auto_contrast(x),
-    "equalize": lambda x, s, _: pixel_ops.equalize(x),
-    "invert": lambda x, s, _: pixel_ops.invert(x),
-    "rotate": lambda x, s, _: pixel_ops.rotate(x, 3.0 * s, _mean_colour(x.device)),
-    "posterize": lambda x, s, _: pixel_ops.posterize(x, 4.0 - (0.4 * s.abs()).floor()),
-    "solarize": lambda x, s, _: pixel_ops.solarize(x, 256.0 - (25.6 * s.abs()).floor()),
-    "solarize_add": lambda x, s, _: pixel_ops.solarize_add(x, (11.0 * s.abs()).floor()),
-    "color": lambda x, s, _: pixel_ops.saturation(x, _timm_factor(s)),
-    "contrast": lambda x, s, _: pixel_ops.contrast(x, _timm_factor(s)),
-    "brightness": lambda x, s, _: pixel_ops.brightness(x, _timm_factor(s)),
-    "sharpness": lambda x, s, _: pixel_ops.sharpness(x, _timm_factor(s)),
-    "shear_x": lambda x, s, _: pixel_ops.shear_x(x, 0.03 * s, _mean_colour(x.device)),
-    "shear_y": lambda x, s, _: pixel_ops.shear_y(x, 0.03 * s, _mean_colour(x.device)),
-    "translate_x": lambda x, s, _: pixel_ops.translate_x(
-        x, 0.045 * s * x.shape[-1], _mean_colour(x.device)
-    ),
-    "translate_y": lambda x, s, _: pixel_ops.translate_y(
-        x, 0.045 * s * x.shape[-2], _mean_colour(x.device)
-    ),
+    "auto_contrast": AUTO_CONTRAST,
+    "equalize": EQUALIZE,
+    "invert": _by_table(lambda x, s: pixel_ops.invert(x).expand(len(s), -1)),
+    "rotate": _warp(MEAN_COLOUR, lambda s, size: _turned(3.0 * s)),
+    "posterize": _by_table(lambda x, s: pixel_ops.posterize(x, 4.0 - (0.4 * s.abs()).floor())),
+    "solarize": _by_table(lambda x, s: pixel_ops.solarize(x, 256.0 - (25.6 * s.abs()).floor())),
+    "solarize_add": _by_table(lambda x, s: pixel_ops.solarize_add(x, (11.0 * s.abs()).floor())),
+    "color": _by_factor(Kind.SATURATION, _timm_factor),
+    "contrast": _by_factor(Kind.CONTRAST, _timm_factor),
+    "brightness": _by_table(lambda x, s: x * _timm_factor(s)),
+    "sharpness": _by_factor(Kind.SHARPNESS, _timm_factor),
+    "shear_x": _warp(MEAN_COLOUR, lambda s, size: _sheared_x(0.03 * s, size)),
+    "shear_y": _warp(MEAN_COLOUR, lambda s, size: _sheared_y(0.03 * s, size)),
+    "translate_x": _warp(MEAN_COLOUR, lambda s, size: _moved(0.045 * s * size[1], 0.0)),
+    "translate_y": _warp(MEAN_COLOUR, lambda s, size: _moved(0.0, 0.045 * s * size[0])),
 }
 
 # --- torchvision: strengths -30..30 ---------------------------------------------------------------
 
+# The source's magnitudes are float32 numbers, whose last bits decide some levels.
+_TORCHVISION_MAGNITUDES = torch.linspace(0.0, 0.9, 31).double()
+
 
 def _torchvision_factor(strength: Tensor) -> Tensor:
-    # The source's magnitudes are float32 numbers, whose last bits decide some levels.
-    magnitudes = torch.linspace(0.0, 0.9, 31, device=strength.device).double()[
-        strength.abs().long()
-    ]
-    return (1.0 + magnitudes.copysign(strength)).float()
+    return (1.0 + _TORCHVISION_MAGNITUDES[strength.abs().long()].copysign(strength)).float()
 
 
 def _torchvision_pixels(strength: Tensor, side: int) -> Tensor:
@@ -86,24 +139,20 @@ def _torchvision_pixels(strength: Tensor, side: int) -> Tensor:
 
 
 _TORCHVISION: dict[str, Op] = {
-    "identity": lambda x, s, _: x,
-    "shear_x": lambda x, s, _: pixel_ops.shear_x(x, 0.01 * s, BLACK),
-    "shear_y": lambda x, s, _: pixel_ops.shear_y(x, 0.01 * s, BLACK),
-    "translate_x": lambda x, s, _: pixel_ops.translate_x(
-        x, -_torchvision_pixels(s, x.shape[-1]), BLACK
-    ),
-    "translate_y": lambda x, s, _: pixel_ops.translate_y(
-        x, -_torchvision_pixels(s, x.shape[-2]), BLACK
-    ),
-    "rotate": lambda x, s, _: pixel_ops.rotate(x, s, BLACK),
-    "brightness": lambda x, s, _: pixel_ops.brightness(x, _torchvision_factor(s)),
-    "color": lambda x, s, _: pixel_ops.saturation(x, _torchvision_factor(s)),
-    "contrast": lambda x, s, _: pixel_ops.contrast(x, _torchvision_factor(s)),
-    "sharpness": lambda x, s, _: pixel_ops.sharpness(x, _torchvision_factor(s)),
-    "posterize": lambda x, s, _: pixel_ops.posterize(x, 8.0 - (s.abs() / 7.5).round()),
-    "solarize": lambda x, s, _: pixel_ops.solarize(x, 255.0 - 8.5 * s.abs()),
-    "auto_contrast": lambda x, s, _: pixel_ops.auto_contrast(x),
-    "equalize": lambda x, s, _: pixel_ops.equalize(x),
+    "identity": NONE,
+    "shear_x": _warp(BLACK, lambda s, size: _sheared_x(0.01 * s, size)),
+    "shear_y": _warp(BLACK, lambda s, size: _sheared_y(0.01 * s, size)),
+    "translate_x": _warp(BLACK, lambda s, size: _moved(-_torchvision_pixels(s, size[1]), 0.0)),
+    "translate_y": _warp(BLACK, lambda s, size: _moved(0.0, -_torchvision_pixels(s, size[0]))),
+    "rotate": _warp(BLACK, lambda s, size: _turned(s)),
+    "brightness": _by_table(lambda x, s: x * _torchvision_factor(s)),
+    "color": _by_factor(Kind.SATURATION, _torchvision_factor),
+    "contrast": _by_factor(Kind.CONTRAST, _torchvision_factor),
+    "sharpness": _by_factor(Kind.SHARPNESS, _torchvision_factor),
+    "posterize": _by_table(lambda x, s: pixel_ops.posterize(x, 8.0 - (s.abs() / 7.5).round())),
+    "solarize": _by_table(lambda x, s: pixel_ops.solarize(x, 255.0 - 8.5 * s.abs())),
+    "auto_contrast": AUTO_CONTRAST,
+    "equalize": EQUALIZE,
 }
 
 # --- big_vision: strengths -20..20 ----------------------------------------------------------------
@@ -113,23 +162,11 @@ def _big_vision_factor(strength: Tensor) -> Tensor:
     return 0.18 * strength.abs() + 0.1
 
 
-def _tf_grey(images: Tensor) -> Tensor:
-    """Do as tf.image.rgb_to_grayscale of uint8: its weights, times 255.5, fraction cut off."""
-    red, green, blue = (images / 255.0).split(1, 1)
-    return ((0.2989 * red + 0.5870 * green + 0.1140 * blue) * 255.5).floor()
-
-
-def _tf_contrast(images: Tensor, factor: Tensor) -> Tensor:
+def _tf_contrast(drawn: Drawn) -> Tensor:
     # The source's mean is that of the histogram's 256 counts, not of the levels: a constant, 196
     # for 224 x 224 pixels.
-    mean = float(min(images.shape[-2] * images.shape[-1] // 256, 255))
-    return mean + factor * (images - mean)
-
-
-def _tf_auto_contrast(images: Tensor) -> Tensor:
-    low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
-    scale = torch.full_like(high, 255.0) / (high - low).clamp(min=1.0)
-    return torch.where(high > low, images * scale - low * scale, images)
+    mean = float(min(math.prod(drawn.size) // 256, 255))
+    return mean + _big_vision_factor(drawn.strength) * (pixel_ops.LEVELS - mean)
 
 
 def _tf_posterize(images: Tensor, strength: Tensor) -> Tensor:
@@ -142,65 +179,64 @@ def _tf_solarize(images: Tensor, strength: Tensor) -> Tensor:
     return pixel_ops.solarize(images, (25.6 * strength.abs()).floor().remainder(256.0))
 
 
-def _cutout(images: Tensor, strength: Tensor, place: Tensor) -> Tensor:
-    """Cover a square of up to 80 pixels (at strength 10) with grey, centred anywhere."""
-    height, width = images.shape[-2:]
-    half = (4.0 * strength.abs()).floor()
-    x = (place[:, 0] * width).floor().view(-1, 1, 1, 1)
-    y = (place[:, 1] * height).floor().view(-1, 1, 1, 1)
-    in_square = pixel_ops.in_box(images, y - half, y + half, x - half, x + half)
-    return torch.where(in_square, MIDDLE_GREY, images)
+def _cutout(drawn: Drawn) -> tuple[Tensor, ...]:
+    """Cover a square of up to 80 pixels (at strength 10), centred anywhere."""
+    height, width = drawn.size
+    half = (4.0 * drawn.strength.abs()).floor()
+    x = (drawn.place[:, :1] * width).floor()
+    y = (drawn.place[:, 1:] * height).floor()
+    return y - half, y + half, x - half, x + half
 
 
-def _warped(images: Tensor, *matrix: Tensor | float) -> Tensor:
-    return pixel_ops.affine_nearest(images, matrix, MIDDLE_GREY)
-
-
-def _tf_rotate(images: Tensor, degrees: Tensor) -> Tensor:
+def _tf_turned(degrees: Tensor, size: Size) -> Matrix:
     """Rotate about the centre (tensorflow_addons/image/transform_ops.py)."""
-    last_y, last_x = (side - 1 for side in images.shape[-2:])
+    last_y, last_x = (side - 1 for side in size)
     angle = degrees * (math.pi / 180.0)
     cos = angle.cos()
     sin = angle.sin()
     offset_x = (last_x - (cos * last_x - sin * last_y)) / 2
     offset_y = (last_y - (sin * last_x + cos * last_y)) / 2
-    return _warped(images, cos, -sin, offset_x, sin, cos, offset_y)
+    return cos, -sin, offset_x, sin, cos, offset_y
+
+
+def _tf_warp(matrix: Callable[[Tensor, Size], Matrix]) -> Op:
+    return _warp(MIDDLE_GREY, matrix)._replace(kind=Kind.TF_WARP)
 
 
 _BIG_VISION: dict[str, Op] = {
-    "auto_contrast": lambda x, s, _: _tf_auto_contrast(x),
-    "equalize": lambda x, s, _: pixel_ops.equalize(x),
-    "invert": lambda x, s, _: pixel_ops.invert(x),
-    "rotate": lambda x, s, _: _tf_rotate(x, 3.0 * s),
-    "posterize": lambda x, s, _: _tf_posterize(x, s),
-    "solarize": lambda x, s, _: _tf_solarize(x, s),
-    "color": lambda x, s, _: pixel_ops.blend(_tf_grey(x), x, _big_vision_factor(s)),
-    "contrast": lambda x, s, _: _tf_contrast(x, _big_vision_factor(s)),
-    "brightness": lambda x, s, _: pixel_ops.brightness(x, _big_vision_factor(s)),
-    "sharpness": lambda x, s, _: pixel_ops.sharpness(x, _big_vision_factor(s), rounding=0.0),
-    "shear_x": lambda x, s, _: _warped(x, 1.0, 0.3 * (s / 10.0), 0.0, 0.0, 1.0, 0.0),
-    "shear_y": lambda x, s, _: _warped(x, 1.0, 0.0, 0.0, 0.3 * (s / 10.0), 1.0, 0.0),
-    "translate_x": lambda x, s, _: _warped(x, 1.0, 0.0, 10.0 * s, 0.0, 1.0, 0.0),
-    "translate_y": lambda x, s, _: _warped(x, 1.0, 0.0, 0.0, 0.0, 1.0, 10.0 * s),
-    "cutout": _cutout,
-    "solarize_add": lambda x, s, _: pixel_ops.solarize_add(x, (11.0 * s.abs()).floor()),
+    "auto_contrast": Op(Kind.TF_AUTO_CONTRAST, lambda drawn: ()),
+    "equalize": EQUALIZE,
+    "invert": _TIMM["invert"],
+    "rotate": _tf_warp(lambda s, size: _tf_turned(3.0 * s, size)),
+    "posterize": _by_table(_tf_posterize),
+    "solarize": _by_table(_tf_solarize),
+    "color": _by_factor(Kind.TF_SATURATION, _big_vision_factor),
+    "contrast": Op(Kind.TABLE, _tf_contrast),
+    "brightness": _by_table(lambda x, s: x * _big_vision_factor(s)),
+    "sharpness": _by_factor(Kind.TF_SHARPNESS, _big_vision_factor),
+    "shear_x": _tf_warp(lambda s, size: (1.0, 0.3 * (s / 10.0), 0.0, 0.0, 1.0, 0.0)),
+    "shear_y": _tf_warp(lambda s, size: (1.0, 0.0, 0.0, 0.3 * (s / 10.0), 1.0, 0.0)),
+    "translate_x": _tf_warp(lambda s, size: _moved(10.0 * s, 0.0)),
+    "translate_y": _tf_warp(lambda s, size: _moved(0.0, 10.0 * s)),
+    "cutout": Op(Kind.CUTOUT, _cutout),
+    "solarize_add": _TIMM["solarize_add"],
 }
 
 # --- DeiT III's 3-Augment (facebookresearch/deit:augment.py): strengths are radii in pixels -------
 
 _THREE_AUGMENT: dict[str, Op] = {
-    "grayscale": lambda x, s, _: pixel_ops.grayscale(x),
-    "solarize": lambda x, s, _: pixel_ops.solarize(x, torch.full_like(s, 128.0)),
-    "blur": lambda x, s, _: pixel_ops.gaussian_blur(x, s),
+    "grayscale": _by_factor(Kind.SATURATION, torch.zeros_like),
+    "solarize": _by_table(lambda x, s: pixel_ops.solarize(x, torch.full_like(s, 128.0))),
+    "blur": Op(Kind.BLUR, lambda drawn: pixel_ops.box_weights(drawn.strength)),
 }
 
 # --- colour jitter: strengths are factors, hue's are turns ----------------------------------------
 
 _COLOR_JITTER: dict[str, Op] = {
-    "brightness": lambda x, s, _: pixel_ops.brightness(x, s),
-    "contrast": lambda x, s, _: pixel_ops.contrast(x, s),
-    "saturation": lambda x, s, _: pixel_ops.saturation(x, s),
-    "hue": lambda x, s, _: pixel_ops.hue(x, s),
+    "brightness": _by_table(lambda x, s: x * s),
+    "contrast": _by_factor(Kind.CONTRAST, lambda s: s),
+    "saturation": _by_factor(Kind.SATURATION, lambda s: s),
+    "hue": _by_factor(Kind.HUE, lambda s: s),
 }
 
 _SETS = {
@@ -211,6 +247,7 @@ _SETS = {
     "color_jitter": _COLOR_JITTER,
 }
 OPS: dict[str, tuple[Op, ...]] = {
-    name: tuple(_SETS[name][op] for op in names) for name, names in OP_NAMES.items()
+    "flip": (NONE, Op(Kind.FLIP, lambda drawn: ())),
+    **{name: tuple(_SETS[name][op] for op in names) for name, names in OP_NAMES.items()},
 }
-"""The functions behind `vit.data.augment.table.OP_NAMES`, by set and number."""
+"""The operations behind `vit.data.augment.table.OP_NAMES`, by set and number, and the flip."""

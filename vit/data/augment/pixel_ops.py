@@ -1,9 +1,10 @@
-"""Pixel operations on batches, each sample with its own argument.
+"""Arithmetic of pixels in batches, each sample with its own argument.
 
-An operation gets images (B, C, H, W) float32 of integer grey levels 0..255 and arguments
-(B, 1, 1, 1) float32, and returns float32 of the same shape. `to_levels` clamps to 0..255 and cuts
-fractions off, as Pillow does; an operation that rounds does so itself. None draws random numbers,
-waits for the device or branches on a value: rows do not affect each other.
+Levels are whole numbers 0..255. Images (B, C, H, W) and tables of levels (B, C, 256) are uint8 or
+float32, and so is what comes out, as the docstrings say; arguments are (B, 1, 1, 1) float32.
+`to_levels` clamps to 0..255 and cuts fractions off, as Pillow does; an operation that rounds does
+so itself. None draws random numbers, waits for the device or branches on a value: rows do not
+affect each other.
 
 Equal to Pillow on a CPU, to the level, unless the docstring of an operation says otherwise; a GPU
 may differ by one level where the exact result is an integer.
@@ -11,80 +12,22 @@ may differ by one level where the exact result is an integer.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LEVELS = torch.arange(256, dtype=torch.float32)
+"""All of them, on the host: what an operation makes of them is its table."""
+
 
 def to_levels(images: Tensor) -> Tensor:
-    """Convert float images to uint8: clamp to 0..255, cut fractions off."""
+    """Convert floats to uint8: clamp to 0..255, cut fractions off."""
     return images.clamp(0.0, 255.0).to(torch.uint8)
 
 
-def grey(images: Tensor) -> Tensor:
-    """Return (B, 1, H, W): Pillow's luma in its integer weights; grey images as they are."""
-    if images.shape[1] == 1:
-        return images
-    # No tensor of the weights: creating one is a host-device sync. The sums are exact in float32.
-    red, green, blue = images.split(1, 1)
-    return ((19595.0 * red + 38470.0 * green + 7471.0 * blue + 32768.0) / 65536.0).floor()
-
-
-def blend(other: Tensor, images: Tensor, factor: Tensor) -> Tensor:
-    """Return `other` at factor 0, `images` at 1, extrapolated above (in the order of Blend.c)."""
-    return other + factor * (images - other)
-
-
-# --- levels ---------------------------------------------------------------------------------------
-
-
-def brightness(images: Tensor, factor: Tensor) -> Tensor:
-    """Scale brightness: black at 0, the image at 1."""
-    return images * factor
-
-
-def contrast(images: Tensor, factor: Tensor) -> Tensor:
-    """Scale contrast: the mean grey at 0, the image at 1."""
-    # In double: a float32 sum over all pixels could round to a different level.
-    mean = grey(images).double().mean((2, 3), keepdim=True)
-    return blend((mean + 0.5).floor().float(), images, factor)
-
-
-def saturation(images: Tensor, factor: Tensor) -> Tensor:
-    """Scale colour: grey at 0, the image at 1."""
-    return blend(grey(images), images, factor)
-
-
-def hue(images: Tensor, turns: Tensor) -> Tensor:
-    """Turn the colour wheel by `turns` in -0.5..0.5; value and saturation stay.
-
-    Equal to torchvision's on tensors up to one level (transforms/v2/functional/_color.py,
-    adjust_hue_image); Pillow's own way has only 256 hues.
-    """
-    red, green, blue = images.split(1, 1)
-    value = images.amax(1, keepdim=True)
-    least = images.amin(1, keepdim=True)
-    chroma = value - least
-    safe = chroma.clamp(min=1.0)  # levels are whole: a chroma is 0 or at least 1
-    sixths = torch.where(
-        value == red,
-        (green - blue) / safe,
-        torch.where(value == green, 2.0 + (blue - red) / safe, 4.0 + (red - green) / safe),
-    )
-    # Each channel is `value` less the part of the chroma that its distance from the hue takes:
-    # Smith 1978 without cases.
-    turned = sixths + 6.0 * turns
-    distances = ((turned + channel).remainder(6.0) for channel in (5.0, 3.0, 1.0))
-    taken = torch.cat([torch.minimum(d, 4.0 - d).clamp(0.0, 1.0) for d in distances], 1)
-    return (value - chroma * taken) * (255.999 / 255.0)  # torchvision's way back to levels
-
-
-def grayscale(images: Tensor) -> Tensor:
-    """Make all channels grey."""
-    return grey(images).expand_as(images)
+# --- levels by themselves: images or `LEVELS`, float32 --------------------------------------------
 
 
 def invert(images: Tensor) -> Tensor:
@@ -108,50 +51,129 @@ def solarize_add(images: Tensor, addition: Tensor) -> Tensor:
     return torch.where(images < 128.0, (images + addition).clamp(max=255.0), images)
 
 
-def auto_contrast(images: Tensor) -> Tensor:
-    """Stretch each channel to 0..255."""
-    images = images.double()  # as Pillow: its highest level may come out as 254
-    low = images.amin((2, 3), keepdim=True)
-    high = images.amax((2, 3), keepdim=True)
+# --- tables of levels from what an image has ------------------------------------------------------
+
+
+def auto_contrast_table(levels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the table (B, C, 256) that stretches each channel to 0..255.
+
+    levels: (B, C, H * W) int64. dtype: in which it is computed: float64 by Pillow, whose highest
+    level may come out as 254, float32 by TensorFlow.
+    """
+    factors, offsets = _stretching(dtype, levels.device)
+    pair = levels.amax(2).add_(levels.amin(2), alpha=256)[..., None]
+    # What it has for levels that the channel lacks does not matter.
+    return (_range(256, dtype, levels.device) * factors[pair] - offsets[pair]).to(torch.uint8)
+
+
+@lru_cache
+def _stretching(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return factors and offsets (65536,), by 256 times the lowest level plus the highest one."""
+    low = torch.arange(256, dtype=dtype)[:, None]
+    span = low.T - low
     # `255.0 / tensor` would be a product with its reciprocal, which rounds differently.
-    scale = torch.full_like(high, 255.0) / (high - low).clamp(min=1.0)
-    return torch.where(high > low, (images * scale - low * scale).floor(), images).float()
+    factors = torch.where(span > 0, torch.full_like(span, 255.0) / span, 1.0)
+    offsets = torch.where(span > 0, low * factors, 0.0)
+    return factors.flatten().to(device), offsets.flatten().to(device)
 
 
-def equalize(images: Tensor) -> Tensor:
-    """Equalize each channel's histogram, with Pillow's rounding (PIL/ImageOps.py, equalize)."""
-    flat = images.long().flatten(2)
-    counts = torch.zeros(*flat.shape[:2], 256, device=images.device, dtype=torch.long)
-    counts.scatter_add_(2, flat, torch.ones_like(flat))
-    last = counts.gather(2, flat.amax(2, keepdim=True))
-    step = (flat.shape[2] - last) // 255
-    table = ((step // 2 + counts.cumsum(2) - counts) // step.clamp(min=1)).clamp(max=255)
-    return torch.where(step > 0, table.gather(2, flat), flat).float().view_as(images)
+@lru_cache
+def _range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.arange(stop, dtype=dtype, device=device)
 
 
-# --- neighbours -----------------------------------------------------------------------------------
+def equalize_table(levels: Tensor) -> Tensor:
+    """Return the table (B, C, 256) that equalizes each channel's histogram.
+
+    levels: (B, C, H * W) int64. With Pillow's rounding (PIL/ImageOps.py, equalize).
+    """
+    every = _range(256, torch.int64, levels.device)
+    counts = torch.zeros(*levels.shape[:2], 257, device=levels.device, dtype=torch.int64)
+    counts[..., 1:].scatter_add_(2, levels, every[1].expand_as(levels))
+    below = counts.cumsum(2)[..., :256]  # number of pixels of lower levels
+    step = below.gather(2, levels.amax(2, keepdim=True)) // 255
+    table = ((below + step // 2) // step.clamp(min=1)).clamp_(max=255)
+    return torch.where(step > 0, table, every).to(torch.uint8)
 
 
-def sharpness(images: Tensor, factor: Tensor, rounding: float = 0.5) -> Tensor:
-    """Sharpen: smoothed at 0, the image at 1.
+def look_up(tables: Tensor, levels: Tensor, out: Tensor) -> None:
+    """Write what `tables` have for `levels` (B, C, H * W) int64 into uint8 images `out`."""
+    torch.gather(tables, 2, levels, out=out.flatten(2))
 
-    Smoothing is Pillow's SMOOTH, a 3 x 3 mean whose middle counts five times, which leaves the
-    border as it is. `rounding`: added to the mean before its fraction is cut off.
+
+# --- what images are blended with, and other colours: float32 -------------------------------------
+
+
+def grey(images: Tensor) -> Tensor:
+    """Return (B, 1, H, W) int32 for uint8 images: Pillow's luma in its integer weights.
+
+    Grey images as they are.
+    """
+    if images.shape[1] == 1:
+        return images
+    weighted = images * _constant((19595, 38470, 7471), torch.int32, images.device)
+    return (weighted.sum(1, keepdim=True, dtype=torch.int32) + 32768) >> 16
+
+
+@lru_cache
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return (1, C, 1, 1); anew for each batch it would be a host-device sync."""
+    return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)
+
+
+def tf_grey(images: Tensor) -> Tensor:
+    """Do as tf.image.rgb_to_grayscale of uint8: its weights, times 255.5, fraction cut off."""
+    red, green, blue = (images / 255.0).split(1, 1)
+    return ((0.2989 * red + 0.5870 * green + 0.1140 * blue) * 255.5).floor()
+
+
+def mean_level(grey: Tensor) -> Tensor:
+    """Return the rounded mean (B, 1, 1, 1) of grey images (B, 1, H, W)."""
+    # In double: a float32 sum over all pixels could round to a different level.
+    return (grey.mean((2, 3), keepdim=True, dtype=torch.float64) + 0.5).floor()
+
+
+def smoothed(images: Tensor, rounding: int) -> Tensor:
+    """Do as Pillow's SMOOTH: a 3 x 3 mean whose middle counts five times, of whole levels.
+
+    The border, of one pixel, is left away. `rounding`: thirteenths that are added to the mean
+    before its fraction is cut off.
     """
     three = images[:, :, :-2] + images[:, :, 1:-1] + images[:, :, 2:]
-    nine = three[..., :-2] + three[..., 1:-1] + three[..., 2:]
-    smoothed = images.clone()
-    smoothed[:, :, 1:-1, 1:-1] = (
-        (nine + 4.0 * images[:, :, 1:-1, 1:-1]) / 13.0 + rounding
-    ).floor_()
-    return blend(smoothed, images, factor)
+    nine = (three[..., :-2] + three[..., 1:-1]).add_(three[..., 2:])
+    sums = nine.add_(images[:, :, 1:-1, 1:-1], alpha=4.0).add_(rounding)
+    return sums.div_(13.0, rounding_mode="trunc")
 
 
-def gaussian_blur(images: Tensor, radius: Tensor) -> Tensor:
-    """Blur with a Gaussian of `radius` = 0..2 pixels, as Pillow does.
+def hue(images: Tensor, turns: Tensor) -> Tensor:
+    """Turn the colour wheel by `turns` in -0.5..0.5; value and saturation stay.
 
-    Three box filters along each axis, rounded after each one (Gwosdek et al. 2011; BoxBlur.c). Up
-    to three levels off at the few radii, such as 1, whose weights put sums just between two levels.
+    Equal to torchvision's on tensors up to one level (transforms/v2/functional/_color.py,
+    adjust_hue_image); Pillow's own way has only 256 hues.
+    """
+    red, green, blue = images.split(1, 1)
+    value = images.amax(1, keepdim=True)
+    least = images.amin(1, keepdim=True)
+    chroma = value - least
+    safe = chroma.clamp(min=1.0)  # levels are whole: a chroma is 0 or at least 1
+    sixths = torch.where(
+        value == red,
+        (green - blue) / safe,
+        torch.where(value == green, 2.0 + (blue - red) / safe, 4.0 + (red - green) / safe),
+    )
+    # Each channel is `value` less the part of the chroma that its distance from the hue takes:
+    # Smith 1978 without cases.
+    turned = sixths + 6.0 * turns
+    distances = (turned + _constant((5.0, 3.0, 1.0), torch.float32, images.device)).remainder_(6.0)
+    taken = torch.minimum(distances, 4.0 - distances).clamp_(0.0, 1.0)
+    return (value - chroma * taken) * (255.999 / 255.0)  # torchvision's way back to levels
+
+
+def box_weights(radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights of a pixel, its neighbours and theirs for `blur`, each like `radius`.
+
+    Pillow's Gaussian of `radius` = 0..2 pixels is three box filters along each axis (Gwosdek et al.
+    2011; BoxBlur.c), whose box reaches at most one full pixel, and a part of a second one.
     """
     variance = radius * radius / 3.0
     full = ((torch.sqrt(12.0 * variance + 1.0) - 1.0) / 2.0).floor()
@@ -162,9 +184,15 @@ def gaussian_blur(images: Tensor, radius: Tensor) -> Tensor:
     )
     inner = 1.0 / (2.0 * (full + part) + 1.0)
     outer = (1.0 - (2.0 * full + 1.0) * inner) / 2.0
-    # Up to radius 2 a box reaches at most one full pixel, and a part of a second one.
-    near = torch.where(full > 0, inner, outer)
-    far = torch.where(full > 0, outer, 0.0)
+    return inner, torch.where(full > 0, inner, outer), torch.where(full > 0, outer, 0.0)
+
+
+def blur(images: Tensor, middle: Tensor, near: Tensor, far: Tensor) -> Tensor:
+    """Blur three times along each axis with `box_weights`, rounded after each one.
+
+    Up to three levels off Pillow at the few radii, such as 1, whose weights put sums just between
+    two levels.
+    """
     for axis in (3, 2):
         size = images.shape[axis]
         for _ in range(3):
@@ -175,7 +203,7 @@ def gaussian_blur(images: Tensor, radius: Tensor) -> Tensor:
                 (left1 + right1)
                 .mul_(near)
                 .add_((left2 + right2).mul_(far))
-                .add_(images * inner)
+                .add_(images * middle)
                 .add_(0.5)
                 .floor_()
             )
@@ -185,80 +213,56 @@ def gaussian_blur(images: Tensor, radius: Tensor) -> Tensor:
 # --- geometry -------------------------------------------------------------------------------------
 
 
-Matrix = tuple[Tensor | float, ...]
-"""a to f of (x, y) -> (a x + b y + c, d x + e y + f), each (B, 1, 1, 1) or a number."""
+def _mapped(matrix: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return (B, 2, H, W): where `matrix` (B, 6) maps (x, y): (a x + b y + c, d x + e y + f)."""
+    rows = matrix.view(-1, 2, 3, 1, 1)
+    # In this order: another one rounds differently.
+    return (rows[:, :, 0] * x + rows[:, :, 1] * y[:, None]).add_(rows[:, :, 2])
 
 
-def affine(images: Tensor, matrix: Matrix, fill: Tensor | float) -> Tensor:
-    """Take output pixel (x, y) from the point to which `matrix` maps it, bilinear; outside: `fill`.
+@lru_cache
+def _from_centre(side: int, device: torch.device) -> Tensor:
+    return torch.arange(side, dtype=torch.float32, device=device) - (side - 1) / 2
 
-    Both are measured from the centre of the image. As Pillow's, up to one level off.
+
+def affine(images: Tensor, matrix: Tensor, fill: Tensor) -> Tensor:
+    """Take output pixel (x, y) from the point to which `matrix` (B, 6) maps it; outside: `fill`.
+
+    Bilinear, of float32 images; points are measured from the centre. As Pillow's, up to one level
+    off. `fill`: (B, C, 1, 1).
     """
-    a, b, c, d, e, f = (
-        value.view(-1, 1, 1) if isinstance(value, Tensor) else value for value in matrix
-    )
     height, width = images.shape[-2:]
-    y = torch.arange(height, device=images.device, dtype=torch.float32).view(1, -1, 1)
-    x = torch.arange(width, device=images.device, dtype=torch.float32).view(1, 1, -1)
-    y = y - (height - 1) / 2
-    x = x - (width - 1) / 2
-    at_x = a * x + b * y + c
-    at_y = d * x + e * y + f
-    inside = (at_x >= -width / 2) & (at_x < width / 2) & (at_y >= -height / 2) & (at_y < height / 2)
-    points = torch.broadcast_tensors(at_x * (2.0 / width), at_y * (2.0 / height))
-    grid = torch.stack(points, -1).expand(len(images), -1, -1, -1)
+    at = _mapped(matrix, _from_centre(width, images.device), _from_centre(height, images.device))
+    low = _constant((-width / 2, -height / 2), torch.float32, images.device)
+    high = _constant((width / 2, height / 2), torch.float32, images.device)
+    inside = ((at >= low) & (at < high)).all(1, keepdim=True)
+    points = at.mul_(_constant((2.0 / width, 2.0 / height), torch.float32, images.device))
     warped = F.grid_sample(
-        images, grid, mode="bilinear", padding_mode="border", align_corners=False
+        images,
+        points.permute(0, 2, 3, 1),
+        mode="bilinear",
+        padding_mode="border",
+        align_corners=False,
     )
     # A thousandth of a level more, or an exact level could come out below itself and be cut.
-    return torch.where(inside[:, None], warped + 2.0**-10, fill)
+    return torch.where(inside, warped.add_(2.0**-10), fill)
 
 
-def affine_nearest(images: Tensor, matrix: Matrix, fill: Tensor | float) -> Tensor:
+def affine_nearest(images: Tensor, matrix: Tensor, fill: Tensor) -> Tensor:
     """Do as `affine`, but take the nearest pixel, with points measured from the first pixel.
 
-    Halves are rounded away from 0 (TensorFlow's ImageProjectiveTransformV3).
+    Of images of any dtype. Halves are rounded away from 0 (TensorFlow's
+    ImageProjectiveTransformV3).
     """
-    a, b, c, d, e, f = (
-        value.view(-1, 1, 1) if isinstance(value, Tensor) else value for value in matrix
-    )
     height, width = images.shape[-2:]
-    y = torch.arange(height, device=images.device, dtype=torch.float32).view(1, -1, 1)
-    x = torch.arange(width, device=images.device, dtype=torch.float32).view(1, 1, -1)
-    at_x, at_y = (
-        (at.abs() + 0.5).floor() * at.sign() for at in (a * x + b * y + c, d * x + e * y + f)
-    )
+    x, y = (_range(side, torch.float32, images.device) for side in (width, height))
+    at = _mapped(matrix, x, y)
+    at_x, at_y = ((at.abs() + 0.5).floor_() * at.sign()).unbind(1)
     inside = (at_x >= 0) & (at_x < width) & (at_y >= 0) & (at_y < height)
     nearest = (at_y.clamp(0, height - 1) * width + at_x.clamp(0, width - 1)).long()
-    pixels = nearest.expand(len(images), -1, -1).flatten(1)[:, None]
-    found = images.flatten(2).gather(2, pixels.expand(-1, images.shape[1], -1))
+    pixels = nearest.flatten(1)[:, None].expand(-1, images.shape[1], -1)
+    found = images.flatten(2).gather(2, pixels)
     return torch.where(inside[:, None], found.view_as(images), fill)
-
-
-def rotate(images: Tensor, degrees: Tensor, fill: Tensor | float) -> Tensor:
-    """Turn the content counter-clockwise about the centre."""
-    angle = degrees * (math.pi / 180.0)
-    return affine(images, (angle.cos(), -angle.sin(), 0.0, angle.sin(), angle.cos(), 0.0), fill)
-
-
-def shear_x(images: Tensor, shear: Tensor, fill: Tensor | float) -> Tensor:
-    """Move row y left by `shear` * y pixels, y counted from the upper border."""
-    return affine(images, (1.0, shear, shear * (images.shape[-2] / 2), 0.0, 1.0, 0.0), fill)
-
-
-def shear_y(images: Tensor, shear: Tensor, fill: Tensor | float) -> Tensor:
-    """Move column x up by `shear` * x pixels, x counted from the left border."""
-    return affine(images, (1.0, 0.0, 0.0, shear, 1.0, shear * (images.shape[-1] / 2)), fill)
-
-
-def translate_x(images: Tensor, pixels: Tensor, fill: Tensor | float) -> Tensor:
-    """Move the content left by `pixels`."""
-    return affine(images, (1.0, 0.0, pixels, 0.0, 1.0, 0.0), fill)
-
-
-def translate_y(images: Tensor, pixels: Tensor, fill: Tensor | float) -> Tensor:
-    """Move the content up by `pixels`."""
-    return affine(images, (1.0, 0.0, 0.0, 0.0, 1.0, pixels), fill)
 
 
 def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
@@ -267,25 +271,25 @@ def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
     Without its outermost pixel; any dtype.
     """
     height, width = images.shape[-2:]
-    row = torch.arange(height, device=images.device)
-    column = torch.arange(width, device=images.device)
+    row, column = (_range(side, torch.int64, images.device) for side in (height, width))
     y, x = (
         (side - 1) - ((side - 1) - (at + offset[:, None]).abs()).abs()
         for side, at, offset in ((height, row, down), (width, column, right))
     )
-    rows = torch.arange(len(images), device=images.device).view(-1, 1, 1)
+    rows = _range(len(images), torch.int64, images.device).view(-1, 1, 1)
     # Indexing around a slice puts the channels last, which is the order of images in memory.
     return images[rows, :, y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
 
 
-def in_box(images: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return (B, 1, H, W) bool: which pixels are in rows [top, bottom) and columns [left, right).
+def in_box(images: Tensor, box: Tensor) -> Tensor:
+    """Return (B, 1, H, W) bool: which pixels are in `box` (B, 4) float32.
 
-    Each bound is (B, 1, 1, 1) float32.
+    Its columns: top, bottom, left, right; pixels in rows [top, bottom) and columns [left, right).
     """
-    y = torch.arange(images.shape[-2], device=images.device).view(1, 1, -1, 1)
-    x = torch.arange(images.shape[-1], device=images.device).view(1, 1, 1, -1)
-    return (y >= top) & (y < bottom) & (x >= left) & (x < right)
+    height, width = images.shape[-2:]
+    at = _range(max(height, width), torch.float32, images.device)
+    inside = (at >= box[:, 0::2, None]) & (at < box[:, 1::2, None])
+    return (inside[:, 0, :height, None] & inside[:, 1, None, :width])[:, None]
 
 
 def noise(seeds: Tensor, channels: int, height: int, width: int) -> Tensor:

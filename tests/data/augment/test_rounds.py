@@ -1,0 +1,111 @@
+"""Operations of a kind are done together: the same levels, in few launches, and nothing waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from augmenting import (
+    POLICIES,
+    gpu_without_memory,
+    mixed_table,
+    on_pixels,
+    photographs,
+    random_images,
+    table_of,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vit.config.schema import AugmentConfig
+from vit.data.augment import apply
+from vit.data.augment.apply import Augment
+from vit.data.augment.table import FLIP
+
+LAUNCHES = {"timm": 187, "torchvision": 147, "big_vision": 181, "deit3": 168, "jitter": 221}
+"""For 512 images of each of `POLICIES`. One operation of one set at a time took 800."""
+NO_LAUNCH = {
+    *("_reshape_alias", "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided"),
+    *("expand", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "transpose"),
+    *("unbind", "unsqueeze", "view"),
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations on a device that launch something there; copies to it are some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        tensors = [
+            leaf for leaf in tree_leaves((arguments, result)) if isinstance(leaf, torch.Tensor)
+        ]
+        name = function._schema.name.removeprefix("aten::")
+        self.num += name not in NO_LAUNCH and any(tensor.is_meta for tensor in tensors)
+        return result
+
+
+def on_meta(name: str, num: int) -> tuple[Augment, tuple[torch.Tensor, ...]]:
+    """An `Augment` of a policy and its arguments, on a device without values."""
+    images = torch.empty(num, 3, 40, 120, dtype=torch.uint8, device="meta")
+    labels = torch.empty(num, dtype=torch.int64, device="meta")
+    table = torch.from_numpy(mixed_table(POLICIES[name], num, (40, 120)))
+    augment = Augment(POLICIES[name], 10, (0.5,), (0.25,), torch.device("meta"))
+    return augment, (images, labels, table)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_launches_are_few_whatever_the_number_of_images(name):
+    found = []
+    for num in (256, 512):
+        augment, arguments = on_meta(name, num)
+        augment(*arguments)  # takes constants along
+        with Launches() as counted:
+            augment(*arguments)
+        found.append(counted.num)
+    assert found == [LAUNCHES[name]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("name", POLICIES)
+def test_nothing_waits_for_the_device(name):
+    """On a GPU without values an `.item()`, a branch on a pixel, a mask of unknown size or a tensor
+    that is still on the host is an error."""
+    table = torch.from_numpy(mixed_table(POLICIES[name], 56, (40, 120)))
+    gpu = torch.device("cuda", 0)
+    with gpu_without_memory() as mode:
+        augment = Augment(POLICIES[name], 10, (0.5,), (0.25,), gpu)
+        images = torch.empty(56, 3, 40, 120, dtype=torch.uint8, device=gpu)
+        labels = torch.empty(56, dtype=torch.int64, device=gpu)
+        augment(images, labels, table)  # may wait for constants
+        mode.waits.clear()
+        inputs, targets = augment(images, labels, table)
+    assert (inputs.shape, inputs.dtype, targets.shape) == (images.shape, torch.float32, (56, 10))
+    assert inputs.device == targets.device == gpu
+    assert mode.waits == []
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_images_do_not_depend_on_how_many_are_changed_at_once(name, monkeypatch):
+    config = POLICIES[name]
+    images = torch.from_numpy(photographs()).repeat(8, 1, 1, 1)
+    labels = torch.arange(56) % 10
+    table = torch.from_numpy(mixed_table(config, 56, (40, 120)))
+    augment = on_pixels(config)
+    expected = augment(images, labels, table)
+    for values in (1, 5 * images[0].numel(), 2**40):
+        monkeypatch.setattr(apply, "CPU_VALUES", values)
+        for ours, theirs in zip(augment(images, labels, table), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+def test_a_batch_in_which_nothing_is_erased_is_none_with_erasing(mode):
+    config = AugmentConfig(erasing_prob=1e-9, erasing_mode=mode)
+    images = random_images(4, 3, 24, 20)
+    table = table_of(config, 4)
+    table[:, FLIP] = 0
+    inputs, _ = on_pixels(config)(images, torch.arange(4), torch.from_numpy(table))
+    torch.testing.assert_close(inputs, images.float())
