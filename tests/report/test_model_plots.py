@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,9 @@ from matplotlib.textpath import text_to_path
 from pictures import pixels, places
 from scipy import ndimage
 from sklearn import metrics as sklearn_metrics
+from timm.models.beit import Beit
+from timm.models.eva import Eva
+from timm.models.vision_transformer import ParallelThingsBlock
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from timm.utils.attention_extract import AttentionExtract
 from torch import nn
@@ -59,6 +63,48 @@ def test_attention_of_our_model_is_that_of_timm_with_its_softmax_spelled_out(fie
     assert len(found) == len(expected) == 3
     for one, other in zip(found, expected.values(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"qk_norm": True, "reg_tokens": 4}, {"global_pool": "avg", "class_token": False}],
+    ids=str,
+)
+def test_attention_of_timm_models(fields):
+    theirs = randomised(TimmVisionTransformer((32, 24), **SMALL, **fields)).eval()
+    found, logits = attention_maps(theirs, images())
+    for block in theirs.blocks:
+        block.attn.fused_attn = False
+    expected = AttentionExtract(theirs, names=["blocks.*.attn.attn_drop"], method="hook")(images())
+    for one, other in zip(found, expected.values(), strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(logits, theirs(images()))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: timm.create_model("test_resnet"),
+        lambda: timm.create_model("test_efficientnet"),  # it has blocks, of another kind
+        lambda: Beit((32, 24), use_rel_pos_bias=True, **SMALL),
+        lambda: Eva(
+            (32, 24),
+            use_abs_pos_emb=False,
+            use_rot_pos_emb=True,
+            qkv_fused=True,
+            qkv_bias=False,
+            **SMALL,
+        ),
+        lambda: TimmVisionTransformer((32, 24), attn_layer="diff", **SMALL),
+        lambda: TimmVisionTransformer((32, 24), block_fn=ParallelThingsBlock, **SMALL),
+        lambda: nn.Linear(2, 2),
+    ],
+)
+def test_models_whose_attention_is_something_else_are_refused(make):
+    model = make()
+    with pytest.raises(ValueError, match="no plain self-attention in each of its blocks"):
+        attention_maps(model, images())
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_attention_applied_to_the_values_is_what_the_module_gives():

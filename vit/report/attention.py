@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
-from vit.model import Attention, VisionTransformer
+import torch
+from torch import Tensor, nn
+
+PLAIN_ATTENTION = ("vit.model", "timm.layers.attention", "timm.models.vision_transformer")
+"""Modules whose class `Attention` is softmax(q k / sqrt(dim)) and nothing else: ours, and timm's,
+which has moved. Its other kinds add position biases, rotate queries and keys, or look at windows of
+the image."""
 
 
 @torch.no_grad()
-def attention_maps(model: VisionTransformer, images: Tensor) -> tuple[list[Tensor], Tensor]:
+def attention_maps(model: nn.Module, images: Tensor) -> tuple[list[Tensor], Tensor]:
     """Return the attention of every block, one (B, heads, N, N) float32 each, and the logits.
 
     images: (B, C, H, W) float, normalised. Row i of a map is where token i looks; its sum is 1.
-    ViT-B/16 at 224 pixels takes 22 MB per image.
+    ViT-B/16 at 224 pixels takes 22 MB per image. Works for our VisionTransformer and timm's. Raises
+    ValueError for a model whose blocks have another kind of attention, or none.
     """
     maps = list[Tensor]()
+    attentions = [
+        module
+        for module in model.modules()
+        if type(module).__name__ == "Attention" and type(module).__module__ in PLAIN_ATTENTION
+    ]
+    if not attentions or len(attentions) != len(getattr(model, "blocks", ())):
+        raise ValueError(
+            f"{type(model).__name__} has no plain self-attention in each of its blocks"
+        )
 
-    def catch(attention: Attention, args: tuple[Tensor]) -> None:
+    def catch(attention: Any, args: tuple[Tensor]) -> None:
         # The fused kernels never hold these weights, so they are computed again from the input.
         qkv = attention.qkv(args[0]).unflatten(2, (3, attention.num_heads, -1)).float()
         q, k, _ = qkv.permute(2, 0, 3, 1, 4)
+        # timm's option; normalised queries are scaled as all others are
+        q = getattr(attention, "q_norm", nn.Identity())(q)
+        k = getattr(attention, "k_norm", nn.Identity())(k)
         maps.append((q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(-1))
 
-    handles = [
-        module.register_forward_pre_hook(catch)
-        for module in model.modules()
-        if isinstance(module, Attention)
-    ]
+    handles = [attention.register_forward_pre_hook(catch) for attention in attentions]
     logits = model(images)
     for handle in handles:
         handle.remove()
