@@ -6,9 +6,11 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -177,8 +179,8 @@ def test_the_kernel_counts_whom_it_has_killed_for_memory(files, expected, tmp_pa
     assert num_oom_kills(machine(tmp_path, files)) == expected
 
 
-def check(config: Config, root: Path) -> Preflight:
-    world = World(0, 1, torch.device("cpu"))
+def check(config: Config, root: Path, device: str = "cpu") -> Preflight:
+    world = World(0, 1, torch.device(device))
     image = ImageFormat.from_config(config.model, config.data)
     splits = [
         open_split(config.data.root, name, config.data.cache_dir, config.data.cache_gib)
@@ -284,6 +286,38 @@ def test_more_workers_than_cores_are_reported(config, tmp_path):
     ]
     assert found.lines[2] == f"note: {found.numbers['notes'][0]}"
     assert check(tiny(config, "data.num_workers=1"), one_core).numbers["notes"] == []
+
+
+def test_idle_cores_of_ranks_on_the_cpu_are_reported(config, tmp_path, monkeypatch):
+    """torchrun gives each rank one thread, unless it is told otherwise."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        [note] = check(tiny(config), tmp_path).numbers["notes"]
+        assert check(tiny(config), tmp_path, "cuda").numbers["notes"] == []
+        torch.set_num_threads(8)
+        assert check(tiny(config), tmp_path).numbers["notes"] == []
+    finally:
+        torch.set_num_threads(before)
+    assert note.startswith("each of 2 ranks computes in 1 thread(s) on 16 cores")
+    assert "export OMP_NUM_THREADS=8" in note
+
+
+def test_a_container_with_too_little_shared_memory_for_nccl(config, tmp_path, monkeypatch):
+    """Docker gives 64 MiB, and NCCL's own error comes at the first collective."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**26))
+    assert check(tiny(config), tmp_path, "cuda").numbers["notes"] == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(2), raising=False)
+    assert check(tiny(config), tmp_path).numbers["notes"] == []
+    assert check(tiny(config), tmp_path, "cuda").numbers["notes"] == [
+        "/dev/shm has 0.06 GiB free, NCCL needs 1 between the GPUs of a host:"
+        " docker run --shm-size=1g (batches need nothing there)"
+    ]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**30))
+    assert check(tiny(config), tmp_path, "cuda").numbers["notes"] == []
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_allowed():

@@ -1,7 +1,7 @@
 """Check before the first step that this host has what the run is going to use, and report on it.
 
-Memory for the batches of all ranks, cores for their workers, open files for the shards, and the
-disk for what the run will save. What cannot work is an error with
+Memory for the batches of all ranks, cores for their workers, open files for the shards, /dev/shm
+(needed by NCCL only), and the disk for what the run will save. What cannot work is an error with
 its remedy; what only costs speed is a note. Both are in the record. `start_lines` tells people of
 model and batches, and of what may be set wrong.
 """
@@ -50,6 +50,8 @@ libraries, because it is not forked from training. Measured at 110 MiB (docs/exp
 workers really have is in the record (`loader_worker_mib`)."""
 OTHER_FILES = 256
 """Open files of a process besides shards: pipes, libraries, sockets of other ranks."""
+NCCL_SHM_GIB = 1
+"""What NVIDIA recommends for containers: --shm-size=1g (NCCL's documentation, Troubleshooting)."""
 SLOW_PRECISION = 3.0
 """A precision that is this many times slower than fp32 is emulated."""
 TENSOR_HEADER_BYTES = 160
@@ -168,6 +170,19 @@ def _notes(
         yield (
             f"{workers} loader workers on {cores} core(s) take turns:"
             f" data.num_workers={max(cores // ranks, 1)} is as fast, in less memory"
+        )
+    threads = torch.get_num_threads()
+    on_gpu = world.device.type == "cuda"
+    if not on_gpu and ranks > 1 and 2 * threads * ranks <= cores:
+        yield (
+            f"each of {ranks} ranks computes in {threads} thread(s) on {cores} cores, which is"
+            f" torchrun's default: `export OMP_NUM_THREADS={cores // ranks}` to use them all"
+        )
+    shm_gib = numbers["free_shm_gib"]
+    if on_gpu and ranks > 1 and shm_gib is not None and shm_gib < NCCL_SHM_GIB:
+        yield (
+            f"/dev/shm has {shm_gib:.2f} GiB free, NCCL needs {NCCL_SHM_GIB} between the GPUs of a"
+            " host: docker run --shm-size=1g (batches need nothing there)"
         )
     if native.UNAVAILABLE_REASON:
         yield f"JPEGs are decoded by simplejpeg, at 0.6 of the speed: {native.UNAVAILABLE_REASON}"
