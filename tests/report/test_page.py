@@ -29,7 +29,7 @@ from vit.metrics import interval95
 from vit.report import facts, model_plots
 from vit.report.page import make_report, write_page
 from vit.report.pictures import PAINTERS, Pictures, draw_pictures, pick_images
-from vit.run.folder import is_in_use
+from vit.run.folder import is_in_use, mark_stopped
 
 CPU = torch.device("cpu")
 HOSTILE = [
@@ -342,7 +342,7 @@ def test_a_guest_without_attention(shards, tmp_path):
     mistaken = metrics(tmp_path / "run", "eval")[-1]["correct_top1"] < 23
     assert len(check_self_contained(page)) == 2 + mistaken  # augmented, confusion
     assert ("No validation image was taken for a different class." in page.text) is not mistaken
-    assert "Not drawn. timm/resnet10t is not our VisionTransformer." in page.text
+    assert "Not drawn. Attention rollout needs a grid of patches (here None)" in page.text
     assert "Not drawn. timm/resnet10t has no position embeddings to compare." in page.text
 
 
@@ -431,6 +431,8 @@ def test_how_attempts_end(tmp_path):
     assert "one attempt 1 two attempt 2" in text
     stopped = {"kind": "end", "step": 10, "time": 1e9 + 10, "outcome": "stopped", "elapsed_s": 10.0}
     assert "Stopped at step 10 of 90 and saved" in told(tmp_path / "run", START, TRAIN, stopped)
+    mark_stopped(tmp_path / "run", 10, "SIGTERM")
+    assert "Stopped by SIGTERM at step 10 of 90" in told(tmp_path / "run", START, TRAIN, stopped)
     for in_use, expected in (
         (True, "Running, at"),
         (False, "Killed after"),

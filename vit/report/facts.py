@@ -21,7 +21,7 @@ from vit.model import create_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.report.history import Attempt, History, median
 from vit.report.source import ReportSource
-from vit.run.folder import CHECKPOINTS
+from vit.run.folder import CHECKPOINTS, STOPPED_FILE
 from vit.run.state import rank
 from vit.system.meter import duration
 from vit.system.redact import shown
@@ -30,7 +30,9 @@ RESULT_NAMES = ("num_images", "top1", "top5", "correct_top1", "loss")
 """Values of an evaluation, each also with `_ema` where there are averaged weights."""
 
 
-def run_state(history: History, plan: dict[str, Any], now_s: float) -> dict[str, Any]:
+def run_state(
+    history: History, plan: dict[str, Any], run_dir: Path, now_s: float
+) -> dict[str, Any]:
     """Return how the run stands: a word, a sentence, and how far it has come."""
     step = max((line["step"] for line in history.lines), default=0)
     total = plan.get("total_steps")
@@ -41,11 +43,14 @@ def run_state(history: History, plan: dict[str, Any], now_s: float) -> dict[str,
     age = duration(max(now_s - max(times), 0)) if times else "an unknown time"
     last = history.attempts[-1] if history.attempts else Attempt(0, {}, [], "not started")
     outcome = last.outcome
+    by = ""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        by = f" by {json.loads((run_dir / STOPPED_FILE).read_text())['signal'] or 'request'}"
     resume = "the same command resumes from its newest checkpoint"
     newest = f"the newest line of the record was {age} old"
     sentences = {
         "finished": f"Finished at {progress}.",
-        "stopped": f"Stopped at {progress} and saved; {resume}.",
+        "stopped": f"Stopped{by} at {progress} and saved; {resume}.",
         "failed": f"Failed at {progress}: {last.reason}",
         "running": f"Running, at {progress}; {newest}.",
         "killed": f"Killed after {progress}; {resume}.",

@@ -143,7 +143,7 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "name": run_dir.resolve().name,
         "script_hash": _script_hash(),
         "made_s": made_s,
-        "state": facts.run_state(history, plan, made_s),
+        "state": facts.run_state(history, plan, run_dir, made_s),
         "facts": [
             *config_facts,
             *facts.host_facts(history, config.train.precision if config else ""),
