@@ -306,6 +306,8 @@ def test_errors_with_urls(arguments, message, foreign, web, tmp_path, capsys):
         "a-{0..3}.tar",
         BRACES,
         "{000..012}",
+        "{00..100}",
+        "{1..010}",
         "{8..11}-{a,b}",
         "plain.tar",
         "{a,{b,c}-{0..1}}",

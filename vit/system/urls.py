@@ -148,7 +148,9 @@ def _choices(inside: str) -> list[str]:
     if bounds is None:
         return inside.split(",") if "," in inside else []
     numbers = range(int(bounds[1]), int(bounds[2]) + 1)
-    return [f"{number:0{len(bounds[1])}d}" for number in numbers]
+    is_padded = re.search(r"\b0\d", inside)
+    width = max(map(len, bounds.groups())) if is_padded else 1
+    return [f"{number:0{width}d}" for number in numbers]
 
 
 def credentials(url: str) -> dict[str, str]:
