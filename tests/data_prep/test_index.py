@@ -198,7 +198,7 @@ def test_more_than_may_be_left_out_is_an_error(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("members", "told"),
     [
-        (BAD["empty image"], "Mend these, move the shard away, or describe .*"),
+        (BAD["empty image"], "Mend such samples, move the shard away, or describe .*"),
         (
             [("README", b"x")],
             (

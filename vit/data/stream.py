@@ -31,9 +31,9 @@ from vit.data.batches import AugmentedBatches, Batch, ImageFormat, Samples
 from vit.data.decode.images import read_image_size
 from vit.data.hashing import fold, hash64
 from vit.data.order import Order
-from vit.data.shards.members import META, SETTINGS, InvalidSample, SampleLayout
+from vit.data.shards.members import META, SETTINGS, InvalidSample, SampleLayout, remedy
 from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE
-from vit.data.shards.tar_walk import FILE, TarDamaged, in_order, walk
+from vit.data.shards.tar_walk import FILE, TarDamaged, unpacked, walk
 from vit.data.storage.http import PIECE_BYTES, WebFile
 from vit.data.storage.http_request import on_the_web
 from vit.data.storage.retry import RetryPolicy
@@ -214,7 +214,8 @@ class StreamBatches(AugmentedBatches):
             image = layout.find(suffixes)
             label = layout.label_of(sample[layout.label_suffix])
         except InvalidSample as error:
-            raise ShardError(f"{where} {error}. Mend it, or {SETTINGS.remedy}") from error
+            members = {suffix: sample[suffix] for suffix in suffixes}
+            raise ShardError(f"{where} {error}{remedy(members, layout, SETTINGS)}") from error
         if not 0 <= label < self.split.num_classes:
             raise ShardError(f"{where}: label {label}; expected 0 to {self.split.num_classes - 1}")
         data = sample[image]
@@ -268,7 +269,7 @@ def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
         stream = gopen(url)
     set_options(stream, ignore_errors=True)  # `_wait_for_end` reports them
     try:
-        read = in_order(stream)
+        read = unpacked(stream)
         for member in walk(read):
             if member.kind != FILE or META.match(member.name):  # webdataset skips these as well
                 continue

@@ -76,7 +76,7 @@ def test_damage_inside_is_reported(tmp_path):
         (pair("a", 1, ext="bmp"), r"'a' has no images \(its members: bmp, cls;"),
         (
             pair("a", 1, label="cat"),
-            "sample 'a' has the label 'cat'; expected an integer.* by --classes names.txt",
+            "sample 'a' has the label 'cat'; expected an integer.*; try --classes names.txt",
         ),
         (pair("a", 1, label="1.0"), "expected an integer"),
         (pair("a", 1) + pair("a", 2), "two samples have this key"),

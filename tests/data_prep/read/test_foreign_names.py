@@ -26,9 +26,8 @@ def test_the_words_for_image_and_json(tmp_path, capsys):
         capsys.readouterr().err
         == f"error: {root}/train-0000.tar: sample '000000' has no images (its members: image.jpg,"
         " json; expected one of jpg, jpeg, png, webp) and no .cls with the label (12 of 12"
-        " samples do not fit). Mend these, move the shard away, or describe others by --image"
-        " SUFFIX, --label SUFFIX or SUFFIX:FIELD (of JSON), --keys-with-dots, and labels that are"
-        " names by --classes names.txt\n"
+        " samples do not fit); its .json has the fields caption, label; try --image image.jpg"
+        " --label json:label\n"
     )
     assert {path.name for path in root.iterdir()} == {"train-0000.tar"}
 
@@ -108,6 +107,35 @@ def test_flags_that_cannot_be(flags, told, tmp_path, capsys):
     assert index(tmp_path, flags) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "_info.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("members", "flags", "tried"),
+    [
+        ({"jpg": b"", "txt": b" 3\n"}, "", "--label txt"),
+        ({"jpg": b"", "txt": b"a photo", "cls": b"cow"}, "", "--classes names.txt"),
+        ({"jpg": b"", "txt": b"cow"}, "", ""),
+        ({"jpg": b"", "txt": b"cat\n"}, "--classes names.txt", "--label txt"),
+        ({"bmp": b"", "cls": b"1"}, "", "--image bmp"),
+        ({"v1.jpg": b"", "v1.cls": b"1"}, "", "--keys-with-dots"),
+        ({"a b.jpg": b"", "cls": b"1"}, "", "--image 'a b.jpg'"),
+        ({"jpg": b"", "json": as_json(width=3, height=4)}, "", ""),
+        ({"jpg": b"", "json": as_json(width=3, label="cow")}, "", "--label json:label --classes"),
+        ({"jpg": b"", "json": as_json(width=3, label=[3])}, "", "--label json:width"),
+        ({"jpg": b"", "json": as_json(lable=1)}, "--label json:label", "--label json:lable"),
+        ({"jpg": b"", "json": as_json(label=1), "cls": b"x"}, "", ""),
+        ({"left.jpg": b"", "right.jpg": b"", "cls": b"1"}, "", ""),
+        ({"jpg": b"", "cls": b"-3"}, "", ""),
+        ({"jpg": b"", "json": b"[" * 60_000}, "", ""),
+    ],
+)
+def test_options_are_tried_where_one_image_and_one_label_are_plain(members, flags, tried, tmp_path):
+    tar = write_tar(
+        tmp_path / "train-0.tar", [("a", {k: v or image(1) for k, v in members.items()})]
+    )
+    with pytest.raises(ShardError) as caught:
+        scan_tar(tar, layout_of(flags))
+    assert ("; try " + tried in str(caught.value)) if tried else ("; try" not in str(caught.value))
 
 
 def test_names_that_would_confuse_a_terminal_are_escaped(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -21,6 +22,12 @@ from vit.system.files import ShardError, read_json
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 """Suffixes of images, if a layout names none."""
+MORE_IMAGES = (*IMAGE_EXTENSIONS, "bmp", "gif", "tif", "tiff", "avif")
+"""Suffixes of what may be the image, if a layout names it."""
+LABEL_WORDS = {"cls", "label", "class", "y"}
+"""Names of members and of fields that hold a label."""
+MAX_LABEL_BYTES = 64 << 10
+"""Read of a member in search of a label."""
 KEY_AND_EXT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 """webdataset's rule (tariterators.base_plus_ext): the suffix begins at the first dot after the last
 slash."""
@@ -42,14 +49,6 @@ class Names(NamedTuple):
     label: str
     keys_with_dots: str
     class_names: str
-
-    @property
-    def remedy(self) -> str:
-        """What to do if the members of a tar do not fit."""
-        return (
-            f"describe others by {self.image}SUFFIX, {self.label}SUFFIX or SUFFIX:FIELD (of JSON),"
-            f" {self.keys_with_dots}, and labels that are names by {self.class_names}"
-        )
 
 
 FLAGS = Names("--image ", "--label ", "--keys-with-dots", "--classes names.txt")
@@ -186,6 +185,58 @@ def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> S
         except ShardError:  # a file of another program
             options = None
     return SampleLayout.recorded(options or {}, info.get("class_names") or [])
+
+
+def remedy(members: Mapping[str, bytes], asked: SampleLayout, names: Names) -> str:
+    """Return what to do about a sample that does not fit, as the end of a sentence.
+
+    members: the sample's, by suffix. With one image and one possible label the options are told
+    that would take them: of members and fields named in LABEL_WORDS, else of integers and classes.
+    """
+    told = ""
+    values: dict[str, Any] = {}
+    images = [suffix for suffix in members if suffix.rpartition(".")[2] in MORE_IMAGES]
+    for suffix in (suffix for suffix in members if suffix not in images):
+        content = _parsed(members[suffix][:MAX_LABEL_BYTES])
+        if isinstance(content, dict):
+            told += f"; its .{suffix} has the fields {printable(', '.join(content)[:200])}"
+            values |= {f"{suffix}:{field}": value for field, value in content.items()}
+        else:
+            values[suffix] = members[suffix][:MAX_LABEL_BYTES].decode("utf-8-sig", "replace")
+    known = {
+        label
+        for label, value in values.items()
+        if as_integer(value) is not None or str(value).strip() in asked.class_names
+    }
+    texts = {label for label, value in values.items() if isinstance(value, str)}
+    named = {label for label in values if LABEL_WORDS & set(re.split("[.:]", label))}
+    labels = named & (known | texts) or known
+    if len(images) == len(labels) == 1:
+        [image] = images
+        [label] = labels
+        start = image[: image.rfind(".") + 1]
+        has_dots = start != "" and label.startswith(start)  # a.1.jpg, a.1.cls
+        found = [text.removeprefix(start if has_dots else "") for text in (image, label)]
+        options = [
+            f"{names.image}{shlex.quote(found[0])}" * (found[0] not in asked.image_suffixes),
+            f"{names.label}{shlex.quote(found[1])}" * (found[1] != asked.label),
+            names.keys_with_dots * has_dots,
+            names.class_names * (label not in known and not asked.class_names),
+        ]
+        if any(options):
+            return f"{told}; try {printable(' '.join(filter(None, options)))}"
+    return (
+        f"{told}. Mend such samples, move the shard away, or describe others by"
+        f" {names.image}SUFFIX, {names.label}SUFFIX or SUFFIX:FIELD (of JSON),"
+        f" {names.keys_with_dots}, and labels that are names by {names.class_names}"
+    )
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
 
 
 # ---- values in members ---------------------------------------------------------------------------

@@ -20,7 +20,14 @@ import google_crc32c
 import numpy as np
 
 from vit.data.decode.images import read_image_size
-from vit.data.shards.members import FLAGS, META, InvalidSample, SampleLayout
+from vit.data.shards.members import (
+    FLAGS,
+    MAX_LABEL_BYTES,
+    META,
+    InvalidSample,
+    SampleLayout,
+    remedy,
+)
 from vit.data.shards.tar_walk import FILE, FOLDER, TAR_BLOCK, Read, TarDamaged, pread, walk
 from vit.system.files import ShardError, replacing, unreadable
 
@@ -162,6 +169,7 @@ def survey_tar(
         if not end:
             raise ShardError(f"{path}: an empty file; copy or write the shard again")
         last_error = None
+        first_unfit: list[tuple[str, Member, str]] = []
         members = _members(pread(fd), end, layout, found.passed_over)
         for key, run in itertools.groupby(members, key=lambda member: member[0]):
             group = list(run)
@@ -173,6 +181,7 @@ def survey_tar(
                 found.samples.append(scan_sample(pread(fd), key, group, layout, with_checksums))
             except InvalidSample as error:
                 last_error = error
+                first_unfit = first_unfit or group
                 found.unfit.append(LeftOut(key, first.name, first.offset, str(error)))
         if last_error is not None and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
             raise ShardError(
@@ -180,10 +189,12 @@ def survey_tar(
                 " Truncated: copy or write it again"
             )
         if found.unfit and not found.samples:
-            raise ShardError(
-                f"{path}: {_describe_unfit(found)}. Mend these, move the shard away, or"
-                f" {FLAGS.remedy}"
-            )
+            contents = {
+                member.ext: os.pread(fd, min(member.size, MAX_LABEL_BYTES), member.offset)
+                for _, member, kind in first_unfit
+                if kind == FILE
+            }
+            raise ShardError(f"{path}: {_describe_unfit(found)}{remedy(contents, layout, FLAGS)}")
     except TarDamaged as error:
         raise ShardError(f"{path}: {error}; copy or write the shard again") from error
     finally:

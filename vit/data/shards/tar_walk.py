@@ -10,12 +10,15 @@ after it, and because it takes ten times as long.
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
 import os
 import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 TAR_BLOCK = 512
 """Bytes; every header and the data of every member begin at a multiple of this."""
@@ -114,6 +117,32 @@ def in_order(stream: Readable) -> Read:
         return held[:size]
 
     return read
+
+
+class _FromStart:
+    """A stream whose first bytes have been looked at."""
+
+    def __init__(self, read: Read):
+        self._read = read
+        self._at = 0
+
+    def read(self, size: int, /) -> bytes:
+        data = self._read(size, self._at)
+        self._at += len(data)
+        return data
+
+
+def unpacked(stream: Readable) -> Read:
+    """Return a reader of a stream, or of its content if it is compressed (gzip, bzip2, xz)."""
+    read = in_order(stream)
+    head = read(6, 0)
+    openers: dict[bytes, Any] = {
+        b"\x1f\x8b": lambda packed: gzip.GzipFile(fileobj=packed),
+        b"BZh": bz2.BZ2File,
+        b"\xfd7zXZ": lzma.LZMAFile,
+    }
+    opener = next((openers[magic] for magic in openers if head.startswith(magic)), None)
+    return in_order(opener(_FromStart(read))) if opener else read
 
 
 def walk(
