@@ -63,6 +63,17 @@ def test_a_guest_that_lacks_the_settings_of_ours_is_reported_with_the_remedy():
     create_model("timm/resnet18", 32, 10, drop_path_rate=0.1)
 
 
+def test_a_model_of_timm_that_names_all_arguments_it_refuses_at_once():
+    with pytest.raises(ValueError, match="poolformer_s12 has no depth, num_heads: set "):
+        create_model("timm/poolformer_s12", 32, 10, depth=2, num_heads=2)
+    assert create_model("timm/poolformer_s12", 32, 10).image_size == (32, 32)
+
+
+def test_what_a_model_of_timm_lacks_is_said_before_what_may_follow_from_it():
+    with pytest.raises(ValueError, match="xcit_nano_12_p16_224 has no init_values: set "):
+        create_model("timm/xcit_nano_12_p16_224", 60, 10, init_values=0.1)
+
+
 def test_wrong_images_are_refused():
     model = VisionTransformer(image_size=32, **TINY)
     with pytest.raises(

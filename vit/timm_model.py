@@ -40,14 +40,19 @@ def create_timm_model(
         try:
             model = timm.create_model(name, **fields)
         except (TypeError, RuntimeError, ValueError, AssertionError) as error:
-            # Python names one argument that a constructor does not take per attempt.
-            found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if found is None or found[1] not in fields:
+            # Python names one argument that a constructor does not take per attempt, timm's
+            # MetaFormer all of them.
+            named = str(error).partition("unexpected keyword argument")[2]
+            refused = [field for field in re.findall(r"'(\w+)'", named) if field in fields]
+            if not refused:
+                if {*unknown} - {"img_size"}:
+                    break  # what it lacks is said first: the rest may follow from it
                 raise ValueError(
                     f"timm {timm.__version__} cannot make {name!r} with {fields}: {error}"
                 ) from error
-            del fields[found[1]]
-            unknown.append(found[1])
+            for field in refused:
+                del fields[field]
+            unknown += refused
     # Convolutional networks take images of any size and have no such argument.
     if lacking := sorted({*unknown} - {"img_size"}):
         remedy = " ".join(f"model.{field}=null" for field in lacking)

@@ -266,6 +266,10 @@ def test_words_of_other_programs_lead_to_settings_that_there_are():
         ("--aa", "rand-m9-mstd0.5-inc1", "did you mean augment.randaugment_layers=VALUE?"),
         ("--eval-interval", "500", "did you mean eval.every_epochs=VALUE?"),
         ("--eval.every_epochs", "5", "did you mean eval.every_epochs=5?"),
+        ("--eval.batch_size", "8", "did you mean eval.batch_size=8?"),
+        ("--checkpoint.every_steps", "9", "did you mean checkpoint.every_steps=9?"),
+        ("--patch-size", "16", "did you mean model.patch_size=16?"),
+        ("--optimizer.lr", "1e-3", "did you mean optim.lr=1e-3?"),
         (
             "--accum-iter",
             "4",

@@ -143,7 +143,11 @@ def test_by_the_settings_next_to_it(tmp_path):
             None,
             r"checkpoint-99.pth: neither its name nor a config.json next to it .* --model NAME",
         ),
-        ("vit_bas_patch16_224.pth", None, "did you mean .*vit_base_patch16_224"),
+        (
+            "vit_bas_patch16_224.pth",
+            None,
+            r"\(did you mean vit_base_patch16_224 or (?!vit_base_patch16_224 )",
+        ),
         (
             "deit3_base_patch16_224.pth",
             None,

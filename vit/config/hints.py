@@ -129,11 +129,19 @@ def setting_for(option: str, value: str) -> str:
 
     `--lr`, `1e-3` -> did you mean optim.lr=1e-3?
     """
-    name = option.lstrip("-").replace("-", "_")
-    similar = difflib.get_close_matches(name, _FROM_OTHER_NAME, n=1, cutoff=0.85)
-    meant = [from_other_name(word) for word in similar] or _meant(name, all_keys(), cutoff=0.85)
-    if not meant or _word(name) in ADVICE:
-        return ADVICE.get(_word(name), "")
+    name = option.lstrip("-").replace("-", "_").lower()
+    if advice := ADVICE.get(_word(name)):
+        return advice
+    keys = all_keys()
+    # An option without a section may be a setting's last part. `name` alone says nothing.
+    named = {key.rpartition(".")[2]: key for key in reversed(keys) if not key.endswith(".name")}
+    named |= _FROM_OTHER_NAME if "." not in name else {key: key for key in keys}
+    similar = difflib.get_close_matches(name, named, n=1, cutoff=0.85)
+    meant = [named[word] for word in similar]
+    if "." in name and not meant:
+        meant = _meant(name, keys, cutoff=0.85)
+    if not meant:
+        return ""
     is_other_unit = meant[0] in OTHER_VALUES and name != meant[0]
     return f"did you mean {meant[0]}={'VALUE' if is_other_unit or not value else value}?"
 
