@@ -98,6 +98,25 @@ def test_an_exception_arrives_with_its_stack_when_its_batch_is_due():
             batches.check(position, next(loader))
 
 
+def test_after_ctrl_c_in_a_batch_the_loop_may_go_on():
+    """As in a notebook: each time a batch is lost, and nothing else."""
+
+    class Interrupted(Numbered):
+        def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+            if position < 5:
+                raise KeyboardInterrupt
+            return super().fill(position, first, rows)
+
+    batches = Interrupted()
+    with Loader(batches, 0, 10) as loader:
+        for _ in range(5):
+            with pytest.raises(KeyboardInterrupt):
+                next(loader)
+        for position, batch in enumerate(loader, 5):
+            batches.check(position, batch)
+    assert position == 9
+
+
 def test_closing_waits_for_nobody():
     """Slots full, parts waiting, a worker in the middle of a long one: it is killed."""
     loader = Loader(Numbered(pause_s=600), 0, 1000, num_workers=2)

@@ -197,6 +197,26 @@ def test_a_part_at_which_two_workers_hang_ends_the_run(caplog):
             batches.check(position, batch)
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_worker_that_does_not_die_is_named_again_and_again(dies, caplog):
+    """As one that waits in the kernel for a dead mount: until that comes back, or the run ends."""
+    batches = Stopped()
+    with Loader(batches, 0, 10, num_workers=1, stall_timeout_s=2.0) as loader:
+        worker = loader._pool._workers[0][0]
+        kill = worker.kill
+        named = rf"loader worker 0 \(process {worker.pid}, stopped\) has been killed, and has not"
+        worker.kill = lambda: None
+        if dies:
+            worker.join = lambda timeout: re.search(named, caplog.text) and kill()
+            for position, batch in enumerate(loader):
+                batches.check(position, batch)
+        else:
+            with pytest.raises(WorkerError, match=r"for \d+ s .*, and cannot be killed; look for"):
+                list(loader)
+            assert len(re.findall(named, caplog.text)) >= 3
+        kill()
+
+
 def test_what_cannot_be_made_again_ends_the_run():
     class Stream(Hanging):
         repeatable = False

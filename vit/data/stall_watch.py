@@ -41,8 +41,8 @@ class StallWatch:
         """where: sample number -> the file it is read from, for reports."""
         self._statuses = statuses
         self._where = where
-        self._warn_after_s = min(WARN_AFTER_S, (stall_timeout_s or 1e9) / 4)
-        self.look_each_s = min(LOOK_EACH_S, self._warn_after_s / 4)
+        self.warn_after_s = min(WARN_AFTER_S, (stall_timeout_s or 1e9) / 4)
+        self.look_each_s = min(LOOK_EACH_S, self.warn_after_s / 4)
         self.stuck_s = [0.0] * len(statuses)
         """How long each process has been at the same point."""
         self._changes = [status.num_changes for status in statuses]
@@ -52,7 +52,7 @@ class StallWatch:
         """Start to count a wait of training."""
         self._looked_s = time.monotonic()
         self._waited_s = 0.0
-        self._warn_s = self._warn_after_s
+        self._warn_s = self.warn_after_s
         self.idle_s = 0.0
         """How long all processes have been without work."""
 
@@ -78,12 +78,12 @@ class StallWatch:
                 self.stuck_s[number] = 0.0
             self._changes[number] = num_changes
         if self._waited_s >= self._warn_s:
-            self._warn_s += self._warn_after_s
+            self._warn_s += self.warn_after_s
             self._warn(name)
 
     def _warn(self, name: Callable[[int], str]) -> None:
         numbers = range(len(self._statuses))
-        stuck = [n for n in numbers if self.stuck_s[n] >= 0.9 * self._warn_after_s]
+        stuck = [n for n in numbers if self.stuck_s[n] >= 0.9 * self.warn_after_s]
         busy = [n for n in numbers if self._statuses[n].stage != Stage.IDLE]
         named = stuck or busy
         what = "; ".join(f"{name(n)} {self.activity(n)}" for n in named[:MAX_NAMED])

@@ -102,6 +102,10 @@ class OwnProcess:
             return [
                 _make(self._batches, self.statuses[0], position, first, self._slots.batch(slot))
             ]
+        except BaseException:
+            # Ctrl-C: the batch is lost, not its slot, for whoever goes on.
+            self._slots.free.append(slot)
+            raise
         finally:
             self.statuses[0].enter(Stage.IDLE)
             # What else this process decodes, as for a report, must not look like a batch that
@@ -261,9 +265,13 @@ class WorkerPool:
         # In the kernel a process dies only when its wait ends, as when a mount comes back.
         deadline = time.monotonic() + self._timeout_s
         for number, (worker, results) in list(self._workers.items()):
-            worker.join(max(deadline - time.monotonic(), 0))
-            if worker.exitcode is None:
-                raise WorkerError(problem)
+            while worker.exitcode is None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise WorkerError(problem)
+                worker.join(min(self.watch.warn_after_s, left_s))
+                if worker.exitcode is None:
+                    log.warning("%s has been killed, and has not ended yet", self._name(number))
             self._receive(number, found)
             self._selector.unregister(results)
             results.close()
