@@ -10,6 +10,7 @@ import io
 import json
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -237,6 +238,20 @@ class Background:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"ended before step {step}:\n{self.end()}")
             time.sleep(0.01)
+
+    def wait_for_output(self, text: str, timeout_s: float = 240) -> str:
+        """Until it has printed `text`; returns what came so far, which `end` does not repeat."""
+        assert self.process.stdout is not None
+        seen = b""
+        deadline = time.monotonic() + timeout_s
+        while text.encode() not in seen:
+            left_s = max(deadline - time.monotonic(), 0)
+            is_there, _, _ = select.select([self.process.stdout], [], [], left_s)
+            new = os.read(self.process.stdout.fileno(), 2**16) if is_there else b""
+            if not new:
+                raise AssertionError(f"no {text!r}:\n{seen.decode()}{self.end()}")
+            seen += new
+        return seen.decode()
 
     def trainers(self) -> list[int]:
         """Process ids of the ranks: torchrun gives each a session of its own, so only the family
