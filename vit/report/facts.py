@@ -86,7 +86,7 @@ def config_facts(
     batch_size = config.data.global_batch_size
     data = shown(config.data.root)
     length = f"batches of {batch_size:,} images"
-    if plan:
+    if {"steps_per_epoch", "total_steps"} <= plan.keys():
         steps_per_epoch = plan["steps_per_epoch"]
         num_images = steps_per_epoch * batch_size + plan.get("dropped_per_epoch", 0)
         data += f", {num_images:,} to train on"
@@ -132,7 +132,7 @@ def headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
     if not evaluations:
         return None
     results = [result for row in evaluations for result in _results(row)]
-    best = max(results, key=lambda result: rank(result["top1"], result["loss"]))
+    best = max(results, key=lambda result: rank(result["top1"] or 0.0, result["loss"]))
     return {"last": _results(evaluations[-1])[0], "best": best}
 
 
@@ -151,7 +151,7 @@ def _results(row: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def throughput(history: History) -> dict[str, Any]:
+def throughput(history: History, batch_size: int) -> dict[str, Any]:
     """Return medians and shares over the steps that count."""
     train = history.of_kind("train")
     elapsed = [line["elapsed_s"] for line in history.lines if line.get("elapsed_s") is not None]
@@ -166,7 +166,7 @@ def throughput(history: History) -> dict[str, Any]:
         "data_wait_share": min(waited_s / spent_s, 1.0) if spent_s else None,
         "total_s": total_s,
         "training_share": min(spent_s / total_s, 1.0) if spent_s and total_s else None,
-        "num_images": sum(num_images for _, num_images, _ in intervals) or None,
+        "num_images": max((line["step"] for line in train), default=0) * batch_size or None,
         "peak_memory_gib": max(memory, default=None),
         "batches_checked": sum(
             line["last_batch"] - line["first_batch"] + 1

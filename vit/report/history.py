@@ -67,7 +67,7 @@ class History:
         batch_size = math.nan
         for line in self.lines:
             if line["kind"] == "start":
-                plan = line.get("plan", {})
+                plan = line.get("plan") or {}
                 batch_size = math.prod(
                     plan.get(key, math.nan)
                     for key in ("world_size", "micro_batch_size", "accumulation_steps")

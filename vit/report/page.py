@@ -156,7 +156,7 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "confused_pairs": pictures.confused_pairs,
         "classes": sorted(with_images, key=lambda row: (row.top1, -row.num_images)),
         "empty_classes": len(classes) - len(with_images),
-        "throughput": facts.throughput(history),
+        "throughput": facts.throughput(history, config.data.global_batch_size if config else 0),
         "attempts": history.attempts,
         "faults": facts.fault_lists(history, run_dir),
         "settings": settings,
