@@ -73,6 +73,9 @@ def test_shards_and_a_fraction_of_a_mounted_folder_as_a_config_says(
 def test_it_stops_where_the_cache_is_full_and_takes_nothing_away(web, tmp_path, capsys):
     cache = tmp_path / "cache"
     where = [f"{web.url}/set", "--cache-dir", str(cache), "--split", "train"]
+    assert warm.main([*where, "--cache-gib", "0"]) == 0
+    assert not list(cache.rglob("*.block")), "no room, not any"
+    capsys.readouterr()
     limited = [*where, "--cache-gib", str(60_000 / GIB)]
     assert warm.main([*limited, "--threads", "2"]) == 0
     blocks = set(cache.rglob("*.block"))
@@ -166,6 +169,10 @@ sys.exit(warm.main(sys.argv[1:]))
         (
             ["ROOT", "--cache-dir", "CACHE", "--shards", "5"],
             "--shards 5: expected a number or a range, as 0-2, of 3 shards",
+        ),
+        (
+            ["ROOT", "--cache-dir", "CACHE", "--shards", ""],  # a variable that is not set
+            "--shards : expected a number or a range, as 0-2, of 3 shards",
         ),
         (
             ["ROOT", "--cache-dir", "CACHE", "--fraction", "2"],

@@ -124,7 +124,9 @@ def _size(num_bytes: float) -> str:
 
 def _shards_of(text: str | None, num_shards: int) -> range:
     """Return the shards named by `3` or `0-9`; all for None."""
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text or f"0-{num_shards - 1}")
+    if text is None:
+        return range(num_shards)
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     found = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
     if not found or found.stop > num_shards:
         raise ValueError(
@@ -196,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 resolve(root),
                 split,
                 given.cache_dir or data.cache_dir,
-                given.cache_gib or data.cache_gib,
+                data.cache_gib if given.cache_gib is None else given.cache_gib,
                 RetryPolicy(data.patience_s),
             ).tars
             if not isinstance(tars, CachedTars):
