@@ -238,6 +238,17 @@ def test_hard_linked_pairs_do_not_vanish(tmp_path):
         scan_tar(tmp_path / "train-00000.tar")
 
 
+def test_links_next_to_the_files_of_a_sample_are_no_reason_to_refuse_it(tmp_path):
+    write_tar(tmp_path / "train-00000.tar", pair("a", 1))
+    with tarfile.open(tmp_path / "train-00000.tar", "a") as tar:
+        for _ in range(2):
+            member = tarfile.TarInfo("a.txt")
+            member.type = tarfile.SYMTYPE
+            member.linkname = "elsewhere"
+            tar.addfile(member)
+    assert [sample.key for sample in scan_tar(tmp_path / "train-00000.tar")] == ["a"]
+
+
 @pytest.mark.parametrize("name", ["\u00e9t\u00e9/\u00e7a", "\u732b/0", "x" * 150])
 def test_keys_of_pax_names_are_complete(tmp_path, name):
     """Python's tarfile writes '?' for what is not ASCII, and the name itself into a header

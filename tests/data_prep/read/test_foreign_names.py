@@ -126,6 +126,8 @@ def test_flags_that_cannot_be(flags, told, tmp_path, capsys):
         ({"jpg": b"", "json": as_json(label=1), "cls": b"x"}, "", ""),
         ({"left.jpg": b"", "right.jpg": b"", "cls": b"1"}, "", ""),
         ({"jpg": b"", "cls": b"-3"}, "", ""),
+        ({"jpg": b"", "cls": b" "}, "", ""),
+        ({"jpg": b"", "json": b"{}"}, "", ""),
         ({"jpg": b"", "json": b"[" * 60_000}, "", ""),
     ],
 )

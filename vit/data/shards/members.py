@@ -198,7 +198,7 @@ def remedy(members: Mapping[str, bytes], asked: SampleLayout, names: Names) -> s
     images = [suffix for suffix in members if suffix.rpartition(".")[2] in MORE_IMAGES]
     for suffix in (suffix for suffix in members if suffix not in images):
         content = _parsed(members[suffix][:MAX_LABEL_BYTES])
-        if isinstance(content, dict):
+        if isinstance(content, dict) and content:
             told += f"; its .{suffix} has the fields {printable(', '.join(content)[:200])}"
             values |= {f"{suffix}:{field}": value for field, value in content.items()}
         else:
@@ -208,7 +208,7 @@ def remedy(members: Mapping[str, bytes], asked: SampleLayout, names: Names) -> s
         for label, value in values.items()
         if as_integer(value) is not None or str(value).strip() in asked.class_names
     }
-    texts = {label for label, value in values.items() if isinstance(value, str)}
+    texts = {label for label, value in values.items() if isinstance(value, str) and value.strip()}
     named = {label for label in values if LABEL_WORDS & set(re.split("[.:]", label))}
     labels = named & (known | texts) or known
     if len(images) == len(labels) == 1:

@@ -130,12 +130,11 @@ def scan_sample(
     """Check and read one sample, whose (key, member, kind) are `group`. Raises InvalidSample."""
     members = tuple(member for _, member, kind in group if kind == FILE)
     by_ext = {member.ext: member for member in members}
-    suffixes = [
-        member.ext if kind == FILE else f"{member.ext} is {kind}"
-        for _, member, kind in group
-        if kind != FOLDER
-    ]
-    image = by_ext[layout.find(suffixes)]
+    # Links are only named: two of them with one suffix are no reason to refuse the files.
+    links = dict.fromkeys(
+        f"{member.ext} is {kind}" for _, member, kind in group if kind not in (FILE, FOLDER)
+    )
+    image = by_ext[layout.find([*(member.ext for member in members), *links])]
     in_label = by_ext[layout.label_suffix]
     label = layout.label_of(read(in_label.size, in_label.offset))
     if not image.size:
