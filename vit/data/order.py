@@ -125,7 +125,7 @@ class Share:
                 is_here = passes == number
                 places[is_here] = self._place(inside[is_here], number, block, key)
         if self.chosen is not None:
-            # Held as uint32, half of the memory; the sum below must not wrap.
+            # Held in as few bytes as they need, which the sum below would wrap in.
             places = self.chosen[places].astype(np.int64)
         return self.first + places, times
 
