@@ -37,6 +37,10 @@ from vit.system.command_line import Parser
 def main() -> None:
     """Run the command line above."""
     args = read_command_line()
+    if args.price is not None and not 0 <= args.price < float("inf"):
+        raise ValueError(
+            f"--price {args.price}: expected the cost of one GPU for an hour, as in 3.5"
+        )
     num_gpus, gpu = parse_gpus(args.gpus)
     config, _ = load_config(args.config, args.overrides)
     forecast = make_forecast(config, num_gpus, gpu)
@@ -85,7 +89,7 @@ def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
         "speed": f"{_range((slow, fast))} images/s, a GPU"
         f" {_range((slow / num_gpus, fast / num_gpus))}: {_percent(forecast)} of the peak"
         f" ({forecast.speed.source})",
-        "time": f"{_range(hours)} h, {_range(gpu_hours)} GPU-hours, evaluations included",
+        "time": f"{_duration(hours)}, {_range(gpu_hours)} GPU-hours, evaluations included",
         "cores": f"{_range(forecast.cores_per_gpu)} for each GPU, or decoding is the limit"
         f" ({IMAGES_PER_CORE_S:,} images/s a core from shards at 116 kB an image, measured)",
         "disk": _disk(forecast),
@@ -131,9 +135,10 @@ def _memory(forecast: Forecast) -> str:
         f"{name} {value / GIB:.2f}" for name, value in asdict(memory).items() if value >= GIB / 200
     )
     verdict = "" if forecast.fits else "DOES NOT FIT: "
+    total = memory.total / GIB
     return (
-        f"{verdict}{memory.total / GIB:.1f} of {usable_bytes(forecast.gpu) / GIB:.1f} GiB that a"
-        f" step may use: {parts}; without torch.compile, which needs less"
+        f"{verdict}{total:.{1 if total >= 1 else 3}f} of {usable_bytes(forecast.gpu) / GIB:.1f} GiB"
+        f" that a step may use: {parts}; without torch.compile, which needs less"
     )
 
 
@@ -152,7 +157,7 @@ def _disk(forecast: Forecast) -> str:
     disk = forecast.disk
     shards_gb = forecast.data.num_images * SHARD_BYTES_PER_IMAGE / 1e9
     return (
-        f"{disk.total_bytes / GIB:.1f} GiB for the run ({disk.num_checkpoints} checkpoints of"
+        f"{disk.total_bytes / GIB:.2f} GiB for the run ({disk.num_checkpoints} checkpoint(s) of"
         f" {disk.checkpoint_bytes / GIB:.2f} GiB, weights {disk.weights_bytes / GIB:.2f} GiB);"
         f" shards about {shards_gb:,.0f} GB if images are as large as ImageNet's"
     )
@@ -160,7 +165,17 @@ def _disk(forecast: Forecast) -> str:
 
 def _range(ends: Sequence[float]) -> str:
     """Return the least and the most with three digits: `3.56 to 7.13`, or one if they are equal."""
-    return " to ".join(dict.fromkeys(f"{float(f'{end:.3g}'):,g}" for end in ends))
+    rounded = [float(f"{end:.3g}") for end in ends]
+    texts = [f"{end:,.0f}" if abs(end) >= 100 else f"{end:.3g}" for end in rounded]
+    return " to ".join(dict.fromkeys(texts))
+
+
+def _duration(hours: Sequence[float]) -> str:
+    """Return hours, or minutes or seconds where the least of them is less than one."""
+    unit, in_an_hour = next(
+        (each for each in (("h", 1), ("min", 60)) if hours[0] * each[1] >= 1), ("s", 3600)
+    )
+    return f"{_range([each * in_an_hour for each in hours])} {unit}"
 
 
 def _percent(forecast: Forecast) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -19,6 +20,7 @@ from vit.estimate.forecast import (
 )
 from vit.estimate.gpus import find_gpu
 from vit.estimate.memory import step_memory
+from vit.plan import make_plan
 
 H200 = find_gpu("H200")
 TINY = {"name": "vit_ti16", "depth": 2, "image_size": 64}
@@ -60,32 +62,41 @@ def test_data_that_are_there_are_not_assumed(shards):
 
 
 def test_a_measured_share_of_the_peak_replaces_the_range(tmp_path):
-    config = config_of(model={"name": "vit_b16"}, train={"steps": 1, "precision": "bf16"})
-    assert expected_speed(config, H200, tmp_path).low == MFU_RANGE[0]
+    assert expected_speed("vit_b16", "bf16", H200, tmp_path).low == MFU_RANGE[0]
     write_results(tmp_path, "2026-11-22-gpu-a.json", gpu="H100", mfu=0.5)
     write_results(tmp_path, "2026-11-22-gpu-b.json", model="vit_l16", mfu=0.5)
     write_results(tmp_path, "2026-11-22-gpu-c.json", precision="fp32", mfu=0.5)
-    assert expected_speed(config, H200, tmp_path).low == MFU_RANGE[0]
+    assert expected_speed("vit_b16", "bf16", H200, tmp_path).low == MFU_RANGE[0]
     write_results(tmp_path, "2026-11-22-gpu-d.json")
     write_results(tmp_path, "2026-11-23-gpu-e.json", mfu=0.3)
-    speed = expected_speed(config, H200, tmp_path)
+    speed = expected_speed("vit_b16", "bf16", H200, tmp_path)
     assert (speed.low, speed.high) == (0.31, 0.31)
     assert "2026-11-22-gpu-d.json" in speed.source
 
 
-@pytest.mark.parametrize("gpu", ["RTX-4090", "H200"])
-def test_the_largest_micro_batch_fits_and_the_next_one_does_not(gpu):
+@pytest.mark.parametrize(("gpu", "batch"), [("RTX-4090", 1024), ("H200", 1024), ("L40S", 8)])
+def test_the_largest_micro_batch_fits_and_the_next_one_does_not(gpu, batch):
+    large = {"name": "vit_h16", "image_size": 1024} if batch == 8 else {"name": "vit_b16"}
     config = config_of(
-        model={"name": "vit_b16", "image_size": 384, "depth": 6},
-        data={"root": "none", "global_batch_size": 1024},
-        augment={"mixup_alpha": 0.8, "mix_group_size": 4},
+        model={"image_size": 384, "depth": 6, **large},
+        data={"root": "none", "global_batch_size": batch},
+        train={"steps": 10, "precision": "fp32" if batch == 8 else "bf16"},
+        augment={} if batch == 8 else {"mixup_alpha": 0.8, "mix_group_size": 4},
     )
-    largest = largest_micro_batch(config, 1000, 2, find_gpu(gpu))
-    budget = usable_bytes(find_gpu(gpu))
-    assert largest % 4 == 0
-    assert 512 % largest == 0
-    assert step_memory(config, 1000, largest, 512, 2).total <= budget
-    assert largest == 512 or step_memory(config, 1000, 2 * largest, 512, 2).total > budget
+    plan, _ = make_plan(config, 4096, 2 if batch > 8 else 1)
+    rank_batch = plan.micro_batch_size
+    usable = usable_bytes(find_gpu(gpu))
+
+    def total(size: int) -> int:
+        tried = replace(plan, micro_batch_size=size)
+        return step_memory(config.model, config.optim, config.train, tried, 1000).total
+
+    largest = largest_micro_batch(config, plan, 1000, find_gpu(gpu))
+    assert largest > 0
+    assert rank_batch % largest == 0
+    assert largest % 4 == 0 or batch == 8
+    assert total(largest) <= usable
+    assert largest == rank_batch or total(2 * largest) > usable
 
 
 def test_a_model_that_is_too_large():
@@ -94,3 +105,11 @@ def test_a_model_that_is_too_large():
     assert forecast.largest_micro_batch_size == 0
     assert not forecast.fits
     assert forecast.memory.weights > 23.5 * GIB
+
+
+@pytest.mark.parametrize(("steps", "every"), [(10, 3), (9, 3), (2, 3), (3, 3), (1, None)])
+def test_evaluations_are_those_of_the_plan(steps, every):
+    config = config_of(train={"steps": steps}, eval={"every_steps": every})
+    forecast = make_forecast(config, 1, H200)
+    due = sum(forecast.plan.evaluates_at(step) for step in range(1, steps + 1))
+    assert forecast.eval_images == due * 50_000

@@ -44,7 +44,18 @@ def test_the_names_of_drivers(reported, name):
     assert find_device(reported).name == name
 
 
-@pytest.mark.parametrize("reported", ["NVIDIA GeForce RTX 4090 D", "NVIDIA GB200", "Tesla T4", ""])
+@pytest.mark.parametrize(
+    "reported",
+    [
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GH200 480GB",
+        "NVIDIA GB200",
+        "NVIDIA RTX A1000",
+        "Tesla T4",
+        "",
+    ],
+)
 def test_a_gpu_that_the_table_does_not_have(reported):
     assert find_device(reported) is None
 

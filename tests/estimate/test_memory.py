@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from vit.config.schema import Config
-from vit.estimate.memory import LiveBytes, step_memory
+from vit.estimate.memory import LiveBytes, StepMemory, step_memory
 from vit.model import create_model
+from vit.plan import Plan
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
@@ -22,6 +23,19 @@ ROOT = Path(__file__).parents[2]
 def config_of(**sections: dict) -> Config:
     base = {"data": {"root": "none", "global_batch_size": 16}, "train": {"steps": 1}}
     return Config.model_validate({**base, **sections})
+
+
+def plan_of(micro_batch_size: int, rank_batch_size: int, world_size: int) -> Plan:
+    passes = rank_batch_size // micro_batch_size
+    of_steps = (1, 0, rank_batch_size * world_size, 1, 0, 1, 1)
+    return Plan(world_size, rank_batch_size * world_size, micro_batch_size, passes, *of_steps)
+
+
+def count(
+    config: Config, num_classes: int, micro_batch: int, rank_batch: int, world_size: int
+) -> StepMemory:
+    plan = plan_of(micro_batch, rank_batch, world_size)
+    return step_memory(config.model, config.optim, config.train, plan, num_classes)
 
 
 SMALL = {"name": "vit_s16", "depth": 4, "image_size": 160}
@@ -70,7 +84,7 @@ def test_counted_is_measured_within_a_tenth(precision):
     train = {"steps": 1, "precision": precision}
     sections = {"model": SMALL, "train": train, "optim": {"clip_grad_norm": 1.0}}
     config = config_of(**sections)
-    counted = step_memory(config, 1000, rows, rows, 1)
+    counted = count(config, 1000, rows, rows, world_size=1)
     code = STEP.replace("ROWS", str(rows)).replace("CONFIG", repr(config.model_dump()))
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -90,7 +104,7 @@ def test_parts_that_follow_from_the_number_of_parameters():
     with torch.device("meta"):
         model = create_model(config.model, num_classes=1000)
     stored = sum(parameter.nbytes for parameter in model.parameters())
-    memory = step_memory(config, 1000, 8, 16, world_size=2)
+    memory = count(config, 1000, 8, 16, world_size=2)
     assert memory.weights == memory.gradients == memory.average == stored
     assert 2 * stored <= memory.optimizer < 2 * stored + 8 * len(list(model.parameters()))
     assert memory.batches == 3 * 16 * 3 * 160 * 160
@@ -99,8 +113,8 @@ def test_parts_that_follow_from_the_number_of_parameters():
 
 def test_passes_in_turn_need_less_than_one_of_all():
     config = config_of(model=SMALL)
-    at_once = step_memory(config, 1000, 16, 16, 2)
-    in_turn = step_memory(config, 1000, 4, 16, 2)
+    at_once = count(config, 1000, 16, 16, world_size=2)
+    in_turn = count(config, 1000, 4, 16, world_size=2)
     assert in_turn.activations < 0.4 * at_once.activations
     assert in_turn.batches == at_once.batches
 
@@ -108,14 +122,20 @@ def test_passes_in_turn_need_less_than_one_of_all():
 def test_gradients_count_only_where_they_exist_at_the_peak():
     """On one GPU they come while activations go; DDP's buckets hold them all the time."""
     config = config_of(model=SMALL)
-    alone = step_memory(config, 1000, 16, 16, 1)
-    in_ddp = step_memory(config, 1000, 16, 16, 2)
+    alone = count(config, 1000, 16, 16, world_size=1)
+    in_ddp = count(config, 1000, 16, 16, world_size=2)
     assert alone.gradients < in_ddp.gradients == in_ddp.weights
 
 
 def test_bf16_keeps_less_than_fp32():
     fp32, bf16 = (
-        step_memory(config_of(model=SMALL, train={"steps": 1, "precision": name}), 1000, 16, 16, 1)
+        count(
+            config_of(model=SMALL, train={"steps": 1, "precision": name}),
+            1000,
+            16,
+            16,
+            world_size=1,
+        )
         for name in ("fp32", "bf16")
     )
     assert 0.4 * fp32.activations < bf16.activations < 0.75 * fp32.activations
@@ -137,7 +157,7 @@ def test_live_bytes_follow_tensors_and_not_views():
 
 def test_a_model_of_timm():
     config = config_of(model={"name": "timm/resnet18", "image_size": 64})
-    memory = step_memory(config, 10, 4, 8, 1)
+    memory = count(config, 10, 4, 8, world_size=1)
     assert memory.weights == pytest.approx(4 * 11.18e6, rel=0.01)
     assert memory.activations > 4 * MIB
 
@@ -148,10 +168,12 @@ def test_no_memory_is_taken_for_a_model_of_gigabytes():
 import resource, re
 from vit.estimate.memory import step_memory
 from vit.config.schema import Config
+from vit.plan import Plan
 used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
 config = Config.model_validate({config_of(model={"name": "vit_h14", "depth": 6}).model_dump()!r})
-print(step_memory(config, 1000, 128, 128, 1).total)
+plan = {plan_of(128, 128, 1)!r}
+print(step_memory(config.model, config.optim, config.train, plan, 1000).total)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -50,6 +50,8 @@ def test_json_has_the_same_numbers():
         (["--gpus", "8xH300"], "error: 'H300' is not in the table of GPUs"),
         (["--gpus", "none"], "error: 'none' is not in the table of GPUs"),
         (["--gpus", "13xH100"], "error: data.global_batch_size=4096 is not a multiple of 13 ranks"),
+        (["--gpus", "8xH100", "--price", "-2"], "error: --price -2.0: expected the cost of one"),
+        (["--gpus", "8xH100", "--price", "nan"], "error: --price nan: expected the cost of one"),
         ([], "--gpus"),
     ],
 )
@@ -58,3 +60,10 @@ def test_mistakes_are_one_line(words, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_small_run_is_told_in_seconds_and_whole_numbers():
+    done = plan("--config", "configs/demo.yaml", "--gpus", "8xH200", "train.steps=100")
+    assert re.search(r"time +\S+ to \S+ s, ", done.stdout), done.stdout
+    assert "e+0" not in done.stdout
+    assert "memory       0.0 of" not in done.stdout

@@ -8,7 +8,8 @@ operations: three forward passes an image (one forward, two backward), at a shar
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from vit.run.preflight import DiskNeeds, disk_needs
 from vit.system.files import ShardError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-"""What `launch/bench.py` and `make gpu-check` have measured; an installed package has none."""
+"""Files `*-gpu-*.json` there hold measured shares of the peak; an installed package has none."""
 MFU_RANGE = (0.2, 0.4)
 """Where nothing was measured. Published for training ViTs: ViT-5-B on H100s 22.5 % end to end and
 28 % without data (nvSubquadratic, docs/benchmarks.md), ViT g/14 29 % (NVIDIA NeMo)."""
@@ -123,7 +124,9 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
     data, plan = _plan(config, num_gpus)
     with torch.device("meta"):
         model = create_model(config.model, num_classes=data.num_classes)
-    num_evaluations = sum(plan.evaluates_at(step) for step in range(1, plan.total_steps + 1))
+    num_evaluations = plan.total_steps // plan.eval_every_steps
+    if plan.total_steps % plan.eval_every_steps:
+        num_evaluations += plan.evaluates_at(plan.total_steps)  # once more, at the end
     num_models = 1 if config.train.ema_decay is None else 2
     return Forecast(
         gpu=gpu,
@@ -131,18 +134,12 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
         precision=config.train.precision,
         plan=plan,
         data=data,
-        memory=step_memory(
-            config,
-            data.num_classes,
-            plan.micro_batch_size,
-            plan.micro_batch_size * plan.accumulation_steps,
-            num_gpus,
-        ),
-        largest_micro_batch_size=largest_micro_batch(config, data.num_classes, num_gpus, gpu),
+        memory=step_memory(config.model, config.optim, config.train, plan, data.num_classes),
+        largest_micro_batch_size=largest_micro_batch(config, plan, data.num_classes, gpu),
         disk=disk_needs(
             config.model, config.optim, config.train, config.checkpoint, plan, data.num_classes
         ),
-        speed=expected_speed(config, gpu, results),
+        speed=expected_speed(config.model.name, config.train.precision, gpu, results),
         forward_flops=flops_per_image(model),
         train_images=plan.total_steps * plan.global_batch_size,
         eval_images=num_evaluations * num_models * data.num_val_images,
@@ -154,28 +151,24 @@ def usable_bytes(gpu: Gpu) -> float:
     return (gpu.memory_gib - RESERVED_GIB) * USABLE_SHARE * GIB
 
 
-def largest_micro_batch(config: Config, num_classes: int, num_gpus: int, gpu: Gpu) -> int:
+def largest_micro_batch(config: Config, plan: Plan, num_classes: int, gpu: Gpu) -> int:
     """Return the largest micro-batch that divides a rank's batch and fits into `gpu`, 0 for none.
 
-    Two small sizes give the bytes per image: what a step keeps grows by the same for each.
+    Counted at each size that is tried: memory grows with it, so half of them need no count.
     """
-    rank_batch = config.data.global_batch_size // num_gpus
     unit = config.augment.mix_group_size if mixes(config.augment) else 1
-    sizes = [size for size in divisors(rank_batch) if size % unit == 0]
+    rank_batch = plan.global_batch_size // plan.world_size
+    sizes = [0, *(size for size in divisors(rank_batch) if size % unit == 0)]
 
-    def bytes_at(micro_batch_size: int) -> int:
-        return step_memory(config, num_classes, micro_batch_size, rank_batch, num_gpus).total
+    def is_too_large(size: int) -> bool:
+        tried = replace(plan, micro_batch_size=size)
+        memory = step_memory(config.model, config.optim, config.train, tried, num_classes)
+        return memory.total > usable_bytes(gpu)
 
-    # From 8 images on: below, temporaries that do not grow with the batch may be the peak.
-    least = 8 * unit
-    at_least = bytes_at(least)
-    per_image = (bytes_at(2 * least) - at_least) / least
-    budget = usable_bytes(gpu)
-    fitting = [size for size in sizes if at_least + (size - least) * per_image <= budget]
-    return max(fitting, default=0)
+    return sizes[bisect_left(sizes, True, lo=1, key=is_too_large) - 1]
 
 
-def expected_speed(config: Config, gpu: Gpu, results: Path = RESULTS) -> Speed:
+def expected_speed(model_name: str, precision: str, gpu: Gpu, results: Path = RESULTS) -> Speed:
     """Return the MFU that `results` have for this model on this GPU, or the published range.
 
     The fastest row counts, since it is what the settings it names reach.
@@ -184,8 +177,8 @@ def expected_speed(config: Config, gpu: Gpu, results: Path = RESULTS) -> Speed:
     for path in sorted(results.glob("*-gpu-*.json")):
         measured = json.loads(path.read_text())
         for row in measured["training"]:
-            same = row["model"] == config.model.name and measured["gpu"] == gpu.name
-            if same and row["precision"] == config.train.precision:
+            same = row["model"] == model_name and measured["gpu"] == gpu.name
+            if same and row["precision"] == precision:
                 best = max(best or (0.0, ""), (row["mfu"], path.name))
     if best is not None:
         return Speed(best[0], best[0], f"measured, benchmarks/results/{best[1]}")

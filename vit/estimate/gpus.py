@@ -35,17 +35,17 @@ GPUS = (
     # NVIDIA's data sheets: H100 and H200 (SXM), HGX B200, A100 (SXM), L40S; "NVIDIA Ada GPU
     # Architecture", appendix A, for the RTX 4090; AMD's data sheet of the MI300X. The first pattern
     # that matches counts, so the narrower ones come first.
-    Gpu("H100-PCIe", 756.0, 51.0, 79.1, r"H100.*PCIe"),
-    Gpu("H100-NVL", 835.0, 60.0, 93.1, r"H100.*NVL"),
-    Gpu("H100", 989.4, 66.9, 79.1, r"H100"),
-    Gpu("H200-NVL", 835.0, 60.0, 139.8, r"H200.*NVL"),
-    Gpu("H200", 989.4, 66.9, 139.8, r"H200"),
-    Gpu("B200", 2250.0, 75.0, 178.3, r"\bB200"),
-    Gpu("A100-40GB", 312.0, 19.5, 39.4, r"A100.*40GB"),
-    Gpu("A100", 312.0, 19.5, 79.2, r"A100"),
-    Gpu("L40S", 362.0, 91.6, 44.4, r"L40S"),
-    Gpu("RTX-4090", 165.2, 82.6, 23.5, r"4090(?! D)"),
-    Gpu("MI300X", 1307.4, 163.4, 191.7, r"MI300X"),
+    Gpu("H100-PCIe", 756.0, 51.0, 79.1, r"\bH100.*PCIe"),
+    Gpu("H100-NVL", 835.0, 60.0, 93.1, r"\bH100.*NVL"),
+    Gpu("H100", 989.4, 66.9, 79.1, r"\bH100\b"),
+    Gpu("H200-NVL", 835.0, 60.0, 139.8, r"\bH200.*NVL"),
+    Gpu("H200", 989.4, 66.9, 139.8, r"\bH200\b"),
+    Gpu("B200", 2250.0, 75.0, 178.3, r"\bB200\b"),
+    Gpu("A100-40GB", 312.0, 19.5, 39.4, r"\bA100\b.*40GB"),
+    Gpu("A100", 312.0, 19.5, 79.2, r"\bA100\b"),
+    Gpu("L40S", 362.0, 91.6, 44.4, r"\bL40S\b"),
+    Gpu("RTX-4090", 165.2, 82.6, 23.5, r"\b4090\b(?! D| Laptop)"),
+    Gpu("MI300X", 1307.4, 163.4, 191.7, r"\bMI300X\b"),
 )
 
 

@@ -24,12 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from vit.config.schema import AugmentConfig, Config
+from vit.config.schema import AugmentConfig, ModelConfig, OptimConfig, TrainConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
 from vit.model import create_model
 from vit.optim.optimizer import create_optimizer
+from vit.plan import Plan
 from vit.ranks.distributed import World
 from vit.step import TrainStep
 
@@ -68,52 +69,51 @@ class StepMemory:
 
 
 def step_memory(
-    config: Config, num_classes: int, micro_batch_size: int, rank_batch_size: int, world_size: int
+    model_config: ModelConfig, optim: OptimConfig, train: TrainConfig, plan: Plan, num_classes: int
 ) -> StepMemory:
-    """Count the bytes of one step of `rank_batch_size` images, in passes of `micro_batch_size`.
+    """Count the bytes of one step of `plan` on each rank.
 
     Without torch.compile, which needs less. The augmentation's temporaries are not in it: they are
     gone before the forward pass, and smaller than what that keeps.
     """
+    rank_batch_size = plan.global_batch_size // plan.world_size
     device = torch.device("cpu")
     with torch.device("meta"):
-        model: Any = create_model(config.model, num_classes=num_classes)
+        model: Any = create_model(model_config, num_classes=num_classes)
     model.train()
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         _drop_memory(model, device)
         parameters = [p for p in model.parameters() if p.requires_grad]
         weights = live.now
-        optimizer = create_optimizer(model, config.optim)
+        optimizer = create_optimizer(model, optim)
         state = live.now - weights
         average = 0
-        if config.train.ema_decay is not None:
+        if train.ema_decay is not None:
             # `Ema` copies a module, which fake tensors do not allow; its update is in place.
             average = sum(tensor.nbytes for tensor in model.state_dict().values())
-        if world_size > 1:
+        if plan.world_size > 1:
             # DDP keeps the gradients in its buckets from step to step.
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
         # One pass after another: what counts is that gradients exist when the second one begins.
-        batch = _batch(model, min(rank_batch_size, 2 * micro_batch_size), device)
-        mean, std = config.data.mean, config.data.std
-        augment = _OnlyFloats(AugmentConfig(), num_classes, mean, std, device)
+        batch = _batch(model, min(rank_batch_size, 2 * plan.micro_batch_size), device)
+        augment = _OnlyFloats(AugmentConfig(), num_classes, (0.5,), (0.5,), device)
         train_step = TrainStep(
             model,
             model,
             optimizer,
             augment,
             World(0, 1, device),
-            lr_at=lambda step: config.optim.lr,
-            micro_batch_size=micro_batch_size,
-            precision=config.train.precision,
-            label_smoothing=config.loss.label_smoothing,
-            clip_grad_norm=config.optim.clip_grad_norm,
+            lr_at=lambda step: optim.lr,
+            micro_batch_size=plan.micro_batch_size,
+            precision=train.precision,
+            clip_grad_norm=optim.clip_grad_norm,
         )
         before = live.now
         live.begin(lambda: sum(p.grad.nbytes for p in parameters if p.grad is not None))
         train_step(batch, 0)
         # Gradients in buckets are part of `before`.
-        in_buckets = sum(p.nbytes for p in parameters) if world_size > 1 else 0
+        in_buckets = sum(p.nbytes for p in parameters) if plan.world_size > 1 else 0
         activations = live.peak - before - (live.gradients_at_peak - in_buckets)
         image_bytes = batch.images[0].nbytes
     return StepMemory(

@@ -36,9 +36,10 @@ from vit.ranks.distributed import (
 )
 from vit.system.redact import guard_console, shown
 
-SILENT_S = 3.0
+SILENT_S = 20.0
 """Longest wait of a rank without a message for one that has one: torchrun ends all at the first
-failure."""
+failure. On a loaded machine ranks come to the same mistake many seconds apart, and a shorter wait
+would report it twice; only a mistake of one rank, or a host without a report, waits so long."""
 REPORTED_S = 0.3
 """Wait of a rank that has reported: the others look four times as often, and exit first."""
 
