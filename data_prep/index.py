@@ -33,6 +33,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from data_prep.command import Parser, add_max_unreadable_argument, add_workers_argument, run
 from data_prep.errors import NEXT_LINE, PrepError, share_to_allow, some
 from data_prep.read.class_names import NOTHING_ASKED, Asked, choose_layout
@@ -139,25 +141,35 @@ def index(
     unit = "class" if num_classes == 1 else "classes"
     fits = "" if ours is None else ", _info.json was there and fits"
     print(f"{output}: indexed, {num_classes:,} {unit}{fits}")
-    _print_notes(output, invalid, sidecars)
+    _print_notes(output, invalid, found, num_classes)
     is_local = output is source and output.local
     check = f"; check it with: python -m data_prep.verify {output}" if is_local else ""
     print(f"train on it with {_settings(output, list(splits))}{check}")
 
 
 def _print_notes(
-    output: Output, invalid: list[dict[str, Any]], sidecars: dict[str, dict[str, Any]]
+    output: Output,
+    invalid: list[dict[str, Any]],
+    found: dict[str, tuple[np.ndarray, dict[str, Any]]],
+    num_classes: int,
 ) -> None:
-    """What was left out."""
+    """What was left out, and classes without images, as when labels begin with 1."""
     if invalid:
         count = "1 sample that does" if len(invalid) == 1 else f"{len(invalid):,} samples that do"
         print(
             f"left out: {count} not fit, listed in {output}/quarantine.jsonl; the first:"
             f" {_describe(invalid[0])}"
         )
-    ignored = (Counter(sidecar.get("passed_over", {})) for sidecar in sidecars.values())
+    ignored = (Counter(sidecar.get("passed_over", {})) for _, sidecar in found.values())
     if total := sum(ignored, Counter[str]()):
         print(f"note: {describe_ignored(total)}")
+    labels = np.unique(np.concatenate([rows["label"] for rows, _ in found.values()]))
+    empty = [str(label) for label in np.setdiff1d(np.arange(num_classes), labels)]
+    if empty:
+        print(
+            f"note: labels are {labels[0]} to {labels[-1]}; models get an output for classes"
+            f" without images, too: {some(empty)}"
+        )
 
 
 def _describe(entry: dict[str, Any]) -> str:

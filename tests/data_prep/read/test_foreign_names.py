@@ -182,7 +182,8 @@ def test_labels_from_1_and_the_last_lines(tmp_path, capsys):
     assert (
         capsys.readouterr().out
         == f"train: 6 samples in 1 shards\nvalidation: 6 samples in 1 shards\n{root}: indexed, 4"
-        f" classes\ntrain on it with data.root={root} data.val_split=validation; check it"
+        " classes\nnote: labels are 1 to 3; models get an output for classes without images, too: 0"
+        f"\ntrain on it with data.root={root} data.val_split=validation; check it"
         f" with: python -m data_prep.verify {root}\n"
     )
 
