@@ -213,10 +213,14 @@ def _check_idx(
         yield Found("indexes", path.name, f"absent; {remedy}")
         return
     lines = path.read_bytes().splitlines(True)
-    head, *expected = idx_lines(samples)
+    expected = idx_lines(samples)[1:]
     places = [number + 1 for number in numbers or range(len(samples))]
-    if numbers is not None or len(lines) == len(samples) + 1:
-        head = b"v1.2 %d\n" % (len(lines) - 1)
+    count = len(samples) if numbers is None else shard.num_samples
+    if len(lines) != count + 1:
+        text = f"{counted(len(lines), 'line')}, expected {count + 1:,}"
+        yield Found("indexes", path.name, f"{text}; {shard.rebuild(path.name)}")
+        return
+    head = b"v1.2 %d\n" % count
     for place, line in zip([0, *places], [head, *expected], strict=True):
         given = lines[place] if place < len(lines) else b""
         if given != line:

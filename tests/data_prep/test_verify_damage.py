@@ -137,6 +137,10 @@ BESIDE: list[tuple[Callable[[Path], object], list[str]]] = [
         [r"train-00006.idx: line 1: 'v1.2 1"],
     ),
     (
+        lambda root: edit(root / "val-00000.idx", lambda data: data.extend(b"jpg 1 2 x\n")),
+        [r"val-00000.idx: \d+ lines, expected \d+"],
+    ),
+    (
         lambda root: edit_rows(
             root / "val.index.npy",
             lambda rows: rows["label"].__setitem__(0, (rows["label"][0] + 1) % 3),
