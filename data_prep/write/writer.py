@@ -83,9 +83,10 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
         complete = _is_complete_already(output, source, settings)
         if not complete and not _write(source, output, settings, start_s):
             return
-    except FileNotFoundError:
-        # another process completed the data set and removed the spool
-        if not _has_all_files(output):
+    except FileNotFoundError as error:
+        # another process completed the data set and removed the spool; a file of the source that
+        # is missing is an error
+        if SPOOL not in Path(str(error.filename)).parts or not _has_all_files(output):
             raise
         print(f"{output}: completed by another process meanwhile")
         return
@@ -159,10 +160,15 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
                 f"{output}: complete, {len(plan.catalogue.class_names)} classes,"
                 f" {time.monotonic() - start_s:.1f} s"
             )
-        kept = [name for name in output.sizes() if name.endswith(ROWS)]
+        kept = output.sizes().keys() & {f"{job.shard.name}{ROWS}" for job in work}
         for name in ("_writing.json", *kept):
             output.remove(name)
-        shutil.rmtree(plan.catalogue.folder.parent / SPOOL, ignore_errors=True)
+        root = plan.catalogue.folder.parent
+        for folder in (
+            root / SPOOL,
+            *root.glob("_catalogue-*"),
+        ):  # the latter of an earlier version
+            shutil.rmtree(folder, ignore_errors=True)
         return True
 
 

@@ -140,8 +140,11 @@ def test_again_keeps_what_is_complete_and_mends_the_rest(written, small, tmp_pat
     with pytest.raises(PrepError, match="shards of unknown origin"):
         write(small, root, FOUR)
     (root / "_info.json").write_bytes((written / "_info.json").read_bytes())
+    (root / "_catalogue-0123").mkdir()  # of an earlier version
+    (root / "mine.rows.npy").write_bytes(b"not of the writer")
     capsys.readouterr()
     write(small, root, FOUR)
+    (root / "mine.rows.npy").unlink()
     assert "2 of 5 shards are there already and are kept" in capsys.readouterr().out
     assert (root / "train-00001.tar").stat().st_mtime_ns == kept
     assert digest(root) == digest(written)
@@ -296,6 +299,9 @@ def test_a_complete_data_set_of_archives_is_not_listed_again(small, tmp_path, ca
     os.utime(archive, (5, 5))
     write(source, root, Settings())
     assert len(calls) == 2
+    archive.unlink()
+    with pytest.raises(FileNotFoundError, match=r"images\.bin"):
+        write(source, root, Settings())
 
 
 def test_a_refused_command_leaves_the_work_of_another(small, tmp_path):
