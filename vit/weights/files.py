@@ -133,6 +133,8 @@ def _torch_load(path: Path) -> Any:
                 " dict alone"
             ) from error
         reason = (str(error).splitlines() or [""])[0][:200]
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "not a pickle"  # torch's own text advises to load it in an unsafe way
         raise WeightsError(
             f"{path} is cut short or no checkpoint ({type(error).__name__}: {reason}): copy it"
             " again"
