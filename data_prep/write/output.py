@@ -188,15 +188,17 @@ class Output:
         return shutil.disk_usage(existing).free
 
 
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A folder in TMPDIR, removed at the end.
-
-    What a killed process of this host left is removed by the next call.
-    """
+def remove_left_folders() -> None:
+    """Remove the temporary folders of killed processes of this host."""
     host = socket.gethostname()
     for leftover in Path(tempfile.gettempdir()).glob(f".vit_staging.{glob.escape(host)}.*.tmp"):
         remove_if_abandoned(leftover)
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder in TMPDIR, removed at the end."""
+    remove_left_folders()
     # Not tempfile.TemporaryDirectory: it fails at the end if a cleaner of /tmp came first.
     folder, descriptor = locked_folder(Path(tempfile.gettempdir()) / "vit_staging")
     try:

@@ -41,7 +41,7 @@ from data_prep.write.card_page import write_card
 from data_prep.write.catalogue import SPOOL, Source
 from data_prep.write.images import ASKS_TO_BE_TURNED, exif_summary
 from data_prep.write.jobs import run_jobs
-from data_prep.write.output import Output
+from data_prep.write.output import Output, remove_left_folders
 from data_prep.write.plan import (
     Settings,
     WritePlan,
@@ -79,6 +79,7 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
     settings = settings or Settings()
     output = Output(out)
     output.make()
+    remove_left_folders()  # here, since nothing makes one if all is complete already
     try:
         complete = _is_complete_already(output, source, settings)
         if not complete and not _write(source, output, settings, start_s):
