@@ -162,13 +162,12 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
                 f" {time.monotonic() - start_s:.1f} s"
             )
         kept = output.sizes().keys() & {f"{job.shard.name}{ROWS}" for job in work}
-        for name in ("_writing.json", *kept):
+        # `_writing.json` is last: while it is there, the next command comes here again.
+        for name in (*kept, "_writing.json"):
             output.remove(name)
         root = plan.catalogue.folder.parent
-        for folder in (
-            root / SPOOL,
-            *root.glob("_catalogue-*"),
-        ):  # the latter of an earlier version
+        of_earlier_versions = root.glob("_catalogue-*")
+        for folder in (root / SPOOL, *of_earlier_versions):
             shutil.rmtree(folder, ignore_errors=True)
         return True
 
