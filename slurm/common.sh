@@ -55,8 +55,9 @@ prepare_torchrun() {
       # below Linux's range of ports for outgoing connections, and another one for each job
       port=$(( 20000 + (SLURM_JOB_ID + 4001 * attempt) % 12000 ))
       say "head node ${nodes[0]} at ${addresses[0]}:$port"
-      output=$("${everywhere[@]}" python3 -c "$CHECK_HEAD" "${addresses[0]}" "$port" \
-        </dev/null 2>&1) && break
+      # No node ends the step on the others here: what it said can be lost with the step.
+      output=$("${everywhere[@]}" --kill-on-bad-exit=0 \
+        python3 -c "$CHECK_HEAD" "${addresses[0]}" "$port" </dev/null 2>&1) && break
       echo "$output" >&2
       [[ $output == *" is taken "* && $attempt != 2 ]] \
         || fail "not started: not every node reaches ${nodes[0]} at ${addresses[0]}:$port," \
@@ -84,7 +85,7 @@ prepare_torchrun() {
 }
 
 # The head node listens, all others connect: a wrong address, a firewall or a node without Python is
-# reported within seconds, where torchrun would wait for ten minutes.
+# reported within half a minute, where torchrun would wait for ten.
 CHECK_HEAD='
 import os, socket, sys, time
 

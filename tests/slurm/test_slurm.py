@@ -202,7 +202,7 @@ def test_a_mistake_fails_once_with_its_reason(
     assert ("not queued again" if started else "not started") in job.log.splitlines()[-1]
 
 
-def test_a_node_that_cannot_reach_the_head_says_so_at_once(cluster, shards, tmp_path):
+def test_a_node_that_cannot_reach_the_head_says_so_before_training(cluster, shards, tmp_path):
     (tmp_path / "getent").write_text(
         "#!/bin/sh\n# every name resolves, says the head node; the other one finds out\n"
     )
