@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vit.config.schema import Config, EvalConfig
 from vit.data.augment.apply import Augment, create_augment
-from vit.data.batches import EvalBatches, ImageFormat
+from vit.data.batches import Batch, EvalBatches, ImageFormat
 from vit.data.loader import STALL_TIMEOUT_S, Loader
 from vit.data.shards.split import Split
 from vit.metrics import Accuracy, AccuracyCounter, interval95, predicted_classes
@@ -106,20 +106,7 @@ class Evaluator:
         try:
             with loader:
                 for position, batch in enumerate(loader):
-                    # Rows after these only fill the batch: all ranks need batches of one shape,
-                    # which a compiled model would otherwise be compiled for again.
-                    filled = batches.num_filled(position)
-                    ids = batch.ids[:filled].to(device, non_blocking=True)
-                    # Once for all models: the weights and their average see the same images.
-                    inputs = self.augment.normalize(batch.images)
-                    for name, model in models.items():
-                        with autocast(self.precision, device):
-                            logits = model(inputs)
-                        # Stays on the device: reading it here would wait for each batch.
-                        counters[name].add(logits, batch.labels, batch.weights)
-                        # Indexed by sample and not appended, so that the order does not depend on
-                        # the number of ranks or on the batch size.
-                        predictions[name][ids] = predicted_classes(logits.float()[:filled])
+                    self._add(models, batch, batches.num_filled(position), counters, predictions)
                     if on_batch is not None:
                         on_batch(position + 1, len(batches))
         finally:  # `on_batch` raises to interrupt an evaluation
@@ -140,6 +127,29 @@ class Evaluator:
                     f" {num_samples}: a bug in the loader, please report it"
                 )
         return results
+
+    def _add(
+        self,
+        models: dict[str, nn.Module],
+        batch: Batch,
+        filled: int,
+        counters: dict[str, AccuracyCounter],
+        predictions: dict[str, Tensor],
+    ) -> None:
+        """Queue `batch`, of which the first `filled` rows are samples, and what it adds to both."""
+        # The other rows only fill the batch: all ranks need batches of one shape, which a compiled
+        # model would otherwise be compiled for again.
+        ids = batch.ids[:filled].to(self.world.device, non_blocking=True)
+        # Once for all models: the weights and their average see the same images.
+        inputs = self.augment.normalize(batch.images)
+        for name, model in models.items():
+            with autocast(self.precision, self.world.device):
+                logits = model(inputs)
+            # Stays on the device: reading it here would wait for each batch.
+            counters[name].add(logits, batch.labels, batch.weights)
+            # Indexed by sample and not appended, so that the order does not depend on the number of
+            # ranks or on the batch size.
+            predictions[name][ids] = predicted_classes(logits.float()[:filled])
 
 
 def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int) -> None:
