@@ -262,9 +262,17 @@ def test_a_model_of_ones_own_trains_by_its_name(shards, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_and_pictures_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]+))?\)", page.read_text()):
         if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page.name} points to {target}"
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page.name} points to {target}"
+            assert not anchor or anchor in anchors(to), f"{page.name} points to {target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Where links into a page of Markdown can lead: its headings, as GitHub and the site do it."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def test_a_decision_has_one_heading_and_at_most_120_words():
