@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from augmenting import gpu_without_memory
+from fake_gpu import gpu_without_memory, move_to_fake_gpu
 from torch.nn.parallel import DistributedDataParallel
 
 from vit.config.schema import AdamWConfig, AugmentConfig
@@ -206,13 +206,7 @@ def test_no_step_waits_for_the_gpu(precision, monkeypatch):
     fields = {"embed_dim": 32, "depth": 2, "num_heads": 2, "drop_path_rate": 0.1}
     model = create_model("vit_ti8", 16, 5, **fields)
     with gpu_without_memory() as mode:
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    on_gpu = torch.empty(parameter.shape, device=gpu)
-                    module._parameters[name] = torch.nn.Parameter(on_gpu)
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = torch.empty(buffer.shape, device=gpu)
+        move_to_fake_gpu(model)
         step = TrainStep(
             model,
             model,

@@ -1,19 +1,13 @@
-"""What the tests of augmentation share: pictures, keys, tables, and a GPU that is not there."""
+"""What the tests of augmentation share: pictures, keys and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from vit.config.schema import AugmentConfig
-from vit.data.augment import pixel_ops
 from vit.data.augment.apply import Augment
 from vit.data.augment.draw import draw_mix, draw_table, sample_keys
 from vit.data.augment.table import FIRST_OP, FLIP
@@ -124,49 +118,3 @@ def photographs() -> np.ndarray:
         np.full(waves.shape, 60.0),
     ]
     return np.clip(np.stack(images), 0, 255).astype(np.uint8)
-
-
-class GpuWithoutMemory(TorchDispatchMode):
-    """Inside a FakeTensorMode: tensors on a GPU have shapes only, those of the host are real.
-
-    Reading a value of the former is refused by FakeTensorMode; copies between the two for which the
-    host waits are noted in `waits`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), options: Any = None
-    ) -> Any:
-        options = options or {}
-        tensors = [
-            leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, torch.Tensor)
-        ]
-        devices = {tensor.device.type for tensor in tensors}
-        if options.get("device") is not None:
-            devices.add(torch.device(options["device"]).type)
-        if devices <= {"cpu"}:
-            with _disable_current_modes():
-                return function(*arguments, **options)
-        copies = function in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
-        non_blocking = options.get("non_blocking") or any(item is True for item in arguments[2:])
-        if copies and len(devices) > 1 and not non_blocking:
-            self.waits.append(f"{function} of {[tuple(tensor.shape) for tensor in tensors]}")
-        return function(*arguments, **options)
-
-
-@contextmanager
-def gpu_without_memory() -> Iterator[GpuWithoutMemory]:
-    """A `GpuWithoutMemory` in its FakeTensorMode; constants made inside are forgotten."""
-    _forget_constants()
-    with FakeTensorMode(allow_non_fake_inputs=True), GpuWithoutMemory() as mode:
-        yield mode
-    _forget_constants()
-
-
-def _forget_constants() -> None:
-    for function in vars(pixel_ops).values():
-        if hasattr(function, "cache_clear"):
-            function.cache_clear()

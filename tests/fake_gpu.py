@@ -1,0 +1,145 @@
+"""A GPU that is not there: what runs on it has shapes, no values, and may not be waited for.
+
+Under torch's FakeTensorMode an operation on tensors of "cuda:0" gets the shape of its result, and
+needs no driver. Reading a value there is an error, and so are a shape that depends on values and a
+tensor that is still on the host. The backward pass does not run: autograd asks for a CUDA context.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from vit.data.augment import pixel_ops
+
+GPU = torch.device("cuda", 0)
+OURS = f"{Path(__file__).parents[1] / 'vit'}/"
+COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+NO_LAUNCH = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+}
+"""What makes a tensor without computing it; views are recognised by their schema."""
+
+
+class GpuWithoutMemory(TorchDispatchMode):
+    """Inside a FakeTensorMode: tensors on a GPU have shapes only, those of the host are real.
+
+    Reading a value of the former is refused by FakeTensorMode; copies between the two for which the
+    host waits are noted in `waits`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        options = options or {}
+        tensors = [
+            leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, torch.Tensor)
+        ]
+        devices = {tensor.device.type for tensor in tensors}
+        if options.get("device") is not None:
+            devices.add(torch.device(options["device"]).type)
+        if devices <= {"cpu"}:
+            with _disable_current_modes():
+                return function(*arguments, **options)
+        non_blocking = options.get("non_blocking") or any(item is True for item in arguments[2:])
+        # A number of the host travels with the kernel; a mask or index of the host is copied first.
+        on_host = any(tensor.device.type == "cpu" and tensor.ndim for tensor in tensors)
+        copied = len(devices) > 1 if function in COPIES else on_host
+        if copied and not (function in COPIES and non_blocking):
+            self.waits.append(f"{function} of {[tuple(tensor.shape) for tensor in tensors]}")
+        if function is torch.ops.aten._fused_sgd_.default:  # torch has no fake kernel for it
+            assert devices == {"cuda"}, f"{function} of tensors on {devices}"
+            return None
+        return function(*arguments, **options)
+
+
+@contextmanager
+def gpu_without_memory() -> Iterator[GpuWithoutMemory]:
+    """A `GpuWithoutMemory` in its FakeTensorMode; constants made inside are forgotten."""
+    _forget_constants()
+    with FakeTensorMode(allow_non_fake_inputs=True), GpuWithoutMemory() as mode:
+        yield mode
+    _forget_constants()
+
+
+def _forget_constants() -> None:
+    for function in vars(pixel_ops).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+def move_to_fake_gpu(model: nn.Module) -> nn.Module:
+    """Give `model` parameters and buffers of the same shapes on `GPU`, inside of its mode.
+
+    `Module.to` does not work there: it swaps tensors, which fake ones refuse.
+    """
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=GPU)
+                module._parameters[name] = nn.Parameter(empty, parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=GPU)
+    return model
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that launch something on a device, by name and by our line.
+
+    On `device`, as in "meta", "cuda" or "cpu"; copies to it are some. A CPU stands for a GPU: the
+    same operations reach it, one by one.
+    """
+
+    def __init__(self, device: str = "meta") -> None:
+        super().__init__()
+        self.device = device
+        self.by_name: Counter[str] = Counter()
+        self.by_line: Counter[tuple[str, str]] = Counter()
+        """(name, `module.py:line`, which is empty in the backward pass)."""
+
+    def total(self) -> int:
+        return self.by_name.total()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        result = function(*arguments, **(options or {}))
+        name = function._schema.name.removeprefix("aten::")
+        leaves = tree_leaves((arguments, result))
+        used = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        if self.device in used and not function.is_view and name not in NO_LAUNCH:
+            self.by_name[name] += 1
+            self.by_line[name, _our_line()] += 1
+        return result
+
+    def __str__(self) -> str:
+        lines = Counter({f"{name} {line}".rstrip(): n for (name, line), n in self.by_line.items()})
+        return ", ".join(f"{n} {text}" for text, n in lines.most_common())
+
+
+def _our_line() -> str:
+    """The innermost line of the engine that is being run, as `module.py:line`."""
+    for frame, line in traceback.walk_stack(None):
+        if frame.f_code.co_filename.startswith(OURS):
+            return f"{frame.f_code.co_filename.removeprefix(OURS)}:{line}"
+    return ""

@@ -1,0 +1,101 @@
+"""How many operations a step launches, part by part: no change adds to them unseen.
+
+Eager, a GPU gets through a small model's operations faster than the host launches them, so each one
+costs time. A CPU stands for the GPU here: the same operations reach it. Those of every policy of
+augmentation are held by tests/data/augment/test_rounds.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_gpu import Launches
+
+from vit.config.schema import AdamWConfig, AugmentConfig
+from vit.data.augment.apply import Augment
+from vit.data.augment.table import table_layout
+from vit.data.batches import Batch
+from vit.model import create_model
+from vit.optim.ema import Ema
+from vit.optim.optimizer import create_optimizer
+from vit.precision import autocast
+from vit.ranks.distributed import World
+from vit.step import TrainStep
+
+DEPTH = 4
+ROOM = DEPTH - 1
+"""Less than one operation more in each block."""
+EXPECTED = {"forward": 129, "backward": 149, "update": 25, "rest": 31}
+"""Of a ViT of the recipes' form with `DEPTH` blocks, in bf16, clipped, averaged. `rest`: all that a
+step of one micro-batch does besides, without augmentation."""
+CPU = torch.device("cpu")
+CONFIG = AugmentConfig(hflip_prob=0.0)
+
+
+def make_step() -> TrainStep:
+    fields = {"embed_dim": 64, "depth": DEPTH, "num_heads": 2, "drop_path_rate": 0.1}
+    model = create_model("vit_ti8", 16, 5, **fields)
+    return TrainStep(
+        model,
+        model,
+        create_optimizer(model, AdamWConfig()),
+        Augment(CONFIG, 5, (0.5,), (0.25,), CPU),
+        World(0, 1, CPU),
+        lr_at=lambda step: 1e-3,
+        micro_batch_size=8,
+        precision="bf16",
+        label_smoothing=0.1,
+        clip_grad_norm=1.0,
+        ema=Ema(model, 0.99),
+    )
+
+
+def launched_by_part() -> dict[str, Launches]:
+    """The operations of a step's parts, and of the whole step."""
+    step = make_step()
+    parts = {name: Launches("cpu") for name in ("inputs", "forward", "backward", "update", "step")}
+    images = torch.zeros(8, 3, 16, 16, dtype=torch.uint8)
+    labels = torch.zeros(8, dtype=torch.int64)
+    table = torch.zeros(8, table_layout(CONFIG).width)
+    batch = Batch(images, labels, torch.ones(8), table, torch.arange(8))
+    with parts["inputs"]:
+        inputs, _ = step.augment(images, labels, table)
+    with parts["forward"], autocast(step.precision, CPU):
+        logits = step.wrapped(inputs)
+    with parts["backward"]:
+        logits.sum().backward()
+    with parts["update"]:
+        step._update(0)
+    step.optimizer.zero_grad()
+    with parts["step"]:
+        step._queue(batch, 0, False, (0.0,))
+    return parts
+
+
+@pytest.fixture(scope="module")
+def launched() -> dict[str, Launches]:
+    return launched_by_part()
+
+
+@pytest.mark.parametrize("part", EXPECTED)
+def test_a_step_launches_no_more_operations_than_stated(part, launched):
+    number = launched[part].total() if part in launched else 0
+    counted = str(launched.get(part, launched["step"]))
+    if part == "rest":
+        others = ("inputs", "forward", "backward", "update")
+        number = launched["step"].total() - sum(launched[other].total() for other in others)
+    assert number <= EXPECTED[part] + ROOM, (
+        f"{part}: {number} operations, {EXPECTED[part]} are stated in EXPECTED; find what is new,"
+        f" or state why it must be: {counted}"
+    )
+
+
+def test_an_operation_more_in_each_block_is_found_and_named(monkeypatch):
+    from vit import model
+
+    before = launched_by_part()["forward"].total()
+    plain = model.Mlp.forward
+    monkeypatch.setattr(model.Mlp, "forward", lambda self, x: plain(self, x * 1.0))
+    after = launched_by_part()["forward"]
+    assert after.total() - before == DEPTH > ROOM
+    assert f"{DEPTH} mul model.py:" in str(after)

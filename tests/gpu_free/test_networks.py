@@ -1,0 +1,74 @@
+"""The forward pass of every model option on a GPU that is not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_gpu import GPU, gpu_without_memory, move_to_fake_gpu
+
+from vit.config.schema import ModelConfig
+from vit.loss import cross_entropy
+from vit.model import create_model
+from vit.precision import autocast
+
+TINY = {"name": "vit_ti8", "image_size": 16, "num_classes": 5}
+SMALL = {**TINY, "embed_dim": 32, "depth": 2, "num_heads": 2}
+OPTIONS = {
+    "preset": TINY,
+    "small": SMALL,
+    "drop path": {**SMALL, "drop_path_rate": 0.4},
+    "dropout": {**SMALL, "pos_drop_rate": 0.1, "proj_drop_rate": 0.1, "attn_drop_rate": 0.1},
+    "average of patches": {**SMALL, "class_token": False, "global_pool": "avg"},
+    "fixed positions": {**SMALL, "pos_embed": "sincos2d", "qkv_bias": False},
+    "layer scale": {**SMALL, "init_values": 1e-5, "drop_path_rate": 0.2},
+    "pre-training head": {**SMALL, "representation_size": 16, "mlp_ratio": 2.0},
+    "grey, not square": {**SMALL, "in_chans": 1, "image_size": (16, 24), "patch_size": (8, 4)},
+}
+
+
+def test_every_option_is_tried():
+    defaults = ModelConfig()
+    configs = [ModelConfig(**fields) for fields in OPTIONS.values()]
+    untried = [
+        name
+        for name in ModelConfig.model_fields
+        if all(getattr(config, name) == getattr(defaults, name) for config in configs)
+    ]
+    assert not untried, "give them another value than their default in OPTIONS"
+
+
+def forward(model: torch.nn.Module, config: ModelConfig, precision: str) -> list[torch.Tensor]:
+    """The losses in training, and the logits in evaluation, of four images on `GPU`."""
+    images = torch.empty(4, config.in_chans, *config.height_width(), device=GPU)
+    targets = torch.empty(4, 5, device=GPU)
+    with autocast(precision, GPU):
+        losses = cross_entropy(model.train()(images), targets, 0.1)
+    with torch.no_grad(), autocast(precision, GPU):
+        return [losses, model.eval()(images)]
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_option_waits_for_the_gpu(name, precision):
+    config = ModelConfig(**OPTIONS[name])
+    model = create_model(config)
+    with gpu_without_memory() as mode:
+        move_to_fake_gpu(model)
+        losses, logits = forward(model, config, precision)
+    assert (losses.shape, losses.dtype, losses.device) == ((4,), torch.float32, GPU)
+    assert (logits.shape, logits.dtype, logits.device) == ((4, 5), torch.float32, GPU)
+    assert mode.waits == []
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18"])
+def test_no_model_of_timm_waits_for_the_gpu(name):
+    pytest.importorskip("timm", reason="pip install timm")
+    config = ModelConfig(name=f"timm/{name}", image_size=32, num_classes=5)
+    model = create_model(config)
+    with gpu_without_memory() as mode:
+        move_to_fake_gpu(model)
+        losses, logits = forward(model, config, "bf16")
+    assert losses.device == logits.device == GPU
+    assert mode.waits == []

@@ -1,0 +1,134 @@
+"""What follows the forward pass on a GPU that is not there: update, average, metrics, evaluation.
+
+The backward pass does not run there; gradients of the right shapes take its place.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from fake_gpu import GPU, gpu_without_memory, move_to_fake_gpu
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from vit.config.io import from_dict
+from vit.config.schema import AdamWConfig, OptimConfig, SgdConfig
+from vit.data.augment.apply import create_augment
+from vit.data.batches import Batch, ImageFormat
+from vit.data.shards.data_set import open_split
+from vit.evaluate import Evaluator
+from vit.metrics import AccuracyCounter
+from vit.model import create_model
+from vit.optim.ema import Ema
+from vit.optim.optimizer import create_optimizer
+from vit.precision import LossScale
+from vit.ranks.distributed import World
+from vit.step import TrainStep
+
+pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available")
+OPTIMIZERS = {
+    "adamw": AdamWConfig(),
+    "adamw without clipping": AdamWConfig(clip_grad_norm=None),
+    "sgd": SgdConfig(name="sgd"),
+    "sgd with Nesterov": SgdConfig(name="sgd", nesterov=True),
+    "sgd without momentum": SgdConfig(name="sgd", momentum=0.0),
+}
+FIELDS = {"embed_dim": 32, "depth": 2, "num_heads": 2, "drop_path_rate": 0.1}
+
+
+def test_every_optimizer_is_tried():
+    union = get_args(get_args(OptimConfig)[0])
+    assert {type(config) for config in OPTIMIZERS.values()} == {get_args(one)[0] for one in union}
+
+
+def make_step(optim: OptimConfig, precision: str, monkeypatch, **options) -> TrainStep:
+    """Inside of the mode: a step whose parameters have gradients."""
+    # fake tensors refuse to be converted, also from fp32 to fp32
+    monkeypatch.setattr(nn.Module, "float", lambda self: self)
+    model = move_to_fake_gpu(create_model("vit_ti8", 16, 5, **FIELDS))
+    step = TrainStep(
+        model,
+        model,
+        create_optimizer(model, optim),
+        None,
+        World(0, 1, GPU),
+        lr_at=lambda step: 1e-3,
+        micro_batch_size=4,
+        precision=precision,
+        clip_grad_norm=optim.clip_grad_norm,
+        ema=Ema(model, 0.99, **options),
+    )
+    for parameter in step.parameters:
+        parameter.grad = torch.empty_like(parameter)
+    return step
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_update_waits_for_the_gpu(name, precision, monkeypatch):
+    with gpu_without_memory() as mode:
+        step = make_step(OPTIMIZERS[name], precision, monkeypatch, warmup=True)
+        step._update(0)
+        mode.waits.clear()
+        norm = step._update(1)
+    assert norm.device == step.loss_scale.value.device == GPU
+    assert all(value.device == GPU for value in step.ema.module.state_dict().values())
+    assert mode.waits == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_no_change_of_the_loss_scale_waits_for_the_gpu(precision):
+    with gpu_without_memory() as mode:
+        scale = LossScale(precision, GPU)
+        mode.waits.clear()
+        scale.update(torch.empty((), device=GPU))
+    assert mode.waits == []
+
+
+def test_counting_waits_for_the_gpu_only_at_the_end():
+    with gpu_without_memory() as mode:
+        counter = AccuracyCounter(GPU)
+        logits = torch.empty(6, 5, dtype=torch.bfloat16, device=GPU)
+        counter.add(
+            logits, torch.empty(6, dtype=torch.int64, device=GPU), torch.empty(6, device=GPU)
+        )
+        assert mode.waits == []
+        with pytest.raises(DataDependentOutputException):
+            counter.result(World(0, 1, GPU))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_batch_of_an_evaluation_waits_for_the_gpu(shards, precision):
+    values = {"data": {"root": str(shards)}, "train": {"steps": 1}}
+    config = from_dict(values | {"model": {"name": "vit_ti8", "image_size": 16}}, "test")
+    split = open_split(shards, "val")
+    models = {name: create_model(config.model, num_classes=3).eval() for name in ("model", "ema")}
+    with gpu_without_memory() as mode:
+        evaluator = Evaluator(
+            split,
+            ImageFormat.from_config(config.model, config.data),
+            create_augment(config.augment, config.data, 3, GPU),
+            World(0, 1, GPU),
+            config.eval,
+            precision=precision,
+        )
+        batch = Batch(
+            torch.empty(8, 3, 16, 16, dtype=torch.uint8, device=GPU),
+            torch.empty(8, dtype=torch.int64, device=GPU),
+            torch.empty(8, device=GPU),
+            torch.empty(8, 0),
+            torch.arange(8),
+        )
+        counters = {name: AccuracyCounter(GPU) for name in models}
+        predictions = {
+            name: torch.zeros(split.num_samples, dtype=torch.int64, device=GPU) for name in models
+        }
+        for model in models.values():
+            move_to_fake_gpu(model)
+        mode.waits.clear()
+        with torch.no_grad():
+            evaluator._add(models, batch, 5, counters, predictions)
+    assert mode.waits == []
