@@ -29,9 +29,9 @@ from vit.estimate.forecast import (
     make_forecast,
     usable_bytes,
 )
-from vit.estimate.gpus import GPUS, parse_gpus
 from vit.ranks.exit import run_command
 from vit.system.command_line import Parser
+from vit.system.gpus import GPUS, parse_gpus
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import TrainSet
 from vit.data.stream import StreamBatches
 from vit.evaluate import Evaluator
+from vit.mfu import find_peak
 from vit.model import create_model
 from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.optim.ema import Ema
@@ -390,6 +391,7 @@ def _start_record(
     if isinstance(data.batches, TrainBatches):
         labels = data.batches.split.index["label"]
         shuffle = measure_shuffle(data.batches.order, labels)
+    peak = find_peak(world.device, config.train.precision)
     record.write(
         "start",
         state.step,
@@ -402,6 +404,7 @@ def _start_record(
         preflight=checked.numbers,
         shuffle=None if shuffle is None else asdict(shuffle),
         chosen=data.train_set.identity or None,
+        **({} if peak is None else asdict(peak)),
     )
     for line in [f"chosen: {line}" for line in data.train_set.summary] + list(checked.lines):
         record.say(line)

@@ -23,20 +23,21 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def flops_per_image(model: Any) -> int:
+def flops_per_image(model: Any, num_images: int = 2) -> int:
     """Operations of one image's forward pass in matrix products and convolutions.
 
     A multiply-add counts as 2. `model` comes from `create_model` and is not wrapped (DDP, FSDP2).
+    num_images: of the pass that is counted, which may cost less for each where some are left out.
     """
     weights = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
     }
-    # Two images, since a batch norm in training refuses one.
-    images = torch.empty(2, model.in_chans, *model.image_size, device="meta")
+    num_images = max(num_images, 2)  # a batch norm in training refuses one
+    images = torch.empty(num_images, model.in_chans, *model.image_size, device="meta")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         torch.func.functional_call(model, weights, (images,))
-    return counter.get_total_flops() // 2
+    return counter.get_total_flops() // num_images
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from vit.config import io as config_io
 from vit.data.batches import TrainBatches
 from vit.data.loader import Loader
 from vit.evaluate import save_predictions
+from vit.mfu import Utilization, find_peak, train_flops_per_image
 from vit.report.page import make_report
 from vit.report.pictures import ClassAccuracy, ConfusedPair
 from vit.run import checkpoint as checkpoints
@@ -53,9 +54,7 @@ def train(run: Run) -> str:
         ) as loader,
         collect_garbage_at_log_lines(),
     ):
-        monitor = Monitor(
-            config.train, plan, run.world, state, run.record, loader, run.train_step.lr_at
-        )
+        monitor = _create_monitor(run, loader)
         order = run.batches.order if isinstance(run.batches, TrainBatches) else None
         order_check = OrderCheck(run.world, order, plan, run.record, first_step)
         if run.world.is_main:
@@ -106,6 +105,19 @@ def train(run: Run) -> str:
             order_check.add(batch)
             state.step += 1
         return finish(run, monitor)
+
+
+def _create_monitor(run: Run, loader: Loader) -> Monitor:
+    """Create what reads, counts and logs the steps; the main rank also knows the device's peak."""
+    settings = run.config.train
+    step = run.train_step
+    utilization = None
+    if run.world.is_main:
+        flops = train_flops_per_image(step.model, step.micro_batch_size)
+        utilization = Utilization(flops, find_peak(run.world.device, settings.precision))
+    return Monitor(
+        settings, run.plan, run.world, run.state, run.record, loader, step.lr_at, utilization
+    )
 
 
 # --- evaluate, save, finish -----------------------------------------------------------------------

@@ -18,9 +18,9 @@ from vit.estimate.forecast import (
     make_forecast,
     usable_bytes,
 )
-from vit.estimate.gpus import find_gpu
 from vit.estimate.memory import step_memory
 from vit.plan import make_plan
+from vit.system.gpus import find_gpu
 
 H200 = find_gpu("H200")
 TINY = {"name": "vit_ti16", "depth": 2, "image_size": 64}

@@ -14,9 +14,9 @@ from processes import metrics, run
 from vit.build import build
 from vit.config.io import load_config, to_dict
 from vit.estimate.forecast import make_forecast
-from vit.estimate.gpus import find_gpu
 from vit.model import create_model
 from vit.ranks.distributed import World
+from vit.system.gpus import find_gpu
 from vit.train import train
 
 ROOT = Path(__file__).parents[2]

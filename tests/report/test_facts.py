@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,19 @@ def test_an_evaluation_that_lacks_something(missing, tmp_path):
     evaluations = facts.evaluation_rows(read_history(record(tmp_path, START, *lines)), {})
     assert facts.headline(evaluations)["best"]["step"] == 4
     make_report(tmp_path, torch.device("cpu"))
+
+
+def test_speed_of_each_gpu_and_its_share_of_the_peak_are_on_the_page(tmp_path):
+    rates = {"images_per_s": 12000.0, "images_per_s_per_gpu": 3000.0, "mfu": 0.3196}
+    path = record(tmp_path, START, {**train_line(10), **rates}, EVALUATION)
+    found = facts.throughput(read_history(path), 12)
+    assert {name: found[name] for name in rates} == rates
+    page = make_report(tmp_path, torch.device("cpu")).page.read_text()
+    text = re.sub(r"<[^>]+>", "", page)
+    assert "12,000 images/s; 3,000 on each GPU, 32.0 % of its peak (MFU)" in text
+
+
+def test_older_records_and_cpus_have_no_share_of_a_peak(tmp_path):
+    record(tmp_path, START, train_line(10), {**train_line(20), "mfu": None}, EVALUATION)
+    page = make_report(tmp_path, torch.device("cpu")).page.read_text()
+    assert "MFU" not in page

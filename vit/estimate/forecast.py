@@ -17,7 +17,6 @@ import torch
 from vit.config.schema import Config
 from vit.data.augment.draw import mixes
 from vit.data.order import divisors
-from vit.estimate.gpus import Gpu
 from vit.estimate.memory import StepMemory, step_memory
 from vit.model import create_model
 from vit.model_summary import flops_per_image
@@ -25,6 +24,7 @@ from vit.open_data import choose_num_classes, choose_train_set, open_split, open
 from vit.plan import IMAGENET_IMAGES, Plan, make_plan
 from vit.run.preflight import DiskNeeds, disk_needs
 from vit.system.files import ShardError
+from vit.system.gpus import Gpu
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 """Files `*-gpu-*.json` there hold measured shares of the peak; an installed package has none."""

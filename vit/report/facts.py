@@ -162,6 +162,8 @@ def throughput(history: History, batch_size: int) -> dict[str, Any]:
     total_s = elapsed[-1] if elapsed else None
     return {
         "images_per_s": median(train, "images_per_s"),
+        "images_per_s_per_gpu": median(train, "images_per_s_per_gpu"),
+        "mfu": median(train, "mfu"),
         "loader_images_per_s": median(train, "loader_images_per_s"),
         "data_wait_share": min(waited_s / spent_s, 1.0) if spent_s else None,
         "total_s": total_s,

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from vit.config.schema import TrainConfig
 from vit.data.loader import Loader, LoaderStats
 from vit.data.stages import TALLIED, Stage, Tally, add_up, since
+from vit.mfu import Utilization
 from vit.plan import Plan
 from vit.ranks.distributed import World, local_world_size, peak_memory_gib
 from vit.run.record import Record
@@ -79,7 +80,9 @@ class Monitor:
         record: Record,
         loader: Loader,
         lr_at: Callable[[int], float],
+        utilization: Utilization | None = None,
     ):
+        """utilization: None on ranks that write no record."""
         self.settings = settings
         self.plan = plan
         self.world = world
@@ -87,6 +90,7 @@ class Monitor:
         self.record = record
         self.loader = loader
         self.lr_at = lr_at
+        self.utilization = utilization
         self.stop = False
         """Whether training ends at this step, on all ranks."""
         self._reported_wait_share = 0.0
@@ -206,6 +210,7 @@ class Monitor:
         waiting = sum_up(self._waits_s)
         wait_share = min(waiting.waited_s / spent_s, 1.0)
         images_per_s = len(self._losses) * batch_size / spent_s
+        mfu = self.utilization and self.utilization.mfu(images_per_s / self.world.size)
         loss = sum(self._losses) / len(self._losses)
         lr = self.lr_at(step - 1)
         epoch = step / plan.steps_per_epoch
@@ -213,9 +218,10 @@ class Monitor:
         slow_rank = ""
         if waiting.is_uneven and wait_share >= NOTABLE_WAIT_SHARE:
             slow_rank = f" (rank {waiting.rank})"
+        share = "" if mfu is None else f" MFU {mfu:.0%},"
         line = (
-            f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {images_per_s:.0f} images/s, data"
-            f" wait {wait_share:.0%}{slow_rank} | loss {loss:.3f} | lr {lr:.2e} | ETA"
+            f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {images_per_s:.0f} images/s,"
+            f"{share} data wait {wait_share:.0%}{slow_rank} | loss {loss:.3f} | lr {lr:.2e} | ETA"
             f" {duration(eta_s)}"
         )
         if not self._logs_after(step):
@@ -250,6 +256,8 @@ class Monitor:
             lr=lr,
             grad_norm=values.grad_norm,
             images_per_s=images_per_s,
+            images_per_s_per_gpu=images_per_s / self.world.size,
+            mfu=mfu,
             data_wait_s=waiting.waited_s,
             data_wait_max_s=waiting.max_s,
             data_wait_mean_s=waiting.mean_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vit.estimate.gpus import GPUS, find_device, find_gpu, parse_gpus
+from vit.system.gpus import GPUS, find_device, find_gpu, parse_gpus
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""The share of the peak against sums by hand, in the record and on the live line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from processes import TINY, metrics, train
+
+from vit.config.io import load_config
+from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat
+from vit.data.loader import Loader
+from vit.mfu import Peak, Utilization, find_peak, measure_peak, train_flops_per_image
+from vit.model import create_model
+from vit.plan import make_plan
+from vit.ranks.distributed import World
+from vit.run.monitor import Monitor
+from vit.run.record import Record
+from vit.run.state import RunState
+from vit.step import StepResult
+
+CPU = torch.device("cpu")
+H200 = Peak(989.4, "data sheet")
+
+
+class Nothing(Batches):
+    """Batches that are there at once."""
+
+    layout = BatchLayout(4, ImageFormat((4, 4)), 0)
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        return ()
+
+
+def test_vit_b16_by_hand():
+    """35.13 GFLOP forward, three times that in training: 3,000 images/s are 32 % of an H200."""
+    with torch.device("meta"):
+        model = create_model("vit_b16", 224, 1000)
+    flops = train_flops_per_image(model, 128)
+    assert flops == pytest.approx(3 * 35.13e9, rel=1e-3)
+    assert Utilization(flops, H200).mfu(3000.0) == pytest.approx(0.3196, rel=1e-3)
+    assert Utilization(flops, None).mfu(3000.0) is None
+
+
+def test_a_measured_peak_is_that_of_a_product():
+    """No machine is slower than a million operations a second, or faster than 10**18."""
+    peak = measure_peak(CPU, "fp32", size=64)
+    assert peak.peak_source == "measured"
+    assert 1e-6 < peak.peak_tflops < 1e6
+    assert find_peak(CPU, "fp32") is None
+
+
+@pytest.mark.parametrize("peak", [H200, None])
+def test_record_and_line_have_the_share_of_each_device(peak, config, tmp_path, capsys):
+    """Three ranks: each has a third of the images, and a peak of its own."""
+    settings = load_config(config, TINY)[0]
+    plan, _ = make_plan(settings, 60, 3)
+    record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
+    flops = 10**15
+    with Loader(Nothing(), 0, 3) as loader:
+        state = RunState(facts={})
+        monitor = Monitor(
+            settings.train,
+            plan,
+            World(0, 3, CPU, hosts=("a", "b", "c")),
+            state,
+            record,
+            loader,
+            lambda step: 0.1,
+            Utilization(flops, peak),
+        )
+        monitor.start_clock()
+        for step in range(3):
+            next(loader)
+            monitor.queue(step, StepResult(torch.ones(7), torch.tensor(1.0)))
+        monitor.flush()
+    record.close()
+    lines = metrics(tmp_path, "train")
+    assert len(lines) == 3
+    for line in lines:
+        assert line["images_per_s_per_gpu"] == pytest.approx(line["images_per_s"] / 3)
+        if peak is None:
+            assert line["mfu"] is None
+        else:
+            expected = flops * line["images_per_s"] / 3 / 989.4e12
+            assert line["mfu"] == pytest.approx(expected)
+    assert ("MFU" in capsys.readouterr().err) == (peak is not None)
+
+
+def test_training_on_a_cpu_has_images_per_s_of_each_rank_and_no_share(config, tmp_path):
+    train(config, tmp_path / "run", "train.steps=2")
+    for line in metrics(tmp_path / "run", "train"):
+        assert line["mfu"] is None
+        assert line["images_per_s_per_gpu"] == line["images_per_s"]
+    assert "peak_tflops" not in metrics(tmp_path / "run", "start")[0]
