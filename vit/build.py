@@ -152,7 +152,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
                     print(f"{loaded.path}: {note}", file=sys.stderr)
 
         # 4. The training step and the evaluator.
-        train_step = _create_train_step(config, data, model.to(world.device), world)
+        train_step = create_train_step(config, data.plan, data.num_classes, model, world)
         evaluator = Evaluator(
             data.val_split,
             data.image_format,
@@ -299,8 +299,11 @@ def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
     return f"; {', '.join(lines)}" if lines else ""
 
 
-def _create_train_step(config: Config, data: RunData, model: nn.Module, world: World) -> TrainStep:
-    """Compile and wrap `model`, which is on its device, and create all that updates it."""
+def create_train_step(
+    config: Config, plan: Plan, num_classes: int, model: nn.Module, world: World
+) -> TrainStep:
+    """Move `model` to its device, compile and wrap it, and create all that updates it."""
+    model.to(world.device)
     # The order matters. The moving average copies the model before anything is compiled into it.
     # The optimizer takes the parameters that the wrapped model has. DDP keeps the parameters; with
     # `fully_shard`, which replaces them, the average would have to be made after `wrap`, too.
@@ -315,22 +318,18 @@ def _create_train_step(config: Config, data: RunData, model: nn.Module, world: W
         wrapped,
         create_optimizer(model, config.optim),
         create_augment(
-            config.augment,
-            config.data,
-            data.num_classes,
-            world.device,
-            compiled=config.train.compile,
+            config.augment, config.data, num_classes, world.device, compiled=config.train.compile
         ),
         world,
         lr_at=partial(
             lr_at,
             peak_lr=config.optim.lr,
-            total_steps=data.plan.total_steps,
-            warmup_steps=data.plan.warmup_steps,
+            total_steps=plan.total_steps,
+            warmup_steps=plan.warmup_steps,
             name=config.schedule.name,
             min_lr=config.schedule.min_lr,
         ),
-        micro_batch_size=data.plan.micro_batch_size,
+        micro_batch_size=plan.micro_batch_size,
         precision=config.train.precision,
         label_smoothing=config.loss.label_smoothing,
         clip_grad_norm=config.optim.clip_grad_norm,

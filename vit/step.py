@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,21 @@ class Slot(IntEnum):
     RANK_REPORTS = 4
     """First number of rank 0's report; the reports of the other ranks follow. Each rank adds to its
     own only, so the sum gathers them."""
+
+
+class Part(StrEnum):
+    """Where the time of a step goes, for `vit.measure`."""
+
+    CHANGE = "change"
+    """Augmentation of grey levels."""
+    FINISH = "finish"
+    """Augmentation of float32 inputs, and targets."""
+    FORWARD = "forward"
+    """With the loss."""
+    BACKWARD = "backward"
+    """With DDP's averaging of gradients."""
+    UPDATE = "update"
+    """Gradient norm, clipping, optimizer and average."""
 
 
 class StepValues(NamedTuple):
@@ -115,6 +130,10 @@ class StepResult:
         )
 
 
+def _unmarked(part: Part) -> None:
+    """Nobody measures."""
+
+
 class TrainStep:
     """Everything that an update changes: weights, optimizer, moving average (EMA), loss scale.
 
@@ -150,6 +169,8 @@ class TrainStep:
         self.clip_grad_norm = clip_grad_norm
         self.ema = ema
         self.seed = seed
+        self.mark: Callable[[Part], object] = _unmarked
+        """Called where a part of the step begins."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_scale = LossScale(precision, world.device)
 
@@ -173,6 +194,7 @@ class TrainStep:
         num_slots = Slot.RANK_REPORTS + self.world.size * len(report)
         sums = torch.zeros(num_slots, device=self.world.device)
 
+        self.mark(Part.CHANGE)
         batch = self._changed(batch)
 
         # Forward and backward. Only the last micro-batch lets DDP average the gradients.
@@ -186,6 +208,7 @@ class TrainStep:
                 # A rank's mean: DDP then averages over the ranks, which all have the same number of
                 # rows. Rows of weight 0 count here, so that this holds; the reported loss leaves
                 # them out.
+                self.mark(Part.BACKWARD)
                 (loss_sum * (1 / num_rows) * self.loss_scale.value).backward()
             sums[Slot.LOSS_SUM] += loss_sum.detach()
             sums[Slot.ROW_WEIGHTS] += micro_batch.weights.sum()
@@ -198,6 +221,7 @@ class TrainStep:
         for position, number in enumerate(report, own_report):
             sums[position].fill_(number)
 
+        self.mark(Part.UPDATE)
         grad_norm = self._update(step)
         self._clear_gradients(batch)
         return self.world.sum_(sums), grad_norm
@@ -210,9 +234,11 @@ class TrainStep:
 
     def _losses(self, micro_batch: Batch) -> Tensor:
         """Return the loss of each row, (B,) float32."""
+        self.mark(Part.FINISH)
         inputs, targets = self.augment.finish(
             micro_batch.images, micro_batch.labels, micro_batch.table
         )
+        self.mark(Part.FORWARD)
         with autocast(self.precision, self.world.device):
             logits = self.wrapped(inputs)
         return cross_entropy(logits, targets, self.label_smoothing)

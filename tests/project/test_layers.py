@@ -26,6 +26,10 @@ BELOW = {
     "vit.estimate": (
         *("vit!", "vit.optim", "vit.run", "vit.data", "vit.config", "vit.ranks", "vit.system"),
     ),
+    "vit.measure": (
+        *("vit!", "vit.estimate", "vit.optim", "vit.run", "vit.data", "vit.config", "vit.ranks"),
+        "vit.system",
+    ),
     "data_prep": ("vit.data.shards", "vit.data.storage", "vit.data.decode", "vit.system"),
     "launch": ("vit",),
 }

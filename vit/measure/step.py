@@ -1,0 +1,316 @@
+"""The training step under a clock: how long, how long each part, how much memory, how much fits.
+
+    config -> `create_step` -> the `TrainStep` of training -> `time_step`, `part_times`, ...
+
+Every function takes that step and batches that are ready (`vit.measure.synthetic`), and goes on
+from wherever the weights are: what they are changes no time. Under torchrun all ranks call the same
+functions; rank 0 decides what depends on a clock.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vit.build import create_train_step
+from vit.config.schema import Config
+from vit.data.batches import Batch
+from vit.model import create_model
+from vit.plan import Plan
+from vit.ranks.distributed import World
+from vit.ranks.exit import out_of_memory
+from vit.step import Part, StepResult, TrainStep
+
+WARM_UP_STEPS = 2
+"""The first one allocates, loads kernels and compiles; the second one shows how long a step is."""
+LEAST_STEPS = 3
+PROC = Path("/proc/self")
+"""On Linux only."""
+REDUCED_AT_ONCE = 25 * 2**20
+"""Bytes of gradients in one of DDP's all-reduces (torch's default)."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """How long steps took."""
+
+    step_s: float
+    """Median."""
+    fastest_s: float
+    slowest_s: float
+    num_steps: int
+    global_batch_size: int
+
+    @property
+    def images_per_s(self) -> float:
+        """Images of all ranks in a second."""
+        return self.global_batch_size / self.step_s
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """What averaging the gradients over the ranks takes in a step."""
+
+    alone_s: float
+    """With nothing else to do."""
+    exposed_s: float
+    """By how much a step is longer with it than without: what the backward pass does not hide."""
+    num_bytes: int
+
+
+def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> TrainStep:
+    """Create the training step of `config`, with fresh weights in training mode."""
+    torch.manual_seed(config.train.seed)
+    model = create_model(config.model, num_classes=num_classes)
+    step = create_train_step(config, plan, num_classes, model, world)
+    step.model.train()
+    return step
+
+
+def time_step(
+    train_step: TrainStep,
+    batches: Sequence[Batch],
+    *,
+    num_steps: int | None = None,
+    seconds: float = 10.0,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> StepTimes:
+    """Warm up, then time `num_steps` steps, or as many as `seconds` allow, three at least.
+
+    on_step: called with the steps done and their number.
+    """
+    world = train_step.world
+    *_, last_s = run_steps(train_step, batches, WARM_UP_STEPS)
+    if num_steps is None:
+        fitting = int(seconds / last_s)
+        num_steps = world.broadcast_from_main(lambda: max(fitting, LEAST_STEPS))
+    taken_s = run_steps(train_step, batches, num_steps, on_step)
+    return StepTimes(
+        step_s=statistics.median(taken_s),
+        fastest_s=min(taken_s),
+        slowest_s=max(taken_s),
+        num_steps=num_steps,
+        global_batch_size=len(batches[0].labels) * world.size,
+    )
+
+
+def run_steps(
+    train_step: TrainStep,
+    batches: Sequence[Batch],
+    num_steps: int,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> list[float]:
+    """Do `num_steps` steps as training does them, and return the seconds of each."""
+    on_gpu = train_step.world.device.type == "cuda"
+    ends_s = [_now_s(train_step.world.device)]
+    pending: StepResult | None = None
+
+    def finish(result: StepResult) -> None:
+        result.read()
+        ends_s.append(time.perf_counter())
+        on_step(len(ends_s) - 1, num_steps)
+
+    for step in range(num_steps):
+        result = train_step(batches[step % len(batches)], step)
+        if pending is not None:  # read one step late: the GPU goes on meanwhile
+            finish(pending)
+            pending = None
+        if on_gpu:
+            pending = result
+        else:
+            finish(result)
+    if pending is not None:
+        finish(pending)
+    return [end - begin for begin, end in pairwise(ends_s)]
+
+
+def part_times(
+    train_step: TrainStep, batches: Sequence[Batch], num_steps: int = LEAST_STEPS
+) -> dict[Part, float]:
+    """Return the seconds of each part of a step, summed over its micro-batches; medians.
+
+    Of a GPU: on its own stream, by events.
+    """
+    clock = PartClock(train_step.world.device)
+    rounds: list[dict[Part, float]] = []
+    before = train_step.mark
+    train_step.mark = clock.mark
+    try:
+        for step in range(num_steps):
+            result = train_step(batches[step % len(batches)], step)
+            clock.end()
+            result.read()
+            rounds.append(clock.take())
+    finally:
+        train_step.mark = before
+    return {part: statistics.median(each.get(part, 0.0) for each in rounds) for part in Part}
+
+
+class PartClock:
+    """Adds up the time from each mark of a step to the next."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._marks: list[tuple[Part | None, Any]] = []
+
+    def mark(self, part: Part | None) -> None:
+        """Let `part` begin, for the work that is queued from now."""
+        moment: Any = time.perf_counter()
+        if self._device.type == "cuda":
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record()
+        self._marks.append((part, moment))
+
+    def end(self) -> None:
+        """End the last part."""
+        self.mark(None)
+
+    def take(self) -> dict[Part, float]:
+        """Return the seconds of each part since the last call, once the device has done them."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds: dict[Part, float] = {}
+        for (part, begin), (_, end) in pairwise(self._marks):
+            if part is not None:
+                on_gpu = self._device.type == "cuda"
+                taken_s = begin.elapsed_time(end) / 1e3 if on_gpu else end - begin
+                seconds[part] = seconds.get(part, 0.0) + taken_s
+        self._marks.clear()
+        return seconds
+
+
+def all_reduce_times(
+    train_step: TrainStep, batches: Sequence[Batch], num_steps: int = LEAST_STEPS
+) -> AllReduce | None:
+    """Return what averaging gradients takes; None in a world of one."""
+    world = train_step.world
+    if world.size == 1:
+        return None
+    num_bytes = sum(parameter.nbytes for parameter in train_step.parameters)
+    sizes = [REDUCED_AT_ONCE] * (num_bytes // REDUCED_AT_ONCE) + [num_bytes % REDUCED_AT_ONCE]
+    buckets = [torch.zeros(max(size // 4, 1), device=world.device) for size in sizes]
+    alone_s = []
+    for _ in range(WARM_UP_STEPS + num_steps):
+        world.barrier()
+        began_s = _now_s(world.device)
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+            work.wait()
+        alone_s.append(_now_s(world.device) - began_s)
+    with_s = statistics.median(run_steps(train_step, batches, num_steps))
+    wrapped = train_step.wrapped
+    train_step.wrapped = train_step.model  # without DDP nothing is averaged
+    try:
+        run_steps(train_step, batches, 1)
+        without_s = statistics.median(run_steps(train_step, batches, num_steps))
+    finally:
+        train_step.wrapped = wrapped
+    exposed_s = max(with_s - without_s, 0.0)
+    return AllReduce(statistics.median(alone_s[WARM_UP_STEPS:]), exposed_s, num_bytes)
+
+
+def largest_micro_batch(
+    train_step: TrainStep,
+    sizes: Sequence[int],
+    make_batch: Callable[[int], Batch],
+    first: int,
+    on_try: Callable[[int], None] = lambda size: None,
+) -> int:
+    """Return the largest of `sizes` whose step fits into memory on every rank; 0 for none.
+
+    sizes: ascending. make_batch: rows -> a batch on the device. first: where to begin, such as the
+    planner's number. on_try: called with each size that is tried.
+    """
+    fits = -1
+    too_large = len(sizes)
+    tried = min(bisect_left(sizes, first), len(sizes) - 1)
+    while too_large - fits > 1:
+        on_try(sizes[tried])
+        # Without DDP: a rank that runs out of memory would leave the others in an all-reduce.
+        if train_step.world.any_rank(not fits_in_memory(train_step, sizes[tried], make_batch)):
+            too_large = tried
+        else:
+            fits = tried
+        tried = (fits + too_large) // 2
+    return sizes[fits] if fits >= 0 else 0
+
+
+def fits_in_memory(
+    train_step: TrainStep, micro_batch_size: int, make_batch: Callable[[int], Batch]
+) -> bool:
+    """Return whether this rank's device has the memory for steps of two passes of that size.
+
+    Two, because gradients exist when the second one begins, as they always do under DDP.
+    """
+    before = (train_step.world, train_step.wrapped, train_step.micro_batch_size)
+    train_step.world = replace(train_step.world, rank=0, size=1)
+    train_step.wrapped = train_step.model
+    train_step.micro_batch_size = micro_batch_size
+    fits = True
+    try:
+        run_steps(train_step, [make_batch(2 * micro_batch_size)], WARM_UP_STEPS)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        fits = False
+    finally:
+        train_step.world, train_step.wrapped, train_step.micro_batch_size = before
+    # After the `except`: its stack holds tensors.
+    train_step.optimizer.zero_grad(set_to_none=True)
+    release_memory(train_step.world.device)
+    return fits
+
+
+def peak_bytes(train_step: TrainStep, batches: Sequence[Batch], before: int) -> int | None:
+    """Return the peak of memory in a step on this rank's device; None where that is not known.
+
+    before: `bytes_in_use` before the step was created.
+    """
+    device = train_step.world.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif not PROC.is_dir():
+        return None
+    else:
+        (PROC / "clear_refs").write_text("5")  # the peak from here on
+    run_steps(train_step, batches, 1)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) - before
+    return _status_bytes("VmHWM") - before
+
+
+def bytes_in_use(device: torch.device) -> int:
+    """Return the memory of tensors on a GPU, of this process on a CPU (0 where not known)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _status_bytes("VmRSS") if PROC.is_dir() else 0
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what no tensor uses."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _status_bytes(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", (PROC / "status").read_text())
+    assert found is not None, "Linux has it"
+    return int(found[1]) * 1024
+
+
+def _now_s(device: torch.device) -> float:
+    """Return the time at which the device has done all that was queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
