@@ -51,12 +51,15 @@ def main() -> World:
     out = sys.stderr if args.json else sys.stdout
     tuned = None
     device = args.device or "auto"
+    deterministic = False
     if args.finetune:  # read before anything starts, so that a mistake in it shows at once
         given = {**settings, "init.checkpoint": args.checkpoint}
         overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
         tuned = config_io.load_config(args.finetune, [*overrides, *args.overrides]).config
         device = tuned.train.device
-    world = distributed.join_world(device, "--device " if args.device else "train.device=")
+        deterministic = tuned.train.deterministic
+    setting = "--device " if args.device else "train.device="
+    world = distributed.join_world(device, setting, deterministic=deterministic)
     path = world.main_first(
         lambda: find_weights(
             args.checkpoint or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)

@@ -40,7 +40,8 @@ def main() -> World | None:
         if distributed.is_main_process():
             print(describe(config, origins, distributed.world_size()), end="")
         return None
-    world = distributed.join_world(config.train.device)
+    deterministic = config.train.deterministic
+    world = distributed.join_world(config.train.device, deterministic=deterministic)
     train(build(config, world, args.allow_change))
     return world
 

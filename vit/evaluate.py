@@ -28,10 +28,9 @@ from vit.data.shards.split import Split
 from vit.metrics import Accuracy, AccuracyCounter, interval95, predicted_classes
 from vit.model import create_model
 from vit.open_data import open_split
-from vit.precision import autocast
+from vit.precision import autocast, precision_note
 from vit.ranks.distributed import World
 from vit.run.folder import PREDICTIONS_FILE
-from vit.run.preflight import precision_note
 from vit.system.files import replacing
 from vit.system.meter import Meter
 from vit.weights.class_names import class_mismatch
@@ -206,7 +205,7 @@ def evaluate_weights(loaded: LoadedWeights, config: Config, world: World, out: T
     # Not wrapped by DDP: each rank evaluates its own share, and only the counters are added up.
     model.to(world.device)
     if world.is_main and (
-        slow := precision_note(config.train.precision, world.device, "--precision fp32")
+        slow := precision_note(config.train.precision, world.device, "--precision")
     ):
         print(f"note: {slow}", file=sys.stderr)
 

@@ -16,6 +16,7 @@ from vit.build import Run
 from vit.config import io as config_io
 from vit.data.batches import TrainBatches
 from vit.data.loader import Loader
+from vit.estimate.fitting import naming_what_fits
 from vit.evaluate import save_predictions
 from vit.mfu import Utilization, find_peak, train_flops_per_image
 from vit.report.page import make_report
@@ -43,6 +44,7 @@ def train(run: Run) -> str:
     first_step = state.step
     with (
         run,
+        naming_what_fits(config, plan, state.facts["num_classes"], run.world.device),
         Loader(
             run.batches,
             first_step,

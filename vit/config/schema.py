@@ -313,6 +313,9 @@ class TrainConfig(Section):
     scales the loss."""
     compile: Annotated[bool, MAY_CHANGE] = False
     """`torch.compile` the model."""
+    deterministic: Annotated[bool, MAY_CHANGE] = False
+    """Use only kernels that add in one order, so that a resumed run equals the uninterrupted one
+    bit for bit on GPUs, too, where it is slower; CPUs do so by themselves (docs/resume.md)."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay per step of the exponential moving average (EMA) of the weights; `None`: no average."""
     ema_warmup: bool = False

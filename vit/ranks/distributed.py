@@ -55,7 +55,11 @@ def announce_end(message: str) -> None:
 
 
 def join_world(
-    device: str = "auto", setting: str = "train.device=", found: HostDevices | None = None
+    device: str = "auto",
+    setting: str = "train.device=",
+    found: HostDevices | None = None,
+    *,
+    deterministic: bool = False,
 ) -> World:
     """Join the process group that torchrun describes, or be a world of one.
 
@@ -64,11 +68,14 @@ def join_world(
             CPU.
         setting: how messages name the setting or flag of `device`.
         found: devices of this host; None: what `find_devices` finds.
+        deterministic: whether GPUs add in one order only.
 
     Raises:
         ValueError: a host has fewer GPUs than ranks; hosts differ; the ranks cannot meet.
     """
     _set_backends()
+    if deterministic:
+        _make_deterministic()
     rank = int(os.environ.get("RANK", "0"))
     size = world_size()
     store: dist.Store | None = None
@@ -154,6 +161,24 @@ def _set_backends() -> None:
     # GPU's memory. The user's own settings win.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read when the first tensor comes to a GPU
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def _make_deterministic() -> None:
+    """Let every operation add in the same order in each run, and refuse those that cannot.
+
+    Before CUDA starts, as libraries read their variables then. CPUs compute as they do without it.
+    """
+    # Flash attention's backward pass and cuBLAS obey it, and the compiler does not choose kernels
+    # by timing them.
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    # It would fill all new memory as well; what reads memory before writing it is a bug anywhere.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # The two that cuBLAS knows; torch refuses matrix products with any other one.
+    if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    # Sums within NVSwitch have no fixed order (NVIDIA/Megatron-LM, --deterministic-mode).
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")
 
 
 def _why_not_met(reason: str) -> str:

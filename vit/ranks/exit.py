@@ -42,6 +42,10 @@ failure. On a loaded machine ranks come to the same mistake many seconds apart, 
 would report it twice; only a mistake of one rank, or a host without a report, waits so long."""
 REPORTED_S = 0.3
 """Wait of a rank that has reported: the others look four times as often, and exit first."""
+_LOWER = (
+    "Lower data.micro_batch_size in training, eval.batch_size in evaluation, or take a smaller"
+    " model"
+)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -114,7 +118,7 @@ def run_command(command: Callable[[], World | None]) -> None:
     except KeyboardInterrupt:
         _leave_because_of_others("interrupted", 128 + signal.SIGINT)
     except Exception as error:
-        if problem := out_of_memory(error) or _disk_full(error):
+        if problem := out_of_memory(error) or _disk_full(error) or _has_no_order(error):
             _leave_with_message(f"error: {problem}", 2)
         if lost := str(error) if isinstance(error, RankLost) else _lost_connection(error):
             _leave_because_of_others(f"{lost}; its own message, or torchrun's, says why", 1)
@@ -272,9 +276,20 @@ def out_of_memory(error: Exception) -> str:
             f"{reason} while loading a batch. Lower data.num_workers, data.prefetch_gib or"
             " data.global_batch_size (eval.batch_size)"
         )
+    # A note, if who computed has left one, knows the sizes.
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("Lower ")]
+    advice = notes[0] if notes else _LOWER
+    return f"{reason}. {advice}"
+
+
+def _has_no_order(error: Exception) -> str:
+    """Message for an operation that train.deterministic refuses; "" for anything else."""
+    found = re.search(r"(\S+)( with .*)? does not have a deterministic implementation", str(error))
+    if found is None:
+        return ""
     return (
-        f"{reason}. Lower data.micro_batch_size in training, eval.batch_size in evaluation, or take"
-        " a smaller model"
+        f"{found[1]} cannot add in one order, which train.deterministic asks for: set"
+        " train.deterministic=false, or choose a model without it"
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import timeit
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,7 @@ from vit.model import create_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.optim.optimizer import state_bytes
 from vit.plan import Plan
-from vit.precision import AUTOCAST_DTYPE
+from vit.precision import precision_note
 from vit.ranks.distributed import World, local_world_size
 from vit.run.state import RunState
 from vit.system.host import free_memory_bytes, num_cores, raise_open_files
@@ -52,8 +51,6 @@ OTHER_FILES = 256
 """Open files of a process besides shards: pipes, libraries, sockets of other ranks."""
 NCCL_SHM_GIB = 1
 """What NVIDIA recommends for containers: --shm-size=1g (NCCL's documentation, Troubleshooting)."""
-SLOW_PRECISION = 3.0
-"""A precision that is this many times slower than fp32 is emulated."""
 TENSOR_HEADER_BYTES = 160
 """About what a tensor's name, type, shape and offset take in the header of a safetensors file."""
 DISK_MARGIN_BYTES = 2**20
@@ -193,33 +190,6 @@ def _worker_bytes(batches: TrainBatches | StreamBatches | EvalBatches, num_proce
     if not isinstance(getattr(batches.split, "tars", None), CachedTars):
         return WORKER_BYTES
     return WORKER_BYTES + fetch_threads_per_process(num_processes) * FETCH_BYTES
-
-
-def precision_note(
-    precision: str, device: torch.device, remedy: str = "train.precision=fp32"
-) -> str | None:
-    """Return a note if this CPU only emulates `precision` (fp32, bf16 or fp16), else None.
-
-    Measured, in a tenth of a second, on a matrix product as in a ViT-B's MLP: torch reports which
-    instructions a CPU has, not whether its kernels use them.
-    """
-    if device.type != "cpu" or precision not in AUTOCAST_DTYPE:
-        return None
-    factor = _matmul_s(AUTOCAST_DTYPE[precision]) / _matmul_s(torch.float32)
-    if factor < SLOW_PRECISION:
-        return None
-    cpu = torch.backends.cpu.get_cpu_capability()
-    return (
-        f"this CPU ({cpu}) has no instructions for {precision}, which is emulated: matrix products"
-        f" take about {factor:.0f} times as long as in fp32: set {remedy}"
-    )
-
-
-def _matmul_s(dtype: torch.dtype) -> float:
-    """Return the seconds of 16 tokens of ViT-B in the first layer of an MLP, the best of three."""
-    tokens = torch.ones(16, 768, dtype=dtype)
-    weight = torch.ones(768, 3072, dtype=dtype)
-    return min(timeit.repeat(lambda: tokens @ weight, repeat=3, number=1))
 
 
 # --- disk -----------------------------------------------------------------------------------------

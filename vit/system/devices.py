@@ -45,11 +45,22 @@ def find_devices(root: Path = Path("/")) -> HostDevices:
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
-            said = str(error).split(". ")[0].splitlines()[0].rstrip(".")
+            said = _with_remedy(str(error).split(". ")[0].splitlines()[0].rstrip("."))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     built_in = 0 if hidden else num_nvidia_gpus(root)
     return HostDevices(socket.gethostname(), ranks, gpus, built_in, said)
+
+
+def _with_remedy(said: str) -> str:
+    """Return torch's reason `said`, with what to do where its driver or its build is the cause."""
+    remedies = {
+        "too old": f"this torch is built for CUDA {torch.version.cuda}: update the driver, or"
+        " install a torch for an older CUDA (https://pytorch.org)",
+        "not compiled with CUDA": "this torch is built for CPUs only: install one for CUDA"
+        " (https://pytorch.org)",
+    }
+    return "; ".join([said, *(remedy for sign, remedy in remedies.items() if sign in said)])
 
 
 def choose_device(asked: str, setting: str, found: list[HostDevices]) -> tuple[str, list[str]]:

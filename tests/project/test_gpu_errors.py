@@ -1,0 +1,153 @@
+"""docs/errors.md is true about GPUs: each row of that section is provoked with the real command.
+
+There is no GPU here. What the driver, torch or the GPU would say is said by a few lines that run
+before the command, in its process.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from error_rows import Row, pattern_of, rows
+from processes import COMMANDS, TINY, call, environment, write_config
+
+from vit.config.io import load_config
+from vit.estimate.forecast import GIB, RESERVED_GIB, USABLE_SHARE
+from vit.estimate.memory import step_memory
+from vit.plan import make_plan
+
+ROWS = rows("GPUs")
+NO_GPU = """
+import torch
+def init(): raise {error}
+torch.cuda.is_available = lambda: False
+torch.cuda.init = init
+torch.version.cuda = "13.0"
+"""
+OLD_DRIVER = """RuntimeError("The NVIDIA driver on your system is too old (found version 11040)."
+ " Please update your GPU driver by downloading and installing a new version.")"""
+ONE_GPU = """
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+"""
+OUT_OF_MEMORY = """
+import torch, vit.model
+def forward(model, images):
+    # What only counts operations or bytes needs no memory.
+    if model.training == {training} and type(images) is torch.Tensor and not images.is_meta:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"
+            " a total capacity of 79.10 GiB of which 1.00 GiB is free.")
+    return unchanged(model, images)
+unchanged = vit.model.VisionTransformer.forward
+vit.model.VisionTransformer.forward = forward
+"""
+GPU_OF_SIZE = """
+from vit.estimate import fitting
+from vit.system.gpus import Gpu
+fitting.gpu_of = lambda device: Gpu("small", 1.0, 1.0, {memory_gib}, "small")
+"""
+NO_ORDER = """
+import torch, vit.model
+def forward(model, images):
+    assert torch.are_deterministic_algorithms_enabled()
+    raise RuntimeError("adaptive_avg_pool2d_backward_cuda does not have a deterministic"
+        " implementation, but you set 'torch.use_deterministic_algorithms(True)'.")
+vit.model.VisionTransformer.forward = forward
+"""
+NO_BF16 = """
+import sys, torch
+from vit.precision import precision_note
+torch.cuda.get_device_capability = lambda device: (7, 5)
+torch.cuda.get_device_name = lambda device: "Tesla T4"
+print("note:", precision_note("bf16", torch.device("cuda", 0)), file=sys.stderr)
+"""
+
+
+class Place:
+    """A folder with a config; runs commands after a few lines of Python."""
+
+    def __init__(self, folder: Path, shards: Path):
+        self.folder = folder
+        self.config = write_config(folder, shards)
+
+    def train(self, said: str, *overrides: str, **variables: str) -> subprocess.CompletedProcess:
+        script = COMMANDS / "launch" / "train.py"
+        words = ["--config", self.config, f"run.dir={self.folder / 'run'}", *TINY, *overrides]
+        starts = f"import runpy, sys; sys.path.insert(0, {str(script.parent)!r})"
+        runs = f"runpy.run_path({str(script)!r}, run_name='__main__')"
+        code = f"{said}\n{starts}\n{runs}"
+        line = [sys.executable, "-c", code, *map(str, words)]
+        return call(line, {**environment(), "CUDA_VISIBLE_DEVICES": "", **variables})
+
+    def gpu_for(self, micro_batch_size: float, spare_gib: float = 0.0) -> str:
+        """The lines for a GPU that has memory for a micro-batch of this size and no larger one.
+
+        A fraction stands between two sizes, and 0 for no room at all. `spare_gib`: more memory.
+        """
+        config = load_config(self.config, TINY).config
+        plan, _ = make_plan(config, 60, 1)
+        sizes = [int(micro_batch_size), int(micro_batch_size) + 1] if micro_batch_size else []
+        needed = [
+            step_memory(
+                config.model, config.optim, config.train, replace(plan, micro_batch_size=size), 3
+            ).total
+            for size in sizes
+        ]
+        mean_gib = sum(needed) / max(len(needed), 1) / GIB
+        return GPU_OF_SIZE.format(memory_gib=RESERVED_GIB + mean_gib / USABLE_SHARE + spare_gib)
+
+
+def out_of_memory(place: Place, *gpu: float) -> subprocess.CompletedProcess:
+    said = OUT_OF_MEMORY.format(training=True) + place.gpu_for(*gpu)
+    return place.train(said, "train.device=cpu")
+
+
+def unknown_gpu(place: Place) -> subprocess.CompletedProcess:
+    script = COMMANDS / "launch" / "plan.py"
+    line = [sys.executable, str(script), "--config", str(place.config), "--gpus", "H300"]
+    return call(line, environment())
+
+
+ON_CUDA = "train.device=cuda"
+SCENARIOS: dict[str, Callable[[Place], subprocess.CompletedProcess]] = {
+    "a driver that is older than torch's CUDA": lambda place: place.train(
+        NO_GPU.format(error=OLD_DRIVER), ON_CUDA
+    ),
+    "a torch that is built for CPUs only": lambda place: place.train(
+        NO_GPU.format(error='AssertionError("Torch not compiled with CUDA enabled")'), ON_CUDA
+    ),
+    "fewer GPUs than ranks": lambda place: place.train(ONE_GPU, ON_CUDA, LOCAL_WORLD_SIZE="2"),
+    "a step does not fit into the GPU": lambda place: out_of_memory(place, 4.5),
+    "no batch size fits into the GPU": lambda place: out_of_memory(place, 0),
+    "another process fills the GPU": lambda place: out_of_memory(place, 11.5, 1.0),
+    "an evaluation does not fit into the GPU": lambda place: place.train(
+        OUT_OF_MEMORY.format(training=False), "train.device=cpu"
+    ),
+    "a model that cannot add in one order, with `train.deterministic=true`": (
+        lambda place: place.train(NO_ORDER, "train.device=cpu", "train.deterministic=true")
+    ),
+    "a GPU without bf16: training goes on": lambda place: call(
+        [sys.executable, "-c", NO_BF16], environment()
+    ),
+    "`launch/plan.py` for a GPU that it does not know": unknown_gpu,
+}
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.what) for row in ROWS])
+def test_the_row_is_what_happens(row: Row, tmp_path, shards):
+    done = SCENARIOS[row.what](Place(tmp_path, shards))
+    assert done.returncode == row.status, done.stderr
+    pattern = f"^{pattern_of(row.printed)}\\s*\\Z"
+    assert re.search(pattern, done.stderr, re.MULTILINE), f"not {row.printed}:\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+
+
+def test_every_scenario_has_a_row_and_every_row_a_scenario():
+    assert [row.what for row in ROWS] == list(SCENARIOS)

@@ -1,0 +1,81 @@
+"""What to lower when memory has run out: sizes that divide, and what is counted to fit.
+
+`naming_what_fits` surrounds the loop. It leaves an error of memory as it is, with a note that
+`vit.ranks.exit` prints.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from vit import evaluate
+from vit.config.schema import Config
+from vit.data.augment.draw import mixes
+from vit.data.order import divisors
+from vit.estimate.forecast import GIB, largest_micro_batch, usable_bytes
+from vit.estimate.memory import step_memory
+from vit.plan import Plan
+from vit.ranks.exit import out_of_memory
+from vit.system.gpus import Gpu, find_device
+
+
+@contextmanager
+def naming_what_fits(
+    config: Config, plan: Plan, num_classes: int, device: torch.device
+) -> Iterator[None]:
+    """Add a note to an error of memory: which setting to lower, to which values."""
+    try:
+        yield
+    except Exception as error:
+        if out_of_memory(error):
+            files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
+            if Path(evaluate.__file__) in files:
+                error.add_note(f"Lower eval.batch_size ({config.eval.batch_size} now)")
+            else:
+                # Whatever goes wrong here, the error to report is the one of memory.
+                with suppress(Exception):
+                    error.add_note(what_to_lower(config, plan, num_classes, gpu_of(device)))
+        raise
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """Return the GPU of the table that `device` is, or one with its memory; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    memory_gib = found.total_memory / GIB
+    return find_device(found.name) or Gpu(found.name, 0.0, 0.0, memory_gib, found.name)
+
+
+def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None) -> str:
+    """Return the advice for a training step of `plan` that has not fitted, into `gpu` if given."""
+    rank_batch_size = plan.global_batch_size // plan.world_size
+    unit = config.augment.mix_group_size if mixes(config.augment) else 1
+    now = plan.micro_batch_size
+    smaller = [size for size in divisors(rank_batch_size) if size % unit == 0 and size < now]
+    otherwise = "take a smaller model or smaller images"
+    if not smaller:
+        return f"Lower model.image_size or the model: data.micro_batch_size={now} is the smallest"
+    sizes = ", ".join(map(str, reversed(smaller)))
+    lower = (
+        f"Lower data.micro_batch_size ({now} now) to a size that divides a rank's batch of"
+        f" {rank_batch_size}: {sizes}"
+    )
+    if gpu is None:
+        return f"{lower}; or {otherwise}"
+    usable_gib = usable_bytes(gpu) / GIB
+    needed_gib = (
+        step_memory(config.model, config.optim, config.train, plan, num_classes).total / GIB
+    )
+    counted = f"launch/plan.py counts {needed_gib:.1f} of {usable_gib:.1f} GiB at {now}"
+    largest = largest_micro_batch(config, plan, num_classes, gpu)
+    if largest >= now:
+        return f"{lower}. {counted}, so something else may fill the GPU: see nvidia-smi"
+    if not largest:
+        return f"{lower}. {counted} and none of them to fit: {otherwise}"
+    return f"{lower}. {counted}, and {largest} to fit"
