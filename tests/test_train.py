@@ -82,6 +82,7 @@ def test_killed_and_resumed_equals_uninterrupted(
         ranks=ranks,
         cold=request.node.get_closest_marker("full") is not None,
     )
+    background.wait_for_checkpoint(3)
     background.wait_for_step(random.randrange(4, STEPS // 2 + 2))
     if victims == "all":
         background.kill_all()

@@ -43,6 +43,7 @@ from vit.run.folder import CONFIG_FILE, RunLock, mark_stopped
 from vit.run.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight, start_lines
 from vit.run.record import Record, provenance
 from vit.run.resume import find_checkpoint
+from vit.run.saver import Saver
 from vit.run.state import RunState
 from vit.step import TrainStep, compile_blocks
 from vit.system.files import replacing
@@ -87,6 +88,7 @@ class Run:
     train_step: TrainStep
     state: RunState
     record: Record
+    saver: Saver
     signals: StopSignals
 
     def __enter__(self) -> Run:
@@ -95,8 +97,9 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """Close the record, and give back the terminal, the folder and the signals."""
+        """End writing, close the record, and give back the terminal, the folder and the signals."""
         try:
+            self.saver.close()
             if error is not None:
                 reason = f"{type(error).__name__}: {error}"
                 with suppress(ValueError):  # a full disk: the first error is the one to report
@@ -143,13 +146,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
             torch.manual_seed(config.train.seed)
             model = create_model(config.model, num_classes=data.num_classes)
             if config.init.checkpoint is not None and found is None:
-                names = data.train_set.split.class_names
-                loaded, notes = _load_initial_weights(
-                    model, config.init, config.model, names, data.num_classes
-                )
-                data.facts["init_sha256"] = fingerprint(loaded.weights)
-                for note in notes if world.is_main else []:
-                    print(f"{loaded.path}: {note}", file=sys.stderr)
+                _load_initial_weights(model, config.init, config.model, data, world)
 
         # 4. The training step and the evaluator.
         train_step = create_train_step(config, data.plan, data.num_classes, model, world)
@@ -174,6 +171,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         record = world.main_first(
             lambda: _start_record(config, world, folder, lock, data, checked, state, model)
         )
+        saver = _start_saver(config, folder, data, train_step, state, record)
         # From here on a signal is remembered, and the loop acts on it at the next step.
         signals.remember_only()
     except BaseException as error:
@@ -191,6 +189,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         train_step=train_step,
         state=state,
         record=record,
+        saver=saver,
         signals=signals,
     )
 
@@ -261,13 +260,9 @@ def _open_data(config: Config, world: World) -> RunData:
 
 
 def _load_initial_weights(
-    model: nn.Module,
-    init: InitConfig,
-    model_config: ModelConfig,
-    class_names: list[str],
-    num_classes: int,
-) -> tuple[LoadedWeights, list[str]]:
-    """Load `init.checkpoint` into `model`; returns the weights and notes about how they fitted."""
+    model: nn.Module, init: InitConfig, model_config: ModelConfig, data: RunData, world: World
+) -> None:
+    """Load `init.checkpoint` into `model`, and report how it fitted."""
     assert init.checkpoint is not None, "the caller checks"
     loaded = read_weights(init.checkpoint)
     try:
@@ -276,10 +271,12 @@ def _load_initial_weights(
         other = _other_model_settings(loaded, model_config)
         raise WeightsError(f"{loaded.path}: {error}{other}") from None
     if not init.reset_head:
-        mismatch = class_mismatch(loaded, class_names, num_classes)
+        mismatch = class_mismatch(loaded, data.train_set.split.class_names, data.num_classes)
         if mismatch:
             notes.append(f"{mismatch}; init.reset_head=true starts with a new head")
-    return loaded, notes
+    data.facts["init_sha256"] = fingerprint(loaded.weights)
+    for note in notes if world.is_main else []:
+        print(f"{loaded.path}: {note}", file=sys.stderr)
 
 
 def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
@@ -350,6 +347,24 @@ def _load_checkpoint(
         )
     state.restarts += 1
     return state
+
+
+def _start_saver(
+    config: Config,
+    folder: Path,
+    data: RunData,
+    train_step: TrainStep,
+    state: RunState,
+    record: Record,
+) -> Saver:
+    """Create what saves the run; a run that is finished already needs no memory for it."""
+    settings = config_io.to_dict(config)
+    class_names = data.batches.split.class_names
+    keep_last = config.checkpoint.keep_last
+    saver = Saver(folder, train_step, settings, class_names, keep_last, record)
+    if not state.is_finished(data.plan):
+        saver.prepare()
+    return saver
 
 
 def _start_record(

@@ -173,6 +173,8 @@ class TrainStep:
         """Called where a part of the step begins."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_scale = LossScale(precision, world.device)
+        self.copying: torch.cuda.Event | None = None
+        """When a copy of the state is complete that the device may still be making."""
 
     def __call__(
         self, batch: Batch, step: int, stop: bool = False, report: tuple[float, ...] = (0.0,)
@@ -246,6 +248,9 @@ class TrainStep:
     @torch.no_grad()
     def _update(self, step: int) -> Tensor:
         """Clip, update weights and EMA, and return the gradient norm before clipping."""
+        if self.copying is not None:
+            self.copying.wait()  # the device waits, not the host
+            self.copying = None
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients) / self.loss_scale.value
 

@@ -8,12 +8,10 @@ while the next one is already queued: the device never waits for Python.
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any
 
 from vit.build import Run
-from vit.config import io as config_io
 from vit.data.batches import TrainBatches
 from vit.data.loader import Loader
 from vit.estimate.fitting import naming_what_fits
@@ -21,12 +19,10 @@ from vit.evaluate import save_predictions
 from vit.mfu import Utilization, find_peak, train_flops_per_image
 from vit.report.page import make_report
 from vit.report.pictures import ClassAccuracy, ConfusedPair
-from vit.run import checkpoint as checkpoints
-from vit.run.folder import STOPPED_FILE, mark_stopped, weights_file
+from vit.run.folder import STOPPED_FILE, mark_stopped
 from vit.run.monitor import Monitor, collect_garbage_at_log_lines
 from vit.run.order_check import OrderCheck
 from vit.system.meter import Meter
-from vit.weights.files import save_weights
 
 CHECK_STOP_EVERY_BATCHES = 8
 """An evaluation checks every this many batches whether a rank was asked to stop; each check is a
@@ -81,12 +77,13 @@ def train(run: Run) -> str:
             # `monitor.stop`. So it is done only where training pauses anyway.
             if evaluation_due or save_due or monitor.stop:
                 monitor.pause()
+            weights = set[str]()  # what `weights/` is to get of this step
             if evaluation_due and not monitor.stop:
-                evaluate(run, monitor)  # sets `monitor.stop` if a signal interrupts it
+                weights = evaluate(run, monitor)  # sets `monitor.stop` if a signal interrupts it
             if monitor.stop:
                 order_check.compare(step)  # the epoch so far; does nothing at an epoch's end
-            if save_due or monitor.stop:
-                save(run, monitor)
+            if save_due or monitor.stop or weights:
+                save(run, monitor, save_due or monitor.stop, weights)
             if step == plan.total_steps or monitor.stop:
                 break
             monitor.resume()
@@ -100,11 +97,11 @@ def train(run: Run) -> str:
                 monitor.start_clock()
             # Forward, backward, update: vit/step.py. The stop flag travels with the sums that the
             # ranks exchange anyway, so all ranks stop at the same step.
-            result = run.train_step(
-                batch, step, stop=bool(run.signals.received), report=monitor.rank_report(step)
-            )
+            stop = bool(run.signals.received) or run.saver.has_failed
+            result = run.train_step(batch, step, stop=stop, report=monitor.rank_report(step))
             monitor.queue(step, result, batch.bad_keys)  # reads the step before this one
             order_check.add(batch)
+            run.saver.report()
             state.step += 1
         return finish(run, monitor)
 
@@ -129,11 +126,12 @@ class _Interrupted(Exception):
     """A signal interrupted an evaluation, on all ranks at the same batch."""
 
 
-def evaluate(run: Run, monitor: Monitor) -> None:
-    """Evaluate the model and its moving average (EMA), record the results, save the best weights.
+def evaluate(run: Run, monitor: Monitor) -> set[str]:
+    """Evaluate the model and its moving average (EMA), and record the results.
 
-    If a signal interrupts it, `monitor.stop` is set and nothing is recorded: the resumed run
-    evaluates again.
+    Returns the names under which the weights are to be saved: last, and best if they are that. If a
+    signal interrupts it, `monitor.stop` is set and nothing is recorded: the resumed run evaluates
+    again.
     """
     state = run.state
     record = run.record
@@ -151,7 +149,7 @@ def evaluate(run: Run, monitor: Monitor) -> None:
         results = run.evaluator.evaluate(run.models(), on_batch)
     except _Interrupted:
         monitor.stop = True
-        return
+        return set()
 
     values: dict[str, Any] = {}
     parts = []
@@ -172,58 +170,27 @@ def evaluate(run: Run, monitor: Monitor) -> None:
             # The averaged weights, if there are any, are the ones meant to be used.
             preferred = results.get("ema", results["model"])
             save_predictions(run.folder, preferred, split, state.step)
-            if is_best:
-                _save_weights(run, "best")
+    return {"last", "best"} if is_best else {"last"}
 
 
-def save(run: Run, monitor: Monitor) -> None:
-    """Save weights and a checkpoint. All ranks fail together if the main rank cannot write."""
+def save(run: Run, monitor: Monitor, with_checkpoint: bool, weights: set[str]) -> None:
+    """Copy the state, which a thread then writes: a checkpoint, and `weights/<name>.safetensors`.
+
+    The files of weights repeat the state, so they are written where one looks for them: after an
+    evaluation, at a stop and at the end.
+    """
     state = run.state
     run.record.progress(state.step, f"step {state.step}: saving")
     state.elapsed_s = monitor.elapsed_s()
-    with run.world.fail_together():
-        # Weights first: a run whose last checkpoint is complete is finished, and would not write
-        # them again. The main rank suffices because DDP keeps all weights on each rank; sharded
-        # weights (FSDP2) would have to be gathered by all ranks.
-        if run.world.is_main:
-            _save_weights(run, "last")
-        folder = checkpoints.save_checkpoint(
-            run.folder,
-            run.train_step,
-            state,
-            config_io.to_dict(run.config),
-            run.world,
-            run.config.checkpoint.keep_last,
-        )
-    run.record.write("checkpoint", state.step, folder=folder.name)
-
-
-def _save_weights(run: Run, name: str) -> None:
-    """Write `weights/<name>.safetensors`, and `<name>_ema` of the moving average.
-
-    The metadata describe model, data and step, so a file can be used without the run folder.
-    """
-    facts = run.state.facts
-    metadata = {
-        "format": "pt",
-        "config": json.dumps(config_io.to_dict(run.config)),
-        "num_classes": str(facts["num_classes"]),
-        "grid_size": json.dumps(facts["grid_size"]),
-        "class_names": json.dumps(run.batches.split.class_names),
-        "step": str(run.state.step),
-    }
-    for kind, model in run.models().items():
-        averaged = kind == "ema"
-        save_weights(
-            weights_file(run.folder, name, averaged),
-            model.state_dict(),
-            {**metadata, "averaged": json.dumps(averaged)},
-        )
+    if monitor.stop or state.step == run.plan.total_steps:
+        weights = weights | {"last"}
+    run.saver.save(state, with_checkpoint, tuple(sorted(weights)))
 
 
 def finish(run: Run, monitor: Monitor) -> str:
-    """Report how the run ended, in its folder, in the record and to people."""
+    """Wait for the last save; report how the run ended, in its folder, the record and to people."""
     state = run.state
+    run.saver.finish()
     outcome = "finished" if state.is_finished(run.plan) or not monitor.stop else "stopped"
     if not run.world.is_main:
         return outcome

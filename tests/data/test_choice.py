@@ -63,6 +63,7 @@ def test_sources_killed_and_resumed_end_as_an_uninterrupted_run(tmp_path, config
     )
 
     background = Background(config, killed, sources(other), ranks=2)
+    background.wait_for_checkpoint(3)
     background.wait_for_step(7)
     background.kill_all()
     # the same samples at another place

@@ -67,6 +67,10 @@ def python(code: str) -> tuple[object, ...]:
 
 
 # Root passes over permission bits by two capabilities; without them it is refused like others.
+WITH_SHORT_FILES = python(
+    "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
+)
+"""A checkpoint is longer: writing it fails in the middle, as on a full disk."""
 WITHOUT_PRIVILEGES = python(
     "import ctypes, sys\nif sys.platform == 'linux':\n [ctypes.CDLL(None).prctl(24, c, 0, 0, 0) for"
     " c in (1, 2)]"

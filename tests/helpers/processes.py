@@ -239,6 +239,14 @@ class Background:
                 raise AssertionError(f"ended before step {step}:\n{self.end()}")
             time.sleep(0.01)
 
+    def wait_for_checkpoint(self, step: int, timeout_s: float = 240) -> None:
+        """Until the record tells of a checkpoint at `step` or later, which is then complete."""
+        deadline = time.monotonic() + timeout_s
+        while last_checkpoint(self.run_dir) < step:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"ended before a checkpoint at {step}:\n{self.end()}")
+            time.sleep(0.01)
+
     def wait_for_output(self, text: str, timeout_s: float = 240) -> str:
         """Until it has printed `text`; returns what came so far, which `end` does not repeat."""
         assert self.process.stdout is not None
@@ -304,6 +312,14 @@ def last_step(run_dir: Path) -> int:
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return json.loads(lines[-1])["step"] if lines else -1
+
+
+def last_checkpoint(run_dir: Path) -> int:
+    """Step of the newest checkpoint in the record, -1 without one."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    steps = [line["step"] for line in map(json.loads, lines) if line["kind"] == "checkpoint"]
+    return max(steps, default=-1)
 
 
 def final_state(run_dir: Path, step: int) -> dict[str, bytes]:

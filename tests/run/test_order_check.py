@@ -53,9 +53,10 @@ def test_nothing_is_evaluated_or_saved_after_rows_that_were_not_planned(
 def test_after_an_interrupted_evaluation_each_batch_has_been_compared_once(
     config, tmp_path, monkeypatch, interrupted_at
 ):
-    def interrupt(run: Run, monitor: Monitor) -> None:
+    def interrupt(run: Run, monitor: Monitor) -> set[str]:
         run.signals.received = "SIGTERM"
         monitor.stop = True
+        return set()
 
     monkeypatch.setattr(vit.train, "evaluate", interrupt)
     run = one_epoch(config, tmp_path / "run", f"eval.every_steps={interrupted_at}")

@@ -13,13 +13,8 @@ from timm.layers import resample_abs_pos_embed
 from vit.model import VisionTransformer, create_model
 from vit.posemb import resample_posemb
 from vit.weights.class_names import class_mismatch
-from vit.weights.files import (
-    LoadedWeights,
-    WeightsError,
-    load_weights,
-    read_state_dict,
-    save_weights,
-)
+from vit.weights.files import LoadedWeights, WeightsError, load_weights, read_state_dict
+from vit.weights.save import save_weights
 
 TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
 

@@ -3,7 +3,8 @@
 `TrainStep` holds everything that an update changes. Its tensors get flat names and go into one
 safetensors file; `RunState` and the config go into `checkpoint.json`. Both are written into a
 hidden folder and flushed to disk, then the folder is renamed: one that has its final name is
-complete. Only then is `latest` updated and are older checkpoints removed.
+complete. Only then is `latest` updated and are older checkpoints removed. `vit.run.saver` decides
+what is written when, and from which thread.
 
     runs/<name>/checkpoints/
       step_00012500/
@@ -25,8 +26,8 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vit.ranks.distributed import World
-from vit.run.folder import CHECKPOINTS, INFO_FILE, LATEST_FILE
+from vit.run.folder import CHECKPOINTS, INFO_FILE, LATEST_FILE, weights_file
 from vit.run.state import RunState
 from vit.step import TrainStep
-from vit.system.files import flush
+from vit.system.files import flush, remove_leftovers
 from vit.system.meter import Meter
-from vit.weights.files import WeightsError, save_weights
+from vit.weights.files import WeightsError
+from vit.weights.save import save_weights
 
 FORMAT_VERSION = 1
 STATE_FILE = "state.safetensors"
@@ -58,7 +59,10 @@ class NewerFormatError(CheckpointError):
 
 
 def named_tensors(train_step: TrainStep) -> dict[str, Tensor]:
-    """Return all tensors of the state by their names in the file: the live ones, not copies."""
+    """Return all tensors of the state by their names in the file: the live ones, not copies.
+
+    Rank 0 has them all under DDP; of sharded parameters (FSDP2) all ranks would have to gather.
+    """
     tensors = {f"model.{name}": value for name, value in train_step.model.state_dict().items()}
     if train_step.ema is not None:
         average = train_step.ema.module.state_dict()
@@ -75,89 +79,101 @@ def named_tensors(train_step: TrainStep) -> dict[str, Tensor]:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def save_checkpoint(
-    run_dir: Path,
-    train_step: TrainStep,
-    state: RunState,
-    config: dict[str, Any],
-    world: World,
-    keep_last: int,
-) -> Path:
-    """Write `step_<n>` from rank 0, remove all but the newest `keep_last`, and return the folder.
+def check_room(run_dir: Path, step: int, needed_bytes: int) -> None:
+    """Raise CheckpointError unless `needed_bytes` are free for a save at `step`.
 
-    Every rank calls it. Raises CheckpointError if the folder cannot be written; the previous
-    checkpoint then stays as it was.
+    What killed processes left unfinished is removed first.
     """
-    folder = run_dir / CHECKPOINTS / f"step_{state.step:08d}"
-    # Only rank 0 gathers tensors: with sharded parameters (FSDP2) all ranks would have to.
-    if not world.is_main:
-        return folder
+    folder = checkpoint_folder(run_dir, step)
     try:
-        if folder.exists() and not (folder / INFO_FILE).is_file():
-            _set_aside(folder)
-        if folder.exists():
-            _update_info(folder, state)
-        else:
-            _write(folder, named_tensors(train_step), state, config, world.size)
-            for old in complete_checkpoints(run_dir)[keep_last:]:
-                shutil.rmtree(old)
-    except (OSError, WeightsError) as error:
-        shutil.rmtree(_hidden(folder), ignore_errors=True)
-        if isinstance(error, WeightsError):
-            raise CheckpointError(str(error)) from None
-        raise CheckpointError(
-            f"{folder}: cannot be written ({error.strerror}); earlier checkpoints are untouched:"
-            " free some space or fix the permissions, and run the same command again"
-        ) from None
-    return folder
-
-
-def _update_info(folder: Path, state: RunState) -> None:
-    """Bring the info of a checkpoint up to date at the same step, whose tensors are the same.
-
-    That happens when a resumed run makes up for an evaluation.
-    """
-    info = json.loads((folder / INFO_FILE).read_text())
-    _write_info(folder, info | asdict(state))
-
-
-def _write(
-    folder: Path,
-    tensors: dict[str, Tensor],
-    state: RunState,
-    config: dict[str, Any],
-    world_size: int,
-) -> None:
-    parent = folder.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    for abandoned in parent.glob(".tmp_*"):
-        shutil.rmtree(abandoned)
-    needed_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    free_bytes = shutil.disk_usage(parent).free
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for abandoned in folder.parent.glob(".tmp_*"):
+            shutil.rmtree(abandoned)
+        remove_leftovers(weights_file(run_dir, "last").parent)
+        free_bytes = shutil.disk_usage(folder.parent).free
+    except OSError as error:
+        raise _unwritable(folder, error) from None
     if free_bytes < needed_bytes * 1.01 + 2**20:
         raise CheckpointError(
             f"{folder}: needs {needed_bytes / 2**20:,.1f} MiB, the disk has"
             f" {free_bytes / 2**20:,.1f} MiB free; earlier checkpoints are untouched. Free some"
             " space and run the same command again"
         )
+
+
+def write_checkpoint(
+    run_dir: Path,
+    tensors: Mapping[str, Tensor],
+    state: dict[str, Any],
+    config: dict[str, Any],
+    world_size: int,
+    keep_last: int,
+) -> Path:
+    """Write `step_<n>`, remove all but the newest `keep_last`, and return the folder.
+
+    tensors: by the names in the file. state: the fields of `RunState`. Raises CheckpointError if
+    the folder cannot be written; the previous checkpoint then stays as it was.
+    """
+    folder = checkpoint_folder(run_dir, state["step"])
+    try:
+        if folder.exists() and not (folder / INFO_FILE).is_file():
+            _set_aside(folder)
+        if folder.exists():
+            _update_info(folder, state)
+        else:
+            _write(folder, tensors, state, config, world_size)
+            for old in complete_checkpoints(run_dir)[keep_last:]:
+                shutil.rmtree(old)
+    except (OSError, WeightsError) as error:
+        shutil.rmtree(_hidden(folder), ignore_errors=True)
+        if isinstance(error, WeightsError):
+            raise CheckpointError(str(error)) from None
+        raise _unwritable(folder, error) from None
+    return folder
+
+
+def checkpoint_folder(run_dir: Path, step: int) -> Path:
+    """Return the folder of the checkpoint at `step`."""
+    return run_dir / CHECKPOINTS / f"step_{step:08d}"
+
+
+def _unwritable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: cannot be written ({error.strerror}); earlier checkpoints are untouched: free"
+        " some space or fix the permissions, and run the same command again"
+    )
+
+
+def _update_info(folder: Path, state: dict[str, Any]) -> None:
+    """Bring the info of a checkpoint up to date at the same step, whose tensors are the same.
+
+    That happens when a resumed run makes up for an evaluation.
+    """
+    info = json.loads((folder / INFO_FILE).read_text())
+    _write_info(folder, info | state)
+
+
+def _write(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    state: dict[str, Any],
+    config: dict[str, Any],
+    world_size: int,
+) -> None:
     hidden = _hidden(folder)
-    hidden.mkdir()
-    save_weights(hidden / STATE_FILE, tensors, {"format": "pt"})
-    state_file = {
-        "bytes": (hidden / STATE_FILE).stat().st_size,
-        "sha256": _sha256(hidden / STATE_FILE),
-    }
+    hidden.mkdir(parents=True)
+    written = save_weights(hidden / STATE_FILE, tensors, {"format": "pt"})
     info = {
         "format_version": FORMAT_VERSION,
-        **asdict(state),
+        **state,
         "world_size": world_size,
         "torch": torch.__version__,
-        "files": {STATE_FILE: state_file},
+        "files": {STATE_FILE: {"bytes": written.num_bytes, "sha256": written.sha256}},
         "config": config,
     }
     _write_info(hidden, info)
     os.replace(hidden, folder)
-    flush(parent)
+    flush(folder.parent)
     _replace_text(folder.parents[1] / LATEST_FILE, folder.name + "\n")
 
 

@@ -1,11 +1,10 @@
-"""Weights in and out: read anybody's file, fit it to a model, write one that every tool can read.
+"""Weights in: read anybody's file, and fit it to a model. `vit.weights.save` writes them.
 
 1. A `.safetensors` or torch file is opened without running any code in it    read_state_dict
 2. Containers (`model`, `state_dict`) and the prefixes of wrappers
    (`module.`, `_orig_mod.`) are removed                                      read_state_dict
 3. Positions are resampled to the model's grid, the head is dropped on demand load_weights
 4. Everything else must fit exactly: a missing or unknown key is an error     load_weights
-5. Weights are written as safetensors, completely or not at all               save_weights
 
 `read_weights` adds to a state dict what a run recorded about it. Problems that a user can fix are
 `WeightsError`s of one line.
@@ -14,13 +13,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import math
 import os
 import pickle
 import re
+import sys
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -29,12 +28,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vit.posemb import resample_posemb
 from vit.run.folder import CHECKPOINTS, INFO_FILE, weights_file
-from vit.system.files import flush
 
 CONTAINERS = ("state_dict", "model", "model_ema")
 """Keys under which training programs keep the weights (timm; DeiT and MAE); the first one wins."""
@@ -275,41 +272,6 @@ def _few(names: list[str], limit: int = 4) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def save_weights(
-    path: str | os.PathLike[str], model_state_dict: Mapping[str, Tensor], metadata: dict[str, str]
-) -> None:
-    """Write plain (unsharded) tensors and string metadata as safetensors.
-
-    `path` then has the complete file or, if this fails, what it had before.
-
-    Raises:
-        WeightsError: no space, no permission.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in model_state_dict.items()},
-            temporary,
-            metadata,
-        )
-        temporary.chmod(mode)  # safetensors 0.8 creates files for their owner alone
-        flush(temporary)
-        os.replace(temporary, path)
-        flush(path.parent)
-    except (OSError, SafetensorError) as error:
-        remedy = "free some space or fix the permissions, and run the same command again"
-        raise WeightsError(
-            f"{path}: cannot be written ({error}); what was there before is untouched: {remedy}"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
     """sha256 of names, shapes and values."""
     digest = hashlib.sha256()
@@ -341,24 +303,40 @@ def find_weights(path: str | os.PathLike[str]) -> Path:
     """The file, or the checkpoint folder, that `read_weights` reads for `path`.
 
     `path` is a file, a checkpoint folder, a folder of Hugging Face's, or a run folder. Of the last
-    the averaged weights come first, then the plain ones, then the newest checkpoint. Raises
-    WeightsError.
+    it is what has come furthest: the last weights, averaged if there are such, or the newest
+    checkpoint. Raises WeightsError.
     """
     path = Path(path)
     if not path.is_dir() or (path / INFO_FILE).is_file():
         return path
     candidates = [weights_file(path, "last", averaged) for averaged in (True, False)]
-    candidates += [
-        info.parent for info in sorted(path.glob(f"{CHECKPOINTS}/step_*/{INFO_FILE}"), reverse=True)
-    ]
-    candidates += [path / name for name in HUB_FILES]
-    found = next((candidate for candidate in candidates if candidate.exists()), None)
-    if found is None:
+    candidates = [candidate for candidate in candidates if candidate.exists()]
+    checkpoints = sorted(path.glob(f"{CHECKPOINTS}/step_*/{INFO_FILE}"), reverse=True)
+    for info in checkpoints[:1]:
+        # A run that was killed has written its checkpoints since its last evaluation, not these.
+        is_newer = not candidates or _step_of(info.parent) > _step_of(candidates[0])
+        candidates.insert(0 if is_newer else len(candidates), info.parent)
+    candidates += [path / name for name in HUB_FILES if (path / name).exists()]
+    if not candidates:
         raise WeightsError(
             f"{path}: neither a run folder (with weights/ or checkpoints/) nor a checkpoint folder"
             f" nor Hugging Face's ({HUB_FILES[0]})"
         )
-    return found
+    return candidates[0]
+
+
+def _step_of(path: Path) -> int:
+    """The step of a checkpoint folder, by its name, or of a run's file of weights.
+
+    Where that does not say, a file counts as the newest: whoever reads it finds out why.
+    """
+    try:
+        if path.is_dir():
+            return int(path.name.removeprefix("step_"))
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return int(file.metadata()["step"])
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError):
+        return sys.maxsize if path.is_file() else -1
 
 
 def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:

@@ -1,0 +1,209 @@
+"""Saves without a stop: training waits for a copy in memory, and a thread of rank 0 writes it.
+
+    training   ... step | save: wait for the thread, test the disk's room, copy | step | step ...
+    thread                                                \\- weights, state, checkpoint.json,
+                                                             rename, `latest`, remove older ones
+
+One save is written at a time, in the order in which they were asked for, and each in this order:
+weights first. So a complete checkpoint never tells of a best accuracy, or of the end of the run,
+whose weights are not there. After an error of the thread all ranks stop at the next step, by the
+flag that a signal sets, too (`has_failed`), and meet where rank 0 raises it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vit.run.checkpoint import check_room, checkpoint_folder, named_tensors, write_checkpoint
+from vit.run.folder import weights_file
+from vit.run.record import Record
+from vit.run.snapshot import Snapshot
+from vit.run.state import RunState
+from vit.step import TrainStep
+from vit.weights.save import save_weights
+
+
+class Saver:
+    """Writes checkpoints and weights of a run on rank 0; every rank makes the same calls.
+
+    config: as `config_io.to_dict` gives it. class_names: of the training data. record: gets a line
+    for each checkpoint that is complete.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        train_step: TrainStep,
+        config: dict[str, Any],
+        class_names: list[str],
+        keep_last: int,
+        record: Record,
+    ):
+        self._run_dir = run_dir
+        self._train_step = train_step
+        self._world = train_step.world
+        self._config = config
+        self._class_names = class_names
+        self._keep_last = keep_last
+        self._record = record
+        self._snapshot: Snapshot | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._complete: deque[tuple[int, dict[str, Any]]] = deque()
+        """Step and values of lines that the record has yet to get."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the thread has met an error, which the next call of `save` or `finish` raises."""
+        return self._error is not None
+
+    def prepare(self) -> None:
+        """Begin to get memory for the copy, so that the first save does not wait for it."""
+        if self._world.is_main:
+            self._snapshot = Snapshot(named_tensors(self._train_step), self._world.device)
+            self._start(self._snapshot.prepare)
+
+    def save(self, state: RunState, with_checkpoint: bool, weights: tuple[str, ...] = ()) -> None:
+        """Begin to write a checkpoint, and the files `weights` (last, best) in `weights/`.
+
+        Waits for the save before. Raises CheckpointError if that one failed, or if the disk has no
+        room for this one; on all ranks, as `World.fail_together` says.
+        """
+        began = time.perf_counter()
+        with self._world.fail_together():
+            if self._world.is_main:
+                self._wait()
+                check_room(
+                    self._run_dir, state.step, self._needed_bytes(state, with_checkpoint, weights)
+                )
+        if self._snapshot is None:
+            return
+        tensors = named_tensors(self._train_step)
+        buffers = (f"model.{name}" for name, _ in self._train_step.model.named_buffers())
+        changing = [name for name in buffers if name in tensors]
+        self._train_step.copying = self._snapshot.take(tensors, changing)
+        blocked_s = time.perf_counter() - began
+        self._start(partial(self._write, asdict(state), with_checkpoint, weights, blocked_s))
+
+    def report(self) -> None:
+        """Write a line for each checkpoint that has become complete since the last call."""
+        while self._complete:
+            step, values = self._complete.popleft()
+            self._record.write("checkpoint", step, **values)
+
+    def finish(self) -> None:
+        """Wait until all is written, on all ranks; raises what `save` raises."""
+        with self._world.fail_together():
+            self._wait()
+
+    def close(self) -> None:
+        """Let the thread complete what it has begun, and give the memory back; raises nothing of
+        what the thread meets: something else ended the run."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        with suppress(ValueError):
+            self.report()
+        if self._snapshot is not None:
+            self._snapshot.close()
+            self._snapshot = None
+
+    def _start(self, work: Callable[[], None]) -> None:
+        # A daemon: a process that is to end at once does not wait for it.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="saver", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # raised again where training waits
+            self._error = error
+
+    def _wait(self) -> None:
+        """Wait for the thread; raise its error, if it has one."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.report()
+        if self._error is not None:
+            raise self._error
+
+    def _write(
+        self,
+        state: dict[str, Any],
+        with_checkpoint: bool,
+        weights: tuple[str, ...],
+        blocked_s: float,
+    ) -> None:
+        """Write the copy; in the thread."""
+        assert self._snapshot is not None, "it was taken"
+        began = time.perf_counter()
+        self._snapshot.wait()
+        for path, averaged, tensors in self._files(weights):
+            save_weights(path, tensors, self._metadata(state, averaged))
+        if not with_checkpoint:
+            return
+        folder = write_checkpoint(
+            self._run_dir,
+            self._snapshot.tensors,
+            state,
+            self._config,
+            self._world.size,
+            self._keep_last,
+        )
+        values = {
+            "folder": folder.name,
+            "blocked_s": round(blocked_s, 4),
+            "written_s": round(time.perf_counter() - began, 4),
+        }
+        self._complete.append((state["step"], values))
+
+    def _files(self, names: tuple[str, ...]) -> Iterator[tuple[Path, bool, dict[str, Tensor]]]:
+        """Yield path, whether it is averaged, and tensors of each file of weights."""
+        assert self._snapshot is not None, "the main rank has one"
+        for prefix, averaged in (("model.", False), ("ema.", True)):
+            tensors = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in self._snapshot.tensors.items()
+                if name.startswith(prefix)
+            }
+            for name in names if tensors else ():
+                yield weights_file(self._run_dir, name, averaged), averaged, tensors
+
+    def _metadata(self, state: dict[str, Any], averaged: bool) -> dict[str, str]:
+        """Return what describes model, data and step, so that a file of weights can be used without
+        the run folder."""
+        return {
+            "format": "pt",
+            "config": json.dumps(self._config),
+            "num_classes": str(state["facts"]["num_classes"]),
+            "grid_size": json.dumps(state["facts"]["grid_size"]),
+            "class_names": json.dumps(self._class_names),
+            "step": str(state["step"]),
+            "averaged": json.dumps(averaged),
+        }
+
+    def _needed_bytes(
+        self, state: RunState, with_checkpoint: bool, weights: tuple[str, ...]
+    ) -> int:
+        """Return by how much the run folder will grow at most while this is written."""
+        assert self._snapshot is not None, "the main rank has one"
+        grown = replaced = 0
+        for path, _, tensors in self._files(weights):
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            old = path.stat().st_size if path.exists() else 0
+            grown += max(size - old, 0)
+            replaced = max(replaced, min(size, old))  # the old file goes when the new one is there
+        is_new = with_checkpoint and not checkpoint_folder(self._run_dir, state.step).exists()
+        return grown + max(self._snapshot.num_bytes if is_new else 0, replaced)

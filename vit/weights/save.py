@@ -1,0 +1,114 @@
+"""Write tensors as safetensors: completely or not at all, hashed while they are written.
+
+    8 bytes        length of the header
+    header         JSON: of each tensor its type, shape and place in the data; and `__metadata__`
+    data           tensors in little-endian order, without gaps
+
+The safetensors package makes the same file, but hands it over as a whole: hashing would read it
+back, and a thread that writes would hold Python's lock. Here it goes out in pieces, and the lock is
+free while a piece is hashed or written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vit.system.files import flush, replacing
+from vit.weights.files import WeightsError
+
+PIECE_BYTES = 2**24
+"""Written and hashed at a time; the hash reads it from the processor's cache or close to it."""
+ALIGNMENT = 8
+"""The data begin at a multiple of it, so that readers can map any type in place."""
+TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The format's names of types that weights and optimizers have."""
+
+
+class Written(NamedTuple):
+    """What `save_weights` has written."""
+
+    num_bytes: int
+    sha256: str
+
+
+def save_weights(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> Written:
+    """Write plain (unsharded) tensors and string metadata as safetensors.
+
+    `path` then has the complete file or, if this fails, what it had before.
+
+    Raises:
+        WeightsError: no space, no permission.
+        TypeError: a type or metadata that the format does not have.
+    """
+    path = Path(path)
+    # Larger types first: each tensor then begins at a multiple of its type's size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header = _header({name: tensors[name] for name in names}, metadata)
+    digest = hashlib.sha256(header)
+    num_bytes = len(header)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(header)
+            for name in names:
+                data = _bytes_of(tensors[name])
+                for begin in range(0, len(data), PIECE_BYTES):
+                    piece = data[begin : begin + PIECE_BYTES]
+                    digest.update(piece)
+                    file.write(piece)
+                num_bytes += len(data)
+        flush(path.parent)
+    except OSError as error:
+        remedy = "free some space or fix the permissions, and run the same command again"
+        raise WeightsError(
+            f"{path}: cannot be written ({error.strerror}); what was there before is untouched:"
+            f" {remedy}"
+        ) from error
+    return Written(num_bytes, digest.hexdigest())
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes before the data of `tensors`, which lie in their order."""
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise TypeError(f"metadata {metadata}: expected strings")
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in TYPES:
+            raise TypeError(
+                f"{name} is {tensor.dtype}: expected one of {', '.join(map(str, TYPES))}"
+            )
+        begin = end
+        end += tensor.nbytes
+        shape = list(tensor.shape)
+        entries[name] = {"dtype": TYPES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor in row-major order; of one on a GPU, those of a copy."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
