@@ -219,16 +219,17 @@ def test_no_step_waits_for_the_gpu(precision, monkeypatch):
             clip_grad_norm=1.0,
         )
         batch = make_batch()
-        batch = replace(batch, table=torch.from_numpy(table), bad_keys=("a", "b"))
+        batch = replace(batch.to(gpu), table=torch.from_numpy(table), bad_keys=("a", "b"))
 
         def backward(loss: torch.Tensor) -> None:
             for parameter in step.parameters:
                 parameter.grad = torch.empty_like(parameter)
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
-        step._queue(batch, 0, False, (0.0, 1.0, 2.0))  # the first step may take constants along
+        change = step.augment.change_batch
+        step._queue(change(batch), 0, False, (0.0, 1.0, 2.0))  # may take constants along
         mode.waits.clear()
-        values, norm = step._queue(batch, 1, True, (0.5, 1.0, 2.0))
+        values, norm = step._queue(change(batch), 1, True, (0.5, 1.0, 2.0))
     assert values.device == norm.device == gpu
     assert mode.waits == []
 

@@ -1,8 +1,9 @@
 """One training step: a global batch in, one update out.
 
-1. A rank's batch is augmented on the device and cut into micro-batches. Each goes through the
-   model under autocast; its loss, divided by the rank's number of rows, adds to the gradients. Only
-   the last backward pass lets DDP average them over the ranks.
+1. A rank's batch, whose images `Augment.change_batch` has changed, is cut into micro-batches. Each
+   becomes float32, is mixed, and goes through the model under autocast; its loss, divided by the
+   rank's number of rows, adds to the gradients. Only the last backward pass lets DDP average them
+   over the ranks.
 2. One gradient norm controls the update: gradients are clipped by it, and if it is not finite, the
    fused optimizer skips its update on the device, and the loss scale of fp16 is halved. The
    gradients are the same on all ranks, so all ranks skip together.
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ class Part(StrEnum):
     """Where the time of a step goes, for `vit.measure`."""
 
     CHANGE = "change"
-    """Augmentation of grey levels."""
+    """Augmentation of grey levels, ahead of the step."""
     FINISH = "finish"
     """Augmentation of float32 inputs, and targets."""
     FORWARD = "forward"
@@ -181,8 +181,8 @@ class TrainStep:
     ) -> StepResult:
         """Queue the update at `step` with this rank's rows of the global batch.
 
-        stop: whether this rank was asked to stop. report: numbers shared with all ranks; every rank
-        must pass the same number of them.
+        batch: after `Augment.change_batch`, on any device. stop: whether this rank was asked to
+        stop. report: numbers shared with all ranks; every rank must pass the same number of them.
         """
         return StepResult(*self._queue(batch, step, stop, report), len(report))
 
@@ -195,9 +195,6 @@ class TrainStep:
         num_rows = len(batch.labels)
         num_slots = Slot.RANK_REPORTS + self.world.size * len(report)
         sums = torch.zeros(num_slots, device=self.world.device)
-
-        self.mark(Part.CHANGE)
-        batch = self._changed(batch)
 
         # Forward and backward. Only the last micro-batch lets DDP average the gradients.
         for start in range(0, num_rows, self.micro_batch_size):
@@ -227,12 +224,6 @@ class TrainStep:
         grad_norm = self._update(step)
         self._clear_gradients(batch)
         return self.world.sum_(sums), grad_norm
-
-    def _changed(self, batch: Batch) -> Batch:
-        """Return `batch` with images on the device, as augmented as their grey levels are."""
-        # All micro-batches at once: it takes the host as long as for one.
-        images = batch.images.to(self.world.device, non_blocking=True)
-        return replace(batch, images=self.augment.change(images, batch.table))
 
     def _losses(self, micro_batch: Batch) -> Tensor:
         """Return the loss of each row, (B,) float32."""
@@ -292,7 +283,7 @@ class TrainStep:
         """
         if self.world.size == 1:
             return
-        micro_batch = self._changed(batch.rows(0, self.micro_batch_size)).to(self.world.device)
+        micro_batch = batch.rows(0, self.micro_batch_size).to(self.world.device)
         # Batch norms of timm models would keep the passes in their running statistics.
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         for _ in range(2):

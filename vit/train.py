@@ -49,6 +49,7 @@ def train(run: Run) -> str:
             prefetch_gib=config.data.prefetch_gib,
             device=run.world.device,
             stall_timeout_s=config.data.stall_timeout_s,
+            on_device=run.train_step.augment.change_batch,
         ) as loader,
         collect_garbage_at_log_lines(),
     ):

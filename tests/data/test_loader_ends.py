@@ -17,7 +17,8 @@ from numbered import Numbered, is_alive
 from processes import REPOSITORY, environment
 
 from vit.data.batches import Batch
-from vit.data.loader import Loader, page_lock
+from vit.data.loader import Loader
+from vit.data.to_gpu import page_lock
 from vit.data.worker_pool import WorkerError
 
 # ---- ends ----------------------------------------------------------------------------------------

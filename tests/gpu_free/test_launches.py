@@ -59,7 +59,7 @@ def launched_by_part() -> dict[str, Launches]:
     table = torch.zeros(8, table_layout(CONFIG).width)
     batch = Batch(images, labels, torch.ones(8), table, torch.arange(8))
     with parts["inputs"]:
-        inputs, _ = step.augment(images, labels, table)
+        inputs, _ = step.augment.finish(images, labels, table)
     with parts["forward"], autocast(step.precision, CPU):
         logits = step.wrapped(inputs)
     with parts["backward"]:

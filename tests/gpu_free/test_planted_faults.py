@@ -85,9 +85,9 @@ def queue_a_step(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 parameter.grad = torch.empty_like(parameter)
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
-        step._queue(batch, 0, False, (0.0,))
+        step._queue(step.augment.change_batch(batch), 0, False, (0.0,))
         mode.waits.clear()
-        step._queue(batch, 1, False, (0.0,))
+        step._queue(step.augment.change_batch(batch), 1, False, (0.0,))
     return mode.waits
 
 

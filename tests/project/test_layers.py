@@ -45,6 +45,7 @@ NEEDS_TORCH = (
     "vit.data.loader",
     "vit.data.slots",
     "vit.data.stream",
+    "vit.data.to_gpu",
     "vit.data.worker_pool",
     "vit.data.augment.apply",
     "vit.data.augment.dialects",

@@ -16,11 +16,10 @@ interpreter's lock (docs/experiments.md).
 
 from __future__ import annotations
 
-import sys
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ import torch
 from vit.data.batches import Batch, Batches
 from vit.data.slots import Slots, plan_ring
 from vit.data.stages import Tally, add_up
+from vit.data.to_gpu import Cuda, ToGpu
 from vit.data.worker_pool import OwnProcess, Result, WorkerPool
 from vit.ranks.distributed import local_world_size
 
@@ -56,7 +56,9 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     A batch stays as it is while any of its tensors, or a view of one, is held. Holding more than
     two batches (three on a GPU) makes further ones copies, which are slower. With a GPU as
     `device`, images, labels and weights arrive there, copied while the step before computes; table
-    and ids stay on the host. `prefetch_gib`: see `slots.plan_ring`.
+    and ids stay on the host. `on_device` is applied to each batch: on a GPU right behind the copy
+    and also while the step before computes, else in this process. `prefetch_gib`: see
+    `slots.plan_ring`.
 
     Raises ShardError in the training process for what a worker found, once its batch is due;
     `vit.data.worker_pool.WorkerError` at once when a worker has died, or hangs and cannot be
@@ -73,6 +75,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         prefetch_gib: float | None = None,
         device: torch.device | None = None,
         stall_timeout_s: float | None = STALL_TIMEOUT_S,
+        on_device: Callable[[Batch], Batch] | None = None,
     ):
         on_gpu = device is not None and device.type == "cuda"
         self.num_workers = num_workers
@@ -97,7 +100,11 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
             self._pool = WorkerPool(batches, self._slots, num_workers, stall_timeout_s)
         else:
             self._pool = OwnProcess(batches, self._slots, stall_timeout_s)
-        self._to_gpu = _ToGpu(self._slots, device) if on_gpu and device is not None else None
+        self._to_device: Callable[[Batch], Batch] | None = on_device
+        self._to_gpu: ToGpu | None = None
+        if on_gpu and device is not None:
+            self._to_gpu = ToGpu(Cuda(device), self._slots.memory(), on_device)
+            self._to_device = self._to_gpu
         self._start_batches()
 
     def __len__(self) -> int:
@@ -113,7 +120,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self.stats = self.stats._replace(wait_s=self.stats.wait_s + waited_s)
         # Before the step, so that workers fill all free slots while it runs.
         self._start_batches()
-        return batch if self._to_gpu is None else self._to_gpu(batch)
+        return batch if self._to_device is None else self._to_device(batch)
 
     def tally(self) -> Tally:
         """Return what all workers, or this process, have done so far."""
@@ -176,82 +183,3 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
             wait_s, busy_s, num_made = self.stats
             self.stats = LoaderStats(wait_s, busy_s + result.busy_s, num_made + result.num_rows)
             self._done[result.position].append(result)
-
-
-# --- to the GPU -----------------------------------------------------------------------------------
-
-
-class _ToGpu:
-    """Copies batches on their own CUDA stream, out of page-locked memory, without a wait.
-
-    A copy runs while the GPU computes the step before, and the host continues at once.
-    """
-
-    def __init__(self, slots: Slots, device: torch.device):
-        self._device = device
-        # On the stream of the step a copy would wait for all that is queued there.
-        self._stream = torch.cuda.Stream(device)
-        self._memory = slots.memory()
-        with torch.cuda.device(device):
-            self._is_locked = page_lock(self._memory)
-        self._last: Batch | None = None
-        self._in_use: deque[tuple[Batch, torch.cuda.Event]] = deque()
-
-    def __call__(self, batch: Batch) -> Batch:
-        """Return `batch` on the device, for work that is queued on the current stream from now."""
-        computing = torch.cuda.current_stream(self._device)
-        if not self._is_locked:
-            batch = batch.pin_memory()
-        # The step that was queued since the last call still reads the last batch's slot (its table)
-        # until the device reaches this event; holding the batch keeps the slot from being reused.
-        if self._last is not None:
-            self._in_use.append((self._last, computing.record_event()))
-        # A host-device sync only when two steps are queued already; else done events are skipped.
-        while len(self._in_use) > 1 or (self._in_use and self._in_use[0][1].query()):
-            self._in_use.popleft()[1].synchronize()
-        self._last = batch
-        with torch.cuda.stream(self._stream):
-            moved = batch.to(self._device)
-        # The device waits for the copy before the step; the host waits for nothing.
-        computing.wait_stream(self._stream)
-        for tensor in (moved.images, moved.labels, moved.weights):
-            # Allocated on the copying stream: without this the allocator would reuse the memory
-            # before the step has read it.
-            tensor.record_stream(computing)
-        return moved
-
-    def close(self) -> None:
-        """Wait until the device has finished, and unlock the memory."""
-        # A device that failed has raised its error before.
-        with suppress(RuntimeError), torch.cuda.device(self._device):
-            # A copy that still reads memory as it is unlocked would be an error of the device.
-            torch.cuda.synchronize()
-            if self._is_locked:
-                torch.cuda.check_error(
-                    int(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
-                )
-        self._in_use.clear()
-        self._last = None
-
-
-def page_lock(memory: torch.Tensor) -> bool:
-    """Page-lock `memory`, so that the GPU can read it by itself; return whether that worked.
-
-    The CUDA runtime refuses inside gVisor, WSL and some virtual machines: a note is printed, and
-    batches are copied once more on the host, into memory that torch page-locks.
-    """
-    try:
-        cuda = torch.cuda.cudart()
-        torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
-    except RuntimeError as error:  # torch.cuda.CudaError is one, and so is a missing driver
-        reason = str(error).splitlines()[0]
-        # CUDA reports the error again after the next kernel: launch one here, or a step would fail.
-        with suppress(RuntimeError):
-            torch.ones(1, device="cuda").add_(1)
-        print(
-            f"note: memory of batches is not page-locked here ({reason}): each is copied once more"
-            " on the host",
-            file=sys.stderr,
-        )
-        return False
-    return True

@@ -12,6 +12,8 @@ Nothing here draws a random number or waits for the device: the host knows from 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from vit.data.augment import pixel_ops
 from vit.data.augment.draw import mixes, partners
 from vit.data.augment.rounds import apply_rounds, plan_rounds, to_device
 from vit.data.augment.table import CUTMIX, LAMBDA, RIGHT, TOP, table_layout
+from vit.data.batches import Batch
 
 CPU_VALUES, GPU_VALUES = 2**18, 2**27
 """Values of images that are changed at once. On a CPU what an operation writes is still in the
@@ -38,7 +41,8 @@ class Augment:
     """Everything between decoded pixels and the model's inputs and targets.
 
     A call does all of it. `change` takes the host as long for few images as for many, so it serves
-    all micro-batches at once; `finish` makes float32, and so takes one at a time.
+    all micro-batches at once, ahead of their step; `finish` makes float32, and so takes one at a
+    time.
 
     `mean`, `std`: per channel, for images scaled to [0, 1]. `compiled`: `torch.compile` the part
     that has one shape in all steps. Evaluation, which has no table, only uses `normalize`.
@@ -92,6 +96,10 @@ class Augment:
                 block = pixel_ops.shift_reflected(block, *on_device[rows].unbind(1))
             apply_rounds(rounds, rows, block, out[rows])
         return out
+
+    def change_batch(self, batch: Batch) -> Batch:
+        """Return `batch` with images after `change`: what `vit.data.loader.Loader` takes."""
+        return replace(batch, images=self.change(batch.images, batch.table))
 
     def finish(self, images: Tensor, labels: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise, erase and mix `images` uint8 after `change`; the rest as in a call."""

@@ -77,9 +77,17 @@ def _stretching(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tenso
     return factors.flatten().to(device), offsets.flatten().to(device)
 
 
-@lru_cache
 def _range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.arange(stop, dtype=dtype, device=device)
+    if torch.compiler.is_compiling():  # it costs nothing within a graph
+        return torch.arange(stop, dtype=dtype, device=device)
+    return _kept_range(stop, dtype, device)
+
+
+@lru_cache
+def _kept_range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Made on the host: when `to` returns, it is there for all streams of a GPU. What one stream
+    # makes and keeps, another could read before it is made.
+    return torch.arange(stop, dtype=dtype).to(device)
 
 
 def equalize_table(levels: Tensor) -> Tensor:
@@ -222,7 +230,7 @@ def _mapped(matrix: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 @lru_cache
 def _from_centre(side: int, device: torch.device) -> Tensor:
-    return torch.arange(side, dtype=torch.float32, device=device) - (side - 1) / 2
+    return (torch.arange(side, dtype=torch.float32) - (side - 1) / 2).to(device)
 
 
 def affine(images: Tensor, matrix: Tensor, fill: Tensor) -> Tensor:
