@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.data.loader import page_lock
+from vit.data.to_gpu import page_lock
 
 ALIGNMENT = 64
 """Each tensor of the copy begins at a multiple of it: a line of the processor's cache."""
