@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from vit.model import create_model
-from vit.step import compile_blocks
+from vit.step import checkpoint_activations, compile_blocks
 
 DEPTH = 12
 """More blocks than Dynamo makes graphs of one function before it gives up (8)."""
@@ -68,6 +68,36 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_evaluation(graphs, fi
     assert graphs.since() == 1
     model.train()(torch.randn(4, 3, 16, 16)).sum().backward()
     assert graphs.since() == 0, "training after an evaluation has its graph already"
+
+
+@pytest.mark.parametrize(("schedule", "in_training"), [("constant", 1), ("linear", 2)])
+def test_blocks_that_compute_a_subset_share_their_graphs(graphs, schedule, in_training):
+    """Rates that grow: one graph for the first block's number of rows, one for any number."""
+    fields = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": schedule}
+    model = small_vit(16, DEPTH, **fields)
+    compile_blocks(model, backend=graphs)
+    for _ in range(2):
+        model(torch.randn(16, 3, 16, 16)).sum().backward()
+    assert graphs.since() == in_training
+    with torch.no_grad():
+        model.eval()(torch.randn(16, 3, 16, 16))
+    assert graphs.since() == 1
+    model.train()(torch.randn(16, 3, 16, 16)).sum().backward()
+    assert graphs.since() == 0
+
+
+@pytest.mark.parametrize("form", ["mask", "subset"])
+def test_activations_computed_again_need_no_graph_of_their_own(graphs, form):
+    fields = {"drop_path_rate": 0.5, "drop_path_form": form, "drop_path_schedule": "constant"}
+    model = small_vit(16, DEPTH, **fields, proj_drop_rate=0.1)
+    checkpoint_activations(model, 2)
+    compile_blocks(model, backend=graphs)
+    for _ in range(2):
+        model(torch.randn(4, 3, 16, 16)).sum().backward()
+    assert graphs.since() == 1
+    with torch.no_grad():
+        model.eval()(torch.randn(4, 3, 16, 16))
+    assert graphs.since() == 1
 
 
 def test_buckets_of_ddp_do_not_cut_a_block_in_pieces(graphs, process_group):

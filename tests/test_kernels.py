@@ -18,8 +18,8 @@ ONEDNN = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
 OURS = torch.backends.cpu.get_cpu_capability().lower()
 PLAINER = [*ONEDNN][: [*ONEDNN].index(OURS)] if OURS in ONEDNN else []
 NUMERIC = [
-    *(f"tests/test_{name}.py" for name in ("evaluate", "loss", "metrics", "model", "step")),
-    *(f"tests/{folder}" for folder in ("data/augment", "optim")),
+    *(f"tests/test_{name}.py" for name in ("evaluate", "loss", "metrics", "step")),
+    *(f"tests/{folder}" for folder in ("data/augment", "model", "optim")),
     *(
         f"tests/data/decode/test_{name}.py"
         for name in ("views", "windows", "center_view", "native", "jpeg_cut")
@@ -29,7 +29,7 @@ NUMERIC = [
 ]
 CORE = [
     "tests/weights/test_published.py::test_a_file_of_timms_computes_and_predicts_what_timm_does[resnet10t.c3_in1k-as_hub_folder-fields10]",
-    "tests/test_model.py::test_state_dict_logits_and_gradients_equal_timm",
+    "tests/model/test_model.py::test_state_dict_logits_and_gradients_equal_timm",
     "tests/test_step.py::test_three_updates_equal_a_plain_loop_of_torch",
 ]
 

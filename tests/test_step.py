@@ -193,8 +193,9 @@ def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("form", ["mask", "subset"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_no_step_waits_for_the_gpu(precision, monkeypatch):
+def test_no_step_waits_for_the_gpu(precision, form, monkeypatch):
     """A whole update on a GPU that is not there; but for the backward pass, in which autograd asks
     for a CUDA context."""
     recipe = AugmentConfig(
@@ -203,7 +204,8 @@ def test_no_step_waits_for_the_gpu(precision, monkeypatch):
     sizes = np.full(8, 16)
     table = draw_table(recipe, sample_keys(0, 0, np.arange(8)), sizes, sizes, (16, 16))
     gpu = torch.device("cuda", 0)
-    fields = {"embed_dim": 32, "depth": 2, "num_heads": 2, "drop_path_rate": 0.1}
+    fields = {"embed_dim": 32, "depth": 2, "num_heads": 2, "drop_path_rate": 0.5}
+    fields["drop_path_form"] = form
     model = create_model("vit_ti8", 16, 5, **fields)
     with gpu_without_memory() as mode:
         move_to_fake_gpu(model)

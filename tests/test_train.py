@@ -287,6 +287,23 @@ def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(tmp_path, c
     assert newest.exists(), "the step was made again"
 
 
+def test_what_drop_path_by_subsets_draws_is_drawn_again_after_a_resume(tmp_path, config):
+    """In micro-steps; with activations that are computed again, which draw dropout again."""
+    settings = [
+        "train.steps=6",
+        "model.drop_path_form=subset",
+        "model.drop_path_rate=0.5",
+        "data.micro_batch_size=6",
+    ]
+    train(config, tmp_path / "run", *settings)
+    whole = final_state(tmp_path / "run", 6)
+    newest = tmp_path / "run" / "checkpoints" / "step_00000006" / "state.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    done = train(config, tmp_path / "run", *settings, "train.activation_checkpointing=block")
+    assert "resumed at step 3 of 6" in done.stderr
+    assert final_state(tmp_path / "run", 6) == whole
+
+
 def test_non_finite_gradients_are_skipped_counted_and_end_the_run(tmp_path, config):
     done = run(
         "launch/train.py",

@@ -45,7 +45,7 @@ from vit.run.record import Record, provenance
 from vit.run.resume import find_checkpoint
 from vit.run.saver import Saver
 from vit.run.state import RunState
-from vit.step import TrainStep, compile_blocks
+from vit.step import TrainStep, checkpoint_activations, compile_blocks
 from vit.system.files import replacing
 from vit.weights.class_names import class_mismatch
 from vit.weights.files import (
@@ -282,7 +282,7 @@ def _load_initial_weights(
 def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
     """Return which settings of the config inside the weights differ from `model`, "" for none.
 
-    Image size and rates are left out: they change no shapes.
+    Image size and what a block drops are left out: they change no shapes.
     """
     if not loaded.config:
         return ""
@@ -291,7 +291,7 @@ def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
     lines = [
         f"{key} is {old} there, {new} here"
         for key, (old, new) in config_io.differences(there, here).items()
-        if not key.endswith(("image_size", "_rate"))
+        if not key.endswith(("image_size", "_rate", "drop_path_schedule", "drop_path_form"))
     ]
     return f"; {', '.join(lines)}" if lines else ""
 
@@ -307,6 +307,8 @@ def create_train_step(
     ema = None
     if config.train.ema_decay is not None:
         ema = Ema(model, config.train.ema_decay, config.train.ema_warmup)
+    with world.fail_together():
+        checkpoint_activations(model, config.train.activation_checkpointing)
     if config.train.compile:
         compile_blocks(model)
     wrapped = wrap(model, world)

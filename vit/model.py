@@ -24,13 +24,16 @@ import math
 import re
 import runpy
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vit.config.schema import ModelConfig
+from vit.drop_path import DropPath, add_branch, choose_rows, drop_path_problems, drop_path_rates
 from vit.posemb import sincos2d_posemb
 from vit.precision import without_autocast
 from vit.system.spelling import did_you_mean
@@ -152,42 +155,11 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
-class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016, arXiv 1603.09382).
-
-    In training, zeroes a sample's branch with probability `rate` in [0, 1), and scales the kept
-    ones by 1 / (1 - rate), so that the expected output equals that of evaluation.
-    """
-
-    keep_prob: Tensor
-
-    def __init__(self, rate: float):
-        super().__init__()
-        self.rate = rate
-        # A tensor, not a float: torch.compile specialises its graph on each Python number that a
-        # forward pass reads. Every block has a different rate, and after eight graphs it falls back
-        # to eager. Not persistent: the rate is a setting, and timm's state dicts do not have it.
-        self.register_buffer("keep_prob", torch.empty(()), persistent=False)
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Fill the buffer, also after `to_empty`."""
-        self.keep_prob.fill_(1.0 - self.rate)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return x
-        shape = (x.shape[0], *(1,) * (x.ndim - 1))  # one draw per sample
-        # Drawn in fp32 also under autocast: bf16 has 128 values in [0.5, 1), too few for rate 0.1.
-        kept = torch.rand(shape, device=x.device) < self.keep_prob
-        return x * (kept.to(x.dtype) / self.keep_prob)
-
-
 class Block(nn.Module):
     """One pre-norm encoder block: (B, N, D) -> (B, N, D).
 
-    Both residual branches may have LayerScale (`init_values`) and stochastic depth (`drop_path`).
+    Both residual branches may have LayerScale (`init_values`) and stochastic depth: `drop_path`, or
+    in its other form `rows`, those samples of each branch that compute it (vit/drop_path.py).
     """
 
     def __init__(
@@ -203,12 +175,54 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
         self.drop_path = drop_path
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *rows: Tensor) -> Tensor:
+        if rows:
+            attn_rows, mlp_rows = rows
+            x = add_branch(x, self._attn_branch, attn_rows)
+            return add_branch(x, self._mlp_branch, mlp_rows)
         # The residual path itself has no norm: what the last block returns needs one more.
         # z' = MSA(LN(z)) + z (equation 2)
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))
+        x = x + self.drop_path(self._attn_branch(x))
         # z = MLP(LN(z')) + z' (equation 3)
-        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+        return x + self.drop_path(self._mlp_branch(x))
+
+    def _attn_branch(self, x: Tensor) -> Tensor:
+        return self.ls1(self.attn(self.norm1(x)))
+
+    def _mlp_branch(self, x: Tensor) -> Tensor:
+        return self.ls2(self.mlp(self.norm2(x)))
+
+
+class Blocks(nn.Sequential):
+    """The encoder's blocks, one after the other: (B, N, D) -> (B, N, D).
+
+    subset_rates: of each block, if drop path has the form "subset".
+    """
+
+    checkpoint_every = 0
+    """Every so many blocks, one keeps only its input for the backward pass, which computes the rest
+    again. 0: none does."""
+
+    def __init__(self, blocks: Iterable[Block], subset_rates: list[float] | None):
+        super().__init__(*blocks)
+        self.subset_rates = subset_rates
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: list[Tensor] = []
+        if self.training and self.subset_rates:
+            # Drawn here, and not in the blocks: so they do not read the number of rows, which
+            # torch.compile would make a graph for each of.
+            both_branches = [rate for rate in self.subset_rates for _ in range(2)]
+            rows = choose_rows(x.shape[0], both_branches, x.device)
+        every = self.checkpoint_every if self.training and torch.is_grad_enabled() else 0
+        for number, block in enumerate(self):
+            inputs = (x, *rows[2 * number : 2 * number + 2])
+            if every and number % every == 0:
+                # A second pass draws what the first one drew: it restores the generators' states.
+                x = checkpoint(block, *inputs, use_reentrant=False)
+            else:
+                x = block(*inputs)
+        return x
 
 
 class VisionTransformer(nn.Module):
@@ -221,6 +235,9 @@ class VisionTransformer(nn.Module):
         pos_embed: "learn", or "sincos2d" (fixed, see `sincos2d_posemb`).
         proj_drop_rate: dropout after every dense layer but qkv; the paper's (appendix B.1) is this
             and `pos_drop_rate`.
+        drop_path_schedule: "linear", from 0 at the first block to `drop_path_rate` at the last; or
+            "constant".
+        drop_path_form: "mask", or "subset", which does not compute what it drops.
         representation_size: width of a tanh layer before the head, for pre-training (section 3.1).
 
     Raises:
@@ -245,6 +262,8 @@ class VisionTransformer(nn.Module):
         proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        drop_path_schedule: str = "linear",
+        drop_path_form: str = "mask",
         init_values: float | None = None,
         representation_size: int | None = None,
     ):
@@ -259,7 +278,8 @@ class VisionTransformer(nn.Module):
         self.depth = depth
         self.num_prefix_tokens = 1 if class_token else 0
         self.global_pool = global_pool
-        self._check_fields(num_heads, class_token, pos_embed, drop_path_rate)
+        problems = drop_path_problems(drop_path_rate, drop_path_schedule, drop_path_form)
+        self._check_fields(num_heads, class_token, pos_embed, problems)
 
         self.patch_embed = PatchEmbed(self.patch_size, in_chans, embed_dim)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
@@ -274,15 +294,18 @@ class VisionTransformer(nn.Module):
             self.register_buffer("pos_embed", positions)
         self.pos_drop = nn.Dropout(pos_drop_rate)
 
-        self.blocks = nn.Sequential()
-        for number in range(depth):
+        blocks = []
+        rates = drop_path_rates(drop_path_rate, depth, drop_path_schedule)
+        has_subsets = drop_path_form == "subset"
+        for rate in rates:
             attn = Attention(embed_dim, num_heads, qkv_bias, attn_drop_rate, proj_drop_rate)
             mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio), proj_drop_rate)
-            # The first block gets a DropPath too, of rate 0: blocks of one structure share one
-            # compiled graph.
-            rate = drop_path_rate * number / max(depth - 1, 1)
-            drop_path = DropPath(rate) if drop_path_rate else nn.Identity()
-            self.blocks.append(Block(embed_dim, attn, mlp, drop_path, init_values))
+            # The first block gets a DropPath too, also of rate 0: blocks of one structure share
+            # one compiled graph.
+            has_masks = drop_path_rate > 0 and not has_subsets
+            drop_path = DropPath(rate) if has_masks else nn.Identity()
+            blocks.append(Block(embed_dim, attn, mlp, drop_path, init_values))
+        self.blocks = Blocks(blocks, rates if drop_path_rate and has_subsets else None)
 
         # With "avg" timm normalises after pooling, not before, and calls that norm `fc_norm`.
         pools_patches = global_pool == "avg"
@@ -381,7 +404,7 @@ class VisionTransformer(nn.Module):
         return {"pos_embed", "cls_token"}
 
     def _check_fields(
-        self, num_heads: int, class_token: bool, pos_embed: str, drop_path_rate: float
+        self, num_heads: int, class_token: bool, pos_embed: str, others: list[str]
     ) -> None:
         """Raise ValueError for everything that does not fit together, each with what would."""
         sides = zip(("height", "width"), self.image_size, self.patch_size, strict=True)
@@ -404,9 +427,7 @@ class VisionTransformer(nn.Module):
             problems.append(f"pos_embed is {pos_embed!r}: expected 'learn' or 'sincos2d'")
         if self.global_pool == "token" and not class_token:
             problems.append("global_pool 'token' needs class_token=True: set it, or use 'avg'")
-        if not 0.0 <= drop_path_rate < 1.0:
-            problems.append(f"drop_path_rate is {drop_path_rate}: expected 0 <= rate < 1")
-        if problems:
+        if problems := problems + others:
             raise ValueError("; ".join(problems))
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vit.model import DropPath, create_model
+from vit.drop_path import DropPath
+from vit.model import create_model
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -23,21 +24,27 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def flops_per_image(model: Any, num_images: int = 2) -> int:
+def flops_per_image(model: Any, training_batch_size: int | None = None) -> int:
     """Operations of one image's forward pass in matrix products and convolutions.
 
     A multiply-add counts as 2. `model` comes from `create_model` and is not wrapped (DDP, FSDP2).
-    num_images: of the pass that is counted, which may cost less for each where some are left out.
+    training_batch_size: count, in place of an evaluation, the mean of a training micro-batch of so
+    many images, of which drop path may compute a part only.
     """
     weights = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
     }
-    num_images = max(num_images, 2)  # a batch norm in training refuses one
-    images = torch.empty(num_images, model.in_chans, *model.image_size, device="meta")
+    # A batch norm in training refuses one image.
+    batch_size = 1 if training_batch_size is None else max(training_batch_size, 2)
+    images = torch.empty(batch_size, model.in_chans, *model.image_size, device="meta")
+    modes = {module: module.training for module in model.modules()}
+    model.train(training_batch_size is not None)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         torch.func.functional_call(model, weights, (images,))
-    return counter.get_total_flops() // num_images
+    for module, mode in modes.items():
+        module.training = mode
+    return counter.get_total_flops() // batch_size
 
 
 def main() -> None:

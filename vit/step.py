@@ -25,6 +25,7 @@ from vit.data.augment.apply import Augment
 from vit.data.batches import Batch
 from vit.data.hashing import fold
 from vit.loss import cross_entropy
+from vit.model import Blocks
 from vit.optim.ema import Ema
 from vit.optim.optimizer import set_lr
 from vit.precision import LossScale, autocast
@@ -50,6 +51,32 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     torch._dynamo.config.recompile_limit = limit
     for block in blocks:
         block.compile(backend=backend)
+
+
+def checkpoint_activations(model: nn.Module, which: str | int) -> None:
+    """Let blocks of `model` keep only their inputs for the backward pass, which computes the rest.
+
+    which: `train.activation_checkpointing`. Call it before or after `compile_blocks`. Raises
+    ValueError for a model of timm that cannot do it so.
+    """
+    if which == "none":
+        return
+    blocks = getattr(model, "blocks", None)
+    if isinstance(blocks, Blocks):
+        blocks.checkpoint_every = 1 if isinstance(which, str) else which
+        return
+    if which != "block":
+        raise ValueError(
+            f"train.activation_checkpointing={which}: models of timm know all blocks or none: set"
+            " block or none"
+        )
+    try:
+        model.set_grad_checkpointing(True)  # type: ignore[operator]
+    except (AttributeError, AssertionError):
+        raise ValueError(
+            f"train.activation_checkpointing=block: timm's {type(model).__name__} cannot do that:"
+            " set none, and lower data.micro_batch_size"
+        ) from None
 
 
 class Slot(IntEnum):

@@ -115,6 +115,13 @@ def test_settings_of_the_other_optimizer_are_refused(load, problems):
             ),
         ),
         (
+            "model:\n  drop_path_form: subset\n",
+            (
+                "run.yaml:6: model.drop_path_form has no effect without model.drop_path_rate: give"
+                " one, or remove it"
+            ),
+        ),
+        (
             "init:\n  reset_head: true\n",
             (
                 "run.yaml:6: init.reset_head has no effect without init.checkpoint: give one, or"

@@ -54,6 +54,21 @@ def test_vit_b16_on_8_h200_by_hand():
     assert "/nonexistent" in forecast.data.assumed
 
 
+def test_what_is_not_computed_and_what_is_computed_again_count():
+    """Of two blocks, next to which embedding and head are a seventh of the operations."""
+    plain = make_forecast(config_of(model=TINY), 1, H200)
+    subset = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": "constant"}
+    by_subset = make_forecast(config_of(model={**TINY, **subset}), 1, H200)
+    assert by_subset.forward_flops == plain.forward_flops
+    assert 0.5 < by_subset.train_flops / plain.train_flops < 0.6
+    for which, passes in (("block", 4), (2, 3.5)):
+        train = {"steps": 10, "activation_checkpointing": which}
+        again = make_forecast(config_of(model=TINY, train=train), 1, H200)
+        assert again.train_flops == passes * plain.forward_flops
+        assert again.images_per_s[0] == pytest.approx(plain.images_per_s[0] * 3 / passes)
+        assert again.memory.activations < 0.8 * plain.memory.activations
+
+
 def test_data_that_are_there_are_not_assumed(shards):
     config = config_of(data={"root": str(shards), "global_batch_size": 4}, train={"epochs": 2})
     data = make_forecast(config, 2, H200).data

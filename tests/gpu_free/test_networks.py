@@ -13,10 +13,12 @@ from vit.precision import autocast
 
 TINY = {"name": "vit_ti8", "image_size": 16, "num_classes": 5}
 SMALL = {**TINY, "embed_dim": 32, "depth": 2, "num_heads": 2}
+SUBSET = {"drop_path_form": "subset", "drop_path_schedule": "constant"}
 OPTIONS = {
     "preset": TINY,
     "small": SMALL,
     "drop path": {**SMALL, "drop_path_rate": 0.4},
+    "drop path by subsets": {**SMALL, "drop_path_rate": 0.4, **SUBSET},
     "dropout": {**SMALL, "pos_drop_rate": 0.1, "proj_drop_rate": 0.1, "attn_drop_rate": 0.1},
     "average of patches": {**SMALL, "class_token": False, "global_pool": "avg"},
     "fixed positions": {**SMALL, "pos_embed": "sincos2d", "qkv_bias": False},

@@ -199,29 +199,28 @@ def _(place):
     place.train(config=place.folder / "other.yaml")
 
 
-@scenario("an unknown model name")
-def _(place):
-    place.train("model.name=vit_base16")
-
-
-@scenario("an unknown model of timm")
-def _(place):
-    place.train("model.name=timm/resnet5")
-
-
-@scenario("a model of timm with settings of ours that it has not")
-def _(place):
-    place.train("model.name=timm/resnet18", "model.proj_drop_rate=null")
-
-
-@scenario("an image size that the patch does not divide")
-def _(place):
-    place.train("model.image_size=30")
-
-
-@scenario("augmentations that exclude each other")
-def _(place):
-    place.train("augment.three_augment=true", "augment.randaugment_layers=2")
+OF_GUEST = ["model.embed_dim=null", "model.depth=null", "model.num_heads=null"]
+OF_GUEST += ["model.proj_drop_rate=null", "model.drop_path_rate=null"]
+ALONE = {
+    "an unknown model name": ["model.name=vit_base16"],
+    "an unknown model of timm": ["model.name=timm/resnet5"],
+    "a model of timm with settings of ours that it has not": [
+        *("model.name=timm/resnet18", "model.proj_drop_rate=null")
+    ],
+    "activations of every second block of a model of timm": [
+        *("model.name=timm/resnet10t", *OF_GUEST, "train.activation_checkpointing=2")
+    ],
+    "activations of a model of timm that must keep them": [
+        *("model.name=timm/dla34", *OF_GUEST, "train.activation_checkpointing=block")
+    ],
+    "an image size that the patch does not divide": ["model.image_size=30"],
+    "augmentations that exclude each other": [
+        *("augment.three_augment=true", "augment.randaugment_layers=2")
+    ],
+}
+"""Settings that are the scenario."""
+for what, settings in ALONE.items():
+    SCENARIOS[what] = lambda place, settings=settings: place.train(*settings)
 
 
 @scenario("a contact sheet of more images than there are")

@@ -33,6 +33,7 @@ Rules = dict[str, bool]
 def find_problems(config: Config) -> list[str]:
     """All contradictions in `config`, one line each, in dotted keys."""
     rules = _training_rules(config)
+    rules |= _drop_path_rules(config.model)
     rules |= _view_rules(config.eval, config.model)
     rules |= _channel_rules(config.data, config.model.in_chans)
     rules |= _reader_rules(config.data)
@@ -78,6 +79,15 @@ def _training_rules(config: Config) -> Rules:
         ),
         "init.reset_head has no effect without init.checkpoint: give one, or remove"
         " init.reset_head": config.init.reset_head and config.init.checkpoint is None,
+    }
+
+
+def _drop_path_rules(model: ModelConfig) -> Rules:
+    return {
+        f"model.{key} has no effect without model.drop_path_rate: give one, or remove it": (
+            not model.drop_path_rate and getattr(model, key) is not None
+        )
+        for key in ("drop_path_schedule", "drop_path_form")
     }
 
 

@@ -77,6 +77,9 @@ OTHER_NAMES = {
     "train.precision": "amp bf16 dtype fp16 half mixed_precision torch_dtype",
     "train.compile": "torchcompile torch_compile",
     "train.deterministic": "full_determinism use_deterministic_algorithms",
+    "train.activation_checkpointing": (
+        "checkpoint_activations grad_checkpointing gradient_checkpointing recompute"
+    ),
     "train.ema_decay": "ema model_ema model_ema_decay",
     "eval.every_epochs": "eval_freq eval_interval val_every val_interval",
     "checkpoint.every_steps": "ckpt_every save_every save_freq save_interval save_steps",

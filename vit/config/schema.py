@@ -61,7 +61,15 @@ class ModelConfig(Section):
     attn_drop_rate: Rate | None = None
     """Dropout of the attention weights."""
     drop_path_rate: Rate | None = None
-    """Stochastic depth of the last block; grows linearly from 0 at the first."""
+    """Stochastic depth: the probability that a sample leaves out a residual branch of the last
+    block."""
+    drop_path_schedule: Literal["linear", "constant"] | None = None
+    """Drop path of the other blocks: `linear`, the default, from 0 at the first block; `constant`,
+    the same for all (DeiT III, DINOv2)."""
+    drop_path_form: Literal["mask", "subset"] | None = None
+    """`mask`, the default: each sample by itself, by a factor of 0; `subset`: a fixed number of a
+    micro-batch's samples, of which alone the branch is computed (DINOv2): faster by almost the
+    rate."""
     init_values: Annotated[float, Field(gt=0)] | None = None
     """Initial LayerScale; `None`: no LayerScale."""
     representation_size: Positive | None = None
@@ -316,6 +324,12 @@ class TrainConfig(Section):
     deterministic: Annotated[bool, MAY_CHANGE] = False
     """Use only kernels that add in one order, so that a resumed run equals the uninterrupted one
     bit for bit on GPUs, too, where it is slower; CPUs do so by themselves (docs/resume.md)."""
+    activation_checkpointing: Annotated[
+        Literal["none", "block"] | Annotated[int, Field(ge=2)], MAY_CHANGE
+    ] = "none"
+    """`block`: each block keeps only its input for the backward pass and computes the rest again: a
+    third more work for a fraction of the memory, the same numbers. 2 or more: one of so many blocks
+    does."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay per step of the exponential moving average (EMA) of the weights; `None`: no average."""
     ema_warmup: bool = False

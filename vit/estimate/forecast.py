@@ -1,8 +1,9 @@
 """How long a run takes, what it costs and whether it fits, from a config and a number of GPUs.
 
 Steps and batches are those of `vit.plan`, bytes those of `vit.estimate.memory`. Time follows from
-operations: three forward passes an image (one forward, two backward), at a share of the GPU's peak
-(MFU) that was measured on such a GPU, or else at a stated range of it.
+operations: three forward passes an image (one forward, two backward; without what drop path leaves
+out, and with what is computed again), at a share of the GPU's peak (MFU) that was measured on such
+a GPU, or else at a stated range of it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from vit.config.schema import Config
 from vit.data.augment.draw import mixes
@@ -80,7 +82,9 @@ class Forecast:
     disk: DiskNeeds
     speed: Speed
     forward_flops: int
-    """Operations of one image's forward pass."""
+    """Operations of one image's forward pass in an evaluation."""
+    train_flops: int
+    """Operations of one image in training, forward and backward."""
     train_images: int
     """Trained on from the first step to the last, each as often as it comes."""
     eval_images: int
@@ -95,12 +99,12 @@ class Forecast:
     def images_per_s(self) -> tuple[float, float]:
         """Training images per second, of all GPUs together."""
         slow, fast = self._flops_per_s
-        return slow / (3 * self.forward_flops), fast / (3 * self.forward_flops)
+        return slow / self.train_flops, fast / self.train_flops
 
     @property
     def hours(self) -> tuple[float, float]:
         """Hours of training with its evaluations."""
-        flops = self.forward_flops * (3 * self.train_images + self.eval_images)
+        flops = self.train_flops * self.train_images + self.forward_flops * self.eval_images
         slow, fast = self._flops_per_s
         return flops / fast / 3600, flops / slow / 3600
 
@@ -141,6 +145,7 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
         ),
         speed=expected_speed(config.model.name, config.train.precision, gpu, results),
         forward_flops=flops_per_image(model),
+        train_flops=_train_flops(config, plan, model),
         train_images=plan.total_steps * plan.global_batch_size,
         eval_images=num_evaluations * num_models * data.num_val_images,
     )
@@ -184,6 +189,15 @@ def expected_speed(model_name: str, precision: str, gpu: Gpu, results: Path = RE
         return Speed(best[0], best[0], f"measured, benchmarks/results/{best[1]}")
     low, high = MFU_RANGE
     return Speed(low, high, "not measured on this GPU: published ViT training has 22 to 29 %")
+
+
+def _train_flops(config: Config, plan: Plan, model: nn.Module) -> int:
+    """Return the operations of one image in training; embedding and head count as blocks."""
+    by_subset = config.model.drop_path_form == "subset"
+    forward = flops_per_image(model, plan.micro_batch_size if by_subset else None)
+    which = config.train.activation_checkpointing
+    computed_again = {"none": 0.0, "block": 1.0}[which] if isinstance(which, str) else 1 / which
+    return int(forward * (3 + computed_again))
 
 
 def _plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:

@@ -32,7 +32,7 @@ from vit.model import create_model
 from vit.optim.optimizer import create_optimizer
 from vit.plan import Plan
 from vit.ranks.distributed import World
-from vit.step import TrainStep
+from vit.step import TrainStep, checkpoint_activations
 
 BATCHES_ON_DEVICE = 3
 """A rank's batch in use, as it came and augmented, and the next one, which is copied meanwhile."""
@@ -81,6 +81,7 @@ def step_memory(
     with torch.device("meta"):
         model: Any = create_model(model_config, num_classes=num_classes)
     model.train()
+    checkpoint_activations(model, train.activation_checkpointing)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         _drop_memory(model, device)
         parameters = [p for p in model.parameters() if p.requires_grad]

@@ -14,7 +14,8 @@ from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import nn
 
-from vit.model import DropPath, VisionTransformer, create_model
+from vit.drop_path import DropPath
+from vit.model import VisionTransformer, create_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.posemb import sincos2d_posemb
 from vit.weights.files import load_weights

@@ -1,0 +1,186 @@
+"""Drop path by subsets against the formula of a block, and against the exact mean over all draws.
+
+By masks: test_model.py in this folder. Graphs: tests/test_compile.py. A resumed run:
+tests/test_train.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from vit.config.schema import ModelConfig
+from vit.drop_path import choose_rows, num_kept
+from vit.model import VisionTransformer, create_model
+from vit.model_summary import flops_per_image
+
+SUBSET = {"drop_path_form": "subset", "drop_path_schedule": "constant"}
+
+
+def small(depth: int = 2, **fields) -> VisionTransformer:
+    """A model without zeros in its weights, whose head would hide the rest."""
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 8, "num_heads": 2, "depth": depth}
+    model = create_model("vit_ti8", 16, 3, **sizes, **fields)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model.train()
+
+
+def images(rows: int) -> Tensor:
+    return torch.randn(rows, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "rate", "kept"),
+    [(32, 0.45, 18), (10, 0.45, 6), (4, 0.1, 4), (8, 0.0, 8), (2, 0.9, 1), (1, 0.5, 1)],
+)
+def test_the_number_kept_is_the_rounded_share_and_never_zero(batch_size, rate, kept):
+    assert num_kept(batch_size, rate) == kept
+    torch.manual_seed(0)
+    (rows,) = choose_rows(batch_size, [rate], torch.device("cpu"))
+    assert len(rows) == len(set(rows.tolist())) == kept
+    assert set(rows.tolist()) <= set(range(batch_size))
+
+
+def test_each_row_is_kept_as_often_as_any_other_and_branches_draw_apart():
+    torch.manual_seed(0)
+    draws = 4000
+    counts = torch.zeros(2, 6)
+    both = torch.zeros(6)
+    for _ in range(draws):
+        first, second = (
+            torch.zeros(6).index_fill(0, rows, 1.0)
+            for rows in choose_rows(6, [0.5, 1 / 3], torch.device("cpu"))
+        )
+        counts += torch.stack([first, second])
+        both += first * second
+    for count, share in ((counts[0], 1 / 2), (counts[1], 2 / 3), (both, 1 / 3)):
+        deviation = math.sqrt(share * (1 - share) / draws)
+        assert (count / draws - share).abs().max() < 4.5 * deviation
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fields", [{}, {"init_values": 0.5}])
+def test_kept_rows_have_the_formula_and_the_others_pass_unchanged(precision, fields):
+    block = small(1, **fields).blocks[0]
+    x = torch.randn(10, 5, 8, generator=torch.Generator().manual_seed(2))
+    attn_rows = torch.tensor([7, 0, 3, 9, 4, 1])
+    mlp_rows = torch.tensor([2, 7, 4])
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        given = block(x, attn_rows, mlp_rows)
+        middle = x.clone()
+        branch = block.ls1(block.attn(block.norm1(x[attn_rows])))
+        middle[attn_rows] = torch.add(x[attn_rows], branch.float(), alpha=10 / 6)
+        expected = middle.clone()
+        branch = block.ls2(block.mlp(block.norm2(middle[mlp_rows])))
+        expected[mlp_rows] = torch.add(middle[mlp_rows], branch.float(), alpha=10 / 3)
+    assert given.dtype == torch.float32
+    assert torch.equal(given, expected)
+    changed = (given != x).flatten(1).any(1)
+    assert changed.nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 7, 9]
+
+
+def outcomes(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean logits over the rows, and the gradient of the rows' mean loss, flat."""
+    logits = model(x)
+    loss = logits.square().sum(1).mean()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return logits.detach().mean(0), torch.cat([each.flatten() for each in gradients])
+
+
+def exact_means(rate: float) -> tuple[Tensor, Tensor]:
+    """`outcomes` of one image, summed over all ways to drop, each with its probability."""
+    model = small().eval()
+    branches = [branch for block in model.blocks for branch in (block.attn, block.mlp)]
+    factors = [0.0] * len(branches)
+    for number, branch in enumerate(branches):
+        branch.register_forward_hook(lambda _, __, output, n=number: output * factors[n])
+    sums = [torch.zeros(()), torch.zeros(())]
+    for kept in itertools.product([False, True], repeat=len(branches)):
+        factors[:] = [1 / (1 - rate) if is_kept else 0.0 for is_kept in kept]
+        share = math.prod(1 - rate if is_kept else rate for is_kept in kept)
+        for position, value in enumerate(outcomes(model, images(1))):
+            sums[position] = sums[position] + share * value
+    return sums[0], sums[1]
+
+
+@pytest.mark.parametrize("form", ["subset", "mask"])
+def test_outputs_and_gradients_are_those_of_all_draws_in_the_mean(form):
+    """64 equal images draw as 64 different ones do. Means over passes, which are independent, are
+    within 5 standard errors of the exact ones, estimated from the passes themselves."""
+    rate = 0.375
+    passes = 60
+    model = small(**{**SUBSET, "drop_path_form": form}, drop_path_rate=rate)
+    torch.manual_seed(3)
+    drawn = [outcomes(model, images(1).expand(64, -1, -1, -1)) for _ in range(passes)]
+    for values, expected in zip(zip(*drawn, strict=True), exact_means(rate), strict=True):
+        stacked = torch.stack(values).double()
+        error = stacked.std(0) / math.sqrt(passes)
+        # Rounding: gradients of keys' biases are zero but for it.
+        allowed = 5 * error + 1e-4 * expected.abs().max()
+        assert ((stacked.mean(0) - expected).abs() < allowed).all()
+        assert error.max() < 0.1 * expected.abs().max(), "too wide to notice a wrong factor"
+
+
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+@pytest.mark.parametrize("form", ["mask", "subset"])
+def test_a_schedule_gives_each_block_its_rate(schedule, form):
+    fields = {"drop_path_rate": 0.4, "drop_path_schedule": schedule, "drop_path_form": form}
+    blocks = small(5, **fields).blocks
+    rates = blocks.subset_rates or [block.drop_path.rate for block in blocks]
+    expected = [0.0, 0.1, 0.2, 0.3, 0.4] if schedule == "linear" else [0.4] * 5
+    assert rates == pytest.approx(expected)
+
+
+def test_evaluation_computes_all_rows_and_names_stay():
+    plain = small()
+    model = small(**SUBSET, drop_path_rate=0.9)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    x = images(4)
+    assert torch.equal(model.eval()(x), plain.eval()(x))
+    assert not torch.equal(model.train()(x), plain.train()(x))
+
+
+def test_a_single_image_is_never_dropped():
+    x = images(1)
+    assert torch.equal(small(**SUBSET, drop_path_rate=0.9)(x), small()(x))
+
+
+def test_operations_follow_the_rows_that_are_kept():
+    with torch.device("meta"):
+        fields = {"embed_dim": 64, "num_heads": 2, "num_classes": 10}
+        plain = create_model("vit_ti8", 64, depth=6, **fields)
+        blocks = flops_per_image(plain) - flops_per_image(
+            create_model("vit_ti8", 64, depth=0, **fields)
+        )
+        model = create_model("vit_ti8", 64, depth=6, drop_path_rate=0.5, **SUBSET, **fields)
+    assert flops_per_image(model) == flops_per_image(plain), "of evaluation"
+    assert flops_per_image(model, 8) == flops_per_image(plain) - blocks // 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"drop_path_form": "batch"}, "drop_path_form is 'batch': expected 'mask' or 'subset'"),
+        ({"drop_path_schedule": "flat"}, "drop_path_schedule is 'flat': expected 'linear' or"),
+    ],
+)
+def test_unknown_words_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        create_model("vit_ti16", drop_path_rate=0.1, **fields)
+
+
+def test_the_settings_reach_the_model():
+    fields = {"name": "vit_ti16", "drop_path_rate": 0.5, **SUBSET}
+    with torch.device("meta"):
+        blocks = create_model(ModelConfig(**fields)).blocks
+        assert (
+            create_model(ModelConfig(name="vit_ti16", drop_path_rate=0.5)).blocks.subset_rates
+            is None
+        )
+    assert blocks.subset_rates == [0.5] * 12
