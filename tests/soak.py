@@ -5,7 +5,10 @@ prints what it found.
 
 Kills: on 2 and on 3 ranks, `count` times SIGKILL at a random moment, in turns of one rank and of
 everything, and the same command again; the final state must equal the uninterrupted run's bit for
-bit. Exits: this many two-rank trainings, each of which must end with status 0.
+bit. The run saves every third step, so that its thread writes most of the time: how many kills fell
+into a save is counted by the unfinished files that they left.
+
+Exits: this many two-rank trainings, each of which must end with status 0.
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 from processes import Background, final_state, last_step, make_shards, metrics, train, write_config
 
-STEPS = 150
 
-
-def kill_at_random(config: Path, run_dir: Path, ranks: int, everything: bool) -> tuple[int, int]:
+def kill_at_random(
+    config: Path, run_dir: Path, ranks: int, steps: int, everything: bool, cold: bool
+) -> tuple[int, int, bool]:
     """Start a training, kill it somewhere in it, finish it; returns the step in the record at the
-    kill, and the restarts."""
-    background = Background(config, run_dir, ranks=ranks, cold=True)
-    background.wait_for_step(random.randrange(1, STEPS - 5))
+    kill, the restarts, and whether a save was left unfinished."""
+    background = Background(config, run_dir, ranks=ranks, cold=cold)
+    background.wait_for_step(random.randrange(1, steps - 5))
     time.sleep(random.uniform(0.0, 0.02))
     step = last_step(run_dir)
     if everything:
@@ -40,8 +43,11 @@ def kill_at_random(config: Path, run_dir: Path, ranks: int, everything: bool) ->
         if trainers := background.trainers():  # the run may just have finished
             os.kill(random.choice(trainers), signal.SIGKILL)
         background.end()
-    train(config, run_dir, ranks=ranks, cold=True)
-    return step, metrics(run_dir, "start")[-1]["restarts"]
+    unfinished = [*run_dir.rglob(".tmp_*"), *run_dir.rglob(".*.tmp")]
+    train(config, run_dir, ranks=ranks, cold=cold)
+    left = [*run_dir.rglob(".tmp_*"), *run_dir.rglob(".*.tmp")]
+    assert not left, f"left over: {left}"
+    return step, metrics(run_dir, "start")[-1]["restarts"], bool(unfinished)
 
 
 def main() -> int:
@@ -59,6 +65,14 @@ def main() -> int:
         "--exits", type=int, default=50, help="finished two-rank runs (default: %(default)s)"
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3], help="(default: 2 3)")
+    parser.add_argument(
+        "--steps", type=int, default=150, help="of each run that is killed (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="fork interpreters that have imported torch: several times as fast",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
     args = parser.parse_args()
     random.seed(args.seed)
@@ -66,23 +80,28 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         root = make_shards(folder)
-        config = write_config(folder, root, steps=STEPS)
+        config = write_config(folder, root, steps=args.steps)
         for ranks in args.ranks:
             whole = folder / f"whole{ranks}"
-            train(config, whole, ranks=ranks, cold=True)
-            expected = final_state(whole, STEPS)
+            train(config, whole, ranks=ranks, cold=not args.warm)
+            in_saves = 0
+            expected = final_state(whole, args.steps)
             for number in range(args.count):
                 run_dir = folder / f"kill{ranks}_{number}"
-                step, restarts = kill_at_random(config, run_dir, ranks, number % 2 == 1)
-                equal = final_state(run_dir, STEPS) == expected
+                step, restarts, in_save = kill_at_random(
+                    config, run_dir, ranks, args.steps, number % 2 == 1, not args.warm
+                )
+                in_saves += in_save
+                equal = final_state(run_dir, args.steps) == expected
                 failures += not equal
                 what = "all ranks" if number % 2 else "one rank"
                 verdict = "equal" if equal else "DIFFERENT"
                 print(
-                    f"{ranks} ranks, kill {number + 1}: {what} at step {step} of {STEPS},"
-                    f" {restarts} restart: {verdict}",
+                    f"{ranks} ranks, kill {number + 1}: {what} at step {step} of {args.steps},"
+                    f" {restarts} restart{', in a save' * in_save}: {verdict}",
                     flush=True,
                 )
+            print(f"{ranks} ranks: {in_saves} of {args.count} kills left a save unfinished")
         statuses = []
         exits = write_config(folder, root, "exits.yaml", steps=2)
         for number in range(args.exits):

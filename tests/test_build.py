@@ -15,10 +15,13 @@ import vit.build
 from vit.config.io import load_config
 from vit.config.schema import InitConfig, ModelConfig
 from vit.data.shuffle_quality import measure_shuffle
+from vit.initial_weights import load_initial_weights
 from vit.model import create_model
 from vit.ranks.distributed import World
 from vit.ranks.exit import Interrupted
 from vit.weights.files import WeightsError
+
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -32,7 +35,7 @@ def test_of_a_new_run_only_preemption_leaves_a_mark(config, tmp_path, monkeypatc
     monkeypatch.setattr(vit.build, "measure_shuffle", interrupted)
     settings = load_config(config, [*TINY, f"run.dir={tmp_path / 'run'}"]).config
     with pytest.raises(Interrupted):
-        vit.build.build(settings, World(0, 1, torch.device("cpu")))
+        vit.build.build(settings, ALONE)
     assert (tmp_path / "run" / "config.yaml").exists()
     mark = tmp_path / "run" / "stopped_early"
     if number == signal.SIGTERM:
@@ -49,4 +52,4 @@ def test_weights_with_two_sets_of_positions_are_named(tmp_path, num_positions):
     path = tmp_path / "two.safetensors"
     save_file({**model.state_dict(), "pos_embed": positions}, path)
     with pytest.raises(WeightsError, match=rf"two.safetensors: .*pos_embed \(2, {num_positions}, "):
-        vit.build._load_initial_weights(model, InitConfig(checkpoint=str(path)), config, [], 3)
+        load_initial_weights(model, InitConfig(checkpoint=str(path)), config, [], 3, ALONE)

@@ -8,7 +8,6 @@ last, once everything else has succeeded.
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 from vit.config import io as config_io
-from vit.config.schema import Config, InitConfig, ModelConfig
+from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.shards.split import Split
@@ -28,6 +27,7 @@ from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import TrainSet
 from vit.data.stream import StreamBatches
 from vit.evaluate import Evaluator
+from vit.initial_weights import load_initial_weights
 from vit.mfu import find_peak
 from vit.model import create_model
 from vit.open_data import choose_num_classes, open_split, open_train_set
@@ -47,15 +47,7 @@ from vit.run.saver import Saver
 from vit.run.state import RunState
 from vit.step import TrainStep, checkpoint_activations, compile_blocks
 from vit.system.files import replacing
-from vit.weights.class_names import class_mismatch
-from vit.weights.files import (
-    LoadedWeights,
-    WeightsError,
-    fingerprint,
-    grid_size,
-    load_weights,
-    read_weights,
-)
+from vit.weights.files import grid_size
 
 
 @dataclass(frozen=True)
@@ -141,12 +133,16 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
             if world.is_main and (found is None or found[1]["step"] < data.plan.total_steps):
                 checked = check_disk(checked, data.disk, folder, config.checkpoint.keep_last)
 
-        # 3. The model. All ranks draw the same weights from the seed, or load the same file.
+        # 3. The model. All ranks draw the same weights from the seed, or get those of a file.
         with world.fail_together():
             torch.manual_seed(config.train.seed)
             model = create_model(config.model, num_classes=data.num_classes)
-            if config.init.checkpoint is not None and found is None:
-                _load_initial_weights(model, config.init, config.model, data, world)
+        model.to(world.device)
+        if config.init.checkpoint is not None and found is None:
+            names = data.train_set.split.class_names
+            data.facts["init_sha256"] = load_initial_weights(
+                model, config.init, config.model, names, data.num_classes, world
+            )
 
         # 4. The training step and the evaluator.
         train_step = create_train_step(config, data.plan, data.num_classes, model, world)
@@ -164,8 +160,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         # 5. Copy the checkpoint into the existing tensors, which DDP and the average refer to.
         state = RunState(facts={**data.facts, "grid_size": grid_size(model)})
         if found is not None:
-            with world.fail_together():
-                state = _load_checkpoint(*found, train_step, data.plan)
+            state = _load_checkpoint(*found, train_step, data.plan)
 
         # 6. The record: main rank first, since it creates the folder.
         record = world.main_first(
@@ -259,43 +254,6 @@ def _open_data(config: Config, world: World) -> RunData:
     )
 
 
-def _load_initial_weights(
-    model: nn.Module, init: InitConfig, model_config: ModelConfig, data: RunData, world: World
-) -> None:
-    """Load `init.checkpoint` into `model`, and report how it fitted."""
-    assert init.checkpoint is not None, "the caller checks"
-    loaded = read_weights(init.checkpoint)
-    try:
-        notes = load_weights(model, loaded.weights, loaded.grid_size, init.reset_head)
-    except WeightsError as error:
-        other = _other_model_settings(loaded, model_config)
-        raise WeightsError(f"{loaded.path}: {error}{other}") from None
-    if not init.reset_head:
-        mismatch = class_mismatch(loaded, data.train_set.split.class_names, data.num_classes)
-        if mismatch:
-            notes.append(f"{mismatch}; init.reset_head=true starts with a new head")
-    data.facts["init_sha256"] = fingerprint(loaded.weights)
-    for note in notes if world.is_main else []:
-        print(f"{loaded.path}: {note}", file=sys.stderr)
-
-
-def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
-    """Return which settings of the config inside the weights differ from `model`, "" for none.
-
-    Image size and what a block drops are left out: they change no shapes.
-    """
-    if not loaded.config:
-        return ""
-    there = {"model": loaded.config.get("model", {})}
-    here = {"model": model.model_dump(mode="json")}
-    lines = [
-        f"{key} is {old} there, {new} here"
-        for key, (old, new) in config_io.differences(there, here).items()
-        if not key.endswith(("image_size", "_rate", "drop_path_schedule", "drop_path_form"))
-    ]
-    return f"; {', '.join(lines)}" if lines else ""
-
-
 def create_train_step(
     config: Config, plan: Plan, num_classes: int, model: nn.Module, world: World
 ) -> TrainStep:
@@ -341,12 +299,14 @@ def _load_checkpoint(
     folder: Path, info: dict[str, Any], train_step: TrainStep, plan: Plan
 ) -> RunState:
     """Load the checkpoint into `train_step`; ValueError if it is beyond the end of the run."""
-    state = checkpoints.load_checkpoint(folder, info, train_step)
-    if state.step > plan.total_steps:
-        raise ValueError(
-            f"{folder.parents[1]} has come to step {state.step}, the run is to end at"
-            f" {plan.total_steps}: nothing is left to train"
-        )
+    state = checkpoints.state_of(info)
+    with train_step.world.fail_together():
+        if state.step > plan.total_steps:
+            raise ValueError(
+                f"{folder.parents[1]} has come to step {state.step}, the run is to end at"
+                f" {plan.total_steps}: nothing is left to train"
+            )
+    checkpoints.load_checkpoint(folder, train_step)
     state.restarts += 1
     return state
 

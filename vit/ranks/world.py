@@ -14,6 +14,7 @@ or a network can make slow waits through torchrun's key-value store instead:
     check_same            broadcast_from_main, then fail_together
     barrier               fail_together, then a collective
     sum_, any_rank, DDP   all for all, in a collective                    COLLECTIVE_TIMEOUT
+    broadcast_            all for rank 0, in a collective                 COLLECTIVE_TIMEOUT
 
 How a failure of one rank reaches the others:
 
@@ -36,7 +37,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,6 +53,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """For a broken cable or a hung rank (gloo's own default is 30 minutes)."""
 LONGEST_WAIT = timedelta(hours=1)
 """For the slowest rank to save or to load: 15 GB at 4 MB/s."""
+BROADCAST_BYTES = 2**26
+"""Tensors are broadcast together up to about this size; a larger one goes alone."""
 ENDED = "ended"
 """Key in the store under which a rank announces why it ends."""
 POLL_S = 0.25
@@ -112,6 +115,22 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
+        """Give `tensors` the values that they have on rank 0, in place; on any device.
+
+        All ranks have tensors of the same shapes and types, in the same order.
+        """
+        if self.size == 1:
+            return
+        for some in _in_pieces(tensors):
+            # One broadcast for some hundred tensors: each takes as long as a message to all ranks.
+            flat = torch.cat([tensor.detach().reshape(-1).to(self.device) for tensor in some])
+            dist.broadcast(flat, src=0)
+            if not self.is_main:
+                parts = flat.split([tensor.numel() for tensor in some])
+                for tensor, part in zip(some, parts, strict=True):
+                    tensor.detach().copy_(part.view(tensor.shape))
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank. Waits for the device."""
@@ -286,6 +305,17 @@ class World:
         names = f"rank {', '.join(map(str, ranks))}"
         hosts = sorted({self.host_of(rank) for rank in ranks}) if self.hosts else []
         return f"{names} on {', '.join(hosts)}" if hosts else names
+
+
+def _in_pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of tensors of one type, of about BROADCAST_BYTES each."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        some = by_type.setdefault(tensor.dtype, [])
+        some.append(tensor)
+        if sum(each.nbytes for each in some) >= BROADCAST_BYTES:
+            yield by_type.pop(tensor.dtype)
+    yield from by_type.values()
 
 
 @contextmanager

@@ -19,12 +19,10 @@ sharded training can keep this format.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -45,9 +43,6 @@ from vit.weights.save import save_weights
 
 FORMAT_VERSION = 1
 STATE_FILE = "state.safetensors"
-VISIBLE_WITHIN_S = 120.0
-"""Twice the longest time for which NFS keeps the listing of a folder (acdirmax)."""
-VISIBLE_POLL_S = 0.5
 
 
 class CheckpointError(ValueError):
@@ -288,40 +283,27 @@ def newest_checkpoint(
     return None
 
 
-def wait_for_checkpoint(
-    folder: Path, info: dict[str, Any], limit_s: float = VISIBLE_WITHIN_S
-) -> None:
-    """Wait until this host sees all files of a checkpoint that rank 0 has found.
+def load_checkpoint(folder: Path, train_step: TrainStep) -> None:
+    """Copy a checkpoint's tensors into `train_step`, in place, on all ranks; rank 0 reads it.
 
-    Caches of network file systems may be a minute behind. Raises CheckpointError after `limit_s`.
-    """
-    deadline = time.monotonic() + limit_s
-    missing = dict(info["files"])
-    while missing:
-        with contextlib.suppress(OSError):
-            # Listing a folder makes NFS ask the server.
-            os.listdir(folder.parent)
-            os.listdir(folder)
-        for name, expected in list(missing.items()):
-            path = folder / name
-            if path.is_file() and path.stat().st_size == expected["bytes"]:
-                del missing[name]
-        if missing and time.monotonic() > deadline:
-            raise CheckpointError(
-                f"{folder / next(iter(missing))}: rank 0 goes on from it, but"
-                f" {socket.gethostname()} does not see it after {limit_s:.0f} s: run.dir must be"
-                " one folder for all hosts"
-            )
-        if missing:
-            time.sleep(VISIBLE_POLL_S)
-
-
-def load_checkpoint(folder: Path, info: dict[str, Any], train_step: TrainStep) -> RunState:
-    """Copy a checkpoint's tensors into `train_step`, in place, and return its state.
-
-    Raises CheckpointError if names or shapes differ.
+    Raises CheckpointError on rank 0 if names or shapes differ, and AlreadyReported on the others.
     """
     targets = named_tensors(train_step)
+    world = train_step.world
+    with world.fail_together():  # reading may take longer than a collective waits
+        if world.is_main:
+            _read_into(targets, folder)
+    world.broadcast_(targets.values())
+
+
+def state_of(info: dict[str, Any]) -> RunState:
+    """Return the state in the content of `checkpoint.json`."""
+    # Fields that are newer than the checkpoint have their defaults.
+    known = {field.name for field in fields(RunState)} & info.keys()
+    return RunState(**{name: info[name] for name in known})
+
+
+def _read_into(targets: dict[str, Tensor], folder: Path) -> None:
     try:
         with safe_open(folder / STATE_FILE, framework="pt") as file:
             # safetensors' file object has `keys`, but is not a dict.
@@ -332,9 +314,6 @@ def load_checkpoint(folder: Path, info: dict[str, Any], train_step: TrainStep) -
                 target.copy_(file.get_tensor(name))
     except SafetensorError as error:
         raise CheckpointError(f"{folder}: {error}") from None
-    # Fields that are newer than the checkpoint have their defaults.
-    known = {field.name for field in fields(RunState)} & info.keys()
-    return RunState(**{name: info[name] for name in known})
 
 
 def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[int]]) -> None:

@@ -1,8 +1,8 @@
 """Which checkpoint a run continues from, and whether it belongs to this run.
 
 The main rank takes the newest checkpoint that is not damaged, compares the settings and the data
-that made it with those of now, and hands the answer to the other ranks, which wait until their host
-sees the files. `vit.build` then copies it into what it has created.
+that made it with those of now, and hands the answer to the other ranks. `vit.build` then fills what
+it has created: the main rank reads the files, the others get the values from it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ def find_checkpoint(
     if found is None:
         return None
     name, info = found
-    path = folder / CHECKPOINTS / name
-    with world.fail_together():
-        checkpoints.wait_for_checkpoint(path, info)
-    return path, info
+    return folder / CHECKPOINTS / name, info
 
 
 def may_change(key: str) -> bool:

@@ -1,0 +1,77 @@
+"""Weights of `init.checkpoint` in a new model: one rank reads them, the others get the values."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+from vit.config import io as config_io
+from vit.config.schema import InitConfig, ModelConfig
+from vit.ranks.distributed import World
+from vit.weights.class_names import class_mismatch
+from vit.weights.files import LoadedWeights, WeightsError, fingerprint, load_weights, read_weights
+
+
+def load_initial_weights(
+    model: nn.Module,
+    init: InitConfig,
+    model_config: ModelConfig,
+    class_names: list[str],
+    num_classes: int,
+    world: World,
+) -> str:
+    """Load `init.checkpoint` into `model` on all ranks, and return its fingerprint.
+
+    Rank 0 reads it and prints how it fitted. class_names, num_classes: of the data. Raises
+    ValueError there if it does not fit, and AlreadyReported on the others.
+    """
+
+    def read() -> str:
+        loaded, notes = _load(model, init, model_config, class_names, num_classes)
+        for note in notes:
+            print(f"{loaded.path}: {note}", file=sys.stderr)
+        return fingerprint(loaded.weights)
+
+    sha256 = world.broadcast_from_main(read)
+    world.broadcast_(model.state_dict().values())
+    return sha256
+
+
+def _load(
+    model: nn.Module,
+    init: InitConfig,
+    model_config: ModelConfig,
+    class_names: list[str],
+    num_classes: int,
+) -> tuple[LoadedWeights, list[str]]:
+    """Load `init.checkpoint` into `model`; returns the weights and notes about how they fitted."""
+    assert init.checkpoint is not None, "the caller checks"
+    loaded = read_weights(init.checkpoint)
+    try:
+        notes = load_weights(model, loaded.weights, loaded.grid_size, init.reset_head)
+    except WeightsError as error:
+        other = _other_model_settings(loaded, model_config)
+        raise WeightsError(f"{loaded.path}: {error}{other}") from None
+    if not init.reset_head:
+        mismatch = class_mismatch(loaded, class_names, num_classes)
+        if mismatch:
+            notes.append(f"{mismatch}; init.reset_head=true starts with a new head")
+    return loaded, notes
+
+
+def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
+    """Return which settings of the config inside the weights differ from `model`, "" for none.
+
+    Image size and what a block drops are left out: they change no shapes.
+    """
+    if not loaded.config:
+        return ""
+    there = {"model": loaded.config.get("model", {})}
+    here = {"model": model.model_dump(mode="json")}
+    lines = [
+        f"{key} is {old} there, {new} here"
+        for key, (old, new) in config_io.differences(there, here).items()
+        if not key.endswith(("image_size", "_rate", "drop_path_schedule", "drop_path_form"))
+    ]
+    return f"; {', '.join(lines)}" if lines else ""
