@@ -126,7 +126,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         world.main_first(lambda: lock.acquire() if world.is_main and folder.is_dir() else None)
 
         # 2. Data and plan. The cheap checks come first: a mistake should show within a second.
-        data = _open_data(config, world)
+        data = open_data(config, world)
         found = find_checkpoint(folder, settings, data.facts, set(allow_change), world)
         checked = data.checked
         with world.fail_together():
@@ -203,7 +203,7 @@ def _mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_ne
         mark_stopped(folder, newest[1]["step"] if newest else 0, number.name)
 
 
-def _open_data(config: Config, world: World) -> RunData:
+def open_data(config: Config, world: World) -> RunData:
     """Open the data, derive the plan, and check the host against both."""
     # The main rank opens first: it may have to make an index, which the others then read.
     val_split = open_split(config.data, config.data.val_split, world)

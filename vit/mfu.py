@@ -55,7 +55,7 @@ class Utilization:
 def train_flops_per_image(model: Any, micro_batch_size: int) -> int:
     """Return the operations of training on one image in micro-batches of that size.
 
-    `model` comes from `create_model`, is in training mode and not wrapped.
+    `model` comes from `create_model` and is not wrapped. What drop path leaves out does not count.
     """
     return PASSES * flops_per_image(model, micro_batch_size)
 

@@ -50,6 +50,12 @@ class Plan:
         return at_end or (step > 0 and step % self.eval_every_steps == 0)
 
 
+def micro_batch_sizes(augment: AugmentConfig, rank_batch_size: int) -> list[int]:
+    """Return the sizes that divide a rank's batch into micro-batches, ascending."""
+    unit = augment.mix_group_size if mixes(augment) else 1
+    return [size for size in divisors(rank_batch_size) if size % unit == 0]
+
+
 def divide_batch(data: DataConfig, augment: AugmentConfig, world_size: int) -> tuple[int, int]:
     """(micro_batch_size, accumulation_steps) of each rank. Raises ValueError for what does not
     divide, with the sizes that work."""
@@ -74,7 +80,7 @@ def divide_batch(data: DataConfig, augment: AugmentConfig, world_size: int) -> t
         )
     share = batch // world_size
     ceiling = data.micro_batch_size or share
-    sizes = [size for size in divisors(share) if size % unit == 0]
+    sizes = micro_batch_sizes(augment, share)
     micro = max((size for size in sizes if size <= ceiling), default=0)
     if not micro:
         raise ValueError(

@@ -17,13 +17,11 @@ import torch
 from torch import nn
 
 from vit.config.schema import Config
-from vit.data.augment.draw import mixes
-from vit.data.order import divisors
 from vit.estimate.memory import StepMemory, step_memory
 from vit.model import create_model
 from vit.model_summary import flops_per_image
 from vit.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
-from vit.plan import IMAGENET_IMAGES, Plan, make_plan
+from vit.plan import IMAGENET_IMAGES, Plan, make_plan, micro_batch_sizes
 from vit.run.preflight import DiskNeeds, disk_needs
 from vit.system.files import ShardError
 from vit.system.gpus import Gpu
@@ -125,7 +123,7 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
 
     Raises ValueError as `vit.plan.make_plan`, for sizes that do not divide.
     """
-    data, plan = _plan(config, num_gpus)
+    data, plan = size_and_plan(config, num_gpus)
     with torch.device("meta"):
         model = create_model(config.model, num_classes=data.num_classes)
     num_evaluations = plan.total_steps // plan.eval_every_steps
@@ -161,9 +159,8 @@ def largest_micro_batch(config: Config, plan: Plan, num_classes: int, gpu: Gpu) 
 
     Counted at each size that is tried: memory grows with it, so half of them need no count.
     """
-    unit = config.augment.mix_group_size if mixes(config.augment) else 1
     rank_batch = plan.global_batch_size // plan.world_size
-    sizes = [0, *(size for size in divisors(rank_batch) if size % unit == 0)]
+    sizes = [0, *micro_batch_sizes(config.augment, rank_batch)]
 
     def is_too_large(size: int) -> bool:
         tried = replace(plan, micro_batch_size=size)
@@ -183,7 +180,9 @@ def expected_speed(model_name: str, precision: str, gpu: Gpu, results: Path = RE
         measured = json.loads(path.read_text())
         for row in measured["training"]:
             same = row["model"] == model_name and measured["gpu"] == gpu.name
-            if same and row["precision"] == precision:
+            # What is computed a second time is no part of this share: `_train_flops` adds it.
+            once = row.get("activation_checkpointing", "none") == "none"
+            if same and once and row["precision"] == precision:
                 best = max(best or (0.0, ""), (row["mfu"], path.name))
     if best is not None:
         return Speed(best[0], best[0], f"measured, benchmarks/results/{best[1]}")
@@ -200,8 +199,8 @@ def _train_flops(config: Config, plan: Plan, model: nn.Module) -> int:
     return int(forward * (3 + computed_again))
 
 
-def _plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
-    """Return the size of the data and the plan for them."""
+def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
+    """Return the size of the data and the plan for them; both of ImageNet-1k without data."""
     at_once = config.data.model_copy(update={"patience_s": 0.0})
     try:
         val_split = open_split(at_once, config.data.val_split)

@@ -1,6 +1,6 @@
 """The training step under a clock: how long, how long each part, how much memory, how much fits.
 
-    config -> `create_step` -> the `TrainStep` of training -> `time_step`, `part_times`, ...
+    config -> `create_step` -> the `TrainStep` of training -> `time_step`, `all_reduce_times`, ...
 
 Every function takes that step and batches that are ready (`vit.measure.synthetic`), and goes on
 from wherever the weights are: what they are changes no time. Under torchrun all ranks call the same
@@ -10,11 +10,12 @@ functions; rank 0 decides what depends on a clock.
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +36,8 @@ from vit.step import Part, StepResult, TrainStep
 WARM_UP_STEPS = 2
 """The first one allocates, loads kernels and compiles; the second one shows how long a step is."""
 LEAST_STEPS = 3
+OnStep = Callable[[int, int], None]
+"""Called with the steps done and their number, at first with 0."""
 PROC = Path("/proc/self")
 """On Linux only."""
 REDUCED_AT_ONCE = 25 * 2**20
@@ -49,12 +52,16 @@ class StepTimes:
     """Median."""
     fastest_s: float
     slowest_s: float
+    total_s: float
+    """Of all steps."""
+    parts_s: dict[Part, float]
+    """Medians. On a GPU of its own stream, by events."""
     num_steps: int
     global_batch_size: int
 
     @property
     def images_per_s(self) -> float:
-        """Images of all ranks in a second."""
+        """Images of all ranks in a second, by the median step."""
         return self.global_batch_size / self.step_s
 
 
@@ -80,39 +87,54 @@ def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> T
 
 def time_step(
     train_step: TrainStep,
-    batches: Sequence[Batch],
+    batches: Iterable[Batch],
     *,
     num_steps: int | None = None,
     seconds: float = 10.0,
-    on_step: Callable[[int, int], None] = lambda done, total: None,
+    on_step: OnStep = lambda done, total: None,
 ) -> StepTimes:
     """Warm up, then time `num_steps` steps, or as many as `seconds` allow, three at least.
 
-    on_step: called with the steps done and their number.
+    batches: repeated, and augmented each time; an iterator, such as a loader, has done that.
     """
     world = train_step.world
-    *_, last_s = run_steps(train_step, batches, WARM_UP_STEPS)
+    stream = batches if isinstance(batches, Iterator) else augmented(train_step, batches)
+    first = next(stream)
+    num_rows = len(first.labels)
+    *_, last_s = run_steps(train_step, itertools.chain([first], stream), WARM_UP_STEPS)
     if num_steps is None:
         fitting = int(seconds / last_s)
         num_steps = world.broadcast_from_main(lambda: max(fitting, LEAST_STEPS))
-    taken_s = run_steps(train_step, batches, num_steps, on_step)
+    clock = PartClock(world.device)
+    before = train_step.mark
+    train_step.mark = clock.mark
+    try:
+        taken_s = run_steps(train_step, stream, num_steps, on_step, clock)
+    finally:
+        train_step.mark = before
+    parts = clock.steps()
     return StepTimes(
         step_s=statistics.median(taken_s),
         fastest_s=min(taken_s),
         slowest_s=max(taken_s),
+        total_s=sum(taken_s),
+        parts_s={part: statistics.median(each.get(part, 0.0) for each in parts) for part in Part},
         num_steps=num_steps,
-        global_batch_size=len(batches[0].labels) * world.size,
+        global_batch_size=num_rows * world.size,
     )
 
 
 def run_steps(
     train_step: TrainStep,
-    batches: Sequence[Batch],
+    batches: Iterable[Batch],
     num_steps: int,
-    on_step: Callable[[int, int], None] = lambda done, total: None,
+    on_step: OnStep = lambda done, total: None,
+    clock: PartClock | None = None,
 ) -> list[float]:
     """Do `num_steps` steps as training does them, and return the seconds of each."""
     on_gpu = train_step.world.device.type == "cuda"
+    stream = batches if isinstance(batches, Iterator) else augmented(train_step, batches)
+    on_step(0, num_steps)
     ends_s = [_now_s(train_step.world.device)]
     pending: StepResult | None = None
 
@@ -122,7 +144,9 @@ def run_steps(
         on_step(len(ends_s) - 1, num_steps)
 
     for step in range(num_steps):
-        result = queue_step(train_step, batches[step % len(batches)], step)
+        result = train_step(next(stream), step)
+        if clock is not None:
+            clock.mark(None)
         if pending is not None:  # read one step late: the GPU goes on meanwhile
             finish(pending)
             pending = None
@@ -135,73 +159,51 @@ def run_steps(
     return [end - begin for begin, end in pairwise(ends_s)]
 
 
-def queue_step(train_step: TrainStep, batch: Batch, step: int) -> StepResult:
-    """Queue the augmentation of `batch`, which lies as the loader gets it, and then its step.
+def augmented(train_step: TrainStep, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Repeat `batches`, which lie as they came, and augment each when its step is due.
 
-    One after the other, where training has the loader's stream do the first for the batch after:
-    both are computed, and each has its time.
+    So both have their time, one after the other. In training the loader's stream augments the next
+    batch while the GPU computes.
     """
-    train_step.mark(Part.CHANGE)
-    return train_step(train_step.augment.change_batch(batch), step)
-
-
-def part_times(
-    train_step: TrainStep, batches: Sequence[Batch], num_steps: int = LEAST_STEPS
-) -> dict[Part, float]:
-    """Return the seconds of each part of a step, summed over its micro-batches; medians.
-
-    Of a GPU: on its own stream, by events.
-    """
-    clock = PartClock(train_step.world.device)
-    rounds: list[dict[Part, float]] = []
-    before = train_step.mark
-    train_step.mark = clock.mark
-    try:
-        for step in range(num_steps):
-            result = queue_step(train_step, batches[step % len(batches)], step)
-            clock.end()
-            result.read()
-            rounds.append(clock.take())
-    finally:
-        train_step.mark = before
-    return {part: statistics.median(each.get(part, 0.0) for each in rounds) for part in Part}
+    for batch in itertools.cycle(batches):
+        train_step.mark(Part.CHANGE)
+        yield train_step.augment.change_batch(batch)
 
 
 class PartClock:
-    """Adds up the time from each mark of a step to the next."""
+    """Notes when each part of a step begins; `mark` is for `TrainStep.mark`."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._marks: list[tuple[Part | None, Any]] = []
 
     def mark(self, part: Part | None) -> None:
-        """Let `part` begin, for the work that is queued from now."""
+        """Let `part` begin, for the work that is queued from now; None: the step has ended."""
         moment: Any = time.perf_counter()
         if self._device.type == "cuda":
             moment = torch.cuda.Event(enable_timing=True)
             moment.record()
         self._marks.append((part, moment))
 
-    def end(self) -> None:
-        """End the last part."""
-        self.mark(None)
-
-    def take(self) -> dict[Part, float]:
-        """Return the seconds of each part since the last call, once the device has done them."""
-        if self._device.type == "cuda":
+    def steps(self) -> list[dict[Part, float]]:
+        """Return the seconds of the parts of each step, once the device has done them."""
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
             torch.cuda.synchronize(self._device)
+        steps: list[dict[Part, float]] = []
         seconds: dict[Part, float] = {}
-        for (part, begin), (_, end) in pairwise(self._marks):
+        for (part, begin), (following, end) in pairwise(self._marks):
             if part is not None:
-                on_gpu = self._device.type == "cuda"
                 taken_s = begin.elapsed_time(end) / 1e3 if on_gpu else end - begin
                 seconds[part] = seconds.get(part, 0.0) + taken_s
-        self._marks.clear()
-        return seconds
+            if following is None:
+                steps.append(seconds)
+                seconds = {}
+        return steps
 
 
 def all_reduce_times(
-    train_step: TrainStep, batches: Sequence[Batch], num_steps: int = LEAST_STEPS
+    train_step: TrainStep, batches: Iterable[Batch], num_steps: int = LEAST_STEPS
 ) -> AllReduce | None:
     """Return what averaging gradients takes; None in a world of one."""
     world = train_step.world
@@ -281,22 +283,19 @@ def fits_in_memory(
     return fits
 
 
-def peak_bytes(train_step: TrainStep, batches: Sequence[Batch], before: int) -> int | None:
-    """Return the peak of memory in a step on this rank's device; None where that is not known.
-
-    before: `bytes_in_use` before the step was created.
-    """
-    device = train_step.world.device
+def reset_peak(device: torch.device) -> None:
+    """Look for the peak of memory from here on."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif not PROC.is_dir():
-        return None
-    else:
-        (PROC / "clear_refs").write_text("5")  # the peak from here on
-    run_steps(train_step, batches, 1)
+    elif PROC.is_dir():
+        (PROC / "clear_refs").write_text("5")
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the peak since `reset_peak`, as `bytes_in_use`; None where it is not known."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) - before
-    return _status_bytes("VmHWM") - before
+        return torch.cuda.max_memory_allocated(device)
+    return _status_bytes("VmHWM") if PROC.is_dir() else None
 
 
 def bytes_in_use(device: torch.device) -> int:

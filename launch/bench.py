@@ -1,0 +1,120 @@
+"""How fast this machine trains a config: images/s, share of the peak, parts, memory, loader.
+
+    python launch/bench.py --config configs/vit_b16.yaml
+    python launch/bench.py --config configs/vit_b16.yaml --data data/imagenet --out results
+    torchrun --nproc_per_node=8 launch/bench.py --config configs/vit_l16.yaml train.compile=true
+    python launch/bench.py --config configs/vit_b16.yaml --profile trace data.global_batch_size=512
+
+No data are needed: the real training step gets batches of noise that lie ready, eager and (on a
+GPU, or with train.compile=true) compiled, with the config's micro-batch and the largest that fits.
+Where data.root can be opened, the loader is measured alone and together with the step. `--out`
+writes what launch/plan.py reads from benchmarks/results. Nothing is saved. Exit status: 0, or 2
+after a mistake of the user.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import check_versions  # noqa: F401
+from rich.console import Console
+from rich.table import Table
+
+from vit.config.hints import setting_for
+from vit.config.io import load_config
+from vit.measure.bench import Wishes, measure
+from vit.measure.certificate import check_writable, loading_table, step_table, title, write_results
+from vit.ranks import distributed
+from vit.ranks.distributed import World
+from vit.ranks.exit import run_command
+from vit.system.command_line import Parser
+
+
+def main() -> World:
+    """Run the command line above; return the world it joined."""
+    args = read_command_line()
+    overrides = list(args.overrides)
+    if args.data is not None:
+        overrides.append(f"data.root={json.dumps(args.data)}")
+    config, _ = load_config(args.config, overrides)
+    deterministic = config.train.deterministic
+    world = distributed.join_world(config.train.device, deterministic=deterministic)
+    with world.fail_together():
+        for option, folder in (("--profile", args.profile), ("--out", args.out)):
+            if world.is_main and folder is not None:
+                check_writable(option, folder)
+    wishes = Wishes(args.seconds, args.steps, args.micro_batch, args.data is not None, args.profile)
+    result = measure(config, world, wishes)
+    if world.is_main:
+        show(result, args.json)
+        written = sys.stderr if args.json else sys.stdout
+        if args.profile is not None:
+            print(f"trace and table of operators: {args.profile}", file=written)
+        if args.out is not None:
+            print(f"written: {write_results(args.out, result)}, and .md next to it", file=written)
+    return world
+
+
+def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+    """Return the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    parser = Parser("python launch/bench.py", __doc__, setting_for)
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of a recipe")
+    parser.add_argument(
+        "--data", metavar="ROOT", help="shards for the loader (default: the config's data.root)"
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, metavar="N", help="measure only this size, and look for no other"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="for each measurement (default: 10)",
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps of each measurement, in place of --seconds"
+    )
+    parser.add_argument(
+        "--profile", type=Path, metavar="FOLDER", help="write a trace and a table of operators"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="write <date>-gpu-<name>.json and .md"
+    )
+    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
+    )
+    args = parser.parse_intermixed_args(words)
+    if not 0 < args.seconds < float("inf"):
+        parser.error(f"--seconds {args.seconds:g}: expected more than 0")
+    if args.steps is not None and args.steps < 1:
+        parser.error(f"--steps {args.steps}: expected 1 or more")
+    return args
+
+
+def show(result: dict[str, Any], as_json: bool) -> None:
+    """Print the numbers, as one object or as tables."""
+    if as_json:
+        print(json.dumps(result, indent=1))
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(title(result), markup=False)
+    for rows in (step_table(result), loading_table(result)):
+        if not rows:
+            continue
+        table = Table()
+        for column, name in enumerate(rows[0]):
+            table.add_column(name, justify="right" if column else "left", no_wrap=True)
+        for row in rows[1:]:
+            table.add_row(*row)
+        console.print(table)
+
+
+if __name__ == "__main__":
+    run_command(main)

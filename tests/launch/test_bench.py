@@ -1,0 +1,122 @@
+"""`launch/bench.py` as people call it: on a CPU, with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from processes import TINY, run
+
+from vit.step import Part
+
+SETTINGS = [word for word in TINY if not word.startswith(("log.", "eval."))]
+
+
+def bench(config: Path, *words: object, ranks: int = 0):
+    return run("launch/bench.py", "--config", config, *SETTINGS, *words, ranks=ranks)
+
+
+@pytest.fixture
+def no_data(tmp_path: Path) -> Path:
+    """A recipe whose data are elsewhere."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"""
+model: {{drop_path_rate: 0.1}}
+data: {{root: {tmp_path / "elsewhere"}, global_batch_size: 12, micro_batch_size: 6}}
+augment: {{mixup_alpha: 0.8, mix_group_size: 2, randaugment_layers: 1}}
+train: {{epochs: 3, ema_decay: 0.9}}
+""")
+    return path
+
+
+def test_without_data_the_step_is_measured_and_the_numbers_agree(no_data):
+    done = bench(no_data, "--steps", 4, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "without data" in done.stderr
+    assert found["loading"] is None
+    [row] = found["training"]
+    assert row["num_steps"] == 4
+    assert (row["rank_batch_size"], row["micro_batch_size"]) == (12, 6)
+    assert not row["compiled"]
+    assert row["images_per_s"] == pytest.approx(12 / row["step_s"])
+    peak = found["peak_tflops"] * 1e12
+    assert row["mfu"] == pytest.approx(row["flops_per_image"] * row["images_per_s"] / peak)
+    assert found["peak_source"] == "measured"
+    assert set(row["parts_s"]) == set(Part)
+    assert all(seconds > 0 for seconds in row["parts_s"].values())
+    assert row["planned_memory_gib"] > 0
+    assert row["all_reduce"] is None
+
+
+def test_with_data_the_loader_is_measured_too_and_tables_are_printed(config, tmp_path):
+    trace = tmp_path / "new" / "trace"
+    done = bench(config, "--steps", 3, "--profile", trace, "--out", tmp_path / "results")
+    assert done.returncode == 0, done.stderr
+    for name in ("images/s", "share of the peak", "forward, loss", "loader alone", "as planned"):
+        assert name in done.stdout, done.stdout
+    events = json.loads((trace / "trace.json").read_text())["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert {"aten::addmm", "step: forward", "step: update"} <= names
+    assert "aten::addmm" in (trace / "operators.txt").read_text()
+    [path] = (tmp_path / "results").glob("*.json")
+    [loading] = json.loads(path.read_text())["loading"]
+    assert loading["loader_images_per_s"] > 0
+    assert loading["together_images_per_s"] > 0
+    assert 0 <= loading["data_wait_share"] <= 1
+    assert path.with_suffix(".md").read_text().count("| loader and step |") == 1
+
+
+def test_two_ranks_share_gradients(config):
+    done = bench(config, "--steps", 3, "--json", ranks=2)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    [row] = found["training"]
+    assert (row["num_devices"], row["rank_batch_size"]) == (2, 6)
+    assert row["images_per_s"] == pytest.approx(12 / row["step_s"])
+    assert row["images_per_s_per_gpu"] == pytest.approx(row["images_per_s"] / 2)
+    reduced = row["all_reduce"]
+    assert reduced["alone_s"] > 0
+    assert reduced["exposed_s"] >= 0
+    assert reduced["num_bytes"] > 4 * 10_000
+    assert found["loading"]["loader_images_per_s"] > 0
+
+
+def test_a_batch_that_takes_too_long_is_made_smaller(no_data):
+    """A microsecond is too little for two images, the smallest group that mixes."""
+    done = bench(no_data, "--seconds", 1e-6, "--json", "data.global_batch_size=24")
+    [row] = json.loads(done.stdout)["training"]
+    assert (row["rank_batch_size"], row["micro_batch_size"], row["num_steps"]) == (2, 2, 3)
+
+
+@pytest.mark.full
+def test_compiled_where_the_config_asks_for_it(no_data):
+    done = bench(no_data, "--steps", 3, "--json", "train.compile=true")
+    assert done.returncode == 0, done.stderr
+    assert [row["compiled"] for row in json.loads(done.stdout)["training"]] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian.steps=3"], "unknown key 'trian'; did you mean train"),
+        (["--micro-batch", 5], "--micro-batch 5: a rank's batch of 12 images .* into 2, 4, 6, 12"),
+        (["--data", "/nowhere"], "/nowhere: no such directory"),
+        (["train.device=cuda"], "train.device=cuda: 1 of 1 host.* torch sees no GPU"),
+        (["--profile", "recipe.yaml/trace"], "--profile recipe.yaml/trace: cannot be written"),
+        (["--out", "recipe.yaml"], "--out recipe.yaml: cannot be written"),
+        (["--steps", 0], "--steps 0: expected 1 or more"),
+        (["--seconds", "nan"], "--seconds nan: expected more than 0"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, no_data, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = [str(word).replace("recipe.yaml", str(no_data)) for word in words]
+    done = bench(no_data, *words)
+    assert done.returncode == 2, done.stdout + done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, done.stderr
+    assert re.search(message.replace("recipe.yaml", str(no_data)), errors[0]), errors[0]
+    assert done.stdout == ""

@@ -1,0 +1,395 @@
+"""Everything that can be measured of a config on this machine, one after the other.
+
+config -> plan and size of the data
+       -> eager step, then compiled: largest micro-batch, speed, parts, memory
+       -> loader alone and with the step, where there are data
+       -> one dict of numbers, for `vit.measure.certificate`
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vit.build import open_data
+from vit.config.io import with_settings
+from vit.config.schema import Config
+from vit.data.batches import Batch
+from vit.estimate.fitting import gpu_of, naming_what_fits
+from vit.estimate.forecast import DataSize, largest_micro_batch, size_and_plan
+from vit.estimate.memory import step_memory
+from vit.measure import step as steps
+from vit.measure.certificate import peak_text
+from vit.measure.loading import time_loading
+from vit.measure.step import OnStep, create_step, run_steps, time_step
+from vit.measure.synthetic import synthetic_batches
+from vit.measure.trace import write_trace
+from vit.mfu import Peak, Utilization, find_peak, measure_peak, train_flops_per_image
+from vit.model import create_model
+from vit.plan import Plan, micro_batch_sizes
+from vit.precision import precision_note
+from vit.ranks.distributed import World
+from vit.step import TrainStep
+from vit.system.meter import Meter
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asked for."""
+
+    seconds: float
+    """For each measurement."""
+    num_steps: int | None = None
+    """In place of `seconds`."""
+    micro_batch_size: int | None = None
+    """The only one to measure."""
+    needs_data: bool = False
+    """Whether it is an error that the data cannot be opened."""
+    trace: Path | None = None
+    """Folder for the profiler's files."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured, and on what."""
+
+    config: Config
+    world: World
+    plan: Plan
+    data: DataSize
+    wishes: Wishes
+    flops_per_image: int
+    """Of training."""
+    peak: Peak
+    """Of each device, also of a CPU."""
+    sizes: list[int]
+    """Micro-batches that divide a rank's batch."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.world.device.type == "cuda"
+
+    def make_batch(self, num_rows: int) -> Batch:
+        """Return one batch on the device."""
+        return self.make_batches(num_rows, 1)[0]
+
+    def make_batches(self, num_rows: int, count: int = 4) -> list[Batch]:
+        """Return batches on the device."""
+        return synthetic_batches(
+            self.config, num_rows, self.data.num_classes, self.world.device, count
+        )
+
+    def say(self, text: str) -> None:
+        """Tell people what begins, on the main rank."""
+        if self.world.is_main:
+            print(text, file=sys.stderr, flush=True)
+
+
+def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
+    """Measure `config` on the devices of `world`; the result is complete on the main rank.
+
+    Raises ValueError for a micro-batch that is none or does not fit, and for data that cannot be
+    opened if they are needed.
+    """
+    with world.fail_together():
+        subject = _subject(config, world, wishes)
+    subject.say(f"{_device_name(world)}: {peak_text(*astuple(subject.peak))}")
+    if emulated := precision_note(config.train.precision, world.device):
+        subject.say(f"note: {emulated}")
+    if subject.data.assumed:
+        subject.say(f"without data (--data ROOT measures the loader, too): {subject.data.assumed}")
+    modes = [False, *([True] if subject.on_gpu or config.train.compile else [])]
+    rows: list[dict[str, Any]] = []
+    loading = None
+    with (
+        naming_what_fits(config, subject.plan, subject.data.num_classes, world.device),
+        _one_graph_for_each_size() if True in modes else nullcontext(),
+    ):
+        for compiled in modes:
+            measured, loading = _measure_mode(subject, compiled, compiled == modes[-1], rows)
+            rows += measured
+    return {
+        "device": _device_name(world),
+        "num_devices": world.size,
+        **asdict(subject.peak),
+        "training": rows,
+        "loading": loading,
+    }
+
+
+def _subject(config: Config, world: World, wishes: Wishes) -> Subject:
+    """Look at config, data and device before anything is made."""
+    data, plan = size_and_plan(config, world.size)
+    if wishes.needs_data and data.assumed:
+        raise ValueError(data.assumed)
+    sizes = micro_batch_sizes(config.augment, plan.global_batch_size // world.size)
+    if wishes.micro_batch_size is not None:
+        if wishes.micro_batch_size not in sizes:
+            raise ValueError(
+                f"--micro-batch {wishes.micro_batch_size}: a rank's batch of {sizes[-1]} images can"
+                f" be divided into {', '.join(map(str, sizes))}"
+            )
+        plan = replace(plan, micro_batch_size=wishes.micro_batch_size)
+    with torch.device("meta"):
+        model = create_model(config.model, num_classes=data.num_classes)
+    flops = train_flops_per_image(model, plan.micro_batch_size)
+    precision = config.train.precision
+    peak = find_peak(world.device, precision) or measure_peak(world.device, precision)
+    return Subject(config, world, plan, data, wishes, flops, peak, sizes)
+
+
+def _one_graph_for_each_size() -> AbstractContextManager[None]:
+    """Return the context in which a micro-batch of another size is compiled like the first.
+
+    After the second size torch would make one graph for all, which no training has.
+    """
+    context: AbstractContextManager[None] = torch._dynamo.config.patch(
+        automatic_dynamic_shapes=False
+    )
+    return context
+
+
+def _measure_mode(
+    subject: Subject, compiled: bool, is_last: bool, before: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """Measure the step eager or compiled, and after the last of them trace and loader.
+
+    before: the rows of other modes, whose batches are taken.
+    """
+    wishes = subject.wishes
+    device = subject.world.device
+    mode = "compiled" if compiled else "eager"
+    in_use = steps.bytes_in_use(device)
+    train_step = _create(subject, compiled)
+    largest = _largest(subject, train_step, mode) if subject.on_gpu else None
+    rows = []
+    for micro_batch_size in _to_measure(subject, largest):
+        known = [row["rank_batch_size"] for row in before if row["rank_batch_size"]]
+        rank_batch_size = max(known, default=0) or _affordable(
+            subject, train_step, micro_batch_size
+        )
+        rows.append(
+            _measure_row(subject, train_step, mode, micro_batch_size, rank_batch_size, in_use)
+            | {"largest_micro_batch_size": largest}
+        )
+    loading = None
+    if is_last:
+        first = rows[0]
+        train_step.micro_batch_size = first["micro_batch_size"]
+        if wishes.trace is not None:
+            subject.say(f"{mode}: writing a trace")
+            write_trace(train_step, subject.make_batches(first["rank_batch_size"]), wishes.trace)
+        if not subject.data.assumed:
+            loading = _measure_loading(subject, train_step, first)
+    del train_step
+    steps.release_memory(device)
+    return rows, loading
+
+
+def _create(subject: Subject, compiled: bool) -> TrainStep:
+    """Create the step; ValueError if not even the model fits."""
+    config = with_settings(subject.config, {"train.compile": compiled})
+    try:
+        return create_step(config, subject.plan, subject.data.num_classes, subject.world)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"{config.model.name}: {_too_large(subject)}") from error
+
+
+def _largest(subject: Subject, train_step: TrainStep, mode: str) -> int:
+    """Find the largest micro-batch that fits; ValueError if none does, or not the wanted one."""
+    config = subject.config
+    wanted = subject.wishes.micro_batch_size
+    sizes = [size for size in subject.sizes if wanted is None or size <= wanted]
+    gpu = gpu_of(subject.world.device)
+    assert gpu is not None, "there is nothing to look for on a CPU"
+    planned = largest_micro_batch(config, subject.plan, subject.data.num_classes, gpu)
+
+    def on_try(size: int) -> None:
+        subject.say(f"{mode}: does a micro-batch of {size} fit?")
+
+    largest = steps.largest_micro_batch(
+        train_step, sizes, subject.make_batch, wanted or planned, on_try
+    )
+    with subject.world.fail_together():
+        if not largest:
+            raise ValueError(f"{config.model.name}: {_too_large(subject)}")
+        if wanted is not None and largest < wanted:
+            raise ValueError(
+                f"--micro-batch {wanted}: a step does not fit into the"
+                f" {_memory_gib(subject):.1f} GiB of this GPU; the largest that fits is {largest}"
+            )
+    return largest
+
+
+def _too_large(subject: Subject) -> str:
+    """Say that not even the smallest step fits, and what would."""
+    average = "" if subject.config.train.ema_decay is None else " train.ema_decay=null,"
+    return (
+        f"not even {subject.sizes[0]} image(s) at a time fit into the"
+        f" {_memory_gib(subject):.1f} GiB of this GPU: take{average} a smaller model.image_size or"
+        " model.name, or a GPU with more memory"
+    )
+
+
+def _to_measure(subject: Subject, largest: int | None) -> list[int]:
+    """Return the micro-batches to measure: the config's, and the largest if it is another."""
+    planned = subject.plan.micro_batch_size
+    if largest is None or subject.wishes.micro_batch_size is not None:
+        return [planned]
+    return sorted({min(planned, largest), largest})
+
+
+def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) -> int:
+    """Return how many images a rank's step may have, so that it takes half of the seconds at most.
+
+    On a CPU the batch of a recipe for GPUs would take minutes. A given number of steps is one of
+    whole steps.
+    """
+    wishes = subject.wishes
+    if wishes.num_steps is not None:
+        return subject.sizes[-1]
+    is_fixed = subject.on_gpu or wishes.micro_batch_size is not None
+    rows = micro_batch_size if is_fixed else subject.sizes[0]
+    train_step.micro_batch_size = min(micro_batch_size, rows)
+    run_steps(train_step, subject.make_batches(rows, 1), 1)
+    for larger in subject.sizes:
+        if larger <= rows or (larger > micro_batch_size and larger % micro_batch_size):
+            continue
+        train_step.micro_batch_size = min(micro_batch_size, rows)
+        [taken_s] = run_steps(train_step, subject.make_batches(rows, 1), 1)
+        # The clocks of ranks differ: the first one decides for all.
+        next_s = subject.world.broadcast_from_main(partial(float, taken_s / rows * larger))
+        if next_s > wishes.seconds / 2:
+            break
+        rows = larger
+    return rows
+
+
+def _measure_row(
+    subject: Subject,
+    train_step: TrainStep,
+    mode: str,
+    micro_batch_size: int,
+    rank_batch_size: int,
+    in_use: int,
+) -> dict[str, Any]:
+    """Measure one mode with one micro-batch. in_use: bytes before the step was created."""
+    config = subject.config
+    world = subject.world
+    micro_batch_size = min(micro_batch_size, rank_batch_size)
+    train_step.micro_batch_size = micro_batch_size
+    batches = subject.make_batches(rank_batch_size)
+    steps.reset_peak(world.device)
+    what = f"{config.model.name} {mode}, {rank_batch_size} images in micro-batches of"
+    with _progress(subject, f"{what} {micro_batch_size}", rank_batch_size) as on_step:
+        times = time_step(
+            train_step,
+            batches,
+            num_steps=subject.wishes.num_steps,
+            seconds=subject.wishes.seconds,
+            on_step=on_step,
+        )
+    peak = steps.peak_bytes(world.device)
+    reduced = steps.all_reduce_times(train_step, batches)
+    tried = replace(
+        subject.plan,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=rank_batch_size * world.size,
+        accumulation_steps=rank_batch_size // micro_batch_size,
+    )
+    planned = step_memory(config.model, config.optim, config.train, tried, subject.data.num_classes)
+    of_each = times.images_per_s / world.size
+    return {
+        "model": config.model.name,
+        "image_size": list(config.model.height_width()),
+        "precision": config.train.precision,
+        "compiled": mode == "compiled",
+        "deterministic": config.train.deterministic,
+        "activation_checkpointing": config.train.activation_checkpointing,
+        "drop_path_form": config.model.drop_path_form,
+        "num_devices": world.size,
+        "rank_batch_size": rank_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "images_per_s": times.images_per_s,
+        "images_per_s_per_gpu": of_each,
+        "mfu": Utilization(subject.flops_per_image, subject.peak).mfu(of_each),
+        "flops_per_image": subject.flops_per_image,
+        "num_steps": times.num_steps,
+        "step_s": times.step_s,
+        "fastest_step_s": times.fastest_s,
+        "slowest_step_s": times.slowest_s,
+        "parts_s": {str(part): seconds for part, seconds in times.parts_s.items()},
+        "all_reduce": None if reduced is None else asdict(reduced),
+        "peak_memory_gib": None if peak is None else (peak - in_use) / GIB,
+        "planned_memory_gib": planned.total / GIB,
+    }
+
+
+def _measure_loading(
+    subject: Subject, train_step: TrainStep, row: dict[str, Any]
+) -> dict[str, Any]:
+    """Measure the loader alone and with the step, with the batch of `row`."""
+    world = subject.world
+    global_batch_size = row["rank_batch_size"] * world.size
+    config = with_settings(
+        subject.config,
+        {
+            "data.global_batch_size": global_batch_size,
+            "data.micro_batch_size": row["micro_batch_size"],
+        },
+    )
+    data = open_data(config, world)
+    with ExitStack() as stack:
+        alone = stack.enter_context(_progress(subject, "loader alone", row["rank_batch_size"]))
+        together = stack.enter_context(
+            _progress(subject, "loader and step", row["rank_batch_size"])
+        )
+        times = time_loading(
+            config.data,
+            data,
+            train_step,
+            num_steps=subject.wishes.num_steps,
+            seconds=subject.wishes.seconds,
+            on_batch=alone,
+            on_step=together,
+        )
+    lost = 1 - times.together_images_per_s / row["images_per_s"]
+    step = {"step_images_per_s": row["images_per_s"], "compiled": row["compiled"]}
+    return {"model": row["model"], **asdict(times), **step, "lost_share": lost}
+
+
+@contextmanager
+def _progress(subject: Subject, what: str, num_rows: int) -> Iterator[OnStep]:
+    """Show the images that are done, from the moment their number is known."""
+    num_images = num_rows * subject.world.size
+    with ExitStack() as stack:
+        meter: Meter | None = None
+
+        def on_step(done: int, total: int) -> None:
+            nonlocal meter
+            if meter is None:
+                shown = subject.world.is_main
+                meter = stack.enter_context(Meter(what, total * num_images, "images", shown))
+            meter.update(done * num_images)
+
+        yield on_step
+
+
+def _memory_gib(subject: Subject) -> float:
+    return torch.cuda.get_device_properties(subject.world.device).total_memory / GIB
+
+
+def _device_name(world: World) -> str:
+    """Return what the driver calls the GPU, or the system the CPU."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return f"CPU with {torch.get_num_threads()} thread(s)"
