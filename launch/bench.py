@@ -109,8 +109,8 @@ def show(result: dict[str, Any], as_json: bool) -> None:
         if not rows:
             continue
         table = Table()
-        for column, name in enumerate(rows[0]):
-            table.add_column(name, justify="right" if column else "left", no_wrap=True)
+        for name in rows[0]:
+            table.add_column(name, justify="right" if name else "left", no_wrap=True)
         for row in rows[1:]:
             table.add_row(*row)
         console.print(table)

@@ -53,11 +53,14 @@ def row(**changes) -> dict:
     }
 
 
-def result(*rows: dict, device: str = "NVIDIA H200", loading: dict | None = None) -> dict:
+def result(
+    *rows: dict, device: str = "NVIDIA H200", kind: str = "cuda", loading: dict | None = None
+) -> dict:
     peak = {"peak_tflops": 989.4, "peak_source": "data sheet"}
     num_devices = rows[0]["num_devices"]
     return {
         "device": device,
+        "device_type": kind,
         "num_devices": num_devices,
         **peak,
         "training": list(rows),
@@ -99,14 +102,16 @@ def test_a_file_gathers_models_and_replaces_what_was_measured_again(tmp_path):
     ]
     assert found["loading"] == [LOADING], "a measurement without data says nothing about loading"
     page = path.with_suffix(".md").read_text()
-    for words in ("vit_l16 at 224x224", "on 8 x NVIDIA H200", "34.0%", "| 2,940 | 2.0% less"):
+    for words in ("vit_l16 at 224x224", "on 8 x NVIDIA H200", "34.0 %", "| 2,940 | 2.0 % less"):
         assert words in page, page
 
 
 def test_a_gpu_that_the_table_lacks_and_a_cpu_have_files_of_their_own(tmp_path):
     other = write_results(tmp_path, result(row(), device="NVIDIA GeForce RTX 3060"))
     assert other.name.endswith("-gpu-nvidia-geforce-rtx-3060.json")
-    cpu = write_results(tmp_path, result(row(), device="CPU with 2 thread(s)"))
+    processor = "AMD EPYC 9B14 (2 thread(s))"
+    cpu = write_results(tmp_path, result(row(), device=processor, kind="cpu"))
+    assert cpu.name.endswith("-amd-epyc-9b14.json")
     assert "-gpu-" not in cpu.name, "the planner reads all files with gpu in their names"
     assert expected_speed("vit_b16", "bf16", H200, tmp_path).low == MFU_RANGE[0]
 
@@ -116,8 +121,8 @@ def test_tables_have_a_column_for_each_measurement():
     found = step_table(result(*(row(num_devices=2, all_reduce=reduced) for _ in range(3))))
     assert {len(each) for each in found} == {4}
     cells = {each[0].strip(): each[1] for each in found}
-    assert cells["backward"] == "272 (20%)"
-    assert cells["all-reduce not hidden"] == "136 (10%)"
+    assert cells["backward"] == "272 (20 %)"
+    assert cells["all-reduce not hidden"] == "136 (10 %)"
     assert cells["of each device"] == "3,000"
     alone = {each[0].strip() for each in step_table(result(row()))}
     assert not alone & {"all-reduce not hidden", "of each device"}

@@ -53,6 +53,20 @@ from vit.estimate import fitting
 from vit.system.gpus import Gpu
 fitting.gpu_of = lambda device: Gpu("small", 1.0, 1.0, {memory_gib}, "small")
 """
+FULL_ABOVE = """
+import torch, vit.model
+from vit.measure import bench
+from vit.system.gpus import Gpu
+bench.Subject.on_gpu = True
+bench.gpu_of = lambda device: Gpu("small", 1.0, 1.0, 4.0, "small")
+bench._memory_gib = lambda subject: 4.0
+def forward(model, images):
+    if not images.is_meta and type(images) is torch.Tensor and len(images) > {rows}:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return unchanged(model, images)
+unchanged = vit.model.VisionTransformer.forward
+vit.model.VisionTransformer.forward = forward
+"""
 NO_ORDER = """
 import torch, vit.model
 def forward(model, images):
@@ -78,12 +92,17 @@ class Place:
         self.config = write_config(folder, shards)
 
     def train(self, said: str, *overrides: str, **variables: str) -> subprocess.CompletedProcess:
-        script = COMMANDS / "launch" / "train.py"
-        words = ["--config", self.config, f"run.dir={self.folder / 'run'}", *TINY, *overrides]
+        return self.run("train.py", said, f"run.dir={self.folder / 'run'}", *overrides, **variables)
+
+    def run(
+        self, name: str, said: str, *words: str, **variables: str
+    ) -> subprocess.CompletedProcess:
+        script = COMMANDS / "launch" / name
+        arguments = ["--config", self.config, *TINY, *words]
         starts = f"import runpy, sys; sys.path.insert(0, {str(script.parent)!r})"
         runs = f"runpy.run_path({str(script)!r}, run_name='__main__')"
         code = f"{said}\n{starts}\n{runs}"
-        line = [sys.executable, "-c", code, *map(str, words)]
+        line = [sys.executable, "-c", code, *map(str, arguments)]
         return call(line, {**environment(), "CUDA_VISIBLE_DEVICES": "", **variables})
 
     def gpu_for(self, micro_batch_size: float, spare_gib: float = 0.0) -> str:
@@ -135,6 +154,12 @@ SCENARIOS: dict[str, Callable[[Place], subprocess.CompletedProcess]] = {
     ),
     "a GPU without bf16: training goes on": lambda place: call(
         [sys.executable, "-c", NO_BF16], environment()
+    ),
+    "nothing that `launch/bench.py` may try fits": (
+        lambda place: place.run("bench.py", FULL_ABOVE.format(rows=1))
+    ),
+    "a micro-batch that `launch/bench.py` is to measure does not fit": (
+        lambda place: place.run("bench.py", FULL_ABOVE.format(rows=4), "--micro-batch", "12")
     ),
     "`launch/plan.py` for a GPU that it does not know": unknown_gpu,
 }

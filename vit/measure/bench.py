@@ -37,6 +37,7 @@ from vit.plan import Plan, micro_batch_sizes
 from vit.precision import precision_note
 from vit.ranks.distributed import World
 from vit.step import TrainStep
+from vit.system.host import cpu_name
 from vit.system.meter import Meter
 
 GIB = 2**30
@@ -119,6 +120,7 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
             rows += measured
     return {
         "device": _device_name(world),
+        "device_type": world.device.type,
         "num_devices": world.size,
         **asdict(subject.peak),
         "training": rows,
@@ -169,6 +171,7 @@ def _measure_mode(
     device = subject.world.device
     mode = "compiled" if compiled else "eager"
     in_use = steps.bytes_in_use(device)
+    subject.say(f"{mode}: {'compiling' if compiled else 'warming up'} ...")
     train_step = _create(subject, compiled)
     largest = _largest(subject, train_step, mode) if subject.on_gpu else None
     rows = []
@@ -232,11 +235,17 @@ def _largest(subject: Subject, train_step: TrainStep, mode: str) -> int:
 
 def _too_large(subject: Subject) -> str:
     """Say that not even the smallest step fits, and what would."""
-    average = "" if subject.config.train.ema_decay is None else " train.ema_decay=null,"
+    train = subject.config.train
+    less = []
+    if train.activation_checkpointing != "block":
+        less.append("train.activation_checkpointing=block")
+    if train.ema_decay is not None:
+        less.append("train.ema_decay=null")
+    settings = f"set {' and '.join(less)}, " if less else ""
     return (
         f"not even {subject.sizes[0]} image(s) at a time fit into the"
-        f" {_memory_gib(subject):.1f} GiB of this GPU: take{average} a smaller model.image_size or"
-        " model.name, or a GPU with more memory"
+        f" {_memory_gib(subject):.1f} GiB of this GPU: {settings}take a smaller model or smaller"
+        " images, or a GPU with more memory"
     )
 
 
@@ -392,4 +401,4 @@ def _device_name(world: World) -> str:
     """Return what the driver calls the GPU, or the system the CPU."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
-    return f"CPU with {torch.get_num_threads()} thread(s)"
+    return f"{cpu_name()} ({torch.get_num_threads()} thread(s))"

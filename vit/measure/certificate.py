@@ -61,7 +61,7 @@ def step_table(result: Mapping[str, Any]) -> Table:
     if result["num_devices"] > 1:
         table.append(["  of each device", *(digits(row["images_per_s_per_gpu"]) for row in rows)])
     table += [
-        ["share of the peak (MFU)", *(f"{row['mfu']:.1%}" for row in rows)],
+        ["share of the peak (MFU)", *(f"{100 * row['mfu']:.1f} %" for row in rows)],
         ["a step, ms", *(digits(1e3 * row["step_s"]) for row in rows)],
     ]
     for part, name in PART_NAMES.items():
@@ -90,7 +90,7 @@ def loading_table(result: Mapping[str, Any]) -> Table:
     if found is None:
         return []
     workers = f"{found['num_workers']} worker(s)" if found["num_workers"] else "no workers"
-    lost = f"{found['lost_share']:.1%} less than the step alone"
+    lost = f"{100 * found['lost_share']:.1f} % less than the step alone"
     if found["lost_share"] < 0:
         lost = "nothing lost"
     return [
@@ -100,7 +100,7 @@ def loading_table(result: Mapping[str, Any]) -> Table:
         [
             "loader and step",
             digits(found["together_images_per_s"]),
-            f"{lost}, data wait {found['data_wait_share']:.0%}",
+            f"{lost}, data wait {100 * found['data_wait_share']:.0f} %",
         ],
     ]
 
@@ -121,9 +121,9 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
     Rows of other measurements in a file of the same name stay. Of a CPU the name says so, and the
     planner does not read it. Raises ValueError if that cannot be written.
     """
-    on_gpu = not result["device"].startswith("CPU")
+    on_gpu = result["device_type"] == "cuda"
     gpu = find_device(result["device"])
-    name = gpu.name if gpu is not None else result["device"]
+    name = gpu.name if gpu is not None else result["device"].partition(" (")[0]
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     date = time.strftime("%Y-%m-%d")
     path = folder / f"{date}-{'gpu-' if on_gpu else ''}{slug}.json"
@@ -199,7 +199,7 @@ def _mode(row: Mapping[str, Any]) -> str:
 
 def _share(seconds: float, row: Mapping[str, Any]) -> str:
     """Return milliseconds, and their share of the step."""
-    return f"{digits(1e3 * seconds)} ({seconds / row['step_s']:.0%})"
+    return f"{digits(1e3 * seconds)} ({100 * seconds / row['step_s']:.0f} %)"
 
 
 def _gib(value: float | None) -> str:
@@ -208,4 +208,5 @@ def _gib(value: float | None) -> str:
 
 def _as_rows(table: Sequence[Sequence[str]]) -> str:
     head, *body = [f"| {' | '.join(cell.strip() for cell in row)} |" for row in table]
-    return "\n".join([head, "|---|" + "---:|" * (len(table[0]) - 1), *body])
+    rule = "|".join("---:" if name else "---" for name in table[0])
+    return "\n".join([head, f"|{rule}|", *body])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import platform
+import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,3 +176,12 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def cpu_name(root: Path = Path("/")) -> str:
+    """Return the maker's name of this CPU, or its kind. `root`: the folder of `proc`."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", (root / "proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.machine()
