@@ -4,6 +4,8 @@ images."""
 from __future__ import annotations
 
 import json
+import multiprocessing
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -122,6 +124,45 @@ def test_without_a_checkpoint_the_newest_run_is_taken_and_named(trained_run, tmp
     assert done.returncode == 0, done.stderr
     assert "taking the newest run, runs/mine" in done.stderr
     assert json.loads(done.stdout) == evaluate(trained_run)
+
+
+def test_one_crew_serves_all_evaluations_also_after_an_interruption(shards):
+    values = {"data": {"root": str(shards)}, "train": {"steps": 1}, "eval": {"batch_size": 4}}
+    config = from_dict(values | {"model": {"name": "vit_ti8", "image_size": 16}}, "test")
+    model = create_model(config.model, num_classes=3)
+    world = World(0, 1, torch.device("cpu"))
+
+    def evaluator(num_workers: int) -> Evaluator:
+        return Evaluator(
+            open_split(shards, "val"),
+            ImageFormat.from_config(config.model, config.data),
+            create_augment(config.augment, config.data, 3, world.device),
+            world,
+            config.eval,
+            num_workers=num_workers,
+        )
+
+    def interrupt(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    expected = evaluator(0).evaluate({"model": model})["model"]
+    with closing(evaluator(2)) as ours:
+        assert ours.took is None
+        results = [ours.evaluate({"model": model})["model"]]
+        crew = {process.pid for process in multiprocessing.active_children()}
+        assert len(crew) == 2
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                ours.evaluate({"model": model}, interrupt)
+            results.append(ours.evaluate({"model": model})["model"])
+        assert {process.pid for process in multiprocessing.active_children()} == crew
+        assert ours.took is not None
+        assert 0 <= ours.took.data_wait_s <= ours.took.seconds
+    assert not multiprocessing.active_children()
+    for result in results:
+        assert result.accuracy == expected.accuracy
+        assert torch.equal(result.predictions, expected.predictions)
 
 
 def test_models_are_in_training_mode_again_also_after_an_interruption(shards):

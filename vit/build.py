@@ -97,6 +97,7 @@ class Run:
                 with suppress(ValueError):  # a full disk: the first error is the one to report
                     self.record.write("end", self.state.step, outcome="error", reason=reason)
         finally:
+            self.evaluator.close()
             self.record.close()
             self.signals.restore()
 

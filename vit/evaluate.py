@@ -11,8 +11,10 @@ for confusion matrices and for comparing two models image by image.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -25,6 +27,7 @@ from vit.data.augment.apply import Augment, create_augment
 from vit.data.batches import Batch, EvalBatches, ImageFormat
 from vit.data.loader import STALL_TIMEOUT_S, Loader
 from vit.data.shards.split import Split
+from vit.data.slots import EVAL_READY_BATCHES
 from vit.metrics import Accuracy, AccuracyCounter, interval95, predicted_classes
 from vit.model import create_model
 from vit.open_data import open_split
@@ -47,9 +50,21 @@ class Evaluation:
     where the logits were not numbers."""
 
 
-@dataclass(frozen=True)
+class Took(NamedTuple):
+    """Where the time of an evaluation went."""
+
+    seconds: float
+    data_wait_s: float
+    """Of the rank that waited longest for its batches."""
+
+
+@dataclass
 class Evaluator:
-    """What models are evaluated on, and how."""
+    """What models are evaluated on, how, and with which workers.
+
+    Workers and their memory come with the first evaluation and stay, at rest, for those after it.
+    Close it, or drop it.
+    """
 
     split: Split
     image_format: ImageFormat
@@ -61,6 +76,9 @@ class Evaluator:
     num_workers: int = 0
     """Loader processes of this rank."""
     stall_timeout_s: float | None = STALL_TIMEOUT_S
+    took: Took | None = field(default=None, init=False)
+    """Of the last evaluation that was complete."""
+    _loader: Loader | None = field(default=None, init=False, repr=False)
 
     @torch.no_grad()
     def evaluate(
@@ -68,8 +86,10 @@ class Evaluator:
     ) -> dict[str, Evaluation]:
         """Evaluate all `models` in one pass over the split, and return an Evaluation by name.
 
-        on_batch: called with (batches done, all batches) of this rank after each batch.
+        on_batch: called with (batches done, all batches) of this rank after each batch. What it
+        raises ends this evaluation; the next one begins with the first batch again.
         """
+        began_s = time.perf_counter()
         device = self.world.device
         num_samples = self.split.num_samples
         # As many batches on each rank: one with fewer would leave the others alone in the
@@ -93,21 +113,12 @@ class Evaluator:
         for model in models.values():
             model.eval()
 
-        # A pool of workers for each evaluation: between two of them training has the memory.
-        loader = Loader(
-            batches,
-            0,
-            len(batches),
-            num_workers=self.num_workers,
-            device=device,
-            stall_timeout_s=self.stall_timeout_s,
-        )
         try:
-            with loader:
-                for position, batch in enumerate(loader):
-                    self._add(models, batch, batches.num_filled(position), counters, predictions)
-                    if on_batch is not None:
-                        on_batch(position + 1, len(batches))
+            loader = self._from_first_batch(batches)
+            for position, batch in enumerate(loader):
+                self._add(models, batch, batches.num_filled(position), counters, predictions)
+                if on_batch is not None:
+                    on_batch(position + 1, len(batches))
         finally:  # `on_batch` raises to interrupt an evaluation
             for name, model in models.items():
                 model.train(was_training[name])
@@ -125,7 +136,33 @@ class Evaluator:
                     f"evaluated {result.accuracy.num_images} images, {self.split.name!r} has"
                     f" {num_samples}: a bug in the loader, please report it"
                 )
+        waited_s = torch.zeros(self.world.size, device=device)
+        waited_s[self.world.rank].fill_(loader.stats.wait_s)
+        slowest_s = float(self.world.sum_(waited_s).max())
+        self.took = Took(time.perf_counter() - began_s, slowest_s)
         return results
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+    def _from_first_batch(self, batches: EvalBatches) -> Loader:
+        """Return a loader of all `batches`, the same ones in each call."""
+        if self._loader is not None:
+            self._loader.restart()
+            return self._loader
+        self._loader = Loader(
+            batches,
+            0,
+            len(batches),
+            num_workers=self.num_workers,
+            max_ready=EVAL_READY_BATCHES,
+            device=self.world.device,
+            stall_timeout_s=self.stall_timeout_s,
+        )
+        return self._loader
 
     def _add(
         self,
@@ -226,7 +263,10 @@ def evaluate_weights(loaded: LoadedWeights, config: Config, world: World, out: T
         stall_timeout_s=config.data.stall_timeout_s,
     )
     size = config.model.size_text()
-    with Meter(f"evaluating at {size}", split.num_samples, "images", shown=world.is_main) as meter:
+    with (
+        closing(evaluator),
+        Meter(f"evaluating at {size}", split.num_samples, "images", shown=world.is_main) as meter,
+    ):
         result = evaluator.evaluate(
             {"model": model},
             on_batch=lambda done, total: meter.update(split.num_samples * done // total),

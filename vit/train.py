@@ -158,7 +158,10 @@ def evaluate(run: Run, monitor: Monitor) -> set[str]:
         suffix = "" if name == "model" else f"_{name}"
         values |= {key + suffix: value for key, value in result.accuracy.to_dict().items()}
         parts.append(f"{'' if name == 'model' else name + ' '}{result.accuracy}")
-    record.write("eval", state.step, **values)
+    took = run.evaluator.took
+    assert took is not None, "it is complete"
+    images_per_s = split.num_samples / took.seconds
+    record.write("eval", state.step, **values, images_per_s=images_per_s, **took._asdict())
     record.say(
         f"step {state.step}: {'; '.join(parts)} on {split.num_samples} images of {split.name!r}"
     )

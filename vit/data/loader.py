@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from vit.data.batches import Batch, Batches
-from vit.data.slots import Slots, plan_ring
+from vit.data.slots import MAX_READY_BATCHES, Slots, plan_ring
 from vit.data.stages import Tally, add_up
 from vit.data.to_gpu import Cuda, ToGpu
 from vit.data.worker_pool import OwnProcess, Result, WorkerPool
@@ -57,7 +57,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     two batches (three on a GPU) makes further ones copies, which are slower. With a GPU as
     `device`, images, labels and weights arrive there, copied while the step before computes; table
     and ids stay on the host. `on_device` is applied to each batch: on a GPU right behind the copy
-    and also while the step before computes, else in this process. `prefetch_gib`: see
+    and also while the step before computes, else in this process. `prefetch_gib`, `max_ready`: see
     `slots.plan_ring`.
 
     Raises ShardError in the training process for what a worker found, once its batch is due;
@@ -73,6 +73,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         *,
         num_workers: int = 0,
         prefetch_gib: float | None = None,
+        max_ready: int = MAX_READY_BATCHES,
         device: torch.device | None = None,
         stall_timeout_s: float | None = STALL_TIMEOUT_S,
         on_device: Callable[[Batch], Batch] | None = None,
@@ -82,7 +83,13 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self.stats = LoaderStats()
         self._batches = batches
         self.ring = plan_ring(
-            batches.layout, batches.row_unit, stop - start, num_workers, prefetch_gib, on_gpu
+            batches.layout,
+            batches.row_unit,
+            stop - start,
+            num_workers,
+            prefetch_gib,
+            on_gpu,
+            max_ready,
         )
         self._positions = range(start, stop)
         self._due: Iterator[int] = iter(self._positions)
@@ -121,6 +128,21 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         # Before the step, so that workers fill all free slots while it runs.
         self._start_batches()
         return batch if self._to_device is None else self._to_device(batch)
+
+    def restart(self) -> None:
+        """Begin again at `start`, with the same workers and memory, and counting from 0.
+
+        Batches that were not taken are dropped; those that are held stay as they are. Raises
+        WorkerError if a worker has died meanwhile.
+        """
+        self._pool.drop()
+        self._slots.take_back()
+        self._slot_of.clear()
+        self._done.clear()
+        self._due = iter(self._positions)
+        self._not_started = iter(self._positions)
+        self.stats = LoaderStats()
+        self._start_batches()
 
     def tally(self) -> Tally:
         """Return what all workers, or this process, have done so far."""

@@ -33,6 +33,8 @@ PART_ROWS = 128
 DEFAULT_PREFETCH_BYTES = 2**30
 MAX_READY_BATCHES = 16
 """With the default prefetch: more would not smooth the supply further."""
+EVAL_READY_BATCHES = 2
+"""Of evaluation, whose slots are kept while training goes on."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,13 @@ def plan_ring(
     num_workers: int,
     prefetch_gib: float | None,
     on_gpu: bool,
+    max_ready: int = MAX_READY_BATCHES,
 ) -> Ring:
     """Plan the ring of one rank for `num_batches` batches in all.
 
     Workers make parts of a multiple of `row_unit` rows. `prefetch_gib` bounds the memory; None: as
-    much as keeps all workers busy, and up to 16 more batches if a GiB has room for them. Raises
-    ValueError if `prefetch_gib` is too little.
+    much as keeps all workers busy, and up to `max_ready` more batches if a GiB has room for them.
+    Raises ValueError if `prefetch_gib` is too little.
     """
     rows = layout.num_rows
     slot_bytes = -(-layout.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -79,11 +82,12 @@ def plan_ring(
     if not num_workers:
         slots = least
     elif prefetch_gib is None:
-        slots = min(max(least, DEFAULT_PREFETCH_BYTES // slot_bytes), least + MAX_READY_BATCHES)
+        slots = min(max(least, DEFAULT_PREFETCH_BYTES // slot_bytes), least + max_ready)
     else:
         slots = int(prefetch_gib * 2**30) // slot_bytes
-    slots = min(slots, max(num_batches, 1))
-    least = min(least, max(num_batches, 1))
+    # Those that are held may be of a pass before (`Loader.restart`).
+    slots = min(slots, num_batches + held)
+    least = min(least, num_batches + held)
     if slots < least:
         needed_gib = math.ceil(least * slot_bytes / 2**30 * 1000) / 1000
         raise ValueError(
@@ -129,6 +133,14 @@ class Slots:
         file = state["_file"].detach()
         self._map = mmap.mmap(file, self._num_bytes)
         os.close(file)
+
+    def take_back(self) -> None:
+        """Make all slots free that are not lent; nobody may write into one meanwhile."""
+        self.free.clear()
+        for slot in range(self.ring.num_slots):
+            # One that is given back meanwhile is free already.
+            if slot not in self._lent and slot not in self.free:
+                self.free.append(slot)
 
     def memory(self) -> Tensor:
         """Return all slots as one tensor, (num_bytes,) uint8."""

@@ -91,6 +91,10 @@ class OwnProcess:
         """Add a part."""
         self._parts.append((position, slot, first))
 
+    def drop(self) -> None:
+        """Forget all parts that are not made."""
+        self._parts.clear()
+
     def results(self, wait: bool) -> list[Result]:
         """Make the next part, if training waits for one."""
         # Not before: what is made ahead in the same process costs training the same time.
@@ -154,6 +158,13 @@ class WorkerPool:
         """Add a part, for the worker that is free first. Never waits."""
         self._waiting.append((position, slot, first))
         self._fill_pipe()
+
+    def drop(self) -> None:
+        """Forget all parts that are not in the pipe, and wait for the others: they fill slots."""
+        self._waiting.clear()
+        self.watch.begin()
+        while self._queued:
+            self.results(wait=True)
 
     def results(self, wait: bool) -> list[Result]:
         """Return the results of the parts that are done; with `wait`, of one or more.

@@ -30,7 +30,7 @@ from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.decode import native
 from vit.data.decode.images import decoder_name
 from vit.data.shuffle_quality import ShuffleQuality
-from vit.data.slots import plan_ring
+from vit.data.slots import EVAL_READY_BATCHES, plan_ring
 from vit.data.storage.cached_tars import FETCH_BYTES, CachedTars, fetch_threads_per_process
 from vit.data.storage.local_tars import LocalTars
 from vit.data.stream import NOT_EXACT, StreamBatches
@@ -94,7 +94,9 @@ def preflight(
         train.layout, train.row_unit, plan.total_steps, workers, data.prefetch_gib, on_gpu
     )
     # Evaluation's workers and buffers exist next to those of training.
-    eval_ring = plan_ring(val.layout, val.row_unit, len(val), workers, None, on_gpu)
+    eval_ring = plan_ring(
+        val.layout, val.row_unit, len(val), workers, None, on_gpu, EVAL_READY_BATCHES
+    )
     batch_bytes = ring.num_bytes + eval_ring.num_bytes
     free_bytes = free_memory_bytes(root)
     worker_bytes = [_worker_bytes(batches, ranks * workers) for batches in (train, val)]
