@@ -44,6 +44,7 @@ from vit.run.preflight import DiskNeeds, Preflight, check_disk, disk_needs, pref
 from vit.run.record import Record, provenance
 from vit.run.resume import find_checkpoint
 from vit.run.saver import Saver
+from vit.run.start_times import StartTimes
 from vit.run.state import RunState
 from vit.step import TrainStep, checkpoint_activations, compile_blocks
 from vit.system.files import replacing
@@ -82,6 +83,7 @@ class Run:
     record: Record
     saver: Saver
     signals: StopSignals
+    start_times: StartTimes
 
     def __enter__(self) -> Run:
         return self
@@ -121,6 +123,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     is_new = world.is_main and not folder.is_dir()
     lock = RunLock(folder)
     signals = StopSignals()
+    times = StartTimes(world.joined_s)
     settings = config_io.to_dict(config)
     try:
         # 1. Lock the folder. One that does not exist yet is created and locked in part 6.
@@ -128,7 +131,9 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
 
         # 2. Data and plan. The cheap checks come first: a mistake should show within a second.
         data = open_data(config, world)
+        times.end("data")
         found = find_checkpoint(folder, settings, data.facts, set(allow_change), world)
+        times.end("checkpoint")
         checked = data.checked
         with world.fail_together():
             if world.is_main and (found is None or found[1]["step"] < data.plan.total_steps):
@@ -147,27 +152,21 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
 
         # 4. The training step and the evaluator.
         train_step = create_train_step(config, data.plan, data.num_classes, model, world)
-        evaluator = Evaluator(
-            data.val_split,
-            data.image_format,
-            train_step.augment,
-            world,
-            config.eval,
-            precision=config.train.precision,
-            num_workers=config.data.num_workers,
-            stall_timeout_s=config.data.stall_timeout_s,
-        )
+        evaluator = _create_evaluator(config, data, train_step)
+        times.end("model")
 
         # 5. Copy the checkpoint into the existing tensors, which DDP and the average refer to.
         state = RunState(facts={**data.facts, "grid_size": grid_size(model)})
         if found is not None:
             state = _load_checkpoint(*found, train_step, data.plan)
+            times.end("checkpoint")
 
         # 6. The record: main rank first, since it creates the folder.
         record = world.main_first(
             lambda: _start_record(config, world, folder, lock, data, checked, state, model)
         )
         saver = _start_saver(config, folder, data, train_step, state, record)
+        times.end("record")
         # From here on a signal is remembered, and the loop acts on it at the next step.
         signals.remember_only()
     except BaseException as error:
@@ -187,6 +186,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         record=record,
         saver=saver,
         signals=signals,
+        start_times=times,
     )
 
 
@@ -310,6 +310,20 @@ def _load_checkpoint(
     checkpoints.load_checkpoint(folder, train_step)
     state.restarts += 1
     return state
+
+
+def _create_evaluator(config: Config, data: RunData, train_step: TrainStep) -> Evaluator:
+    """Create what evaluates the model on all validation images."""
+    return Evaluator(
+        data.val_split,
+        data.image_format,
+        train_step.augment,
+        train_step.world,
+        config.eval,
+        precision=config.train.precision,
+        num_workers=config.data.num_workers,
+        stall_timeout_s=config.data.stall_timeout_s,
+    )
 
 
 def _start_saver(

@@ -95,6 +95,8 @@ def train(run: Run) -> str:
                 # that the first attempt had. Waiting for the first batch counts as start-up, not as
                 # training.
                 run.train_step.fix_bucket_layout(batch)
+                run.start_times.end("workers and first batch")
+                run.start_times.tell(run.record, step)
                 monitor.start_clock()
             # Forward, backward, update: vit/step.py. The stop flag travels with the sums that the
             # ranks exchange anyway, so all ranks stop at the same step.

@@ -28,7 +28,7 @@ def one_epoch(config: Path, folder: Path, *overrides: str) -> Run:
 def test_at_the_end_of_an_epoch_the_comparison_comes_before_all_else(config, tmp_path):
     vit.train.train(one_epoch(config, tmp_path / "run", "log.every_steps=5"))
     kinds = [line["kind"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
-    assert kinds == ["start", "epoch", "train", "eval", "checkpoint", "end"]
+    assert kinds == ["start", "ready", "epoch", "train", "eval", "checkpoint", "end"]
 
 
 def test_nothing_is_evaluated_or_saved_after_rows_that_were_not_planned(
@@ -46,7 +46,7 @@ def test_nothing_is_evaluated_or_saved_after_rows_that_were_not_planned(
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert not left & {"predictions.npz", "weights", "checkpoints"}
     kinds = [line["kind"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
-    assert kinds == ["start", "end"]
+    assert kinds == ["start", "ready", "end"]
 
 
 @pytest.mark.parametrize("interrupted_at", [3, 5])

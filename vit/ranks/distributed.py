@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -73,6 +74,7 @@ def join_world(
     Raises:
         ValueError: a host has fewer GPUs than ranks; hosts differ; the ranks cannot meet.
     """
+    began = time.perf_counter()
     _set_backends()
     if deterministic:
         _make_deterministic()
@@ -105,7 +107,7 @@ def join_world(
             )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise ValueError(_why_not_met(str(error))) from None
-    return world
+    return replace(world, joined_s=time.perf_counter() - began)
 
 
 def _agree_on_device(world: World, device: str, setting: str, found: HostDevices) -> World:

@@ -84,6 +84,8 @@ class World:
     """torchrun's key-value store; None in a world of one."""
     hosts: tuple[str, ...] = ()
     """Host name of each rank; () in a world of one."""
+    joined_s: float = field(default=0.0, compare=False)
+    """How long it took until all ranks had met."""
     _host_pids: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
     """Process ids of the ranks on this host, where they can be compared."""
     _sequence: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
