@@ -7,8 +7,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from vit.config.schema import AdamWConfig, AugmentConfig
+from vit.data.augment.apply import Augment
+from vit.data.augment.table import table_layout
+from vit.data.batches import Batch
 from vit.model import create_model
-from vit.step import checkpoint_activations, compile_blocks
+from vit.optim.ema import Ema
+from vit.optim.optimizer import create_optimizer
+from vit.ranks.distributed import World
+from vit.step import TrainStep, checkpoint_activations, compile_blocks
+from vit.weights.files import load_weights
 
 DEPTH = 12
 """More blocks than Dynamo makes graphs of one function before it gives up (8)."""
@@ -98,6 +106,59 @@ def test_activations_computed_again_need_no_graph_of_their_own(graphs, form):
     with torch.no_grad():
         model.eval()(torch.randn(4, 3, 16, 16))
     assert graphs.since() == 1
+
+
+def make_batch(side: int) -> Batch:
+    return Batch(
+        torch.zeros(8, 3, side, side, dtype=torch.uint8),
+        torch.arange(8) % 5,
+        torch.ones(8),
+        torch.zeros(8, table_layout(AugmentConfig()).width),
+        torch.arange(8),
+    )
+
+
+def evaluate(*models: torch.nn.Module, side: int) -> None:
+    for model in models:
+        was_training = model.training
+        with torch.no_grad():
+            model.eval()(torch.randn(6, 3, side, side))
+        model.train(was_training)
+
+
+@pytest.mark.parametrize("size", ["of the base", "larger"])
+def test_micro_steps_and_the_average_share_the_graphs(graphs, size):
+    """Steps and evaluations in turn, as in a run; at a larger size from the weights of the base."""
+    fields = {"embed_dim": 16, "depth": DEPTH, "drop_path_rate": 0.1}
+    model = small_vit(**fields)
+    side = 16
+    if size == "larger":
+        side = 24
+        weights = model.state_dict()
+        model = create_model("vit_ti8", side, 5, num_heads=2, **fields)
+        load_weights(model, weights)
+    average = Ema(model, 0.9)
+    for each in (model, average.module):
+        compile_blocks(each, backend=graphs)
+    cpu = torch.device("cpu")
+    step = TrainStep(
+        model.train(),
+        model,
+        create_optimizer(model, AdamWConfig()),
+        Augment(AugmentConfig(), 5, (0.5,), (0.25,), cpu),
+        World(0, 1, cpu),
+        lr_at=lambda step: 1e-3,
+        micro_batch_size=4,
+        ema=average,
+    )
+    for number in range(2):
+        step(make_batch(side), number)
+    assert graphs.since() == 1
+    evaluate(model, average.module, side=side)
+    assert graphs.since() == 2, "weights with a gradient, and those of the average, without one"
+    step(make_batch(side), 2)
+    evaluate(model, average.module, side=side)
+    assert graphs.since() == 0
 
 
 def test_buckets_of_ddp_do_not_cut_a_block_in_pieces(graphs, process_group):

@@ -14,6 +14,9 @@ import pytest
 from processes import (
     TINY,
     Background,
+    call,
+    command,
+    environment,
     final_state,
     last_step,
     make_shards,
@@ -340,9 +343,26 @@ def test_compiled_blocks_train_as_eager_ones_and_resume(tmp_path, shards):
         for name in ("eager", "compiled")
     )
     assert compiled == pytest.approx(eager, rel=1e-3)
+    runs = [metrics(tmp_path / name, "start")[0]["compiled"] for name in ("eager", "compiled")]
+    assert runs == [False, True]
     assert (
         final_state(tmp_path / "compiled", 4).keys() == final_state(tmp_path / "eager", 4).keys()
     ), "compiling must not rename weights"
+
+
+@pytest.mark.slow
+def test_where_nothing_can_be_compiled_training_is_eager_and_says_so(tmp_path, shards):
+    config = write_config(tmp_path, shards, steps=3)
+    train(config, tmp_path / "eager")
+    words = ["--config", config, f"run.dir={tmp_path / 'run'}", *TINY, "train.compile=true"]
+    env = {**environment(), "CXX": "/nonexistent"}
+    done = call(command("launch/train.py", *words, ranks=0), env)
+    assert done.returncode == 0, done.stderr
+    assert "note: torch.compile does not work here (" in done.stderr
+    assert "No working C++ compiler" in done.stderr
+    assert "or set train.compile=false" in done.stderr
+    assert metrics(tmp_path / "run", "start")[0]["compiled"] is False
+    assert final_state(tmp_path / "run", 3) == final_state(tmp_path / "eager", 3)
 
 
 def test_a_model_of_timm_trains_in_the_same_loop(tmp_path, shards):

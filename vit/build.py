@@ -46,7 +46,7 @@ from vit.run.resume import find_checkpoint
 from vit.run.saver import Saver
 from vit.run.start_times import StartTimes
 from vit.run.state import RunState
-from vit.step import TrainStep, checkpoint_activations, compile_blocks
+from vit.step import TrainStep, checkpoint_activations, compile_where_it_works
 from vit.system.files import replacing
 from vit.weights.files import grid_size
 
@@ -163,7 +163,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
 
         # 6. The record: main rank first, since it creates the folder.
         record = world.main_first(
-            lambda: _start_record(config, world, folder, lock, data, checked, state, model)
+            lambda: _start_record(config, world, folder, lock, data, checked, state, train_step)
         )
         saver = _start_saver(config, folder, data, train_step, state, record)
         times.end("record")
@@ -268,15 +268,19 @@ def create_train_step(
         ema = Ema(model, config.train.ema_decay, config.train.ema_warmup)
     with world.fail_together():
         checkpoint_activations(model, config.train.activation_checkpointing)
+    why_eager = ""
     if config.train.compile:
-        compile_blocks(model)
+        # The average, too: it is evaluated as often as the model.
+        models = [model] if ema is None else [model, ema.module]
+        why_eager = compile_where_it_works(models, world)
+    is_compiled = config.train.compile and not why_eager
     wrapped = wrap(model, world)
     return TrainStep(
         model,
         wrapped,
         create_optimizer(model, config.optim),
         create_augment(
-            config.augment, config.data, num_classes, world.device, compiled=config.train.compile
+            config.augment, config.data, num_classes, world.device, compiled=is_compiled
         ),
         world,
         lr_at=partial(
@@ -293,6 +297,7 @@ def create_train_step(
         clip_grad_norm=config.optim.clip_grad_norm,
         ema=ema,
         seed=config.train.seed,
+        why_eager=why_eager,
     )
 
 
@@ -352,7 +357,7 @@ def _start_record(
     data: RunData,
     checked: Preflight,
     state: RunState,
-    model: nn.Module,
+    train_step: TrainStep,
 ) -> Record:
     """Open the record, and write on the main rank what is known before the first step."""
     if not world.is_main:
@@ -389,6 +394,7 @@ def _start_record(
         restarts=state.restarts,
         world_size=world.size,
         device=str(world.device),
+        compiled=config.train.compile and not train_step.why_eager,
         **made_by,
         exact=isinstance(data.batches, TrainBatches),
         plan=asdict(data.plan),
@@ -399,7 +405,7 @@ def _start_record(
     )
     for line in [f"chosen: {line}" for line in data.train_set.summary] + list(checked.lines):
         record.say(line)
-    for line in start_lines(config, data.plan, world, model, data.batches, shuffle, state):
+    for line in start_lines(config, data.plan, train_step, data.batches, shuffle, state):
         record.say(line)
     if not state.is_finished(data.plan):  # the same command again on a finished run adds nothing
         record.start_wandb({**values, "provenance": made_by})

@@ -13,7 +13,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import time
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
@@ -51,6 +53,35 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     torch._dynamo.config.recompile_limit = limit
     for block in blocks:
         block.compile(backend=backend)
+
+
+def compile_where_it_works(models: Iterable[nn.Module], world: World) -> str:
+    """Compile `models` by `compile_blocks`, on all ranks or on none; return why none is, or ""."""
+    why_eager = why_not_compiled(world.device)
+    if world.any_rank(bool(why_eager)):
+        return why_eager or "not on another host of this run"
+    for model in models:
+        compile_blocks(model)
+    return ""
+
+
+@functools.cache
+def why_not_compiled(device: torch.device) -> str:
+    """Return why torch.compile does not work on this host for `device`, "" if it does.
+
+    Compiles a line to find out, in seconds, most of which any first compilation takes. Asking for
+    its parts would not do: a C++ compiler without Python's headers is as good as none.
+    """
+    constant = time.time_ns()  # no cache has it
+
+    def line(x: Tensor) -> Tensor:
+        return x.sin() * constant
+
+    try:
+        torch.compile(line)(torch.ones(8, device=device))
+    except Exception as error:  # of Dynamo, compilers, Triton, drivers, disks: all end here
+        return str(error).strip().splitlines()[0].rstrip(".")
+    return ""
 
 
 def checkpoint_activations(model: nn.Module, which: str | int) -> None:
@@ -165,7 +196,7 @@ class TrainStep:
     """Everything that an update changes: weights, optimizer, moving average (EMA), loss scale.
 
     `model` is the module itself, `wrapped` the same under DDP and `torch.compile`; `lr_at` maps a
-    step to its learning rate.
+    step to its learning rate. `why_eager`: why it is not compiled although that was asked for.
     """
 
     def __init__(
@@ -183,6 +214,7 @@ class TrainStep:
         clip_grad_norm: float | None = None,
         ema: Ema | None = None,
         seed: int = 0,
+        why_eager: str = "",
     ):
         self.model = model
         self.wrapped = wrapped
@@ -196,6 +228,7 @@ class TrainStep:
         self.clip_grad_norm = clip_grad_norm
         self.ema = ema
         self.seed = seed
+        self.why_eager = why_eager
         self.mark: Callable[[Part], object] = _unmarked
         """Called where a part of the step begins."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]

@@ -320,7 +320,8 @@ class TrainConfig(Section):
     """Format of activations and matrix products; weights, sums and the optimizer stay in fp32. fp16
     scales the loss."""
     compile: Annotated[bool, MAY_CHANGE] = False
-    """`torch.compile` the model."""
+    """`torch.compile` the blocks of the model and of its average. Where nothing can be compiled, a
+    note says why, and training is as without."""
     deterministic: Annotated[bool, MAY_CHANGE] = False
     """Use only kernels that add in one order, so that a resumed run equals the uninterrupted one
     bit for bit on GPUs, too, where it is slower; CPUs do so by themselves (docs/resume.md)."""

@@ -41,6 +41,7 @@ from vit.plan import Plan
 from vit.precision import precision_note
 from vit.ranks.distributed import World, local_world_size
 from vit.run.state import RunState
+from vit.step import TrainStep
 from vit.system.host import free_memory_bytes, num_cores, raise_open_files
 
 WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20
@@ -342,13 +343,14 @@ def _cache_notes(train: TrainBatches | StreamBatches, ranks: int) -> Iterator[st
 def start_lines(
     config: Config,
     plan: Plan,
-    world: World,
-    model: torch.nn.Module,
+    train_step: TrainStep,
     batches: TrainBatches | StreamBatches,
     shuffle: ShuffleQuality | None,
     state: RunState,
 ) -> Iterator[str]:
     """Yield lines about model, batches, what may be set wrong, and where the run stands."""
+    world = train_step.world
+    model = train_step.model
     micro_steps = ""
     if plan.accumulation_steps > 1:
         micro_steps = f" in {plan.accumulation_steps} micro-steps"
@@ -367,6 +369,12 @@ def start_lines(
     yield f"streamed, {NOT_EXACT}" if shuffle is None else f"shuffle: {copies}{shuffle}"
     if emulated := precision_note(config.train.precision, world.device):
         yield f"note: {emulated}"
+    if train_step.why_eager:
+        yield (
+            f"note: torch.compile does not work here ({train_step.why_eager}), so training is not"
+            " compiled: install a C++ compiler and Python's headers (Debian, Ubuntu: apt-get"
+            " install g++ python3-dev), or set train.compile=false"
+        )
     if plan.warmup_steps >= plan.total_steps:
         yield (
             f"note: the warm-up takes {plan.warmup_steps} steps, the run has {plan.total_steps}:"
