@@ -213,6 +213,14 @@ ALONE = {
     "activations of a model of timm that must keep them": [
         *("model.name=timm/dla34", *OF_GUEST, "train.activation_checkpointing=block")
     ],
+    "a global batch that cannot be divided": ["data.global_batch_size=7"],
+    "a batch larger than the data": ["data.global_batch_size=64"],
+    "no such dataset folder": ["data.root=data/nowhere"],
+    "an unknown split": ["data.train_split=trian"],
+    "a filter with a column that is not there": ["data.filter=widht >= 64"],
+    "a URL of a misspelt kind": ["data.root=htps://example.org/shards"],
+    "a variable of the environment that is not set": ["data.root=https://host/shards?${SAS}"],
+    "more classes in the data than `model.num_classes`": ["model.num_classes=2"],
     "an image size that the patch does not divide": ["model.image_size=30"],
     "augmentations that exclude each other": [
         *("augment.three_augment=true", "augment.randaugment_layers=2")
@@ -256,22 +264,7 @@ def _(place):
     measure(place, "--profile", place.config / "trace")
 
 
-@scenario("a global batch that cannot be divided")
-def _(place):
-    place.train("data.global_batch_size=7")
-
-
-@scenario("a batch larger than the data")
-def _(place):
-    place.train("data.global_batch_size=64")
-
-
 # ---- data ----------------------------------------------------------------------------------------
-
-
-@scenario("no such dataset folder")
-def _(place):
-    place.train("data.root=data/nowhere")
 
 
 @scenario("images that are not shards yet")
@@ -284,11 +277,6 @@ def _(place):
 def _(place):
     (place.own_shards() / "_info.json").chmod(0)
     place.train(prefix=WITHOUT_PRIVILEGES)
-
-
-@scenario("an unknown split")
-def _(place):
-    place.train("data.train_split=trian")
 
 
 @scenario("a shard is missing")
@@ -354,11 +342,6 @@ def _(place):
     path = place.folder / "exclude.txt"
     path.write_text("nobody\n")
     place.train(f"data.exclude={path}")
-
-
-@scenario("a filter with a column that is not there")
-def _(place):
-    place.train("data.filter=widht >= 64")
 
 
 @scenario("a source with classes that are not evaluated on")
@@ -427,11 +410,6 @@ def _(place):
         place.train(f"data.root={server.url}/shards")
 
 
-@scenario("a URL of a misspelt kind")
-def _(place):
-    place.train("data.root=htps://example.org/shards")
-
-
 @scenario("a URL that wants a login")
 def _(place):
     with WebServer({}) as server:
@@ -468,11 +446,6 @@ def _(place):
         place.train(f"data.root={server.url}/shards", VIT_HTTP_HEADER="Authorization: Bearer abc")
 
 
-@scenario("a variable of the environment that is not set")
-def _(place):
-    place.train("data.root=https://host/shards?${SAS}")
-
-
 @scenario("a server that does not give parts of files")
 def _(place):
     with WebServer({"/shards/_info.json": b"{}"}) as server:
@@ -505,11 +478,6 @@ def _(place):
     info = place.own_shards() / "_info.json"
     info.write_text(info.read_text().replace('"class1",\n  "class2"', '"class1"'))
     place.train()
-
-
-@scenario("more classes in the data than `model.num_classes`")
-def _(place):
-    place.train("model.num_classes=2")
 
 
 # ---- checkpoints and run folders -----------------------------------------------------------------

@@ -36,7 +36,7 @@ from vit.model import create_model
 from vit.plan import Plan, micro_batch_sizes
 from vit.precision import precision_note
 from vit.ranks.distributed import World
-from vit.step import TrainStep
+from vit.step import TrainStep, why_not_compiled
 from vit.system.host import cpu_name
 from vit.system.meter import Meter
 
@@ -109,6 +109,9 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
     if subject.data.assumed:
         subject.say(f"without data (--data ROOT measures the loader, too): {subject.data.assumed}")
     modes = [False, *([True] if subject.on_gpu or config.train.compile else [])]
+    if True in modes and (reason := why_not_compiled(world.device)):
+        subject.say(f"note: torch.compile does not work here ({reason}): only eager is measured")
+        modes = [False]
     rows: list[dict[str, Any]] = []
     loading = None
     with (
