@@ -12,7 +12,7 @@ RANKS ?= 2
 TESTS_AT_ONCE ?= 2
 AT_ONCE = $(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all lint check soak docs clean
+.PHONY: demo test test-all lint check soak gpu-check docs clean
 
 demo: $(INSTALLED)
 	@RANKS=$(RANKS) bash launch/demo.sh
@@ -37,6 +37,10 @@ check: lint
 # Kills and exits by the hundred: minutes to an hour. COUNT is the number of kills per case and of finished runs.
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py $(if $(COUNT),--count $(COUNT))
+
+# Every promise on this machine's GPUs, with its number: ten minutes at most. Writes to benchmarks/results.
+gpu-check: $(INSTALLED)
+	$(BIN)/python launch/gpu_check.py
 
 # The pages as a site in build/site; a link that leads nowhere is an error. Same paths as here, so the same links work.
 docs: $(DOCS_INSTALLED)

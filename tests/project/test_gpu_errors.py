@@ -128,6 +128,11 @@ def out_of_memory(place: Place, *gpu: float) -> subprocess.CompletedProcess:
     return place.train(said, "train.device=cpu")
 
 
+def nothing_to_check(place: Place) -> subprocess.CompletedProcess:
+    script = COMMANDS / "launch" / "gpu_check.py"
+    return call([sys.executable, str(script)], environment() | {"CUDA_VISIBLE_DEVICES": ""})
+
+
 def unknown_gpu(place: Place) -> subprocess.CompletedProcess:
     script = COMMANDS / "launch" / "plan.py"
     line = [sys.executable, str(script), "--config", str(place.config), "--gpus", "H300"]
@@ -161,6 +166,7 @@ SCENARIOS: dict[str, Callable[[Place], subprocess.CompletedProcess]] = {
     "a micro-batch that `launch/bench.py` is to measure does not fit": (
         lambda place: place.run("bench.py", FULL_ABOVE.format(rows=4), "--micro-batch", "12")
     ),
+    "`make gpu-check` without a GPU": nothing_to_check,
     "`launch/plan.py` for a GPU that it does not know": unknown_gpu,
 }
 

@@ -121,13 +121,7 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
     Rows of other measurements in a file of the same name stay. Of a CPU the name says so, and the
     planner does not read it. Raises ValueError if that cannot be written.
     """
-    on_gpu = result["device_type"] == "cuda"
-    gpu = find_device(result["device"])
-    name = gpu.name if gpu is not None else result["device"].partition(" (")[0]
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    date = time.strftime("%Y-%m-%d")
-    path = folder / f"{date}-{'gpu-' if on_gpu else ''}{slug}.json"
-    check_writable("--out", folder)
+    path = _place(folder, result["device"], result["device_type"])
     before = json.loads(path.read_text()) if path.exists() else {}
     new = [{key: row[key] for key in IDENTITY} for row in result["training"]]
     kept = [
@@ -139,22 +133,48 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
     if result["loading"] is not None:
         model = result["loading"]["model"]
         loading = [*(row for row in loading if row["model"] != model), result["loading"]]
-    document = {
-        **before,
-        "date": date,
-        "gpu": name,
-        "device": result["device"],
-        "peak_tflops": result["peak_tflops"],
-        "peak_source": result["peak_source"],
-        **provenance(),
-        "training": [*kept, *result["training"]],
-        "loading": loading,
-    }
+    training = [*kept, *result["training"]]
+    peak = {key: result[key] for key in ("peak_tflops", "peak_source")}
+    _write(
+        path,
+        {**before, **_facts(result["device"]), **peak, "training": training, "loading": loading},
+    )
+    return path
+
+
+def write_promises(
+    folder: Path, device: str, device_type: str, promises: Sequence[Mapping[str, Any]]
+) -> Path:
+    """Write what `launch/gpu_check.py` found of `device` to the file of `write_results`."""
+    path = _place(folder, device, device_type)
+    before = json.loads(path.read_text()) if path.exists() else {"training": [], "loading": []}
+    _write(path, {**before, **_facts(device), "promises": list(promises)})
+    return path
+
+
+def _place(folder: Path, device: str, device_type: str) -> Path:
+    """Return the file for `device`; ValueError if there can be none."""
+    check_writable("--out", folder)
+    slug = re.sub(r"[^a-z0-9]+", "-", _short_name(device).lower()).strip("-")
+    kind = "gpu-" if device_type == "cuda" else ""
+    return folder / f"{time.strftime('%Y-%m-%d')}-{kind}{slug}.json"
+
+
+def _short_name(device: str) -> str:
+    gpu = find_device(device)
+    return gpu.name if gpu is not None else device.partition(" (")[0]
+
+
+def _facts(device: str) -> dict[str, Any]:
+    date = time.strftime("%Y-%m-%d")
+    return {"date": date, "gpu": _short_name(device), "device": device, **provenance()}
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
     with replacing(path) as file:
         file.write((json.dumps(document, indent=1) + "\n").encode())
     with replacing(path.with_suffix(".md")) as file:
         file.write(as_markdown(document).encode())
-    return path
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:
@@ -164,6 +184,10 @@ def as_markdown(document: Mapping[str, Any]) -> str:
         f"# Measured on {document['device']}, {document['date']}",
         "; ".join(f"{name} {document[name]}" for name in facts) + ".",
     ]
+    if promises := document.get("promises"):
+        verdict = {True: "kept", False: "**not kept**", None: "measured"}
+        table = [[line["what"], verdict[line["passed"]], line["said"]] for line in promises]
+        parts += ["## Promises", _as_rows([["promise", "", "found"], *table])]
     for model in dict.fromkeys(row["model"] for row in document["training"]):
         rows = [row for row in document["training"] if row["model"] == model]
         for num_devices in sorted({row["num_devices"] for row in rows}):

@@ -28,7 +28,15 @@ from torch.nn.parallel import DistributedDataParallel
 from vit.ranks.world import COLLECTIVE_TIMEOUT, AlreadyReported, RankLost, World
 from vit.system.devices import HostDevices, choose_device, find_devices
 
-__all__ = ["AlreadyReported", "RankLost", "World", "join_world", "no_sync", "wrap"]
+__all__ = [
+    "AlreadyReported",
+    "RankLost",
+    "World",
+    "join_world",
+    "make_deterministic",
+    "no_sync",
+    "wrap",
+]
 
 _joined: World | None = None
 """The world of this process."""
@@ -77,7 +85,7 @@ def join_world(
     began = time.perf_counter()
     _set_backends()
     if deterministic:
-        _make_deterministic()
+        make_deterministic()
     rank = int(os.environ.get("RANK", "0"))
     size = world_size()
     store: dist.Store | None = None
@@ -165,7 +173,7 @@ def _set_backends() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def _make_deterministic() -> None:
+def make_deterministic() -> None:
     """Let every operation add in the same order in each run, and refuse those that cannot.
 
     Before CUDA starts, as libraries read their variables then. CPUs compute as they do without it.

@@ -1,0 +1,229 @@
+"""Does this machine keep every promise: each is tried, and printed with its number.
+
+    make gpu-check
+    python launch/gpu_check.py --only slots waits graphs
+    python launch/gpu_check.py --device cpu --small     # the program itself, without a GPU
+
+On a GPU all of it takes ten minutes at most (`--minutes`), and benchmarks/results gets
+`<date>-gpu-<name>.json` and `.md`: please send yours. A part that fails or overruns is a line, and
+the others go on. Exit status: 0; 1 if a promise is not kept; 2 without a GPU, or after a mistake.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import check_versions  # noqa: F401
+import torch
+
+from vit.measure import kills, promises
+from vit.measure.certificate import check_writable, write_promises, write_results
+from vit.measure.parts import Line, run_part
+from vit.ranks.distributed import join_world
+from vit.ranks.exit import run_command
+from vit.system.command_line import Parser
+from vit.system.devices import find_devices
+from vit.system.host import cpu_name
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+MODELS = ("vit_b16", "vit_l16", "vit_h14")
+TINY_STEP = (
+    *("model.name=vit_ti16", "model.depth=2", "model.image_size=32", "data.global_batch_size=16"),
+)
+"""Settings that make a recipe one for a CPU."""
+TINY_RUN = ("model.depth=2", "model.image_size=32", "data.num_workers=0")
+"""Of trainings that are killed."""
+
+
+class Part(NamedTuple):
+    """What is tried together, and for how many seconds on an H200."""
+
+    name: str
+    what: str
+    budget_s: float
+    run: Callable[[], Iterable[Line]]
+
+
+def main() -> None:
+    """Run the command line above."""
+    args = read_command_line()
+    found = _find_devices(args.device)
+    if args.out is not None:
+        check_writable("--out", args.out)
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="vit-gpu-check-") as folder:
+        every = parts(torch.device(args.device), args.small, Path(folder), found["gpus"])
+        chosen = [part for part in every if not args.only or part.name in args.only]
+        if unknown := set(args.only) - {part.name for part in every}:
+            raise ValueError(
+                f"--only {' '.join(sorted(unknown))}: there are"
+                f" {', '.join(part.name for part in every)}"
+            )
+        print(f"{found['name']}, torch {torch.__version__}", flush=True)
+        lines = []
+        for part in chosen:
+            left_s = 60 * args.minutes - (time.monotonic() - began_s)
+            lines += run_part(part.what, part.run, min(part.budget_s, max(left_s, 0.0)), show)
+    if args.out is not None:
+        _write(args.out, found["name"], args.device, lines)
+    kept = sum(line.passed is True for line in lines)
+    broken = sum(line.passed is False for line in lines)
+    took_s = time.monotonic() - began_s
+    print(f"{kept} promises kept, {broken} not, in {took_s:.0f} s")
+    if broken:
+        raise SystemExit(1)
+
+
+def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+    """Return the flags. Raises ValueError for mistakes."""
+    parser = Parser("python launch/gpu_check.py", __doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny models only; results mean nothing"
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="these parts only")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, metavar="M", help="for all of it (default: 10)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="for the two files (default: benchmarks/results; none with --small, --only or a CPU)",
+    )
+    args = parser.parse_args(words)
+    if not args.minutes > 0:
+        parser.error(f"--minutes {args.minutes:g}: expected more than 0")
+    if args.out is None and args.device == "cuda" and not args.small and not args.only:
+        args.out = RESULTS
+    return args
+
+
+def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> list[Part]:
+    """Return everything that is tried, in this order."""
+    on_gpu = device.type == "cuda"
+    precision = "bf16" if on_gpu else "fp32"
+    settings = [f"train.device={device.type}", f"train.precision={precision}"]
+    if small:
+        settings += TINY_RUN
+    big = () if small else ("model.name=vit_b16", "model.image_size=224")
+    timed = TINY_STEP if small else ("data.global_batch_size=256", "data.micro_batch_size=256")
+    tried: dict[str, tuple[str, float, Callable[[], Iterable[Line]]]] = {
+        "slots": ("the loader's slots", 30, partial(promises.page_locked_slots, device)),
+        "equality": ("the CPU's numbers", 60, partial(promises.equals_the_cpu, device)),
+        "waits": ("no step after the first waits", 40, partial(promises.no_waits, device)),
+        "graphs": (
+            "graphs are compiled as planned",
+            120,
+            partial(promises.graphs_as_planned, device),
+        ),
+        "memory": ("peak memory is the planner's", 30, partial(promises.planned_memory, device)),
+        "determinism": (
+            "what train.deterministic costs",
+            60,
+            partial(promises.cost_of_determinism, device, *timed, seconds=1 if small else 5),
+        ),
+    }
+    built = [
+        Part(name, what, budget_s, partial(_on_device, device, run))
+        for name, (what, budget_s, run) in tried.items()
+    ]
+    place = partial(kills.make_place, folder / "resume", *settings)
+    built += [
+        Part("resume", "kill -9 and resume", 180, partial(_resume, place, on_gpu)),
+        Part("pauses", "what stops training", 90, partial(_pauses, folder, settings, big)),
+    ]
+    for model in ("vit_b16",) if small else MODELS:
+        run = partial(_speed, model, [*settings[:2], *(TINY_STEP if small else ())], small)
+        built.append(Part(model, f"speed of {model}", 200, run))
+    if num_gpus > 1 or small:
+        rows = 8 if small else 256
+        run = partial(_ranks, folder, settings, rows, TINY_STEP[:3] if small else ())
+        built.append(Part("ranks", "two ranks", 240, run))
+    return built
+
+
+def _on_device(device: torch.device, run: Callable[[], Iterable[Line]]) -> Iterable[Line]:
+    """Lines of `run` in a process that is set as training's are."""
+    join_world(device.type)
+    return run()
+
+
+def _resume(make_place: Callable[[], kills.Place], on_gpu: bool) -> Iterator[Line]:
+    place = make_place()
+    yield from kills.killed_and_resumed(place, deterministic=True, promised=True)
+    yield from kills.killed_and_resumed(place, deterministic=False, promised=not on_gpu)
+
+
+def _pauses(folder: Path, settings: Sequence[str], big: Sequence[str]) -> Iterator[Line]:
+    yield from kills.pauses(kills.make_place(folder / "pauses", *settings), *big)
+
+
+def _ranks(
+    folder: Path, settings: Sequence[str], rows: int, overrides: Sequence[str]
+) -> Iterator[Line]:
+    yield from kills.killed_rank(kills.make_place(folder / "ranks", *settings))
+    yield from kills.one_and_two_ranks(rows, *settings[:2], *overrides)
+
+
+def _speed(model: str, overrides: Sequence[str], small: bool) -> Iterator[Line]:
+    """Speed of a recipe, eager and compiled, as launch/bench.py measures it."""
+    result = kills.bench(0.5 if small else 4.0, *overrides, config=model)
+    for row in result["training"]:
+        mode = "compiled" if row["compiled"] else "eager"
+        augmenting_s = row["parts_s"]["change"] + row["parts_s"]["finish"]
+        peak = row["peak_memory_gib"]
+        memory = (
+            "" if peak is None else f", {peak:.1f} GiB ({row['planned_memory_gib']:.1f} planned)"
+        )
+        yield Line(
+            f"{row['model']} {mode}, {row['micro_batch_size']} at a time",
+            None,
+            f"{row['images_per_s']:.0f} images/s, MFU {row['mfu']:.1%}{memory}, augmentation"
+            f" {augmenting_s / row['step_s']:.0%}; largest {row['largest_micro_batch_size']}",
+            {"result": {**result, "training": [row]}},
+        )
+
+
+def _find_devices(device: str) -> dict[str, Any]:
+    """Return name and number of the GPUs; ValueError if one is asked for and there is none."""
+
+    def look() -> Iterator[Line]:
+        found = find_devices()
+        name = torch.cuda.get_device_name() if found.gpus else ""
+        yield Line("devices", True, found.said, {"gpus": found.gpus, "name": name})
+
+    # In a process of its own: after CUDA has started here, no forked part could use it.
+    [line] = run_part("devices", look, 120.0)
+    if device == "cpu":
+        return {"gpus": 0, "name": f"{cpu_name()} ({torch.get_num_threads()} thread(s))"}
+    if not line.numbers.get("gpus"):
+        raise ValueError(
+            f"no GPU to check: torch sees none ({line.said}); --device cpu --small tries this"
+            " program itself on the CPU"
+        )
+    return line.numbers
+
+
+def show(line: Line) -> None:
+    """Print a line at once: a part may take minutes."""
+    print(line, flush=True)
+
+
+def _write(folder: Path, device: str, device_type: str, lines: Sequence[Line]) -> None:
+    for line in lines:
+        if "result" in line.numbers:
+            write_results(folder, line.numbers["result"])
+    promised = [line.to_dict() for line in lines if "result" not in line.numbers]
+    path = write_promises(folder, device, device_type, promised)
+    print(f"written: {path}, and .md next to it")
+
+
+if __name__ == "__main__":
+    run_command(main)

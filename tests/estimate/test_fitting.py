@@ -1,0 +1,69 @@
+"""What is advised when a step does not fit: what fits by the planner's count, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vit.config.io import from_dict
+from vit.config.schema import Config
+from vit.estimate.fitting import naming_what_fits, what_to_lower
+from vit.estimate.forecast import GIB, RESERVED_GIB, USABLE_SHARE
+from vit.estimate.memory import step_memory
+from vit.plan import make_plan
+from vit.ranks.exit import out_of_memory
+from vit.system.gpus import Gpu
+
+BATCH = "Lower data.micro_batch_size (64 now) to a size that divides a rank's batch of 64: 32, 16,"
+
+
+def small_config(checkpointing: str = "none") -> Config:
+    return from_dict(
+        {
+            "model": {"name": "vit_ti16", "image_size": 64},
+            "data": {"root": "none", "global_batch_size": 64},
+            "train": {"steps": 1, "activation_checkpointing": checkpointing},
+        },
+        "test",
+    )
+
+
+def needed_bytes(config: Config, rows: int = 64) -> int:
+    plan, _ = make_plan(config, 64, 1)
+    plan = replace(plan, micro_batch_size=rows)
+    return step_memory(config.model, config.optim, config.train, plan, 10).total
+
+
+def advice(config: Config, memory_bytes: float) -> str:
+    """For a GPU of which a step may use so much."""
+    plan, _ = make_plan(config, 64, 1)
+    memory_gib = RESERVED_GIB + memory_bytes / GIB / USABLE_SHARE
+    return what_to_lower(config, plan, 10, Gpu("small", 1.0, 1.0, memory_gib, "small"))
+
+
+def test_activations_that_are_computed_again_are_advised_only_where_the_step_then_fits():
+    config = small_config()
+    again = needed_bytes(small_config("block"))
+    assert again < needed_bytes(config)
+    told = advice(config, again * 1.01)
+    assert told.startswith(BATCH)
+    assert "set train.activation_checkpointing=block, with which it fits" in told
+    assert "activation_checkpointing" not in advice(config, again * 0.99)
+    told = advice(small_config("block"), again * 0.99)
+    assert "activation_checkpointing" not in told
+
+
+@pytest.mark.parametrize(("error", "noted"), [(torch.OutOfMemoryError("full"), 1), (KeyError(), 0)])
+def test_only_an_error_of_memory_gets_a_note_and_it_stays_that_error(error, noted):
+    config = small_config()
+    plan, _ = make_plan(config, 64, 1)
+    with pytest.raises(type(error)) as caught:
+        with naming_what_fits(config, plan, 10, torch.device("cpu")):
+            raise error
+    assert caught.value is error
+    notes = getattr(error, "__notes__", [])
+    assert len(notes) == noted
+    if noted:
+        assert out_of_memory(error) == f"full. {BATCH} 8, 4, 2, 1; or {notes[0].split('; or ')[1]}"
