@@ -24,9 +24,10 @@ from vit.data.batches import Batch, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
+from vit.data.slots import Slots, plan_ring
 from vit.data.stages import STATUS_BYTES, TALLIED, Stage, WorkerStatus, add_up, since
 from vit.data.storage.retry import RetryableError, RetryPolicy, num_retries
-from vit.data.worker_pool import WorkerError
+from vit.data.worker_pool import WorkerError, WorkerPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
@@ -395,3 +396,15 @@ def test_only_a_count_that_has_grown_shows_that_memory_ran_out(monkeypatch, befo
         pytest.raises(WorkerError, match=f"killed by SIGKILL, .*{told}"),
     ):
         list(loader)
+
+
+@pytest.mark.parametrize("niceness", [0, 7])
+def test_workers_may_be_nicer_than_training(niceness):
+    layout = Numbered().layout
+    slots = Slots(layout, plan_ring(layout, 1, 4, 1, None, False), 1)
+    pool = WorkerPool(Numbered(), slots, 1, None, niceness)
+    pool.put(0, 0, 0)
+    pool.results(wait=True)  # it has begun to work
+    found = os.getpriority(os.PRIO_PROCESS, pool._workers[0][0].pid)
+    assert found == min(os.getpriority(os.PRIO_PROCESS, 0) + niceness, 19)
+    pool.end()

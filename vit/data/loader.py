@@ -29,7 +29,7 @@ from vit.data.batches import Batch, Batches
 from vit.data.slots import MAX_READY_BATCHES, Slots, plan_ring
 from vit.data.stages import Tally, add_up
 from vit.data.to_gpu import Cuda, ToGpu
-from vit.data.worker_pool import OwnProcess, Result, WorkerPool
+from vit.data.worker_pool import NICENESS_BESIDE_GPU, OwnProcess, Result, WorkerPool
 from vit.ranks.distributed import local_world_size
 
 STALL_TIMEOUT_S = 240.0
@@ -104,7 +104,8 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         if num_workers and start < stop:
             # Before the fork: workers inherit open files, and need not open thousands each.
             batches.prepare(num_workers * local_world_size())
-            self._pool = WorkerPool(batches, self._slots, num_workers, stall_timeout_s)
+            niceness = NICENESS_BESIDE_GPU if on_gpu else 0
+            self._pool = WorkerPool(batches, self._slots, num_workers, stall_timeout_s, niceness)
         else:
             self._pool = OwnProcess(batches, self._slots, stall_timeout_s)
         self._to_device: Callable[[Batch], Batch] | None = on_device

@@ -41,6 +41,9 @@ from vit.system.host import num_oom_kills, process_state
 
 END_WAIT_S = 1.0
 """Time in which a killed process ends, unless it waits inside the kernel."""
+NICENESS_BESIDE_GPU = 10
+"""Of workers: a tenth of the weight of the thread that launches kernels and of NCCL's. These need
+little time, but a GPU waits for it. On a CPU, where the step computes too, all weigh the same."""
 PARTS_PER_MEASUREMENT = 64
 """Parts after which a worker measures its memory again."""
 MAX_QUEUED_PARTS = 256
@@ -121,14 +124,21 @@ class WorkerPool:
     """Worker processes, the pipe that they take parts from, and the pipes of their results."""
 
     def __init__(
-        self, batches: Batches, slots: Slots, num_workers: int, stall_timeout_s: float | None
+        self,
+        batches: Batches,
+        slots: Slots,
+        num_workers: int,
+        stall_timeout_s: float | None,
+        niceness: int = 0,
     ):
+        """niceness: what workers add to that of this process."""
         # Without fork each worker has 340 MiB of its own, opens every shard again and takes seconds
         # to start.
         self._context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
         self._batches = batches
         self._slots = slots
         self._timeout_s = stall_timeout_s or float("inf")
+        self._niceness = niceness
         self.statuses = [slots.status(number) for number in range(num_workers)]
         self.num_replaced = 0
         """Workers that hung and were replaced."""
@@ -203,7 +213,7 @@ class WorkerPool:
             results, send = self._context.Pipe(duplex=False)
             worker = self._context.Process(
                 target=_work,
-                args=(self._batches, self._slots, number, self._parts, send),
+                args=(self._batches, self._slots, number, self._parts, send, self._niceness),
                 daemon=True,
             )
             worker.start()
@@ -361,8 +371,11 @@ def _end_workers(
 # --- in a worker process --------------------------------------------------------------------------
 
 
-def _work(batches: Batches, slots: Slots, number: int, parts: Connection, send: Connection) -> None:
+def _work(
+    batches: Batches, slots: Slots, number: int, parts: Connection, send: Connection, niceness: int
+) -> None:
     """Make parts until killed."""
+    os.nice(niceness)
     # Of all cores of the host a worker takes one: its resizes would start a thread on each.
     torch.set_num_threads(1)
     # Signals are ignored here: a worker that died of one meant for its rank would cost the rank's

@@ -26,7 +26,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from vit.ranks.world import COLLECTIVE_TIMEOUT, AlreadyReported, RankLost, World
-from vit.system.devices import HostDevices, choose_device, find_devices
+from vit.system.devices import HostDevices, choose_device, find_devices, gpu_addresses
+from vit.system.numa import bind_near
 
 __all__ = [
     "AlreadyReported",
@@ -103,6 +104,8 @@ def join_world(
     if on_gpu:
         # Before the first CUDA call: else every rank opens a context on GPU 0.
         torch.cuda.set_device(world.device)
+        # Before threads of NCCL and loader workers: they inherit the cores.
+        bind_near(gpu_addresses(local_world_size()), world.device.index)
     if store is not None:
         try:
             dist.init_process_group(

@@ -11,6 +11,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,6 +51,12 @@ def find_devices(root: Path = Path("/")) -> HostDevices:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     built_in = 0 if hidden else num_nvidia_gpus(root)
     return HostDevices(socket.gethostname(), ranks, gpus, built_in, said)
+
+
+def gpu_addresses(number: int) -> list[str]:
+    """Return the places of the first `number` GPUs on the PCI bus, as Linux names them."""
+    found: list[Any] = [torch.cuda.get_device_properties(index) for index in range(number)]
+    return [f"{it.pci_domain_id:04x}:{it.pci_bus_id:02x}:{it.pci_device_id:02x}.0" for it in found]
 
 
 def _with_remedy(said: str) -> str:

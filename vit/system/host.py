@@ -41,24 +41,39 @@ _STATES = {
 }
 _V1_UNLIMITED = 2**60
 """Version 1 writes "no limit" as a number near 2**63."""
+_num_before_binding: int | None = None
+"""Cores that this process might use before `bind_to_cores`."""
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use, at least 1: its affinity, or a smaller quota of its groups.
+    """Cores that the job may use on this host, at least 1.
 
-    `root`: the folder of `proc` and `sys`.
+    The affinity that this process was started with, or a smaller quota of its groups. `root`: the
+    folder of `proc` and `sys`.
     """
-    cores = float(
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = float(_num_before_binding or _num_allowed())
     for group in _groups(root, "cpu"):
-        quota, _, period = _text(group / "cpu.max").partition(" ")
+        quota, _, period = text_of(group / "cpu.max").partition(" ")
         if not quota:
-            quota = _text(group / "cpu.cfs_quota_us")
-            period = _text(group / "cpu.cfs_period_us")
+            quota = text_of(group / "cpu.cfs_quota_us")
+            period = text_of(group / "cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal():  # "max" and -1: no limit
             cores = min(cores, int(quota) / int(period))
     return max(math.floor(cores), 1)
+
+
+def bind_to_cores(cores: set[int]) -> None:
+    """Let this process, and what it starts from now on, run on `cores` only.
+
+    `num_cores` goes on counting the cores that it had: ranks share those of a host.
+    """
+    global _num_before_binding
+    _num_before_binding = _num_before_binding or _num_allowed()
+    os.sched_setaffinity(0, cores)
+
+
+def _num_allowed() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
@@ -69,14 +84,14 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
     """
     free = [
         int(line.split()[1]) * 1024
-        for line in _text(root / "proc/meminfo").splitlines()
+        for line in text_of(root / "proc/meminfo").splitlines()
         if line.startswith("MemAvailable:")
     ]
     for group in _groups(root, "memory"):
-        limit = _text(group / "memory.max") or _text(group / "memory.limit_in_bytes")
-        used = _text(group / "memory.current") or _text(group / "memory.usage_in_bytes")
+        limit = text_of(group / "memory.max") or text_of(group / "memory.limit_in_bytes")
+        used = text_of(group / "memory.current") or text_of(group / "memory.usage_in_bytes")
         if limit.isdecimal() and used.isdecimal() and int(limit) < _V1_UNLIMITED:
-            stat = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+            stat = dict(line.split() for line in text_of(group / "memory.stat").splitlines())
             cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
             free.append(max(int(limit) - int(used) + cache, 0))
     return min(free, default=None)
@@ -89,11 +104,11 @@ def num_oom_kills(root: Path = Path("/")) -> int | None:
     system does not say.
     """
     counted = [
-        _text(group / name)
+        text_of(group / name)
         for group in _groups(root, "memory")
         for name in ("memory.events", "memory.oom_control")
     ]
-    lines = "\n".join([*counted, _text(root / "proc/vmstat")]).splitlines()
+    lines = "\n".join([*counted, text_of(root / "proc/vmstat")]).splitlines()
     found = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
     return max(found, default=None)
 
@@ -107,7 +122,7 @@ def file_system(path: Path, root: Path = Path("/")) -> str:
     path = path.resolve()
     place = f"{os.major(device)}:{os.minor(device)}"
     found = ("", "")
-    for line in _text(root / "proc/self/mountinfo").splitlines():
+    for line in text_of(root / "proc/self/mountinfo").splitlines():
         mount, _, described = line.partition(" - ")
         _, _, number, _, point, *_ = mount.split()
         if number == place and path.is_relative_to(point) and len(point) >= len(found[0]):
@@ -136,7 +151,7 @@ def num_nvidia_gpus(root: Path = Path("/")) -> int:
     """
     display = "0x03"  # PCI's class of display and 3D controllers
     return sum(
-        _text(device / "vendor") == "0x10de" and _text(device / "class").startswith(display)
+        text_of(device / "vendor") == "0x10de" and text_of(device / "class").startswith(display)
         for device in (root / "sys/bus/pci/devices").glob("*")
     )
 
@@ -156,7 +171,7 @@ def raise_open_files(wanted: int) -> int:
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """The control groups of this process that may limit `controller`, from the innermost up."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -170,7 +185,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         )
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """The content of a small file of the kernel; "" if there is none."""
     try:
         return path.read_text().strip()
