@@ -34,6 +34,7 @@ from vit.data.slots import EVAL_READY_BATCHES, plan_ring
 from vit.data.storage.cached_tars import FETCH_BYTES, CachedTars, fetch_threads_per_process
 from vit.data.storage.local_tars import LocalTars
 from vit.data.stream import NOT_EXACT, StreamBatches
+from vit.drop_path import num_kept
 from vit.model import create_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.optim.optimizer import state_bytes
@@ -374,6 +375,14 @@ def start_lines(
             f"note: torch.compile does not work here ({train_step.why_eager}), so training is not"
             " compiled: install a C++ compiler and Python's headers (Debian, Ubuntu: apt-get"
             " install g++ python3-dev), or set train.compile=false"
+        )
+    rate = config.model.drop_path_rate or 0.0
+    in_subset = config.model.drop_path_form == "subset"
+    if in_subset and num_kept(plan.micro_batch_size, rate) == plan.micro_batch_size:
+        yield (
+            "note: model.drop_path_form=subset drops whole samples, and of a micro-batch of"
+            f" {plan.micro_batch_size} none at model.drop_path_rate={rate}: a larger"
+            " data.micro_batch_size, or model.drop_path_form=mask"
         )
     if plan.warmup_steps >= plan.total_steps:
         yield (
