@@ -29,13 +29,17 @@ from vit.ranks.distributed import join_world
 from vit.ranks.exit import run_command
 from vit.system.command_line import Parser
 from vit.system.devices import find_devices
+from vit.system.gpus import find_device
 from vit.system.host import cpu_name
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MODELS = ("vit_b16", "vit_l16", "vit_h14")
-TINY_STEP = (
-    *("model.name=vit_ti16", "model.depth=2", "model.image_size=32", "data.global_batch_size=16"),
+FLOORS = {"H200": {"vit_b16": 3000, "vit_l16": 1070, "vit_h14": 394}}
+"""Images per second that training must reach, by GPU and recipe."""
+TINY_MODEL = (
+    *("model.name=vit_ti16", "model.depth=2", "model.image_size=32", "train.compile=false"),
 )
+TINY_STEP = (*TINY_MODEL, "data.global_batch_size=16")
 """Settings that make a recipe one for a CPU."""
 TINY_RUN = ("model.depth=2", "model.image_size=32", "data.num_workers=0")
 """Of trainings that are killed."""
@@ -144,7 +148,7 @@ def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> lis
         built.append(Part(model, f"speed of {model}", 200, run))
     if num_gpus > 1 or small:
         rows = 8 if small else 256
-        run = partial(_ranks, folder, settings, rows, TINY_STEP[:3] if small else ())
+        run = partial(_ranks, folder, settings, rows, TINY_MODEL if small else ())
         built.append(Part("ranks", "two ranks", 240, run))
     return built
 
@@ -189,6 +193,11 @@ def _speed(model: str, overrides: Sequence[str], small: bool) -> Iterator[Line]:
             f" {augmenting_s / row['step_s']:.0%}; largest {row['largest_micro_batch_size']}",
             {"result": {**result, "training": [row]}},
         )
+    gpu = find_device(result["device"])
+    if gpu is not None and (floor := FLOORS.get(gpu.name, {}).get(model)) and not small:
+        best = max(row["images_per_s_per_gpu"] for row in result["training"])
+        said = f"{best:.0f} images/s (at least {floor})"
+        yield Line(f"{model} is as fast as this GPU lets it be", best >= floor, said)
 
 
 def _find_devices(device: str) -> dict[str, Any]:

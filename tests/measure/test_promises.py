@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from vit import build, model
+from vit import model
+from vit import step as step_module
 from vit.data.loader import Loader
 from vit.measure import kills, promises
 from vit.measure.parts import Line, run_part
@@ -68,8 +69,8 @@ def test_another_arithmetic_is_no_longer_the_cpus(monkeypatch):
 
 def test_a_graph_for_each_block_is_more_than_planned(monkeypatch):
     """Graphs are counted when they are captured, so what runs them makes no difference."""
-    captured = partial(build.compile_blocks, backend="eager")
-    monkeypatch.setattr(build, "compile_blocks", captured)
+    captured = partial(step_module.compile_blocks, backend="eager")
+    monkeypatch.setattr(step_module, "compile_blocks", captured)
     [line] = promises.graphs_as_planned(CPU)
     assert line.numbers == {"training": 1, "evaluation": 1, "later": 0}
     assert line.passed

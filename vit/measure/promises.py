@@ -10,7 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 
 import numpy as np
 import torch
@@ -187,19 +187,29 @@ def no_waits(device: torch.device) -> Iterator[Line]:
     if device.type != "cuda":
         yield Line(what, None, "a CPU has no queue to wait for")
         return
-    step, batches = make_step(recipe(*SMALL), device)
+    step, batches = make_step(recipe(*SMALL, "train.compile=false"), device)
     run_steps(step, batches, 2)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with _waits_are_errors(device):
         results = [step(batches[number % len(batches)], number) for number in range(2, 8)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     finite = all(np.isfinite(result.read().loss) for result in results)
     yield Line(what, finite, f"{len(results)} steps queued without one")
 
 
+@contextmanager
+def _waits_are_errors(device: torch.device) -> Iterator[None]:
+    """Let torch raise an error where the host would wait for a GPU within an operation."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def graphs_as_planned(device: torch.device) -> Iterator[Line]:
-    """All blocks share one graph in training and one in evaluation, and none comes later."""
+    """All blocks share a graph in training and one in evaluation; none comes later, none waits."""
     config = recipe(*SMALL, "train.compile=true")
     torch._dynamo.reset()
     step, batches = make_step(config, device)
@@ -216,7 +226,10 @@ def graphs_as_planned(device: torch.device) -> Iterator[Line]:
     training = _num_graphs() - before
     evaluate()
     evaluation = _num_graphs() - before - training
-    run_steps(step, batches, 3)
+    with _waits_are_errors(device):
+        results = [step(batches[number], number) for number in range(3)]
+    for result in results:
+        result.read()
     evaluate()
     later = _num_graphs() - before - training - evaluation
     # Augmentation's last part is compiled for GPUs only.
@@ -224,7 +237,8 @@ def graphs_as_planned(device: torch.device) -> Iterator[Line]:
     yield Line(
         "graphs are compiled as planned, none later",
         (training, evaluation, later) == (planned, 1, 0),
-        f"{training} in training ({planned} planned), {evaluation} in evaluation, {later} later",
+        f"{training} in training ({planned} planned), {evaluation} in evaluation, {later} later"
+        + (f"; {step.why_eager}" if step.why_eager else ""),
         {"training": training, "evaluation": evaluation, "later": later},
     )
 
