@@ -22,6 +22,7 @@ from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer, parameter_groups
 from vit.ranks.distributed import World
+from vit.run.checkpoint import named_tensors
 from vit.step import TrainStep
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -272,3 +273,29 @@ def test_dropout_depends_on_seed_rank_and_step_only():
 
     assert losses([0, 1, 2]) == losses([2, 0, 1])
     assert len(set(losses([0, 1, 2]).values())) == 3
+
+
+def test_an_update_waits_for_the_copy_of_the_state_and_nothing_before_it_does():
+    """The copy runs beside forward and backward; nothing of the state changes until it is there."""
+    step = make_step()
+    step.ema = Ema(step.model, 0.9)
+    step(make_batch(), 0)
+    before = {name: tensor.clone() for name, tensor in named_tensors(step).items()}
+    seen = []
+
+    class Copying:
+        def wait(self) -> None:
+            state = named_tensors(step)
+            equal = all(torch.equal(state[name], before[name]) for name in before)
+            seen.append((equal, all(p.grad is not None for p in step.parameters)))
+
+    step.copying = Copying()
+    step(make_batch(), 1)
+    assert seen == [(True, True)], "once, after the backward pass, before any change"
+    step(make_batch(), 2)
+    assert len(seen) == 1
+    after = named_tensors(step)
+    assert not any(torch.equal(after[f"model.{name}"], before[f"model.{name}"]) for name in HELD)
+
+
+HELD = ("head.weight", "cls_token")

@@ -236,9 +236,11 @@ def open_data(config: Config, world: World) -> RunData:
             rank=world.rank,
             world_size=world.size,
         )
-        checked = preflight(config.data, world, plan, batches, val_batches)
         disk = disk_needs(
             config.model, config.optim, config.train, config.checkpoint, plan, num_classes
+        )
+        checked = preflight(
+            config.data, world, plan, batches, val_batches, saved_bytes=disk.checkpoint_bytes
         )
     # What a resumed run must find unchanged. `check_same` compares across hosts, too.
     facts = {

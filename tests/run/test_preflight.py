@@ -172,8 +172,10 @@ def test_the_kernel_counts_whom_it_has_killed_for_memory(files, expected, tmp_pa
     assert num_oom_kills(machine(tmp_path, files)) == expected
 
 
-def check(config: Config, root: Path, device: str = "cpu") -> Preflight:
-    world = World(0, 1, torch.device(device))
+def check(
+    config: Config, root: Path, device: str = "cpu", rank: int = 0, saved_bytes: int = 0
+) -> Preflight:
+    world = World(rank, 3, torch.device(device), hosts=("a", "a", "b"))
     image = ImageFormat.from_config(config.model, config.data)
     splits = [
         open_split(config.data.root, name, config.data.cache_dir, config.data.cache_gib)
@@ -181,9 +183,17 @@ def check(config: Config, root: Path, device: str = "cpu") -> Preflight:
     ]
     plan, order = make_plan(config, splits[0].num_samples, 1)
     val = EvalBatches(splits[1], image, config.eval, config.eval.batch_size)
-    return preflight(
-        config.data, world, plan, TrainBatches(splits[0], order, config.augment, image), val, root
-    )
+    train = TrainBatches(splits[0], order, config.augment, image)
+    return preflight(config.data, world, plan, train, val, root, saved_bytes=saved_bytes)
+
+
+def test_the_copy_that_is_saved_needs_memory_where_rank_0_is(config, tmp_path):
+    little = machine(tmp_path, {"proc/meminfo": "MemAvailable: 1048576 kB"})  # 1 GiB
+    for rank, expected in enumerate((0.5, 0.5, 0.0)):
+        found = check(tiny(config), little, rank=rank, saved_bytes=GIB // 2)
+        assert found.numbers["save_copy_gib"] == expected
+    with pytest.raises(ValueError, match=r"; 2048\.0 MiB to copy what is saved\), 1\.00 GiB are"):
+        check(tiny(config), little, saved_bytes=2 * GIB)
 
 
 def room_of(config: Config, plan: Plan) -> DiskNeeds:

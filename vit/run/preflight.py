@@ -84,10 +84,13 @@ def preflight(
     train: TrainBatches | StreamBatches,
     val: EvalBatches,
     root: Path = Path("/"),
+    *,
+    saved_bytes: int = 0,
 ) -> Preflight:
     """Check this host against the run; raise the limit of open files where that is needed.
 
-    root: where `proc` and `sys` are. Raises ValueError if the run cannot work here.
+    root: where `proc` and `sys` are. saved_bytes: of the state, which rank 0 copies in memory to
+    save it. Raises ValueError if the run cannot work here.
     """
     workers = data.num_workers
     ranks = local_world_size()
@@ -102,16 +105,18 @@ def preflight(
     batch_bytes = ring.num_bytes + eval_ring.num_bytes
     free_bytes = free_memory_bytes(root)
     worker_bytes = [_worker_bytes(batches, ranks * workers) for batches in (train, val)]
-    needed_bytes = ranks * (batch_bytes + workers * sum(worker_bytes))
+    copy_bytes = saved_bytes if world.host_of(world.rank) == world.host_of(0) else 0
+    needed_bytes = ranks * (batch_bytes + workers * sum(worker_bytes)) + copy_bytes
+    saving = f"; {copy_bytes / MIB:.1f} MiB to copy what is saved" if copy_bytes else ""
     if free_bytes is not None and needed_bytes > free_bytes:
         raise ValueError(
             f"{ranks} rank(s) with {workers} loader workers each need {needed_bytes / GIB:.2f} GiB"
             f" of memory for batches on this host ({ring.num_slots} of"
             f" {ring.slot_bytes / MIB:.1f} MiB per rank, {eval_ring.num_slots} of"
             f" {eval_ring.slot_bytes / MIB:.1f} MiB to evaluate, {max(worker_bytes) / MIB:.0f} MiB"
-            f" per worker; evaluation starts as many again), {free_bytes / GIB:.2f} GiB are free:"
-            " lower data.num_workers, data.prefetch_gib or eval.batch_size, or give the job more"
-            " memory"
+            f" per worker; evaluation starts as many again{saving}), {free_bytes / GIB:.2f} GiB are"
+            " free: lower data.num_workers, data.prefetch_gib or eval.batch_size, or give the job"
+            " more memory"
         )
 
     shm = Path("/dev/shm")
@@ -126,6 +131,7 @@ def preflight(
         "val_shards": len(val.split.filenames),
         "batch_slots": ring.num_slots,
         "batch_gib": round(batch_bytes / GIB, 4),
+        "save_copy_gib": round(copy_bytes / GIB, 4),
         "decoder": decoder_name(),
         "index_gib": round(index_bytes / GIB, 4),
         "free_memory_gib": None if free_bytes is None else round(free_bytes / GIB, 2),
