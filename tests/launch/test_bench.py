@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
-from processes import TINY, run
+from processes import COMMANDS, TINY, call, environment, run
 
 from vit.step import Part
 
@@ -120,3 +121,39 @@ def test_mistakes_are_one_line(words, message, no_data, monkeypatch):
     assert len(errors) == 1, done.stderr
     assert re.search(message.replace("recipe.yaml", str(no_data)), errors[0]), errors[0]
     assert done.stdout == ""
+
+
+@pytest.mark.full
+def test_where_memory_is_the_limit_the_configs_micro_batch_and_the_largest_are_measured(no_data):
+    """A GPU with room for four images at a time, as torch would say it; the rest is real."""
+    said = """
+import runpy, sys, torch, vit.model
+from vit.measure import bench
+from vit.system.gpus import Gpu
+bench.Subject.on_gpu = True
+bench.gpu_of = lambda device: Gpu("small", 1.0, 1.0, 4.0, "small")
+bench._memory_gib = lambda subject: 4.0
+def forward(model, images):
+    if not images.is_meta and type(images) is torch.Tensor and len(images) > 4:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return unchanged(model, images)
+unchanged = vit.model.VisionTransformer.forward
+vit.model.VisionTransformer.forward = forward
+"""
+    script = COMMANDS / "launch" / "bench.py"
+    starts = f"sys.path.insert(0, {str(script.parent)!r})"
+    code = f"{said}{starts}\nrunpy.run_path({str(script)!r}, run_name='__main__')"
+    words = ["--steps", "3", "--json", *SETTINGS, "data.micro_batch_size=2"]
+    line = [sys.executable, "-c", code, "--config", str(no_data), *words]
+    done = call(line, environment())
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["training"]
+    assert [(row["compiled"], row["micro_batch_size"]) for row in rows] == [
+        (False, 2),
+        (False, 4),
+        (True, 2),
+        (True, 4),
+    ]
+    assert {row["largest_micro_batch_size"] for row in rows} == {4}
+    assert {row["rank_batch_size"] for row in rows} == {12}
+    assert "eager: does a micro-batch of 6 fit?" in done.stderr

@@ -248,22 +248,6 @@ def _(place):
     )
 
 
-def measure(place, *words):
-    python = warm_python.python(environment())
-    line = ["--config", place.config, *TINY, *words]
-    place.run(*command("launch/bench.py", *line, ranks=0, python=python))
-
-
-@scenario("a micro-batch to measure that does not divide the batch")
-def _(place):
-    measure(place, "--micro-batch", "5")
-
-
-@scenario("a folder for the profiler's files that cannot be written")
-def _(place):
-    measure(place, "--profile", place.config / "trace")
-
-
 # ---- data ----------------------------------------------------------------------------------------
 
 

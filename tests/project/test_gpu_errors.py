@@ -167,6 +167,12 @@ SCENARIOS: dict[str, Callable[[Place], subprocess.CompletedProcess]] = {
         lambda place: place.run("bench.py", FULL_ABOVE.format(rows=4), "--micro-batch", "12")
     ),
     "`make gpu-check` without a GPU": nothing_to_check,
+    "a micro-batch for `launch/bench.py` that does not divide the batch": (
+        lambda place: place.run("bench.py", "", "--micro-batch", "5")
+    ),
+    "a folder for the files of `launch/bench.py --profile` that cannot be written": (
+        lambda place: place.run("bench.py", "", "--profile", str(place.config / "trace"))
+    ),
     "`launch/plan.py` for a GPU that it does not know": unknown_gpu,
 }
 

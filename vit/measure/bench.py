@@ -106,7 +106,9 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
     subject.say(f"{_device_name(world)}: {peak_text(*astuple(subject.peak))}")
     if emulated := precision_note(config.train.precision, world.device):
         subject.say(f"note: {emulated}")
-    if subject.data.assumed:
+    if not subject.data.assumed:
+        open_data(config, world)  # what is wrong with the data should show now, not at the end
+    else:
         subject.say(f"without data (--data ROOT measures the loader, too): {subject.data.assumed}")
     modes = [False, *([True] if subject.on_gpu or config.train.compile else [])]
     if True in modes and (reason := why_not_compiled(world.device)):
@@ -176,11 +178,11 @@ def _measure_mode(
     in_use = steps.bytes_in_use(device)
     subject.say(f"{mode}: {'compiling' if compiled else 'warming up'} ...")
     train_step = _create(subject, compiled)
-    largest = _largest(subject, train_step, mode) if subject.on_gpu else None
-    rows = []
+    found = before[-1]["largest_micro_batch_size"] if before else None
+    largest = _largest(subject, train_step, mode, found) if subject.on_gpu else None
+    rows: list[dict[str, Any]] = []
     for micro_batch_size in _to_measure(subject, largest):
-        known = [row["rank_batch_size"] for row in before if row["rank_batch_size"]]
-        rank_batch_size = max(known, default=0) or _affordable(
+        rank_batch_size = _known_batch(subject, [*before, *rows], micro_batch_size) or _affordable(
             subject, train_step, micro_batch_size
         )
         rows.append(
@@ -210,21 +212,24 @@ def _create(subject: Subject, compiled: bool) -> TrainStep:
         raise ValueError(f"{config.model.name}: {_too_large(subject)}") from error
 
 
-def _largest(subject: Subject, train_step: TrainStep, mode: str) -> int:
-    """Find the largest micro-batch that fits; ValueError if none does, or not the wanted one."""
+def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | None) -> int:
+    """Find the largest micro-batch that fits; ValueError if none does, or not the wanted one.
+
+    first: where to begin; None: with the planner's.
+    """
     config = subject.config
     wanted = subject.wishes.micro_batch_size
     sizes = [size for size in subject.sizes if wanted is None or size <= wanted]
-    gpu = gpu_of(subject.world.device)
-    assert gpu is not None, "there is nothing to look for on a CPU"
-    planned = largest_micro_batch(config, subject.plan, subject.data.num_classes, gpu)
+    first = wanted or first
+    if first is None:
+        gpu = gpu_of(subject.world.device)
+        assert gpu is not None, "there is nothing to look for on a CPU"
+        first = largest_micro_batch(config, subject.plan, subject.data.num_classes, gpu)
 
     def on_try(size: int) -> None:
         subject.say(f"{mode}: does a micro-batch of {size} fit?")
 
-    largest = steps.largest_micro_batch(
-        train_step, sizes, subject.make_batch, wanted or planned, on_try
-    )
+    largest = steps.largest_micro_batch(train_step, sizes, subject.make_batch, first, on_try)
     with subject.world.fail_together():
         if not largest:
             raise ValueError(f"{config.model.name}: {_too_large(subject)}")
@@ -258,6 +263,18 @@ def _to_measure(subject: Subject, largest: int | None) -> list[int]:
     if largest is None or subject.wishes.micro_batch_size is not None:
         return [planned]
     return sorted({min(planned, largest), largest})
+
+
+def _known_batch(
+    subject: Subject, rows: Sequence[dict[str, Any]], micro_batch_size: int
+) -> int | None:
+    """Return a rank's batch that was measured already and has whole micro-batches of this size."""
+    for row in rows:
+        size: int = row["rank_batch_size"]
+        # On a CPU the batch, and so the micro-batch, may be smaller than the config's.
+        if size % micro_batch_size == 0 or (size < micro_batch_size and not subject.on_gpu):
+            return size
+    return None
 
 
 def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) -> int:

@@ -54,8 +54,8 @@ def step_table(result: Mapping[str, Any]) -> Table:
     reduced = [row["all_reduce"] for row in rows]
     table = [
         ["", *(_mode(row) for row in rows)],
-        ["images in a micro-batch", *(f"{row['micro_batch_size']:,}" for row in rows)],
-        ["images in a step, each device", *(f"{row['rank_batch_size']:,}" for row in rows)],
+        ["micro-batch, images", *(f"{row['micro_batch_size']:,}" for row in rows)],
+        ["step of a device, images", *(f"{row['rank_batch_size']:,}" for row in rows)],
         ["images/s", *(digits(row["images_per_s"]) for row in rows)],
     ]
     if result["num_devices"] > 1:
@@ -65,12 +65,12 @@ def step_table(result: Mapping[str, Any]) -> Table:
         ["a step, ms", *(digits(1e3 * row["step_s"]) for row in rows)],
     ]
     for part, name in PART_NAMES.items():
-        table.append([f"  {name}", *(_share(row["parts_s"][part], row) for row in rows)])
+        table.append([f"  {name}", *(_share(row, row["parts_s"][part]) for row in rows)])
     if all(reduced):
         table += [
             [
                 "  all-reduce not hidden",
-                *(_share(row["all_reduce"]["exposed_s"], row) for row in rows),
+                *(_share(row, row["all_reduce"]["exposed_s"]) for row in rows),
             ],
             ["all-reduce alone, ms", *(digits(1e3 * each["alone_s"]) for each in reduced)],
         ]
@@ -80,7 +80,7 @@ def step_table(result: Mapping[str, Any]) -> Table:
     ]
     if any(row["largest_micro_batch_size"] for row in rows):
         largest = (f"{row['largest_micro_batch_size']:,}" for row in rows)
-        table.append(["largest micro-batch that fits", *largest])
+        table.append(["largest micro-batch to fit", *largest])
     return table
 
 
@@ -221,9 +221,9 @@ def _mode(row: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _share(seconds: float, row: Mapping[str, Any]) -> str:
-    """Return milliseconds, and their share of the step."""
-    return f"{digits(1e3 * seconds)} ({100 * seconds / row['step_s']:.0f} %)"
+def _share(row: Mapping[str, Any], seconds: float) -> str:
+    """Return the share of the step that `seconds` are."""
+    return f"{100 * seconds / row['step_s']:.1f} %"
 
 
 def _gib(value: float | None) -> str:

@@ -241,7 +241,7 @@ def largest_micro_batch(
     """Return the largest of `sizes` whose step fits into memory on every rank; 0 for none.
 
     sizes: ascending. make_batch: rows -> a batch on the device. first: where to begin, such as the
-    planner's number. on_try: called with each size that is tried.
+    planner's number: the sizes next to it are tried, one after the other. on_try: called with each.
     """
     fits = -1
     too_large = len(sizes)
@@ -251,9 +251,10 @@ def largest_micro_batch(
         # Without DDP: a rank that runs out of memory would leave the others in an all-reduce.
         if train_step.world.any_rank(not fits_in_memory(train_step, sizes[tried], make_batch)):
             too_large = tried
+            tried -= 1
         else:
             fits = tried
-        tried = (fits + too_large) // 2
+            tried += 1
     return sizes[fits] if fits >= 0 else 0
 
 
