@@ -182,6 +182,8 @@ def _speed(model: str, overrides: Sequence[str], small: bool) -> Iterator[Line]:
     for row in result["training"]:
         mode = "compiled" if row["compiled"] else "eager"
         augmenting_s = row["parts_s"]["change"] + row["parts_s"]["finish"]
+        fits = row["largest_micro_batch_size"]
+        largest = f"; {fits} at a time fit" if fits else ""
         peak = row["peak_memory_gib"]
         memory = (
             "" if peak is None else f", {peak:.1f} GiB ({row['planned_memory_gib']:.1f} planned)"
@@ -190,7 +192,7 @@ def _speed(model: str, overrides: Sequence[str], small: bool) -> Iterator[Line]:
             f"{row['model']} {mode}, {row['micro_batch_size']} at a time",
             None,
             f"{row['images_per_s']:.0f} images/s, MFU {row['mfu']:.1%}{memory}, augmentation"
-            f" {augmenting_s / row['step_s']:.0%}; largest {row['largest_micro_batch_size']}",
+            f" {augmenting_s / row['step_s']:.0%}{largest}",
             {"result": {**result, "training": [row]}},
         )
     gpu = find_device(result["device"])

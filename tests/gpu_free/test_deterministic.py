@@ -126,6 +126,7 @@ FORMS = (
     {"drop_path_rate": 0.2, "init_values": 0.1, "proj_drop_rate": 0.1},
     {"class_token": False, "global_pool": "avg", "pos_embed": "sincos2d"},
     {"representation_size": 16, "attn_drop_rate": 0.1},
+    {"drop_path_rate": 0.4, "drop_path_form": "subset"},
 )
 
 
