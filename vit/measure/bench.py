@@ -74,6 +74,9 @@ class Subject:
     """Of each device, also of a CPU."""
     sizes: list[int]
     """Micro-batches that divide a rank's batch."""
+    in_use: int
+    """Bytes before anything was made. A CPU's process keeps what the first mode has freed, so those
+    before the second mode would hide what it takes."""
 
     @property
     def on_gpu(self) -> bool:
@@ -151,7 +154,8 @@ def _subject(config: Config, world: World, wishes: Wishes) -> Subject:
     flops = train_flops_per_image(model, plan.micro_batch_size)
     precision = config.train.precision
     peak = find_peak(world.device, precision) or measure_peak(world.device, precision)
-    return Subject(config, world, plan, data, wishes, flops, peak, sizes)
+    in_use = steps.bytes_in_use(world.device)
+    return Subject(config, world, plan, data, wishes, flops, peak, sizes, in_use)
 
 
 def _one_graph_for_each_size() -> AbstractContextManager[None]:
@@ -175,7 +179,6 @@ def _measure_mode(
     wishes = subject.wishes
     device = subject.world.device
     mode = "compiled" if compiled else "eager"
-    in_use = steps.bytes_in_use(device)
     subject.say(f"{mode}: {'compiling' if compiled else 'warming up'} ...")
     train_step = _create(subject, compiled)
     found = before[-1]["largest_micro_batch_size"] if before else None
@@ -186,7 +189,7 @@ def _measure_mode(
             subject, train_step, micro_batch_size
         )
         rows.append(
-            _measure_row(subject, train_step, mode, micro_batch_size, rank_batch_size, in_use)
+            _measure_row(subject, train_step, mode, micro_batch_size, rank_batch_size)
             | {"largest_micro_batch_size": largest}
         )
     loading = None
@@ -304,14 +307,9 @@ def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) 
 
 
 def _measure_row(
-    subject: Subject,
-    train_step: TrainStep,
-    mode: str,
-    micro_batch_size: int,
-    rank_batch_size: int,
-    in_use: int,
+    subject: Subject, train_step: TrainStep, mode: str, micro_batch_size: int, rank_batch_size: int
 ) -> dict[str, Any]:
-    """Measure one mode with one micro-batch. in_use: bytes before the step was created."""
+    """Measure one mode with one micro-batch."""
     config = subject.config
     world = subject.world
     micro_batch_size = min(micro_batch_size, rank_batch_size)
@@ -358,7 +356,7 @@ def _measure_row(
         "slowest_step_s": times.slowest_s,
         "parts_s": {str(part): seconds for part, seconds in times.parts_s.items()},
         "all_reduce": None if reduced is None else asdict(reduced),
-        "peak_memory_gib": None if peak is None else (peak - in_use) / GIB,
+        "peak_memory_gib": None if peak is None else (peak - subject.in_use) / GIB,
         "planned_memory_gib": planned.total / GIB,
     }
 
