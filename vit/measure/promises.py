@@ -270,12 +270,12 @@ def planned_memory(device: torch.device) -> Iterator[Line]:
     counted = step_memory(config.model, config.optim, config.train, plan, CLASSES).total
     off = measured / counted - 1
     # A CPU's process holds much besides tensors, and this step is small.
-    promised = abs(off) <= MEMORY_TOLERANCE if device.type == "cuda" else None
+    on_gpu = device.type == "cuda"
+    limit = f"at most {MEMORY_TOLERANCE:.0%}" if on_gpu else "of the whole process, no promise"
     yield Line(
         what,
-        promised,
-        f"{measured / 2**20:.0f} MiB measured, {counted / 2**20:.0f} counted: {off:+.0%} (at most"
-        f" {MEMORY_TOLERANCE:.0%})",
+        abs(off) <= MEMORY_TOLERANCE if on_gpu else None,
+        f"{measured / 2**20:.0f} MiB measured, {counted / 2**20:.0f} counted: {off:+.0%} ({limit})",
         {"measured_bytes": measured, "counted_bytes": counted},
     )
 
