@@ -192,9 +192,12 @@ def _serve(folder: str) -> tuple[Request, list[int]] | None:
                 os.kill(key.data, signal.SIGKILL)
                 selector.unregister(key.fileobj)
         while clients and (done := os.waitpid(-1, os.WNOHANG))[0]:
-            with clients.pop(done[0]) as client, suppress(OSError, KeyError):
-                client.sendall(b"%d\n" % os.waitstatus_to_exitcode(done[1]))
+            client = clients.pop(done[0])
+            # First: a client that is gone fails below, and the next one may get its number.
+            with suppress(KeyError):
                 selector.unregister(client)
+            with client, suppress(OSError):
+                client.sendall(b"%d\n" % os.waitstatus_to_exitcode(done[1]))
     for pid in clients:
         os.kill(pid, signal.SIGKILL)
     return None
