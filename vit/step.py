@@ -269,8 +269,8 @@ class TrainStep:
                 # them out.
                 self.mark(Part.BACKWARD)
                 (loss_sum * (1 / num_rows) * self.loss_scale.value).backward()
-            sums[Slot.LOSS_SUM] += loss_sum.detach()
-            sums[Slot.ROW_WEIGHTS] += micro_batch.weights.sum()
+            sums[Slot.LOSS_SUM].add_(loss_sum.detach())
+            sums[Slot.ROW_WEIGHTS].add_(micro_batch.weights.sum())
 
         # `fill_` takes its number along with the kernel. `sums[...] = number` would copy it from
         # host memory, for which torch 2.11 waits for the device.
