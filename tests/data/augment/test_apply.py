@@ -205,11 +205,36 @@ def test_boxes_of_normalised_images_are_erased(mode, channels):
         assert scipy.stats.kstest(torch.cat(noise), scipy.stats.norm.cdf).pvalue > 1e-3
 
 
+def test_a_graph_of_erasing_computes_nothing_on_the_host():
+    """Else each step would compute it anew, and a GPU would wait for the copy."""
+    found = []
+
+    def note(graph, inputs):
+        found.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    config = AugmentConfig(erasing_prob=1.0, erasing_mode="pixel", hflip_prob=0.0)
+    augment = Augment(config, 5, (0.5,) * 3, (0.25,) * 3, torch.device("cpu"))
+    inputs = (
+        torch.zeros(4, 3, 16, 16, dtype=torch.uint8),
+        torch.zeros(4, dtype=torch.int64),
+        torch.zeros(4, augment.layout.width),
+    )
+    eager, _ = augment(*inputs)
+    augment._finish = torch.compile(augment._finish_on_device, backend=note, dynamic=False)
+    compiled, _ = augment(*inputs)
+    torch._dynamo.reset()
+    assert torch.equal(compiled, eager)
+    assert any("index_select" in target for target in found), "the quantiles are chosen there"
+    assert not any("ndtri" in target for target in found)
+
+
 def test_noise_is_normal_and_a_function_of_the_seed_and_the_place_alone():
     seeds = torch.tensor([0, 1, 2, 2**24 - 1], dtype=torch.int32)
-    noise = pixel_ops.noise(seeds, 3, 64, 48)
+    quantiles = pixel_ops.normal_quantiles(seeds.device)
+    noise = pixel_ops.noise(seeds, quantiles, 3, 64, 48)
     assert scipy.stats.kstest(noise.flatten(), scipy.stats.norm.cdf).pvalue > 1e-3
-    assert torch.equal(pixel_ops.noise(seeds[2:3], 3, 64, 48), noise[2:3])
+    assert torch.equal(pixel_ops.noise(seeds[2:3], quantiles, 3, 64, 48), noise[2:3])
     assert (torch.corrcoef(noise.flatten(1)) - torch.eye(4)).abs().max() < 0.05, (
         "seeds that follow one another"
     )

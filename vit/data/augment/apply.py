@@ -65,6 +65,8 @@ class Augment:
         # (x / 255 - mean) / std as one multiplication and addition.
         self.scale = (1.0 / (255.0 * torch.tensor(std))).view(1, -1, 1, 1).to(device)
         self.shift = (-torch.tensor(mean) / torch.tensor(std)).view(1, -1, 1, 1).to(device)
+        # Made here: a graph would compute them on the host in each step, and wait for the copy.
+        self.quantiles = pixel_ops.normal_quantiles(device)
         self._finish = self._finish_on_device
         if compiled:
             self._finish = torch.compile(self._finish, dynamic=False)
@@ -163,7 +165,8 @@ class Augment:
             fill = columns[:, 4 : 4 + inputs.shape[1], None, None]
         elif self.config.erasing_mode == "pixel":
             # A hash of the row's seed: the same noise on any device and in any micro-batch.
-            fill = pixel_ops.noise(columns[:, 4].int(), *inputs.shape[1:])
+            seeds = columns[:, 4].int()
+            fill = pixel_ops.noise(seeds, self.quantiles, *inputs.shape[1:])
         return torch.where(pixel_ops.in_box(inputs, columns[:, :4]), fill, inputs)
 
 

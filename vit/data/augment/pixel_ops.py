@@ -300,23 +300,22 @@ def in_box(images: Tensor, box: Tensor) -> Tensor:
     return (inside[:, 0, :height, None] & inside[:, 1, None, :width])[:, None]
 
 
-def noise(seeds: Tensor, channels: int, height: int, width: int) -> Tensor:
+def noise(seeds: Tensor, quantiles: Tensor, channels: int, height: int, width: int) -> Tensor:
     """Return standard normal numbers (B, channels, height, width) float32.
 
     A pure function of `seeds` (B,) int32 and the position of the pixel. A 32-bit hash (lowbias32,
-    Wellons 2018) serves two neighbouring pixels; its halves choose among 65,536 quantiles, which
-    reach to 4.2: a look-up is far cheaper than a logarithm and a cosine.
+    Wellons 2018) serves two neighbouring pixels; its halves choose among the 65,536 `quantiles`,
+    which reach to 4.2: a look-up is far cheaper than a logarithm and a cosine.
     """
     num = channels * height * width
     pairs = torch.arange(-(-num // 2), device=seeds.device, dtype=torch.int32)
     bits = _hash32(pairs ^ _hash32(seeds)[:, None])
     chosen = torch.stack([bits & 0xFFFF, (bits >> 16) & 0xFFFF], -1).flatten(1)[:, :num]
-    quantiles = _normal_quantiles(seeds.device).index_select(0, chosen.flatten())
-    return quantiles.view(-1, channels, height, width)
+    return quantiles.index_select(0, chosen.flatten()).view(-1, channels, height, width)
 
 
-@lru_cache
-def _normal_quantiles(device: torch.device) -> Tensor:
+def normal_quantiles(device: torch.device) -> Tensor:
+    """Return (65536,) float32: what `noise` chooses from."""
     shares = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16
     return torch.special.ndtri(shares).float().to(device)
 
