@@ -34,6 +34,7 @@ from PIL import Image, TiffImagePlugin
 from vit.data.decode import native
 from vit.data.decode.jpeg_cut import Cut, Window, cut_window
 from vit.data.decode.jpeg_header import MAX_PIXELS, JpegHeader, read_header
+from vit.data.shards.tar_walk import TAR_BLOCK, describe_content
 
 Pixels = NDArray[np.uint8]
 """(H, W, channels)."""
@@ -129,6 +130,8 @@ def _why_not(data: bytes, error: Exception) -> str:
         except ValueError as jpeg_error:
             return str(jpeg_error)
     if isinstance(error, Image.UnidentifiedImageError):
+        if kind := describe_content(data[:TAR_BLOCK]):
+            return f"no image but {kind}"
         return (
             f"no image; expected one of {', '.join(_formats())}, and it begins with {data[:16]!r}"
         )

@@ -78,9 +78,9 @@ Positions never decrease."""
 
 
 def describe_content(head: bytes) -> str:
-    """Describe a file that begins with `head` and should be an archive; "" if it is unknown."""
+    """Describe a file that begins with `head` and should be another; "" if it is unknown."""
     if WEB_PAGE.match(head):
-        return "a web page (a login or an error page was saved in place of the archive)"
+        return "a web page (a login or an error page was saved in its place)"
     return next((kind for magic, kind in COMPRESSED.items() if head.startswith(magic)), "")
 
 
