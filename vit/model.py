@@ -24,20 +24,21 @@ import math
 import re
 import runpy
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from vit.config.schema import ModelConfig
-from vit.drop_path import DropPath, add_branch, choose_rows, drop_path_problems, drop_path_rates
-from vit.posemb import sincos2d_posemb
+from vit.layers.arguments import check_arguments, height_width
+from vit.layers.blocks import Blocks
+from vit.layers.drop_path import DropPath, add_branch, drop_path_rates
+from vit.layers.layer_scale import LayerScale
+from vit.layers.posemb import sincos2d_posemb
 from vit.precision import without_autocast
 from vit.system.spelling import did_you_mean
-from vit.timm_model import create_timm_model, height_width
+from vit.timm_model import create_timm_model
 
 PRESETS = {
     "ti": {"embed_dim": 192, "depth": 12, "num_heads": 3},
@@ -97,7 +98,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        # Row by row is the order of the positions, for `vit.posemb` and for timm's weights.
+        # Row by row is the order of the positions, for `vit.layers.posemb` and for timm's weights.
         return self.proj(images).flatten(2).transpose(1, 2)
 
 
@@ -143,23 +144,12 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(x))
 
 
-class LayerScale(nn.Module):
-    """A learned factor per channel of a residual branch (CaiT, arXiv 2103.17239, equation 4)."""
-
-    def __init__(self, dim: int, init_values: float):
-        super().__init__()
-        self.init_values = init_values
-        self.gamma = nn.Parameter(torch.empty(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gamma
-
-
 class Block(nn.Module):
     """One pre-norm encoder block: (B, N, D) -> (B, N, D).
 
     Both residual branches may have LayerScale (`init_values`) and stochastic depth: `drop_path`, or
-    in its other form `rows`, those samples of each branch that compute it (vit/drop_path.py).
+    in its other form `rows`, those samples of each branch that compute it
+    (vit/layers/drop_path.py).
     """
 
     def __init__(
@@ -191,38 +181,6 @@ class Block(nn.Module):
 
     def _mlp_branch(self, x: Tensor) -> Tensor:
         return self.ls2(self.mlp(self.norm2(x)))
-
-
-class Blocks(nn.Sequential):
-    """The encoder's blocks, one after the other: (B, N, D) -> (B, N, D).
-
-    subset_rates: of each block, if drop path has the form "subset".
-    """
-
-    checkpoint_every = 0
-    """Every so many blocks, one keeps only its input for the backward pass, which computes the rest
-    again. 0: none does."""
-
-    def __init__(self, blocks: Iterable[Block], subset_rates: list[float] | None):
-        super().__init__(*blocks)
-        self.subset_rates = subset_rates
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows: list[Tensor] = []
-        if self.training and self.subset_rates:
-            # Drawn here, and not in the blocks: so they do not read the number of rows, which
-            # torch.compile would make a graph for each of.
-            both_branches = [rate for rate in self.subset_rates for _ in range(2)]
-            rows = choose_rows(x.shape[0], both_branches, x.device)
-        every = self.checkpoint_every if self.training and torch.is_grad_enabled() else 0
-        for number, block in enumerate(self):
-            inputs = (x, *rows[2 * number : 2 * number + 2])
-            if every and number % every == 0:
-                # A second pass draws what the first one drew: it restores the generators' states.
-                x = checkpoint(block, *inputs, use_reentrant=False)
-            else:
-                x = block(*inputs)
-        return x
 
 
 class VisionTransformer(nn.Module):
@@ -267,6 +225,7 @@ class VisionTransformer(nn.Module):
         init_values: float | None = None,
         representation_size: int | None = None,
     ):
+        check_arguments(locals())
         super().__init__()
         self.image_size = height_width(image_size, "image_size")
         self.patch_size = height_width(patch_size, "patch_size")
@@ -278,8 +237,6 @@ class VisionTransformer(nn.Module):
         self.depth = depth
         self.num_prefix_tokens = 1 if class_token else 0
         self.global_pool = global_pool
-        problems = drop_path_problems(drop_path_rate, drop_path_schedule, drop_path_form)
-        self._check_fields(num_heads, class_token, pos_embed, problems)
 
         self.patch_embed = PatchEmbed(self.patch_size, in_chans, embed_dim)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
@@ -375,10 +332,8 @@ class VisionTransformer(nn.Module):
                 # torch cuts at -2 and 2 whatever the deviation is. At 0.02 that cuts nothing, as in
                 # timm.
                 nn.init.trunc_normal_(module.weight, std=0.02)
-            elif isinstance(module, (nn.LayerNorm, DropPath)):
+            elif isinstance(module, (nn.LayerNorm, LayerScale, DropPath)):
                 module.reset_parameters()
-            elif isinstance(module, LayerScale):
-                nn.init.constant_(module.gamma, module.init_values)
             if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         proj = self.patch_embed.proj
@@ -402,33 +357,6 @@ class VisionTransformer(nn.Module):
         each new token or embedding here: what is missing is decayed.
         """
         return {"pos_embed", "cls_token"}
-
-    def _check_fields(
-        self, num_heads: int, class_token: bool, pos_embed: str, others: list[str]
-    ) -> None:
-        """Raise ValueError for everything that does not fit together, each with what would."""
-        sides = zip(("height", "width"), self.image_size, self.patch_size, strict=True)
-        problems = [
-            f"image {side} {size} is not a multiple of patch {side} {patch}: the nearest that work"
-            f" are {' and '.join(str(n * patch) for n in (size // patch, size // patch + 1) if n)}"
-            for side, size, patch in sides
-            if size % patch
-        ]
-        if self.embed_dim % num_heads:
-            divisors = [n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0]
-            problems.append(
-                f"embed_dim {self.embed_dim} is not a multiple of num_heads {num_heads}:"
-                f" the nearest number of heads is {min(divisors, key=lambda n: abs(n - num_heads))}"
-            )
-        # A config has been checked for these. In code a wrong word would mean the other one.
-        if self.global_pool not in ("token", "avg"):
-            problems.append(f"global_pool is {self.global_pool!r}: expected 'token' or 'avg'")
-        if pos_embed not in ("learn", "sincos2d"):
-            problems.append(f"pos_embed is {pos_embed!r}: expected 'learn' or 'sincos2d'")
-        if self.global_pool == "token" and not class_token:
-            problems.append("global_pool 'token' needs class_token=True: set it, or use 'avg'")
-        if problems := problems + others:
-            raise ValueError("; ".join(problems))
 
 
 def layer_norm(dim: int) -> nn.LayerNorm:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vit.drop_path import DropPath
+from vit.layers.drop_path import DropPath
 from vit.model import create_model
 
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from vit.data.augment.apply import Augment
 from vit.data.batches import Batch
 from vit.data.hashing import fold
+from vit.layers.blocks import Blocks
 from vit.loss import cross_entropy
-from vit.model import Blocks
 from vit.optim.ema import Ema
 from vit.optim.optimizer import set_lr
 from vit.precision import LossScale, autocast

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from vit.layers.arguments import height_width
 from vit.system.spelling import did_you_mean
 
 
@@ -63,13 +64,3 @@ def create_timm_model(
     model.image_size = height_width(image_size, "image_size")
     model.in_chans = fields["in_chans"]
     return model
-
-
-def height_width(size: int | tuple[int, int], name: str) -> tuple[int, int]:
-    """`size` in pixels as (height, width). Raises ValueError naming it `name`."""
-    pair = (size, size) if isinstance(size, int) else tuple(size)
-    if len(pair) != 2 or not all(isinstance(n, int) and n > 0 for n in pair):
-        raise ValueError(
-            f"{name} is {size!r}: expected a positive number of pixels, or (height, width)"
-        )
-    return pair

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vit.config.schema import ModelConfig
-from vit.drop_path import choose_rows, num_kept
+from vit.layers.drop_path import choose_rows, num_kept
 from vit.model import VisionTransformer, create_model
 from vit.model_summary import flops_per_image
 

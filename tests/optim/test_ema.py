@@ -7,7 +7,7 @@ import torch
 from timm.utils import ModelEmaV2
 from torch import nn
 
-from vit.drop_path import DropPath
+from vit.layers.drop_path import DropPath
 from vit.optim.ema import Ema
 
 

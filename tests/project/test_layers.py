@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ENGINE = ("vit.optim", "vit.data", "vit.config", "vit.ranks", "vit.system")
+ENGINE = ("vit.layers", "vit.optim", "vit.data", "vit.config", "vit.ranks", "vit.system")
 BELOW = {
     "vit.system": (),
     "vit.config": ("vit.data.row_filter", "vit.data.shards", "vit.data.storage", "vit.system"),
     "vit.ranks": ("vit.system",),
     "vit.data": ("vit.system", "vit.config", "vit.ranks"),
     "vit.optim": ("vit.config",),
-    "vit.weights": ("vit!", "vit.run.folder", "vit.config", "vit.system"),
+    "vit.layers": (),
+    "vit.weights": ("vit!", "vit.layers", "vit.run.folder", "vit.config", "vit.system"),
     "vit.run": ("vit!", "vit.weights", *ENGINE),
     "vit.report": ("vit!", "vit.run", "vit.weights", *ENGINE),
     "vit": ("vit.run", "vit.weights", *ENGINE),

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 
+from vit.layers.posemb import resample_posemb
 from vit.model import VisionTransformer, create_model
-from vit.posemb import resample_posemb
 from vit.weights.class_names import class_mismatch
 from vit.weights.files import LoadedWeights, WeightsError, load_weights, read_state_dict
 from vit.weights.save import save_weights

@@ -4,7 +4,7 @@ import pytest
 import torch
 from timm.layers import resample_abs_pos_embed
 
-from vit.posemb import resample_posemb
+from vit.layers.posemb import resample_posemb
 
 
 def posemb(height: int, width: int, prefix: int = 1, dim: int = 8) -> torch.Tensor:

@@ -34,7 +34,7 @@ from vit.data.slots import EVAL_READY_BATCHES, plan_ring
 from vit.data.storage.cached_tars import FETCH_BYTES, CachedTars, fetch_threads_per_process
 from vit.data.storage.local_tars import LocalTars
 from vit.data.stream import NOT_EXACT, StreamBatches
-from vit.drop_path import num_kept
+from vit.layers.drop_path import num_kept
 from vit.model import create_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.optim.optimizer import state_bytes

@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from vit.posemb import resample_posemb
+from vit.layers.posemb import resample_posemb
 from vit.run.folder import CHECKPOINTS, INFO_FILE, weights_file
 
 CONTAINERS = ("state_dict", "model", "model_ema")

@@ -23,18 +23,6 @@ import torch
 from torch import Tensor, nn
 
 
-def drop_path_problems(rate: float, schedule: str, form: str) -> list[str]:
-    """Return what is wrong with the model's arguments of these names, each with what would do."""
-    problems = []
-    if not 0.0 <= rate < 1.0:
-        problems.append(f"drop_path_rate is {rate}: expected 0 <= rate < 1")
-    if schedule not in ("linear", "constant"):
-        problems.append(f"drop_path_schedule is {schedule!r}: expected 'linear' or 'constant'")
-    if form not in ("mask", "subset"):
-        problems.append(f"drop_path_form is {form!r}: expected 'mask' or 'subset'")
-    return problems
-
-
 def drop_path_rates(rate: float, depth: int, schedule: str) -> list[float]:
     """Return the rate of each block.
 

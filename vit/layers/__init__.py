@@ -1,0 +1,1 @@
+"""Parts of a network that the paper's ViT does not have; `vit.model` has what it has."""
