@@ -26,10 +26,11 @@ import numpy as np
 from data_prep.command import Parser, add_arguments, run, write_or_plan
 from data_prep.errors import PrepError, some
 from data_prep.read.archives import read_zip_member, walk_zip
-from data_prep.read.image_tree import EXTENSIONS, images_below, read, unique_keys
+from data_prep.read.image_tree import images_below, read, unique_keys
 from data_prep.write.catalogue import Source
 from data_prep.write.catalogue_builder import Builder
 from data_prep.write.samples import stable_hash
+from vit.data.decode.image_files import EXTENSIONS
 
 ENGLISH = {
     "cane": "dog",

@@ -28,11 +28,12 @@ import numpy as np
 
 from data_prep.command import Parser, add_arguments, fraction, run, write_or_plan
 from data_prep.errors import PrepError, share_to_allow, some
-from data_prep.read.image_tree import EXTENSIONS, Ignored, images_below, listed, read, unique_keys
+from data_prep.read.image_tree import Ignored, images_below, listed, read, unique_keys
 from data_prep.write.catalogue import Source
 from data_prep.write.catalogue_builder import Builder
 from data_prep.write.plan import Settings, allowed_unreadable
 from data_prep.write.samples import safe_key, stable_hash
+from vit.data.decode.image_files import EXTENSIONS
 
 VAL_FOLDERS = ("val", "validation", "test")
 VAL_FRACTION = 0.1

@@ -32,7 +32,6 @@ from data_prep import command
 from data_prep.errors import PrepError, some
 from data_prep.read.archives import read_zip_member
 from data_prep.read.download import md5_of
-from data_prep.read.image_tree import MAX_IMAGE_BYTES
 from data_prep.read.image_tree import read as read_file
 from data_prep.read.imagenet_labels import LABEL_FILES, read_all
 from data_prep.read.imagenet_layouts import (
@@ -47,6 +46,7 @@ from data_prep.read.imagenet_search import Found, find_layouts
 from data_prep.write.catalogue import Source
 from data_prep.write.catalogue_builder import Builder
 from data_prep.write.samples import Sample, read_range
+from vit.data.decode.image_files import MAX_IMAGE_BYTES
 from vit.system.meter import Meter
 
 NUM_CLASSES = 1000

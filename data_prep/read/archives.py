@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.errors import PrepError, readable
-from data_prep.read.image_tree import MAX_IMAGE_BYTES
 from data_prep.write.samples import Sample, descriptor
+from vit.data.decode.image_files import MAX_IMAGE_BYTES
 from vit.data.shards.tar_walk import (
     FILE,
     FOLDER,

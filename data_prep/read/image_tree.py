@@ -8,7 +8,6 @@ followed.
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,28 +15,8 @@ from pathlib import Path
 
 from data_prep.errors import PrepError, some
 from data_prep.write.samples import Sample, safe_key, stable_hash
+from vit.data.decode.image_files import is_image, read_image
 
-MAX_IMAGE_BYTES = 1 << 28
-"""An encoded image of more than 256 MiB is refused: it is a bomb, or no image."""
-EXTENSIONS = (
-    *(
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".jfif",
-        ".mpo",
-        ".png",
-        ".apng",
-        ".webp",
-        ".bmp",
-        ".dib",
-        ".gif",
-        ".tif",
-        ".tiff",
-    ),
-    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k"),
-)
-"""Suffixes of what `vit.data.decode.images` reads."""
 NOT_READ = (
     *(
         ".heic",
@@ -69,12 +48,6 @@ NOT_READ = (
     ),
 )
 """Suffixes of images that are not read: from phones, cameras' raw data, drawings, rarities."""
-READ_MAGIC = re.compile(
-    rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|BM.{4}\0\0|II\*\0|MM\0\*"
-    rb"|RIFF.{4}WEBP|P[1-6]\s|.{4}ftypavi[fs]|\0\0\0\x0cjP  ",
-    re.DOTALL,
-)
-"""First bytes of images that are read."""
 
 
 @dataclass
@@ -140,18 +113,6 @@ def _by_number(counts: Counter[str]) -> str:
     )
 
 
-def is_image(path: str) -> bool:
-    """Whether a file is an image that is read, by its suffix, or without one by its first bytes."""
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix or not os.path.isfile(path):  # a pipe would block
-        return suffix in EXTENSIONS
-    try:
-        with open(path, "rb") as file:
-            return READ_MAGIC.match(file.read(16)) is not None
-    except OSError:
-        return False
-
-
 def listed(folder: Path | str) -> tuple[list[str], list[str]]:
     """Sorted names of the visible folders and of the visible files in `folder`.
 
@@ -210,12 +171,6 @@ def unique_keys(paths: Sequence[str]) -> list[str]:
 def read(sample: Sample) -> bytes:
     """Bytes of the image at `name` below the folder `file`.
 
-    Raises OSError, and ValueError for anything but a regular file of at most MAX_IMAGE_BYTES.
+    Raises OSError, and ValueError for anything but a regular file of at most 256 MiB.
     """
-    path = os.path.join(sample.file, sample.name)
-    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would block
-        raise ValueError("not a regular file")
-    with open(path, "rb") as file:
-        if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_IMAGE_BYTES:
-            raise ValueError(f"{num_bytes:,} bytes; no image has more than {MAX_IMAGE_BYTES:,}")
-        return file.read()
+    return read_image(os.path.join(sample.file, sample.name))

@@ -7,10 +7,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vit.weights.files import grid_size
+
 PLAIN_ATTENTION = ("vit.model", "timm.layers.attention", "timm.models.vision_transformer")
 """Modules whose class `Attention` is softmax(q k / sqrt(dim)) and nothing else: ours, and timm's,
 which has moved. Its other kinds add position biases, rotate queries and keys, or look at windows of
 the image."""
+
+
+def check_rollout(model: nn.Module) -> tuple[int, int]:
+    """Return the grid (h, w) of patches; ValueError if `attention_rollout` means nothing here."""
+    grid = grid_size(model)
+    global_pool = getattr(model, "global_pool", "avg")
+    if grid is None or global_pool not in ("token", "avg"):
+        raise ValueError(
+            f"Attention rollout needs a grid of patches (here {grid}), and a head that reads their"
+            f" mean or the class token (here {global_pool!r})"
+        )
+    attention_modules(model)
+    return grid
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the self-attention of each block; ValueError if one has another kind, or none."""
+    found = [
+        module
+        for module in model.modules()
+        if type(module).__name__ == "Attention" and type(module).__module__ in PLAIN_ATTENTION
+    ]
+    if not found or len(found) != len(getattr(model, "blocks", ())):
+        raise ValueError(
+            f"{type(model).__name__} has no plain self-attention in each of its blocks"
+        )
+    return found
 
 
 @torch.no_grad()
@@ -22,15 +51,6 @@ def attention_maps(model: nn.Module, images: Tensor) -> tuple[list[Tensor], Tens
     ValueError for a model whose blocks have another kind of attention, or none.
     """
     maps = list[Tensor]()
-    attentions = [
-        module
-        for module in model.modules()
-        if type(module).__name__ == "Attention" and type(module).__module__ in PLAIN_ATTENTION
-    ]
-    if not attentions or len(attentions) != len(getattr(model, "blocks", ())):
-        raise ValueError(
-            f"{type(model).__name__} has no plain self-attention in each of its blocks"
-        )
 
     def catch(attention: Any, args: tuple[Tensor]) -> None:
         # The fused kernels never hold these weights, so they are computed again from the input.
@@ -41,10 +61,12 @@ def attention_maps(model: nn.Module, images: Tensor) -> tuple[list[Tensor], Tens
         k = getattr(attention, "k_norm", nn.Identity())(k)
         maps.append((q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(-1))
 
-    handles = [attention.register_forward_pre_hook(catch) for attention in attentions]
-    logits = model(images)
-    for handle in handles:
-        handle.remove()
+    handles = [attention.register_forward_pre_hook(catch) for attention in attention_modules(model)]
+    try:
+        logits = model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
     return maps, logits
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -68,8 +69,6 @@ def plot_attention(
     in each image; labels, predictions: B classes, -1 if the logits were not numbers;
     probabilities: B in [0, 1], of the predicted class. Returns `picture`.
     """
-    from matplotlib import colormaps
-
     # inches: two images, between pairs, two lines of text
     pair = 3.75
     gap = 0.3
@@ -77,14 +76,7 @@ def plot_attention(
     side = (pair - 0.06) / 2
     tall = side * images.shape[2] / images.shape[3]
     row = head + tall + 0.25
-    values = relevance.detach().float().cpu()
-    low, high = values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True)
-    stretched = (values - low) / (high - low).clamp(min=1e-12)
-    smooth = (
-        F.interpolate(stretched[:, None], images.shape[2:], mode="bicubic")
-        .clamp(0, 1)[:, 0]
-        .numpy()
-    )
+    overlays = overlaid(images, relevance)
     with drawing(picture, 0.8 + row * -(-len(images) // 2)) as figure:
         sheet = new_sheet(figure, "Where the model looks: attention rollout")
         note = (
@@ -108,14 +100,26 @@ def plot_attention(
             )
             taken_for = f"{mark} predicted: {name if predicted >= 0 else 'not a number'}"
             sheet.text(left, top + 0.33, taken_for, color=color, weight=weight)
-            pixels = to_pixels(images[i])
-            overlay = (
-                0.45 * pixels.mean(2, keepdims=True) / 255
-                + 0.55 * colormaps["viridis"](smooth[i])[..., :3]
-            )
-            place(sheet, pixels, left, top + head, side, tall)
-            place(sheet, overlay, left + side + 0.06, top + head, side, tall)
+            place(sheet, to_pixels(images[i]), left, top + head, side, tall)
+            place(sheet, to_pixels(overlays[i]), left + side + 0.06, top + head, side, tall)
     return picture
+
+
+def overlaid(images: Tensor, relevance: Tensor) -> Tensor:
+    """Return grey images under the colours of their relevance: (B, 3, H, W) float in [0, 1].
+
+    images: (B, 1 or 3, H, W) uint8; relevance: (B, h, w) float, stretched from its lowest to its
+    highest in each image. Yellow is the highest, violet the lowest.
+    """
+    from matplotlib import colormaps
+
+    values = relevance.detach().float().cpu()
+    low, high = values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True)
+    stretched = (values - low) / (high - low).clamp(min=1e-12)
+    smooth = F.interpolate(stretched[:, None], images.shape[2:], mode="bicubic").clamp(0, 1)[:, 0]
+    colors = torch.from_numpy(colormaps["viridis"](smooth.numpy())[..., :3]).permute(0, 3, 1, 2)
+    grey = images.detach().cpu().float().mean(1, keepdim=True) / 255
+    return (0.45 * grey + 0.55 * colors.float()).clamp(0, 1)
 
 
 def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: Path) -> Path:

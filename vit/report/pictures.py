@@ -28,12 +28,11 @@ from vit.data.order import divisors
 from vit.metrics import predicted_classes
 from vit.plan import create_order
 from vit.report import model_plots
-from vit.report.attention import attention_maps, attention_rollout
+from vit.report.attention import attention_maps, attention_rollout, check_rollout
 from vit.report.confusion import most_confused, plot_confusion, plot_most_confused
 from vit.report.curves import plot_curves
 from vit.report.source import ReportSource, as_sentence
 from vit.run.folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
-from vit.weights.files import grid_size
 
 NUM_AUGMENTED = 24
 """Images in `augmented.png`."""
@@ -150,13 +149,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
 
 def _paint_attention(source: ReportSource, picture: Path) -> str:
     model: Any = source.model
-    grid = grid_size(model)
-    global_pool = getattr(model, "global_pool", "avg")
-    if grid is None or global_pool not in ("token", "avg"):
-        raise ValueError(
-            f"Attention rollout needs a grid of patches (here {grid}), and a head that reads their"
-            f" mean or the class token (here {global_pool!r})"
-        )
+    grid = check_rollout(model)
     predictions = None
     with suppress(ValueError):
         source.check_same_images()
@@ -169,7 +162,7 @@ def _paint_attention(source: ReportSource, picture: Path) -> str:
     # one by one: a ViT-H at 518 pixels holds 4 GB of attention for each image
     for inputs in source.augment.normalize(images.to(source.device)).split(1):
         maps, outputs = attention_maps(model, inputs)
-        rolled = attention_rollout(maps, model.num_prefix_tokens, global_pool)
+        rolled = attention_rollout(maps, model.num_prefix_tokens, model.global_pool)
         relevance.append(rolled.unflatten(1, grid).cpu())
         logits.append(outputs.float().cpu())
     predicted = predicted_classes(torch.cat(logits))

@@ -16,11 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vit.system.files import replacing
+
 # matplotlib is imported only where something is drawn: training starts without it.
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+FORMATS = ("png", "pdf", "svg")
+"""Suffixes of pictures; the last two keep lines and letters sharp in a paper."""
 WIDTH_IN = 8.0
 DPI = 175
 TITLE_PT = 12.0
@@ -46,6 +50,7 @@ STYLE = {
     "legend.fontsize": 9,
     "legend.framealpha": 0.8,
     "savefig.dpi": DPI,
+    "pdf.fonttype": 42,  # TrueType: publishers refuse Type 3
     "svg.fonttype": "path",  # text as outlines: a phone has no DejaVu Sans
     "svg.hashsalt": "vit",
     "text.parse_math": False,  # a class may be called "US$"
@@ -54,14 +59,34 @@ STYLE = {
 
 @contextmanager
 def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]:
-    """Yield a figure of the common width and style; write it to `picture` when the block ends."""
+    """Yield a figure of the common width and style; write it to `picture` when the block ends.
+
+    Its suffix says in which of `FORMATS`. `picture` is complete or as it was. Raises ValueError for
+    another suffix, and if it cannot be written.
+    """
+    form = picture_format(picture)
     with report_style():
         from matplotlib.figure import Figure
 
         figure = Figure((WIDTH_IN, height_in), **options)
         yield figure
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(picture, format="png")
+        try:
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(picture) as file:
+                figure.savefig(file, format=form)
+        except OSError as error:
+            raise ValueError(
+                f"{picture}: cannot be written ({error.strerror}): choose another place, or free"
+                " some space"
+            ) from None
+
+
+def picture_format(picture: Path) -> str:
+    """Return the format that the suffix of `picture` names; ValueError for one that is unknown."""
+    form = picture.suffix.lower().removeprefix(".")
+    if form not in FORMATS:
+        raise ValueError(f"{picture}: the suffix says in which format, one of {', '.join(FORMATS)}")
+    return form
 
 
 @contextmanager

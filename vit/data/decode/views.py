@@ -22,6 +22,7 @@ from vit.config.schema import EvalConfig
 from vit.data import stages
 from vit.data.decode.images import Pixels, decode_box, read_image_size, span, undecodable
 from vit.data.decode.jpeg_cut import Window
+from vit.data.decode.jpeg_header import MAX_PIXELS
 from vit.data.stages import Stage
 
 REDUCE_FROM = 2.5
@@ -206,6 +207,11 @@ def decode_center(
     except ValueError as error:
         raise undecodable(data, error) from None
     resized = resized_size((height, width), size, view)
+    if math.prod(resized) > MAX_PIXELS:  # a line of pixels, made as tall as the view
+        reason = (
+            f"{width} x {height} pixels are too long a line: resized, more than {MAX_PIXELS} pixels"
+        )
+        raise undecodable(data, ValueError(reason))
     can_stop = view.resizer == "torch" and _resize_operator(interpolation) is not None
     down = _plan_line(height, resized[0], size[0], interpolation, can_stop)
     across = _plan_line(width, resized[1], size[1], interpolation, can_stop)

@@ -1,0 +1,249 @@
+"""Predict the classes of images: files, folders, tars, lists of names.
+
+    python launch/predict.py --checkpoint runs/demo photo.jpg folder/ --top 5
+    python launch/predict.py folder/ --csv out.csv              the newest run
+    python launch/predict.py folder/ --sheet out.pdf --attention
+    find /photos -name '*.jpg' -print0 | python launch/predict.py - --csv out.csv
+    python launch/predict.py --checkpoint runs/demo data/digits/val-00000.tar --top 1
+
+Images are decoded and cut as in the evaluation of the run. One that cannot be read is named, passed
+over and counted; in the CSV its line has the reason. A CSV or a sheet has its name when it is
+complete. Exit status: 0 all images were predicted; 1 some could not be read, all others were
+predicted; 2 a mistake to correct, nothing was written; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import check_versions  # noqa: F401
+import torch
+from rich.console import Console
+
+from vit.predict.inputs import FROM_STDIN, Inputs, find_inputs
+from vit.predict.output import Summary, csv_file, image_table, printable, write_rows
+from vit.predict.predict import predict
+from vit.ranks import distributed
+from vit.ranks.distributed import World, world_size
+from vit.ranks.exit import leave, run_command
+from vit.report.attention import check_rollout
+from vit.report.model_plots import overlaid
+from vit.report.prediction_sheet import plot_predictions, rollouts
+from vit.report.style import picture_format
+from vit.run.folder import LATEST_FILE, newest_run
+from vit.system.command_line import Parser
+from vit.system.meter import Meter
+from vit.trained import Trained, load
+
+TABLE_IMAGES = 20
+"""Of more images the table shows how many are of each class."""
+SHEET_IMAGES = 48
+"""On the sheet: those of the first that could be read."""
+NAMED_PROBLEMS = 20
+"""Images that could not be read and are named on the console, at most."""
+
+
+def main() -> World:
+    """Run the command line above; return the world that was joined."""
+    args = read_command_line()
+    world = distributed.join_world(args.device, "--device ")
+    path = args.checkpoint or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
+    names = read_names(args.classes) if args.classes else ()
+    trained = load(
+        path, name=args.model, device=world.device, settings=settings_of(args), class_names=names
+    )
+    if args.attention:
+        check_rollout(trained.model)
+    inputs = find_inputs(args.images, sys.stdin.buffer if FROM_STDIN in args.images else None)
+    for note in (*trained.notes, inputs.summary()):
+        if note:
+            print(f"note: {note}", file=sys.stderr)
+    summary = predict_all(trained, inputs, args)
+    show(summary, trained, args)
+    if summary.num_problems:
+        leave(1)
+    return world
+
+
+def predict_all(trained: Trained, inputs: Inputs, args: Namespace) -> Summary:
+    """Predict all `inputs`, write the CSV, and name what could not be read."""
+    places = inputs.places
+    top = min(args.top, len(trained.class_names))
+    num_examples = SHEET_IMAGES if args.sheet else TABLE_IMAGES
+    summary = Summary(places, trained.class_names, num_examples)
+    with ExitStack() as stack:
+        writer = stack.enter_context(csv_file(args.csv, top)) if args.csv else None
+        meter = stack.enter_context(Meter("predicting", len(places), "images"))
+        for found in predict(
+            trained,
+            places,
+            top,
+            batch_size=args.batch_size,
+            num_workers=args.num_workers,
+            num_pixels=num_examples if args.sheet else 0,
+        ):
+            if writer is not None:
+                write_rows(writer, found, places, trained.class_names)
+            for number, reason in found.problems.items():
+                if summary.num_problems < NAMED_PROBLEMS:
+                    name = printable(places[number].name)
+                    print(f"passed over: {name}: {reason}", file=sys.stderr)
+                summary.num_problems += 1
+            summary.add(found)
+            passed_over = f"{summary.num_problems:,} passed over" if summary.num_problems else ""
+            meter.update(summary.num_done, passed_over)
+    return summary
+
+
+def show(summary: Summary, trained: Trained, args: Namespace) -> None:
+    """Print the table, draw the sheet, and say what was written."""
+    num_good = summary.num_done - summary.num_problems
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    if num_good > 0:
+        few = summary.num_done <= TABLE_IMAGES
+        console.print(image_table(summary.examples) if few else summary.class_table())
+    if args.sheet and summary.examples:
+        draw_sheet(summary, trained, args)
+    if summary.num_problems:
+        more = summary.num_problems - NAMED_PROBLEMS
+        also = f" ({more:,} of them not named here)" if more > 0 else ""
+        passed = f"; {summary.num_problems:,} could not be read and were passed over{also}"
+    else:
+        passed = ""
+    step = "" if trained.weights.step is None else f" (step {trained.weights.step:,})"
+    print(
+        f"{num_good:,} of {summary.num_done:,} images predicted by {trained.weights.path}{step}"
+        f"{passed}"
+    )
+    for path in (args.csv, args.sheet if summary.examples else None):
+        if path is not None:
+            print(path)
+
+
+def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
+    """Draw the examples, with attention if it was asked for."""
+    pixels = torch.stack(summary.pixels)
+    overlays = overlaid(pixels, rollouts(trained, pixels)) if args.attention else None
+    names = [printable(Path(name).name) for name, _ in summary.examples]
+    classes = [found for _, found in summary.examples]
+    shown = len(names)
+    heading = f"{shown} of {summary.num_done:,} images" if shown < summary.num_done else "Images"
+    heading += f", classes by {trained.config.model.name}"
+    if overlays is not None:
+        heading += ", attention rollout"
+    plot_predictions(pixels, names, classes, heading, args.sheet, overlays)
+
+
+def read_names(path: Path) -> list[str]:
+    """Return the lines of a file as names of classes. Raises ValueError."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"--classes {path}: cannot be read ({error}): give a text with a name on each line"
+        ) from None
+
+
+def settings_of(args: Namespace) -> dict[str, Any]:
+    """Return the flags that were given as settings: dotted key -> value."""
+    size = args.image_size
+    if size and len(size) == 1:
+        size = size[0]
+    flags = {"model.image_size": size, "train.precision": args.precision}
+    return {key: value for key, value in flags.items() if value is not None}
+
+
+def _create_parser() -> Parser:
+    parser = Parser("python launch/predict.py", __doc__)
+    parser.add_argument(
+        "images",
+        nargs="+",
+        metavar="IMAGE",
+        help="file, folder (with all below it), tar, or - for a list of names on stdin",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="RUN_OR_FILE",
+        help="run folder, checkpoint folder or file of weights (default: the newest run)",
+    )
+    parser.add_argument("--model", metavar="NAME", help="timm's name of weights from elsewhere")
+    parser.add_argument(
+        "--classes", type=Path, metavar="FILE", help="names of the classes, one on each line"
+    )
+    parser.add_argument(
+        "--top", type=int, default=5, metavar="K", help="classes of each image (default: 5)"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="table of all images to write")
+    parser.add_argument(
+        "--sheet",
+        type=Path,
+        metavar="FILE",
+        help=f"picture of the first {SHEET_IMAGES} images to write (png, pdf, svg)",
+    )
+    parser.add_argument(
+        "--attention", action="store_true", help="on the sheet, where the model looks (rollout)"
+    )
+    parser.add_argument(
+        "--image-size",
+        type=int,
+        nargs="+",
+        metavar="PIXELS",
+        help="side, or height and width (default: as trained)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="images in one forward pass (default: the run's eval.batch_size, on a CPU at most 32)",
+    )
+    parser.add_argument(
+        "--num-workers",
+        type=int,
+        metavar="N",
+        help="processes that decode (default: one a core, none for a few images)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=["fp32", "bf16", "fp16"],
+        help="format of matrix products (default: the run's train.precision)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="(default: auto, a GPU if there is one)",
+    )
+    return parser
+
+
+def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+    """Return the flags. Raises ValueError for mistakes, all at once."""
+    args = _create_parser().parse_intermixed_args(words)
+    problems = [
+        f"--{name.replace('_', '-')} {value}: give a number from {least} on"
+        for name, least in (("top", 1), ("batch_size", 1), ("num_workers", 0))
+        if (value := getattr(args, name)) is not None and value < least
+    ]
+    if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
+        problems.append("--image-size takes a side, or height and width, in pixels")
+    if args.attention and not args.sheet:
+        problems.append("--attention is drawn on the sheet: give --sheet FILE, too")
+    if args.sheet:
+        try:
+            picture_format(args.sheet)
+        except ValueError as error:
+            problems.append(f"--sheet {error}")
+    if world_size() > 1:
+        problems.append("predict.py takes one process: start it without torchrun")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return args
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,167 @@
+"""`launch/predict.py` on odd files: each image as `vit.load` sees it alone, in the order in which
+they were named; what cannot be read is named."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pictures import pixels
+from PIL import Image
+from processes import run, run_here
+
+import vit
+from vit.predict.inputs import Place, find_inputs
+from vit.predict.output import csv_file
+from vit.predict.predict import predict
+
+IN_ORDER = [
+    *("a/alpha.png", "a/cmyk.jpg", "a/turned.jpg", "b/grey16.png", "b/smaller_than_a_patch.png"),
+    *("b/without_suffix", "broken/cut.jpg", "broken/empty.jpg", "broken/line.png"),
+    "broken/page.jpg",
+]
+BROKEN = {
+    "broken/cut.jpg": "cannot decode 400 bytes: ",
+    "broken/empty.jpg": "cannot decode 0 bytes: 0 bytes",
+    "broken/line.png": "9000000 x 1 pixels are too long a line",
+    "broken/page.jpg": "no image but a web page",
+}
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", errors="surrogateescape") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def predicted(tiny_run, odd_files, tmp_path_factory) -> SimpleNamespace:
+    """The command on a folder with a tar in it, with all its outputs."""
+    out = tmp_path_factory.mktemp("out")
+    flags = ["--csv", out / "out.csv", "--sheet", out / "sheet.png", "--attention"]
+    done = run("launch/predict.py", "--checkpoint", tiny_run, odd_files, *flags, "--top", 2)
+    return SimpleNamespace(done=done, out=out)
+
+
+def test_each_image_is_predicted_as_if_it_were_alone(predicted, tiny_run, odd_files):
+    trained = vit.load(tiny_run)
+    rows = rows_of(predicted.out / "out.csv")
+    # The files of a folder come before the folders in it.
+    names = ["c.tar/x/one.jpg", "c.tar/x/two.jpg", *IN_ORDER]
+    assert [row["file"] for row in rows] == [f"{odd_files}/{name}" for name in names]
+    for row, name in zip(rows, names, strict=True):
+        source = {"c.tar/x/one.jpg": "a/cmyk.jpg", "c.tar/x/two.jpg": "broken/cut.jpg"}
+        alone = source.get(name, name)
+        if alone in BROKEN:
+            assert BROKEN[alone] in row["problem"]
+            assert not row["class_1"]
+            assert not row["probability_1"]
+            continue
+        expected = trained.classify(odd_files / alone, top=2)
+        assert not row["problem"]
+        assert [row["class_1"], row["class_2"]] == [class_name for class_name, _ in expected]
+        found = [float(row["probability_1"]), float(row["probability_2"])]
+        assert found == pytest.approx([value for _, value in expected], abs=2e-6)
+
+
+def test_what_could_not_be_read_is_named_and_counted(predicted, odd_files):
+    done = predicted.done
+    assert done.returncode == 1
+    for name, reason in BROKEN.items():
+        assert f"passed over: {odd_files}/{name}: " in done.stderr
+        assert reason in done.stderr
+    assert "7 of 12 images predicted by" in done.stdout
+    assert "; 5 could not be read and were passed over\n" in done.stdout
+    assert "note: 2 other files left out: 1 .cls, 1 .txt\n" in done.stderr
+    assert done.stdout.count("alpha.png") == 1
+    assert pixels(predicted.out / "sheet.png").shape[0] > 400
+    assert {path.name for path in predicted.out.iterdir()} == {"out.csv", "sheet.png"}
+
+
+def test_workers_and_batches_change_nothing(tiny_run, odd_files):
+    trained = vit.load(tiny_run)
+    places = find_inputs([str(odd_files)]).places * 3
+    alone = list(predict(trained, places, 3, batch_size=36, num_workers=0))
+    parts = list(predict(trained, places, 3, batch_size=5, num_workers=2, num_pixels=7))
+    assert [part.first for part in parts] == list(range(0, 36, 5))
+    assert len(alone) == 1
+    problems = {number: reason for part in parts for number, reason in part.problems.items()}
+    assert problems == alone[0].problems
+    assert len(problems) == 15
+    good = [number for number in range(36) if number not in problems]
+    assert torch.equal(torch.cat([part.labels for part in parts])[good], alone[0].labels[good])
+    found = torch.cat([part.probabilities for part in parts])
+    # One forward pass of 5 or of 36 images sums in another order.
+    torch.testing.assert_close(found[good], alone[0].probabilities[good], rtol=1e-5, atol=1e-6)
+    kept = torch.cat([part.pixels for part in parts if part.pixels is not None])
+    assert len(kept) == 7
+    assert torch.equal(kept[3], trained.preprocess.pixels(places[3].path))
+
+
+def test_a_list_on_stdin_may_name_what_is_gone(tiny_run, odd_files, tmp_path, monkeypatch, capfd):
+    name = os.fsdecode(b"not utf-8 \xff.png")
+    Image.new("RGB", (9, 9)).save(tmp_path / "x.png")
+    os.rename(tmp_path / "x.png", tmp_path / name)
+    content = f"{odd_files}/a/alpha.png\r\n{tmp_path}/gone.jpg\n\n{tmp_path}/{name}\n"
+    raw = io.BytesIO(os.fsencode(content))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=raw))
+    out = tmp_path / "out.csv"
+    from vit.ranks import exit
+
+    left = []
+    monkeypatch.setattr(exit, "leave", left.append)
+    run_here("launch/predict.py", "--checkpoint", tiny_run, "-", "--csv", out, "--device", "cpu")
+    rows = rows_of(out)
+    expected = [f"{odd_files}/a/alpha.png", f"{tmp_path}/gone.jpg", f"{tmp_path}/{name}"]
+    assert [row["file"] for row in rows] == expected
+    assert rows[1]["problem"] == "cannot be read (No such file or directory)"
+    assert left == [1]
+    assert "not utf-8" in capfd.readouterr().out
+
+
+def test_names_ended_by_zero_bytes_are_a_list_too(tmp_path):
+    with_line_end = tmp_path / "a\nb.jpg"
+    found = find_inputs(["-"], io.BytesIO(os.fsencode(f"{with_line_end}\0c.jpg\0")))
+    assert found.places == [Place(str(with_line_end)), Place("c.jpg")]
+
+
+def test_links_in_a_circle_end(odd_files, tmp_path):
+    (tmp_path / "a").symlink_to(odd_files / "a")
+    (tmp_path / "again").symlink_to(tmp_path)
+    found = find_inputs([str(tmp_path)])
+    assert [place.name for place in found.places] == [f"{tmp_path}/{name}" for name in IN_ORDER[:3]]
+
+
+def test_of_a_csv_that_was_not_finished_nothing_is_left(tmp_path):
+    path = tmp_path / "out.csv"
+    path.write_text("before")
+
+    def write_and_stop() -> None:
+        with csv_file(path, 2) as writer:
+            writer.writerow(["a"] * 100_000)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_and_stop()
+    assert [file.name for file in tmp_path.iterdir()] == ["out.csv"]
+    assert path.read_text() == "before"
+
+
+def test_many_images_are_shown_as_numbers_of_each_class(tiny_run, shards, tmp_path, capfd):
+    out = tmp_path / "out.csv"
+    folder = shards.parent / "images" / "val"
+    flags = ["--csv", out, "--device", "cpu", "--classes", tmp_path / "names.txt"]
+    (tmp_path / "names.txt").write_text("red\ngreen\nblue\n")
+    run_here("launch/predict.py", "--checkpoint", tiny_run, folder, *flags)
+    counts = [row["class_1"] for row in rows_of(out)]
+    assert len(counts) == 23
+    printed = capfd.readouterr().out
+    for name in set(counts):
+        line = next(line for line in printed.splitlines() if line.startswith(name))
+        share = 100 * counts.count(name) / 23
+        assert line.split()[1:4] == [str(counts.count(name)), f"{share:.1f}", "%"]

@@ -1,0 +1,62 @@
+"""Files that may hold an image: by which names they go, and their bytes.
+
+What the bytes are is decided by `vit.data.decode.images`. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+MAX_IMAGE_BYTES = 1 << 28
+"""An encoded image of more than 256 MiB is refused: it is a bomb, or no image."""
+EXTENSIONS = (
+    *(
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".mpo",
+        ".png",
+        ".apng",
+        ".webp",
+        ".bmp",
+        ".dib",
+        ".gif",
+        ".tif",
+        ".tiff",
+    ),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k"),
+)
+"""Suffixes of what `vit.data.decode.images` reads."""
+READ_MAGIC = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|BM.{4}\0\0|II\*\0|MM\0\*"
+    rb"|RIFF.{4}WEBP|P[1-6]\s|.{4}ftypavi[fs]|\0\0\0\x0cjP  ",
+    re.DOTALL,
+)
+"""First bytes of images that are read."""
+
+
+def is_image(path: str) -> bool:
+    """Whether a file is an image that is read, by its suffix, or without one by its first bytes."""
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix or not os.path.isfile(path):  # a pipe would block
+        return suffix in EXTENSIONS
+    try:
+        with open(path, "rb") as file:
+            return READ_MAGIC.match(file.read(16)) is not None
+    except OSError:
+        return False
+
+
+def read_image(path: str) -> bytes:
+    """Return the bytes of a file.
+
+    Raises OSError, and ValueError for anything but a regular file of at most MAX_IMAGE_BYTES.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would block
+        raise ValueError("not a regular file")
+    with open(path, "rb") as file:
+        if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_IMAGE_BYTES:
+            raise ValueError(f"{num_bytes:,} bytes; no image has more than {MAX_IMAGE_BYTES:,}")
+        return file.read()
