@@ -51,7 +51,7 @@ NEEDS_TORCH = (
     "vit.data.worker_pool",
     "vit.data.augment.apply",
     "vit.data.augment.dialects",
-    "vit.data.augment.families",
+    "vit.data.augment.kinds",
     "vit.data.augment.pixel_ops",
     "vit.data.augment.rounds",
 )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vit.data.augment import pixel_ops
-from vit.data.augment.families import Kind
+from vit.data.augment.kinds import Kind
 from vit.data.augment.table import OP_NAMES
 
 Size = tuple[int, int]

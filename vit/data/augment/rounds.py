@@ -1,7 +1,7 @@
 """What the device needs to know of a batch's operations, made on the host from the batch's table.
 
 Which row has which operation is known here, so nothing waits for the device: images lie sorted by
-kind (`vit.data.augment.families`) in each round, and all numbers reach the device in one copy.
+kind (`vit.data.augment.kinds`) in each round, and all numbers reach the device in one copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vit.data.augment import pixel_ops
 from vit.data.augment.dialects import OPS, Drawn, Size
-from vit.data.augment.families import NUM_NUMBERS, Kind, Round
+from vit.data.augment.kinds import NUM_NUMBERS, Kind, Round
 from vit.data.augment.table import FLIP, OpColumn, TableLayout
 
 _ALL_OPS = [op for ops in OPS.values() for op in ops]
