@@ -34,14 +34,16 @@ from vit.config import io as config_io
 from vit.config.hints import setting_for
 from vit.evaluate import evaluate_weights
 from vit.finetune import finetune
+from vit.one_reader import read_once
 from vit.open_data import open_split
 from vit.ranks import distributed
 from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
 from vit.run.folder import LATEST_FILE, newest_run
 from vit.system.command_line import Parser
-from vit.weights.files import find_weights, read_weights
+from vit.weights.files import LoadedWeights, read_weights
 from vit.weights.published import describe_published, with_published_config
+from vit.weights.published_models import KnownModel
 
 
 def main() -> World:
@@ -60,33 +62,43 @@ def main() -> World:
         deterministic = tuned.train.deterministic
     setting = "--device " if args.device else "train.device="
     world = distributed.join_world(device, setting, deterministic=deterministic)
-    path = world.main_first(
-        lambda: find_weights(
+    known: KnownModel | None = None
+    problem = ""
+
+    def read() -> LoadedWeights:
+        nonlocal known, problem
+        loaded = read_weights(
             args.checkpoint or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
         )
-    )
-    row = None
-    config = None
-    problem = ""
-    with world.fail_together():
-        loaded = read_weights(path)
-        if args.model and loaded.config is not None:
-            raise ValueError(
-                f"--model {args.model}: {loaded.path} comes from this project and contains its"
-                " model's name: leave --model out"
-            )
+        if loaded.config is not None:
+            if args.model:
+                raise ValueError(
+                    f"--model {args.model}: {loaded.path} comes from this project and contains its"
+                    " model's name: leave --model out"
+                )
+            return loaded
         try:
-            if loaded.config is None:
-                root = tuned.data.root if tuned else args.data
-                split = tuned.data.val_split if tuned else args.split or "val"
-                loaded, row = with_published_config(loaded, args.model, root, split)
-            config = config_io.from_dict(loaded.config or {}, str(loaded.path))
+            root = tuned.data.root if tuned else args.data
+            split = tuned.data.val_split if tuned else args.split or "val"
+            loaded, known = with_published_config(loaded, args.model, root, split)
         except ValueError as error:
             if not args.finetune:
                 raise
             # Weights without a head can be fine-tuned, though not evaluated before.
             problem = str(error)
-    world.check_same(lambda: f"{path}, step {loaded.step}", "weights")
+        return loaded
+
+    loaded = read_once(read, world)
+    problem = world.broadcast_from_main(lambda: problem)
+    config = None
+    with world.fail_together():
+        try:
+            if not problem:
+                config = config_io.from_dict(loaded.config or {}, str(loaded.path))
+        except ValueError as error:
+            if not args.finetune:
+                raise
+            problem = str(error)
     if tuned is not None:
         finetune(loaded, config, problem, tuned, world, out, args.json)
         return world
@@ -94,11 +106,11 @@ def main() -> World:
     assert config is not None, "otherwise the problem was raised"
     config = config_io.with_settings(config, settings)
     as_json = evaluate_weights(loaded, config, world, out).as_json
-    if world.is_main and row is not None:
+    if world.is_main and known is not None:
         num_classes = open_split(config.data, config.data.val_split).num_classes
         size = config.model.height_width()
         head_classes = loaded.num_classes or num_classes
-        line = describe_published(row, as_json["num_images"], size, num_classes, head_classes)
+        line = describe_published(known, as_json["num_images"], size, num_classes, head_classes)
         print(f"  {line}", file=out)
     if world.is_main and args.json:
         print(json.dumps(as_json))

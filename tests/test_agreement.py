@@ -81,12 +81,15 @@ def shifted(batch: Batch) -> Batch:
 
 
 ONE_READS = """
-import hashlib, json, sys
+import hashlib, json, sys, torch
+from dataclasses import replace
 from vit.build import build
 from vit.config import io as config_io
 from vit.ranks import distributed
 from vit.ranks.exit import leave_world, run_command
 from vit.run.checkpoint import named_tensors
+from vit.weights.files import read_weights
+from vit.one_reader import read_once
 
 def main():
     world = distributed.join_world("cpu")
@@ -99,6 +102,18 @@ def main():
     for name, tensor in named_tensors(run.train_step).items():
         digest.update(name.encode() + tensor.numpy().tobytes())
     state = json.dumps([run.state.step, run.state.facts], sort_keys=True)
+
+    def read():
+        loaded = read_weights(settings.init.checkpoint or settings.run.dir)
+        others = {"bits": torch.tensor([True, False]), "half": torch.ones(3).bfloat16()}
+        others |= {"none": torch.zeros(0, 2), "turned": torch.eye(2, 3).t()}
+        return replace(loaded, weights=loaded.weights | others)
+
+    loaded = read_once(read, world)
+    state += f" {replace(loaded, weights={})}"
+    for name, tensor in loaded.weights.items():
+        words = f"{name} {tensor.shape} {tensor.dtype} {tensor.tolist()}"
+        state += hashlib.sha256(words.encode()).hexdigest()
     sys.stdout.write(f"rank {world.rank}: {digest.hexdigest()} {state}\\n")
     run.__exit__(None, None, None)
     return world

@@ -15,8 +15,8 @@ import vit.build
 from vit.config.io import load_config
 from vit.config.schema import InitConfig, ModelConfig
 from vit.data.shuffle_quality import measure_shuffle
-from vit.initial_weights import load_initial_weights
 from vit.model import create_model
+from vit.one_reader import load_initial_weights
 from vit.ranks.distributed import World
 from vit.ranks.exit import Interrupted
 from vit.weights.files import WeightsError

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm_python
 from processes import (
     TINY,
     Background,
@@ -370,6 +371,9 @@ def test_where_nothing_can_be_compiled_training_is_eager_and_says_so(tmp_path, s
     assert "or set train.compile=false" in done.stderr
     assert metrics(tmp_path / "run", "start")[0]["compiled"] is False
     assert final_state(tmp_path / "run", 3) == final_state(tmp_path / "eager", 3)
+    again = call(command("launch/train.py", *words, ranks=0, python=warm_python.python(env)), env)
+    assert f"{tmp_path / 'run'} is finished: 3 steps" in again.stderr
+    assert "torch.compile" not in again.stderr, "it was tried for a run without a step"
 
 
 def test_a_model_of_timm_trains_in_the_same_loop(tmp_path, shards):

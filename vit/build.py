@@ -27,9 +27,9 @@ from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import TrainSet
 from vit.data.stream import StreamBatches
 from vit.evaluate import Evaluator
-from vit.initial_weights import load_initial_weights
 from vit.mfu import find_peak
 from vit.model import create_model
+from vit.one_reader import load_initial_weights
 from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
@@ -93,7 +93,8 @@ class Run:
     ) -> None:
         """End writing, close the record, and give back the terminal, the folder and the signals."""
         try:
-            self.saver.close()
+            # A second Ctrl-C: whatever the thread waits for may never come.
+            self.saver.close(at_once=isinstance(error, KeyboardInterrupt))
             if error is not None:
                 reason = f"{type(error).__name__}: {error}"
                 with suppress(ValueError):  # a full disk: the first error is the one to report
@@ -151,7 +152,9 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
             )
 
         # 4. The training step and the evaluator.
-        train_step = create_train_step(config, data.plan, data.num_classes, model, world)
+        train_step = create_train_step(
+            _config_of_step(config, found, data.plan), data.plan, data.num_classes, model, world
+        )
         evaluator = _create_evaluator(config, data, train_step)
         times.end("model")
 
@@ -255,6 +258,13 @@ def open_data(config: Config, world: World) -> RunData:
     return RunData(
         plan, train_set, batches, val_split, image_format, num_classes, checked, disk, facts
     )
+
+
+def _config_of_step(config: Config, found: tuple[Path, dict] | None, plan: Plan) -> Config:
+    """Return `config`; of a run without a further step not compiled, so that it says so at once."""
+    if found is None or not checkpoints.state_of(found[1]).is_over(plan):
+        return config
+    return config_io.with_settings(config, {"train.compile": False})
 
 
 def create_train_step(
@@ -396,7 +406,7 @@ def _start_record(
         restarts=state.restarts,
         world_size=world.size,
         device=str(world.device),
-        compiled=config.train.compile and not train_step.why_eager,
+        compiled=config.train.compile and not (train_step.why_eager or state.is_over(data.plan)),
         **made_by,
         exact=isinstance(data.batches, TrainBatches),
         plan=asdict(data.plan),

@@ -249,13 +249,7 @@ def evaluate_weights(loaded: LoadedWeights, config: Config, world: World, out: T
     evaluator = Evaluator(
         split,
         ImageFormat.from_config(config.model, config.data),
-        create_augment(
-            config.augment,
-            config.data,
-            loaded.num_classes,
-            world.device,
-            compiled=config.train.compile,
-        ),
+        create_augment(config.augment, config.data, loaded.num_classes, world.device),
         world,
         config.eval,
         precision=config.train.precision,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -18,6 +19,7 @@ from vit.config.io import with_settings
 from vit.config.schema import Config
 from vit.evaluate import Result, evaluate_weights
 from vit.metrics import paired_difference
+from vit.one_reader import read_once
 from vit.open_data import open_split
 from vit.ranks.distributed import World
 from vit.run.checkpoint import newest_checkpoint
@@ -71,7 +73,8 @@ def finetune(
         return
 
     world.barrier()  # the main rank writes the weights, and may still be drawing its report
-    after = evaluate_weights(read_weights(tuned.run.dir), tuned, world, out)
+    trained = read_once(partial(read_weights, tuned.run.dir), world)
+    after = evaluate_weights(trained, tuned, world, out)
     if not world.is_main:
         return
     labels = torch.from_numpy(split.index["label"].astype("int64"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -206,5 +207,9 @@ def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's runtime locks the memory")
 def test_memory_that_the_cuda_runtime_does_not_lock_is_no_reason_to_stop(capsys):
     """gVisor, WSL and some virtual machines refuse it; so does a machine without a driver."""
-    assert page_lock(torch.zeros(4096, dtype=torch.uint8)) is False
-    assert "note: memory of batches is not page-locked here (" in capsys.readouterr().err
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    assert page_lock(memory, "memory of batches", "each is copied") is False
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        r"note: memory of batches is not page-locked here \(.+\): each is copied\n", said
+    )

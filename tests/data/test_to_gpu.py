@@ -279,6 +279,7 @@ class Training:
             self.gpu.run_some()
         held.clear()
         self.to_gpu.close()
+        assert self.gpu.locked is None, "CUDA would find it locked when the next loader has it"
         self.write_into_free_slots()
         while any(self.gpu.queues.values()):
             self.gpu.run_one()

@@ -75,6 +75,16 @@ def forward(model, images):
         " implementation, but you set 'torch.use_deterministic_algorithms(True)'.")
 vit.model.VisionTransformer.forward = forward
 """
+NOT_COMPILED = """
+import torch
+def compile_graph(graph, inputs):
+    raise RuntimeError("Internal Triton PTX codegen error\\nptxas fatal: Unknown option")
+def compile(function, **options):
+    # The line by which the host is tried has no options, and compiles.
+    return unchanged(function, backend=compile_graph) if options else function
+unchanged = torch.compile
+torch.compile = compile
+"""
 NO_BF16 = """
 import sys, torch
 from vit.precision import precision_note
@@ -156,6 +166,9 @@ SCENARIOS: dict[str, Callable[[Place], subprocess.CompletedProcess]] = {
     ),
     "a model that cannot add in one order, with `train.deterministic=true`": (
         lambda place: place.train(NO_ORDER, "train.device=cpu", "train.deterministic=true")
+    ),
+    "a model that torch.compile fails on, though it works on this host": (
+        lambda place: place.train(NOT_COMPILED, "train.device=cpu", "train.compile=true")
     ),
     "a GPU without bf16: training goes on": lambda place: call(
         [sys.executable, "-c", NO_BF16], environment()

@@ -207,6 +207,62 @@ def test_killed_in_the_middle_of_a_file(tmp_path, config, limit_kib):
     assert not list(run.folder.rglob("*.tmp")), "left over"
 
 
+def test_a_kill_amid_the_removal_of_a_checkpoint_leaves_nothing_for_ever(tmp_path, config):
+    """Of its two files either may go first, and the other one may have gigabytes."""
+    run = built(config, tmp_path / "run")
+    run.record.close()
+    removed = []
+
+    def kill(event: str, args: tuple) -> None:
+        if event == "os.remove" and str(args[0]) in ("checkpoint.json", "state.safetensors"):
+            removed.append(args)
+            if len(removed) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def save_until_killed() -> None:
+        with at_each_operation(kill):
+            save_all(run)
+
+    assert os.WTERMSIG(in_a_fork(save_until_killed)) == signal.SIGKILL
+    assert_whole(run.folder)
+    fill(run, 9)
+    saver = Saver(run.folder, run.train_step, {}, [], 1, run.record)
+    saver.prepare()
+    saver.save(run.state, True)
+    saver.finish()
+    saver.close()
+    found = {path.name for path in (run.folder / "checkpoints").iterdir()}
+    assert found == {"step_00000009", "latest"}
+
+
+def test_a_process_forked_during_a_save_does_not_have_its_file(tmp_path, config):
+    """Workers of evaluation live as long as the run: the disk would keep what is removed later."""
+    run = built(config, tmp_path / "run")
+    found = list[tuple[list[str], int]]()
+
+    def look(event: str, args: tuple) -> None:
+        if event == "os.rename" and not found:
+            found.append((open_files(os.getpid(), ".tmp"), in_a_fork(expect_nothing)))
+
+    def expect_nothing() -> None:
+        assert not open_files(os.getpid(), ".tmp")
+
+    with at_each_operation(look):
+        run.saver.save(run.state, True)
+        run.saver.finish()
+    run.__exit__(None, None, None)
+    [(files, status)] = found
+    assert [Path(file).name.split(".")[1] for file in files] == ["state"]
+    assert status == 0
+
+
+def open_files(pid: int, ending: str) -> list[str]:
+    """The files with this ending that a process has open."""
+    folder = Path(f"/proc/{pid}/fd")
+    links = [os.readlink(folder / name) for name in os.listdir(folder) if (folder / name).exists()]
+    return [link for link in links if link.endswith(ending)]
+
+
 def test_an_error_of_the_thread_comes_with_the_next_save_and_with_the_end(tmp_path, config):
     """It leaves what was complete, and no half file."""
     run = built(config, tmp_path / "run")
@@ -270,6 +326,50 @@ def test_the_state_is_what_it_was_when_it_was_copied_and_others_can_read_it(tmp_
         found = {name: torch.full_like(file.get_tensor(name), 7) for name in names}
     load(found, storage_reader=HuggingFaceStorageReader(str(folder)))
     assert all((value == 1).all() for name, value in found.items() if "scaler" not in name)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_run_whose_folder_was_removed_ends_with_the_next_save(tmp_path, config, is_replaced):
+    """It saves nothing into a folder that a second run may have made."""
+    run = built(config, tmp_path / "run")
+    run.saver.save(run.state, True)
+    run.saver.finish()
+    run.folder.rename(tmp_path / "moved")
+    if is_replaced:
+        run.folder.mkdir()
+        (run.folder / ".lock").touch()
+    with pytest.raises(ValueError, match="was removed, moved or replaced"):
+        run.saver.save(run.state, True)
+    run.__exit__(None, None, None)
+    assert not (run.folder / "checkpoints").exists()
+    assert complete_checkpoints(tmp_path / "moved")
+
+
+def test_a_second_interrupt_does_not_wait_for_a_thread_that_stands_still(tmp_path, config):
+    """As on a mount that is gone; what was complete before is whole."""
+    run = built(config, tmp_path / "run", "checkpoint.every_steps=2")
+    release = threading.Event()
+    give_up = threading.Timer(5, release.set)
+
+    def hold(event: str, args: tuple) -> None:
+        if event == "os.rename" and str(args[1]).endswith("step_00000004"):
+            give_up.start()
+            assert release.wait(240)
+
+    def interrupt_twice(part: object) -> None:
+        if run.state.step == 4:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    run.train_step.mark = interrupt_twice
+    with at_each_operation(hold):
+        with pytest.raises(KeyboardInterrupt):
+            vit.train.train(run)
+        has_waited = release.is_set()
+        release.set()
+        give_up.cancel()
+    assert not has_waited
+    assert [path.name for path in complete_checkpoints(run.folder)][-1] == "step_00000002"
 
 
 @pytest.mark.slow

@@ -5,15 +5,22 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from processes import TINY
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vit.build import build
+from vit.config import io as config_io
+from vit.ranks.distributed import World
+from vit.run.checkpoint import named_tensors
 from vit.run.snapshot import Snapshot
 
 GPU = torch.device("cuda", 0)
@@ -91,6 +98,9 @@ class FakeCuda(TorchDispatchMode):
         yield
         self.current = before
 
+    def device(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def run_one(self) -> bool:
         """Do the next piece of work of a stream that can go on; whether there was one."""
         ready = []
@@ -128,10 +138,10 @@ def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[floa
                 if cuda.without == "buffers at once":
                     copied = snapshot.take(state)
                 # The host goes on, and may be far ahead when the thread looks.
-                pending = (step, copied)
+                pending = step
             else:
-                pending[1].synchronize()
-                found.append((pending[0], [float(copy) for copy in snapshot.tensors.values()]))
+                snapshot.wait()
+                found.append((pending, [float(copy) for copy in snapshot.tensors.values()]))
         while cuda.run_one():
             pass
     return found
@@ -157,6 +167,50 @@ def test_without_any_one_of_the_waits_some_order_is_wrong(wait):
         if (found := copies_of_steps(FakeCuda(choose, wait))) != [(1, [1] * 3), (3, [3] * 3)]
     ]
     assert wrong
+
+
+def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
+    """Of a run whose GPU does nothing until it is waited for, and then runs the step first."""
+    overrides = [*TINY, f"run.dir={tmp_path / 'run'}"]
+    run = build(config_io.load_config(config, overrides).config, World(0, 1, torch.device("cpu")))
+    run.saver.finish()
+    state = run.train_step.model
+    state.register_buffer("seen", torch.ones(3))  # as a batch norm's, which a forward pass changes
+    cuda = FakeCuda(lambda ready: ready[0])
+    snapshot = Snapshot(named_tensors(run.train_step), GPU, cuda)
+    run.saver._snapshot = snapshot
+    is_queued = threading.Event()  # the GPU's work is done by whoever waits for it, here the thread
+    snapshot.wait = lambda: is_queued.wait(60) and Snapshot.wait(snapshot)
+    expected = {name: tensor.clone() for name, tensor in named_tensors(run.train_step).items()}
+    with cuda:
+        run.saver.save(run.state, True)
+        state.seen.fill_(2)
+        assert run.train_step.copying is snapshot._copied is not None
+        run.train_step.copying.wait()
+        state.cls_token.data.fill_(7)
+    is_queued.set()
+    run.saver.finish()
+    while cuda.run_one():
+        pass
+    assert (state.cls_token == 7).all()
+    run.__exit__(None, None, None)
+    saved = load_file(run.folder / "checkpoints" / "step_00000000" / "state.safetensors")
+    assert saved.keys() == expected.keys()
+    assert [name for name in saved if not torch.equal(saved[name], expected[name])] == []
+
+
+def test_the_end_after_a_failure_of_the_device_raises_nothing_of_its_own():
+    """The failure was raised where it was met, and closing must not hide it."""
+
+    class Failed(FakeEvent):
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    cuda = FakeCuda(lambda ready: ready[0])
+    snapshot = Snapshot({"weight": torch.zeros(2)}, GPU, cuda)
+    snapshot._copied = Failed(cuda)
+    snapshot._is_locked = True  # as page_lock does, which needs a driver
+    snapshot.close()
 
 
 def test_processes_that_are_forked_do_not_have_the_copy():

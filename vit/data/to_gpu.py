@@ -139,7 +139,7 @@ class Cuda:
     def lock(self, memory: Tensor) -> bool:
         """See `page_lock`."""
         with torch.cuda.device(self._device):
-            return page_lock(memory)
+            return page_lock(memory, "memory of batches", "each is copied once more on the host")
 
     def unlock(self, memory: Tensor) -> None:
         """Undo `lock`."""
@@ -175,11 +175,11 @@ class Cuda:
         torch.cuda.synchronize(self._device)
 
 
-def page_lock(memory: Tensor) -> bool:
-    """Page-lock `memory`, so that the GPU can read it by itself; return whether that worked.
+def page_lock(memory: Tensor, what: str, otherwise: str) -> bool:
+    """Page-lock `memory`, so that the GPU can read and write it by itself; return whether it could.
 
-    The CUDA runtime refuses inside gVisor, WSL and some virtual machines: a note is printed, and
-    batches are copied once more on the host, into memory that torch page-locks.
+    The CUDA runtime refuses inside gVisor, WSL and some virtual machines: then a note is printed,
+    of `what` is not locked and what happens `otherwise`.
     """
     try:
         cuda = torch.cuda.cudart()
@@ -189,10 +189,6 @@ def page_lock(memory: Tensor) -> bool:
         # CUDA reports the error again after the next kernel: launch one here, or a step would fail.
         with suppress(RuntimeError):
             torch.ones(1, device="cuda").add_(1)
-        print(
-            f"note: memory of batches is not page-locked here ({reason}): each is copied once more"
-            " on the host",
-            file=sys.stderr,
-        )
+        print(f"note: {what} is not page-locked here ({reason}): {otherwise}", file=sys.stderr)
         return False
     return True

@@ -118,7 +118,7 @@ def run_command(command: Callable[[], World | None]) -> None:
     except KeyboardInterrupt:
         _leave_because_of_others("interrupted", 128 + signal.SIGINT)
     except Exception as error:
-        if problem := out_of_memory(error) or _disk_full(error) or _has_no_order(error):
+        if problem := _whose_remedy_is_known(error):
             _leave_with_message(f"error: {problem}", 2)
         if lost := str(error) if isinstance(error, RankLost) else _lost_connection(error):
             _leave_because_of_others(f"{lost}; its own message, or torchrun's, says why", 1)
@@ -248,6 +248,16 @@ def _lost_connection(error: Exception) -> str:
     return "lost the connection to another rank" if is_lost else ""
 
 
+def _whose_remedy_is_known(error: Exception) -> str:
+    """Message for an error of another library that the user can remedy; "" for any other."""
+    return (
+        out_of_memory(error)
+        or _disk_full(error)
+        or _has_no_order(error)
+        or _failed_to_compile(error)
+    )
+
+
 def out_of_memory(error: Exception) -> str:
     """Which memory ran out and which setting to lower; "" if `error` is about something else.
 
@@ -290,6 +300,25 @@ def _has_no_order(error: Exception) -> str:
     return (
         f"{found[1]} cannot add in one order, which train.deterministic asks for: set"
         " train.deterministic=false, or choose a model without it"
+    )
+
+
+def _failed_to_compile(error: Exception) -> str:
+    """Message for what torch.compile raises about a model; "" for anything else.
+
+    That a host can compile was tried (`vit.step.why_not_compiled`), but not all that the model has.
+    """
+    verbose = "TORCHDYNAMO_VERBOSE"  # torch's own variable
+    dynamo = sys.modules.get("torch._dynamo.exc")  # there once something was compiled
+    if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
+        return ""
+    if os.environ.get(verbose) == "1":
+        return ""
+    lines = str(error).strip().splitlines()
+    reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
+    return (
+        f"torch.compile failed ({reason}): set train.compile=false, which changes only the speed;"
+        f" {verbose}=1 shows the stack"
     )
 
 

@@ -118,13 +118,22 @@ def write_checkpoint(
         else:
             _write(folder, tensors, state, config, world_size)
             for old in complete_checkpoints(run_dir)[keep_last:]:
-                shutil.rmtree(old)
+                _remove(old)
     except (OSError, WeightsError) as error:
         shutil.rmtree(_hidden(folder), ignore_errors=True)
         if isinstance(error, WeightsError):
             raise CheckpointError(str(error)) from None
         raise _unwritable(folder, error) from None
     return folder
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint, which is complete or not there at every moment."""
+    # A kill amid the removal leaves a name that the next save clears away. Half a folder under its
+    # own name would stay for ever, with gigabytes, or look complete.
+    hidden = _hidden(folder)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:

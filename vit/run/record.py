@@ -95,8 +95,8 @@ class Record:
         self._config = config
         self._said_at = time.monotonic()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._lock = lock or RunLock(run_dir)
-        self._lock.acquire()
+        self.lock = lock or RunLock(run_dir)
+        self.lock.acquire()
         self._file = _open_to_append(run_dir / METRICS_FILE)
         if self._console.is_terminal:
             self._live = Progress(
@@ -216,7 +216,7 @@ class Record:
         if self._live is not None:
             self._live.stop()
         self._file.close()
-        self._lock.release()  # the next attempt does not wait for W&B
+        self.lock.release()  # the next attempt does not wait for W&B
         if self._wandb is not None:
             self._wandb.close(self._outcome == "error", self._outcome == "stopped")
             self._wandb = None

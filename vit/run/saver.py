@@ -78,12 +78,14 @@ class Saver:
         """Begin to write a checkpoint, and the files `weights` (last, best) in `weights/`.
 
         Waits for the save before. Raises CheckpointError if that one failed, or if the disk has no
-        room for this one; on all ranks, as `World.fail_together` says.
+        room for this one, and ValueError if the folder is not there any more; on all ranks, as
+        `World.fail_together` says.
         """
         began = time.perf_counter()
         with self._world.fail_together():
             if self._world.is_main:
                 self._wait()
+                self._record.lock.check_in_place()
                 check_room(
                     self._run_dir, state.step, self._needed_bytes(state, with_checkpoint, weights)
                 )
@@ -107,15 +109,18 @@ class Saver:
         with self._world.fail_together():
             self._wait()
 
-    def close(self) -> None:
+    def close(self, at_once: bool = False) -> None:
         """Let the thread complete what it has begun, and give the memory back; raises nothing of
-        what the thread meets: something else ended the run."""
-        if self._thread is not None:
+        what the thread meets: something else ended the run.
+
+        at_once: leave the thread, and what it has not completed, to the end of the process.
+        """
+        if self._thread is not None and not at_once:
             self._thread.join()
             self._thread = None
         with suppress(ValueError):
             self.report()
-        if self._snapshot is not None:
+        if self._snapshot is not None and self._thread is None:
             self._snapshot.close()
             self._snapshot = None
 

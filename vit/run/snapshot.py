@@ -58,7 +58,9 @@ class Snapshot:
             self._memory.numpy().fill(0)
             return
         with self._cuda.device(self._device):
-            self._is_locked = page_lock(self._memory)
+            self._is_locked = page_lock(
+                self._memory, "memory to copy what is saved", "training stands during the copy"
+            )
 
     def take(
         self, tensors: Mapping[str, Tensor], changing: Collection[str] = ()
@@ -90,11 +92,13 @@ class Snapshot:
 
     def close(self) -> None:
         """Unlock the memory; nothing may be copied any more."""
-        if self._is_locked:
-            self._is_locked = False
+        if not self._is_locked:
+            return
+        self._is_locked = False
+        # A device that failed has raised its error before, which is the one to report.
+        with suppress(RuntimeError), self._cuda.device(self._device):
             self.wait()
-            with self._cuda.device(self._device):
-                self._cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            self._cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
 
 
 def _private_memory(num_bytes: int) -> Tensor:

@@ -47,6 +47,10 @@ class RunState:
         """Return whether nothing is left to train and to evaluate."""
         return self.step == plan.total_steps and not self.is_evaluation_due(plan)
 
+    def is_over(self, plan: Plan) -> bool:
+        """Return whether nothing is left, or the run is to end before where it has come to."""
+        return self.step > plan.total_steps or self.is_finished(plan)
+
     def take_best(self, *results: tuple[float, float]) -> bool:
         """Keep the best of `results`, pairs of top-1 and loss; return whether it is a new best.
 

@@ -89,9 +89,31 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
         remove_if_abandoned(leftover)
 
 
+_unfinished: set[int] = set()
+"""Descriptors of the files that threads of this process write now."""
+
+
+def _leave_unfinished() -> None:
+    """Let a forked process give up the files that its parent is writing."""
+    # A loader worker lives for hours: with its descriptor it would keep the lock of a file that was
+    # abandoned, and, once the file is replaced or removed, its space on the disk. Not closed: a
+    # number that is free could become that of another file, for the copy of the parent's object.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in _unfinished:
+        os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+    _unfinished.clear()
+
+
+os.register_at_fork(after_in_child=_leave_unfinished)
+
+
 @contextmanager
 def temporary_file(path: Path) -> Iterator[BinaryIO]:
-    """A new locked file next to `path`, removed at the end of the block unless it was renamed."""
+    """A new locked file next to `path`, removed at the end of the block unless it was renamed.
+
+    A process that is forked meanwhile does not have it.
+    """
     with ExitStack() as stack:
         while True:
             file = stack.enter_context(open(temporary_beside(path), "x+b"))
@@ -100,6 +122,8 @@ def temporary_file(path: Path) -> Iterator[BinaryIO]:
             # Otherwise another process took it for abandoned before it was locked.
             if os.fstat(file.fileno()).st_nlink:
                 break
+        _unfinished.add(file.fileno())
+        stack.callback(_unfinished.discard, file.fileno())
         try:
             yield file
         finally:

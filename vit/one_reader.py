@@ -1,16 +1,73 @@
-"""Weights of `init.checkpoint` in a new model: one rank reads them, the others get the values."""
+"""Weights from a file on all ranks: one reads it, and the others, which may not see it, get them.
+
+    to be evaluated      rank 0: file -> tensors and what is known of them -> the same on all ranks
+    `init.checkpoint`    rank 0: file -> its model -> the values of all models
+
+Values travel in collectives, the rest through the store.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from vit.config import io as config_io
 from vit.config.schema import InitConfig, ModelConfig
 from vit.ranks.distributed import World
 from vit.weights.class_names import class_mismatch
 from vit.weights.files import LoadedWeights, WeightsError, fingerprint, load_weights, read_weights
+
+
+def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
+    """Call `read` on rank 0 and return its result on all ranks, on the host.
+
+    Whatever it raises there becomes AlreadyReported on the others.
+    """
+    if world.size == 1:
+        return read()
+    own: list[LoadedWeights] = []
+
+    def describe() -> dict[str, Any]:
+        loaded = read()
+        own.append(loaded)
+        names = [field.name for field in fields(loaded) if field.name not in ("path", "weights")]
+        return {
+            "path": str(loaded.path),
+            "known": {name: getattr(loaded, name) for name in names},
+            "tensors": [
+                (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                for name, tensor in loaded.weights.items()
+            ],
+        }
+
+    said = world.broadcast_from_main(describe)
+    if own:
+        loaded = own[0]
+    else:
+        weights = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype))
+            for name, shape, dtype in said["tensors"]
+        }
+        loaded = LoadedWeights(Path(said["path"]), weights, **said["known"])
+        if loaded.grid_size is not None:
+            height, width = loaded.grid_size  # a list in JSON
+            loaded = replace(loaded, grid_size=(height, width))
+    world.broadcast_(_bytes_of(tensor) for tensor in loaded.weights.values())
+    return loaded
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return (nbytes,) uint8: the memory of a contiguous tensor, or a copy.
+
+    Weights may have types that no backend broadcasts.
+    """
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def load_initial_weights(
