@@ -269,6 +269,8 @@ def evaluate_weights(loaded: LoadedWeights, config: Config, world: World, out: T
     accuracy = result.accuracy
     low, high = interval95(accuracy.correct_top1, accuracy.num_images)
     as_json: dict[str, Any] = {**accuracy.to_dict(), "top1_low": low, "top1_high": high}
+    if loaded.class_names is None:  # weights of another program
+        notes = loaded.report(notes)
     lines = [*notes, str(accuracy)]
     # Labels are compared by number. Without this an accuracy on other classes would look valid.
     if mismatch := class_mismatch(loaded, split.class_names, split.num_classes):

@@ -86,8 +86,8 @@ def load_initial_weights(
 
     def read() -> str:
         loaded, notes = _load(model, init, model_config, class_names, num_classes)
-        for note in notes:
-            print(f"{loaded.path}: {note}", file=sys.stderr)
+        for line in loaded.report(notes):
+            print(f"{loaded.path}: {line}", file=sys.stderr)
         return fingerprint(loaded.weights)
 
     sha256 = world.broadcast_from_main(read)

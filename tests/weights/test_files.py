@@ -1,20 +1,17 @@
 """Weights from elsewhere: resampled as timm does, read without running code, loaded strictly,
 written whole."""
 
-import argparse
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 
 from vit.layers.posemb import resample_posemb
 from vit.model import VisionTransformer, create_model
 from vit.weights.class_names import class_mismatch
-from vit.weights.files import LoadedWeights, WeightsError, load_weights, read_state_dict
-from vit.weights.save import save_weights
+from vit.weights.files import LoadedWeights, load_weights
+from vit.weights.formats import WeightsError
 
 TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
 
@@ -29,149 +26,6 @@ def tiny(seed: int = 0, **fields) -> VisionTransformer:
     return model
 
 
-# Files
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".pth.tar"])
-@pytest.mark.parametrize(
-    "container", [(), ("state_dict",), ("model",), ("model_ema", "state_dict")]
-)
-@pytest.mark.parametrize(
-    "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."]
-)
-def test_containers_and_prefixes_are_removed(tmp_path, suffix, container, prefix):
-    expected = tiny().state_dict()
-    content = {prefix + name: tensor for name, tensor in expected.items()}
-    for key in reversed(container):
-        content = {"epoch": 3, key: content}
-    torch.save(content, tmp_path / f"w{suffix}")
-    weights, metadata = read_state_dict(tmp_path / f"w{suffix}")
-    assert metadata == {}
-    assert list(weights) == list(expected)
-    assert all(
-        torch.equal(weights[name], expected[name]) and weights[name].device.type == "cpu"
-        for name in expected
-    )
-
-
-def test_prefixes_inside_names_and_older_files_are_read(tmp_path):
-    content = {"blocks.0._orig_mod.attn._checkpoint_wrapped_module.proj.bias": torch.ones(3)}
-    torch.save(content, tmp_path / "w.pth", _use_new_zipfile_serialization=False)
-    weights, _ = read_state_dict(str(tmp_path / "w.pth"))
-    assert list(weights) == ["blocks.0.attn.proj.bias"]
-    torch.save({"module.a": torch.ones(3), "a": torch.zeros(3)}, tmp_path / "w.pth")
-    with pytest.raises(WeightsError, match="the same weight twice"):
-        read_state_dict(tmp_path / "w.pth")
-
-
-def test_save_and_read_back(tmp_path):
-    weights = tiny().state_dict() | {"transposed": torch.arange(6.0).reshape(2, 3).t()}
-    save_weights(tmp_path / "w.safetensors", weights, {"step": "12", "model": "vit_b16"})
-    assert os.listdir(tmp_path) == ["w.safetensors"]
-    (tmp_path / "ordinary").touch()
-    assert (tmp_path / "w.safetensors").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
-    again, metadata = read_state_dict(tmp_path / "w.safetensors")
-    assert metadata == {"step": "12", "model": "vit_b16"}
-    assert again.keys() == weights.keys() == load_file(tmp_path / "w.safetensors").keys()
-    assert all(torch.equal(again[name], weights[name]) for name in weights)
-
-
-def test_a_failed_save_leaves_the_old_file_alone(tmp_path):
-    save_weights(tmp_path / "w.safetensors", {"a": torch.ones(3)}, {})
-    with pytest.raises(TypeError):
-        save_weights(tmp_path / "w.safetensors", {"a": torch.zeros(3)}, {"step": 12})
-    assert os.listdir(tmp_path) == ["w.safetensors"]
-    assert torch.equal(read_state_dict(tmp_path / "w.safetensors")[0]["a"], torch.ones(3))
-
-
-@pytest.mark.parametrize("name", ["w.safetensors", "w.pth", "old.pth"])
-@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.99])
-def test_truncated_files_are_refused(tmp_path, name, kept):
-    path = tmp_path / name
-    if name == "w.safetensors":
-        save_weights(path, tiny().state_dict(), {})
-    else:
-        torch.save(tiny().state_dict(), path, _use_new_zipfile_serialization=name == "w.pth")
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * kept)])
-    with pytest.raises(WeightsError, match=f"{name} is cut short or no") as caught:
-        read_state_dict(path)
-    assert "\n" not in str(caught.value)
-
-
-class Harmful:
-    """Unpickling this runs a command."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize("name", ["timm/cait_xxs24_224", "timm/beit_base_patch16_224"])
-def test_models_whose_layers_are_called_as_deit3s_files_keep_their_names(name):
-    with torch.device("meta"):
-        weights = create_model(name, 224, 10).state_dict()
-    assert any(".gamma_1" in key for key in weights)
-    with torch.device("meta"):
-        load_weights(create_model(name, 224, 10), weights)
-
-
-def test_a_command_line_next_to_the_weights_is_no_hindrance(tmp_path):
-    """MAE's and DeiT's files have one."""
-    torch.save(
-        {"model": tiny().state_dict(), "args": argparse.Namespace(lr=1, aa="rand-m9")},
-        tmp_path / "namespace.pth",
-    )
-    assert read_state_dict(tmp_path / "namespace.pth")[0].keys() == tiny().state_dict().keys()
-
-
-def test_pickled_objects_are_refused_and_not_run(tmp_path):
-    torch.save(
-        {"model": tiny().state_dict(), "args": argparse.Namespace(model=tiny())},
-        tmp_path / "module.pth",
-    )
-    with pytest.raises(
-        WeightsError, match=r"module.pth holds pickled objects \([\w.]+\)"
-    ) as caught:
-        read_state_dict(tmp_path / "module.pth")
-    assert "\n" not in str(caught.value)
-    torch.save({"model": Harmful(tmp_path / "harm")}, tmp_path / "harmful.pth")
-    with pytest.raises(WeightsError, match="pickled objects"):
-        read_state_dict(tmp_path / "harmful.pth")
-    assert not (tmp_path / "harm").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({}, "holds nothing"),
-        ([1], "holds a list"),
-        ({"epoch": 3, "a": torch.ones(1)}, r"also holds epoch \(int\)"),
-    ],
-)
-def test_what_is_not_a_state_dict_is_refused(tmp_path, content, message):
-    torch.save(content, tmp_path / "w.pth")
-    with pytest.raises(WeightsError, match=message):
-        read_state_dict(tmp_path / "w.pth")
-
-
-def test_wrong_paths_are_refused(tmp_path):
-    with pytest.raises(WeightsError, match="does not exist"):
-        read_state_dict(tmp_path / "none.pth")
-    with pytest.raises(WeightsError, match="is a folder"):
-        read_state_dict(tmp_path)
-    (tmp_path / "w.npz").write_bytes(b"")
-    with pytest.raises(
-        WeightsError, match=r"suffix '.npz': expected .safetensors, .pth, .pt, .bin, .pth.tar"
-    ):
-        read_state_dict(tmp_path / "w.npz")
-    (tmp_path / "text.pth").write_text("<html>404</html>")
-    with pytest.raises(WeightsError, match="no checkpoint") as caught:
-        read_state_dict(tmp_path / "text.pth")
-    assert "weights_only" not in str(caught.value), "torch advises to load it in an unsafe way"
-
-
-# Loading
 def equal(model: torch.nn.Module, weights: dict, names=None) -> bool:
     return all(torch.equal(model.state_dict()[name], weights[name]) for name in names or weights)
 
@@ -397,3 +251,12 @@ def test_classes_without_names_are_counted():
     assert class_mismatch(trained_on(None, 1000), ["a", "b"], 2) == "", (
         "weights of somebody else's tell nothing"
     )
+
+
+@pytest.mark.parametrize("name", ["timm/cait_xxs24_224", "timm/beit_base_patch16_224"])
+def test_models_whose_layers_are_called_as_deit3s_files_keep_their_names(name):
+    with torch.device("meta"):
+        weights = create_model(name, 224, 10).state_dict()
+    assert any(".gamma_1" in key for key in weights)
+    with torch.device("meta"):
+        load_weights(create_model(name, 224, 10), weights)

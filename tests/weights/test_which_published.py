@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 import timm
+import torchvision
 from safetensors.torch import save_file
 from timm.models import save_for_hf
+from transformers import CLIPImageProcessor, ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from vit.config.io import from_dict
 from vit.data.batches import ImageFormat
-from vit.weights.files import find_weights, read_weights
+from vit.model import create_model
+from vit.weights.files import find_weights, load_weights, read_weights
 from vit.weights.published import describe_published, identify, to_config, with_published_config
-from vit.weights.published_models import KNOWN, NO_NUMBER, TIMM, KnownModel
+from vit.weights.published_models import KNOWN, NO_NUMBER, TIMM, TORCHVISION, KnownModel
+from vit.weights.view import View
 
 ROOT = Path(__file__).parents[2]
 
@@ -180,8 +184,12 @@ def test_what_is_not_known_is_reported_in_one_line_with_the_nearest(file, name, 
     ("content", "expected"),
     [
         (
+            '{"architectures": ["BeitForImageClassification"], "model_type": "beit"}',
+            "'beit' of Hugging Face's transformers.*BeitForImageClassification.*timm's copy",
+        ),
+        (
             '{"architectures": ["ViTForImageClassification"], "model_type": "vit"}',
-            "transformers.*ViTForImageClassification.*timm's copy",
+            "KeyError.'hidden_size'. is missing or wrong",
         ),
         ('{"architecture": ', "cannot be read"),
         (
@@ -298,3 +306,52 @@ def test_the_page_has_the_table():
     expected = [line(row) for row in KNOWN]
     assert shown == expected, "the table of docs/recipes.md should be:\n" + "\n".join(expected)
     assert {row.source for row in KNOWN} == set(re.findall(r"[\w-]+/[\w-]+@\w+:[\w/.-]+\w", page))
+
+
+@pytest.mark.parametrize("row", [row for row in KNOWN if row.source == TORCHVISION])
+def test_torchvisions_rows_are_its_own(row):
+    name = row.files[0].partition("-")[0]
+    architecture = re.match(r"vit_[bhl]_\d\d", name)[0]
+    kinds = torchvision.models.get_model_weights(architecture)
+    weights = next(kind for kind in kinds if kind.url.endswith(f"/{row.files[0]}"))
+    measured = weights.meta["_metrics"]["ImageNet-1K"]
+    assert (row.top1, row.top5) == (measured["acc@1"], measured["acc@5"])
+    view = weights.transforms()
+    config = from_dict(to_config(row, "data"), "test")
+    ours = View.from_config(config)
+    assert ours.cover == (view.resize_size[0],) * 2
+    assert ours.size == (view.crop_size[0],) * 2
+    assert (ours.mean, ours.std) == (tuple(view.mean), tuple(view.std))
+    assert ours.interpolation == view.interpolation.value
+    assert identify(f"somewhere/{row.files[0]}") is row
+
+
+def test_folders_of_transformers_say_what_they_are(tmp_path):
+    """Sizes, view and class names from the files that transformers itself writes."""
+    config = ViTConfig(
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=96,
+        image_size=32,
+        patch_size=8,
+        id2label={0: "apple", 1: "bee"},
+    )
+    ViTForImageClassification(config).save_pretrained(tmp_path)
+    size = {"height": 32, "width": 32}
+    ViTImageProcessor(size=size, image_mean=[0.1, 0.2, 0.3]).save_pretrained(tmp_path)
+    loaded, known = with_published_config(read_weights(tmp_path), None, "data")
+    assert loaded.class_names == ["apple", "bee"]
+    assert (known.mean, known.crop_mode, known.interpolation) == (
+        (0.1, 0.2, 0.3),
+        "squash",
+        "bilinear",
+    )
+    assert "epsilon 1e-12, here 1e-06" in known.source
+    made = from_dict(loaded.config, "test")
+    model = create_model(made.model, num_classes=loaded.num_classes)
+    assert load_weights(model, loaded.weights) == []
+    size = {"shortest_edge": 40}
+    CLIPImageProcessor(size=size, crop_size=32, resample=3).save_pretrained(tmp_path)
+    known = identify(tmp_path)
+    assert (known.crop_pct, known.crop_mode, known.interpolation) == (0.8, "center", "bicubic")

@@ -6,7 +6,9 @@ run.
       metrics.jsonl          the record, see vit.run.record
       predictions.npz        predicted class of each validation image, from the newest evaluation
       checkpoints/           full state, see vit.run.checkpoint
-      weights/               last, best (and last_ema, best_ema), for evaluation and other tools
+      weights/               last, best (and last_ema, best_ema), for evaluation and other tools;
+                             config.json and a link, model.safetensors, by which timm opens it
+      export/                folders for other programs, see launch/export.py
       report/                index.html and its pictures, see vit.report
       stopped_early          only while the run was asked to stop and is not finished
       .lock                  held by the process that trains
@@ -32,6 +34,8 @@ CHECKPOINTS = "checkpoints"
 INFO_FILE = "checkpoint.json"
 """In each folder of `CHECKPOINTS`; written last, so a checkpoint that has it is complete."""
 LATEST_FILE = f"{CHECKPOINTS}/latest"
+TIMM_CONFIG_FILE = "config.json"
+"""In `weights/`: what timm and transformers need to make the model."""
 REPORT_FOLDER = "report"
 STOPPED_FILE = "stopped_early"
 LOCK_FILE = ".lock"

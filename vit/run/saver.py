@@ -25,13 +25,17 @@ from typing import Any
 
 from torch import Tensor
 
+from vit.config import io as config_io
 from vit.run.checkpoint import check_room, checkpoint_folder, named_tensors, write_checkpoint
-from vit.run.folder import weights_file
+from vit.run.folder import TIMM_CONFIG_FILE, weights_file
 from vit.run.record import Record
 from vit.run.snapshot import Snapshot
 from vit.run.state import RunState
 from vit.step import TrainStep
-from vit.weights.save import save_weights
+from vit.system.files import link_to, write_json
+from vit.weights.formats import HUB_FILES
+from vit.weights.programs import Subject, timm_config
+from vit.weights.save import cannot_write, save_weights
 
 
 class Saver:
@@ -155,6 +159,8 @@ class Saver:
         assert self._snapshot is not None, "it was taken"
         began = time.perf_counter()
         self._snapshot.wait()
+        if weights:
+            self._describe_weights(state["facts"]["num_classes"])
         for path, averaged, tensors in self._files(weights):
             save_weights(path, tensors, self._metadata(state, averaged))
         if not with_checkpoint:
@@ -173,6 +179,25 @@ class Saver:
             "written_s": round(time.perf_counter() - began, 4),
         }
         self._complete.append((state["step"], values))
+
+    def _describe_weights(self, num_classes: int) -> None:
+        """Make `weights/` a folder that timm and transformers open: the model's config, and the
+        name that they look for as a link to the last weights, averaged if there are such."""
+        config = config_io.from_dict(self._config, "the run's config")
+        model = self._train_step.model
+        content = timm_config(Subject(model, config, num_classes, self._class_names))
+        if content is None:  # timm has no such model
+            return
+        last = weights_file(self._run_dir, "last", self._train_step.ema is not None)
+        path = last.with_name(TIMM_CONFIG_FILE)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, content)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        # A link costs no second copy. It is there before the file that it leads to.
+        with suppress(OSError):  # a file system without links: timm then takes another file
+            link_to(last.name, last.with_name(HUB_FILES[0]))
 
     def _files(self, names: tuple[str, ...]) -> Iterator[tuple[Path, bool, dict[str, Tensor]]]:
         """Yield path, whether it is averaged, and tensors of each file of weights."""

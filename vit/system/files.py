@@ -159,6 +159,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def link_to(name: str, path: Path) -> None:
+    """Make `path` a symbolic link to `name` in its folder, in place of what was there."""
+    if not os.path.lexists(path):
+        path.symlink_to(name)
+    elif not (path.is_symlink() and os.readlink(path) == name):
+        temporary = temporary_beside(path)
+        temporary.symlink_to(name)
+        os.replace(temporary, path)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` as JSON to `path`, completely or not at all."""
     with replacing(path) as file:

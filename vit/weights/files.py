@@ -1,26 +1,23 @@
 """Weights in: read anybody's file, and fit it to a model. `vit.weights.save` writes them.
 
-1. A `.safetensors` or torch file is opened without running any code in it    read_state_dict
-2. Containers (`model`, `state_dict`) and the prefixes of wrappers
-   (`module.`, `_orig_mod.`) are removed                                      read_state_dict
+1. A run's folder, a checkpoint or a file leads to the file that is read      find_weights
+2. The file is opened without running any code in it (vit/weights/formats.py),
+   and its names become ours (vit/weights/layouts.py)                         read_weights
 3. Positions are resampled to the model's grid, the head is dropped on demand load_weights
 4. Everything else must fit exactly: a missing or unknown key is an error     load_weights
 
-`read_weights` adds to a state dict what a run recorded about it. Problems that a user can fix are
+`read_weights` adds what a run recorded about its weights. Problems that a user can fix are
 `WeightsError`s of one line.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
 import os
-import pickle
 import re
 import sys
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,110 +29,11 @@ from torch import Tensor, nn
 
 from vit.layers.posemb import resample_posemb
 from vit.run.folder import CHECKPOINTS, INFO_FILE, weights_file
+from vit.weights.formats import HUB_FILES, PARTS_FILES, WeightsError, few, read_content
+from vit.weights.layouts import layout_of, to_ours
 
-CONTAINERS = ("state_dict", "model", "model_ema")
-"""Keys under which training programs keep the weights (timm; DeiT and MAE); the first one wins."""
-TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".pth.tar")
-"""Suffixes of files that torch.save writes; the last is that of timm's training, and no tar."""
-HUB_FILES = ("model.safetensors", "pytorch_model.bin")
-"""Names of weights in a folder of the Hugging Face hub."""
-WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""What DDP, torch.compile, FSDP1 and activation checkpointing add to parameter names."""
-
-
-class WeightsError(ValueError):
-    """Weights that cannot be read, or do not fit the model."""
-
-
-def read_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The weights in a file, on the CPU, and the metadata of a `.safetensors` file (else none).
-
-    Tensors are memory-mapped where the format allows. Only tensors and plain values are unpickled,
-    and `argparse.Namespace`, in which MAE, DeiT and timm keep their command lines: no code is run.
-
-    Raises:
-        WeightsError: no such file, a damaged one, one without weights or with pickled objects.
-    """
-    path = Path(path)
-    if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
-        raise WeightsError(f"{path} {found}: expected a file of weights, or a run's folder")
-    metadata: dict[str, str] = {}
-    if path.suffix == ".safetensors":
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                content: Any = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                metadata = file.metadata() or {}
-        except SafetensorError as error:
-            raise WeightsError(
-                f"{path} is cut short or no safetensors file ({error}): copy it again"
-            ) from error
-    elif path.name.endswith(TORCH_SUFFIXES):
-        content = _torch_load(path)
-    else:
-        raise WeightsError(
-            f"{path} has the suffix {path.suffix!r}: expected .safetensors,"
-            f" {', '.join(TORCH_SUFFIXES)}"
-        )
-    return _bare_state_dict(content, path), metadata
-
-
-def _bare_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
-    """The tensors in `content`, without its containers and the prefixes of wrappers."""
-    while isinstance(content, dict):
-        inner = [content[name] for name in CONTAINERS if isinstance(content.get(name), dict)]
-        if not inner:
-            break
-        content = inner[0]
-    under = f"under {' or '.join(CONTAINERS)}"
-    if not isinstance(content, dict) or not content:
-        held = "nothing" if content == {} else f"a {type(content).__name__}"
-        raise WeightsError(f"{path} holds {held}: expected a state dict, or one {under}")
-    others = [
-        f"{name} ({type(value).__name__})"
-        for name, value in content.items()
-        if not isinstance(value, Tensor)
-    ]
-    if others:
-        raise WeightsError(
-            f"{path} is not a state dict, it also holds {_few(others)}: keep only tensors, or put"
-            f" them {under}"
-        )
-    weights = {
-        ".".join(part for part in name.split(".") if part not in WRAPPERS): tensor
-        for name, tensor in content.items()
-    }
-    if len(weights) < len(content):
-        raise WeightsError(
-            f"{path} holds the same weight twice once prefixes are removed: {len(content)} names"
-            f" become {len(weights)}"
-        )
-    return weights
-
-
-def _torch_load(path: Path) -> Any:
-    is_zip = zipfile.is_zipfile(path)  # since torch 1.6; older files cannot be memory-mapped
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except (
-        *(pickle.UnpicklingError, RuntimeError, EOFError, OSError),
-        *(ValueError, LookupError, AttributeError),
-    ) as error:  # damaged files raise all of these
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if found and isinstance(error, pickle.UnpicklingError):
-            raise WeightsError(
-                f"{path} holds pickled objects ({found[1]}), which can run code, and is refused: if"
-                " you trust it, open it with torch.load(weights_only=False) and save its state"
-                " dict alone"
-            ) from error
-        reason = (str(error).splitlines() or [""])[0][:200]
-        if isinstance(error, pickle.UnpicklingError):
-            reason = "not a pickle"  # torch's own text advises to load it in an unsafe way
-        raise WeightsError(
-            f"{path} is cut short or no checkpoint ({type(error).__name__}: {reason}): copy it"
-            " again"
-        ) from error
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
+"""Of files that may be the weights of a folder; what a file is, its content says."""
 
 
 def load_weights(
@@ -172,8 +70,15 @@ def load_weights(
     if reset_head:
         dropped = [name for name in source if name.startswith(head)]
         source = {name: value for name, value in source.items() if name not in dropped}
-        outcome = f"dropped {_few(dropped)}" if dropped else "the source has none"
+        outcome = f"dropped {few(dropped)}" if dropped else "the source has none"
         notes.append(f"the head is new: {outcome}")
+        # Pre-training by MAE normalises all tokens. Its fine-tuning pools first, and then has a new
+        # norm (facebookresearch/mae:models_vit.py), which belongs to the head.
+        if not any(name.startswith("fc_norm.") for name in source) and "fc_norm.weight" in target:
+            head = (*head, "fc_norm.")
+            dropped = [name for name in source if name.startswith("norm.")]
+            source = {name: value for name, value in source.items() if name not in dropped}
+            notes.append(f"fc_norm is new, too: dropped {few(dropped) if dropped else 'nothing'}")
     if "pos_embed" in source and "pos_embed" in target:
         source["pos_embed"], posemb_notes = _fit_posemb(
             source["pos_embed"], target["pos_embed"], grid_size(model), grid
@@ -207,12 +112,12 @@ def _differences(
                 reason = f"the source has {given[0]} classes, the model {wanted[0]}"
         problems.append(f"{reason}: for a new head set init.reset_head=true")
     if missing:
-        problems.append(f"{len(missing)} missing from the source: {_few(missing)}")
+        problems.append(f"{len(missing)} missing from the source: {few(missing)}")
     if unexpected:
-        problems.append(f"{len(unexpected)} unknown to the model: {_few(unexpected)}")
+        problems.append(f"{len(unexpected)} unknown to the model: {few(unexpected)}")
     if shapes:
         texts = [f"{name} {given}, expected {wanted}" for name, (given, wanted) in shapes.items()]
-        problems.append(f"{len(shapes)} of a different shape: {_few(texts)}")
+        problems.append(f"{len(shapes)} of a different shape: {few(texts)}")
     return problems
 
 
@@ -267,11 +172,6 @@ def _head_prefixes(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name in (*names, "pre_logits"))
 
 
-def _few(names: list[str], limit: int = 4) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
-
-
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
     """sha256 of names, shapes and values."""
     digest = hashlib.sha256()
@@ -297,6 +197,22 @@ class LoadedWeights:
     step: int | None = None
     class_names: list[str] | None = None
     """Name of each class it was trained on; [] if those had none, None for another program's."""
+    layout: str = ""
+    """The program whose names the file has; "" for ours and timm's, which are the same."""
+    notes: tuple[str, ...] = ()
+    """A sentence for each thing that was chosen or left away in reading."""
+
+    def report(self, adaptations: list[str]) -> list[str]:
+        """What was read and how it fitted: a summary, and what was dropped or resampled.
+
+        adaptations: what `load_weights` returned, which has matched everything else.
+        """
+        values = sum(tensor.numel() for tensor in self.weights.values())
+        types = sorted({str(t.dtype).removeprefix("torch.") for t in self.weights.values()})
+        layout = f", names of {self.layout}" if self.layout else ""
+        fit = "with these changes" if adaptations else "all as they are"
+        summary = f"{len(self.weights)} weights, {values:,} values in {', '.join(types)}{layout}"
+        return [f"{summary}: fit the model, {fit}", *self.notes, *adaptations]
 
 
 def find_weights(path: str | os.PathLike[str]) -> Path:
@@ -316,7 +232,13 @@ def find_weights(path: str | os.PathLike[str]) -> Path:
         # A run that was killed has written its checkpoints since its last evaluation, not these.
         is_newer = not candidates or _step_of(info.parent) > _step_of(candidates[0])
         candidates.insert(0 if is_newer else len(candidates), info.parent)
-    candidates += [path / name for name in HUB_FILES if (path / name).exists()]
+    candidates += [path / name for name in (*HUB_FILES, *PARTS_FILES) if (path / name).exists()]
+    if not candidates:
+        # As `launch/export.py` writes Google's layout, and as timm takes folders.
+        candidates = [file for file in path.glob("*") if file.name.endswith(SUFFIXES)]
+        if len(candidates) > 1:
+            names = few(sorted(file.name for file in candidates))
+            raise WeightsError(f"{path} holds {names}: name one of these files")
     if not candidates:
         raise WeightsError(
             f"{path}: neither a run folder (with weights/ or checkpoints/) nor a checkpoint folder"
@@ -347,12 +269,18 @@ def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:
     path = find_weights(path)
     if path.is_dir():
         return _from_checkpoint(path)
-    weights, metadata = read_state_dict(path)
+    content = read_content(path)
+    metadata = content.metadata
     if not {"config", "num_classes", "grid_size", "averaged", "step"} <= metadata.keys():
-        return LoadedWeights(path, weights)
+        layout = layout_of(content.tensors)
+        if layout is None:
+            return LoadedWeights(path, content.tensors, notes=tuple(content.notes))
+        weights, notes = to_ours(layout, content.tensors)
+        notes = [*content.notes, *notes]
+        return LoadedWeights(path, weights, layout=layout.name, notes=tuple(notes))
     return LoadedWeights(
         path,
-        weights,
+        content.tensors,
         averaged=json.loads(metadata["averaged"]),
         config=json.loads(metadata["config"]),
         num_classes=int(metadata["num_classes"]),
@@ -382,7 +310,7 @@ def _from_checkpoint(folder: Path) -> LoadedWeights:
         ) from None
     tensors: dict[str, Tensor] = {}
     for path in files:
-        tensors |= read_state_dict(path)[0]
+        tensors |= read_content(path).tensors
     averaged = any(name.startswith("ema.") for name in tensors)
     prefix = "ema." if averaged else "model."
     weights = {

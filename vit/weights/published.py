@@ -28,7 +28,8 @@ from typing import Any
 
 from vit.config import io as config_io
 from vit.system.spelling import did_you_mean
-from vit.weights.files import HUB_FILES, LoadedWeights, find_weights
+from vit.weights.files import LoadedWeights, find_weights
+from vit.weights.formats import HUB_FILES, PARTS_FILES
 from vit.weights.published_models import (
     IMAGENET,
     KNOWN,
@@ -37,6 +38,7 @@ from vit.weights.published_models import (
     KnownModel,
     own_model,
 )
+from vit.weights.transformers_config import class_names_in, from_transformers
 
 SEVERAL_TAGS = ("vit_", "deit3_")
 """Beginnings of names that mean several weights if they have no tag."""
@@ -104,10 +106,7 @@ def _by_settings(path: Path) -> KnownModel | None:
     if not isinstance(content, dict) or not {"architecture", "architectures"} & content.keys():
         return None
     if "architecture" not in content:
-        raise ValueError(
-            f"{path} is of Hugging Face's transformers ({content['architectures']}), whose weights"
-            " have other names: use timm's copy of the model, https://huggingface.co/timm"
-        )
+        return from_transformers(content, path)
     architecture = content["architecture"]
     settings = content.get("pretrained_cfg") or content
     made_with = content.get("model_args") or {}
@@ -131,7 +130,7 @@ def _by_file_name(file: Path) -> KnownModel:
             return row
     texts = [file.name]
     # Their folder was filled by hand, or is models--timm--NAME/snapshots/HASH of the hub's cache.
-    if file.name in HUB_FILES:
+    if file.name in (*HUB_FILES, *PARTS_FILES):
         texts += [
             folder.name.removeprefix("models--timm--") for folder in file.absolute().parents[:3]
         ]
@@ -306,12 +305,15 @@ def with_published_config(
             " --model NAME if it is another model"
         )
     num_classes = head.shape[0]
+    settings = loaded.path.parent / "config.json"
+    names = class_names_in(settings, num_classes) if name is None else []
     if num_classes != 1000 and known.top1 is not None:
         known = replace(
             known, top1=None, top5=None, source=f"{NO_NUMBER} for {num_classes} classes"
         )
     config = to_config(known, data_root, val_split, num_classes)
-    return replace(loaded, config=config, num_classes=num_classes), known
+    class_names = names or None
+    return replace(loaded, config=config, num_classes=num_classes, class_names=class_names), known
 
 
 def describe_published(

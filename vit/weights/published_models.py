@@ -10,6 +10,7 @@ Channels = tuple[float, float, float]
 IMAGENET: tuple[Channels, Channels] = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF: tuple[Channels, Channels] = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 TIMM = "huggingface/pytorch-image-models@4e5207c7:results/results-imagenet.csv"
+TORCHVISION = "pytorch/vision@f1228151:torchvision/models/vision_transformer.py"
 MAE = "facebookresearch/mae@efb2a806:FINETUNE.md"
 VAL_IMAGES = 50_000
 """Images of the ILSVRC2012 validation split, on which every published number here was measured."""
@@ -96,6 +97,30 @@ def _mae(size: str, model: str, top1: float, top5: float) -> KnownModel:
     return KnownModel(name, section, (224, 224), *IMAGENET, 224 / 256, files=files, **numbers)
 
 
+def _torchvision(
+    file: str,
+    model: str,
+    size: int,
+    resize: int,
+    top1: float,
+    top5: float,
+    interpolation: str = "bilinear",
+) -> KnownModel:
+    # presets.py there: ImageNet's mean and deviation, the shorter side resized to `resize`.
+    return KnownModel(
+        f"torchvision_{file.partition('-')[0]}",
+        {"name": model},
+        (size, size),
+        *IMAGENET,
+        size / resize,
+        interpolation,
+        top1=top1,
+        top5=top5,
+        source=TORCHVISION,
+        files=(file,),
+    )
+
+
 KNOWN: tuple[KnownModel, ...] = (
     _row("vit_tiny_patch16_224.augreg_in21k_ft_in1k", HALF, 0.9, 75.452, 92.858),
     _row("vit_small_patch16_224.augreg_in1k", HALF, 0.9, 78.842, 94.280),
@@ -172,4 +197,14 @@ KNOWN: tuple[KnownModel, ...] = (
     _mae("base", "vit_b16", 83.664, 96.530),
     _mae("large", "vit_l16", 85.952, 97.570),
     _mae("huge", "vit_h14", 86.928, 98.088),
+    _torchvision("vit_b_16-c867db91.pth", "vit_b16", 224, 256, 81.072, 95.318),
+    _torchvision("vit_b_32-d86f8d99.pth", "vit_b32", 224, 256, 75.912, 92.466),
+    _torchvision("vit_l_16-852ce7e3.pth", "vit_l16", 224, 242, 79.662, 94.638),
+    _torchvision("vit_l_32-c7638314.pth", "vit_l32", 224, 256, 76.972, 93.070),
+    _torchvision("vit_b_16_swag-9ac1b537.pth", "vit_b16", 384, 384, 85.304, 97.650, "bicubic"),
+    _torchvision("vit_b_16_lc_swag-4e70ced5.pth", "vit_b16", 224, 224, 81.886, 96.180, "bicubic"),
+    _torchvision("vit_l_16_swag-4f3808c9.pth", "vit_l16", 512, 512, 88.064, 98.512, "bicubic"),
+    _torchvision("vit_l_16_lc_swag-4d563306.pth", "vit_l16", 224, 224, 85.146, 97.422, "bicubic"),
+    _torchvision("vit_h_14_swag-80465313.pth", "vit_h14", 518, 518, 88.552, 98.694, "bicubic"),
+    _torchvision("vit_h_14_lc_swag-c1eb923e.pth", "vit_h14", 224, 224, 85.708, 97.730, "bicubic"),
 )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vit.system.files import flush, replacing
-from vit.weights.files import WeightsError
+from vit.weights.formats import WeightsError
 
 PIECE_BYTES = 2**24
 """Written and hashed at a time; the hash reads it from the processor's cache or close to it."""
@@ -80,12 +80,16 @@ def save_weights(
                 num_bytes += len(data)
         flush(path.parent)
     except OSError as error:
-        remedy = "free some space or fix the permissions, and run the same command again"
-        raise WeightsError(
-            f"{path}: cannot be written ({error.strerror}); what was there before is untouched:"
-            f" {remedy}"
-        ) from error
+        raise cannot_write(path, error) from error
     return Written(num_bytes, digest.hexdigest())
+
+
+def cannot_write(path: Path, error: OSError) -> WeightsError:
+    """The error of a file in `weights/` that could not be replaced."""
+    return WeightsError(
+        f"{path}: cannot be written ({error.strerror}); what was there before is untouched: free"
+        " some space or fix the permissions, and run the same command again"
+    )
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

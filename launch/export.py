@@ -1,0 +1,105 @@
+"""Hand a trained model to another program: a folder that it opens by its own documented call.
+
+    python launch/export.py runs/demo --to timm              timm.create_model("local-dir:FOLDER")
+    python launch/export.py runs/vit_b16 --to huggingface    ViTForImageClassification
+    python launch/export.py runs/vit_b16/weights/best.safetensors --to onnx --out FOLDER
+    python launch/export.py vit_b_16-c867db91.pth --to npz --out FOLDER
+
+The folder has the weights under the program's names, its config with preprocessing and class
+names, and a model card, README.md, with the accuracy and the code that opens it. `--to timm` is
+opened by transformers' AutoModelForImageClassification, too. A model that the program has no place
+for is refused with the names of those that have. Exit status: 0 done, 2 a mistake to correct.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import check_versions  # noqa: F401
+
+from vit.ranks import distributed
+from vit.ranks.distributed import World
+from vit.ranks.exit import run_command
+from vit.run.folder import METRICS_FILE
+from vit.run.record import read_metrics
+from vit.system.command_line import Parser
+from vit.system.files import sha256_of
+from vit.system.redact import shown
+from vit.weights.card import Origin
+from vit.weights.export import check_holds, export, read_subject
+from vit.weights.files import LoadedWeights
+from vit.weights.programs import PROGRAMS
+
+
+def main() -> World:
+    """Run the command line above; return the world that was joined."""
+    args = read_command_line()
+    world = distributed.join_world("cpu")
+    subject, loaded, published = read_subject(args.path, args.model)
+    check_holds(args.to, subject)
+    run_dir = _run_of(loaded)
+    if args.out is None:
+        if run_dir is None:
+            raise ValueError(f"{loaded.path} is not in a run folder: name one to write with --out")
+        args.out = run_dir / "export" / args.to
+    origin = _origin(loaded, run_dir, published)
+    print(f"{loaded.path}: {origin.name}, {subject.num_classes:,} classes, to {args.to}")
+    for line in export(args.to, subject, origin, args.out):
+        print(f"  {line}")
+    print(f"{args.out}: complete; README.md there has the code that opens it")
+    return world
+
+
+def _run_of(loaded: LoadedWeights) -> Path | None:
+    """The run folder that the weights lie in."""
+    folder = loaded.path.parent.parent  # of weights/last.safetensors and of checkpoints/step_...
+    return folder if (folder / METRICS_FILE).is_file() else None
+
+
+def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str) -> Origin:
+    """What the card says about where the weights come from."""
+    lines: list[dict[str, Any]] = read_metrics(run_dir / METRICS_FILE) if run_dir else []
+    starts = [line for line in lines if line["kind"] == "start"]
+    evaluations = [line for line in lines if line["kind"] == "eval" and line["step"] == loaded.step]
+    file = loaded.path / "model.safetensors" if loaded.path.is_dir() else loaded.path
+    return Origin(
+        name=run_dir.absolute().name if run_dir else loaded.path.absolute().name,
+        export_command=shown(" ".join(["python launch/export.py", *sys.argv[1:]])),
+        sha256=sha256_of(file),
+        step=loaded.step,
+        averaged=loaded.averaged,
+        start=starts[-1] if starts else None,
+        evaluation=evaluations[-1] if evaluations else None,
+        published=published,
+    )
+
+
+def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+    """Parse the flags. Raises ValueError for mistakes."""
+    parser = Parser("python launch/export.py", __doc__)
+    parser.add_argument(
+        "path",
+        metavar="RUN_OR_FILE",
+        help=(
+            "run folder (its last weights, averaged if there are such), checkpoint folder, or file"
+            " of weights, also of another program"
+        ),
+    )
+    parser.add_argument("--to", choices=PROGRAMS, required=True, help="program that opens it")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder to write (default: RUN/export/PROGRAM)"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="name in timm of weights that were trained elsewhere, if the file does not contain it",
+    )
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,118 @@
+"""docs/errors.md is true about weights of other programs and exports: each row of that section is
+provoked with the real command, which leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from error_rows import Row, pattern_of, rows, snapshot
+from processes import TINY, run, train, write_config
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+ROWS = rows("Weights of other programs, and exports")
+
+
+class Place(NamedTuple):
+    """An empty folder, the config of a tiny run, and that run, which is finished."""
+
+    folder: Path
+    config: Path
+    finished: Path
+
+    def train(self, *settings: str) -> list:
+        folder = f"run.dir={self.folder / 'run'}"
+        return ["launch/train.py", "--config", self.config, *TINY, folder, *settings]
+
+    def export(self, path: Path, to: str, *words: object) -> list:
+        return ["launch/export.py", path, "--to", to, *words]
+
+
+def html(place):
+    (place.folder / "page.pth").write_text("<!DOCTYPE html><title>Sign in</title>")
+    return ["launch/eval.py", place.folder / "page.pth"]
+
+
+def objects(place):
+    np.savez(place.folder / "objects.npz", a=np.array([Path("a")], dtype=object))
+    return ["launch/eval.py", place.folder / "objects.npz"]
+
+
+def missing_part(place):
+    save_file({"a": torch.zeros(1)}, place.folder / "a.safetensors")
+    places = {"a": "a.safetensors", "b": "b.safetensors"}
+    index = place.folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    return ["launch/eval.py", place.folder]
+
+
+def another_family(place):
+    names = ("conv1.weight", "bn1.weight", "fc.weight", "fc.bias")
+    torch.save({name: torch.zeros(3, 3) for name in names}, place.folder / "resnet.pth")
+    return place.train(f"init.checkpoint={place.folder / 'resnet.pth'}")
+
+
+def no_place(place):
+    with safe_open(place.finished / "weights" / "last.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    config = json.loads(metadata["config"])
+    config["model"]["init_values"] = 0.1
+    blocks = {name.rpartition(".norm1")[0] for name in tensors if ".norm1.weight" in name}
+    width = len(tensors["patch_embed.proj.bias"])
+    scales = (f"{block}.{scale}.gamma" for block in blocks for scale in ("ls1", "ls2"))
+    tensors |= {name: torch.ones(width) for name in scales}
+    path = place.folder / "scaled.safetensors"
+    save_file(tensors, path, metadata | {"config": json.dumps(config)})
+    return place.export(path, "torchvision", "--out", place.folder / "out")
+
+
+def taken(place):
+    (place.folder / "taken").touch()
+    return place.export(place.finished, "timm", "--out", place.folder)
+
+
+def no_weights(place):
+    return place.export(place.folder / "none.pth", "timm")
+
+
+SCENARIOS: dict[str, Callable[[Place], list]] = {
+    "an HTML page saved as `.pth`": html,
+    "an array of objects in an `.npz`": objects,
+    "weights in parts, one of which is missing": missing_part,
+    "weights of another family": another_family,
+    "an export to a program that has no place for a part of the model": no_place,
+    "an export to a folder that holds something": taken,
+    "an export of something else than weights": no_weights,
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, shards):
+    folder = tmp_path_factory.mktemp("weights_errors")
+    train(write_config(folder, shards), folder / "run")
+    return folder / "run"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
+def test_row(row: Row, tmp_path, shards, finished):
+    config = write_config(tmp_path, shards)
+    place = Place(tmp_path / "place", config, finished)
+    place.folder.mkdir()
+    line = SCENARIOS[row.what](place)
+    before = snapshot(tmp_path)
+    done = run(*line)
+    assert re.search(f"(?m)^{pattern_of(row.printed)}$", done.stderr), done.stderr
+    assert done.returncode == row.status
+    assert snapshot(tmp_path) == before, "a mistake that is found before the start"
+
+
+def test_each_scenario_has_its_row():
+    assert [row.what for row in ROWS] == list(SCENARIOS)

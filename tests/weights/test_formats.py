@@ -1,0 +1,232 @@
+"""Files of weights of every kind: told by their content, read without running code, or refused in
+one line."""
+
+import argparse
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vit.model import VisionTransformer
+from vit.weights.files import read_weights
+from vit.weights.formats import WeightsError, read_content
+from vit.weights.save import save_weights
+
+TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
+
+
+def tiny(seed: int = 0) -> VisionTransformer:
+    torch.manual_seed(seed)
+    return VisionTransformer(num_classes=10, **TINY)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".pth.tar"])
+@pytest.mark.parametrize(
+    "container", [(), ("state_dict",), ("model",), ("model_ema", "state_dict")]
+)
+@pytest.mark.parametrize(
+    "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."]
+)
+def test_containers_and_prefixes_are_removed(tmp_path, suffix, container, prefix):
+    expected = tiny().state_dict()
+    content = {prefix + name: tensor for name, tensor in expected.items()}
+    for key in reversed(container):
+        content = {"epoch": 3, key: content}
+    torch.save(content, tmp_path / f"w{suffix}")
+    found = read_content(tmp_path / f"w{suffix}")
+    weights = found.tensors
+    assert found.metadata == {}
+    assert found.notes == []
+    assert list(weights) == list(expected)
+    assert all(
+        torch.equal(weights[name], expected[name]) and weights[name].device.type == "cpu"
+        for name in expected
+    )
+
+
+def test_prefixes_inside_names_and_older_files_are_read(tmp_path):
+    content = {"blocks.0._orig_mod.attn._checkpoint_wrapped_module.proj.bias": torch.ones(3)}
+    torch.save(content, tmp_path / "w.pth", _use_new_zipfile_serialization=False)
+    weights = read_content(str(tmp_path / "w.pth")).tensors
+    assert list(weights) == ["blocks.0.attn.proj.bias"]
+    torch.save({"module.a": torch.ones(3), "a": torch.zeros(3)}, tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match="the same weight twice"):
+        read_content(tmp_path / "w.pth")
+
+
+def test_save_and_read_back(tmp_path):
+    weights = tiny().state_dict() | {"transposed": torch.arange(6.0).reshape(2, 3).t()}
+    save_weights(tmp_path / "w.safetensors", weights, {"step": "12", "model": "vit_b16"})
+    assert os.listdir(tmp_path) == ["w.safetensors"]
+    (tmp_path / "ordinary").touch()
+    assert (tmp_path / "w.safetensors").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+    content = read_content(tmp_path / "w.safetensors")
+    again = content.tensors
+    assert content.metadata == {"step": "12", "model": "vit_b16"}
+    assert again.keys() == weights.keys() == load_file(tmp_path / "w.safetensors").keys()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+def test_a_failed_save_leaves_the_old_file_alone(tmp_path):
+    save_weights(tmp_path / "w.safetensors", {"a": torch.ones(3)}, {})
+    with pytest.raises(TypeError):
+        save_weights(tmp_path / "w.safetensors", {"a": torch.zeros(3)}, {"step": 12})
+    assert os.listdir(tmp_path) == ["w.safetensors"]
+    assert torch.equal(read_content(tmp_path / "w.safetensors").tensors["a"], torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pth", "old.pth"])
+@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.99])
+def test_truncated_files_are_refused(tmp_path, name, kept):
+    path = tmp_path / name
+    if name == "w.safetensors":
+        save_weights(path, tiny().state_dict(), {})
+    else:
+        torch.save(tiny().state_dict(), path, _use_new_zipfile_serialization=name == "w.pth")
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(WeightsError, match=f"{name} is cut short or no") as caught:
+        read_content(path)
+    assert "\n" not in str(caught.value)
+
+
+class Harmful:
+    """Unpickling this runs a command."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_command_line_next_to_the_weights_is_no_hindrance(tmp_path):
+    """MAE's and DeiT's files have one."""
+    torch.save(
+        {"model": tiny().state_dict(), "args": argparse.Namespace(lr=1, aa="rand-m9")},
+        tmp_path / "namespace.pth",
+    )
+    assert read_content(tmp_path / "namespace.pth").tensors.keys() == tiny().state_dict().keys()
+
+
+def test_pickled_objects_are_refused_and_not_run(tmp_path):
+    torch.save(
+        {"model": tiny().state_dict(), "args": argparse.Namespace(model=tiny())},
+        tmp_path / "module.pth",
+    )
+    with pytest.raises(
+        WeightsError, match=r"module.pth holds pickled objects \([\w.]+\)"
+    ) as caught:
+        read_content(tmp_path / "module.pth")
+    assert "\n" not in str(caught.value)
+    torch.save({"model": Harmful(tmp_path / "harm")}, tmp_path / "harmful.pth")
+    with pytest.raises(WeightsError, match="pickled objects"):
+        read_content(tmp_path / "harmful.pth")
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "holds nothing"),
+        ([1], "holds a list"),
+        ({"epoch": 3, "a": torch.ones(1)}, r"also holds epoch \(int\)"),
+    ],
+)
+def test_what_is_not_a_state_dict_is_refused(tmp_path, content, message):
+    torch.save(content, tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match=message):
+        read_content(tmp_path / "w.pth")
+
+
+def test_wrong_paths_are_refused(tmp_path):
+    with pytest.raises(WeightsError, match="does not exist"):
+        read_content(tmp_path / "none.pth")
+    with pytest.raises(WeightsError, match="is a folder"):
+        read_content(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is cut short or no checkpoint .it is empty"),
+        (b"<html>404</html>", "is no checkpoint but a web page .HTML."),
+        (b"\n <!DOCTYPE html>", "is no checkpoint but a web page .HTML."),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "pointer of Git LFS"),
+        (b"\x89HDF\r\n", "is no checkpoint but HDF5"),
+        (b"nonsense", "is cut short or no checkpoint .it begins with b'nonsense'"),
+        (b"PK\x03\x04", "is cut short or"),
+        (b"\x80\x02}", "is cut short or no checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("name", ["w.pth", "w.safetensors", "w.npz"])
+def test_what_a_file_is_its_content_says(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    if name == "w.safetensors" and content in (b"", b"nonsense"):
+        message = "is cut short or no"
+    with pytest.raises(WeightsError, match=message) as caught:
+        read_content(tmp_path / name)
+    assert "weights_only" not in str(caught.value), "torch advises to load it in an unsafe way"
+    assert "\n" not in str(caught.value)
+
+
+def test_the_name_of_a_file_says_nothing(tmp_path):
+    expected = tiny().state_dict()
+    save_weights(tmp_path / "weights.pth", expected, {})
+    torch.save(expected, tmp_path / "weights.safetensors")
+    np.savez(tmp_path / "weights", **expected)
+    (tmp_path / "weights.npz").rename(tmp_path / "weights")
+    for name in ("weights.pth", "weights.safetensors", "weights"):
+        again = read_content(tmp_path / name).tensors
+        assert again.keys() == expected.keys()
+        assert all(torch.equal(again[key], expected[key]) for key in expected)
+
+
+def test_arrays_of_objects_are_refused(tmp_path):
+    np.savez(tmp_path / "w.npz", a=np.array([Harmful(tmp_path / "harm")], dtype=object))
+    with pytest.raises(WeightsError, match=r"w.npz holds pickled objects .* is refused"):
+        read_content(tmp_path / "w.npz")
+    assert not (tmp_path / "harm").exists()
+
+
+def test_the_average_is_taken_as_in_timm(tmp_path):
+    weights, average = tiny(0).state_dict(), tiny(1).state_dict()
+    torch.save({"state_dict": weights, "state_dict_ema": average, "epoch": 3}, tmp_path / "w.pth")
+    content = read_content(tmp_path / "w.pth")
+    assert torch.equal(content.tensors["head.weight"], average["head.weight"])
+    assert content.notes == ["state_dict_ema is used, state_dict in the same file is not"]
+
+
+def test_weights_in_parts(tmp_path):
+    expected = tiny().state_dict()
+    names = list(expected)
+    parts = {"model-1-of-2.safetensors": names[::2], "model-2-of-2.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_weights(tmp_path / file, {name: expected[name] for name in held}, {})
+    places = {name: file for file, held in parts.items() for name in held}
+    index = tmp_path / "model.safetensors.index.json"
+
+    def write(weight_map: dict) -> None:
+        index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+    write(places)
+    loaded = read_weights(tmp_path)
+    assert loaded.path == index
+    assert loaded.notes == ("read from 2 parts",)
+    assert loaded.weights.keys() == expected.keys()
+    assert all(torch.equal(loaded.weights[name], expected[name]) for name in expected)
+    write(places | {"blocks.7.norm1.bias": "model-2-of-2.safetensors"})
+    with pytest.raises(WeightsError, match=r"its parts lack blocks.7.norm1.bias"):
+        read_weights(tmp_path)
+    write(places | {"head.bias": "../model-2-of-2.safetensors"})
+    with pytest.raises(WeightsError, match=r"outside of its folder"):
+        read_weights(tmp_path)
+    write(places | {"head.bias": "model-3-of-3.safetensors"})
+    with pytest.raises(WeightsError, match=r"model-3-of-3.safetensors are not there"):
+        read_weights(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(WeightsError, match="no index of weights in parts"):
+        read_weights(tmp_path)

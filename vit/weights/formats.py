@@ -1,0 +1,258 @@
+"""Files of weights of any kind to tensors by name. What a file is, its content says and not its
+name; no code in it is run.
+
+    one file      safetensors; torch's zip and its older pickle; numpy's .npz       `_open`
+    its parts     an index of Hugging Face's, `*.index.json`, names each of them     `_open_parts`
+        -> the averaged weights or the others, out of their containers               `_unpack`
+        -> without the prefixes of wrappers (`module.`, `_orig_mod.`)                `_bare_names`
+        -> `Content`, whose names vit/weights/layouts.py makes ours
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
+"""Keys under which training programs keep the weights (timm; DeiT and MAE). The first one wins: as
+in timm, the average."""
+HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+"""Names of weights in a folder of the Hugging Face hub."""
+PARTS_FILES = tuple(f"{name}.index.json" for name in HUB_FILES)
+"""Names of the index there of weights that lie in several files."""
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""What DDP, torch.compile, FSDP1 and activation checkpointing add to parameter names."""
+KINDS = "safetensors, a file of torch.save (.pth, .pt, .bin), .npz, or an .index.json of parts"
+OTHER_KINDS = {
+    b"<": "a web page (HTML), perhaps the answer to a download that needs a login or a click:"
+    " download it again",
+    b"version https://git-lfs": "a pointer of Git LFS, not the file itself: run `git lfs pull`",
+    b"\x89HDF": "HDF5, in which Keras keeps weights: save them as .npz or safetensors",
+    b"GGUF": "GGUF: use the safetensors file that it was made from",
+    b"\x08": "perhaps ONNX, whose weights have no names to match: use what it was exported from",
+}
+"""How files begin that people take for weights, and what they are."""
+
+
+class WeightsError(ValueError):
+    """Weights that cannot be read, or do not fit the model."""
+
+
+@dataclass
+class Content:
+    """What a file of weights holds."""
+
+    tensors: dict[str, Tensor]
+    """On the CPU, memory-mapped where the format allows."""
+    metadata: dict[str, str] = field(default_factory=dict)
+    """Of a safetensors file; else none."""
+    notes: list[str] = field(default_factory=list)
+    """A sentence for each thing that was chosen or left away."""
+
+
+def read_content(path: str | os.PathLike[str]) -> Content:
+    """The weights in a file, or in the parts that an index names.
+
+    Of pickles only tensors and plain values are read, and `argparse.Namespace`, in which MAE, DeiT
+    and timm keep their command lines.
+
+    Raises:
+        WeightsError: no such file, a damaged one, one without weights or with pickled objects.
+    """
+    path = Path(path)
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise WeightsError(f"{path} {found}: expected a file of weights, or a run's folder")
+    with path.open("rb") as file:
+        head = file.read(64)
+    if path.name.endswith(".index.json"):
+        return _open_parts(path)
+    opened, metadata = _open(path, head)
+    notes: list[str] = []
+    tensors = _bare_names(_unpack(opened, path, notes), path)
+    return Content(tensors, metadata, notes)
+
+
+def _open(path: Path, head: bytes) -> tuple[Any, dict[str, str]]:
+    """What the file holds, and the metadata of a safetensors file."""
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**32:
+        return _open_safetensors(path)
+    if head.startswith(b"PK"):
+        return (_open_npz(path) if _is_npz(path) else _open_torch(path, mapped=True)), {}
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    # A pickle may begin with any letter, yet those of torch.save begin with a protocol.
+    if not head.startswith(b"\x80"):
+        what = next((what for begin, what in OTHER_KINDS.items() if text.startswith(begin)), "")
+        if not what and path.suffix == ".safetensors":
+            return _open_safetensors(path)  # the library says what is wrong with it
+        if not head:
+            raise WeightsError(f"{path} is cut short or no checkpoint (it is empty): copy it again")
+        if not what:
+            raise WeightsError(
+                f"{path} is cut short or no checkpoint (it begins with {head[:8]!r}): expected"
+                f" {KINDS}"
+            )
+        raise WeightsError(f"{path} is no checkpoint but {what}")
+    return _open_torch(path, mapped=False), {}  # before torch 1.6
+
+
+def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, file.metadata() or {}
+    except SafetensorError as error:
+        raise WeightsError(
+            f"{path} is cut short or no safetensors file ({error}): copy it again"
+        ) from error
+
+
+def _is_npz(path: Path) -> bool:
+    """Whether a zip holds numpy's arrays; torch's has `data.pkl`."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            names = file.namelist()
+    except (zipfile.BadZipFile, OSError):
+        return path.suffix == ".npz"  # cut short
+    return bool(names) and all(name.endswith(".npy") for name in names)
+
+
+def _open_npz(path: Path) -> dict[str, Tensor]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except ValueError as error:
+        if "allow_pickle" not in str(error):
+            raise WeightsError(
+                f"{path} is cut short or damaged ({error}): copy it again"
+            ) from error
+        raise WeightsError(
+            f"{path} holds pickled objects (numpy's object arrays), which can run code, and is"
+            " refused: save arrays of numbers alone"
+        ) from error
+    except (zipfile.BadZipFile, OSError, EOFError, KeyError) as error:
+        raise WeightsError(f"{path} is cut short or damaged ({error}): copy it again") from error
+    tensors = {}
+    for name, array in arrays.items():
+        if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # bfloat16, as JAX writes it
+            tensors[name] = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        elif array.dtype.kind in "fiub":
+            tensors[name] = torch.from_numpy(array)
+    return tensors
+
+
+def _open_torch(path: Path, mapped: bool) -> Any:
+    # torch itself goes by the name ".safetensors"; what it may map has to be a name.
+    misnamed = path.suffix == ".safetensors"
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]), path.open("rb") as file:
+            return torch.load(
+                file if misnamed else path,
+                map_location="cpu",
+                weights_only=True,
+                mmap=mapped and not misnamed,
+            )
+    except (
+        *(pickle.UnpicklingError, RuntimeError, EOFError, OSError),
+        *(ValueError, LookupError, AttributeError),
+    ) as error:  # damaged files raise all of these
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if found and isinstance(error, pickle.UnpicklingError):
+            raise WeightsError(
+                f"{path} holds pickled objects ({found[1]}), which can run code, and is refused: if"
+                " you trust it, open it with torch.load(weights_only=False) and save its state"
+                " dict alone"
+            ) from error
+        reason = (str(error).splitlines() or [""])[0][:200]
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "not a pickle"  # torch's own text advises to load it in an unsafe way
+        raise WeightsError(
+            f"{path} is cut short or no checkpoint ({type(error).__name__}: {reason}): copy it"
+            " again"
+        ) from error
+
+
+def _open_parts(index: Path) -> Content:
+    """The weights of all files that an index of Hugging Face's names."""
+    try:
+        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(places.values()))
+        # An index from elsewhere must not lead out of its folder.
+        outside = [file for file in files if Path(file).name != file]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise WeightsError(f"{index} is no index of weights in parts: copy it again") from None
+    if outside:
+        raise WeightsError(f"{index} names files outside of its folder ({few(outside)}): refused")
+    if lacking := [file for file in files if not (index.parent / file).is_file()]:
+        raise WeightsError(
+            f"{index} names {len(files)} parts, of which {few(lacking)} are not there: copy them,"
+            " too"
+        )
+    parts = [read_content(index.parent / file) for file in files]
+    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+    if lacking := [name for name in places if name not in tensors]:
+        raise WeightsError(
+            f"{index} names {len(places)} weights, of which its parts lack {few(lacking)}: copy"
+            " index and parts again"
+        )
+    notes = [f"read from {len(files)} parts", *(note for part in parts for note in part.notes)]
+    return Content(tensors, parts[0].metadata, notes)
+
+
+def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
+    """The tensors in `content`, out of its containers."""
+    while isinstance(content, dict):
+        held = [name for name in CONTAINERS if isinstance(content.get(name), dict)]
+        if not held:
+            break
+        if len(held) > 1:
+            notes.append(f"{held[0]} is used, {few(held[1:])} in the same file is not")
+        content = content[held[0]]
+    under = f"under {' or '.join(CONTAINERS[2:])}"
+    if not isinstance(content, dict) or not content:
+        kind = "nothing" if content == {} else f"a {type(content).__name__}"
+        raise WeightsError(f"{path} holds {kind}: expected a state dict, or one {under}")
+    others = [
+        f"{name} ({type(value).__name__})"
+        for name, value in content.items()
+        if not isinstance(value, Tensor)
+    ]
+    if others:
+        raise WeightsError(
+            f"{path} is not a state dict, it also holds {few(others)}: keep only tensors, or put"
+            f" them {under}"
+        )
+    return content
+
+
+def _bare_names(content: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """`content` without the prefixes of wrappers."""
+    weights = {
+        ".".join(part for part in name.split(".") if part not in WRAPPERS): tensor
+        for name, tensor in content.items()
+    }
+    if len(weights) < len(content):
+        raise WeightsError(
+            f"{path} holds the same weight twice once prefixes are removed: {len(content)} names"
+            f" become {len(weights)}"
+        )
+    return weights
+
+
+def few(names: list[str], limit: int = 4) -> str:
+    """The first names of a list, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

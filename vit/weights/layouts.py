@@ -1,0 +1,262 @@
+"""How programs name the weights of a ViT: one table for each, both ways. Ours are timm's names.
+
+A row leads from a weight of ours to theirs, in which `{n}` is a block and `{p}` weight or bias:
+
+    "blocks.{n}.mlp.fc1.{p}": Row(("vit.encoder.layer.{n}.intermediate.dense.{p}",))
+
+A `Row` may name several weights that ours joins (query, key, value), and how a weight is laid out
+there. `to_ours` and `from_ours` only rename, turn, join and cut: each value keeps its bits.
+What a table has no row for has no place in the other program.
+
+    torchvision    pytorch/vision:torchvision/models/vision_transformer.py
+    huggingface    huggingface/transformers:src/transformers/models/vit/modeling_vit.py
+    npz            google-research/vision_transformer:vit_jax/models_vit.py; big_vision's names are
+                   read, too (google-research/big_vision:big_vision/models/vit.py)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vit.weights.formats import few
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where a weight of ours is in another program.
+
+    theirs: one name, or those of query, key and value. turn: how ours becomes theirs, see `_turn`.
+    """
+
+    theirs: tuple[str, ...]
+    turn: str = "same"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The names of one program."""
+
+    name: str
+    block: str
+    """What is before a block's number."""
+    rows: dict[str, Row]
+    sign: str
+    """A pattern of a name that no other program's weights have."""
+    dropped: tuple[str, ...] = ()
+    """How names begin that only serve to train, or another purpose than classification."""
+    other_names: tuple[tuple[str, str], ...] = ()
+    """Patterns that turn names of other versions of it into those of `rows`."""
+
+
+def _torchvision() -> Layout:
+    block = "encoder.layers.encoder_layer_{n}"
+    return Layout(
+        "torchvision",
+        "encoder.layers.encoder_layer_",
+        {
+            "cls_token": Row(("class_token",)),
+            "pos_embed": Row(("encoder.pos_embedding",)),
+            "patch_embed.proj.{p}": Row(("conv_proj.{p}",)),
+            "blocks.{n}.norm1.{p}": Row((f"{block}.ln_1.{{p}}",)),
+            "blocks.{n}.attn.qkv.weight": Row((f"{block}.self_attention.in_proj_weight",)),
+            "blocks.{n}.attn.qkv.bias": Row((f"{block}.self_attention.in_proj_bias",)),
+            "blocks.{n}.attn.proj.{p}": Row((f"{block}.self_attention.out_proj.{{p}}",)),
+            "blocks.{n}.norm2.{p}": Row((f"{block}.ln_2.{{p}}",)),
+            "blocks.{n}.mlp.fc1.{p}": Row((f"{block}.mlp.0.{{p}}",)),
+            "blocks.{n}.mlp.fc2.{p}": Row((f"{block}.mlp.3.{{p}}",)),
+            "norm.{p}": Row(("encoder.ln.{p}",)),
+            "pre_logits.fc.{p}": Row(("heads.pre_logits.{p}",)),
+            "head.{p}": Row(("heads.head.{p}",)),
+        },
+        sign=r"conv_proj\.weight|encoder\.pos_embedding",
+        # Before 0.13; published files have these.
+        other_names=((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
+    )
+
+
+def _huggingface() -> Layout:
+    block = "vit.encoder.layer.{n}"
+    attention = f"{block}.attention"
+    qkv = tuple(f"{attention}.attention.{name}.{{p}}" for name in ("query", "key", "value"))
+    return Layout(
+        "huggingface",
+        "vit.encoder.layer.",
+        {
+            "cls_token": Row(("vit.embeddings.cls_token",)),
+            "pos_embed": Row(("vit.embeddings.position_embeddings",)),
+            "patch_embed.proj.{p}": Row(("vit.embeddings.patch_embeddings.projection.{p}",)),
+            "blocks.{n}.norm1.{p}": Row((f"{block}.layernorm_before.{{p}}",)),
+            "blocks.{n}.attn.qkv.{p}": Row(qkv),
+            "blocks.{n}.attn.proj.{p}": Row((f"{attention}.output.dense.{{p}}",)),
+            "blocks.{n}.norm2.{p}": Row((f"{block}.layernorm_after.{{p}}",)),
+            "blocks.{n}.mlp.fc1.{p}": Row((f"{block}.intermediate.dense.{{p}}",)),
+            "blocks.{n}.mlp.fc2.{p}": Row((f"{block}.output.dense.{{p}}",)),
+            "norm.{p}": Row(("vit.layernorm.{p}",)),
+            "head.{p}": Row(("classifier.{p}",)),
+        },
+        sign=r"(vit\.)?embeddings\.patch_embeddings\.projection\.weight",
+        dropped=("vit.pooler.", "vit.embeddings.mask_token", "decoder."),
+        other_names=(
+            (r"^(embeddings|encoder|layers|layernorm|pooler)\.", r"vit.\1."),  # ViTModel alone
+            # In memory, from version 5 on; its files have the names of `rows`.
+            (r"^vit\.layers\.", "vit.encoder.layer."),
+            (r"\.attention\.q_proj\.", ".attention.attention.query."),
+            (r"\.attention\.k_proj\.", ".attention.attention.key."),
+            (r"\.attention\.v_proj\.", ".attention.attention.value."),
+            (r"\.attention\.o_proj\.", ".attention.output.dense."),
+            (r"\.mlp\.fc1\.", ".intermediate.dense."),
+            (r"\.mlp\.fc2\.", ".output.dense."),
+        ),
+    )
+
+
+def _npz() -> Layout:
+    block = "Transformer/encoderblock_{n}"
+    attention = f"{block}/MultiHeadDotProductAttention_1"
+    kernels = tuple(f"{attention}/{name}/kernel" for name in ("query", "key", "value"))
+    biases = tuple(f"{attention}/{name}/bias" for name in ("query", "key", "value"))
+    rows = {
+        "cls_token": Row(("cls",)),
+        "pos_embed": Row(("Transformer/posembed_input/pos_embedding",)),
+        "patch_embed.proj.weight": Row(("embedding/kernel",), "conv"),
+        "patch_embed.proj.bias": Row(("embedding/bias",)),
+        "blocks.{n}.attn.qkv.weight": Row(kernels, "to_heads"),
+        "blocks.{n}.attn.qkv.bias": Row(biases, "to_heads"),
+        "blocks.{n}.attn.proj.weight": Row((f"{attention}/out/kernel",), "from_heads"),
+        "blocks.{n}.attn.proj.bias": Row((f"{attention}/out/bias",)),
+    }
+    linear = {
+        "blocks.{n}.mlp.fc1": f"{block}/MlpBlock_3/Dense_0",
+        "blocks.{n}.mlp.fc2": f"{block}/MlpBlock_3/Dense_1",
+        "pre_logits.fc": "pre_logits",
+        "head": "head",
+    }
+    norms = {
+        "blocks.{n}.norm1": f"{block}/LayerNorm_0",
+        "blocks.{n}.norm2": f"{block}/LayerNorm_2",
+        "norm": "Transformer/encoder_norm",
+    }
+    for ours, theirs in linear.items():
+        rows[f"{ours}.weight"] = Row((f"{theirs}/kernel",), "linear")
+        rows[f"{ours}.bias"] = Row((f"{theirs}/bias",))
+    for ours, theirs in norms.items():
+        rows[f"{ours}.weight"] = Row((f"{theirs}/scale",))
+        rows[f"{ours}.bias"] = Row((f"{theirs}/bias",))
+    return Layout(
+        "npz",
+        "Transformer/encoderblock_",
+        rows,
+        sign=r"(opt/target/|params/(img/)?)?embedding/kernel",
+        dropped=("opt/", "params/"),
+        other_names=(
+            (r"^(opt/target/|params/img/|params/)", ""),
+            # big_vision
+            (r"^pos_embedding$", "Transformer/posembed_input/pos_embedding"),
+            (
+                r"(encoderblock\w*)/MultiHeadDotProductAttention_0/",
+                r"\1/MultiHeadDotProductAttention_1/",
+            ),
+            (r"(encoderblock\w*)/MlpBlock_0/", r"\1/MlpBlock_3/"),
+            (r"(encoderblock\w*)/LayerNorm_1/", r"\1/LayerNorm_2/"),
+        ),
+    )
+
+
+_MAE = Layout("mae", "blocks.", {}, sign="decoder_pos_embed", dropped=("decoder_", "mask_token"))
+"""MAE's pre-training has timm's names, and a decoder."""
+LAYOUTS = {layout.name: layout for layout in (_torchvision(), _huggingface(), _npz(), _MAE)}
+
+
+def layout_of(names: Iterable[str]) -> Layout | None:
+    """Whose names these are; None: timm's, ours, or a program's that has no table."""
+    names = list(names)
+    for layout in LAYOUTS.values():
+        if any(re.fullmatch(layout.sign, name) for name in names):
+            return layout
+    return None
+
+
+def to_ours(layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights under our names, and a note for what was dropped.
+
+    What the table does not know keeps its name, so that whoever loads it sees it.
+    """
+    source: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for pattern, current in layout.other_names:
+            name = re.sub(pattern, current, name)
+        source |= _one_of_each_block(name, tensor)
+    ours: dict[str, Tensor] = {}
+    for name, row in _each(layout, source, layout.block):
+        if all(theirs in source for theirs in row.theirs):
+            pieces = [_turn_back(source.pop(theirs), row.turn) for theirs in row.theirs]
+            ours[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    dropped = [name for name in source if layout.dropped and name.startswith(layout.dropped)]
+    notes = [f"dropped as not used to classify: {few(dropped)}"] if dropped else []
+    return ours | {name: source[name] for name in source if name not in dropped}, notes
+
+
+def from_ours(
+    layout: Layout, weights: Mapping[str, Tensor], num_heads: int
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights under their names, and the names of ours that have no place there."""
+    left = dict(weights)
+    theirs: dict[str, Tensor] = {}
+    for name, row in _each(layout, weights, "blocks."):
+        if name in left:
+            pieces = left.pop(name).chunk(len(row.theirs))
+            for their_name, piece in zip(row.theirs, pieces, strict=True):
+                theirs[their_name] = _turn(piece, row.turn, num_heads).contiguous()
+    return theirs, list(left)
+
+
+def _one_of_each_block(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """`tensor` by name; big_vision's scans have one for all blocks, which is cut here."""
+    begin, stacked, end = name.partition("Transformer/encoderblock/")
+    if not stacked:
+        return {name: tensor}
+    return {f"{begin}Transformer/encoderblock_{n}/{end}": one for n, one in enumerate(tensor)}
+
+
+def _each(layout: Layout, names: Iterable[str], begin: str) -> Iterator[tuple[str, Row]]:
+    """Each row with numbers and parts filled in, for as many blocks as `names` have.
+
+    begin: what is before a block's number in `names`.
+    """
+    pattern = re.compile(rf"{re.escape(begin)}(\d+)\b")
+    numbers = [int(match[1]) for name in names if (match := pattern.match(name))]
+    for ours, row in layout.rows.items():
+        for number in range(max(numbers, default=-1) + 1) if "{n}" in ours else (0,):
+            for part in ("weight", "bias") if "{p}" in ours else ("",):
+                theirs = tuple(name.format(n=number, p=part) for name in row.theirs)
+                yield ours.format(n=number, p=part), Row(theirs, row.turn)
+
+
+def _turn(ours: Tensor, turn: str, num_heads: int) -> Tensor:
+    """A weight of ours as it is laid out there; Flax has inputs before outputs, and heads apart."""
+    if turn == "linear":
+        return ours.t()
+    if turn == "conv":
+        return ours.permute(2, 3, 1, 0)
+    if turn == "to_heads":  # (H*d, D) -> (D, H, d); a bias (H*d,) -> (H, d)
+        return ours.t().unflatten(-1, (num_heads, -1))
+    if turn == "from_heads":  # (D, H*d) -> (H, d, D)
+        return ours.t().unflatten(0, (num_heads, -1))
+    return ours
+
+
+def _turn_back(theirs: Tensor, turn: str) -> Tensor:
+    if turn == "linear":
+        return theirs.t()
+    if turn == "conv":
+        return theirs.permute(3, 2, 0, 1)
+    if turn == "to_heads":
+        return theirs.flatten(-2).t()
+    if turn == "from_heads":
+        return theirs.flatten(0, 1).t()
+    return theirs

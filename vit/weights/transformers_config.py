@@ -1,0 +1,100 @@
+"""What Hugging Face's transformers writes beside weights, read: model, view, class names.
+
+`config.json` has the network, `preprocessor_config.json` how an image becomes its input.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vit.weights.programs import NORM_EPS
+from vit.weights.published_models import HALF, NO_NUMBER, KnownModel
+
+_SIZES = {(192, 12): "ti", (384, 12): "s", (768, 12): "b", (1024, 24): "l", (1280, 32): "h"}
+"""(hidden_size, num_hidden_layers) of the sizes that have a name."""
+_RESAMPLE = {2: "bilinear", 3: "bicubic"}
+"""Pillow's numbers."""
+
+
+def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
+    """The model that `config`, the content of `path`, describes.
+
+    Raises ValueError for a model other than ViT, and for a view that this project cannot do.
+    """
+    kind = config.get("model_type")
+    if kind not in ("vit", "vit_mae"):
+        raise ValueError(
+            f"{path} is of a {kind!r} of Hugging Face's transformers"
+            f" ({config.get('architectures')}), of which only 'vit' and 'vit_mae' are read: use"
+            " timm's copy of the model, https://huggingface.co/timm"
+        )
+    try:
+        width, depth = config["hidden_size"], config["num_hidden_layers"]
+        size = _pair(config["image_size"])
+        patch = _pair(config["patch_size"])
+        model: dict[str, Any] = {
+            "name": f"vit_{_SIZES.get((width, depth), 'b')}{patch[0]}",
+            "patch_size": list(patch),
+            "embed_dim": width,
+            "depth": depth,
+            "num_heads": config["num_attention_heads"],
+            "mlp_ratio": config["intermediate_size"] / width,
+            "in_chans": config.get("num_channels", 3),
+            "qkv_bias": config.get("qkv_bias", True),
+        }
+    except (KeyError, TypeError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"{path}: {error!r} is missing or wrong: copy it again") from None
+    if config.get("hidden_act", "gelu") != "gelu":
+        raise ValueError(f"{path}: hidden_act is {config['hidden_act']!r}, this project has gelu")
+    eps = config.get("layer_norm_eps", 1e-12)
+    source = NO_NUMBER
+    if eps != NORM_EPS:
+        source += f"; its norms have epsilon {eps:g}, here {NORM_EPS:g}: the last digits differ"
+    view = _view(path.with_name("preprocessor_config.json"), size)
+    name = path.parent.absolute().name
+    return KnownModel(name, model, size, source=source, **view)
+
+
+def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
+    """Fields of `KnownModel` for the preprocessing; transformers' defaults without the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        content = {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}): copy it again") from None
+    resample = content.get("resample", 2)
+    if resample not in _RESAMPLE:
+        raise ValueError(f"{path}: resample is {resample}, here are {_RESAMPLE}")
+    wanted = content.get("size") or {}
+    shortest = wanted.get("shortest_edge") if isinstance(wanted, dict) else None
+    return {
+        "mean": tuple(content.get("image_mean", HALF[0])),
+        "std": tuple(content.get("image_std", HALF[1])),
+        "interpolation": _RESAMPLE[resample],
+        "crop_mode": "center" if shortest else "squash",
+        "crop_pct": min(size[0] / shortest, 1.0) if shortest else 1.0,
+    }
+
+
+def class_names_in(path: Path, num_classes: int) -> list[str]:
+    """The class names in a `config.json`, timm's or transformers'; [] if it has none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    names = content.get("label_names") if isinstance(content, dict) else None
+    if names is None and isinstance(content, dict):
+        by_number = content.get("id2label") or {}
+        names = [by_number.get(str(n)) for n in range(num_classes)]
+    if not isinstance(names, list) or len(names) != num_classes:
+        return []
+    # What transformers writes where nobody has named them.
+    unnamed = [f"LABEL_{n}" for n in range(num_classes)]
+    return names if names != unnamed and all(isinstance(name, str) for name in names) else []
+
+
+def _pair(size: int | list[int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
