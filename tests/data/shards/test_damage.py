@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,13 @@ import pytest
 from small_shards import NUM_SHARDS, PER_SHARD, jpeg, pair, write_tar
 
 from vit.data.shards.data_set import open_split
-from vit.data.shards.index_file import UNCHECKED_DTYPE, index_sha256, open_index
+from vit.data.shards.index_file import (
+    UNCHECKED_DTYPE,
+    index_mismatch,
+    index_sha256,
+    open_index,
+    save_index,
+)
 from vit.data.shards.info_file import read_sidecar
 from vit.data.shards.tar import INDEX_DTYPE, scan_tar
 from vit.system.files import ShardError
@@ -374,6 +381,24 @@ def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(roo
             told = str(error)
             is_right = False
         assert is_right or re.search("damaged|another format|cut off", told), (bit, told)
+
+
+def test_checks_of_an_index_need_no_memory_of_their_own(tmp_path):
+    """One of a thousand million samples would need 133 GB on each rank, looked at as a whole."""
+    rows = np.zeros(1000, INDEX_DTYPE)
+    rows["offset"] = np.arange(1000) * 2048 + 512
+    rows["size"] = 1000
+    lengths = [1000] * 400
+    save_index(tmp_path / "train.index.npy", (rows for _ in lengths))
+    index = open_index(tmp_path / "train.index.npy")
+    tracemalloc.start()
+    try:
+        assert index_mismatch(index, lengths, [2048 * 1000] * 400) == ""
+        assert len(index_sha256(index, lengths)) == 64
+        used_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert used_bytes < index.nbytes / 50
 
 
 def test_what_identifies_the_samples_is_what_it_was_before_they_had_checksums(root):

@@ -44,7 +44,7 @@ SHIM = r"""
 #include <unistd.h>
 
 /* pread of *.tar as from a file server that is away for FAIL_S seconds from the first read on, or
- * whose handles have gone stale. */
+ * whose handles have gone stale. LOG: a file that gets what is read and what is asked for ahead. */
 static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -58,11 +58,29 @@ static int is_shard(int fd) {
     return n > 4 && !memcmp(path + n - 4, ".tar", 4);
 }
 
+static void note(const char *what, off_t at, off_t size) {
+    if (!getenv("LOG")) return;
+    FILE *log = fopen(getenv("LOG"), "a");
+    fprintf(log, "%s %ld %ld\n", what, (long)at, (long)size);
+    fclose(log);
+}
+
+int posix_fadvise64(int fd, off_t at, off_t size, int advice) {
+    int (*real)(int, off_t, off_t, int) = dlsym(RTLD_NEXT, "posix_fadvise64");
+    if (is_shard(fd) && advice == POSIX_FADV_WILLNEED) note("ahead", at, size);
+    return real(fd, at, size, advice);
+}
+
+int posix_fadvise(int fd, off_t at, off_t size, int advice) {
+    return posix_fadvise64(fd, at, size, advice);
+}
+
 static ssize_t read_at(const char *name, int fd, void *to, size_t size, off_t at) {
     static double began;
     static atomic_int stale[4096];
     ssize_t (*real)(int, void *, size_t, off_t) = dlsym(RTLD_NEXT, name);
     if (is_shard(fd)) {
+        note("read", at, size);
         if (!began) began = now();
         if (getenv("FAIL_S") && now() - began < atof(getenv("FAIL_S"))) {
             errno = atoi(getenv("FAIL_ERRNO"));
@@ -156,6 +174,34 @@ def test_a_handle_that_went_stale_is_opened_again(shim, shards):
     done = run(code, shim, shards, 10, STALE_AFTER=7)
     assert done.stdout.split() == good, done.stderr
     assert good[1:] == ["0", "3"], "no attempt had to wait; three shards are open"
+
+
+READ_A_BATCH = """
+    import sys
+    from vit.config.schema import AugmentConfig
+    from vit.data.batches import ImageFormat, TrainBatches
+    from vit.data.loader import Loader
+    from vit.data.order import make_order
+    from vit.data.shards.data_set import open_split
+    split = open_split(sys.argv[1], "train")
+    image_format = ImageFormat((16, 16), 3, "bilinear")
+    batches = TrainBatches(split, make_order(60, 12), AugmentConfig(), image_format)
+    with Loader(batches, 0, 1, num_workers=0) as loader:
+        list(loader)
+"""
+
+
+def test_the_images_of_a_part_are_asked_for_before_the_first_is_read(shim, shards, tmp_path):
+    """So a slow disk works on all of them at once, and not on one while a worker waits."""
+    log = tmp_path / "log"
+    done = run(READ_A_BATCH, shim, shards, LOG=log)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert [what for what, _, _ in lines] == ["ahead"] * 12 + ["read"] * 12
+    ranges = [(int(at), int(at) + int(size)) for _, at, size in lines]
+    for asked, read in zip(ranges[:12], ranges[12:], strict=True):
+        assert asked[0] <= read[0]
+        assert read[1] <= asked[1]
 
 
 def shards_open(pid: int, root: Path) -> dict[str, str]:

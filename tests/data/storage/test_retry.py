@@ -162,6 +162,14 @@ def test_many_threads_that_wait_for_one_server_tell_it_once(caplog):
     assert "answers again after " in back
 
 
+def test_few_tries_are_not_reported_as_long_patience(caplog, monkeypatch, clock):
+    monkeypatch.setattr(retry, "WARN_AFTER_S", 0.0)
+    with caplog.at_level(logging.WARNING), pytest.raises(FileNotFoundError):
+        RetryPolicy(480, 0.01, 0.05).call(URL, failing(1000, final=FileNotFoundError("gone")))
+    [line] = messages(caplog)
+    assert line.endswith(f"(the server answers 503); trying {NUM_REFUSALS - 1} more times")
+
+
 def test_what_goes_on_is_reported_again(caplog, monkeypatch, clock):
     monkeypatch.setattr(retry, "WARN_AFTER_S", 0.05)
     monkeypatch.setattr(retry, "WARN_AGAIN_S", 0.1)

@@ -11,6 +11,7 @@ import mmap
 import os
 import resource
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any
 
 from vit.data import stages
 from vit.data.shards.tar_walk import TAR_BLOCK
+from vit.data.stages import Stage
 from vit.data.storage.retry import RetryableError, RetryPolicy
 
 NUM_OPENING = 16
@@ -68,18 +70,11 @@ class LocalTars:
 
     def prepare(self, num_processes: int) -> None:
         """Open all shards, so that processes forked from now on share the descriptors."""
-        missing = [shard for shard in range(len(self.filenames)) if shard not in self._fds]
-
-        def open_shard(shard: int) -> None:
-            with suppress(OSError):  # raised again, with its context, when the shard is read
-                self._keep(shard, os.open(self.where(shard), os.O_RDONLY))
-
-        # On a network file system each open is a round trip.
-        with ThreadPoolExecutor(NUM_OPENING) as threads:
-            list(threads.map(open_shard, missing[: self._max_open()]))
+        self._open(range(len(self.filenames)))
 
     def prefetch(self, shards: list[int], offsets: list[int], sizes: list[int]) -> None:
         """Have the system read these images, with their tar headers, in the background."""
+        self._open(sorted(set(shards)))  # without workers nothing has prepared them
         for shard, offset, size in zip(shards, offsets, sizes, strict=True):
             if (fd := self._fds.get(shard)) is not None:
                 with suppress(OSError, AttributeError):  # macOS lacks it
@@ -119,6 +114,21 @@ class LocalTars:
     def close(self) -> None:
         """Close the file descriptors; the next read opens them again."""
         _close(self._fds)
+
+    def _open(self, shards: Sequence[int]) -> None:
+        """Open those of `shards` that are not, as far as there are descriptors for them."""
+        missing = [shard for shard in shards if shard not in self._fds]
+        missing = missing[: max(self._max_open() - len(self._fds), 0)]
+        if not missing:
+            return
+
+        def open_shard(shard: int) -> None:
+            with suppress(OSError):  # raised again, with its context, when the shard is read
+                self._keep(shard, os.open(self.where(shard), os.O_RDONLY))
+
+        # On a network file system each open is a round trip.
+        with stages.current.within(Stage.READ), ThreadPoolExecutor(NUM_OPENING) as threads:
+            list(threads.map(open_shard, missing))
 
     def _open_and_read(self, shard: int, size: int, offset: int) -> bytes:
         try:

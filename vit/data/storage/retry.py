@@ -99,11 +99,13 @@ class RetryPolicy:
                     outage.warn_at_s = now_s + WARN_AGAIN_S
                     outage.is_reported = True
                     log.warning(
-                        "%s: has not answered since %s (%s); trying for another %.0f s",
+                        "%s: has not answered since %s (%s); trying %s",
                         where,
                         time.strftime("%H:%M:%S", time.localtime(outage.began_s)),
                         error,
-                        left_s,
+                        f"for another {left_s:.0f} s"
+                        if error.final is None
+                        else f"{error.num_refusals - refusals} more times",
                     )
                 _retries += 1  # not atomic: the number is only shown to people
                 outage_failed_s = outage.failed_s
