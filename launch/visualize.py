@@ -1,57 +1,347 @@
-"""Look at what a config does before training with it.
+"""Look at what goes into a model, and at what it has learnt.
 
     python launch/visualize.py augment --config configs/vit_b16.yaml data.root=data/imagenet
-    python launch/visualize.py augment --config configs/demo.yaml --images 8 --draws 5 \\
-        --out sheet.png augment.three_augment=true
+    python launch/visualize.py shapes vit_b16                    a name, a config, or a run
+    python launch/visualize.py attention runs/demo --image photo.jpg --separate attention/
+    python launch/visualize.py distance runs/demo --samples 128 --out distance.pdf
+    python launch/visualize.py compare runs/demo runs/demo_finetune
 
-`augment` writes a contact sheet: for some training images the original, several draws of the
-augmentation, each with what was done, and one with mixing. Settings are `section.key=value` and
-override the file. Exit status: 0 done, 2 a mistake to correct.
+Where no run is given it is the newest. Images are some of the run's validation split (--samples),
+or files, folders and tars (--image). The suffix of --out says the format: png, pdf or svg; pdf and
+svg are sharp at any size. Exit status: 0 done, 2 a mistake to correct.
 """
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import check_versions  # noqa: F401
+import torch
+from rich.console import Console
+from rich.table import Table
 
+from vit.config import io as config_io
 from vit.config.hints import setting_for
 from vit.config.io import load_config
+from vit.config.schema import Config
+from vit.estimate.layers import layer_costs, memory_needs
+from vit.model import create_model
+from vit.model_summary import count_parameters, print_shapes
 from vit.ranks import distributed
 from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
+from vit.report import inside
+from vit.report.compare import compare, plot_comparison
+from vit.report.confusion import plot_confusion
 from vit.report.contact_sheet import make_contact_sheet
+from vit.report.inside_plots import plot_heads, plot_patches, save_heads
+from vit.report.samples import Samples, samples_of_files, samples_of_split
+from vit.report.source import ReportSource
+from vit.report.style import picture_format
+from vit.run.folder import LATEST_FILE, newest_run
 from vit.system.command_line import Parser
+from vit.system.meter import Meter
+from vit.trained import Trained, load
+from vit.weights.files import read_weights
+
+MIB = 2**20
+
+
+class Command(NamedTuple):
+    """One word after visualize.py."""
+
+    run: Callable[[Namespace, World], None]
+    what: str
+    num_samples: int | None = None
+    """Images by default; None: it shows none."""
+    takes_name: bool = False
+    """Whether a config or a model's name will do: no weights are needed."""
 
 
 def main() -> World:
     """Run the command line above; return the world that was joined."""
     args = read_command_line()
-    config = load_config(args.config, args.overrides).config
-    world = distributed.join_world(config.train.device)
-    out = args.out or Path(f"augment_{Path(args.config).stem}.png")
-    print(make_contact_sheet(config, args.images, args.draws, out, world.device))
+    if args.command == "augment":
+        config = load_config(args.config, args.overrides).config
+        world = distributed.join_world(config.train.device)
+        out = args.out or Path(f"augment_{Path(args.config).stem}.png")
+        print(make_contact_sheet(config, args.images, args.draws, out, world.device))
+        return world
+    world = distributed.join_world(args.device, "--device ")
+    COMMANDS[args.command].run(args, world)
     return world
 
 
+# ---- without weights -----------------------------------------------------------------------------
+
+
+def shapes(args: Namespace, world: World) -> None:
+    """Print the shapes at each stage."""
+    config, num_classes = _config_of(args)
+    with torch.device("meta"):
+        model = create_model(config.model, num_classes=num_classes)
+    print_shapes(model, config.model.name)
+
+
+def summary(args: Namespace, world: World) -> None:
+    """Print parameters and operations of each layer, and the memory."""
+    config, num_classes = _config_of(args)
+    with torch.device("meta"):
+        model = create_model(config.model, num_classes=num_classes)
+    rows = layer_costs(model)
+    flops = sum(row.flops for row in rows)
+    table = Table("layer", "kind", "output", "parameters", "GFLOP", "share", box=None)
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(
+            row.name,
+            row.kind,
+            row.output,
+            f"{row.parameters:,}",
+            f"{row.flops / 1e9:.3f}",
+            f"{100 * row.flops / max(flops, 1):.1f} %",
+        )
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    needs = memory_needs(config, num_classes)
+    print(
+        f"{config.model.name} at {config.model.size_text()}, {num_classes:,} classes:"
+        f" {count_parameters(model):,} parameters, {flops / 1e9:.2f} GFLOP per image forward (2 for"
+        " each multiply-add)\n"
+        f"memory in use: weights {needs.weights / MIB:,.1f} MiB in fp32, and"
+        f" {needs.forward / MIB:,.1f} MiB for each image of a batch\n"
+        f"memory in training ({config.train.precision}, {config.optim.name}):"
+        f" {needs.training / MIB:,.0f} MiB with micro-batches of one image; each image adds"
+        f" {needs.per_image / MIB:,.1f} MiB to a large one (launch/plan.py says what fits where)"
+    )
+
+
+def _config_of(args: Namespace) -> tuple[Config, int]:
+    """Return settings and number of classes of a run, a file of weights, a config or a name."""
+    word = str(args.runs[0]) if args.runs else str(_newest())
+    settings = settings_of(args)
+    if args.num_classes:
+        settings["model.num_classes"] = args.num_classes
+    if Path(word).suffix in (".yaml", ".yml"):
+        overrides = [f"{key}={value}" for key, value in settings.items()]
+        config = load_config(word, overrides).config
+    elif Path(word).exists():
+        loaded = read_weights(word)
+        if loaded.config is None:
+            raise ValueError(f"{word}: weights from elsewhere: give the name of the model instead")
+        config = config_io.from_dict(loaded.config, word)
+        settings.setdefault("model.num_classes", loaded.num_classes)
+        config = config_io.with_settings(config, settings)
+    else:
+        minimal = {"data": {"root": "."}, "train": {"steps": 1}, "model": {"name": word}}
+        config = config_io.with_settings(config_io.from_dict(minimal, "command line"), settings)
+    return config, config.model.num_classes or 1000
+
+
+# ---- with weights --------------------------------------------------------------------------------
+
+
+def patches(args: Namespace, world: World) -> None:
+    """Draw images cut into patches."""
+    trained = _load(args, world)
+    samples = _samples(args, trained)
+    size = inside.patch_size_of(trained.model)
+    for path, pixels in _numbered(_out(args, trained), samples.pixels(trained)):
+        print(plot_patches(pixels, size, path))
+
+
+def filters(args: Namespace, world: World) -> None:
+    """Draw the components of the patch embedding."""
+    trained = _load(args, world)
+    out = _out(args, trained)
+    _say(inside.draw_filters(trained.model, out), out)
+
+
+def positions(args: Namespace, world: World) -> None:
+    """Draw the similarity of positions."""
+    trained = _load(args, world)
+    out = _out(args, trained)
+    _say(inside.draw_positions(trained.model, out), out)
+
+
+def attention(args: Namespace, world: World) -> None:
+    """Draw the attention of each layer and head, and rollout; with --separate each by itself."""
+    trained = _load(args, world)
+    samples = _samples(args, trained)
+    pixels = samples.pixels(trained)
+    written = []
+    with Meter("drawing", len(pixels), "images") as meter:
+        for number, (path, image) in enumerate(_numbered(_out(args, trained), pixels)):
+            normalize = trained.preprocess.normalize
+            heads, rollout = inside.heads_and_rollout(trained.model, normalize, image)
+            name = Path(samples.names[number]).name
+            if args.separate:
+                folder = args.separate / f"{number}_{Path(name).stem or name}"
+                written.append(save_heads(image, heads, folder)[0].parent)
+            else:
+                written.append(plot_heads(image, heads, rollout, f"Attention: {name}", path))
+            meter.update(number + 1)
+    for path in written:
+        print(path)
+
+
+def distance(args: Namespace, world: World) -> None:
+    """Draw the mean attention distance of each head."""
+    trained = _load(args, world)
+    pixels = _samples(args, trained).pixels(trained)
+    out = _out(args, trained)
+    with Meter("looking at", len(pixels), "images") as meter:
+        normalize = trained.preprocess.normalize
+        caption = inside.draw_distance(trained.model, normalize, pixels, out, meter.update)
+    _say(caption, out)
+
+
+def tokens(args: Namespace, world: World) -> None:
+    """Draw the features of patches as colours."""
+    trained = _load(args, world)
+    samples = _samples(args, trained)
+    pixels = samples.pixels(trained)
+    out = _out(args, trained)
+    names = [Path(name).name or name for name in samples.names]
+    normalize = trained.preprocess.normalize
+    _say(inside.draw_tokens(trained.model, normalize, pixels, names, out), out)
+
+
+def confusion(args: Namespace, world: World) -> None:
+    """Draw the confusion matrix of the newest evaluation of a run."""
+    run_dir = Path(args.runs[0]) if args.runs else _newest()
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir}: not a run folder: confusion shows the evaluation of a run")
+    source = ReportSource(run_dir, world.device)
+    out = args.out or Path(f"confusion_{run_dir.name}.png")
+    print(plot_confusion(source.confusion, source.class_names, out))
+
+
+def compared(args: Namespace, world: World) -> None:
+    """Compare two runs image by image, and draw where they differ."""
+    models = (_load(args, world, 0), _load(args, world, 1))
+    samples = samples_of_split(models[0], args.samples, args.data, args.split)
+    with Meter("predicting", 2 * len(samples.encoded), "images") as meter:
+        found = compare(models, samples, meter.update)
+    for letter, trained in zip("AB", models, strict=True):
+        print(f"{letter}: {trained}")
+    print("\n".join(found.lines()))
+    default = "_".join(["compare", *(_name_of(trained) for trained in models)])
+    print(plot_comparison(models, samples, found, args.out or Path(f"{default}.png")))
+
+
+COMMANDS = {
+    "shapes": Command(shapes, "shapes at each stage, as text", takes_name=True),
+    "summary": Command(summary, "layers, parameters, GFLOP and memory, as text", takes_name=True),
+    "patches": Command(patches, "an image and the patches it is cut into", 1),
+    "filters": Command(filters, "principal components of the patch embedding"),
+    "attention": Command(attention, "where the output looks, in each layer and head; rollout", 4),
+    "positions": Command(positions, "similarity of positions"),
+    "distance": Command(distance, "mean attention distance by depth and head", 128),
+    "tokens": Command(tokens, "features of patches as colours", 12),
+    "confusion": Command(confusion, "confusion matrix of a run's newest evaluation"),
+    "compare": Command(compared, "two runs on the same samples", 500),
+}
+
+
+def _newest() -> Path:
+    return newest_run("RUN", "weights/last.safetensors", LATEST_FILE)
+
+
+def _load(args: Namespace, world: World, number: int = 0) -> Trained:
+    path = args.runs[number] if args.runs else _newest()
+    trained = load(path, name=args.model, device=world.device, settings=settings_of(args))
+    for note in trained.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return trained
+
+
+def _samples(args: Namespace, trained: Trained) -> Samples:
+    if args.image:
+        return samples_of_files(args.image, args.samples)
+    return samples_of_split(trained, args.samples, args.data, args.split)
+
+
+def _out(args: Namespace, trained: Trained) -> Path:
+    return args.out or Path(f"{args.command}_{_name_of(trained)}.png")
+
+
+def _name_of(trained: Trained) -> str:
+    """The run's folder, or the name of the file."""
+    path = trained.weights.path.absolute()
+    in_run = path.parent.name in ("weights", "checkpoints")
+    return path.parents[1].name if in_run else path.name.partition(".")[0]
+
+
+def _numbered(out: Path, pixels: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
+    """Each image with the picture to write: `out`, or out_1, out_2 and so on."""
+    if len(pixels) == 1:
+        return [(out, pixels[0])]
+    return [
+        (out.with_stem(f"{out.stem}_{number}"), image) for number, image in enumerate(pixels, 1)
+    ]
+
+
+def _say(caption: str, out: Path) -> None:
+    print(caption, file=sys.stderr)
+    print(out)
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def settings_of(args: Namespace) -> dict[str, Any]:
+    """Return the flags that were given as settings: dotted key -> value."""
+    size = args.image_size
+    if size and len(size) == 1:
+        size = size[0]
+    return {"model.image_size": size} if size else {}
+
+
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
-    parser = Parser("python launch/visualize.py", __doc__, setting_for)
-    parser.add_argument("command", choices=["augment"], help="contact sheet of the augmentation")
+    """Parse the command and its flags; of augment the settings are `overrides`.
+
+    Raises ValueError for mistakes.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    listed = {"augment": "contact sheet of the augmentation"}
+    listed |= {name: command.what for name, command in COMMANDS.items()}
+    parser = Parser("python launch/visualize.py", _with_commands(listed), setting_for)
+    parser.add_argument("command", choices=list(listed))
+    if not words or words[0].startswith("-") or words[0] not in listed:
+        parser.parse_args(words[:1] or ["--help"])
+    command = words.pop(0)
+    if command == "augment":
+        args = _read_augment(words)
+    else:
+        args = _read_flags(command, words)
+    args.command = command
+    return args
+
+
+def _with_commands(listed: dict[str, str]) -> str:
+    lines = [f"  {name:10} {what}" for name, what in listed.items()]
+    return "\n".join([__doc__ or "", *lines, "", "Each command has --help."])
+
+
+def _read_augment(words: Sequence[str]) -> Namespace:
+    parser = Parser(
+        "python launch/visualize.py augment",
+        "For some training images the original, several draws of the augmentation, each with what"
+        "\nwas done, and one with mixing.",
+        setting_for,
+    )
     parser.add_argument(
         "--config",
         required=True,
         metavar="FILE",
         help="YAML file with what differs from the defaults",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.png",
-        help="picture to write (default: augment_<name of the config>.png)",
-    )
+    _add_out(parser, "augment_<name of the config>")
     parser.add_argument(
         "--images",
         type=int,
@@ -65,11 +355,78 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
     )
-    args = parser.parse_intermixed_args(arguments)
+    args = parser.parse_intermixed_args(words)
     for name in ("images", "draws"):
         if not 1 <= getattr(args, name) <= 64:
             raise ValueError(f"--{name} {getattr(args, name)}: give a number from 1 to 64")
     return args
+
+
+def _read_flags(name: str, words: Sequence[str]) -> Namespace:
+    command = COMMANDS[name]
+    parser = Parser(f"python launch/visualize.py {name}", command.what.capitalize() + ".")
+    what = "run folder, checkpoint or file of weights"
+    if command.takes_name:
+        what += ", config, or a model's name"
+    parser.add_argument(
+        "runs",
+        nargs=2 if name == "compare" else "?",
+        metavar="RUN_OR_FILE",
+        help=f"{what} (default: the newest run)" if name != "compare" else what,
+    )
+    parser.add_argument(
+        "--image-size",
+        type=int,
+        nargs="+",
+        metavar="PIXELS",
+        help="side, or height and width (default: as trained)",
+    )
+    if command.takes_name:
+        parser.add_argument("--num-classes", type=int, metavar="N", help="(default: 1000)")
+    else:
+        parser.add_argument("--model", metavar="NAME", help="timm's name of weights from elsewhere")
+        _add_out(parser, f"{name}_<run>")
+    if name == "attention":
+        parser.add_argument(
+            "--separate",
+            type=Path,
+            metavar="FOLDER",
+            help="write the input and a picture of each layer and head there instead",
+        )
+    if command.num_samples is not None:
+        parser.add_argument(
+            "--samples",
+            type=int,
+            default=command.num_samples,
+            metavar="N",
+            help=f"images, at most (default: {command.num_samples})",
+        )
+        if name != "compare":
+            parser.add_argument(
+                "--image", nargs="+", metavar="FILE", help="files, folders or tars, in their place"
+            )
+        parser.add_argument("--data", metavar="ROOT", help="shards (default: the run's)")
+        parser.add_argument("--split", help="(default: the run's data.val_split)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    args = parser.parse_intermixed_args(words)
+    args.runs = [args.runs] if isinstance(args.runs, str) else args.runs
+    if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
+        raise ValueError("--image-size takes a side, or height and width, in pixels")
+    for number in ("samples", "num_classes"):
+        if (given := getattr(args, number, None)) is not None and given < 1:
+            raise ValueError(f"--{number.replace('_', '-')} {given}: give a number from 1 on")
+    if getattr(args, "out", None):
+        picture_format(args.out)
+    return args
+
+
+def _add_out(parser: Parser, default: str) -> None:
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"picture to write, .png, .pdf or .svg (default: {default}.png)",
+    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 from vit.layers.drop_path import DropPath
 from vit.model import create_model
@@ -75,20 +76,27 @@ def main() -> None:
             model = create_model(args.name, size, args.num_classes)
     except ValueError as error:
         parser.error(str(error))
+    print_shapes(model, args.name)
+
+
+def print_shapes(model: Any, name: str) -> None:
+    """Print a line for each stage of `model`, on the meta device, and what it costs in all."""
     print(f"{'stage':<20} {'module':<18} {'in':<20}    {'out':<20} {'parameters':>12}")
-    _print_shapes_in_forward(model)
+    handles = _print_shapes_in_forward(model)
     gflop = flops_per_image(model) / 1e9
+    for handle in handles:
+        handle.remove()
     print(
-        f"{args.name} at {model.image_size[0]}x{model.image_size[1]}: {count_parameters(model):,}"
+        f"{name} at {model.image_size[0]}x{model.image_size[1]}: {count_parameters(model):,}"
         f" parameters, {gflop:.2f} GFLOP per image forward (2 for each multiply-add; papers often"
         " count 1)"
     )
 
 
-def _print_shapes_in_forward(model: nn.Module) -> None:
-    """Let the next forward pass print a line for each stage and each part of the first block."""
+def _print_shapes_in_forward(model: nn.Module) -> list[RemovableHandle]:
+    """Let forward passes print a line for each stage and each part of the first block."""
 
-    def watch(name: str, module: nn.Module) -> None:
+    def watch(name: str, module: nn.Module) -> RemovableHandle:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             before, after = (
                 f"({', '.join(map(str, ('B', *tensor.shape[1:])))})"
@@ -99,12 +107,15 @@ def _print_shapes_in_forward(model: nn.Module) -> None:
                 f" {count_parameters(module):>12,}"
             )
 
-        module.register_forward_hook(hook)
+        return module.register_forward_hook(hook)
 
-    for name, module in model.named_modules():
-        is_stage = name and ("." not in name or name.startswith("blocks.0."))
-        if is_stage and not isinstance(module, (nn.Identity, nn.Dropout, DropPath)):
-            watch(name, module)
+    return [
+        watch(name, module)
+        for name, module in model.named_modules()
+        if name
+        and ("." not in name or name.startswith("blocks.0."))
+        and not isinstance(module, (nn.Identity, nn.Dropout, DropPath))
+    ]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ BELOW = {
     "vit.layers": (),
     "vit.weights": ("vit!", "vit.layers", "vit.run.folder", "vit.config", "vit.system"),
     "vit.run": ("vit!", "vit.weights", *ENGINE),
-    "vit.report": ("vit!", "vit.run", "vit.weights", *ENGINE),
+    "vit.report": ("vit!", "vit.predict", "vit.run", "vit.weights", *ENGINE),
     "vit.predict": ("vit!", "vit.data", "vit.config", "vit.system"),
     "vit": ("vit.run", "vit.weights", *ENGINE),
     "vit.estimate": (

@@ -28,7 +28,8 @@ from vit.data.shards.data_set import open_split
 from vit.metrics import interval95
 from vit.report import facts, model_plots
 from vit.report.page import make_report, write_page
-from vit.report.pictures import PAINTERS, Pictures, draw_pictures, pick_images
+from vit.report.pictures import PAINTERS, Pictures, draw_pictures
+from vit.report.samples import pick_images
 from vit.run.folder import is_in_use, mark_stopped
 
 CPU = torch.device("cpu")
@@ -293,8 +294,8 @@ def test_without_the_data_the_rest_is_there(finished, tmp_path):
     run_dir = copied(finished[0], tmp_path)
     set_key(run_dir, "root", "/nowhere/at/all")
     page = remade(run_dir)
-    assert len(check_self_contained(page)) == 2  # confusion and positions
-    assert page.text.count("Not drawn. /nowhere/at/all: no such directory") == 3
+    assert len(check_self_contained(page)) == 3  # confusion, positions, filters
+    assert page.text.count("Not drawn. /nowhere/at/all: no such directory") == 5
     assert HOSTILE[0] in page.text  # the weights know the names
 
 
@@ -314,7 +315,7 @@ def test_a_damaged_prediction_file_and_other_data(finished, tmp_path):
 def test_a_run_without_evaluation(config, tmp_path):
     train(config, tmp_path / "run", "train.steps=2")
     page = remade(tmp_path / "run")
-    assert len(check_self_contained(page)) == 3  # augmented, attention, positions
+    assert len(check_self_contained(page)) == 6  # those of mistakes and curves are missing
     assert page.text.count("The run has not been evaluated yet.") == 4
     shutil.rmtree(tmp_path / "run" / "weights")
     shutil.rmtree(tmp_path / "run" / "checkpoints")

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from vit.report.pictures import pick_images
+from vit.report.samples import pick_images
 
 
 def test_images_of_large_classes_are_picked_in_no_time():

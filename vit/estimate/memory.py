@@ -81,7 +81,7 @@ def step_memory(
     model.train()
     checkpoint_activations(model, train.activation_checkpointing)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
-        _drop_memory(model, device)
+        drop_memory(model, device)
         parameters = [p for p in model.parameters() if p.requires_grad]
         weights = live.now
         optimizer = create_optimizer(model, optim)
@@ -169,7 +169,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
-def _drop_memory(model: nn.Module, device: torch.device) -> None:
+def drop_memory(model: nn.Module, device: torch.device) -> None:
     """Put `model`, which is on the meta device, on a device without memory; under FakeTensorMode.
 
     `Module.to_empty` does not work there: it swaps tensors, which fake ones refuse.

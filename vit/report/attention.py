@@ -52,22 +52,78 @@ def attention_maps(model: nn.Module, images: Tensor) -> tuple[list[Tensor], Tens
     """
     maps = list[Tensor]()
 
-    def catch(attention: Any, args: tuple[Tensor]) -> None:
+    def catch(attention: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         # The fused kernels never hold these weights, so they are computed again from the input.
-        qkv = attention.qkv(args[0]).unflatten(2, (3, attention.num_heads, -1)).float()
-        q, k, _ = qkv.permute(2, 0, 3, 1, 4)
-        # timm's option; normalised queries are scaled as all others are
-        q = getattr(attention, "q_norm", nn.Identity())(q)
-        k = getattr(attention, "k_norm", nn.Identity())(k)
+        q, k = _queries_and_keys(attention, *args, **options)
         maps.append((q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(-1))
 
-    handles = [attention.register_forward_pre_hook(catch) for attention in attention_modules(model)]
+    handles = [
+        attention.register_forward_pre_hook(catch, with_kwargs=True)
+        for attention in attention_modules(model)
+    ]
     try:
         logits = model(images)
     finally:
         for handle in handles:
             handle.remove()
     return maps, logits
+
+
+def _queries_and_keys(attention: Any, x: Tensor, *args: Any, **options: Any) -> list[Tensor]:
+    """Return queries and keys of a layer for its input, (B, heads, N, head_dim) float32 each."""
+    if hasattr(attention, "project"):  # ours: with all that its forward pass does to them
+        return [part.float() for part in attention.project(x, *args, **options)[:2]]
+    qkv = attention.qkv(x).unflatten(2, (3, attention.num_heads, -1)).float()
+    q, k, _ = qkv.permute(2, 0, 3, 1, 4)
+    # timm's option; normalised queries are scaled as all others are
+    q = getattr(attention, "q_norm", nn.Identity())(q)
+    k = getattr(attention, "k_norm", nn.Identity())(k)
+    return [q, k]
+
+
+def output_attention(maps: list[Tensor], num_prefix_tokens: int, global_pool: str) -> Tensor:
+    """Return where the output looks in each layer and head: (B, layers, heads, h*w) float32.
+
+    maps: (B, heads, N, N) for each block. Of the class token ("token") its own row; without one
+    ("avg") the mean over the patches' rows: how much attention a patch gets.
+    """
+    layers = []
+    for attention in maps:
+        if global_pool == "token":
+            rows = attention[:, :, 0]
+        else:
+            rows = attention[:, :, num_prefix_tokens:].mean(2)
+        layers.append(rows[:, :, num_prefix_tokens:])
+    return torch.stack(layers, 1)
+
+
+def attention_distance(
+    maps: list[Tensor], grid: tuple[int, int], patch_size: tuple[int, int], num_prefix_tokens: int
+) -> Tensor:
+    """Return how far away the heads look: (B, layers, heads) float32, in pixels.
+
+    The distance between a patch and those it attends to, from centre to centre, weighted by the
+    attention, as a mean over all patches: Figure 7 (right) of Dosovitskiy et al. 2021 (arXiv
+    2010.11929, section 4.5). Attention to prefix tokens, which are nowhere, is left out, and the
+    rest of a row counts as 1.
+
+    maps: (B, heads, N, N) for each block; grid: (h, w) patches of `patch_size` (height, width)
+    pixels.
+    """
+    distances = patch_distances(grid, patch_size)
+    layers = []
+    for attention in maps:
+        weights = attention[:, :, num_prefix_tokens:, num_prefix_tokens:]
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        layers.append((weights * distances.to(weights.device)).sum(-1).mean(-1))
+    return torch.stack(layers, 1)
+
+
+def patch_distances(grid: tuple[int, int], patch_size: tuple[int, int]) -> Tensor:
+    """Return the distances between the centres of all patches: (h*w, h*w) float32, in pixels."""
+    rows, columns = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
+    places = torch.stack((rows * patch_size[0], columns * patch_size[1]), -1).flatten(0, 1).double()
+    return torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist").float()
 
 
 def attention_rollout(maps: list[Tensor], num_prefix_tokens: int, global_pool: str) -> Tensor:

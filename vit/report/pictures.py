@@ -6,6 +6,7 @@ others.
 
     runs/<name>/report/
       curves.png  attention.png  confusion.png  confused.png  augmented.png  positions.png
+      filters.png  distance.png  tokens.png
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from vit.data.augment.draw import mixes
 from vit.data.batches import TrainBatches
@@ -27,10 +28,11 @@ from vit.data.loader import Loader
 from vit.data.order import divisors
 from vit.metrics import predicted_classes
 from vit.plan import create_order
-from vit.report import model_plots
+from vit.report import inside, model_plots
 from vit.report.attention import attention_maps, attention_rollout, check_rollout
 from vit.report.confusion import most_confused, plot_confusion, plot_most_confused
 from vit.report.curves import plot_curves
+from vit.report.samples import pick_images
 from vit.report.source import ReportSource, as_sentence
 from vit.run.folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 
@@ -39,6 +41,8 @@ NUM_AUGMENTED = 24
 NUM_ATTENTION = 12
 """Images in `attention.png`; at most `NUM_ATTENTION_WRONG` of them are mistakes."""
 NUM_ATTENTION_WRONG = 4
+NUM_DISTANCE = 32
+"""Images over which `distance.png` averages."""
 NUM_CONFUSED_PAIRS = 10
 """Rows of `confused.png`, with `NUM_EXAMPLES` images each."""
 NUM_EXAMPLES = 6
@@ -184,35 +188,6 @@ def _paint_attention(source: ReportSource, picture: Path) -> str:
     )
 
 
-def pick_images(
-    labels: NDArray[np.int64], predictions: NDArray[np.int64] | None, num: int, num_wrong: int
-) -> list[int]:
-    """Return up to `num` images, right ones first, at most `num_wrong` wrong ones last.
-
-    Always the same ones, from as many classes as possible.
-    """
-    is_wrong = np.zeros(len(labels), bool) if predictions is None else predictions != labels
-    wrong = np.flatnonzero(is_wrong)
-    right = np.flatnonzero(~is_wrong)
-    wrong = wrong[_spread(labels[wrong], num_wrong)]
-    right = right[_spread(labels[right], num - len(wrong))]
-    return [*right.tolist(), *wrong.tolist()]
-
-
-def _spread(labels: NDArray[np.int64], num: int) -> NDArray[np.int64]:
-    """Return up to `num` places in `labels`, spread over the classes.
-
-    First one image of each class, then a second of each, and so on; at equal distances among the
-    classes if there are more than `num`.
-    """
-    order = np.argsort(labels, kind="stable")
-    ordered = labels[order]
-    turns = np.arange(len(labels)) - np.searchsorted(ordered, ordered)
-    candidates = order[np.argsort(turns, kind="stable")][: max(num, (turns == 0).sum())]
-    num = min(num, len(candidates))
-    return candidates[np.arange(num) * len(candidates) // max(num, 1)]
-
-
 def _paint_positions(source: ReportSource, picture: Path) -> str:
     name = source.config.model.name
     positions = source.weights.weights.get("pos_embed")
@@ -253,6 +228,29 @@ def _paint_confused(source: ReportSource, picture: Path) -> str:
     return f"The commonest mistakes at step {step:,}, with the first images of each."
 
 
+def _paint_filters(source: ReportSource, picture: Path) -> str:
+    return inside.draw_filters(source.model, picture)
+
+
+def _paint_distance(source: ReportSource, picture: Path) -> str:
+    check_rollout(source.model)
+    _, images = _some_images(source, NUM_DISTANCE)
+    return inside.draw_distance(source.model, source.normalize, images, picture)
+
+
+def _paint_tokens(source: ReportSource, picture: Path) -> str:
+    labels, images = _some_images(source, NUM_ATTENTION)
+    names = [source.class_names[label] for label in labels]
+    return inside.draw_tokens(source.model, source.normalize, images, names, picture)
+
+
+def _some_images(source: ReportSource, num: int) -> tuple[list[int], Tensor]:
+    """Labels and pixels, (B, C, H, W) uint8, of `num` validation images of many classes."""
+    labels = source.val_split.index["label"].astype(np.int64)
+    chosen = pick_images(labels, None, num, 0)
+    return labels[chosen].tolist(), torch.stack([source.eval_image(sample) for sample in chosen])
+
+
 PAINTERS: dict[str, Callable[[ReportSource, Path], str]] = {
     "curves": _paint_curves,
     "attention": _paint_attention,
@@ -260,6 +258,9 @@ PAINTERS: dict[str, Callable[[ReportSource, Path], str]] = {
     "confused": _paint_confused,
     "augmented": _paint_augmented,
     "positions": _paint_positions,
+    "filters": _paint_filters,
+    "distance": _paint_distance,
+    "tokens": _paint_tokens,
 }
 """Name -> function that draws the PNG and returns its caption, or raises with the reason."""
 

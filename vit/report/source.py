@@ -151,6 +151,10 @@ class ReportSource:
         data = self.val_split.read(sample)
         return decode_center(data, form.size, self.config.eval, form.interpolation, form.channels)
 
+    def normalize(self, pixels: Tensor) -> Tensor:
+        """Return (B, C, H, W) uint8 as inputs of the model, on its device."""
+        return self.augment.normalize(pixels.to(self.device))
+
     def check_same_images(self) -> None:
         """Raise ValueError if the validation split is not the one that was evaluated."""
         if not np.array_equal(self.predictions[1], self.val_split.index["label"]):

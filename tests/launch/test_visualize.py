@@ -1,0 +1,97 @@
+"""`launch/visualize.py` as people type it: every word writes what it says, or says why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pictures import pixels
+from processes import TINY, run_here, write_config
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """A run of three steps on three classes."""
+    folder = tmp_path_factory.mktemp("base")
+    config = write_config(folder, shards, steps=3)
+    settings = [*TINY, f"run.dir={folder / 'run'}", "eval.every_steps=3"]
+    run_here("launch/train.py", "--config", config, *settings)
+    return folder / "run"
+
+
+def visualized(capfd, *words: object) -> str:
+    capfd.readouterr()
+    run_here("launch/visualize.py", *words)
+    return capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["patches"], ["filters"], ["positions"], ["confusion"]),
+        *(["attention", "--samples", 1], ["distance", "--samples", 4], ["tokens"]),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_picture_is_written_and_named(words, base, tmp_path, capfd):
+    out = tmp_path / "new" / "out.png"
+    said = visualized(capfd, words[0], base, *words[1:], "--device", "cpu", "--out", out)
+    assert said == f"{out}\n"
+    assert pixels(out).shape[1] == 1400
+    assert [path.name for path in out.parent.iterdir()] == ["out.png"]
+
+
+def test_files_have_pictures_of_their_own(base, shards, tmp_path, capfd):
+    folder = shards.parent / "images" / "val" / "class0"
+    words = ["attention", base, "--image", folder, "--samples", 2, "--device", "cpu"]
+    said = visualized(capfd, *words, "--out", tmp_path / "a.pdf")
+    assert said == f"{tmp_path}/a_1.pdf\n{tmp_path}/a_2.pdf\n"
+    said = visualized(capfd, *words, "--separate", tmp_path / "each")
+    first = sorted(path.stem for path in folder.iterdir())[0]
+    names = sorted(path.name for path in (tmp_path / "each" / f"0_{first}").iterdir())
+    assert names == ["input.png", *(f"layer0{n // 2}_head0{n % 2 + 1}.png" for n in range(2, 6))]
+
+
+def test_two_runs_on_the_same_samples(base, tmp_path, capfd):
+    words = ["compare", base, base / "weights" / "last_ema.safetensors", "--device", "cpu"]
+    with pytest.raises(ValueError, match="there is no difference to draw"):
+        visualized(capfd, *words, "--out", tmp_path / "a.png")
+    printed = capfd.readouterr().out
+    assert "A has " in printed
+    assert "only A 0, only B 0" in printed
+
+
+@pytest.mark.parametrize("word", ["run", "config", "name"])
+def test_shapes_of_what_a_word_means(word, base, tmp_path, capfd):
+    config = write_config(tmp_path, Path("nowhere"))
+    named = {"run": base, "config": config, "name": "vit_ti16"}[word]
+    printed = visualized(capfd, "shapes", named, "--image-size", 32, "--num-classes", 7)
+    assert "-> (B, 7)" in printed
+    assert "at 32x32: " in printed
+
+
+def test_costs_of_each_layer(base, capfd):
+    printed = visualized(capfd, "summary", base)
+    number = printed.partition(" parameters, ")[0].split()[-1]
+    assert f" {number} parameters, " in visualized(capfd, "shapes", base)
+    assert "blocks.1" in printed
+    assert "memory in training (fp32, adamw): " in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["attention", "RUN", "--out", "a.gif"], "one of png, pdf, svg"),
+        (["attention", "RUN", "--image", "nowhere.jpg"], "nowhere.jpg: no such file or folder"),
+        (["distance", "RUN", "--samples", "0"], "--samples 0: give a number from 1 on"),
+        (["summary", "vit_b"], "unknown model 'vit_b'"),
+        (["confusion", "nowhere"], "nowhere: not a run folder"),
+        (["filtres", "RUN"], "invalid choice: 'filtres'"),
+        (["patches", "RUN", "--data", "nowhere"], "nowhere: no such directory"),
+    ],
+)
+def test_mistakes_are_said_in_a_line(words, reason, base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=reason):
+        run_here("launch/visualize.py", *[base if word == "RUN" else word for word in words])
+    assert not list(tmp_path.iterdir())
