@@ -61,8 +61,17 @@ def small_vit(embed_dim: int, depth: int, **fields) -> torch.nn.Module:
     return create_model("vit_ti8", 16, 5, embed_dim=embed_dim, depth=depth, num_heads=2, **fields)
 
 
+VIT5 = {"qk_norm": True, "norm_layer": "rmsnorm", "reg_tokens": 4, "rope_type": "axial"}
+
+
 @pytest.mark.parametrize(
-    "fields", [{"drop_path_rate": 0.1}, {"init_values": 1e-4, "proj_drop_rate": 0.1}]
+    "fields",
+    [
+        {"drop_path_rate": 0.1},
+        {"init_values": 1e-4, "proj_drop_rate": 0.1},
+        {**VIT5, "rope_reg_temperature": 100.0, "init_values": 1e-4, "drop_path_rate": 0.1},
+        {"rope_type": "dinov3", "patch_drop_rate": 0.5, "mlp_layer": "swiglu"},
+    ],
 )
 def test_all_blocks_share_one_graph_in_training_and_one_in_evaluation(graphs, fields):
     model = small_vit(16, DEPTH, **fields)
@@ -82,7 +91,7 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_evaluation(graphs, fi
 def test_blocks_that_compute_a_subset_share_their_graphs(graphs, schedule, in_training):
     """Rates that grow: one graph for the first block's number of rows, one for any number."""
     fields = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": schedule}
-    model = small_vit(16, DEPTH, **fields)
+    model = small_vit(16, DEPTH, **fields, **VIT5)
     compile_blocks(model, backend=graphs)
     for _ in range(2):
         model(torch.randn(16, 3, 16, 16)).sum().backward()

@@ -1,7 +1,7 @@
 """The Vision Transformer: images in, logits out.
 
-With B images, C channels, H x W pixels, a grid of h x w patches, P prefix tokens (1 or 0),
-N = P + h*w tokens and D = `embed_dim`:
+With B images, C channels, H x W pixels, a grid of h x w patches, P prefix tokens (class token,
+registers), N = P + h*w tokens and D = `embed_dim`:
 
 1. Patches    (B, C, H, W) -> (B, h*w, D)    one linear map per patch        patch_embed
 2. Positions  (B, h*w, D)  -> (B, N, D)      class token in front, plus      cls_token, pos_embed
@@ -11,7 +11,8 @@ N = P + h*w tokens and D = `embed_dim`:
 5. Head       (B, D) -> (B, num_classes)     linear, optional tanh layer     pre_logits, head
 
 The equations are those of Dosovitskiy et al. 2021 (arXiv 2010.11929), quoted at the lines that
-compute them. Arguments and state-dict keys are timm's
+compute them. What later recipes add, such as rotary positions, is off by default; each is an
+argument here and a module of `vit.layers`. Arguments and state-dict keys are timm's
 (huggingface/pytorch-image-models:timm/models/vision_transformer.py), so that weights travel both
 ways without a mapping. `timm/<name>` makes one of timm's own models.
 
@@ -24,6 +25,7 @@ import math
 import re
 import runpy
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,23 +33,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit.config.schema import ModelConfig
-from vit.layers.arguments import check_arguments, height_width
+from vit.layers.arguments import check_arguments, check_images, height_width
+from vit.layers.attention_pool import AttentionPool
 from vit.layers.blocks import Blocks
-from vit.layers.drop_path import DropPath, add_branch, drop_path_rates
+from vit.layers.drop_path import add_branch
+from vit.layers.init import lecun_normal_
 from vit.layers.layer_scale import LayerScale
+from vit.layers.norm import NormOf, create_norm
+from vit.layers.patch_drop import PatchDropout
+from vit.layers.patch_embed import NormedPatchEmbed
 from vit.layers.posemb import sincos2d_posemb
+from vit.layers.rope import RotaryEmbedding, rotate
+from vit.layers.swiglu import SwiGLU, SwiGLUPacked
 from vit.precision import without_autocast
 from vit.system.spelling import did_you_mean
 from vit.timm_model import create_timm_model
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "ti": {"embed_dim": 192, "depth": 12, "num_heads": 3},
     "s": {"embed_dim": 384, "depth": 12, "num_heads": 6},
     "b": {"embed_dim": 768, "depth": 12, "num_heads": 12},
     "l": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
     "h": {"embed_dim": 1280, "depth": 32, "num_heads": 16},
+    "so400m": {"embed_dim": 1152, "depth": 27, "num_heads": 16, "mlp_ratio": 3.7362},
+    "g": {"embed_dim": 1408, "depth": 40, "num_heads": 16, "mlp_ratio": 48 / 11},
+    "G": {"embed_dim": 1664, "depth": 48, "num_heads": 16, "mlp_ratio": 64 / 13},
 }
-"""B, L, H: Table 1 of the paper. Ti, S: Table 1 of DeiT (Touvron et al. 2021, arXiv 2012.12877)."""
+"""B, L, H: Table 1 of the paper. Ti, S: Table 1 of DeiT (Touvron et al. 2021, arXiv 2012.12877). g,
+G: Table 2 of Zhai et al. 2022 (arXiv 2106.04560). SO400M: Alabdulmohsin et al. 2023 (2305.13035).
+"""
 
 
 def create_model(
@@ -59,8 +73,8 @@ def create_model(
     """Create a model by name, with fresh weights.
 
     Args:
-        name: `vit_{ti,s,b,l,h}{patch}`, such as vit_b16; or `timm/<name>`, without its weights; or
-            a `ModelConfig`, which gives name and arguments.
+        name: `vit_{size}{patch}` (sizes: `PRESETS`), such as vit_b16; or `timm/<name>`, without
+            its weights; or a `ModelConfig`, which gives name and arguments.
         image_size: pixels, one number or (height, width); 224 by default.
         num_classes: outputs of the head; 1,000 by default.
         fields: further arguments of `VisionTransformer`, or of timm's constructor for
@@ -76,7 +90,7 @@ def create_model(
         name = name.name
     if name.startswith("timm/"):
         return create_timm_model(name.removeprefix("timm/"), **fields)
-    match = re.fullmatch(r"vit_(ti|s|b|l|h)([1-9]\d*)", name)
+    match = re.fullmatch(rf"vit_({'|'.join(PRESETS)})([1-9]\d*)", name)
     if match is None:
         known = [f"vit_{size}{patch}" for patch in (16, 14, 32, 8) for size in PRESETS]
         raise ValueError(
@@ -103,24 +117,52 @@ class PatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention (appendix A): (B, N, D) -> (B, N, D)."""
+    """Multi-head self-attention (appendix A): (B, N, D) -> (B, N, D).
+
+    qk_norm: queries and keys of a head have a norm. rope_type: how they turn, if they do.
+    """
 
     def __init__(
-        self, dim: int, num_heads: int, qkv_bias: bool, attn_drop: float, proj_drop: float
+        self,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        qkv_bias: bool,
+        qk_norm: bool,
+        norm: NormOf,
+        rope_type: str | None,
+        attn_drop: float,
+        proj_drop: float,
     ):
         super().__init__()
         self.num_heads = num_heads
         self.attn_drop = attn_drop
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
-        self.proj = nn.Linear(dim, dim)
+        self.rope_type = rope_type
+        self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=qkv_bias)
+        self.q_norm = norm(head_dim) if qk_norm else nn.Identity()
+        self.k_norm = norm(head_dim) if qk_norm else nn.Identity()
+        self.proj = nn.Linear(num_heads * head_dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def forward(self, x: Tensor) -> Tensor:
-        # [q, k, v] = z U_qkv (equation 5). The 3*D outputs are ordered (q/k/v, head, channel): any
+    def project(self, x: Tensor, rope: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, each (B, heads, N, head_dim).
+
+        rope: of `vit.layers.rope.RotaryEmbedding`.
+        """
+        # [q, k, v] = z U_qkv (equation 5). The outputs are ordered (q/k/v, head, channel): any
         # other order would load timm's weights without an error and compute something else.
         qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, N, D / heads)
-        # softmax(q k^T / sqrt(D / heads)) v (equations 6, 7) in one kernel. The N x N attention
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        if rope is not None and self.rope_type is not None:
+            q = rotate(q, rope, self.rope_type)
+            k = rotate(k, rope, self.rope_type)
+        return q.to(v.dtype), k.to(v.dtype), v
+
+    def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
+        q, k, v = self.project(x, rope)
+        # softmax(q k^T / sqrt(head_dim)) v (equations 6, 7) in one kernel. The N x N attention
         # matrix is never in memory, so vit/report computes it again for its attention maps. The
         # function does not know `self.training`: dropout must be set to 0 here in evaluation.
         dropout = self.attn_drop if self.training else 0.0
@@ -153,54 +195,55 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, dim: int, attn: Attention, mlp: Mlp, drop_path: nn.Module, init_values: float | None
+        self,
+        dim: int,
+        norm: NormOf,
+        attn: Attention,
+        mlp: nn.Module,
+        drop_path: nn.Module,
+        init_values: float | None,
     ):
         super().__init__()
         # The names, and their order, are those of timm's state dict.
-        self.norm1 = layer_norm(dim)
+        self.norm1 = norm(dim)
         self.attn = attn
         self.ls1 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
-        self.norm2 = layer_norm(dim)
+        self.norm2 = norm(dim)
         self.mlp = mlp
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
         self.drop_path = drop_path
 
-    def forward(self, x: Tensor, *rows: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None = None, *rows: Tensor) -> Tensor:
         if rows:
             attn_rows, mlp_rows = rows
-            x = add_branch(x, self._attn_branch, attn_rows)
+            x = add_branch(x, lambda kept: self._attn_branch(kept, rope), attn_rows)
             return add_branch(x, self._mlp_branch, mlp_rows)
         # The residual path itself has no norm: what the last block returns needs one more.
         # z' = MSA(LN(z)) + z (equation 2)
-        x = x + self.drop_path(self._attn_branch(x))
+        x = x + self.drop_path(self._attn_branch(x, rope))
         # z = MLP(LN(z')) + z' (equation 3)
         return x + self.drop_path(self._mlp_branch(x))
 
-    def _attn_branch(self, x: Tensor) -> Tensor:
-        return self.ls1(self.attn(self.norm1(x)))
+    def _attn_branch(self, x: Tensor, rope: Tensor | None) -> Tensor:
+        return self.ls1(self.attn(self.norm1(x), rope))
 
     def _mlp_branch(self, x: Tensor) -> Tensor:
         return self.ls2(self.mlp(self.norm2(x)))
 
 
+MLPS = {"mlp": Mlp, "swiglu": SwiGLU, "swiglu_packed": SwiGLUPacked}
+
+
 class VisionTransformer(nn.Module):
     """A ViT for one image size.
 
-    Args (all of them with a sentence each: `ModelConfig` in vit/config/schema.py):
-        image_size, patch_size: pixels, one number or (height, width).
-        global_pool: what the head sees: "token", the class token; or "avg", the mean of the patch
-            tokens.
-        pos_embed: "learn", or "sincos2d" (fixed, see `sincos2d_posemb`).
-        proj_drop_rate: dropout after every dense layer but qkv; the paper's (appendix B.1) is this
-            and `pos_drop_rate`.
-        drop_path_schedule: "linear", from 0 at the first block to `drop_path_rate` at the last; or
-            "constant".
-        drop_path_form: "mask", or "subset", which does not compute what it drops.
-        representation_size: width of a tanh layer before the head, for pre-training (section 3.1).
+    Args: those of `ModelConfig` in vit/config/model_section.py: a sentence and the source of each.
 
     Raises:
         ValueError: everything that does not fit together, with what would.
     """
+
+    pos_embed: Tensor | None
 
     def __init__(
         self,
@@ -211,19 +254,33 @@ class VisionTransformer(nn.Module):
         embed_dim: int = 768,
         depth: int = 12,
         num_heads: int = 12,
+        head_dim: int | None = None,
         mlp_ratio: float = 4.0,
+        mlp_layer: str = "mlp",
+        norm_layer: str = "layernorm",
         qkv_bias: bool = True,
+        qk_norm: bool = False,
         class_token: bool = True,
+        reg_tokens: int = 0,
         global_pool: str = "token",
         pos_embed: str = "learn",
+        no_embed_class: bool = False,
+        rope_type: str | None = None,
+        rope_temperature: float | None = None,
+        rope_reg_temperature: float | None = None,
+        ref_feat_shape: int | tuple[int, int] | None = None,
+        dual_patch_norm: bool = False,
         pos_drop_rate: float = 0.0,
+        patch_drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
+        mlp_drop_rate: float | None = None,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         drop_path_schedule: str = "linear",
         drop_path_form: str = "mask",
         init_values: float | None = None,
         representation_size: int | None = None,
+        init_head_bias: float = 0.0,
     ):
         check_arguments(locals())
         super().__init__()
@@ -235,70 +292,99 @@ class VisionTransformer(nn.Module):
         self.num_classes = num_classes
         self.embed_dim = embed_dim
         self.depth = depth
-        self.num_prefix_tokens = 1 if class_token else 0
+        self.num_prefix_tokens = int(class_token) + reg_tokens
+        self.no_embed_class = no_embed_class
         self.global_pool = global_pool
+        self.init_head_bias = init_head_bias
+        norm: NormOf = partial(create_norm, norm_layer)
+        head_dim = head_dim or embed_dim // num_heads
+        mlp_drop = proj_drop_rate if mlp_drop_rate is None else mlp_drop_rate
 
-        self.patch_embed = PatchEmbed(self.patch_size, in_chans, embed_dim)
-        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
-        # The class token has a position, too, which a learned token could do without (DeiT III's
-        # does). timm's weights have it, and each prefix token in front shifts all others.
-        positions = torch.empty(1, self.num_prefix_tokens + math.prod(self.grid_size), embed_dim)
-        if pos_embed == "learn":
-            self.pos_embed = nn.Parameter(positions)
-        else:
+        patch_embed = NormedPatchEmbed if dual_patch_norm else PatchEmbed
+        self.patch_embed = patch_embed(self.patch_size, in_chans, embed_dim)
+        self._create_tokens(class_token, reg_tokens, pos_embed)
+        rope = partial(RotaryEmbedding, rope_temperature, rope_reg_temperature, ref_feat_shape)
+        prefix = (int(class_token), reg_tokens)
+        self.rope = rope(rope_type, self.grid_size, head_dim, *prefix) if rope_type else None
+        self.pos_drop = nn.Dropout(pos_drop_rate)
+        patch_drop = partial(PatchDropout, patch_drop_rate, self.num_prefix_tokens)
+        self.patch_drop = patch_drop() if patch_drop_rate else None
+
+        attention = partial(Attention, embed_dim, num_heads, head_dim, qkv_bias, qk_norm, norm)
+        mlp = partial(MLPS[mlp_layer], embed_dim, int(embed_dim * mlp_ratio), mlp_drop)
+
+        def make_block(drop_path: nn.Module) -> Block:
+            attn = attention(rope_type, attn_drop_rate, proj_drop_rate)
+            return Block(embed_dim, norm, attn, mlp(), drop_path, init_values)
+
+        self.blocks = Blocks(make_block, depth, drop_path_rate, drop_path_schedule, drop_path_form)
+        self._create_head(norm, num_heads, mlp_ratio, representation_size)
+        self.init_weights()
+
+    def _create_tokens(self, class_token: bool, reg_tokens: int, pos_embed: str) -> None:
+        """Create what is added to the patches, and in front of them."""
+        dim = self.embed_dim
+        self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if class_token else None
+        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, dim)) if reg_tokens else None
+        # The class token has a position, too, which a learned token could do without (DeiT III's:
+        # `no_embed_class`). timm's weights have it, and each token in front shifts all others.
+        num_prefix_tokens = 0 if self.no_embed_class else self.num_prefix_tokens
+        positions = torch.empty(1, num_prefix_tokens + math.prod(self.grid_size), dim)
+        if pos_embed == "sincos2d":
             # Persistent though it could be computed again: a state dict then always has positions
             # to resample for a different image size.
             self.register_buffer("pos_embed", positions)
-        self.pos_drop = nn.Dropout(pos_drop_rate)
+        else:
+            self.pos_embed = nn.Parameter(positions) if pos_embed == "learn" else None
 
-        blocks = []
-        rates = drop_path_rates(drop_path_rate, depth, drop_path_schedule)
-        has_subsets = drop_path_form == "subset"
-        for rate in rates:
-            attn = Attention(embed_dim, num_heads, qkv_bias, attn_drop_rate, proj_drop_rate)
-            mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio), proj_drop_rate)
-            # The first block gets a DropPath too, also of rate 0: blocks of one structure share
-            # one compiled graph.
-            has_masks = drop_path_rate > 0 and not has_subsets
-            drop_path = DropPath(rate) if has_masks else nn.Identity()
-            blocks.append(Block(embed_dim, attn, mlp, drop_path, init_values))
-        self.blocks = Blocks(blocks, rates if drop_path_rate and has_subsets else None)
-
+    def _create_head(
+        self, norm: NormOf, num_heads: int, mlp_ratio: float, representation_size: int | None
+    ) -> None:
+        """Create what makes logits of the last block's tokens."""
+        dim = self.embed_dim
         # With "avg" timm normalises after pooling, not before, and calls that norm `fc_norm`.
-        pools_patches = global_pool == "avg"
-        self.norm = nn.Identity() if pools_patches else layer_norm(embed_dim)
-        self.fc_norm = layer_norm(embed_dim) if pools_patches else nn.Identity()
+        pools_patches = self.global_pool == "avg"
+        self.norm = nn.Identity() if pools_patches else norm(dim)
+        pool = partial(AttentionPool, dim, num_heads)
+        has_query = self.global_pool == "map"
+        self.attn_pool = pool(Mlp(dim, int(dim * mlp_ratio), 0.0), norm) if has_query else None
+        self.fc_norm = norm(dim) if pools_patches else nn.Identity()
         self.pre_logits: nn.Module = nn.Identity()
         if representation_size is not None:
-            dense = nn.Linear(embed_dim, representation_size)
+            dense = nn.Linear(dim, representation_size)
             self.pre_logits = nn.Sequential(OrderedDict(fc=dense, act=nn.Tanh()))
-        self.head = nn.Linear(representation_size or embed_dim, num_classes)
-        self.init_weights()
+        self.head = nn.Linear(representation_size or dim, self.num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """images: (B, C, H, W) float -> logits: (B, num_classes)."""
         return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """images: (B, C, H, W) float -> tokens: (B, N, D), the class token first.
+        """images: (B, C, H, W) float -> tokens: (B, N, D), the class token first, then registers.
 
         With `global_pool="avg"` they are not normalised yet: that follows the pooling. Raises
         ValueError if C, H or W differ from the model's.
         """
-        expected = (self.in_chans, *self.image_size)
-        if tuple(images.shape[1:]) != expected:
-            raise ValueError(
-                f"images are {tuple(images.shape)}, expected (batch,"
-                f" {', '.join(map(str, expected))}): resize them, or build the model for that"
-                " image_size and in_chans (vit.weights.files resamples the positions)"
-            )
+        check_images(images, self.in_chans, self.image_size)
+        x = self.pos_drop(self.add_tokens(self.patch_embed(images)))
+        rope = None if self.rope is None else self.rope.table
+        if self.patch_drop is not None:
+            x, rope = self.patch_drop(x, rope)
+        return self.norm(self.blocks(x, rope))
+
+    def add_tokens(self, x: Tensor) -> Tensor:
+        """x: (B, h*w, D) of `patch_embed` -> (B, N, D), with prefix tokens and positions."""
+        positions = self.pos_embed
+        if positions is None:
+            # The residual path has the weights' number format, also under autocast.
+            x = x.to(self.patch_embed.proj.weight.dtype)
+        elif self.no_embed_class:
+            x = x + positions
         # z_0 = [x_class; x_p^1 E; ...; x_p^hw E] + E_pos (equation 1)
-        x = self.patch_embed(images)
-        if self.cls_token is not None:
-            x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
-        x = self.pos_drop(x + self.pos_embed)
-        x = self.blocks(x)
-        return self.norm(x)
+        tokens = [token for token in (self.cls_token, self.reg_token) if token is not None]
+        if tokens:
+            x = torch.cat([*(token.expand(x.shape[0], -1, -1) for token in tokens), x], dim=1)
+        return x if positions is None or self.no_embed_class else x + positions
 
     def forward_head(self, tokens: Tensor) -> Tensor:
         """tokens: (B, N, D) of `forward_features` -> logits: (B, num_classes).
@@ -307,6 +393,8 @@ class VisionTransformer(nn.Module):
         """
         if self.global_pool == "token":
             x = tokens[:, 0]  # y = LN(z_L^0) (equation 4)
+        elif self.attn_pool is not None:
+            x = self.attn_pool(tokens[:, self.num_prefix_tokens :])
         else:
             x = tokens[:, self.num_prefix_tokens :].mean(dim=1)
         # No autocast here: bf16 has 8 significant bits, so for one image in 400 the two largest of
@@ -320,35 +408,33 @@ class VisionTransformer(nn.Module):
     def init_weights(self) -> None:
         """Draw all weights, also those of a model made on the meta device and moved by `to_empty`.
 
-        - Linear layers and learned positions: normal, std 0.02; class token: normal, std 1e-6;
-          biases 0 (timm's `init_weights_vit_timm`).
-        - Patches: LeCun's truncated normal, variance 1 / fan-in, as Flax draws it
-          (google-research/vision_transformer:vit_jax/models_vit.py).
+        - Linear layers, learned positions and registers (DINOv3, ViT-5): normal, std 0.02; class
+          token: normal, std 1e-6; biases 0 (timm's `init_weights_vit_timm`).
+        - Patches: LeCun's (google-research/vision_transformer:vit_jax/models_vit.py).
         - Head: 0 (the same file, and appendix B.1.1), so that the first loss is ln(num_classes).
+        - What is no linear map has drawn or filled its own, by `reset_parameters`.
         """
         # The order of the draws is part of a run's reproducibility: do not rearrange.
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                # torch cuts at -2 and 2 whatever the deviation is. At 0.02 that cuts nothing, as in
-                # timm.
+                # torch cuts at -2 and 2, whatever the deviation: nothing at 0.02, as in timm.
                 nn.init.trunc_normal_(module.weight, std=0.02)
-            elif isinstance(module, (nn.LayerNorm, LayerScale, DropPath)):
-                module.reset_parameters()
+            elif not isinstance(module, nn.Conv2d):
+                getattr(module, "reset_parameters", lambda: None)()
             if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        proj = self.patch_embed.proj
-        # A normal distribution cut at two standard deviations has 0.8796 of its original standard
-        # deviation. Flax divides by that, torch does not.
-        std = math.sqrt(1.0 / proj.weight[0].numel()) / 0.87962566103423978
-        nn.init.trunc_normal_(proj.weight, std=std, a=-2 * std, b=2 * std)
+        lecun_normal_(self.patch_embed.proj.weight)
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=1e-6)
         if isinstance(self.pos_embed, nn.Parameter):
             nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        else:
-            positions = sincos2d_posemb(self.grid_size, self.embed_dim, self.num_prefix_tokens)
-            self.pos_embed.copy_(positions)
+        elif self.pos_embed is not None:
+            num_prefix = self.pos_embed.shape[1] - math.prod(self.grid_size)
+            self.pos_embed.copy_(sincos2d_posemb(self.grid_size, self.embed_dim, num_prefix))
+        if self.reg_token is not None:
+            nn.init.trunc_normal_(self.reg_token, std=0.02)
         nn.init.zeros_(self.head.weight)
+        nn.init.constant_(self.head.bias, self.init_head_bias)
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters with several dimensions that are not weights of a linear map.
@@ -356,12 +442,7 @@ class VisionTransformer(nn.Module):
         timm's convention; `vit.optim` reads it. Biases, norms and scales have one dimension. Add
         each new token or embedding here: what is missing is decayed.
         """
-        return {"pos_embed", "cls_token"}
-
-
-def layer_norm(dim: int) -> nn.LayerNorm:
-    """LayerNorm with the paper's epsilon, which is Flax's default and not torch's (1e-5)."""
-    return nn.LayerNorm(dim, eps=1e-6)
+        return {"pos_embed", "cls_token", "reg_token", "attn_pool.latent"}
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def main() -> None:
         "name",
         nargs="?",
         default="vit_b16",
-        help="vit_{ti,s,b,l,h}{patch} or timm/<name> (default: %(default)s)",
+        help="vit_{ti,s,b,l,h,so400m,g,G}{patch} or timm/<name> (default: %(default)s)",
     )
     parser.add_argument(
         "--image-size",

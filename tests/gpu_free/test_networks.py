@@ -14,6 +14,8 @@ from vit.precision import autocast
 TINY = {"name": "vit_ti8", "image_size": 16, "num_classes": 5}
 SMALL = {**TINY, "embed_dim": 32, "depth": 2, "num_heads": 2}
 SUBSET = {"drop_path_form": "subset", "drop_path_schedule": "constant"}
+ROPE = {"no_embed_class": True, "rope_type": "axial"}
+ROPE |= {"rope_temperature": 1000.0, "rope_reg_temperature": 100.0}
 OPTIONS = {
     "preset": TINY,
     "small": SMALL,
@@ -24,6 +26,11 @@ OPTIONS = {
     "fixed positions": {**SMALL, "pos_embed": "sincos2d", "qkv_bias": False},
     "layer scale": {**SMALL, "init_values": 1e-5, "drop_path_rate": 0.2},
     "pre-training head": {**SMALL, "representation_size": 16, "mlp_ratio": 2.0},
+    "ViT-5": {**SMALL, "qk_norm": True, "norm_layer": "rmsnorm", "reg_tokens": 4, **ROPE},
+    "turned, patches dropped": {**SMALL, "rope_type": "dinov3", "patch_drop_rate": 0.5},
+    "spread over a grid": {**SMALL, "rope_type": "axial", "ref_feat_shape": 4, "head_dim": 8},
+    "query as head": {**SMALL, "global_pool": "map", "mlp_layer": "swiglu", "mlp_drop_rate": 0.1},
+    "norms of patches": {**SMALL, "dual_patch_norm": True, "init_head_bias": -6.9},
     "grey, not square": {**SMALL, "in_chans": 1, "image_size": (16, 24), "patch_size": (8, 4)},
 }
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from vit import model
 from vit import step as step_module
 from vit.data.loader import Loader
+from vit.layers.drop_path import DropPath
 from vit.measure import kills, promises
 from vit.measure.parts import Line, run_part
 from vit.step import TrainStep
@@ -75,10 +75,10 @@ def test_a_graph_for_each_block_is_more_than_planned(monkeypatch):
     assert line.numbers == {"training": 1, "evaluation": 1, "later": 0}
     assert line.passed
 
-    def forward(path: model.DropPath, x: torch.Tensor) -> torch.Tensor:
+    def forward(path: DropPath, x: torch.Tensor) -> torch.Tensor:
         return x * (1 - path.rate)  # a number of Python: another one for each block
 
-    monkeypatch.setattr(model.DropPath, "forward", forward)
+    monkeypatch.setattr(DropPath, "forward", forward)
     monkeypatch.setattr(promises, "SMALL", (*promises.SMALL, "model.drop_path_form=mask"))
     [line] = promises.graphs_as_planned(CPU)
     assert line.passed is False, line.said

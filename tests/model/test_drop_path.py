@@ -72,7 +72,7 @@ def test_kept_rows_have_the_formula_and_the_others_pass_unchanged(precision, fie
     attn_rows = torch.tensor([7, 0, 3, 9, 4, 1])
     mlp_rows = torch.tensor([2, 7, 4])
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        given = block(x, attn_rows, mlp_rows)
+        given = block(x, None, attn_rows, mlp_rows)
         middle = x.clone()
         branch = block.ls1(block.attn(block.norm1(x[attn_rows])))
         middle[attn_rows] = torch.add(x[attn_rows], branch.float(), alpha=10 / 6)

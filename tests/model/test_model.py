@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import torchvision
 import warm_python
 from processes import call, environment
+from random_weights import randomise, relative_difference
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import nn
@@ -33,25 +34,6 @@ CONFIGURATIONS = {
 }
 
 
-def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights that leave nothing at zero or one, where a forgotten bias, scale or head would not be
-    seen."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            std = (
-                1.0
-                if name in ("pos_embed", "cls_token")
-                else parameter[0].numel() ** -0.5
-                if parameter.ndim > 1
-                else 0.1
-            )
-            parameter.normal_(
-                1.0 if "norm" in name and name.endswith("weight") else 0.0, std, generator=generator
-            )
-    return model.eval()
-
-
 def oracle(image_size: tuple[int, int], weights: dict, **fields) -> nn.Module:
     """timm's model, sharing the memory of `weights`. Its attention is spelled out (matmul,
     softmax), ours is a fused kernel."""
@@ -61,10 +43,6 @@ def oracle(image_size: tuple[int, int], weights: dict, **fields) -> nn.Module:
     for block in guest.blocks:
         block.attn.fused_attn = False
     return guest.eval()
-
-
-def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 @pytest.mark.parametrize(
@@ -88,9 +66,11 @@ def test_parameter_counts_of_the_paper(name, expected):
         ("vit_ti16", "vit_tiny_patch16_224"),
         ("vit_s16", "vit_small_patch16_224"),
         ("vit_s8", "vit_small_patch8_224"),
+        ("vit_g14", "vit_giant_patch14_224"),
+        ("vit_G14", "vit_gigantic_patch14_224"),
     ],
 )
-def test_small_presets_are_those_of_timm(ours, theirs):
+def test_presets_beside_the_papers_are_those_of_timm(ours, theirs):
     with torch.device("meta"):
         model = create_model(ours)
         guest = create_model(f"timm/{theirs}")
@@ -261,27 +241,6 @@ def test_initial_weights_have_their_stated_spread():
         parameter.any() for name, parameter in model.named_parameters() if name.endswith("bias")
     )
     assert not model(torch.randn(2, 3, 64, 64)).any()
-
-
-@pytest.mark.parametrize("pos_embed", ["learn", "sincos2d"])
-def test_a_model_built_on_meta_can_be_materialised(pos_embed):
-    torch.manual_seed(0)
-    model = VisionTransformer(image_size=32, pos_embed=pos_embed, init_values=1e-4, **TINY)
-    with torch.device("meta"):
-        late = VisionTransformer(image_size=32, pos_embed=pos_embed, init_values=1e-4, **TINY)
-    late.to_empty(device="cpu")
-    for tensor in late.state_dict().values():
-        tensor.fill_(float("nan"))
-    torch.manual_seed(0)
-    model.init_weights()
-    torch.manual_seed(0)
-    late.init_weights()
-    assert all(
-        torch.equal(ours, theirs)
-        for ours, theirs in zip(
-            model.state_dict().values(), late.state_dict().values(), strict=True
-        )
-    )
 
 
 def test_drop_path_drops_whole_samples_at_its_rate_and_keeps_the_mean():

@@ -96,7 +96,6 @@ def test_fields_win_over_the_name():
         model.num_classes,
     ) == (384, 3, (8, 16), (8, 4), 1, 7)
     assert model.num_prefix_tokens == 1
-    assert model.no_weight_decay() == {"pos_embed", "cls_token"}
 
 
 def test_guests_take_our_arguments():

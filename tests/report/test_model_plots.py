@@ -49,7 +49,14 @@ def images(batch: int = 2, channels: int = 3, size: tuple[int, int] = (32, 24)) 
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"class_token": False, "global_pool": "avg"}, {"qkv_bias": False}], ids=str
+    "fields",
+    [
+        {},
+        {"class_token": False, "global_pool": "avg"},
+        {"qkv_bias": False},
+        {"qk_norm": True, "reg_tokens": 4},
+    ],
+    ids=str,
 )
 def test_attention_of_our_model_is_that_of_timm_with_its_softmax_spelled_out(fields):
     ours = randomised(VisionTransformer((32, 24), **SMALL, **fields)).eval()
@@ -107,9 +114,12 @@ def test_models_whose_attention_is_something_else_are_refused(make):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_attention_applied_to_the_values_is_what_the_module_gives():
+@pytest.mark.parametrize(
+    "fields", [{}, {"qk_norm": True, "rope_type": "axial", "norm_layer": "rmsnorm"}], ids=str
+)
+def test_attention_applied_to_the_values_is_what_the_module_gives(fields):
     model = randomised(
-        VisionTransformer((32, 24), attn_drop_rate=0.5, drop_path_rate=0.5, **SMALL)
+        VisionTransformer((32, 24), attn_drop_rate=0.5, drop_path_rate=0.5, **SMALL, **fields)
     ).eval()
     seen = []
     for block in model.blocks:

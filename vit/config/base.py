@@ -1,6 +1,5 @@
-"""The base of all sections of the config, and the settings that select training samples.
-
-The latter are part of `data` and of each item of `data.sources`.
+"""The base of all sections of the config, kinds of values, and the settings that select training
+samples, which are part of `data` and of each item of `data.sources`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field
 MAY_CHANGE = "may change"
 """Annotates a setting, or a section, that a resumed run may have different from its checkpoint
 without `--allow-change`: the batches and the recipe stay the same."""
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[int, Field(gt=0)]
+Size = Annotated[int, Field(gt=0)] | tuple[Positive, Positive]
 
 
 class Section(BaseModel):

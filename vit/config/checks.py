@@ -34,6 +34,7 @@ def find_problems(config: Config) -> list[str]:
     """All contradictions in `config`, one line each, in dotted keys."""
     rules = _training_rules(config)
     rules |= _drop_path_rules(config.model)
+    rules |= _rope_rules(config.model)
     rules |= _view_rules(config.eval, config.model)
     rules |= _channel_rules(config.data, config.model.in_chans)
     rules |= _reader_rules(config.data)
@@ -88,6 +89,22 @@ def _drop_path_rules(model: ModelConfig) -> Rules:
             not model.drop_path_rate and getattr(model, key) is not None
         )
         for key in ("drop_path_schedule", "drop_path_form")
+    }
+
+
+def _rope_rules(model: ModelConfig) -> Rules:
+    return {
+        f"model.{key} has no effect without model.rope_type: give one, or remove it": (
+            model.rope_type is None and getattr(model, key) is not None
+        )
+        for key in ("rope_temperature", "rope_reg_temperature", "ref_feat_shape")
+    } | {
+        "model.ref_feat_shape has no effect with model.rope_type=dinov3: remove it": (
+            model.rope_type == "dinov3" and model.ref_feat_shape is not None
+        ),
+        "model.no_embed_class has no effect with model.pos_embed=none: remove it": (
+            model.pos_embed == "none" and model.no_embed_class is not None
+        ),
     }
 
 

@@ -15,75 +15,17 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from vit.config.base import MAY_CHANGE, Section, Selection, SourceConfig
+from vit.config.base import (
+    MAY_CHANGE,
+    Positive,
+    Probability,
+    Rate,
+    Section,
+    Selection,
+    SourceConfig,
+)
 from vit.config.checks import find_problems, optimizer_name
-
-Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
-Positive = Annotated[int, Field(gt=0)]
-Size = Annotated[int, Field(gt=0)] | tuple[Positive, Positive]
-
-
-class ModelConfig(Section):
-    """The network; `None` leaves a value to the preset or to the model's own default."""
-
-    name: str = "vit_b16"
-    """`vit_{ti,s,b,l,h}{patch}` (sizes: `PRESETS` in vit/model.py), or `timm/<name>` for any
-    model of timm."""
-    image_size: Size = 224
-    """Side of the square training image, or `[height, width]`."""
-    in_chans: Literal[1, 3] = 3
-    """1: read images as grey; 3: as RGB."""
-    num_classes: Positive | None = None
-    """Size of the head; `None`: as many classes as the data have."""
-    patch_size: Size | None = None
-    """Side of a patch, or `[height, width]`; overrides the patch size in the name."""
-    embed_dim: Positive | None = None
-    """Width of the tokens."""
-    depth: Positive | None = None
-    """Number of blocks."""
-    num_heads: Positive | None = None
-    """Attention heads per block; divides `embed_dim`."""
-    mlp_ratio: Annotated[float, Field(gt=0)] | None = None
-    """Width of the hidden layer of a block's MLP as a multiple of `embed_dim`."""
-    qkv_bias: bool | None = None
-    """Bias of the query, key and value projections."""
-    class_token: bool | None = None
-    """Prepend a learned token; needed by `global_pool: token`."""
-    global_pool: Literal["token", "avg"] | None = None
-    """What the head reads: the class token, or the mean of the patch tokens."""
-    pos_embed: Literal["learn", "sincos2d"] | None = None
-    """Learned positions, or fixed 2-D sine-cosine ones."""
-    pos_drop_rate: Rate | None = None
-    """Dropout after the positions are added."""
-    proj_drop_rate: Rate | None = None
-    """Dropout after the dense layers of a block, except the query-key-value projection."""
-    attn_drop_rate: Rate | None = None
-    """Dropout of the attention weights."""
-    drop_path_rate: Rate | None = None
-    """Stochastic depth: the probability that a sample leaves out a residual branch of the last
-    block."""
-    drop_path_schedule: Literal["linear", "constant"] | None = None
-    """Drop path of the other blocks: `linear`, the default, from 0 at the first block; `constant`,
-    the same for all (DeiT III, DINOv2)."""
-    drop_path_form: Literal["mask", "subset"] | None = None
-    """`mask`, the default: each sample by itself, by a factor of 0; `subset`: a fixed number of a
-    micro-batch's samples, of which alone the branch is computed (DINOv2): faster by almost the
-    rate."""
-    init_values: Annotated[float, Field(gt=0)] | None = None
-    """Initial LayerScale; `None`: no LayerScale."""
-    representation_size: Positive | None = None
-    """Width of the pre-logits layer (dense + tanh); `None`: the head is one linear layer."""
-
-    def height_width(self) -> tuple[int, int]:
-        """Return `image_size` of an image that need not be square."""
-        size = self.image_size
-        return (size, size) if isinstance(size, int) else size
-
-    def size_text(self) -> str:
-        """Return height and width of an image, as "224x224"."""
-        height, width = self.height_width()
-        return f"{height}x{width}"
+from vit.config.model_section import ModelConfig
 
 
 class DataConfig(Selection):

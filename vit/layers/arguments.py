@@ -1,13 +1,19 @@
-"""What a model cannot be: everything wrong in its arguments at once, each with what would work."""
+"""What a model cannot be or take: all that is wrong at once, each with what would work."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 CHOICES = {
-    "global_pool": ("token", "avg"),
-    "pos_embed": ("learn", "sincos2d"),
+    "global_pool": ("token", "avg", "map"),
+    "pos_embed": ("learn", "sincos2d", "none"),
+    "rope_type": (None, "axial", "dinov3"),
+    "norm_layer": ("layernorm", "rmsnorm"),
+    "mlp_layer": ("mlp", "swiglu", "swiglu_packed"),
     "drop_path_schedule": ("linear", "constant"),
     "drop_path_form": ("mask", "subset"),
 }
@@ -32,7 +38,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     """
     sizes = (height_width(given[name], name) for name in ("image_size", "patch_size"))
     problems = _size_problems(*sizes)
-    problems += _head_problems(given["embed_dim"], given["num_heads"])
+    problems += _head_problems(given)
     problems += [
         f"{name} is {given[name]!r}: expected {' or '.join(map(repr, words))}"
         for name, words in CHOICES.items()
@@ -40,10 +46,31 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     ]
     if given["global_pool"] == "token" and not given["class_token"]:
         problems.append("global_pool 'token' needs class_token=True: set it, or use 'avg'")
-    if not 0.0 <= given["drop_path_rate"] < 1.0:
-        problems.append(f"drop_path_rate is {given['drop_path_rate']}: expected 0 <= rate < 1")
+    problems += [
+        f"{name} is {given[name]}: expected 0 <= rate < 1"
+        for name in ("drop_path_rate", "patch_drop_rate")
+        if not 0.0 <= given[name] < 1.0
+    ]
+    width = int(given["embed_dim"] * given["mlp_ratio"])
+    if given["mlp_layer"] == "swiglu_packed" and width % 2:
+        problems.append(
+            f"mlp_layer 'swiglu_packed' is gate and hidden layer in one: mlp_ratio"
+            f" {given['mlp_ratio']} needs an even width, not {width}"
+        )
+    problems += _rope_problems(given)
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def check_images(images: Tensor, in_chans: int, image_size: tuple[int, int]) -> None:
+    """Raise ValueError if `images` are not (B, C, H, W) with these C, H and W."""
+    expected = (in_chans, *image_size)
+    if tuple(images.shape[1:]) != expected:
+        raise ValueError(
+            f"images are {tuple(images.shape)}, expected (batch, {', '.join(map(str, expected))}):"
+            " resize them, or build the model for that image_size and in_chans"
+            " (vit.weights.files resamples the positions)"
+        )
 
 
 def _size_problems(image_size: tuple[int, int], patch_size: tuple[int, int]) -> list[str]:
@@ -56,11 +83,45 @@ def _size_problems(image_size: tuple[int, int], patch_size: tuple[int, int]) -> 
     ]
 
 
-def _head_problems(embed_dim: int, num_heads: int) -> list[str]:
-    if embed_dim % num_heads == 0:
-        return []
-    divisors = [n for n in range(1, embed_dim + 1) if embed_dim % n == 0]
-    return [
-        f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}: the nearest number of"
-        f" heads is {min(divisors, key=lambda n: abs(n - num_heads))}"
-    ]
+def _head_problems(given: Mapping[str, Any]) -> list[str]:
+    embed_dim = given["embed_dim"]
+    num_heads = given["num_heads"]
+    pools = given["global_pool"] == "map"
+    if embed_dim % num_heads and (pools or given["head_dim"] is None):
+        divisors = [n for n in range(1, embed_dim + 1) if embed_dim % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - num_heads))
+        return [
+            f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}: the nearest number"
+            f" of heads is {nearest}" + ("" if pools else ", or give head_dim")
+        ]
+    return []
+
+
+def _rope_problems(given: Mapping[str, Any]) -> list[str]:
+    """What is wrong with rotary positions, or with their settings without them."""
+    needs_rope = ("rope_temperature", "ref_feat_shape", "rope_reg_temperature")
+    rope_type = given["rope_type"]
+    if rope_type is None:
+        return [
+            f"{name} has no effect without rope_type: give one, or remove it"
+            for name in needs_rope
+            if given[name] is not None
+        ]
+    problems = []
+    head_dim = given["head_dim"] or given["embed_dim"] // given["num_heads"]
+    if head_dim % 4:
+        problems.append(
+            f"rope_type {rope_type!r} turns pairs of channels by row and by column: a head has"
+            f" {head_dim}, it needs a multiple of 4"
+        )
+    if given["rope_reg_temperature"] is not None:
+        side = math.isqrt(given["reg_tokens"])
+        if rope_type != "axial" or not side or side**2 != given["reg_tokens"]:
+            problems.append(
+                "rope_reg_temperature turns registers as places of a square: it needs rope_type"
+                f" 'axial' and reg_tokens 1, 4, 9 and so on, not {rope_type!r} and"
+                f" {given['reg_tokens']}"
+            )
+    if rope_type == "dinov3" and given["ref_feat_shape"] is not None:
+        problems.append("ref_feat_shape has no effect with rope_type 'dinov3': remove it")
+    return problems

@@ -7,30 +7,45 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit.layers.drop_path import choose_rows
+from vit.layers.drop_path import DropPath, choose_rows, drop_path_rates
 
 
 class Blocks(nn.Sequential):
     """The encoder's blocks, one after the other: (B, N, D) -> (B, N, D).
 
-    subset_rates: of each block, if drop path has the form "subset".
+    make_block: creates a block with the `drop_path` that it is given.
     """
 
     checkpoint_every = 0
     """Every so many blocks, one keeps only its input for the backward pass, which computes the rest
     again. 0: none does."""
 
-    def __init__(self, blocks: Iterable[nn.Module], subset_rates: list[float] | None):
-        super().__init__(*blocks)
-        self.subset_rates = subset_rates
+    def __init__(
+        self,
+        make_block: Callable[[nn.Module], nn.Module],
+        depth: int,
+        drop_path_rate: float,
+        drop_path_schedule: str,
+        drop_path_form: str,
+    ):
+        rates = drop_path_rates(drop_path_rate, depth, drop_path_schedule)
+        has_subsets = drop_path_form == "subset"
+        # The first block gets a DropPath too, also of rate 0: blocks of one structure share one
+        # compiled graph.
+        has_masks = drop_path_rate > 0 and not has_subsets
+        super().__init__(
+            *(make_block(DropPath(rate) if has_masks else nn.Identity()) for rate in rates)
+        )
+        self.subset_rates = rates if drop_path_rate and has_subsets else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
+        """rope: of `vit.layers.rope.RotaryEmbedding`, for all samples or for each."""
         rows: list[Tensor] = []
         if self.training and self.subset_rates:
             # Drawn here, and not in the blocks: so they do not read the number of rows, which
@@ -39,7 +54,11 @@ class Blocks(nn.Sequential):
             rows = choose_rows(x.shape[0], both_branches, x.device)
         every = self.checkpoint_every if self.training and torch.is_grad_enabled() else 0
         for number, block in enumerate(self):
-            inputs = (x, *rows[2 * number : 2 * number + 2])
+            of_block = rows[2 * number : 2 * number + 2]
+            turns = rope
+            if rope is not None and of_block and rope.shape[1] > 1:
+                turns = rope.index_select(1, of_block[0])  # of those that compute attention
+            inputs = (x, turns, *of_block)
             if every and number % every == 0:
                 # A second pass draws what the first one drew: it restores the generators' states.
                 x = checkpoint(block, *inputs, use_reentrant=False)

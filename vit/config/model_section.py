@@ -1,0 +1,115 @@
+"""The section `model` of the config: what `vit.model.create_model` makes.
+
+Each setting but `name` is an argument of `vit.model.VisionTransformer`, which has the defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vit.config.base import Positive, Rate, Section, Size
+
+
+class ModelConfig(Section):
+    """The network; `None` leaves a value to the preset or to the model's own default."""
+
+    name: str = "vit_b16"
+    """`vit_{ti,s,b,l,h,so400m,g,G}{patch}` (sizes: `PRESETS` in vit/model.py), or `timm/<name>`
+    for any model of timm."""
+    image_size: Size = 224
+    """Side of the square training image, or `[height, width]`."""
+    in_chans: Literal[1, 3] = 3
+    """1: read images as grey; 3: as RGB."""
+    num_classes: Positive | None = None
+    """Size of the head; `None`: as many classes as the data have."""
+    patch_size: Size | None = None
+    """Side of a patch, or `[height, width]`; overrides the patch size in the name."""
+    embed_dim: Positive | None = None
+    """Width of the tokens."""
+    depth: Positive | None = None
+    """Number of blocks."""
+    num_heads: Positive | None = None
+    """Attention heads per block; divides `embed_dim`, unless `head_dim` is given."""
+    head_dim: Positive | None = None
+    """Channels of a head; `None`: `embed_dim / num_heads` (explainingai-code/VIT-Pytorch)."""
+    mlp_ratio: Annotated[float, Field(gt=0)] | None = None
+    """Width of the first linear layer of a block's MLP as a multiple of `embed_dim`."""
+    mlp_layer: Literal["mlp", "swiglu", "swiglu_packed"] | None = None
+    """`mlp`, the default; `swiglu`, a gate of its own beside the first layer (EVA-02, DINOv3's H+);
+    `swiglu_packed`, both as one product, which `mlp_ratio` then counts (DINOv2's g)."""
+    norm_layer: Literal["layernorm", "rmsnorm"] | None = None
+    """Norm of blocks and head: `layernorm`, the default, or `rmsnorm` (ViT-5, arXiv 2602.08071)."""
+    qkv_bias: bool | None = None
+    """Bias of the query, key and value projections."""
+    qk_norm: bool | None = None
+    """Norm of each head's queries and keys, which keeps attention of large models and rates from
+    collapsing (ViT-22B, arXiv 2302.05442; ViT-5)."""
+    class_token: bool | None = None
+    """Prepend a learned token; needed by `global_pool: token`."""
+    reg_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Registers: learned tokens behind the class token that nothing reads (Darcet et al. 2023,
+    arXiv 2309.16588: DINOv2, DINOv3, ViT-5)."""
+    global_pool: Literal["token", "avg", "map"] | None = None
+    """What the head reads: the class token; the mean of the patch tokens; or `map`, what a learned
+    query finds in them (big_vision, arXiv 2106.04560; SO400M, g and G)."""
+    pos_embed: Literal["learn", "sincos2d", "none"] | None = None
+    """Learned positions, fixed 2-D sine-cosine ones, or none beside rotary ones (DINOv3)."""
+    no_embed_class: bool | None = None
+    """Positions are for patches only, not for class token and registers (timm's name; DeiT III,
+    big_vision, ViT-5)."""
+    rope_type: Literal["axial", "dinov3"] | None = None
+    """Rotary positions in each block, at angles of the row and column (`axial`: EVA-02, timm's SBB
+    ViTs, ViT-5) or of the place between -1 and 1 (`dinov3`); `None`: no such positions. What each
+    does at another image size: vit/layers/rope.py."""
+    rope_temperature: Annotated[float, Field(gt=1)] | None = None
+    """Ratio of the highest to nearly the lowest frequency; `None`: 10,000 for `axial`, 100 for
+    `dinov3`, as their sources have it."""
+    rope_reg_temperature: Annotated[float, Field(gt=1)] | None = None
+    """Registers turn, too, as the places of a square, at this temperature (ViT-5: 100)."""
+    ref_feat_shape: Size | None = None
+    """Side of the grid in patches, or `[height, width]`, that `axial` spreads each image over,
+    usually that of pre-training (timm's name; EVA-02); `None`: places count on (ViT-5)."""
+    dual_patch_norm: bool | None = None
+    """LayerNorm of a patch's pixels and of its embedding (Dual PatchNorm, arXiv 2302.01327;
+    explainingai-code/VIT-Pytorch)."""
+    pos_drop_rate: Rate | None = None
+    """Dropout after the positions are added."""
+    patch_drop_rate: Rate | None = None
+    """Part of its patches that each training image leaves out (PatchDropout, arXiv 2208.07220);
+    a step takes less by more than that part."""
+    proj_drop_rate: Rate | None = None
+    """Dropout after the dense layers of a block, except the query-key-value projection."""
+    mlp_drop_rate: Rate | None = None
+    """That of the MLP by itself; `None`: `proj_drop_rate` (explainingai-code/VIT-Pytorch has one
+    for attention and one for the MLP)."""
+    attn_drop_rate: Rate | None = None
+    """Dropout of the attention weights."""
+    drop_path_rate: Rate | None = None
+    """Stochastic depth: the probability that a sample leaves out a residual branch of the last
+    block."""
+    drop_path_schedule: Literal["linear", "constant"] | None = None
+    """Drop path of the other blocks: `linear`, the default, from 0 at the first block; `constant`,
+    the same for all (DeiT III, DINOv2)."""
+    drop_path_form: Literal["mask", "subset"] | None = None
+    """`mask`, the default: each sample by itself, by a factor of 0; `subset`: a fixed number of a
+    micro-batch's samples, of which alone the branch is computed (DINOv2): faster by almost the
+    rate."""
+    init_values: Annotated[float, Field(gt=0)] | None = None
+    """Initial LayerScale; `None`: no LayerScale."""
+    representation_size: Positive | None = None
+    """Width of the pre-logits layer (dense + tanh); `None`: the head is one linear layer."""
+    init_head_bias: float | None = None
+    """First value of the head's bias; `None`: 0 (big_vision's name, which has -6.9 for sigmoid
+    losses over 1,000 classes)."""
+
+    def height_width(self) -> tuple[int, int]:
+        """Return `image_size` of an image that need not be square."""
+        size = self.image_size
+        return (size, size) if isinstance(size, int) else size
+
+    def size_text(self) -> str:
+        """Return height and width of an image, as "224x224"."""
+        height, width = self.height_width()
+        return f"{height}x{width}"

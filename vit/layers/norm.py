@@ -1,0 +1,33 @@
+"""Norms over the channels of a token, by timm's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+NormOf = Callable[[int], nn.Module]
+"""Creates a norm over so many channels."""
+EPS = 1e-6
+"""The paper's, which is Flax's default and not torch's (1e-5)."""
+
+
+class RMSNorm(nn.RMSNorm):
+    """(..., D) -> (..., D), divided by the root of the mean square, without a mean or a bias.
+
+    Zhang & Sennrich 2019, arXiv 1910.07467.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        # In the weight's dtype, as autocast has it for LayerNorm: torch has no kernel for bf16 with
+        # weights of fp32, and warns at each call.
+        return super().forward(x.to(self.weight.dtype))
+
+
+NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": RMSNorm}
+"""`norm_layer` -> its class."""
+
+
+def create_norm(norm_layer: str, dim: int) -> nn.Module:
+    """Create the norm of that name over `dim` channels, for all models with one epsilon."""
+    return NORMS[norm_layer](dim, eps=EPS)

@@ -1,0 +1,33 @@
+"""Patches with a norm before and after their linear map (Dual PatchNorm)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vit.layers.norm import create_norm
+
+
+class NormedPatchEmbed(nn.Module):
+    """Cut images into patches and embed each: (B, C, H, W) -> (B, h*w, D), row by row.
+
+    Dual PatchNorm (Kumar et al. 2023, arXiv 2302.01327; before it in
+    explainingai-code/VIT-Pytorch:model/patch_embed.py). The weights of `proj` have the shape of a
+    convolution, as those of a ViT without norms.
+    """
+
+    def __init__(self, patch_size: tuple[int, int], in_chans: int, embed_dim: int):
+        super().__init__()
+        height, width = patch_size
+        self.patch_size = patch_size
+        self.norm_input = create_norm("layernorm", in_chans * height * width)
+        self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
+        self.norm = create_norm("layernorm", embed_dim)
+
+    def forward(self, images: Tensor) -> Tensor:
+        height, width = self.patch_size
+        patches = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))
+        # (B, C, h, height, w, width) -> (B, h*w, C*height*width): the order of proj's weight
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        patches = self.norm_input(patches)
+        return self.norm(F.linear(patches, self.proj.weight.flatten(1), self.proj.bias))

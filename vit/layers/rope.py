@@ -1,0 +1,131 @@
+"""Rotary positions (RoPE): queries and keys turn by angles that follow their row and column.
+
+Su et al. 2021 (arXiv 2104.09864) for two axes: half of the pairs of a head's channels turn with the
+row, half with the column, each pair at a frequency of its own. The product of a turned query and a
+turned key depends on their distance alone. Positions have no weights, so a model takes images of
+another size without new ones; what the coordinates are then is the source's rule:
+
+axial   Row and column count from 0, frequencies fall from 1 to nearly 1 / 10,000, neighbouring
+        channels are a pair. A larger image goes on counting (ViT-5: wangf3014/ViT-5:rope.py), or,
+        with `ref_feat_shape`, is spread over the rows and columns of that grid (EVA-02, arXiv
+        2303.11331; timm's `RotaryEmbeddingCat`, huggingface/pytorch-image-models:
+        timm/layers/pos_embed_sincos.py).
+dinov3  The centres of patches lie in [-1, 1] whatever the size, frequencies fall from 2 pi to
+        nearly 2 pi / 100, channels half a head apart are a pair (DINOv3, arXiv 2508.10104;
+        facebookresearch/dinov3:dinov3/layers/rope_position_encoding.py).
+
+    sizes -> `RotaryEmbedding.table` -> `rotate` in each block's attention
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+TEMPERATURES = {"axial": 10_000.0, "dinov3": 100.0}
+"""`rope_type` -> `rope_temperature` of its source."""
+
+
+class RotaryEmbedding(nn.Module):
+    """The table for one size of image, (2, 1, 1, N, head_dim) float32: cosines and sines.
+
+    Prefix tokens do not turn, but for registers that have a temperature of their own: they turn as
+    the places of a square grid (ViT-5). The sines have the sign with which `rotate` adds them.
+
+    Args:
+        temperature, reg_temperature: None: the source's, and: registers do not turn.
+        ref_feat_shape, grid_size: (h, w) in patches.
+        rope_type: "axial" or "dinov3".
+        class_tokens, reg_tokens: the prefix, in its order.
+    """
+
+    table: Tensor
+
+    def __init__(
+        self,
+        temperature: float | None,
+        reg_temperature: float | None,
+        ref_feat_shape: int | tuple[int, int] | None,
+        rope_type: str,
+        grid_size: tuple[int, int],
+        head_dim: int,
+        class_tokens: int,
+        reg_tokens: int,
+    ):
+        super().__init__()
+        self.temperature = temperature or TEMPERATURES[rope_type]
+        self.reg_temperature = reg_temperature
+        if isinstance(ref_feat_shape, int):
+            ref_feat_shape = (ref_feat_shape, ref_feat_shape)
+        self.ref_feat_shape = ref_feat_shape
+        self.rope_type = rope_type
+        self.grid_size = grid_size
+        self.num_fixed = class_tokens if reg_temperature else class_tokens + reg_tokens
+        self.reg_grid = (math.isqrt(reg_tokens),) * 2
+        num_tokens = class_tokens + reg_tokens + math.prod(grid_size)
+        # A buffer for the device's sake; like timm's not in the state dict: it follows from the
+        # size of the image.
+        table = torch.empty(2, 1, 1, num_tokens, head_dim)
+        self.register_buffer("table", table, persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill the table, also after `to_empty`."""
+        head_dim = self.table.shape[-1]
+        angles = [torch.zeros(self.num_fixed, head_dim // 2, dtype=torch.float64)]
+        if self.reg_temperature:
+            places = _grid_places(self.reg_grid, self.reg_grid)
+            angles.append(_angles(places, self.reg_temperature, head_dim))
+        if self.rope_type == "axial":
+            places = _grid_places(self.grid_size, self.ref_feat_shape or self.grid_size)
+        else:
+            places = 2 * math.pi * _centres(self.grid_size)
+        angles.append(_angles(places, self.temperature, head_dim))
+        angle = torch.cat(angles)
+        cos = angle.cos()
+        sin = angle.sin()
+        if self.rope_type == "axial":  # channels 2i and 2i + 1 are a pair
+            cos = cos.repeat_interleave(2, dim=1)
+            sin = torch.stack((-sin, sin), dim=2).flatten(1)
+        else:  # channels i and i + head_dim / 2 are a pair
+            cos = cos.tile(1, 2)
+            sin = torch.cat((-sin, sin), dim=1)
+        self.table.copy_(torch.stack((cos, sin)).view(self.table.shape))
+
+
+def rotate(x: Tensor, table: Tensor, rope_type: str) -> Tensor:
+    """Turn each pair of channels of queries or keys `x`, (B, heads, N, head_dim), by its angle.
+
+    table: of `RotaryEmbedding`, (2, 1 or B, 1, N, head_dim) float32. Returns float32.
+    """
+    cos, sin = table
+    if rope_type == "axial":
+        partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partner = x.roll(x.shape[-1] // 2, dims=-1)
+    return x * cos + partner * sin
+
+
+def _grid_places(grid_size: tuple[int, int], ref_feat_shape: tuple[int, int]) -> Tensor:
+    """Row and column of each patch: (h*w, 2) float64, counted on the grid `ref_feat_shape`."""
+    axes = [
+        torch.arange(size, dtype=torch.float64) * reference / size
+        for size, reference in zip(grid_size, ref_feat_shape, strict=True)
+    ]
+    return torch.cartesian_prod(*axes)
+
+
+def _centres(grid_size: tuple[int, int]) -> Tensor:
+    """Row and column of the centre of each patch, in [-1, 1]: (h*w, 2) float64."""
+    axes = [(torch.arange(size, dtype=torch.float64) * 2 + 1) / size - 1 for size in grid_size]
+    return torch.cartesian_prod(*axes)
+
+
+def _angles(places: Tensor, temperature: float, head_dim: int) -> Tensor:
+    """`places`, (n, 2), at each frequency: (n, head_dim / 2) float64, those of rows first."""
+    num = head_dim // 4
+    frequencies = temperature ** (-torch.arange(num, dtype=torch.float64) / num)
+    return (places.unsqueeze(2) * frequencies).flatten(1)

@@ -1,0 +1,43 @@
+"""Gated MLPs: SwiGLU (Shazeer 2020, arXiv 2002.05202) in the two layouts of timm's weights."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class SwiGLU(nn.Module):
+    """A hidden layer times its gate, per token: (B, N, D) -> (B, N, D).
+
+    EVA-02 and DINOv3's H+; timm's `SwiGLU`. At equal parameters `hidden_dim` is two thirds of an
+    MLP's.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, drop: float):
+        super().__init__()
+        self.fc1_g = nn.Linear(dim, hidden_dim)
+        self.fc1_x = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(F.silu(self.fc1_g(x)) * self.fc1_x(x))
+        return self.drop(self.fc2(x))
+
+
+class SwiGLUPacked(nn.Module):
+    """The same as one product: gate and hidden layer share `hidden_dim`, half each.
+
+    DINOv2's g and timm's `SwiGLUPacked`. `hidden_dim` is even.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, drop: float):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim // 2, dim)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, hidden = self.fc1(x).chunk(2, dim=-1)
+        x = self.drop(F.silu(gate) * hidden)
+        return self.drop(self.fc2(x))
