@@ -135,6 +135,8 @@ def test_the_cards_code_opens_the_folder_and_gives_our_logits(
         {"image_size": [24, 40], "patch_size": [8, 4], "init_values": 0.1},
         {"qkv_bias": False, "pos_embed": "sincos2d", "mlp_ratio": 2.0, "drop_path_rate": 0.1},
         {"in_chans": 1},
+        {"qk_norm": True, "norm_layer": "rmsnorm", "reg_tokens": 2, "no_embed_class": True},
+        {"name": "vit_G8", "global_pool": "map", "pos_embed": "none", "init_head_bias": -2.0},
     ],
 )
 def test_timm_makes_every_variant_of_ours(model, tmp_path):
@@ -175,6 +177,8 @@ def test_transformers_opens_a_folder_of_timms_layout(tmp_path):
         ({"qkv_bias": False}, ["timm", "huggingface", "onnx"]),
         ({"image_size": [24, 40]}, ["timm", "onnx"]),
         ({"in_chans": 1}, ["timm", "onnx"]),
+        ({"reg_tokens": 2, "global_pool": "map", "pos_embed": "none"}, ["timm", "onnx"]),
+        ({"rope_type": "axial"}, ["onnx"]),
     ],
 )
 def test_what_a_layout_cannot_hold_is_refused_with_those_that_can(model, able, tmp_path):

@@ -11,10 +11,12 @@ which holds a graph and not names: a new part of the network is refused until it
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from vit.config.schema import Config, ModelConfig
+from vit.model import PRESETS
 from vit.weights.published_models import SIZES
 from vit.weights.view import View
 
@@ -25,6 +27,7 @@ KNOWN_FIELDS = {
     *("name", "image_size", "in_chans", "num_classes", "patch_size", "embed_dim", "depth"),
     *("num_heads", "mlp_ratio", "qkv_bias", "class_token", "global_pool", "pos_embed"),
     *("drop_path_schedule", "drop_path_form", "init_values", "representation_size"),
+    "init_head_bias",
 }
 """Fields of `ModelConfig` that the tables below account for; others end with `_rate`, and matter in
 training only."""
@@ -32,6 +35,8 @@ FEATURES = {
     "guest": "a model of timm's own (model.name=timm/...)",
     "no_class_token": "no class token (model.class_token=false)",
     "avg": "the mean of the patches before the norm (model.global_pool=avg)",
+    "map": "a query that pools the patches (model.global_pool=map)",
+    "no_positions": "no added positions (model.pos_embed=none)",
     "layer_scale": "LayerScale (model.init_values)",
     "no_qkv_bias": "no bias of queries, keys and values (model.qkv_bias=false)",
     "representation": "a representation layer (model.representation_size)",
@@ -43,7 +48,8 @@ LACKS = {
     "timm": {"representation"},
     "torchvision": {*FEATURES} - {"representation", "centre_not_square"},
     "huggingface": {
-        *("guest", "no_class_token", "avg", "layer_scale", "representation", "grey"),
+        *("guest", "no_class_token", "avg", "map", "no_positions", "layer_scale"),
+        *("representation", "grey"),
         "centre_not_square",
     },
     "onnx": set[str](),
@@ -79,6 +85,8 @@ def lacking(program: str, config: Config) -> list[str]:
         "guest": model.name.startswith("timm/"),
         "no_class_token": model.class_token is False,
         "avg": model.global_pool == "avg",
+        "map": model.global_pool == "map",
+        "no_positions": model.pos_embed == "none",
         "layer_scale": model.init_values is not None,
         "no_qkv_bias": model.qkv_bias is False,
         "representation": model.representation_size is not None,
@@ -88,7 +96,8 @@ def lacking(program: str, config: Config) -> list[str]:
     }
     found = [text for name, text in FEATURES.items() if has[name] and name in LACKS[program]]
     if program != "onnx":
-        found += [f"model.{name}" for name in _unknown_fields(model)]
+        theirs = _TIMM_PARTS if program == "timm" else set[str]()
+        found += [f"model.{name}" for name in _unknown_fields(model) if name not in theirs]
     return found
 
 
@@ -151,6 +160,10 @@ def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
     size = sizes.get(section.name.removeprefix("vit_").rstrip("0123456789"), "")
     name = f"vit_{size}_patch{model.patch_size[0]}_224"
     # What follows from the name is stated, too: timm may change a default, these weights do not.
+    preset = PRESETS[re.sub(r"^vit_|\d+$", "", section.name)]
+    given = {key: value for key, value in preset.items() if key == "mlp_ratio"} | given
+    if section.pos_embed == "none":
+        given["pos_embed"] = "none"
     shape = {
         "img_size": list(model.image_size),
         "patch_size": list(model.patch_size),
@@ -161,9 +174,10 @@ def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
     return name if name in _TIMM_NAMES else _TIMM_NAMES[0], given | shape
 
 
+_TIMM_PARTS = {"qk_norm", "norm_layer", "reg_tokens", "no_embed_class"}
 _TIMM_ARGUMENTS = {
     *("in_chans", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias"),
-    *("class_token", "global_pool", "init_values"),
+    *("class_token", "global_pool", "init_values", *_TIMM_PARTS),
 }
 """Fields of `ModelConfig` that timm's ViT has under the same name."""
 _TIMM_NAMES = (
