@@ -232,8 +232,8 @@ def test_no_step_waits_for_the_gpu(precision, form, monkeypatch):
         change = step.augment.change_batch
         step._queue(change(batch), 0, False, (0.0, 1.0, 2.0))  # may take constants along
         mode.waits.clear()
-        values, norm = step._queue(change(batch), 1, True, (0.5, 1.0, 2.0))
-    assert values.device == norm.device == gpu
+        values, norm, rows = step._queue(change(batch), 1, True, (0.5, 1.0, 2.0))
+    assert {tensor.device for tensor in (values, norm, *rows)} == {gpu}
     assert mode.waits == []
 
 

@@ -22,9 +22,10 @@ from vit.config import io as config_io
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
+from vit.data.order import rows_sha256
 from vit.data.shards.split import Split
 from vit.data.shuffle_quality import measure_shuffle
-from vit.data.sources import TrainSet
+from vit.data.sources import TrainSet, content_sha256
 from vit.data.stream import StreamBatches
 from vit.evaluate import Evaluator
 from vit.mfu import find_peak
@@ -43,6 +44,7 @@ from vit.run.folder import CONFIG_FILE, RunLock, mark_stopped
 from vit.run.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight, start_lines
 from vit.run.record import Record, provenance
 from vit.run.resume import find_checkpoint
+from vit.run.sample_losses import SampleLosses
 from vit.run.saver import Saver
 from vit.run.start_times import StartTimes
 from vit.run.state import RunState
@@ -355,7 +357,12 @@ def _start_saver(
     settings = config_io.to_dict(config)
     class_names = data.batches.split.class_names
     keep_last = config.checkpoint.keep_last
-    saver = Saver(folder, train_step, settings, class_names, keep_last, record)
+    samples = None
+    # A stream does not know which samples it shows.
+    if config.log.sample_losses and isinstance(data.batches, TrainBatches):
+        every_epochs = config.log.sample_losses
+        samples = SampleLosses(folder, train_step.world, data.plan, every_epochs)
+    saver = Saver(folder, train_step, settings, class_names, keep_last, record, samples)
     if not state.is_finished(data.plan):
         saver.prepare()
     return saver
@@ -396,9 +403,13 @@ def _start_record(
         ) from None
 
     shuffle = None
+    trained_on = {}
     if isinstance(data.batches, TrainBatches):
         labels = data.batches.split.index["label"]
         shuffle = measure_shuffle(data.batches.order, labels)
+        # By which `vit.report.replay` knows that it shows the same.
+        trained_on["content_sha256"] = content_sha256(data.batches.split)
+        trained_on["first_batch_sha256"] = rows_sha256(data.batches.order, state.step)
     peak = find_peak(world.device, config.train.precision)
     record.write(
         "start",
@@ -413,6 +424,7 @@ def _start_record(
         preflight=checked.numbers,
         shuffle=None if shuffle is None else asdict(shuffle),
         chosen=data.train_set.identity or None,
+        **trained_on,
         **({} if peak is None else asdict(peak)),
     )
     for line in [f"chosen: {line}" for line in data.train_set.summary] + list(checked.lines):

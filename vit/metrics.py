@@ -34,6 +34,17 @@ def correct_in_top_k(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     return (ahead.sum(1) < k) & ~logits.isnan().any(1)
 
 
+def margins(logits: Tensor, labels: Tensor) -> Tensor:
+    """How far the logit of each label (B,) is above the largest other one: (B,).
+
+    Negative for a wrong prediction. Its mean over the epochs is the AUM of Pleiss et al. 2020,
+    equation 2. Infinite where there is one class only.
+    """
+    own = labels[:, None]
+    others = logits.scatter(1, own, -math.inf)
+    return logits.gather(1, own).squeeze(1) - others.amax(1)
+
+
 def predicted_classes(logits: Tensor) -> Tensor:
     """The class of the largest logit, ties as in `correct_in_top_k`: (B, classes) -> (B,) int64.
 

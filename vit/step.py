@@ -8,19 +8,22 @@
    fused optimizer skips its update on the device, and the loss scale of fp16 is halved. The
    gradients are the same on all ranks, so all ranks skip together.
 3. What happened goes into a small vector, summed over the ranks, which the host reads one step
-   later, when the next step is queued. Queueing a step waits for nothing on the device.
+   later, when the next step is queued; behind it travel loss and margin of each of the rank's rows.
+   Queueing a step waits for nothing on the device.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vit.data.augment.apply import Augment
@@ -28,6 +31,7 @@ from vit.data.batches import Batch
 from vit.data.hashing import fold
 from vit.layers.blocks import Blocks
 from vit.loss import cross_entropy
+from vit.metrics import margins
 from vit.optim.ema import Ema
 from vit.optim.optimizer import set_lr
 from vit.precision import LossScale, autocast
@@ -150,18 +154,28 @@ class StepValues(NamedTuple):
     bad_images: int
     rank_reports: list[tuple[float, ...]]
     """The argument `report` of each rank's call."""
+    losses: NDArray[np.float32]
+    """(rows,) loss of each row of this rank, of the target that it was trained on: mixed and
+    smoothed; NaN for a row of weight 0."""
+    margins: NDArray[np.float32]
+    """(rows,) how far the logit of its own label is above all others (`vit.metrics.margins`)."""
 
 
 class StepResult:
     """What a step did, on its way to the host.
 
     sums: (4 + ranks * report_size,) float32 on the device, by `Slot`, summed over the ranks.
-    grad_norm: () float32 on the device.
+    grad_norm: () float32 on the device. rows: losses, margins and weights of this rank's rows, each
+    in as many pieces as there are micro-batches.
     """
 
-    def __init__(self, sums: Tensor, grad_norm: Tensor, report_size: int = 1):
-        values = torch.cat([sums, grad_norm[None]])
+    def __init__(
+        self, sums: Tensor, grad_norm: Tensor, report_size: int = 1, rows: Sequence[Tensor] = ()
+    ):
+        # One vector, so that the rows cost neither a launch nor a copy of their own.
+        values = torch.cat([sums, grad_norm[None], *rows])
         self._report_size = report_size
+        self._num_shared = len(sums) + 1
         self._event: torch.cuda.Event | None = None
         self._values = values
         if values.device.type == "cuda":
@@ -176,7 +190,8 @@ class StepResult:
         """Return the numbers, after waiting for the device to finish this step."""
         if self._event is not None:
             self._event.synchronize()  # the only wait for the device, one step late
-        *sums, grad_norm = self._values.tolist()
+        *sums, grad_norm = self._values[: self._num_shared].tolist()
+        losses, row_margins, weights = self._values[self._num_shared :].numpy().reshape(3, -1)
         reports = sums[Slot.RANK_REPORTS :]
         size = self._report_size
         return StepValues(
@@ -185,6 +200,8 @@ class StepResult:
             stop=sums[Slot.STOP],
             bad_images=int(sums[Slot.BAD_IMAGES]),
             rank_reports=[tuple(reports[i : i + size]) for i in range(0, len(reports), size)],
+            losses=np.where(weights > 0, losses, np.float32(np.nan)),
+            margins=np.where(weights > 0, row_margins, np.float32(np.nan)),
         )
 
 
@@ -244,24 +261,26 @@ class TrainStep:
         batch: after `Augment.change_batch`, on any device. stop: whether this rank was asked to
         stop. report: numbers shared with all ranks; every rank must pass the same number of them.
         """
-        return StepResult(*self._queue(batch, step, stop, report), len(report))
+        sums, grad_norm, rows = self._queue(batch, step, stop, report)
+        return StepResult(sums, grad_norm, len(report), rows)
 
     def _queue(
         self, batch: Batch, step: int, stop: bool, report: tuple[float, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """Queue everything on the device and return the sums by `Slot` and the gradient norm."""
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Queue everything on the device; return what `StepResult` takes."""
         # Dropout and drop path depend on (seed, rank, step) only, so a resumed run draws the same.
         torch.manual_seed(int(fold(self.seed, self.world.rank, step, _SEED_DROPOUT) >> 1))
         num_rows = len(batch.labels)
         num_slots = Slot.RANK_REPORTS + self.world.size * len(report)
         sums = torch.zeros(num_slots, device=self.world.device)
+        rows: list[tuple[Tensor, Tensor, Tensor]] = []
 
         # Forward and backward. Only the last micro-batch lets DDP average the gradients.
         for start in range(0, num_rows, self.micro_batch_size):
             end = start + self.micro_batch_size
             micro_batch = batch.rows(start, end).to(self.world.device)
             with nullcontext() if end >= num_rows else no_sync(self.wrapped):
-                losses = self._losses(micro_batch)
+                losses, logits = self._losses(micro_batch)
                 # A row whose image could not be decoded has weight 0, and so no gradient.
                 loss_sum = (losses * micro_batch.weights).sum()
                 # A rank's mean: DDP then averages over the ranks, which all have the same number of
@@ -271,6 +290,8 @@ class TrainStep:
                 (loss_sum * (1 / num_rows) * self.loss_scale.value).backward()
             sums[Slot.LOSS_SUM].add_(loss_sum.detach())
             sums[Slot.ROW_WEIGHTS].add_(micro_batch.weights.sum())
+            row_margins = margins(logits.detach(), micro_batch.labels)
+            rows.append((losses.detach(), row_margins, micro_batch.weights))
 
         # `fill_` takes its number along with the kernel. `sums[...] = number` would copy it from
         # host memory, for which torch 2.11 waits for the device.
@@ -283,10 +304,11 @@ class TrainStep:
         self.mark(Part.UPDATE)
         grad_norm = self._update(step)
         self._clear_gradients(batch)
-        return self.world.sum_(sums), grad_norm
+        pieces = [piece for kind in zip(*rows, strict=True) for piece in kind]
+        return self.world.sum_(sums), grad_norm, pieces
 
-    def _losses(self, micro_batch: Batch) -> Tensor:
-        """Return the loss of each row, (B,) float32."""
+    def _losses(self, micro_batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the loss of each row, (B,) float32, and the logits, (B, classes)."""
         self.mark(Part.FINISH)
         inputs, targets = self.augment.finish(
             micro_batch.images, micro_batch.labels, micro_batch.table
@@ -294,7 +316,7 @@ class TrainStep:
         self.mark(Part.FORWARD)
         with autocast(self.precision, self.world.device):
             logits = self.wrapped(inputs)
-        return cross_entropy(logits, targets, self.label_smoothing)
+        return cross_entropy(logits, targets, self.label_smoothing), logits
 
     @torch.no_grad()
     def _update(self, step: int) -> Tensor:
@@ -347,7 +369,7 @@ class TrainStep:
         # Batch norms of timm models would keep the passes in their running statistics.
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         for _ in range(2):
-            self._losses(micro_batch).sum().backward()
+            self._losses(micro_batch)[0].sum().backward()
         self._clear_gradients(batch)
         for buffer, value in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(value)

@@ -118,7 +118,15 @@ def _create_monitor(run: Run, loader: Loader) -> Monitor:
         flops = train_flops_per_image(step.model, step.micro_batch_size)
         utilization = Utilization(flops, find_peak(run.world.device, settings.precision))
     return Monitor(
-        settings, run.plan, run.world, run.state, run.record, loader, step.lr_at, utilization
+        settings,
+        run.plan,
+        run.world,
+        run.state,
+        run.record,
+        loader,
+        step.lr_at,
+        utilization,
+        run.saver.samples,
     )
 
 

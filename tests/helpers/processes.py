@@ -323,9 +323,12 @@ def last_checkpoint(run_dir: Path) -> int:
 
 
 def final_state(run_dir: Path, step: int) -> dict[str, bytes]:
-    """All tensors of the checkpoint at `step` as bytes, for comparison bit by bit."""
+    """All tensors of the checkpoint at `step`, and the losses of all images, as bytes, for
+    comparison bit by bit."""
     tensors = load_file(run_dir / "checkpoints" / f"step_{step:08d}" / "state.safetensors")
-    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    losses = {path.name: path.read_bytes() for path in sorted(run_dir.glob("samples/epoch_*.npy"))}
+    assert losses, "a run keeps them by default"
+    return {**{name: tensor.numpy().tobytes() for name, tensor in tensors.items()}, **losses}
 
 
 def metrics(run_dir: Path, kind: str) -> list[dict]:

@@ -345,6 +345,9 @@ class LogConfig(Section):
     """Project of the run on Weights & Biases."""
     report: bool = True
     """Write `report/index.html` and its pictures when the run is finished."""
+    sample_losses: Annotated[int, Field(ge=0)] = 1
+    """Keep loss and margin of each training image in every n-th epoch, at 4 bytes each
+    (docs/samples.md); 1: in each epoch; 0: never. No effect with `reader: webdataset`."""
 
 
 class Config(Section):

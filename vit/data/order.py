@@ -39,6 +39,7 @@ a shuffle takes the place of an epoch.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -437,3 +438,9 @@ def sample_checksum(ids: NDArray[np.int64]) -> int:
     """
     with np.errstate(over="ignore"):  # modulo 2**64 is what a sum that wraps gives
         return int(hash64(ids).sum(dtype=U64))
+
+
+def rows_sha256(order: Order, position: int) -> str:
+    """Return a hash of the samples and copies of the batch at `position`, row by row."""
+    rows = np.stack(order.rows_and_copies(position, 0, order.global_batch_size))
+    return hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from vit.config.base import Selection
 from vit.data.order import Share, shares_of
 from vit.data.select import Chosen, choose, count_labels
-from vit.data.shards.index_file import first_samples
+from vit.data.shards.index_file import first_samples, has_checksums
 from vit.data.shards.split import Split
 from vit.data.shards.tar import INDEX_DTYPE
 from vit.system.files import ShardError
@@ -96,6 +96,17 @@ def train_set_of_sources(
         )
         identities.append(f"{num_draws:,} draws of {each.identity or whole}")
     return TrainSet(sources, sum(draws), tuple(shares), tuple(summary), "; ".join(identities))
+
+
+def content_sha256(split: Split | Sources) -> str:
+    """Return a hash of all checksums and labels of the images; "" where one has no checksum."""
+    digest = hashlib.sha256()
+    for each in split.splits:
+        if not has_checksums(each.index):
+            return ""
+        for column in ("crc32c", "label"):
+            digest.update(each.index[column].tobytes())
+    return digest.hexdigest()
 
 
 class Sources:

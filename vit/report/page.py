@@ -84,7 +84,7 @@ def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None)
     """
     source = ReportSource(run_dir, torch.device("cpu"))
     history = read_history(run_dir / METRICS_FILE, in_use)
-    content = _template().render(_page_values(source, history, pictures))
+    content = page_template(TEMPLATE.name).render(_page_values(source, history, pictures))
     page = run_dir / PAGE_FILE
     try:
         page.parent.mkdir(exist_ok=True)
@@ -95,8 +95,8 @@ def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None)
     return page
 
 
-def _template() -> jinja2.Template:
-    """Load the template: every value is escaped, and a misspelled name is an error."""
+def page_template(name: str) -> jinja2.Template:
+    """Load a template: every value is escaped, and a misspelled name is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATE.parent),
         autoescape=True,
@@ -115,7 +115,7 @@ def _template() -> jinja2.Template:
         "code": _code,
     }
     environment.filters |= filters
-    return environment.get_template(TEMPLATE.name)
+    return environment.get_template(name)
 
 
 def _page_values(source: ReportSource, history: History, pictures: Pictures) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from vit.data.batches import TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import divisors
 from vit.metrics import predicted_classes
-from vit.plan import create_order
 from vit.report import inside, model_plots
 from vit.report.attention import attention_maps, attention_rollout, check_rollout
 from vit.report.confusion import most_confused, plot_confusion, plot_most_confused
@@ -133,7 +132,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
     share = min(shares, default=batch_size)
     batches = TrainBatches(
         train.split,
-        create_order(config.data, config.augment, config.train.seed, train.num_draws, train.shares),
+        source.order,
         config.augment,
         source.image_format,
         world_size=batch_size // share,

@@ -6,6 +6,7 @@ there raises ValueError, whose message is the reason that the page shows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +21,12 @@ from vit.config.schema import Config
 from vit.data.augment.apply import Augment, create_augment
 from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_center
+from vit.data.order import Order
 from vit.data.shards.split import Split
-from vit.data.sources import TrainSet
+from vit.data.sources import Sources, TrainSet
 from vit.model import create_model
 from vit.open_data import open_split, open_train_set
+from vit.plan import create_order
 from vit.report.confusion import confusion_matrix
 from vit.run.folder import CONFIG_FILE, PREDICTIONS_FILE
 from vit.weights.files import LoadedWeights, WeightsError, find_weights, load_weights, read_weights
@@ -33,16 +36,21 @@ MAX_CONFUSION_CLASSES = 5_000
 
 
 class ReportSource:
-    """A run folder and its data; the model is put on `device`."""
+    """A run folder and its data; the model is put on `device`.
 
-    def __init__(self, run_dir: Path, device: torch.device):
+    overrides: settings, as "section.key=value", that differ from those of the run.
+    """
+
+    def __init__(self, run_dir: Path, device: torch.device, overrides: Sequence[str] = ()):
         self.run_dir = run_dir
         self.device = device
+        self.overrides = overrides
 
     @cached_property
     def config(self) -> Config:
         """The config of the newest attempt."""
-        return config_io.load_config(self.run_dir / CONFIG_FILE, used_here=False).config
+        path = self.run_dir / CONFIG_FILE
+        return config_io.load_config(path, self.overrides, used_here=False).config
 
     @cached_property
     def weights(self) -> LoadedWeights:
@@ -63,6 +71,15 @@ class ReportSource:
                 " ones"
             )
         return open_train_set(data, self.val_split, num_classes=self.config.model.num_classes)
+
+    @cached_property
+    def order(self) -> Order:
+        """Which of them is in which row of which batch."""
+        config = self.config
+        train = self.train_set
+        return create_order(
+            config.data, config.augment, config.train.seed, train.num_draws, train.shares
+        )
 
     @cached_property
     def val_split(self) -> Split:
@@ -145,10 +162,11 @@ class ReportSource:
         """What the model's inputs are."""
         return ImageFormat.from_config(self.config.model, self.config.data)
 
-    def eval_image(self, sample: int) -> Tensor:
-        """Decode an image of the validation split as evaluation does: (C, H, W) uint8."""
+    def eval_image(self, sample: int, split: Split | Sources | None = None) -> Tensor:
+        """Decode an image, by default of the validation split, as evaluation does: (C, H, W)
+        uint8."""
         form = self.image_format
-        data = self.val_split.read(sample)
+        data = (split or self.val_split).read(sample)
         return decode_center(data, form.size, self.config.eval, form.interpolation, form.channels)
 
     def normalize(self, pixels: Tensor) -> Tensor:

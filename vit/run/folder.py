@@ -5,6 +5,7 @@ run.
       config.yaml            the resolved config; command, commit and versions in its header
       metrics.jsonl          the record, see vit.run.record
       predictions.npz        predicted class of each validation image, from the newest evaluation
+      samples/               loss of each training image in each epoch, see vit.run.sample_losses
       checkpoints/           full state, see vit.run.checkpoint
       weights/               last, best (and last_ema, best_ema), for evaluation and other tools;
                              config.json and a link, model.safetensors, by which timm opens it
@@ -30,6 +31,7 @@ from vit.ranks.distributed import is_main_process
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 PREDICTIONS_FILE = "predictions.npz"
+SAMPLES_FOLDER = "samples"
 CHECKPOINTS = "checkpoints"
 INFO_FILE = "checkpoint.json"
 """In each folder of `CHECKPOINTS`; written last, so a checkpoint that has it is complete."""

@@ -24,6 +24,7 @@ from vit.mfu import Utilization
 from vit.plan import Plan
 from vit.ranks.distributed import World, local_world_size, peak_memory_gib
 from vit.run.record import Record
+from vit.run.sample_losses import SampleLosses
 from vit.run.state import RunState
 from vit.step import StepResult, StepValues
 from vit.system.host import num_cores
@@ -81,8 +82,9 @@ class Monitor:
         loader: Loader,
         lr_at: Callable[[int], float],
         utilization: Utilization | None = None,
+        samples: SampleLosses | None = None,
     ):
-        """utilization: None on ranks that write no record."""
+        """utilization: None on ranks that write no record. samples: gets the losses of each row."""
         self.settings = settings
         self.plan = plan
         self.world = world
@@ -91,6 +93,7 @@ class Monitor:
         self.loader = loader
         self.lr_at = lr_at
         self.utilization = utilization
+        self.samples = samples
         self.stop = False
         """Whether training ends at this step, on all ranks."""
         self._reported_wait_share = 0.0
@@ -172,6 +175,8 @@ class Monitor:
             self._last_step_at = time.perf_counter()
         self.stop = self.stop or values.stop > 0
         self._losses.append(values.loss)
+        if self.samples is not None:
+            self.samples.add(step, values.losses, values.margins)
         self._waits_s.append(tuple(report[0] for report in values.rank_reports))
         self.state.bad_images += values.bad_images
         if math.isfinite(values.grad_norm):

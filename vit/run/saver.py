@@ -1,8 +1,9 @@
 """Saves without a stop: training waits for a copy in memory, and a thread of rank 0 writes it.
 
     training   ... step | save: wait for the thread, test the disk's room, copy | step | step ...
-    thread                                                \\- weights, state, checkpoint.json,
-                                                             rename, `latest`, remove older ones
+    thread                                                \\- losses, weights, state,
+                                                             checkpoint.json, rename, `latest`,
+                                                             remove older ones
 
 One save is written at a time, in the order in which they were asked for, and each in this order:
 weights first. So a complete checkpoint never tells of a best accuracy, or of the end of the run,
@@ -29,6 +30,7 @@ from vit.config import io as config_io
 from vit.run.checkpoint import check_room, checkpoint_folder, named_tensors, write_checkpoint
 from vit.run.folder import TIMM_CONFIG_FILE, weights_file
 from vit.run.record import Record
+from vit.run.sample_losses import SampleLosses, Written
 from vit.run.snapshot import Snapshot
 from vit.run.state import RunState
 from vit.step import TrainStep
@@ -42,7 +44,7 @@ class Saver:
     """Writes checkpoints and weights of a run on rank 0; every rank makes the same calls.
 
     config: as `config_io.to_dict` gives it. class_names: of the training data. record: gets a line
-    for each checkpoint that is complete.
+    for each checkpoint that is complete. samples: losses to write with each save.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class Saver:
         class_names: list[str],
         keep_last: int,
         record: Record,
+        samples: SampleLosses | None = None,
     ):
+        self.samples = samples
         self._run_dir = run_dir
         self._train_step = train_step
         self._world = train_step.world
@@ -86,13 +90,15 @@ class Saver:
         `World.fail_together` says.
         """
         began = time.perf_counter()
+        collected = self.samples.collect() if self.samples is not None else []
         with self._world.fail_together():
             if self._world.is_main:
                 self._wait()
                 self._record.lock.check_in_place()
-                check_room(
-                    self._run_dir, state.step, self._needed_bytes(state, with_checkpoint, weights)
-                )
+                needed_bytes = self._needed_bytes(state, with_checkpoint, weights)
+                if self.samples is not None:
+                    needed_bytes += self.samples.new_bytes(collected)
+                check_room(self._run_dir, state.step, needed_bytes)
         if self._snapshot is None:
             return
         tensors = named_tensors(self._train_step)
@@ -100,7 +106,9 @@ class Saver:
         changing = [name for name in buffers if name in tensors]
         self._train_step.copying = self._snapshot.take(tensors, changing)
         blocked_s = time.perf_counter() - began
-        self._start(partial(self._write, asdict(state), with_checkpoint, weights, blocked_s))
+        self._start(
+            partial(self._write, asdict(state), with_checkpoint, weights, collected, blocked_s)
+        )
 
     def report(self) -> None:
         """Write a line for each checkpoint that has become complete since the last call."""
@@ -153,11 +161,14 @@ class Saver:
         state: dict[str, Any],
         with_checkpoint: bool,
         weights: tuple[str, ...],
+        collected: list[Written],
         blocked_s: float,
     ) -> None:
         """Write the copy; in the thread."""
         assert self._snapshot is not None, "it was taken"
         began = time.perf_counter()
+        if self.samples is not None:
+            self._write_samples(self.samples, collected)
         self._snapshot.wait()
         if weights:
             self._describe_weights(state["facts"]["num_classes"])
@@ -198,6 +209,12 @@ class Saver:
         # A link costs no second copy. It is there before the file that it leads to.
         with suppress(OSError):  # a file system without links: timm then takes another file
             link_to(last.name, last.with_name(HUB_FILES[0]))
+
+    def _write_samples(self, samples: SampleLosses, collected: list[Written]) -> None:
+        try:
+            samples.write(collected)
+        except OSError as error:
+            raise cannot_write(Path(error.filename or self._run_dir), error) from None
 
     def _files(self, names: tuple[str, ...]) -> Iterator[tuple[Path, bool, dict[str, Tensor]]]:
         """Yield path, whether it is averaged, and tensors of each file of weights."""

@@ -91,3 +91,15 @@ class Parser(argparse.ArgumentParser):
                 hint = f"did you mean {close[0]}?"
             found[word] = hint
         return found
+
+
+def run_and_settings(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Divide `words` into a run folder, None if there is none, and settings (section.key=value).
+
+    Raises ValueError for two folders.
+    """
+    settings = [word for word in words if re.match(r"[a-z]+\.\w+=", word)]
+    folders = [word for word in words if word not in settings]
+    if len(folders) > 1:
+        raise ValueError(f"{' '.join(folders)}: give one run folder")
+    return (Path(folders[0]) if folders else None), settings

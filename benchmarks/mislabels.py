@@ -1,0 +1,163 @@
+"""How well a run's own losses find wrong labels, beside cleanlab's confident learning.
+
+    python -m data_prep.digits --out data/digits
+    python benchmarks/mislabels.py --data data/digits --work build/mislabels [--rates 0.01 0.03 0.1]
+
+Wrong labels are planted in the demo's digits: a share of the *originals* gets another class, with
+all of their renderings, so that no rendering with the right label tells. One training gives the
+losses and margins that `launch/samples.py` ranks by. Confident learning (Northcutt et al. 2021;
+cleanlab's `get_label_quality_scores` and `find_label_issues`) wants predictions for images that the
+model has not seen: `--folds` further trainings, folded by original; and, at the price of the one
+training only, the predictions of its last weights. The same command again continues.
+
+Printed for each share: the area under the ROC curve, and the precision among the k images ranked
+first, k being the number of planted ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.metrics import roc_auc_score
+
+from vit.data.shards.data_set import open_split
+from vit.report.source import ReportSource
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+def plant(source: Path, out: Path, rate: float, seed: int) -> NDArray[np.bool_]:
+    """Copy the data with wrong labels for `rate` of the originals of its training split.
+
+    Returns which samples (N,) they are.
+    """
+    if not out.exists():
+        shutil.copytree(source, out, copy_function=os.link)
+    index_file = out / "train.index.npy"
+    true = np.load(source / "train.index.npy")
+    split = open_split(source, "train")
+    originals = np.array([split.key(i).partition("_")[0] for i in range(len(split))])
+    names, original_of = np.unique(originals, return_inverse=True)
+    rng = np.random.default_rng(seed)
+    chosen = rng.choice(len(names), round(rate * len(names)), replace=False)
+    shift = np.zeros(len(names), np.int32)
+    shift[chosen] = rng.integers(1, split.num_classes, len(chosen))
+    rows = true.copy()
+    rows["label"] = (rows["label"] + shift[original_of]) % split.num_classes
+    index_file.unlink()
+    np.save(index_file, rows)
+    return rows["label"] != true["label"]
+
+
+def train(root: Path, run_dir: Path, overrides: list[str]) -> None:
+    """Train the demo's model; a finished run is left as it is."""
+    line = [sys.executable, str(ROOT / "launch" / "train.py"), "--config"]
+    line += [str(ROOT / "configs" / "demo.yaml"), f"data.root={root}", f"run.dir={run_dir}"]
+    line += ["log.wandb=off", "log.report=false", *overrides]
+    subprocess.run(line, check=True, cwd=ROOT, stderr=subprocess.DEVNULL)
+
+
+@torch.no_grad()
+def probabilities(run_dir: Path) -> NDArray[np.float64]:
+    """Return the class probabilities (N, classes) of the run's training split, as evaluated."""
+    source = ReportSource(run_dir, CPU)
+    split = open_split(source.config.data.root, source.config.data.train_split)
+    found = []
+    for start in range(0, len(split), 200):
+        samples = range(start, min(start + 200, len(split)))
+        images = torch.stack([source.eval_image(i, split) for i in samples])
+        found.append(source.model(source.augment.normalize(images)).double().softmax(1))
+    return torch.cat(found).numpy()
+
+
+def out_of_fold(root: Path, work: Path, folds: int, overrides: list[str]) -> NDArray[np.float64]:
+    """Return probabilities (N, classes) by models that have not seen the image's original."""
+    split = open_split(root, "train")
+    keys = [split.key(i) for i in range(len(split))]
+    fold_of = np.array([int(key[5:9]) % folds for key in keys])
+    found = np.zeros((len(keys), split.num_classes))
+    for fold in range(folds):
+        out = work / f"fold{fold}"
+        out.mkdir(parents=True, exist_ok=True)
+        left_out = [key for key, own in zip(keys, fold_of, strict=True) if own == fold]
+        (out / "exclude.txt").write_text("\n".join(left_out) + "\n")
+        train(root, out / "run", [*overrides, f"data.exclude={out / 'exclude.txt'}"])
+        found[fold_of == fold] = probabilities(out / "run")[fold_of == fold]
+    return found
+
+
+def measure(wrong: NDArray[np.bool_], suspicion: NDArray[np.float64]) -> dict[str, float]:
+    """Return the area under the ROC curve, and the precision at as many as there are."""
+    first = np.argsort(-suspicion, kind="stable")[: wrong.sum()]
+    return {"auc": float(roc_auc_score(wrong, suspicion)), "precision": float(wrong[first].mean())}
+
+
+def compare(
+    data: Path, work: Path, rate: float, folds: int, overrides: list[str], score: bool
+) -> dict[str, dict[str, float]]:
+    """Return the figures of each method at one share of wrong labels."""
+    root = work / f"data_{rate:g}"
+    wrong = plant(data, root, rate, seed=0)
+    run_dir = work / f"run_{rate:g}"
+    train(root, run_dir, overrides)
+    crossed = out_of_fold(root, work / f"folds_{rate:g}", folds, overrides)
+    if not score:
+        return {}
+    from cleanlab.filter import find_label_issues
+    from cleanlab.rank import get_label_quality_scores
+
+    from vit.report.sample_curves import read_curves
+
+    labels = open_split(root, "train").index["label"].astype(np.int64)
+    curves = read_curves(ReportSource(run_dir, CPU))
+    found = {
+        "mean margin (samples.py)": measure(wrong, -curves.mean_margin),
+        "mean loss": measure(wrong, curves.mean_loss),
+        "margin of the last epoch": measure(wrong, -np.nan_to_num(curves.margins[-1])),
+    }
+    for name, predicted in (("the same training", probabilities(run_dir)), ("folds", crossed)):
+        for method in ("self_confidence", "normalized_margin"):
+            quality = get_label_quality_scores(labels, predicted, method=method)
+            found[f"cleanlab {method}, {name}"] = measure(wrong, -quality)
+        issues = find_label_issues(labels, predicted, filter_by="prune_by_noise_rate")
+        found[f"cleanlab issues, {name}"] = {
+            "auc": float("nan"),
+            "precision": float(wrong[issues].mean()) if issues.any() else float("nan"),
+            "found": float(wrong[issues].sum() / wrong.sum()),
+        }
+    return found
+
+
+def main() -> None:
+    """Print the table, and write it to the working folder."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.01, 0.03, 0.1])
+    parser.add_argument("--folds", type=int, default=3)
+    parser.add_argument("--train-only", action="store_true", help="where cleanlab is not installed")
+    parser.add_argument("overrides", nargs="*", help="settings, as section.key=value")
+    args = parser.parse_intermixed_args()
+    results = {}
+    for rate in args.rates:
+        print(f"{rate:.0%} of the originals", flush=True)
+        found = compare(args.data, args.work, rate, args.folds, args.overrides, not args.train_only)
+        for name, figures in found.items():
+            text = ", ".join(f"{key} {value:.3f}" for key, value in figures.items())
+            print(f"  {name:45} {text}", flush=True)
+        results[f"{rate:g}"] = found
+    (args.work / "results.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What it costs to keep the loss and margin of each image: processor seconds of a training step.
+
+    python benchmarks/sample_losses.py [--rounds 12] [--steps 6]
+
+The demo's model and batch, and a ViT-Ti/16 at 64 px with 1,000 classes, on one thread. In turn, in
+one process: the step as it is, with what it found given to `SampleLosses`; and the step without
+margins, with nothing behind its sums. Printed: medians of the rounds, and of their ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from vit.config.schema import AdamWConfig, AugmentConfig
+from vit.data.augment.apply import Augment
+from vit.data.augment.table import table_layout
+from vit.data.batches import Batch
+from vit.model import create_model
+from vit.optim.optimizer import create_optimizer
+from vit.plan import Plan
+from vit.ranks.distributed import World
+from vit.run.sample_losses import SampleLosses
+from vit.step import StepResult, TrainStep
+
+CPU = torch.device("cpu")
+CONFIG = AugmentConfig(hflip_prob=0.0)
+CASES = {
+    "demo: 64 images of 32 px, 10 classes": (
+        ("vit_ti8", 32, 10, {"embed_dim": 128, "depth": 4, "num_heads": 4}),
+        64,
+    ),
+    "ViT-Ti/16: 16 images of 64 px, 1,000 classes": (("vit_ti16", 64, 1000, {}), 16),
+}
+
+
+@contextmanager
+def without_losses() -> Iterator[None]:
+    """Steps as they were before losses were kept."""
+    plain = StepResult.__init__
+
+    def sums_only(result: StepResult, sums, norm, size=1, rows=()) -> None:  # type: ignore[no-untyped-def]
+        plain(result, sums, norm, size)
+
+    with (
+        mock.patch.object(StepResult, "__init__", sums_only),
+        mock.patch("vit.step.margins", lambda logits, labels: labels),
+    ):
+        yield
+
+
+def measure(
+    step: TrainStep, batch: Batch, steps: int, samples: SampleLosses | None, first: int
+) -> float:
+    """Return the processor seconds of a step."""
+    began = time.process_time()
+    for number in range(first, first + steps):
+        values = step(batch, number).read()
+        if samples is not None:
+            samples.add(number, values.losses, values.margins)
+    if samples is not None:
+        samples.write(samples.collect())
+    return (time.process_time() - began) / steps
+
+
+def main() -> None:
+    """Print a line for each case."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=6)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name, ((model_name, size, classes, fields), rows) in CASES.items():
+        model = create_model(model_name, size, classes, **fields)
+        step = TrainStep(
+            model,
+            model,
+            create_optimizer(model, AdamWConfig()),
+            Augment(CONFIG, classes, (0.5,), (0.25,), CPU),
+            World(0, 1, CPU),
+            lr_at=lambda step: 1e-4,
+            micro_batch_size=rows,
+        )
+        images = torch.randint(0, 256, (rows, 3, size, size), dtype=torch.uint8)
+        labels = torch.randint(0, classes, (rows,))
+        table = torch.zeros(rows, table_layout(CONFIG).width)
+        table[:, 1] = 1.0
+        batch = Batch(images, labels, torch.ones(rows), table, torch.arange(rows))
+        total = args.rounds * args.steps * 2
+        plan = Plan(1, rows, rows, 1, total, 0, total * rows, total, 0, total, 1)
+        found: dict[str, list[float]] = {"with": [], "without": []}
+        with tempfile.TemporaryDirectory() as folder:
+            samples = SampleLosses(Path(folder), World(0, 1, CPU), plan)
+            for round_number in range(args.rounds + 1):
+                first = round_number % args.rounds * args.steps
+                kept = measure(step, batch, args.steps, samples, first)
+                with without_losses():
+                    plain = measure(step, batch, args.steps, None, first)
+                if round_number:
+                    found["with"].append(kept)
+                    found["without"].append(plain)
+        ratios = sorted(a / b for a, b in zip(found["with"], found["without"], strict=True))
+        print(
+            f"{name}: {1e3 * statistics.median(found['with']):.2f} ms with,"
+            f" {1e3 * statistics.median(found['without']):.2f} ms without; ratio"
+            f" {statistics.median(ratios):.4f} (quartiles {ratios[len(ratios) // 4]:.4f} to"
+            f" {ratios[3 * len(ratios) // 4]:.4f})",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

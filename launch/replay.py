@@ -1,0 +1,121 @@
+"""Show any batch of a run again: the very images, crops and mixing of a step, and their losses.
+
+    python launch/replay.py runs/demo --step 1200                      a picture and a table
+    python launch/replay.py runs/vit_b16 --step 81234 --rank 3 --images 48 --sheet batch.png
+    python launch/replay.py runs/demo --step 1200 --csv batch.csv      every row of the batch
+    python launch/replay.py runs/demo --step 1200 data.root=/elsewhere/digits
+
+Steps are counted from 1, as in the record: step 1200 is the update after which it says 1200. The
+data must be there as they were; nothing else is needed, and nothing of the run is changed. Exit
+status: 0 done, 2 a mistake to correct.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import check_versions  # noqa: F401
+
+from vit.config.hints import setting_for
+from vit.ranks import distributed
+from vit.ranks.distributed import World
+from vit.ranks.exit import run_command
+from vit.report.replay import Replay, ReplayedRow, plot_step, write_csv
+from vit.report.source import ReportSource
+from vit.run.folder import METRICS_FILE, REPORT_FOLDER, newest_run
+from vit.system.command_line import Parser, run_and_settings
+
+TABLE_ROWS = 12
+
+
+def main() -> World:
+    """Run the command line above; return the world that was joined."""
+    args = read_command_line()
+    run_dir = args.run or newest_run("RUN", METRICS_FILE)
+    world = distributed.join_world(args.device, "--device ")
+    source = ReportSource(run_dir, world.device, args.overrides)
+    replay = Replay(source, args.step, args.rank)
+    for line in table(replay):
+        print(line)
+    if args.csv is not None:
+        print(write_csv(replay, args.csv))
+    if args.sheet is not None or args.csv is None:
+        default = run_dir / REPORT_FOLDER / f"step_{args.step:08d}.png"
+        print(plot_step(replay, args.images, args.sheet or default))
+    return world
+
+
+def table(replay: Replay) -> list[str]:
+    """Return the first rows as lines for people."""
+    num_rows = len(replay.rows)
+    lines = [
+        f"step {replay.step:,} (epoch {replay.epoch}, {replay.world_size} rank(s)): {num_rows:,}"
+        f" images of {replay.source.train_set.split.root}"
+    ]
+    if not replay.has_losses:
+        lines.append("the losses of this epoch were not kept (log.sample_losses)")
+    shown = [row for piece in replay.pieces(TABLE_ROWS) for row in piece.rows]
+    cells = [("row", "key", "class", "loss", "what was done"), *map(_cells, shown)]
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    for row in cells:
+        padded = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]
+        lines.append("  ".join([*padded, row[4]]).rstrip())
+    if num_rows > len(shown):
+        lines.append(f"... and {num_rows - len(shown):,} more: --csv FILE writes them all")
+    return lines
+
+
+def _cells(row: ReplayedRow) -> tuple[str, str, str, str, str]:
+    done = [f"crop {row.crop_width}x{row.crop_height}+{row.crop_left}+{row.crop_top}"]
+    if row.augmentation:
+        done.append(row.augmentation)
+    if row.mixed_by:
+        share = 1 - row.own_share
+        done.append(f"{row.mixed_by} {share:.2f} of row {row.partner_row} ({row.partner_key})")
+    if not row.weight:
+        done.append("not readable, ignored")
+    loss = "-" if row.loss is None else f"{row.loss:.3f}"
+    return str(row.row), row.key, row.class_name, loss, ", ".join(done)
+
+
+def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
+    """Parse the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    parser = Parser("python launch/replay.py", __doc__, setting_for)
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="RUN",
+        help="run folder (default: the newest run under runs/), and settings that differ from the"
+        " run's, such as data.root=ELSEWHERE",
+    )
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="from 1 on")
+    parser.add_argument(
+        "--rank", type=int, metavar="R", help="only the rows of this rank (default: all ranks)"
+    )
+    parser.add_argument(
+        "--images", type=int, default=24, metavar="N", help="of the picture (default: 24)"
+    )
+    parser.add_argument(
+        "--sheet",
+        type=Path,
+        metavar="FILE.png",
+        help="picture to write (default: RUN/report/step_<N>.png, unless --csv is given)",
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="a line for each row")
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="cpu",
+        help="for the augmentation (default: cpu)",
+    )
+    args = parser.parse_intermixed_args(arguments)
+    args.run, args.overrides = run_and_settings(args.words)
+    if not 1 <= args.images <= 256:
+        raise ValueError(f"--images {args.images}: give a number from 1 to 256")
+    return args
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,91 @@
+"""Show which training images a run found hard: mislabelled, never learnt, forgotten, double.
+
+    python launch/samples.py runs/demo              runs/demo/report/samples.html and samples.csv
+    python launch/samples.py runs/demo --worst 100 --exclude suspects.txt
+    torchrun ... launch/train.py --config configs/demo.yaml data.exclude=suspects.txt run.dir=...
+
+Each image's losses over the epochs are in the run folder already (log.sample_losses). The page
+works offline; look at it before leaving anything out. Exit status: 0 done, 2 a mistake to correct.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import check_versions  # noqa: F401
+
+from vit.config.hints import setting_for
+from vit.ranks import distributed
+from vit.ranks.distributed import World
+from vit.ranks.exit import run_command
+from vit.report.sample_curves import find_duplicates, read_curves, write_keys, write_table
+from vit.report.samples_page import TABLE_FILE, write_samples_page
+from vit.report.source import ReportSource
+from vit.run.folder import METRICS_FILE, newest_run
+from vit.run.sample_losses import epoch_files
+from vit.system.command_line import Parser, run_and_settings
+from vit.system.meter import Meter
+
+
+def main() -> World:
+    """Run the command line above; return the world that was joined."""
+    args = read_command_line()
+    run_dir = args.run or newest_run("RUN", METRICS_FILE)
+    world = distributed.join_world(args.device, "--device ")
+    source = ReportSource(run_dir, world.device, args.overrides)
+    with Meter("reading losses", len(epoch_files(run_dir)), "epochs") as meter:
+        curves = read_curves(source, lambda done, total: meter.update(done))
+    duplicates = find_duplicates(source.train_set.split, source.val_split)
+    print(
+        f"{int((curves.num_seen > 0).sum()):,} images, {len(curves.epochs)} epoch(s):"
+        f" {int(curves.late_wrong.sum()):,} wrong to the end,"
+        f" {int(curves.never_learnt.sum()):,} never learnt,"
+        f" {int((curves.times_forgotten > 0).sum()):,} forgotten,"
+        f" {sum(len(same) - 1 for same in duplicates.groups):,} double,"
+        f" {len(duplicates.also_evaluated):,} also evaluated on"
+    )
+    print(write_samples_page(source, curves, duplicates, args.images))
+    print(write_table(source, curves, duplicates, run_dir / TABLE_FILE))
+    if args.exclude is not None:
+        print(write_keys(source, curves.suspects[: args.worst].tolist(), args.exclude))
+    return world
+
+
+def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
+    """Parse the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    parser = Parser("python launch/samples.py", __doc__, setting_for)
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="RUN",
+        help="run folder (default: the newest run under runs/), and settings that differ from the"
+        " run's, such as data.root=ELSEWHERE",
+    )
+    parser.add_argument(
+        "--images", type=int, default=48, metavar="N", help="in each section (default: 48)"
+    )
+    parser.add_argument(
+        "--exclude", type=Path, metavar="FILE", help="write the keys of the worst images to FILE"
+    )
+    parser.add_argument(
+        "--worst", type=int, metavar="N", help="how many keys: those most likely mislabelled"
+    )
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="cpu",
+        help="for the model (default: cpu)",
+    )
+    args = parser.parse_intermixed_args(arguments)
+    args.run, args.overrides = run_and_settings(args.words)
+    if not 1 <= args.images <= 1000:
+        raise ValueError(f"--images {args.images}: give a number from 1 to 1000")
+    if (args.exclude is None) != (args.worst is None) or (args.worst or 1) < 1:
+        raise ValueError("--exclude FILE and --worst N go together: how many keys, and where to")
+    return args
+
+
+if __name__ == "__main__":
+    run_command(main)

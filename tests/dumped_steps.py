@@ -1,0 +1,72 @@
+"""launch/train.py, run as such, which leaves what the model was given in the folder $DUMPED_STEPS.
+
+A file for each step and rank, as `step_00007_rank_1.pt`: inputs, targets, losses, logits, labels.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vit.data.batches import Batch
+from vit.step import TrainStep
+
+
+@contextmanager
+def dumping(folder: Path) -> Iterator[None]:
+    """While it lasts, trainings of this process write their steps into `folder`."""
+    plain: dict[str, Callable[..., Any]] = {
+        name: getattr(TrainStep, name) for name in ("_losses", "_queue")
+    }
+    given: list[dict[str, Tensor]] = []
+
+    def losses(step: TrainStep, batch: Batch) -> tuple[Tensor, Tensor]:
+        found = plain["_losses"](step, batch)
+        inputs, targets = step.augment.finish(batch.images, batch.labels, batch.table)
+        given.append(
+            {
+                "inputs": inputs,
+                "targets": targets,
+                "labels": batch.labels.clone(),
+                "losses": found[0].detach().clone(),
+                "logits": found[1].detach().clone(),
+            }
+        )
+        return found
+
+    def queue(step: TrainStep, batch: Batch, number: int, *others: Any) -> Any:
+        given.clear()  # also of passes that only fix DDP's buckets
+        found = plain["_queue"](step, batch, number, *others)
+        tensors = {name: torch.cat([each[name] for each in given]) for name in given[0]}
+        torch.save(tensors, folder / f"step_{number + 1:05d}_rank_{step.world.rank}.pt")
+        return found
+
+    TrainStep._losses = losses
+    TrainStep._queue = queue
+    try:
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(TrainStep, name, function)
+
+
+def dumped(folder: Path, step: int) -> dict[str, Tensor]:
+    """What all ranks were given at `step`, in the order of the global batch."""
+    ranks = sorted(folder.glob(f"step_{step:05d}_rank_*.pt"))
+    parts = [torch.load(path) for path in ranks]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+if __name__ == "__main__":
+    launch = Path(__file__).parents[1] / "launch"
+    sys.path.insert(0, str(launch))
+    with dumping(Path(os.environ["DUMPED_STEPS"])):
+        runpy.run_path(str(launch / "train.py"), run_name="__main__")

@@ -1,0 +1,89 @@
+"""The table "Asking a run" of docs/errors.md is true: each row is provoked.
+
+One by the real command, which shows what becomes of a ValueError; the others in this process.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from error_rows import Row, pattern_of, rows, snapshot
+from processes import TINY, run, run_here, write_config
+
+ROWS = rows("Asking a run")
+REPLAY = "launch/replay.py"
+SAMPLES = "launch/samples.py"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, shards) -> Path:
+    """A run of 12 steps, and its shards beside it."""
+    folder = tmp_path_factory.mktemp("finished")
+    root = shutil.copytree(shards, folder / "shards")
+    config = write_config(folder, root)
+    run_here("launch/train.py", "--config", config, f"run.dir={folder / 'run'}", *TINY)
+    return folder
+
+
+def other_label(folder: Path) -> list[object]:
+    index = np.load(folder / "shards" / "train.index.npy")
+    index["label"][7] = (index["label"][7] + 1) % 3
+    np.save(folder / "shards" / "train.index.npy", index)
+    return [REPLAY, folder / "run", "--step", 3, f"data.root={folder / 'shards'}"]
+
+
+def without_losses(folder: Path) -> list[object]:
+    shutil.rmtree(folder / "run" / "samples")
+    return [SAMPLES, folder / "run"]
+
+
+def damaged(folder: Path) -> list[object]:
+    path = folder / "run" / "samples" / "epoch_0001.npy"
+    path.write_bytes(path.read_bytes()[:-8])
+    return [SAMPLES, folder / "run"]
+
+
+SCENARIOS: dict[str, Callable[[Path], list[object]]] = {
+    "`launch/replay.py` for a step that the run never did": lambda folder: [
+        *(REPLAY, folder / "run", "--step", 81234)
+    ],
+    "for a rank that it had not": lambda folder: [
+        *(REPLAY, folder / "run", "--step", 3, "--rank", 4)
+    ],
+    "for a folder without a record": lambda folder: [REPLAY, folder / "shards", "--step", 3],
+    "for data whose images or labels have changed since": other_label,
+    "with settings that give another order": lambda folder: [
+        *(REPLAY, folder / "run", "--step", 3, "train.seed=1")
+    ],
+    "`launch/samples.py` for a run that kept no losses": without_losses,
+    "a file of losses that is damaged": damaged,
+    "keys to leave out, without how many": lambda folder: [
+        *(SAMPLES, folder / "run", "--exclude", folder / "keys.txt")
+    ],
+}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
+def test_the_row_is_what_happens(row: Row, finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "copy")
+    script, *words = SCENARIOS[row.what](folder)
+    before = snapshot(folder)
+    if row == ROWS[0]:
+        done = run(script, *words)
+        assert done.returncode == row.status, done.stderr
+        printed = done.stderr
+    else:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            run_here(script, *words)
+        printed = f"error: {caught.value}"
+    assert re.search(f"^{pattern_of(row.printed)}\\s*\\Z", printed, re.MULTILINE), printed
+    assert snapshot(folder) == before, "files were written or changed"
+
+
+def test_every_scenario_has_a_row():
+    assert {row.what for row in ROWS} == SCENARIOS.keys()
