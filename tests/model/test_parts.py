@@ -7,6 +7,7 @@ import itertools
 import math
 
 import pytest
+import timm
 import torch
 from random_weights import randomise, relative_difference
 from timm.layers import SwiGLU, SwiGLUPacked
@@ -15,7 +16,7 @@ from timm.models.vision_transformer import VisionTransformer as TimmVisionTransf
 from torch import nn
 
 from vit.model import VisionTransformer, create_model
-from vit.model_summary import flops_per_image
+from vit.model_summary import count_parameters, flops_per_image
 from vit.weights.files import load_weights
 
 SIZE = (32, 48)
@@ -388,3 +389,36 @@ def test_under_autocast_the_residual_path_is_fp32s(fields):
 def test_parts_that_cannot_be_are_refused_with_what_would_work(fields, message):
     with pytest.raises(ValueError, match=message):
         VisionTransformer(SIZE, **{**TINY, **fields})
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "fields", "more"),
+    [
+        (
+            "vit_b16",
+            {"model_name": "vit_base_patch16_rope_reg1_gap_256"},
+            {"class_token": False, "global_pool": "avg", "reg_tokens": 1, "ref_feat_shape": 16}
+            | {"pos_embed": "none", "rope_type": "axial", "init_values": 1e-5},
+            12 * 768,  # biases of keys
+        ),
+        (
+            "vit_b16",
+            {"model_name": "vit_base_patch16_dinov3", "global_pool": "token", "img_size": 256},
+            {"reg_tokens": 4, "rope_type": "dinov3", "pos_embed": "none", "init_values": 1e-5}
+            | {"qkv_bias": False},
+            0,
+        ),
+        (
+            "vit_g14",
+            {"model_name": "vit_giant_patch14_dinov2", "img_size": 256, "patch_size": 16},
+            {"embed_dim": 1536, "num_heads": 24, "mlp_layer": "swiglu_packed", "patch_size": 16}
+            | {"mlp_ratio": 5.33334, "init_values": 1e-5},
+            0,
+        ),
+    ],
+)
+def test_models_of_docs_recipes_have_as_many_weights_as_timms(name, theirs, fields, more):
+    with torch.device("meta"):
+        model = create_model(name, 256, 1000, **fields)
+        guest = timm.create_model(num_classes=1000, **theirs)
+    assert count_parameters(model) - count_parameters(guest) == more
