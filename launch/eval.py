@@ -105,11 +105,11 @@ def main() -> World:
 
     assert config is not None, "otherwise the problem was raised"
     config = config_io.with_settings(config, settings)
-    as_json = evaluate_weights(loaded, config, world, out).as_json
+    as_json = evaluate_weights(loaded, config, world, out, args.select_classes).as_json
     if world.is_main and known is not None:
         num_classes = open_split(config.data, config.data.val_split).num_classes
         size = config.model.height_width()
-        head_classes = loaded.num_classes or num_classes
+        head_classes = (0 if args.select_classes else loaded.num_classes) or num_classes
         line = describe_published(known, as_json["num_images"], size, num_classes, head_classes)
         print(f"  {line}", file=out)
     if world.is_main and args.json:
@@ -135,6 +135,11 @@ def _create_parser() -> Parser:
     )
     parser.add_argument(
         "--data", metavar="ROOT", help="folder of shards (default: the one it was trained on)"
+    )
+    parser.add_argument(
+        "--select-classes",
+        action="store_true",
+        help="of the model's classes use those of the data only, found by name (200 of 1,000)",
     )
     parser.add_argument("--split", help="split to evaluate (default: the run's data.val_split)")
     parser.add_argument(
@@ -202,6 +207,8 @@ def read_command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"{' '.join(args.overrides)}: settings belong to --finetune")
     if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
         parser.error("--image-size takes a side, or height and width, in pixels")
+    if args.finetune and args.select_classes:
+        parser.error("--select-classes: with --finetune give init.select_classes=true")
     if args.finetune and not args.checkpoint:
         parser.error("--finetune needs --checkpoint: the newest run may be a fine-tuned one")
     return args

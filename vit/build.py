@@ -28,8 +28,8 @@ from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import TrainSet, content_sha256
 from vit.data.stream import StreamBatches
 from vit.evaluate import Evaluator
+from vit.freeze import create_trained_model
 from vit.mfu import find_peak
-from vit.model import create_model
 from vit.one_reader import load_initial_weights
 from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.optim.ema import Ema
@@ -145,7 +145,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         # 3. The model. All ranks draw the same weights from the seed, or get those of a file.
         with world.fail_together():
             torch.manual_seed(config.train.seed)
-            model = create_model(config.model, num_classes=data.num_classes)
+            model = create_trained_model(config, data.num_classes)
         model.to(world.device)
         if config.init.checkpoint is not None and found is None:
             names = data.train_set.split.class_names
@@ -242,7 +242,8 @@ def open_data(config: Config, world: World) -> RunData:
             world_size=world.size,
         )
         disk = disk_needs(
-            config.model, config.optim, config.train, config.checkpoint, plan, num_classes
+            *(config.model, config.optim, config.train, config.checkpoint, plan, num_classes),
+            freeze=config.init.freeze,
         )
         checked = preflight(
             config.data, world, plan, batches, val_batches, saved_bytes=disk.checkpoint_bytes

@@ -36,7 +36,7 @@ from vit.ranks.distributed import World
 from vit.run.folder import PREDICTIONS_FILE
 from vit.system.files import replacing
 from vit.system.meter import Meter
-from vit.weights.class_names import class_mismatch
+from vit.weights.class_names import class_mismatch, select_classes
 from vit.weights.files import LoadedWeights, load_weights
 
 
@@ -221,17 +221,22 @@ class Result(NamedTuple):
     """What `launch/eval.py --json` prints."""
 
 
-def evaluate_weights(loaded: LoadedWeights, config: Config, world: World, out: TextIO) -> Result:
+def evaluate_weights(
+    loaded: LoadedWeights, config: Config, world: World, out: TextIO, selected: bool = False
+) -> Result:
     """Evaluate `loaded` on the validation split of `config` and print the result to `out`.
 
     `config` may have a different image size than the weights were trained at: positions are
-    resampled. Raises ValueError if the data have more classes than the weights.
+    resampled. selected: of the head use the rows of the data's classes only, by name. Raises
+    ValueError if the data have more classes than the weights, or others where they are selected.
     """
-    assert loaded.num_classes is not None, "it came with its config"
     split = open_split(config.data, config.data.val_split, world)
     # A label beyond the head has no logit. Fewer classes are fine if they are the first of the same
     # classes; `class_mismatch` below compares the names.
     with world.fail_together():
+        if selected:
+            loaded = select_classes(loaded, split.class_names)
+        assert loaded.num_classes is not None, "it came with its config"
         if split.num_classes > loaded.num_classes:
             raise ValueError(
                 f"{split.root}: has {split.num_classes} classes, {loaded.path} knows"
@@ -269,7 +274,7 @@ def evaluate_weights(loaded: LoadedWeights, config: Config, world: World, out: T
     accuracy = result.accuracy
     low, high = interval95(accuracy.correct_top1, accuracy.num_images)
     as_json: dict[str, Any] = {**accuracy.to_dict(), "top1_low": low, "top1_high": high}
-    if loaded.class_names is None:  # weights of another program
+    if loaded.notes or loaded.class_names is None:  # weights of another program
         notes = loaded.report(notes)
     lines = [*notes, str(accuracy)]
     # Labels are compared by number. Without this an accuracy on other classes would look valid.

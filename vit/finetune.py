@@ -50,7 +50,8 @@ def finetune(
         if world.is_main:
             _check_same_start(Path(tuned.run.dir), loaded)
     split = open_split(tuned.data, tuned.data.val_split, world)
-    if base is not None and split.num_classes != loaded.num_classes:
+    selected = tuned.init.select_classes
+    if base is not None and split.num_classes != loaded.num_classes and not selected:
         problem = (
             f"{loaded.path} knows {loaded.num_classes} classes, {split.root} has"
             f" {split.num_classes}"
@@ -122,10 +123,13 @@ def _evaluate_before(
         "data.num_workers": tuned.data.num_workers,
         "eval.batch_size": tuned.eval.batch_size,
     }
-    before = {"before": evaluate_weights(loaded, with_settings(base, settings), world, out)}
+    selected = tuned.init.select_classes
+    before = {
+        "before": evaluate_weights(loaded, with_settings(base, settings), world, out, selected)
+    }
     if tuned.model.size_text() != base.model.size_text():
         settings["model.image_size"] = tuned.model.image_size
         settings |= {f"eval.{key}": getattr(tuned.eval, key) for key in VIEW_KEYS}
         config = with_settings(base, settings)
-        before["before_resized"] = evaluate_weights(loaded, config, world, out)
+        before["before_resized"] = evaluate_weights(loaded, config, world, out, selected)
     return before

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vit.model_summary import flops_per_image
+from vit.model_summary import flops_per_image, frozen_flops_per_image
 from vit.precision import AUTOCAST_DTYPE
 from vit.system.gpus import find_device
 
@@ -55,9 +55,13 @@ class Utilization:
 def train_flops_per_image(model: Any, micro_batch_size: int) -> int:
     """Return the operations of training on one image in micro-batches of that size.
 
-    `model` comes from `create_model` and is not wrapped. What drop path leaves out does not count.
+    `model` comes from `create_model` and is not wrapped. What drop path leaves out does not count,
+    nor the backward pass of what is frozen.
     """
-    return PASSES * flops_per_image(model, micro_batch_size)
+    forward = flops_per_image(model, micro_batch_size)
+    # Nothing that is frozen has a backward pass: it is all in front of what is trained.
+    backward = forward - frozen_flops_per_image(model, micro_batch_size)
+    return forward + (PASSES - 1) * backward
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
+from vit.freeze import frozen_parts
 from vit.layers.drop_path import DropPath
 from vit.model import create_model
 
@@ -32,6 +33,21 @@ def flops_per_image(model: Any, training_batch_size: int | None = None) -> int:
     training_batch_size: count, in place of an evaluation, the mean of a training micro-batch of so
     many images, of which drop path may compute a part only.
     """
+    return _flops_by_part(model, training_batch_size)["Global"]
+
+
+def frozen_flops_per_image(model: Any, training_batch_size: int | None = None) -> int:
+    """The operations of `flops_per_image` that are in frozen parts of the model."""
+    parts = [name for name, _ in frozen_parts(model)]
+    if not parts:
+        return 0
+    flops = _flops_by_part(model, training_batch_size)
+    # The counter puts the class of the model before each name.
+    return sum(flops.get(f"{type(model).__name__}.{part}", 0) for part in parts)
+
+
+def _flops_by_part(model: Any, training_batch_size: int | None) -> dict[str, int]:
+    """The operations of one image in each module by name; "Global" has all."""
     weights = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
@@ -45,7 +61,8 @@ def flops_per_image(model: Any, training_batch_size: int | None = None) -> int:
         torch.func.functional_call(model, weights, (images,))
     for module, mode in modes.items():
         module.training = mode
-    return counter.get_total_flops() // batch_size
+    counts = counter.get_flop_counts()
+    return {name: sum(by_operator.values()) // batch_size for name, by_operator in counts.items()}
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vit.config import io as config_io
 from vit.config.schema import InitConfig, ModelConfig
 from vit.ranks.distributed import World
-from vit.weights.class_names import class_mismatch
+from vit.weights.class_names import class_mismatch, select_classes
 from vit.weights.files import LoadedWeights, WeightsError, fingerprint, load_weights, read_weights
 
 
@@ -85,10 +85,11 @@ def load_initial_weights(
     """
 
     def read() -> str:
-        loaded, notes = _load(model, init, model_config, class_names, num_classes)
-        for line in loaded.report(notes):
+        assert init.checkpoint is not None, "the caller checks"
+        loaded = read_weights(init.checkpoint)
+        for line in _load(model, loaded, init, model_config, class_names, num_classes):
             print(f"{loaded.path}: {line}", file=sys.stderr)
-        return fingerprint(loaded.weights)
+        return fingerprint(loaded.weights)  # of the file, not of the classes that were selected
 
     sha256 = world.broadcast_from_main(read)
     world.broadcast_(model.state_dict().values())
@@ -97,14 +98,15 @@ def load_initial_weights(
 
 def _load(
     model: nn.Module,
+    loaded: LoadedWeights,
     init: InitConfig,
     model_config: ModelConfig,
     class_names: list[str],
     num_classes: int,
-) -> tuple[LoadedWeights, list[str]]:
-    """Load `init.checkpoint` into `model`; returns the weights and notes about how they fitted."""
-    assert init.checkpoint is not None, "the caller checks"
-    loaded = read_weights(init.checkpoint)
+) -> list[str]:
+    """Load the weights of `init.checkpoint` into `model`; returns how they fitted, in sentences."""
+    if init.select_classes:
+        loaded = select_classes(loaded, class_names)
     try:
         notes = load_weights(model, loaded.weights, loaded.grid_size, init.reset_head)
     except WeightsError as error:
@@ -114,7 +116,7 @@ def _load(
         mismatch = class_mismatch(loaded, class_names, num_classes)
         if mismatch:
             notes.append(f"{mismatch}; init.reset_head=true starts with a new head")
-    return loaded, notes
+    return loaded.report(notes)
 
 
 def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:

@@ -19,7 +19,7 @@ from vit.data.augment.draw import mixes, partners
 from vit.data.order import Order, Share, divisors, make_order, possible_lanes
 from vit.data.shuffle_quality import measure_shuffle
 from vit.data.stream import NOT_EXACT
-from vit.model import create_model
+from vit.freeze import create_trained_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
 from vit.optim.optimizer import state_bytes
@@ -222,7 +222,7 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     del derived["global_batch_size"]  # which is above, with its origin
     derived |= {"num_lanes": order.num_lanes, "block_samples": order.block_samples, **order_of}
     with torch.device("meta"):
-        model = create_model(config.model, num_classes=num_classes)
+        model = create_trained_model(config, num_classes)
     gflop = flops_per_image(model) / 1e9
     is_averaged = config.train.ema_decay is not None
     state, gradients = training_bytes(model, config.optim, is_averaged)

@@ -83,6 +83,23 @@ def no_weights(place):
     return place.export(place.folder / "none.pth", "timm")
 
 
+def frozen_without_weights(place):
+    return place.train("init.freeze=backbone")
+
+
+def frozen_beyond_the_depth(place):
+    return place.train(f"init.checkpoint={place.finished}", "init.freeze=7")
+
+
+def classes_that_it_does_not_know(place):
+    path = place.folder / "other.safetensors"
+    with safe_open(place.finished / "weights" / "last.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, path, metadata | {"class_names": json.dumps(["a", "b", "c"])})
+    return ["launch/eval.py", path, "--select-classes"]
+
+
 SCENARIOS: dict[str, Callable[[Place], list]] = {
     "an HTML page saved as `.pth`": html,
     "an array of objects in an `.npz`": objects,
@@ -91,6 +108,9 @@ SCENARIOS: dict[str, Callable[[Place], list]] = {
     "an export to a program that has no place for a part of the model": no_place,
     "an export to a folder that holds something": taken,
     "an export of something else than weights": no_weights,
+    "`init.freeze` without weights to keep": frozen_without_weights,
+    "`init.freeze` of more blocks than there are": frozen_beyond_the_depth,
+    "`--select-classes` with names that the model does not know": classes_that_it_does_not_know,
 }
 
 

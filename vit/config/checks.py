@@ -80,6 +80,13 @@ def _training_rules(config: Config) -> Rules:
         ),
         "init.reset_head has no effect without init.checkpoint: give one, or remove"
         " init.reset_head": config.init.reset_head and config.init.checkpoint is None,
+        "init.select_classes has no effect without init.checkpoint: give one, or remove"
+        " init.select_classes": config.init.select_classes and config.init.checkpoint is None,
+        "init.select_classes keeps rows of the head, init.reset_head drops it: keep one of"
+        " them": config.init.select_classes and config.init.reset_head,
+        f"init.freeze={config.init.freeze} keeps weights as they are, but init.checkpoint gives"
+        " none: give one, or remove init.freeze": config.init.freeze != "none"
+        and config.init.checkpoint is None,
     }
 
 

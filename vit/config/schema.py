@@ -322,6 +322,12 @@ class InitConfig(Section):
     `model.image_size`."""
     reset_head: bool = False
     """Start with a zero head in place of the checkpoint's, for other classes."""
+    select_classes: bool = False
+    """Of the checkpoint's head keep the rows of the data's classes, found by name, in the data's
+    order: 200 of 1,000 classes, or the same ones in another order."""
+    freeze: Literal["none", "backbone"] | Annotated[int, Field(ge=0)] = "none"
+    """What training leaves as it is in the checkpoint: `backbone`, all but the head (a feature
+    extractor); or a number k, the patch embedding, tokens, positions and the first k blocks."""
 
 
 class RunConfig(Section):

@@ -70,7 +70,10 @@ def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None)
         return f"{lower}; or {otherwise}"
     usable_gib = usable_bytes(gpu) / GIB
     needed_gib = (
-        step_memory(config.model, config.optim, config.train, plan, num_classes).total / GIB
+        step_memory(
+            config.model, config.optim, config.train, plan, num_classes, config.init.freeze
+        ).total
+        / GIB
     )
     counted = f"launch/plan.py counts {needed_gib:.1f} of {usable_gib:.1f} GiB at {now}"
     largest = largest_micro_batch(config, plan, num_classes, gpu)
@@ -88,7 +91,8 @@ def _with_less_kept(config: Config, plan: Plan, num_classes: int, gpu: Gpu) -> s
     if config.train.activation_checkpointing != "none":
         return ""
     train = config.train.model_copy(update={"activation_checkpointing": "block"})
-    memory = step_memory(config.model, config.optim, train, plan, num_classes)
+    frozen = config.init.freeze
+    memory = step_memory(config.model, config.optim, train, plan, num_classes, frozen)
     if memory.total > usable_bytes(gpu):
         return ""
     return "set train.activation_checkpointing=block, with which it fits in 4/3 of the time"

@@ -18,8 +18,8 @@ from torch import nn
 
 from vit.config.schema import Config
 from vit.estimate.memory import StepMemory, step_memory
-from vit.model import create_model
-from vit.model_summary import flops_per_image
+from vit.freeze import create_trained_model
+from vit.model_summary import flops_per_image, frozen_flops_per_image
 from vit.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
 from vit.plan import IMAGENET_IMAGES, Plan, make_plan, micro_batch_sizes
 from vit.run.preflight import DiskNeeds, disk_needs
@@ -125,7 +125,7 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
     """
     data, plan = size_and_plan(config, num_gpus)
     with torch.device("meta"):
-        model = create_model(config.model, num_classes=data.num_classes)
+        model = create_trained_model(config, data.num_classes)
     num_evaluations = plan.total_steps // plan.eval_every_steps
     if plan.total_steps % plan.eval_every_steps:
         num_evaluations += plan.evaluates_at(plan.total_steps)  # once more, at the end
@@ -136,10 +136,12 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
         precision=config.train.precision,
         plan=plan,
         data=data,
-        memory=step_memory(config.model, config.optim, config.train, plan, data.num_classes),
+        memory=_memory(config, plan, data.num_classes),
         largest_micro_batch_size=largest_micro_batch(config, plan, data.num_classes, gpu),
         disk=disk_needs(
-            config.model, config.optim, config.train, config.checkpoint, plan, data.num_classes
+            *(config.model, config.optim, config.train, config.checkpoint, plan),
+            data.num_classes,
+            config.init.freeze,
         ),
         speed=expected_speed(config.model.name, config.train.precision, gpu, results),
         forward_flops=flops_per_image(model),
@@ -147,6 +149,11 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
         train_images=plan.total_steps * plan.global_batch_size,
         eval_images=num_evaluations * num_models * data.num_val_images,
     )
+
+
+def _memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
+    frozen = config.init.freeze
+    return step_memory(config.model, config.optim, config.train, plan, num_classes, frozen)
 
 
 def usable_bytes(gpu: Gpu) -> float:
@@ -164,8 +171,7 @@ def largest_micro_batch(config: Config, plan: Plan, num_classes: int, gpu: Gpu) 
 
     def is_too_large(size: int) -> bool:
         tried = replace(plan, micro_batch_size=size)
-        memory = step_memory(config.model, config.optim, config.train, tried, num_classes)
-        return memory.total > usable_bytes(gpu)
+        return _memory(config, tried, num_classes).total > usable_bytes(gpu)
 
     return sizes[bisect_left(sizes, True, lo=1, key=is_too_large) - 1]
 
@@ -193,10 +199,13 @@ def expected_speed(model_name: str, precision: str, gpu: Gpu, results: Path = RE
 def _train_flops(config: Config, plan: Plan, model: nn.Module) -> int:
     """Return the operations of one image in training; embedding and head count as blocks."""
     by_subset = config.model.drop_path_form == "subset"
-    forward = flops_per_image(model, plan.micro_batch_size if by_subset else None)
+    size = plan.micro_batch_size if by_subset else None
+    forward = flops_per_image(model, size)
+    # Frozen parts have no backward pass, and nothing is computed for it again.
+    backward = forward - frozen_flops_per_image(model, size)
     which = config.train.activation_checkpointing
     computed_again = {"none": 0.0, "block": 1.0}[which] if isinstance(which, str) else 1 / which
-    return int(forward * (3 + computed_again))
+    return int(forward + backward * (2 + computed_again))
 
 
 def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:

@@ -28,6 +28,7 @@ from vit.config.schema import AugmentConfig, ModelConfig, OptimConfig, TrainConf
 from vit.data.augment.apply import Augment
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
+from vit.freeze import freeze as freeze_parameters
 from vit.model import create_model
 from vit.optim.optimizer import create_optimizer
 from vit.plan import Plan
@@ -66,9 +67,14 @@ class StepMemory:
 
 
 def step_memory(
-    model_config: ModelConfig, optim: OptimConfig, train: TrainConfig, plan: Plan, num_classes: int
+    model_config: ModelConfig,
+    optim: OptimConfig,
+    train: TrainConfig,
+    plan: Plan,
+    num_classes: int,
+    freeze: str | int = "none",
 ) -> StepMemory:
-    """Count the bytes of one step of `plan` on each rank.
+    """Count the bytes of one step of `plan` on each rank; freeze: `init.freeze`.
 
     Without torch.compile, which needs less. Not in it: temporaries of the augmentation, which works
     on the next batch meanwhile. They are 5 to 8 times the bytes of its images with RandAugment, at
@@ -78,6 +84,7 @@ def step_memory(
     device = torch.device("cpu")
     with torch.device("meta"):
         model: Any = create_model(model_config, num_classes=num_classes)
+    freeze_parameters(model, freeze)
     model.train()
     checkpoint_activations(model, train.activation_checkpointing)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:

@@ -25,6 +25,7 @@ from vit.data.batches import Batch
 from vit.estimate.fitting import gpu_of, naming_what_fits
 from vit.estimate.forecast import DataSize, largest_micro_batch, size_and_plan
 from vit.estimate.memory import step_memory
+from vit.freeze import create_trained_model
 from vit.measure import step as steps
 from vit.measure.certificate import peak_text
 from vit.measure.loading import time_loading
@@ -32,7 +33,6 @@ from vit.measure.step import OnStep, create_step, run_steps, time_step
 from vit.measure.synthetic import synthetic_batches
 from vit.measure.trace import write_trace
 from vit.mfu import Peak, Utilization, find_peak, measure_peak, train_flops_per_image
-from vit.model import create_model
 from vit.plan import Plan, micro_batch_sizes
 from vit.precision import precision_note
 from vit.ranks.distributed import World
@@ -150,7 +150,7 @@ def _subject(config: Config, world: World, wishes: Wishes) -> Subject:
             )
         plan = replace(plan, micro_batch_size=wishes.micro_batch_size)
     with torch.device("meta"):
-        model = create_model(config.model, num_classes=data.num_classes)
+        model = create_trained_model(config, data.num_classes)
     flops = train_flops_per_image(model, plan.micro_batch_size)
     precision = config.train.precision
     peak = find_peak(world.device, precision) or measure_peak(world.device, precision)
@@ -333,7 +333,11 @@ def _measure_row(
         global_batch_size=rank_batch_size * world.size,
         accumulation_steps=rank_batch_size // micro_batch_size,
     )
-    planned = step_memory(config.model, config.optim, config.train, tried, subject.data.num_classes)
+    planned = step_memory(
+        *(config.model, config.optim, config.train, tried),
+        subject.data.num_classes,
+        config.init.freeze,
+    )
     of_each = times.images_per_s / world.size
     return {
         "model": config.model.name,

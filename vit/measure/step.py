@@ -27,7 +27,7 @@ import torch.distributed as dist
 from vit.build import create_train_step
 from vit.config.schema import Config
 from vit.data.batches import Batch
-from vit.model import create_model
+from vit.freeze import create_trained_model
 from vit.plan import Plan
 from vit.ranks.distributed import World
 from vit.ranks.exit import out_of_memory
@@ -79,7 +79,7 @@ class AllReduce:
 def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> TrainStep:
     """Create the training step of `config`, with fresh weights in training mode."""
     torch.manual_seed(config.train.seed)
-    model = create_model(config.model, num_classes=num_classes)
+    model = create_trained_model(config, num_classes)
     step = create_train_step(config, plan, num_classes, model, world)
     step.model.train()
     return step

@@ -24,8 +24,11 @@ class Ema:
         self.decay = decay
         self.warmup = warmup
         self.module = copy.deepcopy(model).float().eval().requires_grad_(False)
-        self._averaged: list[Tensor] = list(self.module.parameters())
-        self._followed = list(model.parameters())
+        # A frozen parameter stays what its copy is.
+        pairs = zip(self.module.parameters(), model.parameters(), strict=True)
+        trained = [pair for pair in pairs if pair[1].requires_grad]
+        self._averaged: list[Tensor] = [averaged for averaged, _ in trained]
+        self._followed = [followed for _, followed in trained]
         # Buffers outside the state dict are constants, such as the rates of stochastic depth.
         changing = self.module.state_dict().keys()
         followed = dict(model.named_buffers())

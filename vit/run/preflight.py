@@ -34,6 +34,7 @@ from vit.data.slots import EVAL_READY_BATCHES, plan_ring
 from vit.data.storage.cached_tars import FETCH_BYTES, CachedTars, fetch_threads_per_process
 from vit.data.storage.local_tars import LocalTars
 from vit.data.stream import NOT_EXACT, StreamBatches
+from vit.freeze import freeze as freeze_parameters
 from vit.layers.drop_path import num_kept
 from vit.model import create_model
 from vit.model_summary import count_parameters, flops_per_image
@@ -227,10 +228,15 @@ def disk_needs(
     checkpoint: CheckpointConfig,
     plan: Plan,
     num_classes: int,
+    freeze: str | int = "none",
 ) -> DiskNeeds:
-    """Compute the size of parameters, optimizer and average, without creating them."""
+    """Compute the size of parameters, optimizer and average, without creating them.
+
+    freeze: `init.freeze`; what is frozen has no optimizer state.
+    """
     with torch.device("meta"):
         model = create_model(model_config, num_classes=num_classes)
+    freeze_parameters(model, freeze)
     copies = 1 if train.ema_decay is None else 2
     weights_bytes = _file_bytes([tensor.nbytes for tensor in model.state_dict().values()])
     num_saves = -(-plan.total_steps // checkpoint.every_steps)

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from vit.weights.files import LoadedWeights
+from vit.weights.formats import WeightsError, few
+from vit.weights.transformers_config import class_names_in
 
 
 def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int) -> str:
@@ -51,4 +54,48 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     return (
         f"the data's classes are not the model's: {', '.join(shown)}{more}"
         f" ({'; '.join(filter(None, (agree, counts)))}): {meaning}"
+    )
+
+
+_HEADS = ("head", "fc", "head.fc", "classifier")
+"""Names of the layer with a row for each class, ours and those of timm's models."""
+
+
+def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights:
+    """`loaded` with a head of the classes `names` only, in their order.
+
+    Logits of these classes stay what they were: probabilities are then among them.
+
+    Raises WeightsError if weights or data have no names, or the weights do not know some of them.
+    """
+    weights = dict(loaded.weights)
+    heads = [name for name in _HEADS if f"{name}.weight" in weights]
+    num_rows = len(weights[f"{heads[0]}.weight"]) if heads else 0
+    known = loaded.class_names or class_names_in(loaded.path.with_name("config.json"), num_rows)
+    if not known or not names:
+        whose = f"{loaded.path} has" if not known else "the data have"
+        raise WeightsError(f"{whose} no names of classes to select by: labels are only numbers")
+    if missing := [name for name in names if name not in known]:
+        raise WeightsError(
+            f"{loaded.path} does not know {len(missing):,} of the data's {len(names):,} classes"
+            f" ({few(missing)}): for other classes start with a new head, init.reset_head=true"
+        )
+    if doubled := sorted({name for name in names if known.count(name) > 1}):
+        raise WeightsError(f"{loaded.path} has several classes called {few(doubled)}")
+    place = {name: number for number, name in enumerate(known)}
+    rows = [place[name] for name in names]
+    if num_rows != len(known):
+        raise WeightsError(
+            f"{loaded.path} has {len(known):,} names of classes and a head of {num_rows:,} rows"
+        )
+    for name in (f"{heads[0]}.weight", f"{heads[0]}.bias"):
+        if name in weights:
+            weights[name] = weights[name][rows]
+    note = f"{len(names):,} of {len(known):,} classes selected by name"
+    return replace(
+        loaded,
+        weights=weights,
+        num_classes=len(names),
+        class_names=list(names),
+        notes=(*loaded.notes, note),
     )

@@ -66,7 +66,7 @@ def load_weights(
         name if name in target else re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): value
         for name, value in state_dict.items()
     }
-    head = _head_prefixes(model)
+    head = head_prefixes(model)
     if reset_head:
         dropped = [name for name in source if name.startswith(head)]
         source = {name: value for name, value in source.items() if name not in dropped}
@@ -165,7 +165,7 @@ def grid_size(model: nn.Module) -> tuple[int, int] | None:
     )
 
 
-def _head_prefixes(model: nn.Module) -> tuple[str, ...]:
+def head_prefixes(model: nn.Module) -> tuple[str, ...]:
     """How the names of head weights begin; a timm model states its own."""
     classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or "head"
     names = (classifier,) if isinstance(classifier, str) else classifier

@@ -1,0 +1,94 @@
+"""Classes of the data found by name in the head of a model that knows more of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run, train, write_config
+from safetensors.torch import save_file
+
+from vit.model import create_model
+from vit.weights.class_names import select_classes
+from vit.weights.files import LoadedWeights, load_weights, read_weights
+from vit.weights.formats import WeightsError, read_content
+
+NAMES = ["ant", "bee", "cat", "dog", "elk"]
+
+
+def loaded_of(names: list[str] | None = NAMES, path: Path = Path("w.pth")) -> LoadedWeights:
+    model = create_model("vit_ti8", 16, 5, embed_dim=32, depth=1, num_heads=2)
+    torch.nn.init.normal_(model.head.weight)
+    torch.nn.init.normal_(model.head.bias)
+    return LoadedWeights(path, model.state_dict(), num_classes=5, class_names=names)
+
+
+def test_logits_are_those_of_the_named_classes():
+    loaded = loaded_of()
+    chosen = select_classes(loaded, ["dog", "ant", "bee"])
+    assert (chosen.num_classes, chosen.class_names) == (3, ["dog", "ant", "bee"])
+    assert chosen.notes == ("3 of 5 classes selected by name",)
+    models = []
+    for source in (loaded, chosen):
+        models.append(
+            create_model("vit_ti8", 16, source.num_classes, embed_dim=32, depth=1, num_heads=2)
+        )
+        load_weights(models[-1].eval(), source.weights)
+    images = torch.randn(4, 3, 16, 16)
+    with torch.inference_mode():
+        every, three = (model(images) for model in models)
+    torch.testing.assert_close(three, every[:, [3, 0, 1]])
+
+
+def test_names_beside_the_weights_of_another_program_serve(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"id2label": dict(enumerate(NAMES))}))
+    loaded = loaded_of(None, tmp_path / "model.safetensors")
+    assert torch.equal(
+        select_classes(loaded, ["cat"]).weights["head.bias"], loaded.weights["head.bias"][2:3]
+    )
+
+
+@pytest.mark.parametrize(
+    ("known", "wanted", "message"),
+    [
+        (NAMES, ["ant", "fox", "gnu"], r"does not know 2 of the data's 3 classes \(fox, gnu\)"),
+        (None, ["ant"], r"w.pth has no names of classes"),
+        (NAMES, [], r"the data have no names of classes"),
+        (["ant", "ant", "bee", "cat", "dog"], ["ant"], "several classes called ant"),
+        (["ant"], ["ant"], "1 names of classes and a head of 5 rows"),
+    ],
+)
+def test_what_cannot_be_selected_is_refused(known, wanted, message):
+    with pytest.raises(WeightsError, match=message):
+        select_classes(replace(loaded_of(), class_names=known), wanted)
+
+
+@pytest.mark.slow
+def test_evaluation_and_training_with_classes_in_another_order(tmp_path, shards):
+    """A model of more classes in another order, of which the data have three."""
+    config = write_config(tmp_path, shards)
+    train(config, tmp_path / "run", "train.ema_decay=null", "train.steps=3")
+    expected = run("launch/eval.py", tmp_path / "run", "--json")
+    path = tmp_path / "run" / "weights" / "last.safetensors"
+    content = read_content(path)
+    names = json.loads(content.metadata["class_names"])
+    order = [2, 0, 1]
+    weights = dict(content.tensors)
+    for name in ("head.weight", "head.bias"):
+        own = weights[name]
+        weights[name] = torch.cat((own[:1] * 0 + 9, own[order], own[:1] * 0 + 9))
+    more = {"class_names": json.dumps(["x", *(names[n] for n in order), "y"]), "num_classes": "5"}
+    save_file(weights, tmp_path / "more.safetensors", content.metadata | more)
+    done = run("launch/eval.py", tmp_path / "more.safetensors", "--json", "--select-classes")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(expected.stdout)
+    assert "3 of 5 classes selected by name" in done.stderr
+
+    start = f"init.checkpoint={tmp_path / 'more.safetensors'}"
+    settings = (start, "init.select_classes=true", "init.freeze=backbone", "optim.lr=1e-30")
+    train(config, tmp_path / "next", *settings, "train.steps=1", "train.ema_decay=null")
+    again = read_weights(tmp_path / "next").weights
+    assert all(torch.equal(again[name], content.tensors[name]) for name in again)
