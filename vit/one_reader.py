@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,10 @@ def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
             name: torch.empty(shape, dtype=getattr(torch, dtype))
             for name, shape, dtype in said["tensors"]
         }
-        loaded = LoadedWeights(Path(said["path"]), weights, **said["known"])
-        if loaded.grid_size is not None:
-            height, width = loaded.grid_size  # a list in JSON
-            loaded = replace(loaded, grid_size=(height, width))
+        known = said["known"]
+        for name in ("grid_size", "notes"):  # tuples, which JSON has not
+            known[name] = None if known[name] is None else tuple(known[name])
+        loaded = LoadedWeights(Path(said["path"]), weights, **known)
     world.broadcast_(_bytes_of(tensor) for tensor in loaded.weights.values())
     return loaded
 

@@ -1,13 +1,19 @@
-"""What a checkpoint keeps besides tensors: which evaluation is the best one."""
+"""What a checkpoint keeps besides tensors, which evaluation is the best one among them; and reading
+the newest of a run that goes on."""
 
 from __future__ import annotations
 
 import math
+import os
+import signal
 from dataclasses import asdict
 
 import pytest
+import torch
 
+from vit.run.checkpoint import newest_checkpoint, write_checkpoint
 from vit.run.state import RunState
+from vit.weights.files import read_weights
 
 
 @pytest.mark.parametrize(
@@ -42,3 +48,28 @@ def test_a_loss_that_is_not_a_number_can_be_stored():
     state = RunState()
     assert state.take_best((10.0, math.nan))
     assert (state.best_top1, state.best_loss) == (10.0, None)
+
+
+def test_the_newest_checkpoint_is_read_while_the_run_removes_what_was_the_newest(tmp_path):
+    """By another process, which saves as fast as it can and keeps one checkpoint."""
+    facts = {"num_classes": 2, "grid_size": None}
+
+    def save(step: int) -> None:
+        tensors = {"model.step": torch.tensor(step)}
+        write_checkpoint(tmp_path, tensors, {"step": step, "facts": facts}, {}, 1, 1)
+
+    save(1)
+    child = os.fork()
+    if not child:
+        for step in range(2, 10**6):
+            save(step)
+    try:
+        steps = []
+        while len(set(steps)) < 60:
+            loaded = read_weights(tmp_path)
+            assert loaded.weights["step"] == loaded.step
+            steps += [loaded.step, newest_checkpoint(tmp_path)[1]["step"]]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert steps == sorted(steps)

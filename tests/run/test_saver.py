@@ -24,7 +24,8 @@ import vit.train
 from vit.build import Run, build
 from vit.config import io as config_io
 from vit.ranks.distributed import World
-from vit.run.checkpoint import CheckpointError, complete_checkpoints, newest_checkpoint
+from vit.run.checkpoint import CheckpointError, newest_checkpoint
+from vit.run.folder import complete_checkpoints
 from vit.run.saver import Saver
 from vit.weights.files import find_weights, read_weights
 

@@ -33,7 +33,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vit.run.folder import CHECKPOINTS, INFO_FILE, LATEST_FILE, weights_file
+from vit.run.folder import CHECKPOINTS, INFO_FILE, LATEST_FILE, complete_checkpoints, weights_file
 from vit.run.state import RunState
 from vit.step import TrainStep
 from vit.system.files import flush, remove_leftovers
@@ -219,12 +219,6 @@ def _sha256(path: Path, meter: Meter | None = None) -> str:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoint folders of a run, newest first."""
-    folders = (run_dir / CHECKPOINTS).glob("step_*")
-    return sorted((path for path in folders if (path / INFO_FILE).is_file()), reverse=True)
-
-
 def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
     """Return the content of `checkpoint.json`; with `verify`, compare its files with it first.
 
@@ -280,6 +274,8 @@ def newest_checkpoint(
         try:
             return folder, read_info(folder, verify)
         except CheckpointError as error:
+            if not folder.exists():  # the run goes on, and has removed it: there is a newer one
+                return newest_checkpoint(run_dir, verify, say)
             # A newer format is not damage: nothing to set aside.
             if not verify or isinstance(error, NewerFormatError):
                 raise

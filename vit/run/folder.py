@@ -51,6 +51,18 @@ def weights_file(run_dir: Path, name: str, averaged: bool = False) -> Path:
     return run_dir / "weights" / f"{name}{'_ema' if averaged else ''}.safetensors"
 
 
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the checkpoint folders of a run, newest first."""
+    before: list[Path] | None = None
+    while True:
+        folders = sorted((run_dir / CHECKPOINTS).glob("step_*"), reverse=True)
+        complete = [folder for folder in folders if (folder / INFO_FILE).is_file()]
+        # A run that goes on may have removed all that were listed, for newer ones.
+        if complete or folders == before:
+            return complete
+        before = folders
+
+
 def newest_run(argument: str, *names: str) -> Path:
     """Return the folder in runs/ with the most recently changed of the files `names`, and say so.
 

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from vit.layers.posemb import resample_posemb
-from vit.run.folder import CHECKPOINTS, INFO_FILE, weights_file
+from vit.run.folder import INFO_FILE, complete_checkpoints, weights_file
 from vit.weights.formats import HUB_FILES, PARTS_FILES, WeightsError, few, read_content
 from vit.weights.layouts import layout_of, to_ours
 
@@ -227,11 +227,10 @@ def find_weights(path: str | os.PathLike[str]) -> Path:
         return path
     candidates = [weights_file(path, "last", averaged) for averaged in (True, False)]
     candidates = [candidate for candidate in candidates if candidate.exists()]
-    checkpoints = sorted(path.glob(f"{CHECKPOINTS}/step_*/{INFO_FILE}"), reverse=True)
-    for info in checkpoints[:1]:
+    for folder in complete_checkpoints(path)[:1]:
         # A run that was killed has written its checkpoints since its last evaluation, not these.
-        is_newer = not candidates or _step_of(info.parent) > _step_of(candidates[0])
-        candidates.insert(0 if is_newer else len(candidates), info.parent)
+        is_newer = not candidates or _step_of(folder) > _step_of(candidates[0])
+        candidates.insert(0 if is_newer else len(candidates), folder)
     candidates += [path / name for name in (*HUB_FILES, *PARTS_FILES) if (path / name).exists()]
     if not candidates:
         # As `launch/export.py` writes Google's layout, and as timm takes folders.
@@ -266,7 +265,18 @@ def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:
 
     Raises WeightsError for anything else, with what was expected.
     """
-    path = find_weights(path)
+    while True:
+        found = find_weights(path)
+        try:
+            return _read(found)
+        except (WeightsError, OSError, RuntimeError):  # the last is safetensors' word for no file
+            # A run that goes on removes what was its newest checkpoint, once there is a newer one.
+            if find_weights(path) == found:
+                raise
+
+
+def _read(path: Path) -> LoadedWeights:
+    """Read a file of weights, or a checkpoint folder."""
     if path.is_dir():
         return _from_checkpoint(path)
     content = read_content(path)
