@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from vit.freeze import frozen_parts
 from vit.layers.drop_path import DropPath
+from vit.layers.patch_drop import PatchDropout
 from vit.model import create_model
 
 
@@ -131,7 +132,7 @@ def _print_shapes_in_forward(model: nn.Module) -> list[RemovableHandle]:
         for name, module in model.named_modules()
         if name
         and ("." not in name or name.startswith("blocks.0."))
-        and not isinstance(module, (nn.Identity, nn.Dropout, DropPath))
+        and not isinstance(module, (nn.Identity, nn.Dropout, DropPath, PatchDropout))
     ]
 
 

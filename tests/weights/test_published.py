@@ -285,6 +285,11 @@ def one_thread():
             {"global_pool": "avg", "depth": 3},
         ),
         ("vit_tiny_patch16_224.augreg_in21k_ft_in1k", as_hub_folder, {"img_size": 160, "depth": 3}),
+        (
+            "vit_tiny_patch16_224.augreg_in21k_ft_in1k",
+            as_hub_folder,
+            {"reg_tokens": 2, "qk_norm": True, "no_embed_class": True, "depth": 2},
+        ),
         ("deit_tiny_patch16_224.fb_in1k", as_official_pth, {}),
         ("deit3_small_patch16_224.fb_in1k", as_official_pth, {}),
         pytest.param("deit3_small_patch16_224.fb_in1k", as_hub_folder, {}, marks=pytest.mark.slow),

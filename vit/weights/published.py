@@ -191,7 +191,12 @@ _MADE_WITH = {
     "num_heads": "num_heads",
     "mlp_ratio": "mlp_ratio",
     "qkv_bias": "qkv_bias",
+    "qk_norm": "qk_norm",
+    "norm_layer": "norm_layer",
     "class_token": "class_token",
+    "reg_tokens": "reg_tokens",
+    "no_embed_class": "no_embed_class",
+    "pos_embed": "pos_embed",
     "global_pool": "global_pool",
     "init_values": "init_values",
     "num_classes": None,
@@ -227,7 +232,9 @@ def _from_settings(
     size = given.pop("image_size", (height, width))
     # timm also states what an architecture has anyway. Pooling that only a timm model has is left
     # to timm.
-    if given.get("global_pool") not in (("avg",) if own_model(architecture) else ("token", "avg")):
+    if given.get("global_pool") not in (
+        ("avg", "map") if own_model(architecture) else ("token", "avg")
+    ):
         given.pop("global_pool", None)
     model |= given | ({"in_chans": channels} if channels != 3 else {})
     mode = settings.get("crop_mode") or "center"
