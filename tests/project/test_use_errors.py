@@ -1,0 +1,125 @@
+"""docs/errors.md is true about prediction and pictures: each row of that section is provoked, in
+this process where a mistake ends the command, which is then a ValueError."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from error_rows import Row, pattern_of, rows, snapshot
+from PIL import Image
+from processes import TINY, run_here, write_config
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+ROWS = rows("Prediction and pictures")
+
+
+class Left(Exception):
+    """The command has ended with a status."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """A run of two steps on three classes."""
+    folder = tmp_path_factory.mktemp("base")
+    config = write_config(folder, shards, steps=2)
+    run_here("launch/train.py", "--config", config, *TINY, f"run.dir={folder / 'run'}")
+    return folder / "run"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A photo, a web page, an empty folder, and a tar that is cut off."""
+    Image.new("RGB", (20, 20)).save(tmp_path / "photo.png")
+    (tmp_path / "page.jpg").write_text("<!DOCTYPE html>")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "names.txt").write_text("cat\ndog\n")
+    with tarfile.open(tmp_path / "cut.tar", "w") as tar:
+        tar.add(tmp_path / "photo.png", "a.png")
+    os.truncate(tmp_path / "cut.tar", 600)
+    return tmp_path
+
+
+def predict(*words: str) -> Callable[[Path, Path], None]:
+    """`launch/predict.py` with the run; words that begin with / are below the place."""
+
+    def act(base: Path, place: Path) -> None:
+        given = [f"{place}{word}" if word.startswith("/") else word for word in words]
+        if "--checkpoint" not in given:
+            given += ["--checkpoint", str(base)]
+        run_here("launch/predict.py", *given, "--device", "cpu")
+
+    return act
+
+
+def visualize(*words: str) -> Callable[[Path, Path], None]:
+    def act(base: Path, place: Path) -> None:
+        given = [f"{place}{word}" if word.startswith("/") else word for word in words]
+        run_here("launch/visualize.py", *[str(base) if word == "RUN" else word for word in given])
+
+    return act
+
+
+def with_other_classes(base: Path, place: Path) -> None:
+    source = base / "weights" / "last.safetensors"
+    with safe_open(source, "pt") as file:
+        metadata = {**file.metadata(), "class_names": '["red", "green", "blue"]'}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, place / "other.safetensors", metadata)
+    run_here("launch/visualize.py", "compare", source, place / "other.safetensors")
+
+
+SCENARIOS = {
+    "nothing of that name to predict": predict("/nowhere.jpg"),
+    "a folder without images": predict("/empty"),
+    "a tar that is cut off": predict("/cut.tar"),
+    "several of these at once": predict("/nowhere.jpg", "/photo.png", "/empty"),
+    "an empty list on stdin": predict("-"),
+    "an image among others that is a web page, cut off, or gone": predict(
+        "/photo.png", "/page.jpg"
+    ),
+    "no weights to predict with": predict("/photo.png", "--checkpoint", "/empty"),
+    "names of classes that are too few": predict("/photo.png", "--classes", "/names.txt"),
+    "a size that is no multiple of the patch": predict("/photo.png", "--image-size", "20"),
+    "a CSV where nothing can be written": predict("/photo.png", "--csv", "/photo.png/out.csv"),
+    "attention without a sheet": predict("/photo.png", "--attention"),
+    "a picture in a format that there is not": visualize("filters", "RUN", "--out", "/a.gif"),
+    "a word of visualize.py that there is not": visualize("filtres", "RUN"),
+    "two models of other classes side by side": with_other_classes,
+}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
+def test_the_row_is_what_happens(row: Row, base, place, monkeypatch, capfd):
+    from vit.ranks import exit
+
+    def leave(status: int) -> None:
+        raise Left(status)
+
+    monkeypatch.setattr(exit, "leave", leave)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO()))
+    before = snapshot(place)
+    if row.status == 2:
+        with pytest.raises(ValueError) as ended:  # noqa: PT011  # the row has its text
+            SCENARIOS[row.what](base, place)
+        assert re.fullmatch(pattern_of(row.printed), f"error: {ended.value}"), ended.value
+    else:
+        with pytest.raises(Left) as left:
+            SCENARIOS[row.what](base, place)
+        assert left.value.args == (row.status,)
+        printed = capfd.readouterr().err
+        assert re.search(f"^{pattern_of(row.printed)}$", printed, re.MULTILINE), printed
+    (place / "other.safetensors").unlink(missing_ok=True)
+    assert snapshot(place) == before, "files were written or changed"
+
+
+def test_every_scenario_has_a_row_and_every_row_a_scenario():
+    assert [row.what for row in ROWS] == list(SCENARIOS)
