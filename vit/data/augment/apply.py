@@ -113,26 +113,37 @@ class Augment:
         if self.layout.erase is not None and not self.compiled:
             top, bottom = table[:, self.layout.erase], table[:, self.layout.erase + 1]
             erased = (bottom > top).numpy().nonzero()[0]
-        on_device, *rows = to_device(
-            [table.numpy(), erased, partners(self.config, len(table))], device
-        )
-        return self._finish(images, labels, on_device, *rows)
+        values = table.numpy()
+        # The partner's share of each pixel: 0 or 1 by the box (CutMix), or 1 - lambda (MixUp). Rows
+        # that do not mix have lambda 1, so no rows need to be selected.
+        others = 1.0 - values[:, LAMBDA, None]
+        is_cut = values[:, CUTMIX] > 0
+        partner = partners(self.config, len(table))
+        on_device = to_device([values, erased, partner, others, is_cut], device)
+        return self._finish(images, labels, *on_device)
 
     def normalize(self, images: Tensor) -> Tensor:
         """Turn uint8 (B, C, H, W) into float32 with mean and deviation of the data removed."""
         out = torch.empty_like(images, dtype=torch.float32)
         rows = rows_at_once(images)
         for part, to in zip(images.split(rows), out.split(rows), strict=True):
-            torch.addcmul(self.shift, part.float(), self.scale, out=to)
+            torch.addcmul(self.shift, part, self.scale, out=to)
         return out
 
     def _finish_on_device(
-        self, images: Tensor, labels: Tensor, table: Tensor, erased: Tensor, partner: Tensor
+        self,
+        images: Tensor,
+        labels: Tensor,
+        table: Tensor,
+        erased: Tensor,
+        partner: Tensor,
+        others: Tensor,
+        is_cut: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Do as `finish`, whose arguments are on the device here.
 
         `erased` (int64): rows whose box may not be empty; `partner` (B,) int64: the row that each
-        row mixes with.
+        row mixes with, `others` (B, 1) float32 its share, and `is_cut` (B,) bool: as a box.
         """
         inputs = self.normalize(images)
         targets = torch.zeros(len(labels), self.num_classes, device=labels.device)
@@ -143,15 +154,11 @@ class Augment:
                 inputs[part] = self._erase(inputs[part], table[part, self.layout.erase :])
         if not mixes(self.config):
             return inputs, targets
-        # The partner's share of each pixel: 0 or 1 by the box (CutMix), or 1 - lambda (MixUp). Rows
-        # that do not mix have lambda 1, so no rows need to be selected.
-        others = 1.0 - table[:, LAMBDA, None]
         mixed = torch.empty_like(inputs)
         for start in range(0, len(inputs), block_rows):
             rows = slice(start, start + block_rows)
             box = pixel_ops.in_box(inputs, table[rows, TOP : RIGHT + 1])
-            is_cut = table[rows, CUTMIX].view(-1, 1, 1, 1) > 0
-            share = torch.where(is_cut, box, others[rows, :, None, None])
+            share = torch.where(is_cut[rows, None, None, None], box, others[rows, :, None, None])
             torch.lerp(inputs[rows], inputs[partner[rows]], share, out=mixed[rows])
         return mixed, torch.lerp(targets, targets[partner], others)
 

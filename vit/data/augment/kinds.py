@@ -31,10 +31,10 @@ class Kind(IntEnum):
     AUTO_CONTRAST = auto()
     TF_AUTO_CONTRAST = auto()
     EQUALIZE = auto()
+    TF_WARP = auto()
+    """The same as of `WARP`, for `pixel_ops.affine_nearest`."""
     WARP = auto()
     """a to f of `pixel_ops.affine`, and the colour of what is outside."""
-    TF_WARP = auto()
-    """The same for `pixel_ops.affine_nearest`."""
     CONTRAST = auto()
     """Blended with its mean grey, which is the image at factor 0; 1: no change."""
     SATURATION = auto()
@@ -56,7 +56,7 @@ NUM_NUMBERS = 9
 CUTOUT_GREY = 128
 
 
-_TABLES: dict[Kind, Callable[[Tensor], Tensor]] = {
+_TABLES: dict[Kind, Callable[[Tensor, Tensor, Tensor], None]] = {
     Kind.AUTO_CONTRAST: partial(pixel_ops.auto_contrast_table, dtype=torch.float64),
     Kind.TF_AUTO_CONTRAST: partial(pixel_ops.auto_contrast_table, dtype=torch.float32),
     Kind.EQUALIZE: pixel_ops.equalize_table,
@@ -80,11 +80,8 @@ class Round:
         for first, last, change in (
             (Kind.FLIP, Kind.FLIP, self._flip),
             (Kind.TABLE, Kind.EQUALIZE, self._change_levels),
-            (Kind.WARP, Kind.WARP, self._warp),
             (Kind.TF_WARP, Kind.TF_WARP, self._tf_warp),
-            (Kind.CONTRAST, Kind.TF_SHARPNESS, self._blend),
-            (Kind.BLUR, Kind.BLUR, self._blur),
-            (Kind.HUE, Kind.HUE, self._turn_hue),
+            (Kind.WARP, Kind.HUE, self._change_floats),
             (Kind.CUTOUT, Kind.CUTOUT, self._cut_out),
         ):
             rows = self._rows(first, last)
@@ -102,28 +99,49 @@ class Round:
 
     def _change_levels(self, images: Tensor, numbers: Tensor) -> None:
         levels = images.flatten(2).long()
-        by_table = self._tables[self._rows(Kind.TABLE, Kind.TABLE, Kind.TABLE)]
-        tables = [by_table[:, None].expand(-1, images.shape[1], -1)]
-        for kind, make in _TABLES.items():
-            rows = self._rows(kind, kind, Kind.TABLE)
-            if rows.start < rows.stop:
-                tables.append(make(levels[rows]))
-        pixel_ops.look_up(tables[0] if len(tables) == 1 else torch.cat(tables), levels, images)
-
-    @staticmethod
-    def _warp(images: Tensor, numbers: Tensor) -> None:
-        fill = numbers[:, 6:9, None, None]
-        images.copy_(pixel_ops.affine(images.float(), numbers[:, :6], fill))
+        own = self._tables[self._rows(Kind.TABLE, Kind.TABLE, Kind.TABLE)]
+        tables = own[:, None].expand(-1, images.shape[1], -1)
+        rows = self._rows(Kind.AUTO_CONTRAST, Kind.EQUALIZE, Kind.TABLE)
+        if rows.start < rows.stop:
+            of_host = tables
+            tables = of_host.new_empty(*images.shape[:2], 256)
+            if rows.start:
+                tables[: rows.start] = of_host
+            highest = levels[rows].amax(2, keepdim=True)
+            for kind, make in _TABLES.items():
+                rows = self._rows(kind, kind, Kind.TABLE)
+                if rows.start < rows.stop:
+                    within = self._rows(kind, kind, Kind.AUTO_CONTRAST)
+                    make(levels[rows], highest[within], tables[rows])
+        pixel_ops.look_up(tables, levels, images)
 
     @staticmethod
     def _tf_warp(images: Tensor, numbers: Tensor) -> None:
         fill = numbers[:, 6:9, None, None].to(torch.uint8)
-        images.copy_(pixel_ops.affine_nearest(images, numbers[:, :6], fill))
+        pixel_ops.affine_nearest(images, numbers[:, :6], fill, out=images)
 
-    def _blend(self, images: Tensor, numbers: Tensor) -> None:
-        """Blend with something else: it is the result at factor 0, and the images are at 1."""
+    def _change_floats(self, images: Tensor, numbers: Tensor) -> None:
         floats = images.float()
-        other = floats.clone()
+        for first, last, change in (
+            (Kind.WARP, Kind.WARP, self._warp),
+            (Kind.CONTRAST, Kind.TF_SHARPNESS, self._blend),
+            (Kind.BLUR, Kind.BLUR, self._blur),
+            (Kind.HUE, Kind.HUE, self._turn_hue),
+        ):
+            rows = self._rows(first, last, Kind.WARP)
+            if rows.start < rows.stop:
+                change(floats[rows], numbers[rows])
+        beyond = floats[self._rows(Kind.CONTRAST, Kind.HUE, Kind.WARP)]
+        if len(beyond):
+            beyond.clamp_(0.0, 255.0)
+        images.copy_(floats)
+
+    @staticmethod
+    def _warp(floats: Tensor, numbers: Tensor) -> None:
+        pixel_ops.affine(floats, numbers[:, :6], numbers[:, 6:9, None, None], out=floats)
+
+    def _blend(self, floats: Tensor, numbers: Tensor) -> None:
+        """Blend with something else: it is the result at factor 0, and the images are at 1."""
         contrast, colour, tf_colour, sharp, tf_sharp = (
             self._rows(kind, kind, Kind.CONTRAST)
             for kind in (
@@ -134,28 +152,31 @@ class Round:
                 Kind.TF_SHARPNESS,
             )
         )
-        if contrast.start < colour.stop:
-            grey = pixel_ops.grey(images[contrast.start : colour.stop])
-            if contrast.stop:
-                other[contrast] = pixel_ops.mean_level(grey[contrast])
-            other[colour] = grey[colour]
+        others: list[Tensor] = []
+        if colour.stop:
+            grey = pixel_ops.grey(floats[: colour.stop])
+            others += [pixel_ops.mean_level(grey[contrast])] if contrast.stop else []
+            others += [grey[colour]] if colour.start < colour.stop else []
         if tf_colour.start < tf_colour.stop:
-            other[tf_colour] = pixel_ops.tf_grey(floats[tf_colour])
+            others.append(pixel_ops.tf_grey(floats[tf_colour]))
+        if sharp.start < tf_sharp.stop:
+            others.append(floats[sharp.start :])  # of which the border stays
+        shape = floats.shape[1:]
+        other = torch.cat([each.expand(-1, *shape) for each in others])
         for rows, rounding in ((sharp, 6), (tf_sharp, 0)):
             if rows.start < rows.stop:
-                other[rows, :, 1:-1, 1:-1] = pixel_ops.smoothed(floats[rows], rounding)
+                pixel_ops.smooth(floats[rows], rounding, other[rows])
         # In the order of Pillow's Blend.c, in place, since new memory costs more than the sums.
-        blended = floats.sub_(other).mul_(numbers[:, :1, None, None]).add_(other)
-        images.copy_(blended.clamp_(0.0, 255.0))
+        floats.sub_(other).mul_(numbers[:, :1, None, None]).add_(other)
 
     @staticmethod
-    def _blur(images: Tensor, numbers: Tensor) -> None:
+    def _blur(floats: Tensor, numbers: Tensor) -> None:
         weights = numbers[:, :3, None, None].split(1, 1)
-        images.copy_(pixel_ops.blur(images.float(), *weights).clamp_(0.0, 255.0))
+        floats.copy_(pixel_ops.blur(floats, *weights))
 
     @staticmethod
-    def _turn_hue(images: Tensor, numbers: Tensor) -> None:
-        images.copy_(pixel_ops.hue(images.float(), numbers[:, :1, None, None]).clamp_(0.0, 255.0))
+    def _turn_hue(floats: Tensor, numbers: Tensor) -> None:
+        floats.copy_(pixel_ops.hue(floats, numbers[:, :1, None, None]))
 
     @staticmethod
     def _cut_out(images: Tensor, numbers: Tensor) -> None:

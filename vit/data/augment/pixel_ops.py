@@ -54,27 +54,30 @@ def solarize_add(images: Tensor, addition: Tensor) -> Tensor:
 # --- tables of levels from what an image has ------------------------------------------------------
 
 
-def auto_contrast_table(levels: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the table (B, C, 256) that stretches each channel to 0..255.
+def auto_contrast_table(levels: Tensor, highest: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+    """Write tables that stretch each channel to 0..255 into `out` (B, C, 256) uint8.
 
-    levels: (B, C, H * W) int64. dtype: in which it is computed: float64 by Pillow, whose highest
-    level may come out as 254, float32 by TensorFlow.
+    levels: (B, C, H * W) int64. highest: (B, C, 1), of `levels`. dtype: in which it is computed:
+    float64 by Pillow, whose highest level may come out as 254, float32 by TensorFlow.
     """
-    factors, offsets = _stretching(dtype, levels.device)
-    pair = levels.amax(2).add_(levels.amin(2), alpha=256)[..., None]
-    # What it has for levels that the channel lacks does not matter.
-    return (_range(256, dtype, levels.device) * factors[pair] - offsets[pair]).to(torch.uint8)
+    pair = torch.add(highest, levels.amin(2, keepdim=True), alpha=256)
+    stretched = _stretched(dtype, levels.device)
+    torch.index_select(stretched, 0, pair.flatten(), out=out.view(-1, 256))
 
 
 @lru_cache
-def _stretching(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return factors and offsets (65536,), by 256 times the lowest level plus the highest one."""
-    low = torch.arange(256, dtype=dtype)[:, None]
-    span = low.T - low
-    # `255.0 / tensor` would be a product with its reciprocal, which rounds differently.
-    factors = torch.where(span > 0, torch.full_like(span, 255.0) / span, 1.0)
-    offsets = torch.where(span > 0, low * factors, 0.0)
-    return factors.flatten().to(device), offsets.flatten().to(device)
+def _stretched(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return all tables (65536, 256), by 256 times the lowest level plus the highest one."""
+    every = torch.arange(256, dtype=dtype)
+    tables = torch.empty(256, 256, 256, dtype=torch.uint8)
+    for low, of_low in enumerate(tables):
+        span = (every - low)[:, None]
+        # `255.0 / tensor` would be a product with its reciprocal, which rounds differently.
+        factors = torch.where(span > 0, torch.full_like(span, 255.0) / span, 1.0)
+        offsets = torch.where(span > 0, low * factors, 0.0)
+        # What it has for levels that the channel lacks does not matter.
+        of_low.copy_((every * factors - offsets).clamp_(0.0, 255.0))
+    return tables.view(-1, 256).to(device)
 
 
 def _range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -90,18 +93,20 @@ def _kept_range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.arange(stop, dtype=dtype).to(device)
 
 
-def equalize_table(levels: Tensor) -> Tensor:
-    """Return the table (B, C, 256) that equalizes each channel's histogram.
+def equalize_table(levels: Tensor, highest: Tensor, out: Tensor) -> None:
+    """Write tables that equalize each channel's histogram into `out` (B, C, 256) uint8.
 
-    levels: (B, C, H * W) int64. With Pillow's rounding (PIL/ImageOps.py, equalize).
+    levels: (B, C, H * W) int64. highest: (B, C, 1), of `levels`. With Pillow's rounding
+    (PIL/ImageOps.py, equalize).
     """
     every = _range(256, torch.int64, levels.device)
     counts = torch.zeros(*levels.shape[:2], 257, device=levels.device, dtype=torch.int64)
     counts[..., 1:].scatter_add_(2, levels, every[1].expand_as(levels))
     below = counts.cumsum(2)[..., :256]  # number of pixels of lower levels
-    step = below.gather(2, levels.amax(2, keepdim=True)) // 255
-    table = ((below + step // 2) // step.clamp(min=1)).clamp_(max=255)
-    return torch.where(step > 0, table, every).to(torch.uint8)
+    step = below.gather(2, highest) // 255
+    table = (below + step // 2) // step.clamp(min=1)
+    # `minimum` casts as it writes, which `clamp` does not.
+    torch.minimum(torch.where(step > 0, table, every), every[-1], out=out)
 
 
 def look_up(tables: Tensor, levels: Tensor, out: Tensor) -> None:
@@ -113,14 +118,14 @@ def look_up(tables: Tensor, levels: Tensor, out: Tensor) -> None:
 
 
 def grey(images: Tensor) -> Tensor:
-    """Return (B, 1, H, W) int32 for uint8 images: Pillow's luma in its integer weights.
-
-    Grey images as they are.
-    """
+    """Return Pillow's luma (B, 1, H, W); grey images as they are."""
     if images.shape[1] == 1:
         return images
-    weighted = images * _constant((19595, 38470, 7471), torch.int32, images.device)
-    return (weighted.sum(1, keepdim=True, dtype=torch.int32) + 32768) >> 16
+    red, green, blue = images.split(1, 1)
+    half = _constant((0.5,), torch.float32, images.device)
+    # Pillow's integer weights. All sums have at most 24 bits, so float32 is as exact.
+    sums = torch.add(half, red, alpha=19595 / 65536).add_(green, alpha=38470 / 65536)
+    return sums.add_(blue, alpha=7471 / 65536).floor_()
 
 
 @lru_cache
@@ -131,26 +136,38 @@ def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 
 def tf_grey(images: Tensor) -> Tensor:
     """Do as tf.image.rgb_to_grayscale of uint8: its weights, times 255.5, fraction cut off."""
-    red, green, blue = (images / 255.0).split(1, 1)
-    return ((0.2989 * red + 0.5870 * green + 0.1140 * blue) * 255.5).floor()
+    weights = _constant((0.2989, 0.5870, 0.1140), torch.float32, images.device)
+    red, green, blue = (images / 255.0).mul_(weights).split(1, 1)
+    return (red + green).add_(blue).mul_(255.5).floor_()
 
 
 def mean_level(grey: Tensor) -> Tensor:
     """Return the rounded mean (B, 1, 1, 1) of grey images (B, 1, H, W)."""
     # In double: a float32 sum over all pixels could round to a different level.
-    return (grey.mean((2, 3), keepdim=True, dtype=torch.float64) + 0.5).floor()
+    return grey.mean((2, 3), keepdim=True, dtype=torch.float64).add_(0.5).floor_().float()
 
 
-def smoothed(images: Tensor, rounding: int) -> Tensor:
+def smooth(images: Tensor, rounding: int, out: Tensor) -> None:
     """Do as Pillow's SMOOTH: a 3 x 3 mean whose middle counts five times, of whole levels.
 
-    The border, of one pixel, is left away. `rounding`: thirteenths that are added to the mean
-    before its fraction is cut off.
+    Written into `out`, like `images` but for its border of one pixel, which stays. `rounding`:
+    thirteenths that are added to the mean before its fraction is cut off.
     """
+    # A CPU pools 13 times as slowly as it adds, a GPU launches a quarter of the kernels.
+    sum_of_nine = _added if images.device.type == "cpu" else _pooled
+    sums = sum_of_nine(images).add_(images[:, :, 1:-1, 1:-1], alpha=4.0).add_(rounding)
+    torch.div(sums, 13.0, rounding_mode="trunc", out=out[:, :, 1:-1, 1:-1])
+
+
+def _added(images: Tensor) -> Tensor:
+    """Return the sums of 3 x 3 pixels, (B, C, H - 2, W - 2)."""
     three = images[:, :, :-2] + images[:, :, 1:-1] + images[:, :, 2:]
-    nine = (three[..., :-2] + three[..., 1:-1]).add_(three[..., 2:])
-    sums = nine.add_(images[:, :, 1:-1, 1:-1], alpha=4.0).add_(rounding)
-    return sums.div_(13.0, rounding_mode="trunc")
+    return (three[..., :-2] + three[..., 1:-1]).add_(three[..., 2:])
+
+
+def _pooled(images: Tensor) -> Tensor:
+    """Do as `_added`, to the bit: sums of whole levels are exact."""
+    return F.avg_pool2d(images, 3, stride=1, divisor_override=1)
 
 
 def hue(images: Tensor, turns: Tensor) -> Tensor:
@@ -233,11 +250,11 @@ def _from_centre(side: int, device: torch.device) -> Tensor:
     return (torch.arange(side, dtype=torch.float32) - (side - 1) / 2).to(device)
 
 
-def affine(images: Tensor, matrix: Tensor, fill: Tensor) -> Tensor:
+def affine(images: Tensor, matrix: Tensor, fill: Tensor, out: Tensor | None = None) -> Tensor:
     """Take output pixel (x, y) from the point to which `matrix` (B, 6) maps it; outside: `fill`.
 
     Bilinear, of float32 images; points are measured from the centre. As Pillow's, up to one level
-    off. `fill`: (B, C, 1, 1).
+    off. `fill`: (B, C, 1, 1). out: where to write the result, such as `images`.
     """
     height, width = images.shape[-2:]
     at = _mapped(matrix, _from_centre(width, images.device), _from_centre(height, images.device))
@@ -253,10 +270,12 @@ def affine(images: Tensor, matrix: Tensor, fill: Tensor) -> Tensor:
         align_corners=False,
     )
     # A thousandth of a level more, or an exact level could come out below itself and be cut.
-    return torch.where(inside, warped.add_(2.0**-10), fill)
+    return torch.where(inside, warped.add_(2.0**-10), fill, out=out)
 
 
-def affine_nearest(images: Tensor, matrix: Tensor, fill: Tensor) -> Tensor:
+def affine_nearest(
+    images: Tensor, matrix: Tensor, fill: Tensor, out: Tensor | None = None
+) -> Tensor:
     """Do as `affine`, but take the nearest pixel, with points measured from the first pixel.
 
     Of images of any dtype. Halves are rounded away from 0 (TensorFlow's
@@ -265,12 +284,13 @@ def affine_nearest(images: Tensor, matrix: Tensor, fill: Tensor) -> Tensor:
     height, width = images.shape[-2:]
     x, y = (_range(side, torch.float32, images.device) for side in (width, height))
     at = _mapped(matrix, x, y)
-    at_x, at_y = ((at.abs() + 0.5).floor_() * at.sign()).unbind(1)
-    inside = (at_x >= 0) & (at_x < width) & (at_y >= 0) & (at_y < height)
-    nearest = (at_y.clamp(0, height - 1) * width + at_x.clamp(0, width - 1)).long()
+    at_x, at_y = (at.abs() + 0.5).floor_().copysign_(at).unbind(1)
+    in_x, in_y = at_x.clamp(0, width - 1), at_y.clamp(0, height - 1)
+    inside = (in_x == at_x) & (in_y == at_y)
+    nearest = torch.add(in_x, in_y, alpha=width).long()
     pixels = nearest.flatten(1)[:, None].expand(-1, images.shape[1], -1)
     found = images.flatten(2).gather(2, pixels)
-    return torch.where(inside[:, None], found.view_as(images), fill)
+    return torch.where(inside[:, None], found.view_as(images), fill, out=out)
 
 
 def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:

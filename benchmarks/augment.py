@@ -1,0 +1,162 @@
+"""Augmentation as it is now beside that of another commit, on the same images and draws.
+
+    python benchmarks/augment.py                 beside the commit before
+    python benchmarks/augment.py --against v1.2  beside any other
+
+Each version is a process of its own with one thread; they take turns, and a figure is images per
+second of processor time, which other programs disturb least. Both must give the same bits. Needs
+git, and a commit whose augmentation is called in the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from measure import CORES, create_parser, keep, machine, rows_of, take_turns
+
+ROOT = Path(__file__).parents[1]
+POLICIES: dict[str, dict[str, Any]] = {
+    "flip": {},
+    "timm's RandAugment, MixUp and CutMix": {
+        "randaugment_layers": 2,
+        "mixup_alpha": 0.8,
+        "cutmix_alpha": 1.0,
+    },
+    "torchvision's RandAugment": {"randaugment_layers": 2, "randaugment_ops": "torchvision"},
+    "big_vision's RandAugment": {"randaugment_layers": 2, "randaugment_ops": "big_vision"},
+    "3-Augment and jitter": {
+        "crop": "simple",
+        "three_augment": True,
+        "color_jitter": (0.3, 0.3, 0.3, 0.0),
+    },
+}
+SIZE = (224, 224)
+SERVE = "--serve"
+
+
+class Version:
+    """A process that augments with the package in `tree`."""
+
+    def __init__(self, tree: Path):
+        env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+        line = [sys.executable, __file__, SERVE]
+        self._process = subprocess.Popen(
+            line, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        used = Path(self._ask("where"))
+        assert used.is_relative_to(tree.resolve()), f"{used} is not in {tree}"
+
+    def _ask(self, question: str) -> str:
+        assert self._process.stdin is not None, "it is a pipe"
+        assert self._process.stdout is not None, "it is a pipe"
+        self._process.stdin.write(f"{question}\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline().strip()
+        if not answer:
+            raise SystemExit("a version ended: its message is above")
+        return answer
+
+    def images_per_cpu_s(self, policy: str, num_images: int) -> float:
+        """Augment a batch once."""
+        return num_images / json.loads(self._ask(json.dumps([policy, num_images])))[0]
+
+    def digest(self, policy: str, num_images: int) -> str:
+        """Identify all bits of the result."""
+        digest: str = json.loads(self._ask(json.dumps([policy, num_images])))[1]
+        return digest
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def serve() -> None:
+    """Answer each line of stdin, by the package that this process has been given."""
+    import numpy as np
+    import torch
+
+    import vit.data.augment.apply as apply
+    from vit.config.schema import AugmentConfig
+    from vit.data.augment.draw import draw_mix, draw_table, sample_keys
+
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    for line in sys.stdin:
+        if line.strip() == "where":
+            print(Path(apply.__file__).resolve(), flush=True)
+            continue
+        policy, num = json.loads(line)
+        config = AugmentConfig(**POLICIES[policy])
+        widths = np.full(num, 500)
+        table = draw_table(config, sample_keys(0, 0, np.arange(num)), widths, widths, SIZE)
+        draw_mix(config, table, np.ones(num, np.float32), 0, 0, 0, SIZE)
+        noise = torch.Generator().manual_seed(0)
+        images = torch.randint(0, 256, (num, *SIZE, 3), dtype=torch.uint8, generator=noise)
+        augment = apply.Augment(config, 10, (0.5,) * 3, (0.25,) * 3, device)
+        labels = torch.arange(num) % 10
+        began_s = time.process_time()
+        inputs, _ = augment(images.permute(0, 3, 1, 2), labels, torch.from_numpy(table))
+        taken_s = time.process_time() - began_s
+        digest = hashlib.sha256(inputs.contiguous().numpy().tobytes()).hexdigest()
+        print(json.dumps([taken_s, digest]), flush=True)
+
+
+def unpack(commit: str, folder: Path) -> Path:
+    """Put the package of `commit` into `folder`; return where, by its number."""
+    git = ["git", "-C", str(ROOT)]
+    number = subprocess.check_output([*git, "rev-parse", "--short", commit], text=True).strip()
+    tree = folder / number
+    if not tree.is_dir():
+        packed = subprocess.check_output([*git, "archive", number, "vit"])
+        with tarfile.open(fileobj=io.BytesIO(packed)) as files:
+            files.extractall(tree, filter="data")
+    return tree
+
+
+def main() -> None:
+    """Run the command line above."""
+    assert __doc__ is not None
+    parser = create_parser(__doc__, "augment")
+    parser.add_argument("--against", default="HEAD~1", metavar="COMMIT", help="default: HEAD~1")
+    parser.add_argument("--images", type=int, default=64, metavar="N", help="default: %(default)s")
+    args = parser.parse_args()
+    rounds = 1 if args.quick else args.rounds
+    num_images = 8 if args.quick else args.images
+    load = os.getloadavg()[0]
+    before = unpack(args.against, args.data)
+    versions = {f"before ({before.name})": Version(before), "now": Version(ROOT)}
+    base = next(iter(versions))
+    found: dict[str, Any] = {}
+    for policy in POLICIES:
+        digests = {version.digest(policy, num_images) for version in versions.values()}
+        contestants = {
+            name: partial(version.images_per_cpu_s, policy, num_images)
+            for name, version in versions.items()
+        }
+        title = f"{policy}: {'the same bits' if len(digests) == 1 else 'OTHER BITS'}"
+        result = take_turns(title, "images/CPU-s", contestants, rounds, [base])
+        found[title] = result
+    for version in versions.values():
+        version.close()
+    report = {
+        "machine": machine(args.data, ["torch", "numpy"]),
+        "data": f"{num_images} images of {SIZE[0]} px, noise, one of {CORES} core(s).",
+        "rounds": rounds,
+        "load": load,
+        "tables": found,
+    }
+    keep(args.out, "augment", report, {title: rows_of(result) for title, result in found.items()})
+
+
+if __name__ == "__main__":
+    serve() if SERVE in sys.argv else main()
