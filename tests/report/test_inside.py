@@ -187,6 +187,7 @@ def test_layers_add_up_to_the_model(name, fields):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.full
 def test_memory_is_that_of_the_planner():
     settings = ["model.name=vit_ti16", "model.depth=2", "data.root=.", "train.precision=fp32"]
     config = load_config("configs/vit_b16.yaml", settings).config

@@ -111,7 +111,7 @@ def plot_heads(image: Tensor, heads: Tensor, rollout: Tensor, title: str, pictur
         place(sheet, to_pixels(over), 0.2 + image_in, 0.5, image_in, tall)
         notes = (
             "Left: what the model saw, and attention rollout over all blocks.",
-            "Below: a row for each block, from the first; a column for each head.",
+            "Below: a row for each block, a column for each head.",
             "Yellow patches get the most attention, violet ones none;",
             "each map is scaled to its highest value.",
         )
