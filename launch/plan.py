@@ -1,4 +1,4 @@
-"""What a run will need, before it starts: memory, hours, cost, cores and disk.
+"""What a run will need, before it starts: memory, hours, cost, cores, host memory and disk.
 
     python launch/plan.py --config configs/vit_l16.yaml --gpus 8xH200
     python launch/plan.py --config configs/vit_b16.yaml --gpus 64xH100 --price 3.5
@@ -92,6 +92,7 @@ def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
         "time": f"{_duration(hours)}, {_range(gpu_hours)} GPU-hours, evaluations included",
         "cores": f"{_range(forecast.cores_per_gpu)} for each GPU, or decoding is the limit"
         f" ({IMAGES_PER_CORE_S:,} images/s a core from shards at 116 kB an image, measured)",
+        "host": _host(forecast),
         "disk": _disk(forecast),
     }
     if forecast.data.assumed:
@@ -116,6 +117,10 @@ def as_json(forecast: Forecast, price: float | None) -> dict[str, Any]:
         "fits": forecast.fits,
         "memory_bytes": {**asdict(forecast.memory), "total": forecast.memory.total},
         "usable_bytes": int(usable_bytes(forecast.gpu)),
+        "host_memory_bytes": {
+            **asdict(forecast.host_memory),
+            "of_each_gpu": forecast.host_memory.of_each_gpu,
+        },
         "largest_micro_batch_size": forecast.largest_micro_batch_size,
         "gflop_per_image": forecast.forward_flops / 1e9,
         "mfu": [forecast.speed.low, forecast.speed.high],
@@ -151,6 +156,15 @@ def _micro_batch(forecast: Forecast) -> str:
         return f"{planned} is the largest that fits"
     what = "fewer passes" if largest > planned else "so that it fits"
     return f"{largest} is the largest that fits: data.micro_batch_size={largest} ({what})"
+
+
+def _host(forecast: Forecast) -> str:
+    memory = forecast.host_memory
+    return (
+        f"{memory.of_each_gpu / GIB:.2f} GiB for each GPU: batches {memory.slots / GIB:.2f}, of"
+        f" evaluations {memory.eval_slots / GIB:.2f}, workers {memory.workers / GIB:.2f}; on the"
+        f" first host {memory.saved_copy / GIB:.2f} to copy what is saved"
+    )
 
 
 def _disk(forecast: Forecast) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vit.config.io import from_dict
 from vit.config.schema import Config
-from vit.estimate.fitting import naming_what_fits, what_to_lower
+from vit.estimate.fitting import gpu_of, naming_what_fits, what_to_lower
 from vit.estimate.forecast import GIB, RESERVED_GIB, USABLE_SHARE
 from vit.estimate.memory import step_memory
 from vit.plan import make_plan
@@ -33,7 +34,7 @@ def small_config(checkpointing: str = "none") -> Config:
 def needed_bytes(config: Config, rows: int = 64) -> int:
     plan, _ = make_plan(config, 64, 1)
     plan = replace(plan, micro_batch_size=rows)
-    return step_memory(config.model, config.optim, config.train, plan, 10).total
+    return step_memory(config, plan, 10).total
 
 
 def advice(config: Config, memory_bytes: float) -> str:
@@ -41,6 +42,18 @@ def advice(config: Config, memory_bytes: float) -> str:
     plan, _ = make_plan(config, 64, 1)
     memory_gib = RESERVED_GIB + memory_bytes / GIB / USABLE_SHARE
     return what_to_lower(config, plan, 10, Gpu("small", 1.0, 1.0, memory_gib, "small"))
+
+
+def test_a_gpu_has_the_memory_that_its_driver_says(monkeypatch):
+    """What the driver says is put in its mouth: the table has 79 GiB for this name."""
+    said = SimpleNamespace(name="NVIDIA A100-SXM-64GB", total_memory=64 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: said)
+    gpu = gpu_of(torch.device("cuda", 0))
+    assert (gpu.name, gpu.bf16_tflops, gpu.memory_gib) == ("A100", 312.0, 64)
+    said.name = "NVIDIA H200 MIG 1g.18gb"
+    gpu = gpu_of(torch.device("cuda", 0))
+    assert (gpu.name, gpu.memory_gib) == (said.name, 64)
+    assert gpu_of(torch.device("cpu")) is None
 
 
 def test_activations_that_are_computed_again_are_advised_only_where_the_step_then_fits():

@@ -23,6 +23,7 @@ from vit.plan import make_plan
 from vit.system.gpus import find_gpu
 
 H200 = find_gpu("H200")
+B16_FLOPS = 3 * 35_130_000_000
 TINY = {"name": "vit_ti16", "depth": 2, "image_size": 64}
 
 
@@ -32,7 +33,8 @@ def config_of(**sections: dict) -> Config:
 
 
 def write_results(folder, name="2026-11-22-gpu-h200.json", gpu="H200", **row):
-    row = {"model": "vit_b16", "precision": "bf16", "mfu": 0.31, **row}
+    numbers = {"mfu": 0.31, "flops_per_image": B16_FLOPS}
+    row = {"model": "vit_b16", "precision": "bf16", **numbers, **row}
     (folder / name).write_text(json.dumps({"gpu": gpu, "training": [row]}))
 
 
@@ -77,14 +79,15 @@ def test_data_that_are_there_are_not_assumed(shards):
 
 
 def test_a_measured_share_of_the_peak_replaces_the_range(tmp_path):
-    assert expected_speed("vit_b16", "bf16", H200, tmp_path).low == MFU_RANGE[0]
+    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path).low == MFU_RANGE[0]
     write_results(tmp_path, "2026-11-22-gpu-a.json", gpu="H100", mfu=0.5)
     write_results(tmp_path, "2026-11-22-gpu-b.json", model="vit_l16", mfu=0.5)
     write_results(tmp_path, "2026-11-22-gpu-c.json", precision="fp32", mfu=0.5)
-    assert expected_speed("vit_b16", "bf16", H200, tmp_path).low == MFU_RANGE[0]
+    write_results(tmp_path, "2026-11-22-gpu-f.json", flops_per_image=B16_FLOPS // 2, mfu=0.5)
+    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path).low == MFU_RANGE[0]
     write_results(tmp_path, "2026-11-22-gpu-d.json")
     write_results(tmp_path, "2026-11-23-gpu-e.json", mfu=0.3)
-    speed = expected_speed("vit_b16", "bf16", H200, tmp_path)
+    speed = expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path)
     assert (speed.low, speed.high) == (0.31, 0.31)
     assert "2026-11-22-gpu-d.json" in speed.source
 
@@ -104,7 +107,7 @@ def test_the_largest_micro_batch_fits_and_the_next_one_does_not(gpu, batch):
 
     def total(size: int) -> int:
         tried = replace(plan, micro_batch_size=size)
-        return step_memory(config.model, config.optim, config.train, tried, 1000).total
+        return step_memory(config, tried, 1000).total
 
     largest = largest_micro_batch(config, plan, 1000, find_gpu(gpu))
     assert largest > 0

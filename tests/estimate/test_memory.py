@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from augmenting import POLICIES
 
 from vit.config.schema import Config
-from vit.estimate.memory import LiveBytes, StepMemory, step_memory
+from vit.estimate.memory import LiveBytes, StepMemory, augmentation_bytes, step_memory
 from vit.model import create_model
 from vit.plan import Plan
 
@@ -35,7 +36,7 @@ def count(
     config: Config, num_classes: int, micro_batch: int, rank_batch: int, world_size: int
 ) -> StepMemory:
     plan = plan_of(micro_batch, rank_batch, world_size)
-    return step_memory(config.model, config.optim, config.train, plan, num_classes)
+    return step_memory(config, plan, num_classes)
 
 
 SMALL = {"name": "vit_s16", "depth": 4, "image_size": 160}
@@ -197,8 +198,55 @@ used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1])
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
 config = Config.model_validate({config_of(model={"name": "vit_h14", "depth": 6}).model_dump()!r})
 plan = {plan_of(128, 128, 1)!r}
-print(step_memory(config.model, config.optim, config.train, plan, 1000).total)
+print(step_memory(config, plan, 1000).total)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert int(re.sub(r"\D", "", done.stdout)) > 10 * 2**30
+
+
+AUGMENT = """
+import re, torch
+from augmenting import POLICIES, table_of
+from vit.data.augment import apply
+from vit.data.augment.apply import Augment
+
+def status(key):
+    return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+apply.CPU_VALUES = 2**40  # all images at once, as on a GPU
+config = POLICIES["timm"]
+augment = Augment(config, 1, (0.5,), (0.5,), torch.device("cpu"))
+images = torch.full((ROWS, 3, 128, 128), 7, dtype=torch.uint8)
+table = torch.from_numpy(table_of(config, ROWS, (128, 128)))
+augment.change(images[:9], table[:9])  # what libraries allocate once
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # the peak from here on
+changed = augment.change(images, table)
+print(status("VmHWM") - before)  # the result has no pages yet: it is written last
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+def test_temporaries_of_the_augmentation_are_measured_within_a_tenth():
+    rows = 256
+    code = AUGMENT.replace("ROWS", str(rows))
+    helpers = f"{ROOT}:{ROOT / 'tests' / 'helpers'}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": helpers},
+    )
+    assert done.returncode == 0, done.stderr
+    counted = augmentation_bytes(POLICIES["timm"], (3, 128, 128), rows)
+    assert counted > 3 * rows * 3 * 128 * 128
+    assert counted == pytest.approx(int(done.stdout), rel=0.1)
+
+
+def test_the_augmentation_is_a_part_of_the_sum_and_grows_with_what_is_drawn():
+    policies = ({}, {"randaugment_layers": 2}, {"three_augment": True})
+    few, more, most = (count(config_of(model=SMALL, augment=it), 10, 8, 8, 1) for it in policies)
+    assert few.augmentation < more.augmentation < most.augmentation
+    assert most.total - few.total == most.augmentation - few.augmentation
+    assert few.in_turn == more.in_turn == most.in_turn

@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOPICS = ["data", "steps", "memory", "micro-batch", "speed", "time", "cores", "disk", "cost"]
+TOPICS = [
+    "data",
+    "steps",
+    "memory",
+    "micro-batch",
+    "speed",
+    "time",
+    "cores",
+    "host",
+    "disk",
+    "cost",
+]
 
 
 def plan(*words: str) -> subprocess.CompletedProcess[str]:

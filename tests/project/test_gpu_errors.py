@@ -124,10 +124,7 @@ class Place:
         plan, _ = make_plan(config, 60, 1)
         sizes = [int(micro_batch_size), int(micro_batch_size) + 1] if micro_batch_size else []
         needed = [
-            step_memory(
-                config.model, config.optim, config.train, replace(plan, micro_batch_size=size), 3
-            ).total
-            for size in sizes
+            step_memory(config, replace(plan, micro_batch_size=size), 3).total for size in sizes
         ]
         mean_gib = sum(needed) / max(len(needed), 1) / GIB
         return GPU_OF_SIZE.format(memory_gib=RESERVED_GIB + mean_gib / USABLE_SHARE + spare_gib)

@@ -165,6 +165,15 @@ class Batches(ABC):
         return "its source"
 
 
+def row_unit(augment: AugmentConfig, order: Order) -> int:
+    """Return of how many rows a part of a batch has a multiple: those that mix, and copies."""
+    unit = augment.mix_group_size if mixes(augment) else 1
+    if order.aug_repeats == 1:
+        return unit
+    # A lane holds all copies of its images: divided, two workers would decode each image.
+    return math.lcm(unit, order.global_batch_size // order.num_lanes)
+
+
 @dataclass(frozen=True)
 class Samples:
     """The samples of B rows of a training batch."""
@@ -211,11 +220,7 @@ class AugmentedBatches(Batches):
         self.num_batches = num_batches
         self.layout = BatchLayout(num_rows, image_format, table_layout(augment).width)
         # A group of rows that mix with each other must not be divided between two workers.
-        self.row_unit = augment.mix_group_size if mixes(augment) else 1
-        if order.aug_repeats > 1:
-            # A lane holds all copies of its images: divided, two workers would decode each image.
-            lane_rows = order.global_batch_size // order.num_lanes
-            self.row_unit = math.lcm(self.row_unit, lane_rows)
+        self.row_unit = row_unit(augment, order)
 
     def make_rows(
         self, position: int, first_row: int, rows: Batch, samples: Samples

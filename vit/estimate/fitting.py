@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -44,12 +45,13 @@ def naming_what_fits(
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return the GPU of the table that `device` is, or one with its memory; None for a CPU."""
+    """Return the GPU that `device` is, with the memory that it has; None for a CPU."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
-    memory_gib = found.total_memory / GIB
-    return find_device(found.name) or Gpu(found.name, 0.0, 0.0, memory_gib, found.name)
+    known = find_device(found.name) or Gpu(found.name, 0.0, 0.0, 0.0, found.name)
+    # Not the table's: one name is sold with several sizes, and a MIG instance has a part of it.
+    return replace(known, memory_gib=found.total_memory / GIB)
 
 
 def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None) -> str:
@@ -69,12 +71,7 @@ def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None)
     if gpu is None:
         return f"{lower}; or {otherwise}"
     usable_gib = usable_bytes(gpu) / GIB
-    needed_gib = (
-        step_memory(
-            config.model, config.optim, config.train, plan, num_classes, config.init.freeze
-        ).total
-        / GIB
-    )
+    needed_gib = step_memory(config, plan, num_classes).total / GIB
     counted = f"launch/plan.py counts {needed_gib:.1f} of {usable_gib:.1f} GiB at {now}"
     largest = largest_micro_batch(config, plan, num_classes, gpu)
     otherwise_fits = _with_less_kept(config, plan, num_classes, gpu)
@@ -91,8 +88,7 @@ def _with_less_kept(config: Config, plan: Plan, num_classes: int, gpu: Gpu) -> s
     if config.train.activation_checkpointing != "none":
         return ""
     train = config.train.model_copy(update={"activation_checkpointing": "block"})
-    frozen = config.init.freeze
-    memory = step_memory(config.model, config.optim, train, plan, num_classes, frozen)
+    memory = step_memory(config.model_copy(update={"train": train}), plan, num_classes)
     if memory.total > usable_bytes(gpu):
         return ""
     return "set train.activation_checkpointing=block, with which it fits in 4/3 of the time"

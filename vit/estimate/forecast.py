@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from vit.config.schema import Config
+from vit.estimate.host_memory import HostMemory, host_memory
 from vit.estimate.memory import StepMemory, step_memory
 from vit.freeze import create_trained_model
 from vit.model_summary import flops_per_image, frozen_flops_per_image
+from vit.mfu import train_flops_per_image
 from vit.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
 from vit.plan import IMAGENET_IMAGES, Plan, make_plan, micro_batch_sizes
 from vit.run.preflight import DiskNeeds, disk_needs
@@ -41,6 +43,8 @@ IMAGES_PER_CORE_S = 1034
 SHARD_BYTES_PER_IMAGE = 122_000
 """ImageNet's shards take 156 GB (docs/data.md)."""
 IMAGENET_VAL_IMAGES = 50_000
+SAME_NETWORK = 0.1
+"""Another number of classes, and of samples that drop path keeps, change operations by less."""
 GIB = 2**30
 
 
@@ -77,6 +81,7 @@ class Forecast:
     """At `plan.micro_batch_size`."""
     largest_micro_batch_size: int
     """The largest that divides the rank's batch and fits; 0 if none does."""
+    host_memory: HostMemory
     disk: DiskNeeds
     speed: Speed
     forward_flops: int
@@ -121,7 +126,7 @@ class Forecast:
 def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESULTS) -> Forecast:
     """Forecast the run of `config`; where its data cannot be opened, of one over ImageNet-1k.
 
-    Raises ValueError as `vit.plan.make_plan`, for sizes that do not divide.
+    Raises ValueError as `vit.plan.make_plan`, for sizes that do not divide, and as `host_memory`.
     """
     data, plan = size_and_plan(config, num_gpus)
     with torch.device("meta"):
@@ -130,30 +135,32 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
     if plan.total_steps % plan.eval_every_steps:
         num_evaluations += plan.evaluates_at(plan.total_steps)  # once more, at the end
     num_models = 1 if config.train.ema_decay is None else 2
+    disk = disk_needs(
+        *(config.model, config.optim, config.train, config.checkpoint, plan),
+        data.num_classes,
+        config.init.freeze,
+    )
+    trained_flops = train_flops_per_image(model, plan.micro_batch_size)
     return Forecast(
         gpu=gpu,
         num_gpus=num_gpus,
         precision=config.train.precision,
         plan=plan,
         data=data,
-        memory=_memory(config, plan, data.num_classes),
+        memory=step_memory(config, plan, data.num_classes),
         largest_micro_batch_size=largest_micro_batch(config, plan, data.num_classes, gpu),
-        disk=disk_needs(
-            *(config.model, config.optim, config.train, config.checkpoint, plan),
-            data.num_classes,
-            config.init.freeze,
+        host_memory=host_memory(
+            config, plan, data.num_images, data.num_val_images, disk.checkpoint_bytes
         ),
-        speed=expected_speed(config.model.name, config.train.precision, gpu, results),
+        disk=disk,
+        speed=expected_speed(
+            config.model.name, config.train.precision, trained_flops, gpu, results
+        ),
         forward_flops=flops_per_image(model),
         train_flops=_train_flops(config, plan, model),
         train_images=plan.total_steps * plan.global_batch_size,
         eval_images=num_evaluations * num_models * data.num_val_images,
     )
-
-
-def _memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
-    frozen = config.init.freeze
-    return step_memory(config.model, config.optim, config.train, plan, num_classes, frozen)
 
 
 def usable_bytes(gpu: Gpu) -> float:
@@ -170,22 +177,26 @@ def largest_micro_batch(config: Config, plan: Plan, num_classes: int, gpu: Gpu) 
     sizes = [0, *micro_batch_sizes(config.augment, rank_batch)]
 
     def is_too_large(size: int) -> bool:
-        tried = replace(plan, micro_batch_size=size)
-        return _memory(config, tried, num_classes).total > usable_bytes(gpu)
+        memory = step_memory(config, replace(plan, micro_batch_size=size), num_classes)
+        return memory.total > usable_bytes(gpu)
 
     return sizes[bisect_left(sizes, True, lo=1, key=is_too_large) - 1]
 
 
-def expected_speed(model_name: str, precision: str, gpu: Gpu, results: Path = RESULTS) -> Speed:
+def expected_speed(
+    model_name: str, precision: str, flops: int, gpu: Gpu, results: Path = RESULTS
+) -> Speed:
     """Return the MFU that `results` have for this model on this GPU, or the published range.
 
-    The fastest row counts, since it is what the settings it names reach.
+    The fastest row counts, since it is what the settings it names reach. flops: of training on an
+    image, which tell apart networks of one name: other image sizes, another depth.
     """
     best: tuple[float, str] | None = None
     for path in sorted(results.glob("*-gpu-*.json")):
         measured = json.loads(path.read_text())
         for row in measured["training"]:
             same = row["model"] == model_name and measured["gpu"] == gpu.name
+            same = same and abs(row["flops_per_image"] / flops - 1) <= SAME_NETWORK
             # What is computed a second time is no part of this share: `_train_flops` adds it.
             once = row.get("activation_checkpointing", "none") == "none"
             if same and once and row["precision"] == precision:

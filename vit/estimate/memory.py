@@ -5,6 +5,7 @@ result and no memory. Every storage that appears is added to a sum, and taken of
 tensor that uses it goes, as an allocator would do it:
 
     config -> model, optimizer and batch without memory -> TrainStep -> `StepMemory`, part by part
+    config -> a drawn table, images without memory -> Augment -> its temporaries, one part more
 
 The device is a "cpu" that computes nothing, because torch's autograd asks for a real context on a
 GPU that is not there. What is kept for the backward pass is the same on both: autocast casts the
@@ -13,19 +14,22 @@ same tensors, and attention keeps its inputs, its output and one number a row.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from vit.config.schema import AugmentConfig, ModelConfig, OptimConfig, TrainConfig
+from vit.config.schema import AugmentConfig, Config
 from vit.data.augment.apply import Augment
+from vit.data.augment.draw import draw_table, sample_keys
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
 from vit.freeze import freeze as freeze_parameters
@@ -59,32 +63,33 @@ class StepMemory:
     batches: int
     activations: int
     """What the backward pass needs of the forward pass, and temporaries at the peak."""
+    augmentation: int
+    """Temporaries of the next batch's augmentation, which runs beside the step on a stream of its
+    own; torch's allocator gives memory of one stream to no other."""
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
         return sum(astuple(self))
 
+    @property
+    def in_turn(self) -> int:
+        """The sum where a batch is augmented before its step, as `vit.measure` does it."""
+        return self.total - self.augmentation
 
-def step_memory(
-    model_config: ModelConfig,
-    optim: OptimConfig,
-    train: TrainConfig,
-    plan: Plan,
-    num_classes: int,
-    freeze: str | int = "none",
-) -> StepMemory:
-    """Count the bytes of one step of `plan` on each rank; freeze: `init.freeze`.
 
-    Without torch.compile, which needs less. Not in it: temporaries of the augmentation, which works
-    on the next batch meanwhile. They are 5 to 8 times the bytes of its images with RandAugment, at
-    most 14 times (3-Augment), of at most 128 MiB of images at once.
+def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
+    """Count the bytes of one step of `plan` on each rank; without torch.compile, which needs less.
+
+    config: its sections model, init, optim, train and augment; batches are those of `plan`.
     """
+    optim = config.optim
+    train = config.train
     rank_batch_size = plan.global_batch_size // plan.world_size
     device = torch.device("cpu")
     with torch.device("meta"):
-        model: Any = create_model(model_config, num_classes=num_classes)
-    freeze_parameters(model, freeze)
+        model: Any = create_model(config.model, num_classes=num_classes)
+    freeze_parameters(model, config.init.freeze)
     model.train()
     checkpoint_activations(model, train.activation_checkpointing)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
@@ -129,7 +134,33 @@ def step_memory(
         average=average,
         batches=BATCHES_ON_DEVICE * rank_batch_size * image_bytes,
         activations=activations,
+        augmentation=augmentation_bytes(
+            config.augment, tuple(batch.images.shape[1:]), rank_batch_size
+        ),
     )
+
+
+@functools.lru_cache
+def augmentation_bytes(
+    config: AugmentConfig, image_shape: tuple[int, int, int], num_rows: int
+) -> int:
+    """Count what the augmentation of `num_rows` images needs at its peak besides its result.
+
+    image_shape: (C, H, W). For the operations that one batch of the recipe draws: another one
+    differs by some percent.
+    """
+    keys = sample_keys(0, 0, np.arange(num_rows))
+    sides_px = np.full(num_rows, 400)
+    table = torch.from_numpy(draw_table(config, keys, sides_px, sides_px, image_shape[1:]))
+    # The meta device: as on a GPU, many images are changed at once.
+    meta = torch.device("meta")
+    augment = Augment(config, 1, (0.5,), (0.5,), meta)
+    shape = (num_rows, *image_shape)
+    augment.change(torch.empty(shape, dtype=torch.uint8, device=meta), table)  # makes constants
+    with LiveBytes() as live:
+        images = torch.empty(shape, dtype=torch.uint8, device=meta)
+        changed = augment.change(images, table)
+    return live.peak - images.nbytes - changed.nbytes
 
 
 class LiveBytes(TorchDispatchMode):

@@ -70,7 +70,12 @@ def _plain(name: str) -> str:
 
 
 def find_device(device_name: str) -> Gpu | None:
-    """Return the GPU that the driver calls `device_name`, None if the table does not have it."""
+    """Return the GPU that the driver calls `device_name`, None if the table does not have it.
+
+    Nor for an instance of a divided GPU ("NVIDIA H200 MIG 1g.18gb"), whose peak is a part.
+    """
+    if re.search(r"\bMIG\b", device_name):
+        return None
     matches = (gpu for gpu in GPUS if re.search(gpu.pattern, device_name, re.IGNORECASE))
     return next(matches, None)
 
@@ -78,6 +83,12 @@ def find_device(device_name: str) -> Gpu | None:
 def parse_gpus(text: str) -> tuple[int, Gpu]:
     """Parse `8xH200` or `H200` into a count and a GPU. Raises ValueError for anything else."""
     match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
-    if match is None or match[1] == "0":
-        raise ValueError(f"--gpus {text!r}: expected a number and a name, as in 8xH200")
-    return int(match[1] or 1), find_gpu(match[2])
+    expected = f"--gpus {text!r}: expected a number and a name, as in 8xH200"
+    if match is None or (match[1] is not None and int(match[1]) == 0):
+        raise ValueError(expected)
+    try:
+        return int(match[1] or 1), find_gpu(match[2])
+    except ValueError:
+        if re.fullmatch(r"[\d\s*x]*", match[2], re.IGNORECASE):  # a number without a name
+            raise ValueError(expected) from None
+        raise

@@ -1,0 +1,70 @@
+"""Memory that a run takes of its hosts, by the plan of the loader's ring: no batch is made.
+
+    config, size of the data -> layout and ring of training and of evaluation -> `HostMemory`
+
+It is what `vit.run.preflight` asks of a host at the start, for the parts that a config decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vit.config.schema import Config
+from vit.data.augment.table import table_layout
+from vit.data.batches import BatchLayout, ImageFormat, row_unit
+from vit.data.slots import EVAL_READY_BATCHES, plan_ring
+from vit.plan import Plan, create_order
+from vit.run.preflight import WORKER_BYTES
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes; all but the last one for each GPU."""
+
+    slots: int
+    """Batches that are made, ready or in use; page-locked."""
+    eval_slots: int
+    """The same for evaluations, kept between them; page-locked."""
+    workers: int
+    """Loader workers, and as many again for evaluations."""
+    saved_copy: int
+    """The copy from which a thread writes a checkpoint, page-locked; on the first host only."""
+
+    @property
+    def of_each_gpu(self) -> int:
+        """The sum of what each GPU needs."""
+        return self.slots + self.eval_slots + self.workers
+
+
+def host_memory(
+    config: Config, plan: Plan, num_images: int, num_val_images: int, saved_bytes: int
+) -> HostMemory:
+    """Plan the rings of each GPU's batches; saved_bytes: of a checkpoint.
+
+    Raises ValueError as `vit.data.slots.plan_ring`, for a `data.prefetch_gib` that is too little.
+    """
+    data = config.data
+    image_format = ImageFormat.from_config(config.model, data)
+    order = create_order(data, config.augment, config.train.seed, num_images)
+    columns = table_layout(config.augment).width
+    rows = plan.global_batch_size // plan.world_size
+    ring = plan_ring(
+        BatchLayout(rows, image_format, columns),
+        row_unit(config.augment, order),
+        plan.total_steps,
+        data.num_workers,
+        data.prefetch_gib,
+        on_gpu=True,
+    )
+    eval_rows = config.eval.batch_size
+    eval_ring = plan_ring(
+        BatchLayout(eval_rows, image_format, 0),
+        1,
+        -(-num_val_images // (eval_rows * plan.world_size)),
+        data.num_workers,
+        None,
+        on_gpu=True,
+        max_ready=EVAL_READY_BATCHES,
+    )
+    workers = 2 * data.num_workers * WORKER_BYTES
+    return HostMemory(ring.num_bytes, eval_ring.num_bytes, workers, saved_bytes)
