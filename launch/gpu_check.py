@@ -121,7 +121,7 @@ def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> lis
     tried: dict[str, tuple[str, float, Callable[[], Iterable[Line]]]] = {
         "slots": ("the loader's slots", 30, partial(promises.page_locked_slots, device)),
         "equality": ("the CPU's numbers", 60, partial(promises.equals_the_cpu, device)),
-        "waits": ("no step after the first waits", 40, partial(promises.no_waits, device)),
+        "waits": ("no step waits", 40, partial(promises.no_waits, device)),
         "graphs": (
             "graphs are compiled as planned",
             120,

@@ -17,8 +17,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if torch.cuda.device_count() == 0:
             item.add_marker(pytest.mark.skip(reason=WITHOUT))
-
-
-@pytest.fixture
-def gpu() -> torch.device:
-    return torch.device("cuda", 0)

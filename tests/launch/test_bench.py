@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from processes import COMMANDS, TINY, call, environment, run
 
+from vit.mfu import train_flops_per_image
+from vit.model import create_model
 from vit.step import Part
 
 SETTINGS = [word for word in TINY if not word.startswith(("log.", "eval."))]
@@ -90,6 +92,30 @@ def test_a_batch_that_takes_too_long_is_made_smaller(no_data):
     done = bench(no_data, "--seconds", 1e-6, "--json", "data.global_batch_size=24")
     [row] = json.loads(done.stdout)["training"]
     assert (row["rank_batch_size"], row["micro_batch_size"], row["num_steps"]) == (2, 2, 3)
+
+
+def test_the_smaller_batch_is_one_that_the_data_have_an_order_for(config):
+    """Copies and lanes must divide it: of 1, 2, 3, 4, 6 and 12 images only 4 and 12 can be had."""
+    lanes = ("data.aug_repeats=4", "data.num_lanes=1", "augment.mixup_alpha=0")
+    settings = (*lanes, "augment.cutmix_alpha=0", "data.micro_batch_size=2")
+    done = bench(config, "--seconds", 1e-6, "--micro-batch", 2, "--json", *settings)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    [row] = found["training"]
+    assert (row["rank_batch_size"], row["micro_batch_size"]) == (4, 2)
+    assert found["loading"]["together_images_per_s"] > 0
+
+
+def test_operations_are_those_of_the_micro_batch_that_is_measured(no_data):
+    """At .45 drop path by subsets computes 1 of 2 samples, but 7 of 12."""
+    fields = {"drop_path_rate": 0.45, "drop_path_form": "subset", "drop_path_schedule": "constant"}
+    settings = [f"model.{name}={value}" for name, value in fields.items()]
+    done = bench(no_data, "--seconds", 1e-6, "--json", *settings, "data.micro_batch_size=12")
+    [row] = json.loads(done.stdout)["training"]
+    assert row["micro_batch_size"] == 2
+    model = create_model("vit_ti8", 16, 1000, embed_dim=32, depth=2, num_heads=2, **fields)
+    assert row["flops_per_image"] == train_flops_per_image(model, 2)
+    assert row["flops_per_image"] != train_flops_per_image(model, 12)
 
 
 @pytest.mark.full

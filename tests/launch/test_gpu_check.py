@@ -31,7 +31,7 @@ def test_parts_are_lines_and_the_files_are_not_a_gpus(tmp_path):
     lines = done.stdout.splitlines()
     assert "thread(s)), torch " in lines[0]
     assert lines[1].startswith("pass  the loader's slots: ")
-    assert lines[2].startswith("  -   no step after the first waits for the GPU: ")
+    assert lines[2].startswith("  -   no step waits for the GPU: ")
     assert lines[-1].startswith("1 promises kept, 0 not, in ")
     [found] = tmp_path.glob("*.json")
     assert "-gpu-" not in found.name, "the planner reads those"

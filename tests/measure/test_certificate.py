@@ -12,6 +12,7 @@ from vit.step import Part
 from vit.system.gpus import find_gpu
 
 H200 = find_gpu("H200")
+B16_FLOPS = 105_000_000_000
 LOADING = {
     "model": "vit_b16",
     "num_workers": 8,
@@ -39,7 +40,7 @@ def row(**changes) -> dict:
         "images_per_s": 3000.0,
         "images_per_s_per_gpu": 3000.0,
         "mfu": 0.32,
-        "flops_per_image": 105_000_000_000,
+        "flops_per_image": B16_FLOPS,
         "num_steps": 7,
         "step_s": 1.36,
         "fastest_step_s": 1.35,
@@ -69,22 +70,29 @@ def result(
 
 
 def test_the_planner_reads_what_the_bench_has_written(tmp_path):
-    assert expected_speed("vit_b16", "bf16", H200, tmp_path).low == MFU_RANGE[0]
+    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path).low == MFU_RANGE[0]
     eager = row(compiled=False, mfu=0.22)
     path = write_results(tmp_path, result(eager, row(), loading=LOADING))
     assert path.name.endswith("-gpu-h200.json")
-    speed = expected_speed("vit_b16", "bf16", H200, tmp_path)
+    speed = expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path)
     assert (speed.low, speed.high) == (0.32, 0.32)
     assert path.name in speed.source
     again = row(activation_checkpointing="block", mfu=0.9)
     write_results(tmp_path, result(again))
-    assert expected_speed("vit_b16", "bf16", H200, tmp_path) == speed, "it is not the same work"
+    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path) == speed, (
+        "it is not the same work"
+    )
+    shallow = row(flops_per_image=B16_FLOPS // 6, mfu=0.9)
+    write_results(tmp_path, result(shallow))
+    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path) == speed, "other depth"
     for model, precision, gpu in [
         ("vit_l16", "bf16", "H200"),
         ("vit_b16", "fp32", "H200"),
         ("vit_b16", "bf16", "H100"),
     ]:
-        assert expected_speed(model, precision, find_gpu(gpu), tmp_path).low == MFU_RANGE[0]
+        assert (
+            expected_speed(model, precision, B16_FLOPS, find_gpu(gpu), tmp_path).low == MFU_RANGE[0]
+        )
 
 
 def test_a_file_gathers_models_and_replaces_what_was_measured_again(tmp_path):
@@ -113,7 +121,7 @@ def test_a_gpu_that_the_table_lacks_and_a_cpu_have_files_of_their_own(tmp_path):
     cpu = write_results(tmp_path, result(row(), device=processor, kind="cpu"))
     assert cpu.name.endswith("-amd-epyc-9b14.json")
     assert "-gpu-" not in cpu.name, "the planner reads all files with gpu in their names"
-    assert expected_speed("vit_b16", "bf16", H200, tmp_path).low == MFU_RANGE[0]
+    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path).low == MFU_RANGE[0]
 
 
 def test_tables_have_a_column_for_each_measurement():

@@ -123,6 +123,14 @@ def test_what_is_not_about_memory_is_an_error(step):
     assert step.micro_batch_size == 4
 
 
+def test_what_is_needed_beside_a_step_must_fit_too(step, config):
+    def make_batch(rows):
+        return synthetic_batches(config, rows, 5, WORLD.device, count=1)[0]
+
+    assert fits_in_memory(step, 2, make_batch, beside_bytes=2**20)
+    assert not fits_in_memory(step, 2, make_batch, beside_bytes=2**50)
+
+
 def test_the_peak_has_what_is_gone_again():
     """A quarter of a GiB, which the allocator takes from the system and gives back."""
     device = WORLD.device

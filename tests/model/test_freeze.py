@@ -147,9 +147,14 @@ def test_operations_are_those_that_torch_does(which):
 
 def test_the_planner_counts_less_memory():
     plan = Plan(1, 8, 8, 1, 1, 0, 8, 1, 0, 1, 1)
-    section = ModelConfig(name="vit_ti8", image_size=32, **SHAPE)
+    config = Config(
+        model=ModelConfig(name="vit_ti8", image_size=32, **SHAPE),
+        data=DataConfig(root="none", global_batch_size=8),
+        optim=OPTIM,
+        train=TrainConfig(steps=1),
+    )
     counted = {
-        which: step_memory(section, OPTIM, TrainConfig(steps=1), plan, 5, which)
+        which: step_memory(config.model_copy(update={"init": InitConfig(freeze=which)}), plan, 5)
         for which in ("none", 1, "backbone")
     }
     everything, one, extractor = counted.values()

@@ -199,7 +199,7 @@ def test_memory_is_that_of_the_planner():
     hidden_bytes = 4 * 197 * 768
     assert 2 * hidden_bytes <= needs.forward < 10 * hidden_bytes
     plan = SimpleNamespace(world_size=1, global_batch_size=200, micro_batch_size=200)
-    larger = step_memory(config.model, config.optim, config.train, plan, 10).total
+    larger = step_memory(config, plan, 10).total
     assert needs.per_image == pytest.approx(larger / 200, rel=0.2)
     assert needs.training < larger
 

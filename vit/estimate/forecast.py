@@ -20,8 +20,8 @@ from vit.config.schema import Config
 from vit.estimate.host_memory import HostMemory, host_memory
 from vit.estimate.memory import StepMemory, step_memory
 from vit.freeze import create_trained_model
-from vit.model_summary import flops_per_image, frozen_flops_per_image
 from vit.mfu import train_flops_per_image
+from vit.model_summary import flops_per_image, frozen_flops_per_image
 from vit.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
 from vit.plan import IMAGENET_IMAGES, Plan, make_plan, micro_batch_sizes
 from vit.run.preflight import DiskNeeds, disk_needs

@@ -95,7 +95,7 @@ class MemoryNeeds(NamedTuple):
 def memory_needs(config: Config, num_classes: int) -> MemoryNeeds:
     """Count the bytes of the model of `config`: in use, in fp32; in training, as it says."""
     one, some, more = (
-        step_memory(config.model, config.optim, config.train, _plan_of(size), num_classes)
+        step_memory(config, _plan_of(size), num_classes)
         for size in (1, FROM_IMAGES, 2 * FROM_IMAGES)
     )
     per_image = (more.total - some.total) // FROM_IMAGES

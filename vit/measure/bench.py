@@ -24,7 +24,7 @@ from vit.config.schema import Config
 from vit.data.batches import Batch
 from vit.estimate.fitting import gpu_of, naming_what_fits
 from vit.estimate.forecast import DataSize, largest_micro_batch, size_and_plan
-from vit.estimate.memory import step_memory
+from vit.estimate.memory import augmentation_bytes, step_memory
 from vit.freeze import create_trained_model
 from vit.measure import step as steps
 from vit.measure.certificate import peak_text
@@ -33,7 +33,7 @@ from vit.measure.step import OnStep, create_step, run_steps, time_step
 from vit.measure.synthetic import synthetic_batches
 from vit.measure.trace import write_trace
 from vit.mfu import Peak, Utilization, find_peak, measure_peak, train_flops_per_image
-from vit.plan import Plan, micro_batch_sizes
+from vit.plan import Plan, create_order, micro_batch_sizes
 from vit.precision import precision_note
 from vit.ranks.distributed import World
 from vit.step import TrainStep, why_not_compiled
@@ -68,12 +68,12 @@ class Subject:
     plan: Plan
     data: DataSize
     wishes: Wishes
-    flops_per_image: int
-    """Of training."""
     peak: Peak
     """Of each device, also of a CPU."""
     sizes: list[int]
     """Micro-batches that divide a rank's batch."""
+    loadable: list[int]
+    """Those of them that the data's order takes as a rank's whole batch; all without data."""
     in_use: int
     """Bytes before anything was made. A CPU's process keeps what the first mode has freed, so those
     before the second mode would hide what it takes."""
@@ -149,13 +149,23 @@ def _subject(config: Config, world: World, wishes: Wishes) -> Subject:
                 f" be divided into {', '.join(map(str, sizes))}"
             )
         plan = replace(plan, micro_batch_size=wishes.micro_batch_size)
-    with torch.device("meta"):
-        model = create_trained_model(config, data.num_classes)
-    flops = train_flops_per_image(model, plan.micro_batch_size)
+    loadable = [
+        size for size in sizes if data.assumed or _has_order(config, data, size * world.size)
+    ]
     precision = config.train.precision
     peak = find_peak(world.device, precision) or measure_peak(world.device, precision)
     in_use = steps.bytes_in_use(world.device)
-    return Subject(config, world, plan, data, wishes, flops, peak, sizes, in_use)
+    return Subject(config, world, plan, data, wishes, peak, sizes, loadable, in_use)
+
+
+def _has_order(config: Config, data: DataSize, global_batch_size: int) -> bool:
+    """Return whether there is an order of batches so large: lanes and copies must divide them."""
+    tried = config.data.model_copy(update={"global_batch_size": global_batch_size})
+    try:
+        create_order(tried, config.augment, config.train.seed, data.num_images)
+    except ValueError:
+        return False
+    return True
 
 
 def _one_graph_for_each_size() -> AbstractContextManager[None]:
@@ -232,7 +242,11 @@ def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | No
     def on_try(size: int) -> None:
         subject.say(f"{mode}: does a micro-batch of {size} fit?")
 
-    largest = steps.largest_micro_batch(train_step, sizes, subject.make_batch, first, on_try)
+    shape = (config.model.in_chans, *config.model.height_width())
+    beside_bytes = augmentation_bytes(config.augment, shape, subject.sizes[-1])
+    largest = steps.largest_micro_batch(
+        train_step, sizes, subject.make_batch, first, beside_bytes, on_try
+    )
     with subject.world.fail_together():
         if not largest:
             raise ValueError(f"{config.model.name}: {_too_large(subject)}")
@@ -284,18 +298,20 @@ def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) 
     """Return how many images a rank's step may have, so that it takes half of the seconds at most.
 
     On a CPU the batch of a recipe for GPUs would take minutes. A given number of steps is one of
-    whole steps.
+    whole steps. The loader gets the same batch later, so it is one that has an order.
     """
     wishes = subject.wishes
     if wishes.num_steps is not None:
         return subject.sizes[-1]
     is_fixed = subject.on_gpu or wishes.micro_batch_size is not None
-    rows = micro_batch_size if is_fixed else subject.sizes[0]
+    rows, *others = [
+        size
+        for size in subject.loadable
+        if size % micro_batch_size == 0 or (size < micro_batch_size and not is_fixed)
+    ]
     train_step.micro_batch_size = min(micro_batch_size, rows)
     run_steps(train_step, subject.make_batches(rows, 1), 1)
-    for larger in subject.sizes:
-        if larger <= rows or (larger > micro_batch_size and larger % micro_batch_size):
-            continue
+    for larger in others:
         train_step.micro_batch_size = min(micro_batch_size, rows)
         [taken_s] = run_steps(train_step, subject.make_batches(rows, 1), 1)
         # The clocks of ranks differ: the first one decides for all.
@@ -333,12 +349,12 @@ def _measure_row(
         global_batch_size=rank_batch_size * world.size,
         accumulation_steps=rank_batch_size // micro_batch_size,
     )
-    planned = step_memory(
-        *(config.model, config.optim, config.train, tried),
-        subject.data.num_classes,
-        config.init.freeze,
-    )
+    planned = step_memory(config, tried, subject.data.num_classes)
     of_each = times.images_per_s / world.size
+    with torch.device("meta"):
+        model = create_trained_model(config, subject.data.num_classes)
+    # By the micro-batch, which decides how many samples drop path leaves out.
+    flops_per_image = train_flops_per_image(model, micro_batch_size)
     return {
         "model": config.model.name,
         "image_size": list(config.model.height_width()),
@@ -352,8 +368,8 @@ def _measure_row(
         "micro_batch_size": micro_batch_size,
         "images_per_s": times.images_per_s,
         "images_per_s_per_gpu": of_each,
-        "mfu": Utilization(subject.flops_per_image, subject.peak).mfu(of_each),
-        "flops_per_image": subject.flops_per_image,
+        "mfu": Utilization(flops_per_image, subject.peak).mfu(of_each),
+        "flops_per_image": flops_per_image,
         "num_steps": times.num_steps,
         "step_s": times.step_s,
         "fastest_step_s": times.fastest_s,
@@ -361,7 +377,7 @@ def _measure_row(
         "parts_s": {str(part): seconds for part, seconds in times.parts_s.items()},
         "all_reduce": None if reduced is None else asdict(reduced),
         "peak_memory_gib": None if peak is None else (peak - subject.in_use) / GIB,
-        "planned_memory_gib": planned.total / GIB,
+        "planned_memory_gib": planned.in_turn / GIB,
     }
 
 

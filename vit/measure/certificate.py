@@ -29,8 +29,8 @@ PART_NAMES = {
     Part.UPDATE: "norm, optimizer, average",
 }
 IDENTITY = (
-    *("model", "image_size", "drop_path_form", "precision", "compiled", "deterministic"),
-    *("activation_checkpointing", "num_devices", "micro_batch_size"),
+    *("model", "image_size", "flops_per_image", "drop_path_form", "precision", "compiled"),
+    *("deterministic", "activation_checkpointing", "num_devices", "micro_batch_size"),
 )
 """A later row with the same of these replaces the earlier one in a file."""
 

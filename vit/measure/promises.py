@@ -182,15 +182,20 @@ def _equal_levels(device: torch.device) -> Iterator[Line]:
 
 
 def no_waits(device: torch.device) -> Iterator[Line]:
-    """From the second step on none waits for the GPU; torch raises an error where one does."""
-    what = "no step after the first waits for the GPU"
+    """Steps and augmentation wait for nothing; torch raises an error where one does.
+
+    After a first round, in which constants and memory come.
+    """
+    what = "no step waits for the GPU"
     if device.type != "cuda":
         yield Line(what, None, "a CPU has no queue to wait for")
         return
     step, batches = make_step(recipe(*SMALL, "train.compile=false"), device)
-    run_steps(step, batches, 2)
+    run_steps(step, batches, len(batches))
     with _waits_are_errors(device):
-        results = [step(batches[number % len(batches)], number) for number in range(2, 8)]
+        results = [
+            step(step.augment.change_batch(batch), number) for number, batch in enumerate(batches)
+        ]
     finite = all(np.isfinite(result.read().loss) for result in results)
     yield Line(what, finite, f"{len(results)} steps queued without one")
 
@@ -267,7 +272,7 @@ def planned_memory(device: torch.device) -> Iterator[Line]:
         yield Line(what, None, "this system does not say")
         return
     measured = peak - before
-    counted = step_memory(config.model, config.optim, config.train, plan, CLASSES).total
+    counted = step_memory(config, plan, CLASSES).in_turn
     off = measured / counted - 1
     # A CPU's process holds much besides tensors, and this step is small.
     on_gpu = device.type == "cuda"

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from vit.build import create_train_step
 from vit.config.schema import Config
@@ -236,12 +237,14 @@ def largest_micro_batch(
     sizes: Sequence[int],
     make_batch: Callable[[int], Batch],
     first: int,
+    beside_bytes: int = 0,
     on_try: Callable[[int], None] = lambda size: None,
 ) -> int:
     """Return the largest of `sizes` whose step fits into memory on every rank; 0 for none.
 
     sizes: ascending. make_batch: rows -> a batch on the device. first: where to begin, such as the
-    planner's number: the sizes next to it are tried, one after the other. on_try: called with each.
+    planner's number: the sizes next to it are tried, one after the other. beside_bytes: see
+    `fits_in_memory`. on_try: called with each.
     """
     fits = -1
     too_large = len(sizes)
@@ -249,7 +252,8 @@ def largest_micro_batch(
     while too_large - fits > 1:
         on_try(sizes[tried])
         # Without DDP: a rank that runs out of memory would leave the others in an all-reduce.
-        if train_step.world.any_rank(not fits_in_memory(train_step, sizes[tried], make_batch)):
+        fits_here = fits_in_memory(train_step, sizes[tried], make_batch, beside_bytes)
+        if train_step.world.any_rank(not fits_here):
             too_large = tried
             tried -= 1
         else:
@@ -259,18 +263,24 @@ def largest_micro_batch(
 
 
 def fits_in_memory(
-    train_step: TrainStep, micro_batch_size: int, make_batch: Callable[[int], Batch]
+    train_step: TrainStep,
+    micro_batch_size: int,
+    make_batch: Callable[[int], Batch],
+    beside_bytes: int = 0,
 ) -> bool:
     """Return whether this rank's device has the memory for steps of two passes of that size.
 
     Two, because gradients exist when the second one begins, as they always do under DDP.
+    beside_bytes: what training needs at the same time, as for the next batch's augmentation.
     """
+    beside: Tensor | None = None
     before = (train_step.world, train_step.wrapped, train_step.micro_batch_size)
     train_step.world = replace(train_step.world, rank=0, size=1)
     train_step.wrapped = train_step.model
     train_step.micro_batch_size = micro_batch_size
     fits = True
     try:
+        beside = torch.empty(beside_bytes, dtype=torch.uint8, device=train_step.world.device)
         run_steps(train_step, [make_batch(2 * micro_batch_size)], WARM_UP_STEPS)
     except Exception as error:
         if not out_of_memory(error):
@@ -278,6 +288,7 @@ def fits_in_memory(
         fits = False
     finally:
         train_step.world, train_step.wrapped, train_step.micro_batch_size = before
+    del beside
     # After the `except`: its stack holds tensors.
     train_step.optimizer.zero_grad(set_to_none=True)
     release_memory(train_step.world.device)
