@@ -14,7 +14,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit.config.io import from_dict
-from vit.config.schema import AdamWConfig, AugmentConfig, ModelConfig, TrainConfig
+from vit.config.schema import (
+    AdamWConfig,
+    AugmentConfig,
+    Config,
+    DataConfig,
+    InitConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from vit.data.augment.apply import Augment
 from vit.estimate.memory import step_memory
 from vit.freeze import freeze
