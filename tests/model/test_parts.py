@@ -72,7 +72,7 @@ def outcomes(model: nn.Module) -> list[torch.Tensor]:
         ({"global_pool": "map", "class_token": False, "norm_layer": "rmsnorm"}, {}),
         ({"pos_embed": "none"}, {}),
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_names_logits_and_gradients_equal_timm(ours, theirs):
     model = randomise(VisionTransformer(SIZE, **TINY, **ours))
