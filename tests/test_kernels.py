@@ -28,7 +28,7 @@ NUMERIC = [
     "tests/report/test_model_plots.py",
 ]
 CORE = [
-    "tests/weights/test_published.py::test_a_file_of_timms_computes_and_predicts_what_timm_does[resnet10t.c3_in1k-as_hub_folder-fields10]",
+    "tests/weights/test_published.py::test_a_file_of_timms_computes_and_predicts_what_timm_does[resnet10t]",
     "tests/model/test_model.py::test_state_dict_logits_and_gradients_equal_timm",
     "tests/test_step.py::test_three_updates_equal_a_plain_loop_of_torch",
 ]

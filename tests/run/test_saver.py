@@ -243,10 +243,10 @@ def test_a_process_forked_during_a_save_does_not_have_its_file(tmp_path, config)
 
     def look(event: str, args: tuple) -> None:
         if event == "os.rename" and not found:
-            found.append((open_files(os.getpid(), ".tmp"), in_a_fork(expect_nothing)))
+            found.append((open_files(tmp_path, ".tmp"), in_a_fork(expect_nothing)))
 
     def expect_nothing() -> None:
-        assert not open_files(os.getpid(), ".tmp")
+        assert not open_files(tmp_path, ".tmp")
 
     with at_each_operation(look):
         run.saver.save(run.state, True)
@@ -257,11 +257,11 @@ def test_a_process_forked_during_a_save_does_not_have_its_file(tmp_path, config)
     assert status == 0
 
 
-def open_files(pid: int, ending: str) -> list[str]:
-    """The files with this ending that a process has open."""
-    folder = Path(f"/proc/{pid}/fd")
-    links = [os.readlink(folder / name) for name in os.listdir(folder) if (folder / name).exists()]
-    return [link for link in links if link.endswith(ending)]
+def open_files(folder: Path, ending: str) -> list[str]:
+    """The files in `folder` with this ending that this process has open."""
+    open_now = Path("/proc/self/fd")
+    links = [os.readlink(file) for file in open_now.iterdir() if file.exists()]
+    return [link for link in links if link.startswith(str(folder)) and link.endswith(ending)]
 
 
 def test_an_error_of_the_thread_comes_with_the_next_save_and_with_the_end(tmp_path, config):

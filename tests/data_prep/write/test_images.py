@@ -404,7 +404,7 @@ REFUSED = {
     "nothing": (b"", "^0 bytes$"),
     "a web page": (
         b"<!DOCTYPE html><html>Not found</html>",
-        r"no image; expected one of JPEG, .*, and it begins with b'<!DOCTYPE html>",
+        r"^no image but a web page \(a login or an error page was saved in its place\)$",
     ),
     "zeros": (bytes(1000), r"no image; expected one of JPEG, .*, and it begins with b'\\x00"),
     "start of a JPEG": (b"\xff\xd8", "cut off in the JPEG headers, after 2 bytes"),
