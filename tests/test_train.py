@@ -104,7 +104,9 @@ def test_killed_and_resumed_equals_uninterrupted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)]
+)
 def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(
     number, tmp_path, config, uninterrupted
 ):

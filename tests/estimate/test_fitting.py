@@ -23,7 +23,7 @@ BATCH = "Lower data.micro_batch_size (64 now) to a size that divides a rank's ba
 def small_config(checkpointing: str = "none") -> Config:
     return from_dict(
         {
-            "model": {"name": "vit_ti16", "image_size": 64},
+            "model": {"name": "vit_ti16", "depth": 4, "image_size": 64},
             "data": {"root": "none", "global_batch_size": 64},
             "train": {"steps": 1, "activation_checkpointing": checkpointing},
         },

@@ -118,7 +118,7 @@ def test_the_largest_micro_batch_fits_and_the_next_one_does_not(gpu, batch):
 
 
 def test_a_model_that_is_too_large():
-    config = config_of(model={"name": "vit_h14", "embed_dim": 5120, "num_heads": 40})
+    config = config_of(model={"name": "vit_h14", "embed_dim": 10240, "num_heads": 80, "depth": 6})
     forecast = make_forecast(config, 1, find_gpu("RTX-4090"))
     assert forecast.largest_micro_batch_size == 0
     assert not forecast.fits

@@ -84,8 +84,11 @@ print(status("VmHWM") - before)
     ("precision", "which", "fields"),
     [
         ("fp32", "none", {}),
-        ("bf16", "none", {}),
-        ("fp32", "block", {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}),
+        pytest.param("bf16", "none", {}, marks=pytest.mark.full),
+        pytest.param(
+            *("fp32", "block", {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}),
+            marks=pytest.mark.full,
+        ),
         ("bf16", 2, {}),
         ("fp32", "none", {"drop_path_rate": 0.5, "drop_path_form": "subset"}),
     ],

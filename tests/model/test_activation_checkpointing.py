@@ -108,9 +108,14 @@ def test_ddp_changes_no_bit():
 
 
 @pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow])]
+    ("form", "backend"),
+    [
+        ("mask", "aot_eager"),
+        ("subset", "aot_eager"),
+        pytest.param("mask", "inductor", marks=pytest.mark.full),
+        pytest.param("subset", "inductor", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("form", ["mask", "subset"])
 def test_compiled_blocks_draw_again_what_they_drew(form, backend):
     found = []
     for which in ("none", "block"):

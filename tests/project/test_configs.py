@@ -138,7 +138,13 @@ def test_a_recipe_has_the_values_of_its_sources_table_and_no_others(path):
     assert given <= table.keys() | OURS, "a value without a source"
 
 
-@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.full] * ("h14" in path.stem))
+        for path in PUBLISHED
+    ],
+)
 def test_what_a_header_derives_follows_from_its_recipe(path):
     """Steps on ImageNet; hours and memory as `launch/plan.py` forecasts them for 8 H200."""
     config = load_config(path, ["data.root=/none"]).config

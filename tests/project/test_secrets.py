@@ -112,7 +112,7 @@ def with_login(web: WebServer, path: str = "/p") -> str:
     return f"{web.url.replace('://', f'://{LOGIN}')}{path}"
 
 
-@pytest.mark.slow
+@pytest.mark.full  # the next tests have the same places of a secret, in a header and in a query
 def test_a_run_from_an_address_with_a_login(web, place, shards):
     web.login = f"me:{PASSWORD}"
     config = write_config(place, shards, steps=2)

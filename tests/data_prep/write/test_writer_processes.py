@@ -120,8 +120,15 @@ def wait_for_end_of_group(group: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status", "early"),
+    [
+        (signal.SIGINT, 130, True),
+        (signal.SIGTERM, 143, False),
+        pytest.param(signal.SIGINT, 130, False, marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, 143, True, marks=pytest.mark.full),
+    ],
+)
 def test_interrupted_it_ends_at_once_and_clean(
     prepare, undisturbed, tmp_path, number, status, early
 ):
