@@ -25,7 +25,7 @@ from vit.ranks.exit import run_command
 from vit.report.replay import Replay, ReplayedRow, plot_step, write_csv
 from vit.report.source import ReportSource
 from vit.run.folder import METRICS_FILE, REPORT_FOLDER, newest_run
-from vit.system.command_line import Parser, run_and_settings
+from vit.system.command_line import Parser, add_run_words, run_and_settings
 
 TABLE_ROWS = 12
 
@@ -83,13 +83,7 @@ def _cells(row: ReplayedRow) -> tuple[str, str, str, str, str]:
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/replay.py", __doc__, setting_for)
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="RUN",
-        help="run folder (default: the newest run under runs/), and settings that differ from the"
-        " run's, such as data.root=ELSEWHERE",
-    )
+    add_run_words(parser)
     parser.add_argument("--step", type=int, required=True, metavar="N", help="from 1 on")
     parser.add_argument(
         "--rank", type=int, metavar="R", help="only the rows of this rank (default: all ranks)"

@@ -25,7 +25,7 @@ from vit.report.samples_page import TABLE_FILE, write_samples_page
 from vit.report.source import ReportSource
 from vit.run.folder import METRICS_FILE, newest_run
 from vit.run.sample_losses import epoch_files
-from vit.system.command_line import Parser, run_and_settings
+from vit.system.command_line import Parser, add_run_words, run_and_settings
 from vit.system.meter import Meter
 
 
@@ -56,13 +56,7 @@ def main() -> World:
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/samples.py", __doc__, setting_for)
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="RUN",
-        help="run folder (default: the newest run under runs/), and settings that differ from the"
-        " run's, such as data.root=ELSEWHERE",
-    )
+    add_run_words(parser)
     parser.add_argument(
         "--images", type=int, default=48, metavar="N", help="in each section (default: 48)"
     )

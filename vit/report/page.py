@@ -85,7 +85,11 @@ def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None)
     source = ReportSource(run_dir, torch.device("cpu"))
     history = read_history(run_dir / METRICS_FILE, in_use)
     content = page_template(TEMPLATE.name).render(_page_values(source, history, pictures))
-    page = run_dir / PAGE_FILE
+    return write_html(run_dir / PAGE_FILE, content)
+
+
+def write_html(page: Path, content: str) -> Path:
+    """Write a page, complete or not at all, and return it. Raises ValueError if it cannot be."""
     try:
         page.parent.mkdir(exist_ok=True)
         with replacing(page) as file:

@@ -23,11 +23,10 @@ from markupsafe import Markup
 from PIL import Image
 
 from vit.data.decode.images import decode
-from vit.report.page import page_template
+from vit.report.page import page_template, write_html
 from vit.report.sample_curves import Duplicates, SampleCurves
 from vit.report.source import ReportSource, as_sentence
 from vit.run.folder import REPORT_FOLDER
-from vit.system.files import replacing
 
 PAGE_FILE = f"{REPORT_FOLDER}/samples.html"
 TABLE_FILE = f"{REPORT_FOLDER}/samples.csv"
@@ -88,14 +87,7 @@ def write_samples_page(
         evaluated=[show[sample] for sample in evaluated],
         why_silent=why_silent,
     )
-    page = source.run_dir / PAGE_FILE
-    try:
-        page.parent.mkdir(exist_ok=True)
-        with replacing(page) as file:
-            file.write(content.encode("utf-8", "replace"))
-    except OSError as error:
-        raise ValueError(f"{page}: cannot be written ({error.strerror})") from None
-    return page
+    return write_html(source.run_dir / PAGE_FILE, content)
 
 
 @torch.no_grad()

@@ -93,6 +93,17 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
+def add_run_words(parser: argparse.ArgumentParser) -> None:
+    """Add a run folder and settings that differ from the run's, for `run_and_settings`."""
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="RUN",
+        help="run folder (default: the newest run under runs/), and settings that differ from the"
+        " run's, such as data.root=ELSEWHERE",
+    )
+
+
 def run_and_settings(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Divide `words` into a run folder, None if there is none, and settings (section.key=value).
 
