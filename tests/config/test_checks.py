@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vit.config.io import from_dict, to_dict
-from vit.config.schema import AdamWConfig, SgdConfig
+from vit.config.optim_section import AdamWConfig, SgdConfig
 
 BASE = """\
 data:

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from vit.config.io import from_dict
-from vit.config.schema import AdamWConfig, OptimConfig, SgdConfig
+from vit.config.optim_section import AdamWConfig, OptimConfig, SgdConfig
 from vit.data.augment.apply import create_augment
 from vit.data.batches import Batch, ImageFormat
 from vit.data.shards.data_set import open_split

@@ -10,7 +10,7 @@ from timm.optim import param_groups_weight_decay
 from torch import nn
 
 from vit.config.hints import sections
-from vit.config.schema import AdamWConfig, SgdConfig
+from vit.config.optim_section import AdamWConfig, SgdConfig
 from vit.model import VisionTransformer
 from vit.optim.optimizer import create_optimizer, parameter_groups, set_lr, state_bytes
 

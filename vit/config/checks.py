@@ -6,7 +6,7 @@ it is made, so that none exists that contradicts itself. A rule is its message a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vit.config.base import Section, Selection
 from vit.data.row_filter import RowFilter
@@ -43,12 +43,6 @@ def find_problems(config: Config) -> list[str]:
     rules |= _augment_rules(config.augment)
     rules |= _grey_rules(config.augment, config.model.in_chans)
     return [problem for problem, holds in rules.items() if holds]
-
-
-def optimizer_name(value: Any) -> str:
-    """Which optimizer the section `optim` is about: given as a dictionary or as a section."""
-    name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
-    return name if isinstance(name, str) else "adamw"
 
 
 def _is_given(section: Section, key: str) -> bool:

@@ -13,19 +13,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
-from vit.config.base import (
-    MAY_CHANGE,
-    Positive,
-    Probability,
-    Rate,
-    Section,
-    Selection,
-    SourceConfig,
-)
-from vit.config.checks import find_problems, optimizer_name
+from vit.config.base import MAY_CHANGE, Positive, Probability, Section, Selection, SourceConfig
+from vit.config.checks import find_problems
+from vit.config.loss_section import LossConfig
 from vit.config.model_section import ModelConfig
+from vit.config.optim_section import AdamWConfig, OptimConfig
+from vit.config.schedule_section import ScheduleConfig
 
 
 class DataConfig(Selection):
@@ -185,66 +180,6 @@ class AugmentConfig(Section):
     mix_group_size: Annotated[int, Field(ge=2)] = 4
     """Images that mix with each other; divides the micro-batch, so that batches do not depend on
     the number of ranks."""
-
-
-class LossConfig(Section):
-    """Cross-entropy with soft targets."""
-
-    label_smoothing: Rate = 0.0
-    """Fraction of the target spread evenly over all classes."""
-
-
-class AdamWConfig(Section):
-    """AdamW (Loshchilov & Hutter 2019) with the decay multiplied by the learning rate."""
-
-    name: Literal["adamw"] = "adamw"
-    """The optimizer."""
-    lr: Annotated[float, Field(gt=0)] = 1e-3
-    """Peak learning rate; nothing scales it."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.05
-    """Decay of weight matrices; biases, norms, positions and class token have none."""
-    betas: tuple[Rate, Rate] = (0.9, 0.999)
-    """Decay rates of the first and second moment."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator."""
-    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global norm of the gradient; `None`: no clipping."""
-
-
-class SgdConfig(Section):
-    """SGD with momentum; the decay is added to the gradient (L2)."""
-
-    name: Literal["sgd"]
-    """The optimizer."""
-    lr: Annotated[float, Field(gt=0)] = 1e-2
-    """Peak learning rate; nothing scales it."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """L2 decay of weight matrices; biases, norms, positions and class token have none."""
-    momentum: Rate = 0.9
-    """Decay rate of the momentum."""
-    nesterov: bool = False
-    """Use Nesterov momentum."""
-    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global norm of the gradient; `None`: no clipping."""
-
-
-OptimConfig = Annotated[
-    Annotated[AdamWConfig, Tag("adamw")] | Annotated[SgdConfig, Tag("sgd")],
-    Discriminator(optimizer_name),
-]
-
-
-class ScheduleConfig(Section):
-    """Learning rate over the steps: linear warm-up from 0, then one of three shapes."""
-
-    name: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape after the warm-up."""
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    """Length of the warm-up in steps; this, `warmup_epochs`, or neither for none."""
-    warmup_epochs: Annotated[float, Field(ge=0)] | None = None
-    """Length of the warm-up in epochs."""
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Learning rate that `cosine` and `linear` fall to at the end of the run."""
 
 
 class TrainConfig(Section):

@@ -12,7 +12,7 @@ from typing import assert_never
 import torch
 from torch import Tensor, nn
 
-from vit.config.schema import AdamWConfig, OptimConfig, SgdConfig
+from vit.config.optim_section import AdamWConfig, OptimConfig, SgdConfig
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
