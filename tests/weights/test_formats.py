@@ -4,6 +4,8 @@ one line."""
 import argparse
 import json
 import os
+import pickle
+import zipfile
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from vit.model import VisionTransformer
-from vit.weights.files import read_weights
+from vit.weights.files import load_weights, read_weights
 from vit.weights.formats import WeightsError, read_content
 from vit.weights.save import save_weights
 
@@ -183,6 +185,86 @@ def test_the_name_of_a_file_says_nothing(tmp_path):
         again = read_content(tmp_path / name).tensors
         assert again.keys() == expected.keys()
         assert all(torch.equal(again[key], expected[key]) for key in expected)
+
+
+class Canary:
+    """Unpickled by anyone, it leaves a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_what_is_no_checkpoint_says_so_without_warnings_or_running_it(tmp_path, recwarn):
+    """A plain pickle, a program of torch's, a zip of photos: "copy it again" would not help."""
+    bird = tmp_path / "ran"
+    (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"model": Canary(bird)}, protocol=4))
+    with zipfile.ZipFile(tmp_path / "script.pt", "w") as file:
+        for name in ("script/data.pkl", "script/constants.pkl"):
+            file.writestr(name, b"\x80\x02}.")
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as file:
+        file.writestr("a.jpg", b"")
+    torch.save({1: torch.ones(2)}, tmp_path / "numbers.pth")
+    messages = {
+        "plain.pkl": "is a pickle of protocol 4, which torch.save does not write",
+        "script.pt": "is TorchScript, a program",
+        "photos.zip": "is no checkpoint but a zip of a.jpg",
+        "numbers.pth": r"also holds 1 \(Tensor\)",
+    }
+    for name, message in messages.items():
+        with pytest.raises(WeightsError, match=f"{name} {message}|{name}.*{message}") as caught:
+            read_content(tmp_path / name)
+        assert "\n" not in str(caught.value)
+    assert not bird.exists()
+    assert not recwarn.list
+
+
+def test_what_a_run_wrote_about_its_weights_is_checked(tmp_path):
+    """A damaged number of classes, grid or name is found where it is read, not where it is used."""
+    good = {
+        "config": "{}",
+        "num_classes": "10",
+        "grid_size": "[8, 8]",
+        "averaged": "false",
+        "step": "3",
+        "class_names": json.dumps([str(n) for n in range(10)]),
+    }
+    path = tmp_path / "w.safetensors"
+    save_weights(path, tiny().state_dict(), good)
+    assert read_weights(path).grid_size == (8, 8)
+    damaged = {
+        "config": ["[]", "null", '{"model":'],
+        "num_classes": ["ten", "0", "9"],  # fewer than names
+        "grid_size": ['"8x8"', "[8]", "8"],
+        "step": ["last"],
+        "class_names": ["[1, 2]", '"a"'],
+    }
+    for key, values in damaged.items():
+        for value in values:
+            save_weights(path, tiny().state_dict(), good | {key: value})
+            with pytest.raises(WeightsError, match="what it says about its model is damaged"):
+                read_weights(path)
+
+
+def test_what_the_system_refuses_is_one_line(tmp_path):
+    """Root may read everything, so it is not permissions that are refused here."""
+    os.mkfifo(tmp_path / "pipe.pth")
+    (tmp_path / "loop.pth").symlink_to("loop.pth")
+    for name, message in {"pipe": "is no regular file", "loop": "is a link that leads"}.items():
+        with pytest.raises(WeightsError, match=f"{name}.pth {message}"):
+            read_weights(tmp_path / f"{name}.pth")
+    with pytest.raises(WeightsError, match="cannot be read"):
+        read_weights("a" * 300)  # longer than names are
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    """Their scales are elsewhere: as numbers they would be another model."""
+    model = tiny()
+    weights = {name: (10 * value).to(torch.int8) for name, value in model.state_dict().items()}
+    with pytest.raises(WeightsError, match=r"are no floating-point numbers \(cls_token int8"):
+        load_weights(model, weights)
 
 
 def test_arrays_of_objects_are_refused(tmp_path):

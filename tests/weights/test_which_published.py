@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import timm
+import torch
 import torchvision
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 from transformers import CLIPImageProcessor, ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from vit.config.io import from_dict
+from vit.config.schema import ModelConfig
 from vit.data.batches import ImageFormat
 from vit.model import create_model
 from vit.weights.files import find_weights, load_weights, read_weights
@@ -355,3 +357,44 @@ def test_folders_of_transformers_say_what_they_are(tmp_path):
     CLIPImageProcessor(size=size, crop_size=32, resample=3).save_pretrained(tmp_path)
     known = identify(tmp_path)
     assert (known.crop_pct, known.crop_mode, known.interpolation) == (0.8, "center", "bicubic")
+
+
+def test_files_beside_the_weights_may_hold_anything(tmp_path):
+    ViTForImageClassification(
+        ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    ).save_pretrained(tmp_path)
+    for content in ([], {"image_mean": 0.5}, {"size": {"shortest_edge": "x"}}, {"resample": []}):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=r"preprocessor_config.json: a setting is of the wro"):
+            identify(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for size in ("32", [32], [32, 32, 3], 32.5, None):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"image_size": size}))
+        with pytest.raises(ValueError, match=r"config.json: .*is missing or wrong"):
+            identify(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "family"),
+    [
+        (("visual.conv1.weight", "visual.proj", "logit_scale"), "CLIP"),
+        (("embeddings.class_embedding", "pre_layrnorm.weight"), "CLIP"),
+        (("encoder.layer.0.layer_scale1.lambda1",), "DINOv2"),
+        (("layer1.0.conv1.weight", "fc.weight"), "a ResNet"),
+    ],
+)
+def test_weights_of_other_families_are_called_by_their_name(names, family, tmp_path):
+    """Names of files say nothing, and names of timm's that look like them would mislead."""
+    path = tmp_path / "weights.pth"
+    torch.save({name: torch.ones(1) for name in names}, path)
+    loaded = read_weights(path)
+    for name in (None, "vit_base_patch16_224.augreg_in1k"):
+        with pytest.raises(
+            ValueError, match=f"weights.pth: its weights have the names of {family}"
+        ):
+            with_published_config(loaded, name, "data")
+    model = create_model(ModelConfig(name="vit_ti16", depth=1), num_classes=3)
+    with pytest.raises(
+        ValueError, match=f"do not fit the model: their names are those of {family}"
+    ):
+        load_weights(model, loaded.weights)

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from vit.layers.posemb import resample_posemb
 from vit.run.folder import INFO_FILE, complete_checkpoints, weights_file
-from vit.weights.formats import HUB_FILES, PARTS_FILES, WeightsError, few, read_content
-from vit.weights.layouts import layout_of, to_ours
+from vit.weights.formats import HUB_FILES, PARTS_FILES, WeightsError, few, read_content, readable
+from vit.weights.layouts import family_of, layout_of, to_ours
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
 """Of files that may be the weights of a folder; what a file is, its content says."""
@@ -87,7 +87,10 @@ def load_weights(
     expected = {
         name: value for name, value in target.items() if not (reset_head and name.startswith(head))
     }
-    if problems := _differences(source, expected, head):
+    problems = _differences(source, expected, head) or _rounded(source, expected)
+    if problems:
+        if family := family_of(source.keys() - target.keys()):
+            problems.insert(0, f"their names are those of {family}")
         raise WeightsError("the weights do not fit the model: " + "; ".join(problems))
     model.load_state_dict(source, strict=not reset_head)
     return notes
@@ -119,6 +122,19 @@ def _differences(
         texts = [f"{name} {given}, expected {wanted}" for name, (given, wanted) in shapes.items()]
         problems.append(f"{len(shapes)} of a different shape: {few(texts)}")
     return problems
+
+
+def _rounded(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> list[str]:
+    """Whole numbers where the model has fractions: quantised, with scales that no one applies."""
+    kinds = {
+        name: str(source[name].dtype).removeprefix("torch.")
+        for name, value in target.items()
+        if name in source and value.is_floating_point() != source[name].is_floating_point()
+    }
+    if not kinds:
+        return []
+    texts = [f"{name} {kind}" for name, kind in kinds.items()]
+    return [f"{len(kinds)} are no floating-point numbers ({few(texts)}): save them as such"]
 
 
 def _fit_posemb(
@@ -222,7 +238,11 @@ def find_weights(path: str | os.PathLike[str]) -> Path:
     it is what has come furthest: the last weights, averaged if there are such, or the newest
     checkpoint. Raises WeightsError.
     """
-    path = Path(path)
+    with readable(path):
+        return _find(Path(path))
+
+
+def _find(path: Path) -> Path:
     if not path.is_dir() or (path / INFO_FILE).is_file():
         return path
     candidates = [weights_file(path, "last", averaged) for averaged in (True, False)]
@@ -288,15 +308,49 @@ def _read(path: Path) -> LoadedWeights:
         weights, notes = to_ours(layout, content.tensors)
         notes = [*content.notes, *notes]
         return LoadedWeights(path, weights, layout=layout.name, notes=tuple(notes))
-    return LoadedWeights(
-        path,
-        content.tensors,
-        averaged=json.loads(metadata["averaged"]),
-        config=json.loads(metadata["config"]),
-        num_classes=int(metadata["num_classes"]),
-        grid_size=_grid(json.loads(metadata["grid_size"])),
-        step=int(metadata["step"]),
-        class_names=json.loads(metadata.get("class_names", "[]")),
+    try:
+        return _with_facts(
+            LoadedWeights(path, content.tensors, averaged=bool(json.loads(metadata["averaged"]))),
+            config=json.loads(metadata["config"]),
+            num_classes=int(metadata["num_classes"]),
+            grid_size=json.loads(metadata["grid_size"]),
+            step=int(metadata["step"]),
+            class_names=json.loads(metadata.get("class_names", "[]")),
+        )
+    except (ValueError, TypeError):
+        raise WeightsError(
+            f"{path}: what it says about its model is damaged (the metadata): copy it again"
+        ) from None
+
+
+def _with_facts(
+    loaded: LoadedWeights,
+    config: Any,
+    num_classes: Any,
+    grid_size: Any,
+    step: Any,
+    class_names: Any,
+) -> LoadedWeights:
+    """`loaded` with what a run has written about it. ValueError: not of their kind."""
+    names_fit = (
+        isinstance(class_names, list)
+        and all(isinstance(name, str) for name in class_names)
+        and len(class_names) <= num_classes
+    )
+    grid_fits = grid_size is None or (
+        isinstance(grid_size, list)
+        and len(grid_size) == 2
+        and all(isinstance(side, int) for side in grid_size)
+    )
+    if not (names_fit and grid_fits and isinstance(config, dict) and num_classes > 0):
+        raise ValueError("the facts about the weights are damaged")
+    return replace(
+        loaded,
+        config=config,
+        num_classes=int(num_classes),
+        grid_size=(grid_size[0], grid_size[1]) if grid_size else None,
+        step=int(step),
+        class_names=class_names,
     )
 
 
@@ -304,12 +358,11 @@ def _from_checkpoint(folder: Path) -> LoadedWeights:
     try:
         info = json.loads((folder / INFO_FILE).read_text())
         facts = info["facts"]
-        loaded = LoadedWeights(
-            folder,
-            {},
+        loaded = _with_facts(
+            LoadedWeights(folder, {}),
             config=info["config"],
             num_classes=facts["num_classes"],
-            grid_size=_grid(facts["grid_size"]),
+            grid_size=facts["grid_size"],
             step=info["step"],
             class_names=facts.get("class_names", []),  # the first checkpoints had none
         )
@@ -329,7 +382,3 @@ def _from_checkpoint(folder: Path) -> LoadedWeights:
         if name.startswith(prefix)
     }
     return replace(loaded, weights=weights, averaged=averaged)
-
-
-def _grid(grid: list[int] | None) -> tuple[int, int] | None:
-    return (grid[0], grid[1]) if grid else None

@@ -15,8 +15,10 @@ import json
 import os
 import pickle
 import re
+import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,18 @@ class WeightsError(ValueError):
     """Weights that cannot be read, or do not fit the model."""
 
 
+@contextmanager
+def readable(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what the system refuses inside the block, such as for permissions, into WeightsError."""
+    try:
+        yield
+    except OSError as error:
+        raise WeightsError(
+            f"{error.filename or path}: cannot be read ({error.strerror}): fix its permissions, or"
+            " name another file"
+        ) from error
+
+
 @dataclass
 class Content:
     """What a file of weights holds."""
@@ -73,11 +87,13 @@ def read_content(path: str | os.PathLike[str]) -> Content:
         WeightsError: no such file, a damaged one, one without weights or with pickled objects.
     """
     path = Path(path)
-    if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
-        raise WeightsError(f"{path} {found}: expected a file of weights, or a run's folder")
-    with path.open("rb") as file:
-        head = file.read(64)
+    with readable(path):
+        if not path.is_file():
+            raise WeightsError(
+                f"{path} {_instead_of_a_file(path)}: expected a file of weights, or a run's folder"
+            )
+        with path.open("rb") as file:
+            head = file.read(64)
     if path.name.endswith(".index.json"):
         return _open_parts(path)
     opened, metadata = _open(path, head)
@@ -86,12 +102,21 @@ def read_content(path: str | os.PathLike[str]) -> Content:
     return Content(tensors, metadata, notes)
 
 
+def _instead_of_a_file(path: Path) -> str:
+    """What is at `path`, which is not a file."""
+    if path.is_dir():
+        return "is a folder"
+    if path.exists():
+        return "is no regular file"  # a pipe would block
+    return "is a link that leads nowhere" if path.is_symlink() else "does not exist"
+
+
 def _open(path: Path, head: bytes) -> tuple[Any, dict[str, str]]:
     """What the file holds, and the metadata of a safetensors file."""
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**32:
         return _open_safetensors(path)
     if head.startswith(b"PK"):
-        return (_open_npz(path) if _is_npz(path) else _open_torch(path, mapped=True)), {}
+        return _open_zip(path), {}
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     # A pickle may begin with any letter, yet those of torch.save begin with a protocol.
     if not head.startswith(b"\x80"):
@@ -120,14 +145,27 @@ def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         ) from error
 
 
-def _is_npz(path: Path) -> bool:
-    """Whether a zip holds numpy's arrays; torch's has `data.pkl`."""
+def _open_zip(path: Path) -> Any:
+    """What a zip of numpy's arrays holds, or of torch's, which has `data.pkl`."""
     try:
         with zipfile.ZipFile(path) as file:
             names = file.namelist()
     except (zipfile.BadZipFile, OSError):
-        return path.suffix == ".npz"  # cut short
-    return bool(names) and all(name.endswith(".npy") for name in names)
+        raise WeightsError(
+            f"{path} is cut short or no checkpoint (a zip without its list of contents, which is at"
+            " the end): copy it again"
+        ) from None
+    if names and all(name.endswith(".npy") for name in names):
+        return _open_npz(path)
+    if any(name.endswith("/constants.pkl") for name in names):
+        raise WeightsError(
+            f"{path} is TorchScript, a program, which is not run: open it with torch.jit.load, and"
+            " save its state_dict() with torch.save"
+        )
+    if not any(name.endswith("/data.pkl") for name in names):
+        found = few(names) if names else "nothing"
+        raise WeightsError(f"{path} is no checkpoint but a zip of {found}: expected {KINDS}")
+    return _open_torch(path, mapped=True)
 
 
 def _open_npz(path: Path) -> dict[str, Tensor]:
@@ -158,7 +196,12 @@ def _open_torch(path: Path, mapped: bool) -> Any:
     # torch itself goes by the name ".safetensors"; what it may map has to be a name.
     misnamed = path.suffix == ".safetensors"
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]), path.open("rb") as file:
+        with (
+            torch.serialization.safe_globals([argparse.Namespace]),
+            path.open("rb") as file,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # about what is refused, or read correctly all the same
             return torch.load(
                 file if misnamed else path,
                 map_location="cpu",
@@ -176,13 +219,27 @@ def _open_torch(path: Path, mapped: bool) -> Any:
                 " you trust it, open it with torch.load(weights_only=False) and save its state"
                 " dict alone"
             ) from error
-        reason = (str(error).splitlines() or [""])[0][:200]
+        protocol = 2 if mapped else _protocol_of(path)
+        if isinstance(error, pickle.UnpicklingError) and 2 < protocol <= pickle.HIGHEST_PROTOCOL:
+            raise WeightsError(
+                f"{path} is a pickle of protocol {protocol}, which torch.save does not write and"
+                " which can run code: refused; if you trust it, open it with Python's pickle and"
+                " save its tensors with torch.save or as safetensors"
+            ) from error
+        # The first sentence; what follows it in torch's texts is for its own developers.
+        reason = (str(error).splitlines() or [""])[0].partition(". ")[0][:200]
         if isinstance(error, pickle.UnpicklingError):
             reason = "not a pickle"  # torch's own text advises to load it in an unsafe way
         raise WeightsError(
             f"{path} is cut short or no checkpoint ({type(error).__name__}: {reason}): copy it"
             " again"
         ) from error
+
+
+def _protocol_of(path: Path) -> int:
+    """The protocol that a pickle of version 2 or later begins with."""
+    with path.open("rb") as file:
+        return (file.read(2) + b"\0\0")[1]
 
 
 def _open_parts(index: Path) -> Content:
@@ -228,12 +285,12 @@ def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
     others = [
         f"{name} ({type(value).__name__})"
         for name, value in content.items()
-        if not isinstance(value, Tensor)
+        if not (isinstance(name, str) and isinstance(value, Tensor))
     ]
     if others:
         raise WeightsError(
-            f"{path} is not a state dict, it also holds {few(others)}: keep only tensors, or put"
-            f" them {under}"
+            f"{path} is not a state dict, it also holds {few(others)}: keep only tensors by their"
+            f" names, or put them {under}"
         )
     return content
 

@@ -172,6 +172,29 @@ _MAE = Layout("mae", "blocks.", {}, sign="decoder_pos_embed", dropped=("decoder_
 LAYOUTS = {layout.name: layout for layout in (_torchvision(), _huggingface(), _npz(), _MAE)}
 
 
+FAMILIES = {
+    r"(.*\.)?(visual\.class_embedding|visual\.conv1\.weight|logit_scale|text_model\..*"
+    r"|vision_model\.embeddings\..*|embeddings\.class_embedding)": "CLIP or SigLIP",
+    r"(.*\.)?encoder\.layer\.\d+\.layer_scale1\.lambda1": "DINOv2 of transformers",
+    r"(.*\.)?(teacher|student)\.backbone\..*": "DINO's training",
+    r"(.*\.)?relative_position_bias_table": "Swin or BEiT",
+    r"(.*\.)?layer[1-4]\.0\.conv1\.weight": "a ResNet",
+    r"(.*\.)?(features|stages|blocks)\.\d.*\.(conv_dw|dwconv|block\.0\.0)\.weight": "a"
+    " convolutional network",
+    r"(.*\.)?(to_qkv|to_patch_embedding\..*)\.weight": "vit-pytorch",
+}
+"""Patterns of a name that weights of other families have, and what they are."""
+
+
+def family_of(names: Iterable[str]) -> str:
+    """Of which other family weights with these names are; "" if that is not known."""
+    names = list(names)
+    for sign, family in FAMILIES.items():
+        if any(re.fullmatch(sign, name) for name in names):
+            return family
+    return ""
+
+
 def layout_of(names: Iterable[str]) -> Layout | None:
     """Whose names these are; None: timm's, ours, or a program's that has no table."""
     names = list(names)

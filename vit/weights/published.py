@@ -30,6 +30,7 @@ from vit.config import io as config_io
 from vit.system.spelling import did_you_mean
 from vit.weights.files import LoadedWeights, find_weights
 from vit.weights.formats import HUB_FILES, PARTS_FILES
+from vit.weights.layouts import family_of
 from vit.weights.published_models import (
     IMAGENET,
     KNOWN,
@@ -298,13 +299,21 @@ def with_published_config(
     Raises:
         ValueError: as `identify`; no data named; weights without a head.
     """
-    known = identify(loaded.path, name)
+    family = family_of(loaded.weights)
+    try:
+        known = identify(loaded.path, name)
+    except ValueError:
+        if not family:
+            raise
+        raise ValueError(_of_another(loaded.path, family)) from None
     if data_root is None:
         raise ValueError(
             f"{loaded.path} is {known.name}, trained elsewhere: name the folder of shards to"
             " evaluate it on with --data ROOT"
         )
     head = loaded.weights.get(f"{known.head}.weight")
+    if head is None and family and not known.model["name"].startswith("timm/"):
+        raise ValueError(_of_another(loaded.path, family))
     if head is None:
         raise ValueError(
             f"{loaded.path} has no {known.head}.weight, so no classes: as {known.name} there is"
@@ -321,6 +330,13 @@ def with_published_config(
     config = to_config(known, data_root, val_split, num_classes)
     class_names = names or None
     return replace(loaded, config=config, num_classes=num_classes, class_names=class_names), known
+
+
+def _of_another(path: Path, family: str) -> str:
+    return (
+        f"{path}: its weights have the names of {family}, not of a ViT that is read here: take"
+        " timm's copy of the model, https://huggingface.co/timm, and give its name with --model"
+    )
 
 
 def describe_published(

@@ -44,7 +44,7 @@ def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
             "in_chans": config.get("num_channels", 3),
             "qkv_bias": config.get("qkv_bias", True),
         }
-    except (KeyError, TypeError, IndexError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{path}: {error!r} is missing or wrong: copy it again") from None
     if config.get("hidden_act", "gelu") != "gelu":
         raise ValueError(f"{path}: hidden_act is {config['hidden_act']!r}, this project has gelu")
@@ -65,18 +65,23 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
         content = {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({error}): copy it again") from None
-    resample = content.get("resample", 2)
-    if resample not in _RESAMPLE:
-        raise ValueError(f"{path}: resample is {resample}, here are {_RESAMPLE}")
-    wanted = content.get("size") or {}
-    shortest = wanted.get("shortest_edge") if isinstance(wanted, dict) else None
-    return {
-        "mean": tuple(content.get("image_mean", HALF[0])),
-        "std": tuple(content.get("image_std", HALF[1])),
-        "interpolation": _RESAMPLE[resample],
-        "crop_mode": "center" if shortest else "squash",
-        "crop_pct": min(size[0] / shortest, 1.0) if shortest else 1.0,
-    }
+    try:
+        resample = content.get("resample", 2)
+        if resample not in _RESAMPLE:
+            raise ValueError(f"{path}: resample is {resample}, here are {_RESAMPLE}")
+        wanted = content.get("size") or {}
+        shortest = wanted.get("shortest_edge") if isinstance(wanted, dict) else None
+        return {
+            "mean": tuple(map(float, content.get("image_mean", HALF[0]))),
+            "std": tuple(map(float, content.get("image_std", HALF[1]))),
+            "interpolation": _RESAMPLE[resample],
+            "crop_mode": "center" if shortest else "squash",
+            "crop_pct": min(size[0] / shortest, 1.0) if shortest else 1.0,
+        }
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{path}: a setting is of the wrong kind ({error}): copy it again"
+        ) from None
 
 
 def class_names_in(path: Path, num_classes: int) -> list[str]:
@@ -96,5 +101,9 @@ def class_names_in(path: Path, num_classes: int) -> list[str]:
     return names if names != unnamed and all(isinstance(name, str) for name in names) else []
 
 
-def _pair(size: int | list[int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
+def _pair(size: Any) -> tuple[int, int]:
+    """A side, or height and width. Raises TypeError for anything else."""
+    sides = [size, size] if isinstance(size, int) else size
+    if not (isinstance(sides, list) and len(sides) == 2 and all(type(n) is int for n in sides)):
+        raise TypeError(f"a size of {size!r}")
+    return sides[0], sides[1]
