@@ -1,6 +1,7 @@
 """Shards of Animals-10 (Kaggle, alessiocorrado99/animals10): 26,179 photographs of ten animals.
 
     python -m data_prep.animals10 SOURCE --out ROOT [--fractions 0.85 0.15] [--split-seed N]
+    python -m data_prep.animals10 FOLDER --out ROOT --download
 
 SOURCE is Kaggle's zip, read in place, or a folder into which it was unpacked. The ten class folders
 (`cane`, `cavallo`, ... or `dog`, `horse`, ...) are found at any depth, as unpacking and moving
@@ -9,11 +10,17 @@ positions among the sorted English names, keys `dog_<file>`. There is no officia
 gives the fraction of its keys with the smallest hash of (split seed, key) to `val`, and to `test`
 if three fractions are given.
 
+--download fetches the zip from Kaggle into FOLDER first, continued if it was interrupted. Kaggle
+gives public data sets without a login; if it wants one, KAGGLE_USERNAME and KAGGLE_KEY are sent to
+it, or what ~/.netrc has for www.kaggle.com.
+
 The data set's translate.py lacks the translation of `ragno` to spider; the table here has all ten.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -26,6 +33,7 @@ import numpy as np
 from data_prep.command import Parser, add_arguments, run, write_or_plan
 from data_prep.errors import PrepError, some
 from data_prep.read.archives import read_zip_member, walk_zip
+from data_prep.read.download import download_archive
 from data_prep.read.image_tree import images_below, read, unique_keys
 from data_prep.write.catalogue import Source
 from data_prep.write.catalogue_builder import Builder
@@ -60,6 +68,8 @@ OFFICIAL = {
     "squirrel": 1862,
 }
 """Images of each class in Kaggle's zip."""
+URL = "https://www.kaggle.com/api/v1/datasets/download/alessiocorrado99/animals10"
+"""What Kaggle's own client asks for; answered by a redirect to the zip."""
 FRACTIONS = (0.85, 0.15)
 SPLITS = ("train", "val", "test")
 
@@ -254,6 +264,19 @@ def _note_differences(
 # ---- the command ---------------------------------------------------------------------------------
 
 
+def _run(args: argparse.Namespace) -> None:
+    path = args.source
+    if args.download or args.url:
+        path = download_archive(args.url or _kaggle_url(), path, name="animals10.zip")
+    write_or_plan(source(path, args.fractions, args.split_seed), args)
+
+
+def _kaggle_url() -> str:
+    if {"KAGGLE_USERNAME", "KAGGLE_KEY"} <= os.environ.keys():
+        return URL.replace("//", "//${KAGGLE_USERNAME}:${KAGGLE_KEY}@")
+    return URL
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = Parser("python -m data_prep.animals10", __doc__)
@@ -280,11 +303,14 @@ def main(argv: list[str] | None = None) -> int:
         metavar="N",
         help="draws the split (default: %(default)s)",
     )
-    add_arguments(parser)
-    return run(
-        lambda args: write_or_plan(source(args.source, args.fractions, args.split_seed), args),
-        parser.parse_args(argv),
+    parser.add_argument(
+        "--download",
+        action="store_true",
+        help="fetch Kaggle's zip into the folder SOURCE first (about 600 MB)",
     )
+    parser.add_argument("--url", metavar="URL", help="of the zip elsewhere; implies --download")
+    add_arguments(parser)
+    return run(_run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Shards from a folder of images, one subfolder for each class.
+"""Shards from a folder, zip or tar of images, one subfolder for each class.
 
     python -m data_prep.imagefolder SOURCE --out ROOT [--val-fraction F] [--class-order text|number]
+    python -m data_prep.imagefolder FOLDER --out ROOT --download URL [--sha256 HEX]
 
 SOURCE is `train/<class>/...` with `val/<class>/...` (or `validation`, or `test`), or `<class>/...`
 alone, of which each class gives a tenth to `val`. Images may be in subfolders of their class. A
@@ -10,7 +11,10 @@ below the split, without extension, in safe characters. What is not taken is cou
 --max-unreadable.
 
 Folders are listed one class at a time, so the memory needed is that of the largest class. Links are
-followed; one back to a folder above it is an error.
+followed; one back to a folder above it is an error. A zip or tar is read in place, and gives the
+shards that its unpacked folder does; a folder that wraps everything in it is passed through. A
+.tar.gz is inflated beside itself first. --download fetches the archive into FOLDER; what a lost
+connection left is continued.
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from data_prep.command import Parser, add_arguments, fraction, run, write_or_plan
 from data_prep.errors import PrepError, share_to_allow, some
-from data_prep.read.image_tree import Ignored, images_below, listed, read, unique_keys
+from data_prep.read.archives import inflate_tar, is_compressed_tar
+from data_prep.read.class_tree import FolderTree, Tree, open_archive
+from data_prep.read.download import add_archive_arguments, fetched
+from data_prep.read.image_tree import Ignored, unique_keys
 from data_prep.write.catalogue import Source
 from data_prep.write.catalogue_builder import Builder
 from data_prep.write.plan import Settings, allowed_unreadable
@@ -55,17 +60,28 @@ class Asked:
     """Fraction of all images that may be of kinds that are not read."""
 
 
-def source(folder: Path, asked: Asked | None = None, out: Path | None = None) -> Source:
-    """The images of class folders.
+class Layout(NamedTuple):
+    """Where the splits are."""
 
-    Raises PrepError if the folder is missing or has a val folder without train; when it is listed,
-    for no images, a single class, a class without images, classes of val that train lacks, an
-    unclear order of classes, and too many images that are not read.
+    root: Tree
+    train: Tree
+    """`root` itself if it has the classes."""
+    val: Tree | None
+    """None if it is to be cut from train."""
+
+
+def source(path: Path, asked: Asked | None = None, out: Path | None = None) -> Source:
+    """The images of class folders, in a folder or an archive.
+
+    Raises PrepError if it is missing, no archive, or has a val folder without train; when it is
+    listed, for no images, a single class, a class without images, classes of val that train lacks,
+    an unclear order of classes, and too many images that are not read.
     """
     asked = asked or Asked()
-    train, val = _layout(folder)
-    if out is not None and (out == folder.resolve() or out.is_relative_to(train.resolve())):
-        raise PrepError(f"{out}: is among the images of {folder}; give --out another folder")
+    layout = _layout(_open(path))
+    train, val = layout.train, layout.val
+    if out is not None and (out == path.resolve() or out.is_relative_to(train.file.resolve())):
+        raise PrepError(f"{out}: is among the images of {path}; give --out another folder")
     if val is not None and asked.val_fraction is not None:
         raise PrepError(
             f"--val-fraction {asked.val_fraction} was given, but {val} is there; leave one of"
@@ -78,36 +94,43 @@ def source(folder: Path, asked: Asked | None = None, out: Path | None = None) ->
         options["val_fraction"] = val_fraction
     if asked.class_order == "number":  # not recorded for text, the order of earlier data sets
         options["class_order"] = "number"
-    return Source("imagefolder", options, partial(_fill, train, val, val_fraction, asked), read)
+    fill = partial(_fill, layout, val_fraction, asked)
+    return Source("imagefolder", options, fill, train.read, train.inputs)
 
 
-def _layout(folder: Path) -> tuple[Path, Path | None]:
-    """Folders of train and val; val is None if it is to be cut from train."""
-    if not folder.is_dir():
+def _open(path: Path) -> Tree:
+    if path.is_file() and not path.name.lower().endswith(EXTENSIONS):
+        if is_compressed_tar(path):
+            path = inflate_tar(path)
+            print(f"{path}: inflated, as nothing can be read in the middle of a compressed tar")
+        tree = open_archive(path)
+        print(f"{path}: read in place, without unpacking; images of {tree}", flush=True)
+        return tree
+    if not path.is_dir():
         raise PrepError(
-            f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; "
-            "expected a folder with one subfolder of images for each class"
+            f"{path}: {'not a folder' if path.exists() else 'no such folder'}; expected a folder"
+            " with one subfolder of images for each class, or a zip or tar of one"
         )
-    val = next((folder / name for name in VAL_FOLDERS if (folder / name).is_dir()), None)
-    if (folder / "train").is_dir():
-        return folder / "train", val
-    if val is not None and not (set(listed(folder)[0]) - set(VAL_FOLDERS)):
+    return FolderTree(path)
+
+
+def _layout(root: Tree) -> Layout:
+    val = next((root.below(name) for name in VAL_FOLDERS if root.below(name).is_there()), None)
+    if root.below("train").is_there():
+        return Layout(root, root.below("train"), val)
+    if val is not None and not (set(root.folders()) - set(VAL_FOLDERS)):
         raise PrepError(
-            f"{folder}: has {val.name}/ but no train/; expected train/<class>/* and val/<class>/*,"
+            f"{root}: has {val.name}/ but no train/; expected train/<class>/* and val/<class>/*,"
             " or <class>/* alone"
         )
-    return folder, None  # `test` is a class like any other then
+    return Layout(root, root, None)  # `test` is a class like any other then
 
 
-def _fill(
-    train: Path, val: Path | None, val_fraction: float, asked: Asked, builder: Builder
-) -> None:
-    names = _in_order(train, listed(train)[0], asked.class_order)
-    if train.name == "train" and (
-        unused := [
-            name for name in listed(train.parent)[0] if train.parent / name not in (train, val)
-        ]
-    ):
+def _fill(layout: Layout, val_fraction: float, asked: Asked, builder: Builder) -> None:
+    root, train, val = layout
+    names = _in_order(train, train.folders(), asked.class_order)
+    used = {"train"} if val is None else {"train", val.name}
+    if train is not root and (unused := [name for name in root.folders() if name not in used]):
         # recorded in _info.json: other words are other bytes
         _note(builder, f"folders beside {train} that are not used: {', '.join(unused)}")
     labels = _labels(train, names)
@@ -138,29 +161,31 @@ def _fill(
             f"{train}: only one class ({', '.join(names)}); expected two subfolders at least"
         )
     if val is not None:
-        there = listed(val)[0]
-        _labels(val, there)
-        if unknown := [
-            name
-            for name in there
-            if _normalized(name) not in labels and any(images_below(val / name))
-        ]:
-            raise PrepError(
-                f"{val}: classes that train lacks: {', '.join(unknown)}; remove these folders, or"
-                " add these classes to train"
-            )
-        _add_split(
-            builder,
-            "val",
-            val,
-            {n: labels[_normalized(n)] for n in there if _normalized(n) in labels},
-            0.0,
-            ignored,
+        _fill_val(val, labels, ignored, builder)
+    _check_ignored(ignored, asked, builder)
+
+
+def _fill_val(val: Tree, labels: dict[str, int], ignored: Ignored, builder: Builder) -> None:
+    """Add the images of the folder val. `labels`: of train's classes, by normalized name."""
+    there = val.folders()
+    _labels(val, there)
+    if unknown := [
+        name for name in there if _normalized(name) not in labels and any(val.images(name))
+    ]:
+        raise PrepError(
+            f"{val}: classes that train lacks: {', '.join(unknown)}; remove these folders, or"
+            " add these classes to train"
         )
-        if not builder.count("val").sum():
-            raise PrepError(
-                f"{val}: no images; expected <class>/<image>, or no such folder and --val-fraction"
-            )
+    of_val = {n: labels[_normalized(n)] for n in there if _normalized(n) in labels}
+    _add_split(builder, "val", val, of_val, 0.0, ignored)
+    if not builder.count("val").sum():
+        raise PrepError(
+            f"{val}: no images; expected <class>/<image>, or no such folder and --val-fraction"
+        )
+
+
+def _check_ignored(ignored: Ignored, asked: Asked, builder: Builder) -> None:
+    """Note what was not taken. Raises PrepError if that is too much."""
     taken = int(builder.count("train").sum() + builder.count("val").sum())
     total = taken + ignored.num_images
     if ignored.num_images > (allowed := allowed_unreadable(asked.max_unreadable, total)):
@@ -179,7 +204,7 @@ def _normalized(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def _labels(folder: Path, names: Sequence[str]) -> dict[str, int]:
+def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
     """The label of each class by its normalized name.
 
     Raises PrepError for two folders that are one class.
@@ -199,7 +224,7 @@ def _labels(folder: Path, names: Sequence[str]) -> dict[str, int]:
     return {name: label for label, name in enumerate(by_name)}
 
 
-def _in_order(folder: Path, names: Sequence[str], class_order: str | None) -> list[str]:
+def _in_order(folder: Tree, names: Sequence[str], class_order: str | None) -> list[str]:
     """The classes in the order of their labels.
 
     Raises PrepError for numbers whose order as text differs, unless `class_order` is given.
@@ -238,18 +263,16 @@ def _note(builder: Builder, text: str) -> None:
 def _add_split(
     builder: Builder,
     split: str,
-    folder: Path,
+    tree: Tree,
     labels: dict[str, int],
     val_fraction: float,
     ignored: Ignored,
 ) -> None:
     """Add the images of these classes to `split`, a fraction of each class to val."""
-    file = builder.file(folder)
-    ignored.count_stray(folder)
+    file = builder.file(tree.file)
+    tree.count_stray(ignored)
     for classes in _classes_with_common_keys(labels):
-        paths = [
-            f"{name}/{path}" for name in classes for path in images_below(folder / name, ignored)
-        ]
+        paths = [f"{name}/{path}" for name in classes for path in tree.images(name, ignored)]
         keys = dict(zip(paths, unique_keys(paths), strict=True))
         for name in classes:
             of_class = {path: keys[path] for path in paths if path.startswith(f"{name}/")}
@@ -259,16 +282,9 @@ def _add_split(
                     path: key for path, key in of_class.items() if (key in held) == held_there
                 }
                 if chosen:
-                    # files are read completely: no offset, and no need to ask for the size
-                    nothing = np.zeros(len(chosen), np.int64)
+                    names, offsets, sizes = tree.places(list(chosen))
                     builder.add(
-                        into,
-                        file,
-                        list(chosen),
-                        labels[name],
-                        nothing,
-                        nothing,
-                        list(chosen.values()),
+                        into, file, names, labels[name], offsets, sizes, list(chosen.values())
                     )
 
 
@@ -306,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
         "source",
         type=Path,
         metavar="SOURCE",
-        help="folder with train/ and val/, or with the classes",
+        help="folder, zip or tar with train/ and val/, or with the classes",
     )
     parser.add_argument(
         "--val-fraction",
@@ -325,11 +341,12 @@ def main(argv: list[str] | None = None) -> int:
             " (number)"
         ),
     )
+    add_archive_arguments(parser)
     add_arguments(parser)
 
     def command(args: argparse.Namespace) -> None:
         asked = Asked(args.val_fraction, args.class_order, args.max_unreadable)
-        write_or_plan(source(args.source, asked, Path(args.out).resolve()), args)
+        write_or_plan(source(fetched(args), asked, Path(args.out).resolve()), args)
 
     return run(command, parser.parse_args(argv))
 

@@ -9,21 +9,25 @@ not the official one.
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
 import itertools
+import lzma
 import os
 import re
 import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from data_prep.errors import PrepError, readable
-from data_prep.write.samples import Sample, descriptor
+from data_prep.write.samples import Sample, descriptor, read_range
 from vit.data.decode.image_files import MAX_IMAGE_BYTES
 from vit.data.shards.tar_walk import (
     FILE,
@@ -34,7 +38,17 @@ from vit.data.shards.tar_walk import (
     pread,
     walk,
 )
+from vit.system.files import replacing
+from vit.system.meter import Meter
 
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+"""What reading damaged compressed data raises."""
+OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
+    b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ": lzma.LZMAFile,
+}
+"""First bytes of a compressed file -> what reads it."""
 BATCH = 4096
 """Members in one batch."""
 
@@ -50,6 +64,56 @@ class Members(NamedTuple):
     names: list[str]
     offsets: np.ndarray
     sizes: np.ndarray
+
+
+def walk_archive(path: Path) -> tuple[Iterator[Members], Callable[[Sample], bytes]]:
+    """The files of a zip or a tar, and the function that reads one of them.
+
+    The first bytes say which it is. Raises PrepError for anything else, and as `walk_zip` and
+    `walk_tar` do.
+    """
+    head = _head(path)
+    if head.startswith(b"PK") or path.suffix.lower() == ".zip":
+        return walk_zip(path), read_zip_member
+    if kind := describe_content(head):
+        raise PrepError(f"{path}: neither a zip nor a tar but {kind}; get it again, or another one")
+    return walk_tar(path), read_range
+
+
+def is_compressed_tar(path: Path) -> bool:
+    """Whether a file is compressed as a whole, so that nothing can be read in the middle of it."""
+    return any(_head(path).startswith(magic) for magic in OPENERS)
+
+
+def inflate_tar(path: Path) -> Path:
+    """The tar in a .tar.gz, .tar.bz2 or .tar.xz, written beside it unless it is there already.
+
+    With progress on stderr. Raises PrepError for a damaged one.
+    """
+    stem = path.name.removesuffix(path.suffix)
+    tar = path.with_name(stem if stem.endswith(".tar") else f"{stem}.tar")
+    if tar.exists():
+        return tar
+    opener = next(opener for magic, opener in OPENERS.items() if _head(path).startswith(magic))
+    total = path.stat().st_size // 1_000_000
+    with (
+        open(path, "rb") as file,
+        opener(file) as inflated,
+        replacing(tar) as out,
+        Meter(f"inflating {path.name}", total, "MB") as meter,
+    ):
+        while True:
+            with readable(path, DAMAGE, "damaged, or cut off"):  # not of writing: a full disk
+                data = inflated.read(1 << 22)
+            if not data:
+                return tar
+            out.write(data)
+            meter.update(file.tell() // 1_000_000)
+
+
+def _head(path: Path) -> bytes:
+    with readable(path), open(path, "rb") as file:
+        return file.read(256)
 
 
 def _check_name(path: Path, name: str) -> None:

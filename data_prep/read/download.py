@@ -1,20 +1,26 @@
 """Download files: complete, checked, and continued after an interruption.
 
 Bytes go to `<name>.part`; `vit.data.storage.http` requests the rest when a connection is lost. The
-result is compared with its md5; only then the file gets its name.
+result is compared with its checksum, or, of an archive without one, read as far as its table of
+members; only then the file gets its name.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import os
+import re
 import sys
+import urllib.parse
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from data_prep.errors import PrepError, readable
+from data_prep.read.archives import is_compressed_tar, walk_archive
 from data_prep.write.jobs import count_one
 from vit.data.storage.http import Refused, WebFile, WebFolder
 from vit.data.storage.http_request import on_the_web
@@ -22,44 +28,127 @@ from vit.data.storage.retry import RetryPolicy
 from vit.system.files import parse_json
 from vit.system.meter import Meter
 from vit.system.redact import shown
+from vit.system.urls import resolve
 
 
-def download(url: str, path: Path, md5: str) -> None:
-    """Download `url` (http or https) to `path`, with progress on stderr; md5: in hex.
+def download(
+    url: str, path: Path, checksum: str = "", accept: Callable[[Path], object] | None = None
+) -> None:
+    """Download `url` (http or https) to `path`, with progress on stderr.
 
-    An existing file with this md5 is kept, and what an earlier call left in `<path>.part` is
-    continued. Raises PrepError: no such file, a wrong md5; ShardError: an unreachable server.
+    checksum: md5 or sha256 in hex; "": not compared. accept: raises PrepError, which begins with
+    the path that it was given, for a file that is not what was wanted. An existing file with this
+    checksum is kept, and what an earlier call left in `<path>.part` is continued. Raises PrepError:
+    no such file, another checksum, not accepted; ShardError: an unreachable server.
     """
     if not on_the_web(url):
         raise PrepError(f"{shown(url)}: expected an address that begins with http:// or https://")
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
+    kind = _kind_of(checksum)
     with open(part, "a+b") as file:
         try:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)  # of several processes one fetches the file
             if path.exists():
-                if (found := md5_of(path)) != md5:
+                if checksum and (found := checksum_of(path, kind)) != checksum:
                     raise PrepError(
-                        f"{path}: md5 {found}, expected {md5}; truncated, or another file: remove"
-                        f" it, and it is downloaded from {shown(url)}"
+                        f"{path}: {kind} {found}, expected {checksum}; truncated, or another file:"
+                        f" remove it, and it is downloaded from {shown(url)}"
                     )
             else:
                 _fetch(url, file)
-                if (found := md5_of(part)) != md5:
-                    size = part.stat().st_size
+                try:
+                    _check(url, part, path, checksum)
+                    if accept is not None:
+                        accept(part)
+                except PrepError as error:
                     part.unlink()
-                    raise PrepError(
-                        f"{shown(url)}: md5 {found} ({size:,} bytes), expected {md5}: the file"
-                        " there is another one, or was changed on its way (a proxy's page?);"
-                        " nothing was kept. Try again, or fetch it from elsewhere and put it at"
-                        f" {path}"
-                    )
+                    problem = str(error).replace(f"{part}: ", f"{shown(url)}: ")
+                    raise PrepError(problem) from error
                 os.replace(part, path)
         finally:
             if part.exists() and not part.stat().st_size:
                 part.unlink()
-    print(f"{path}: there, md5 verified", file=sys.stderr, flush=True)
+    verified = f"{kind} verified" if checksum else "not compared with any checksum"
+    print(f"{path}: there, {verified}", file=sys.stderr, flush=True)
+
+
+def _kind_of(checksum: str) -> str:
+    return "sha256" if len(checksum) == 64 else "md5"
+
+
+def _check(url: str, part: Path, path: Path, checksum: str) -> None:
+    kind = _kind_of(checksum)
+    if checksum and (found := checksum_of(part, kind)) != checksum:
+        raise PrepError(
+            f"{shown(url)}: {kind} {found} ({part.stat().st_size:,} bytes), expected {checksum}:"
+            " the file there is another one, or was changed on its way (a proxy's page?); nothing"
+            f" was kept. Try again, or fetch it from elsewhere and put it at {path}"
+        )
+
+
+def download_archive(url: str, folder: Path, sha256: str = "", name: str = "") -> Path:
+    """Download a zip or tar into `folder`, under `name` or its own; return its path.
+
+    Whatever the server sends that is neither, or is incomplete, is not kept. Raises as `download`
+    does.
+    """
+    url = resolve(url)
+    if folder.exists() and not folder.is_dir():
+        raise PrepError(f"{folder}: a file; with --download expected the folder to download into")
+    path = folder / (name or PurePosixPath(urllib.parse.urlsplit(url).path).name or "archive")
+    is_new = not path.exists()
+    download(url, path, sha256, _read_table)
+    if is_new and not sha256:
+        found = checksum_of(path, "sha256")
+        print(f"{path}: --sha256 {found} compares it the next time", file=sys.stderr, flush=True)
+    return path
+
+
+def _read_table(path: Path) -> None:
+    if is_compressed_tar(path):  # read to its end, and so checked, when it is inflated
+        return
+    members, _ = walk_archive(path)
+    for _ in members:
+        pass
+
+
+def add_archive_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--download` and `--sha256`."""
+    parser.add_argument(
+        "--download",
+        metavar="URL",
+        help=(
+            "fetch this zip or tar into SOURCE, which is then a folder, and read it there; a part"
+            " that is there already is continued"
+        ),
+    )
+    parser.add_argument(
+        "--sha256",
+        type=_sha256,
+        metavar="HEX",
+        help="of what --download fetches: anything else is refused, and not kept",
+    )
+
+
+def fetched(args: argparse.Namespace) -> Path:
+    """Return the source by the flags of `add_archive_arguments`, after downloading it if asked to.
+
+    Raises as `download` does.
+    """
+    place: Path = args.source
+    if args.download:
+        return download_archive(args.download, place, args.sha256 or "")
+    if args.sha256:
+        raise PrepError("--sha256 compares what --download fetches; give both, or neither")
+    return place
+
+
+def _sha256(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a sha256 of 64 hexadecimal digits")
+    return text.lower()
 
 
 def _fetch(url: str, file: BinaryIO) -> None:
@@ -79,18 +168,23 @@ def _fetch(url: str, file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def md5_of(path: Path) -> str:
-    """The md5 of a file, in hex, with progress."""
-    digest = hashlib.md5(usedforsecurity=False)
+def checksum_of(path: Path, kind: str) -> str:
+    """The "md5" or "sha256" of a file, in hex, with progress."""
+    digest = hashlib.new(kind, usedforsecurity=False)
     with (
         readable(path),
         open(path, "rb", buffering=0) as file,
-        Meter(f"md5 of {path.name}", path.stat().st_size >> 20, "MiB") as meter,
+        Meter(f"{kind} of {path.name}", path.stat().st_size >> 20, "MiB") as meter,
     ):
         while data := file.read(1 << 23):
             digest.update(data)
             meter.update(file.tell() >> 20)
     return digest.hexdigest()
+
+
+def md5_of(path: Path) -> str:
+    """The md5 of a file, in hex, with progress."""
+    return checksum_of(path, "md5")
 
 
 class WebShards(WebFolder):

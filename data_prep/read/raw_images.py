@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import io
-import lzma
 import tarfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from data_prep.read import archives
 from data_prep.read.download import download
 from data_prep.write.catalogue_builder import Builder
 from data_prep.write.samples import Sample, read_range
 
-DAMAGE = (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+DAMAGE = (tarfile.TarError, *archives.DAMAGE)
 """What reading a damaged archive raises."""
 
 

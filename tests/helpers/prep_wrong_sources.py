@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -423,3 +424,27 @@ def _(place: Place) -> None:
 def _(place: Place) -> None:
     (idx_files(place) / f"{MNIST[0]}.gz").write_bytes(b"x")
     download_mnist(place, "http://127.0.0.1:9")
+
+
+def download_archive(place: Place, content: bytes, flags: tuple[str, ...]) -> None:
+    with WebServer({"/food.zip": content}) as server:
+        place.prepare("imagefolder", place.folder, "--download", f"{server.url}/food.zip", *flags)
+
+
+for row, served, flags in (
+    ("a web page in its place", b"<html>Please log in</html>", ()),
+    ("it is cut off, and the server does not say how long it is", b"PK\3\4", ()),
+    ("another sha256", b"PK", ("--sha256", "0" * 64)),
+):
+    act = partial(download_archive, content=served, flags=flags)
+    scenario(f"`--download` of an archive: {row}")(act)
+
+
+@scenario("`--sha256` without `--download`")
+def _(place: Place) -> None:
+    place.prepare("imagefolder", images(place), "--sha256", "0" * 64)
+
+
+@scenario("an archive without images in folders")
+def _(place: Place) -> None:
+    place.prepare("imagefolder", write_zip({"1.jpg": b"x"}, place.folder / "photos.zip"))

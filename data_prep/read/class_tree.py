@@ -1,0 +1,198 @@
+"""Class folders on the disk, or inside a zip or tar that is read in place.
+
+`data_prep.imagefolder` asks a tree for its folders and images, and adds images to a catalogue by
+their paths. Where the bytes are, a file each or a range of an archive, only the tree knows: it
+gives places for the catalogue, and the function that reads what lies there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from data_prep.errors import PrepError
+from data_prep.read import image_tree
+from data_prep.read.archives import walk_archive
+from data_prep.read.image_tree import Ignored, images_below, listed
+from data_prep.write.samples import Sample
+from vit.data.decode.image_files import EXTENSIONS
+
+
+class Places(NamedTuple):
+    """Where images are, in the words of `Builder.add`."""
+
+    names: list[str]
+    offsets: np.ndarray
+    sizes: np.ndarray
+
+
+class Tree(Protocol):
+    """A folder with folders of images below it; its text is a path for people."""
+
+    name: str
+    """Its last part."""
+    file: Path
+    """What the catalogue names as the place of its images."""
+    read: Callable[[Sample], bytes]
+    """Gives the bytes of an image. Any process."""
+    inputs: Sequence[Path] | None
+    """`Source.inputs` of images from here."""
+
+    def below(self, name: str) -> Tree:
+        """Return the folder `name` in this one."""
+
+    def is_there(self) -> bool:
+        """Return whether there is such a folder."""
+
+    def folders(self) -> list[str]:
+        """Return the sorted names of its visible folders."""
+
+    def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
+        """Yield the paths of the images below `folder`, relative to it; `ignored` counts the
+        rest."""
+
+    def count_stray(self, ignored: Ignored) -> None:
+        """Count what is in this folder itself, beside its class folders."""
+
+    def places(self, paths: Sequence[str]) -> Places:
+        """Return where images are, given by their paths below this folder."""
+
+
+class FolderTree:
+    """A folder of the disk."""
+
+    def __init__(self, path: Path):
+        self.file = path
+        self.name = path.name
+        self.read: Callable[[Sample], bytes] = image_tree.read
+        self.inputs: Sequence[Path] | None = None
+
+    def __str__(self) -> str:
+        return str(self.file)
+
+    def below(self, name: str) -> FolderTree:
+        return FolderTree(self.file / name)
+
+    def is_there(self) -> bool:
+        return self.file.is_dir()
+
+    def folders(self) -> list[str]:
+        return listed(self.file)[0]
+
+    def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
+        return images_below(self.file / folder, ignored)
+
+    def count_stray(self, ignored: Ignored) -> None:
+        ignored.count_stray(self.file)
+
+    def places(self, paths: Sequence[str]) -> Places:
+        # files are read completely: no offset, and no need to ask for the size
+        nothing = np.zeros(len(paths), np.int64)
+        return Places(list(paths), nothing, nothing)
+
+
+class _Members:
+    """The visible files of an archive, in folders; a folder is its path, "" the outermost."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        members, self.read = walk_archive(path)
+        self.at: dict[str, tuple[str, int, int]] = {}
+        """Path -> name in the archive, offset, size."""
+        self.folders: dict[str, set[str]] = {"": set()}
+        self.files: dict[str, list[str]] = {"": []}
+        for batch in members:
+            for name, offset, size in zip(*batch, strict=True):
+                parts = [part for part in name.split("/") if part not in ("", ".")]
+                if parts and not any(part.startswith((".", "__MACOSX")) for part in parts):
+                    self._add(parts, name, int(offset), int(size))
+
+    def _add(self, parts: list[str], name: str, offset: int, size: int) -> None:
+        folder = ""
+        for part in parts[:-1]:
+            self.folders[folder].add(part)
+            folder = f"{folder}/{part}".lstrip("/")
+            self.folders.setdefault(folder, set())
+            self.files.setdefault(folder, [])
+        self.files[folder].append(parts[-1])
+        self.at[f"{folder}/{parts[-1]}".lstrip("/")] = (name, offset, size)
+
+    def walk(self, folder: str, ignored: Ignored | None) -> Iterator[str]:
+        """Yield the paths of the images at any depth; they are known by their suffixes."""
+        for name in sorted(self.files.get(folder, ())):
+            path = f"{folder}/{name}".lstrip("/")
+            if name.lower().endswith(EXTENSIONS):
+                yield path
+            elif ignored is not None:
+                ignored.count(path)
+        for name in sorted(self.folders.get(folder, ())):
+            yield from self.walk(f"{folder}/{name}".lstrip("/"), ignored)
+
+
+class ArchiveTree:
+    """A folder inside of a zip or tar."""
+
+    def __init__(self, members: _Members, folder: str = ""):
+        self._members = members
+        self._folder = folder
+        self.file = members.path
+        self.name = folder.rpartition("/")[2]
+        self.read = members.read
+        self.inputs: Sequence[Path] | None = [members.path]
+
+    def __str__(self) -> str:
+        return os.path.join(self.file, self._folder) if self._folder else str(self.file)
+
+    def _inside(self, name: str) -> str:
+        return f"{self._folder}/{name}".strip("/")
+
+    def below(self, name: str) -> ArchiveTree:
+        return ArchiveTree(self._members, self._inside(name))
+
+    def is_there(self) -> bool:
+        return self._folder in self._members.folders
+
+    def folders(self) -> list[str]:
+        return sorted(self._members.folders[self._folder])
+
+    def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
+        start = self._inside(folder)
+        for path in self._members.walk(start, ignored):
+            yield path[len(start) :].lstrip("/")
+
+    def count_stray(self, ignored: Ignored) -> None:
+        for name in sorted(self._members.files[self._folder]):
+            if name.lower().endswith(EXTENSIONS):
+                ignored.stray.append(f"{self}/{name}")
+            else:
+                ignored.count(name)
+
+    def places(self, paths: Sequence[str]) -> Places:
+        found = [self._members.at[self._inside(path)] for path in paths]
+        offsets = np.array([offset for _, offset, _ in found], np.int64)
+        return Places([row[0] for row in found], offsets, np.array([row[2] for row in found]))
+
+
+def open_archive(path: Path) -> ArchiveTree:
+    """Return the folder of a zip or tar that holds its class folders, or its train/ and val/.
+
+    That is the outermost one that has images in several folders, or `train`: archives often wrap
+    everything in a folder of their own name. Raises PrepError for a file that is neither, is
+    damaged, or has no images in folders.
+    """
+    tree = ArchiveTree(_Members(path))
+    while True:
+        with_images = [name for name in tree.folders() if any(tree.images(name))]
+        if not with_images:
+            raise PrepError(
+                f"{tree}: no images ({', '.join(EXTENSIONS)}) in its folders; expected a zip or tar"
+                " of <class>/<image>, or of train/<class>/<image> and val/<class>/<image>"
+            )
+        inner = tree.below(with_images[0])
+        if len(with_images) > 1 or inner.name == "train" or not inner.folders():
+            return tree
+        tree = inner
