@@ -40,7 +40,7 @@ from vit.ranks import distributed
 from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
 from vit.run.folder import LATEST_FILE, newest_run
-from vit.system.command_line import Parser
+from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
 from vit.weights.files import LoadedWeights, read_weights
 from vit.weights.published import describe_published, with_published_config
 from vit.weights.published_models import KnownModel
@@ -142,34 +142,11 @@ def _create_parser() -> Parser:
         help="of the model's classes use those of the data only, found by name (200 of 1,000)",
     )
     parser.add_argument("--split", help="split to evaluate (default: the run's data.val_split)")
-    parser.add_argument(
-        "--image-size",
-        type=int,
-        nargs="+",
-        metavar="PIXELS",
-        help="side, or height and width (default: as trained)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        metavar="N",
-        help="images in one forward pass of one rank (default: the run's eval.batch_size)",
-    )
-    parser.add_argument(
-        "--num-workers",
-        type=int,
-        metavar="N",
-        help="loader processes per rank (default: the run's data.num_workers)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=["fp32", "bf16", "fp16"],
-        help="format of matrix products (default: the run's train.precision)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        help="(default: auto, GPUs where each rank of a host has one)",
+    add_model_flags(
+        parser,
+        batch_size="images in one forward pass of one rank (default: the run's eval.batch_size)",
+        num_workers="loader processes per rank (default: the run's data.num_workers)",
+        device="(default: auto, GPUs where each rank of a host has one)",
     )
     parser.add_argument(
         "--finetune",
@@ -205,8 +182,8 @@ def read_command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
     args.checkpoint = paths[0] if paths else None
     if args.overrides and not args.finetune:
         parser.error(f"{' '.join(args.overrides)}: settings belong to --finetune")
-    if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
-        parser.error("--image-size takes a side, or height and width, in pixels")
+    if problems := model_flag_problems(args):
+        parser.error("; ".join(problems))
     if args.finetune and args.select_classes:
         parser.error("--select-classes: with --finetune give init.select_classes=true")
     if args.finetune and not args.checkpoint:
@@ -216,17 +193,13 @@ def read_command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that were given as settings: dotted key -> value."""
-    size = args.image_size
-    if size and len(size) == 1:
-        size = size[0]
     flags = {
         "data.root": args.data,
         "data.val_split": args.split,
-        "model.image_size": size,
         "eval.batch_size": args.batch_size,
         "data.num_workers": args.num_workers,
-        "train.precision": args.precision,
         "train.device": args.device,
+        **model_settings(args),
     }
     return {key: value for key, value in flags.items() if value is not None}
 

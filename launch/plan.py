@@ -171,10 +171,13 @@ def _disk(forecast: Forecast) -> str:
     disk = forecast.disk
     shards_gb = forecast.data.num_images * SHARD_BYTES_PER_IMAGE / 1e9
     return (
-        f"{disk.total_bytes / GIB:.2f} GiB for the run ({disk.num_checkpoints} checkpoint(s) of"
-        f" {disk.checkpoint_bytes / GIB:.2f} GiB, weights {disk.weights_bytes / GIB:.2f} GiB);"
+        f"{_gib(disk.total_bytes)} for the run ({disk.in_words(_gib)});"
         f" shards about {shards_gb:,.0f} GB if images are as large as ImageNet's"
     )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
 
 
 def _range(ends: Sequence[float]) -> str:

@@ -31,12 +31,12 @@ from vit.predict.predict import predict
 from vit.ranks import distributed
 from vit.ranks.distributed import World, world_size
 from vit.ranks.exit import leave, run_command
-from vit.report.attention import check_rollout
+from vit.report.attention import check_rollout, rollouts
 from vit.report.model_plots import overlaid
-from vit.report.prediction_sheet import plot_predictions, rollouts
+from vit.report.prediction_sheet import plot_predictions
 from vit.report.style import picture_format
 from vit.run.folder import LATEST_FILE, newest_run
-from vit.system.command_line import Parser
+from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
 from vit.system.meter import Meter
 from vit.trained import Trained, load
 
@@ -51,7 +51,7 @@ NAMED_PROBLEMS = 20
 def main() -> World:
     """Run the command line above; return the world that was joined."""
     args = read_command_line()
-    world = distributed.join_world(args.device, "--device ")
+    world = distributed.join_world(args.device or "auto", "--device ")
     path = args.checkpoint or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
     names = read_names(args.classes) if args.classes else ()
     trained = load(
@@ -128,7 +128,10 @@ def show(summary: Summary, trained: Trained, args: Namespace) -> None:
 def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
     """Draw the examples, with attention if it was asked for."""
     pixels = torch.stack(summary.pixels)
-    overlays = overlaid(pixels, rollouts(trained, pixels)) if args.attention else None
+    overlays = None
+    if args.attention:
+        relevance, _ = rollouts(trained.model, trained.preprocess.normalize(pixels))
+        overlays = overlaid(pixels, relevance)
     names = [printable(Path(name).name) for name, _ in summary.examples]
     classes = [found for _, found in summary.examples]
     shown = len(names)
@@ -151,11 +154,7 @@ def read_names(path: Path) -> list[str]:
 
 def settings_of(args: Namespace) -> dict[str, Any]:
     """Return the flags that were given as settings: dotted key -> value."""
-    size = args.image_size
-    if size and len(size) == 1:
-        size = size[0]
-    flags = {"model.image_size": size, "train.precision": args.precision}
-    return {key: value for key, value in flags.items() if value is not None}
+    return {key: value for key, value in model_settings(args).items() if value is not None}
 
 
 def _create_parser() -> Parser:
@@ -188,35 +187,12 @@ def _create_parser() -> Parser:
     parser.add_argument(
         "--attention", action="store_true", help="on the sheet, where the model looks (rollout)"
     )
-    parser.add_argument(
-        "--image-size",
-        type=int,
-        nargs="+",
-        metavar="PIXELS",
-        help="side, or height and width (default: as trained)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        metavar="N",
-        help="images in one forward pass (default: the run's eval.batch_size, on a CPU at most 32)",
-    )
-    parser.add_argument(
-        "--num-workers",
-        type=int,
-        metavar="N",
-        help="processes that decode (default: one a core, none for a few images)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=["fp32", "bf16", "fp16"],
-        help="format of matrix products (default: the run's train.precision)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="(default: auto, a GPU if there is one)",
+    of_batches = "default: the run's eval.batch_size, on a CPU at most 32"
+    add_model_flags(
+        parser,
+        batch_size=f"images in one forward pass ({of_batches})",
+        num_workers="processes that decode (default: one a core, none for a few images)",
+        device="(default: auto, a GPU if there is one)",
     )
     return parser
 
@@ -224,13 +200,8 @@ def _create_parser() -> Parser:
 def read_command_line(words: Sequence[str] | None = None) -> Namespace:
     """Return the flags. Raises ValueError for mistakes, all at once."""
     args = _create_parser().parse_intermixed_args(words)
-    problems = [
-        f"--{name.replace('_', '-')} {value}: give a number from {least} on"
-        for name, least in (("top", 1), ("batch_size", 1), ("num_workers", 0))
-        if (value := getattr(args, name)) is not None and value < least
-    ]
-    if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
-        problems.append("--image-size takes a side, or height and width, in pixels")
+    problems = [f"--top {args.top}: give a number from 1 on"] if args.top < 1 else []
+    problems += model_flag_problems(args)
     if args.attention and not args.sheet:
         problems.append("--attention is drawn on the sheet: give --sheet FILE, too")
     if args.sheet:

@@ -183,7 +183,9 @@ def attention(args: Namespace, world: World) -> None:
                 folder = args.separate / f"{number}_{Path(name).stem or name}"
                 written.append(save_heads(image, heads, folder)[0].parent)
             else:
-                written.append(plot_heads(image, heads, rollout, f"Attention: {name}", path))
+                has_pool = getattr(trained.model, "global_pool", "") == "map"
+                title = f"Attention: {name}"
+                written.append(plot_heads(image, heads, rollout, title, path, has_pool))
             meter.update(number + 1)
     for path in written:
         print(path)

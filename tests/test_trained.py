@@ -88,7 +88,8 @@ def test_weights_from_elsewhere_go_by_their_name(tmp_path):
     save_file(weights, path)
     trained = vit.load(path)
     assert trained.preprocess.view.resizer == "pillow"
-    assert trained.class_names[7] == "class 7"
+    assert trained.class_names[281] == "tabby, tabby cat"
+    assert trained.notes == ("1,000 classes without names are taken for ImageNet-1k's",)
     assert len(trained.class_names) == 1000
     names = [f"name {number}" for number in range(1000)]
     assert vit.load(path, class_names=names).class_names == tuple(names)

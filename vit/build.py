@@ -43,7 +43,7 @@ from vit.run.checkpoint import CheckpointError
 from vit.run.folder import CONFIG_FILE, RunLock, mark_stopped
 from vit.run.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight, start_lines
 from vit.run.record import Record, provenance
-from vit.run.resume import find_checkpoint
+from vit.run.resume import find_checkpoint, restart_best
 from vit.run.sample_losses import SampleLosses
 from vit.run.saver import Saver
 from vit.run.start_times import StartTimes
@@ -241,10 +241,7 @@ def open_data(config: Config, world: World) -> RunData:
             rank=world.rank,
             world_size=world.size,
         )
-        disk = disk_needs(
-            *(config.model, config.optim, config.train, config.checkpoint, plan, num_classes),
-            freeze=config.init.freeze,
-        )
+        disk = disk_needs(config, plan, num_classes)
         checked = preflight(
             config.data, world, plan, batches, val_batches, saved_bytes=disk.checkpoint_bytes
         )
@@ -328,6 +325,8 @@ def _load_checkpoint(
                 f" {plan.total_steps}: nothing is left to train"
             )
     checkpoints.load_checkpoint(folder, train_step)
+    if not state.is_finished(plan):
+        restart_best(folder.parents[1], state, train_step.world)
     state.restarts += 1
     return state
 

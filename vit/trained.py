@@ -29,6 +29,7 @@ from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_center
 from vit.model import create_model
 from vit.precision import autocast
+from vit.weights.class_names import IMAGENET_CLASSES, imagenet_names
 from vit.weights.files import LoadedWeights, load_weights, read_weights
 from vit.weights.published import with_published_config
 
@@ -176,6 +177,10 @@ def load(
     device = torch.device(device)
     augment = create_augment(config.augment, config.data, num_classes, device)
     names = list(class_names or loaded.class_names or [])
+    if not names and loaded.step is None and num_classes == IMAGENET_CLASSES:
+        names = imagenet_names().get("words", [])
+        if names:
+            notes.append("1,000 classes without names are taken for ImageNet-1k's")
     names += [""] * (num_classes - len(names))
     return Trained(
         model.to(device).eval(),

@@ -122,6 +122,20 @@ def test_settings_of_the_other_optimizer_are_refused(load, problems):
             ),
         ),
         (
+            "model:\n  init_head_bias: -6.9\ninit:\n  checkpoint: a.pth\n",
+            (
+                "run.yaml:6: model.init_head_bias has no effect with the head of init.checkpoint:"
+                " remove it, or set init.reset_head=true"
+            ),
+        ),
+        (
+            "  activation_checkpointing: block\ninit:\n  checkpoint: a.pth\n  freeze: backbone\n",
+            (
+                "run.yaml:5: train.activation_checkpointing=block has no effect with"
+                " init.freeze=backbone, where no block keeps anything for a backward pass: set none"
+            ),
+        ),
+        (
             "init:\n  reset_head: true\n",
             (
                 "run.yaml:6: init.reset_head has no effect without init.checkpoint: give one, or"

@@ -14,9 +14,11 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -157,8 +159,22 @@ def begin_session() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ[MARK] = f"vit-{os.getpid()}-{time.time_ns()}"
     without_mark = {key: value for key, value in os.environ.items() if key != MARK}
-    command = [sys.executable, "-IS", __file__, str(os.getpid()), os.environ[MARK]]
+    folder = _own_temporary_folder()
+    command = [sys.executable, "-IS", __file__, str(os.getpid()), os.environ[MARK], folder]
     subprocess.Popen(command, env=without_mark, start_new_session=True, stdin=subprocess.DEVNULL)
+
+
+def _own_temporary_folder() -> str:
+    """Make and return what stands for /tmp in this session, here and in what tests start.
+
+    Programs leave folders there: W&B and torchrun where they are killed, torchrun in any case.
+    """
+    # pytest's own folders stay, for people to look into
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.mkdtemp(prefix="vit-")  # short: sockets in it have 107 bytes for their path
+    os.chmod(folder, 0o1777)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    return folder
 
 
 def end_session() -> list[str]:
@@ -173,11 +189,13 @@ def end_of_failed_test() -> None:
     kill(os.environ[MARK], os.environ[NAME])
 
 
-def _guard(pid: int, mark: str) -> None:
+def _guard(pid: int, mark: str, folder: str) -> None:
+    """Wait for the end of pytest; then end what bears `mark`, and remove the folder."""
     while os.getppid() == pid:
         time.sleep(0.5)
     kill(mark)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    _guard(int(sys.argv[1]), sys.argv[2])
+    _guard(int(sys.argv[1]), *sys.argv[2:])

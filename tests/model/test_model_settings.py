@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from vit.layers.rope import RotaryEmbedding
 from vit.model import VisionTransformer, create_model
 
+SMALL = {"embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 10, "patch_size": 8}
 TINY = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
 
 
@@ -33,6 +35,69 @@ TINY = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
 def test_impossible_settings_are_refused_with_what_would_work(fields, message):
     with torch.device("meta"), pytest.raises(ValueError, match=message):
         create_model("vit_b16", **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_type": "mixed"}, "rope_type is 'mixed': expected None or 'axial' or 'dinov3'"),
+        ({"rope_type": "axial", "head_dim": 6}, "a head has 6, it needs a multiple of 4"),
+        ({"rope_temperature": 10.0}, "rope_temperature has no effect without rope_type"),
+        (
+            {"rope_type": "axial", "rope_reg_temperature": 100.0, "reg_tokens": 3},
+            "it needs rope_type 'axial' and reg_tokens 4, 9, 16 and so on, not 'axial' and 3",
+        ),
+        (
+            {"rope_type": "axial", "rope_reg_temperature": 100.0, "reg_tokens": 1},
+            "it needs rope_type 'axial' and reg_tokens 4, 9, 16 and so on, not 'axial' and 1",
+        ),
+        (
+            {"rope_type": "axial", "head_dim": 4, "rope_temperature": 100.0},
+            "rope_temperature has no effect with heads of 4 channels",
+        ),
+        (
+            {"no_embed_class": True, "pos_embed": "none"},
+            "no_embed_class has no effect without positions",
+        ),
+        (
+            {"no_embed_class": True, "global_pool": "avg", "class_token": False},
+            "no_embed_class has no effect without class token and registers",
+        ),
+        (
+            {"image_size": 8, "rope_type": "dinov3", "patch_drop_rate": 0.5},
+            "rope_type 'dinov3' has no effect on an im.*patch_drop_rate 0.5 has no effect on an im",
+        ),
+        ({"rope_type": "dinov3", "ref_feat_shape": 14}, "ref_feat_shape has no effect with"),
+        ({"mlp_layer": "swiglu_packed", "mlp_ratio": 1.1}, "needs an even width, not 35"),
+        ({"patch_drop_rate": 1.0}, "patch_drop_rate is 1.0: expected 0 <= rate < 1"),
+        ({"num_heads": 5}, "nearest number of heads is 4, or give head_dim"),
+        ({"num_heads": 5, "head_dim": 8, "global_pool": "map"}, "nearest number of heads is 4$"),
+        ({"norm_layer": "batchnorm", "mlp_layer": "moe"}, "norm_layer is 'batch.*mlp_layer is 'm"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused_with_what_would_work(fields, message):
+    with pytest.raises(ValueError, match=message):
+        VisionTransformer(**{"image_size": (32, 48), **SMALL, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "more"),
+    [
+        ({}, {"reg_tokens": 1, "rope_reg_temperature": 100.0}),
+        ({"head_dim": 4}, {"rope_temperature": 100.0}),
+    ],
+)
+def test_turns_that_are_refused_would_have_turned_nothing(fields, more):
+    """Without the check the angles are those of the model without the setting, or 0."""
+    given = {"rope_temperature": None, "rope_reg_temperature": None, "reg_tokens": 0, **more}
+    rope = RotaryEmbedding(
+        *(given["rope_temperature"], given["rope_reg_temperature"], None, "axial", (3, 4)),
+        *(fields.get("head_dim", 8), 1, given["reg_tokens"]),
+    )
+    plain = RotaryEmbedding(
+        *(None, None, None, "axial", (3, 4), fields.get("head_dim", 8), 1, given["reg_tokens"])
+    )
+    assert torch.equal(rope.table, plain.table)
 
 
 @pytest.mark.parametrize(

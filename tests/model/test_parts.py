@@ -42,6 +42,13 @@ PARTS = {
 }
 
 
+WITHOUT_EFFECT = [
+    {"no_embed_class": True, "pos_embed": "none"},
+    {"no_embed_class": True, "global_pool": "avg", "class_token": False},
+]
+"""Pairs of parts that are refused: class token and registers have no positions there."""
+
+
 def images(rows: int = 3) -> torch.Tensor:
     return torch.randn(rows, 3, *SIZE, generator=torch.Generator().manual_seed(1))
 
@@ -231,6 +238,8 @@ def test_nothing_is_left_uninitialised_whatever_the_parts():
     """A model of the meta device has the memory that was there before: NaN stands for it."""
     for first, second in itertools.combinations_with_replacement(PARTS.values(), 2):
         fields: dict[str, object] = {**second, **first}
+        if fields in WITHOUT_EFFECT:
+            continue
         with torch.device("meta"):
             late = VisionTransformer(SIZE, **TINY, **fields)
         late.to_empty(device="cpu")
@@ -366,29 +375,6 @@ def test_under_autocast_the_residual_path_is_fp32s(fields):
             logits = model(images())
     assert tokens.dtype == logits.dtype == torch.float32
     assert relative_difference(logits, exact) < 0.05
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"rope_type": "mixed"}, "rope_type is 'mixed': expected None or 'axial' or 'dinov3'"),
-        ({"rope_type": "axial", "head_dim": 6}, "a head has 6, it needs a multiple of 4"),
-        ({"rope_temperature": 10.0}, "rope_temperature has no effect without rope_type"),
-        (
-            {"rope_type": "axial", "rope_reg_temperature": 100.0, "reg_tokens": 3},
-            "it needs rope_type 'axial' and reg_tokens 1, 4, 9 and so on, not 'axial' and 3",
-        ),
-        ({"rope_type": "dinov3", "ref_feat_shape": 14}, "ref_feat_shape has no effect with"),
-        ({"mlp_layer": "swiglu_packed", "mlp_ratio": 1.1}, "needs an even width, not 35"),
-        ({"patch_drop_rate": 1.0}, "patch_drop_rate is 1.0: expected 0 <= rate < 1"),
-        ({"num_heads": 5}, "nearest number of heads is 4, or give head_dim"),
-        ({"num_heads": 5, "head_dim": 8, "global_pool": "map"}, "nearest number of heads is 4$"),
-        ({"norm_layer": "batchnorm", "mlp_layer": "moe"}, "norm_layer is 'batch.*mlp_layer is 'm"),
-    ],
-)
-def test_parts_that_cannot_be_are_refused_with_what_would_work(fields, message):
-    with pytest.raises(ValueError, match=message):
-        VisionTransformer(SIZE, **{**TINY, **fields})
 
 
 @pytest.mark.parametrize(

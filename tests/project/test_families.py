@@ -99,10 +99,12 @@ def test_a_process_that_outlives_its_command_is_reported(sessions, tmp_path, mon
 
 
 INNER = """
-import signal, subprocess, sys, time
+import signal, subprocess, sys, tempfile, time
 import families, pytest
 
 def begun(name):
+    subprocess.run([sys.executable, "-c", "import tempfile; tempfile.mkdtemp()"], check=True)
+    tempfile.mkdtemp()
     subprocess.Popen([sys.executable, {sessions!r}, name])
     while True:
         try:
@@ -133,8 +135,11 @@ def test_a_failed_test_a_timed_out_one_and_a_killed_pytest_leave_nothing(session
     )
     plugins = [f"-p{name}" for name in ("no:cacheprovider", "no:xdist", "conftest")]
     plain = [*plugins, "-c", os.devnull, "--rootdir", str(tmp_path), "--noconftest"]
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
     inner = {
         **environment(),
+        "TMPDIR": str(temporary),
         "PYTHONPATH": os.pathsep.join(
             [str(REPOSITORY / folder) for folder in ("", "tests/helpers", "tests")]
         ),
@@ -146,12 +151,18 @@ def test_a_failed_test_a_timed_out_one_and_a_killed_pytest_leave_nothing(session
     ) as family:
         killed = pids_in(tmp_path / "killed")
         assert all(map(is_alive, killed))
+        [folder] = temporary.iterdir()
+        assert len(list(folder.iterdir())) == 6, "two of each test"
         assert not any(
             is_alive(pid) for name in ("failed", "timed_out") for pid in pids_in(tmp_path / name)
         )
         family.process.kill()
         family.process.wait()
         assert are_gone(killed), "the guard ends what a killed pytest leaves"
+        deadline = time.monotonic() + 120
+        while list(temporary.iterdir()):
+            assert time.monotonic() < deadline, "and its temporary files"
+            time.sleep(0.02)
 
 
 def test_what_skipped_tests_lack_is_one_line():

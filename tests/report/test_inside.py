@@ -21,7 +21,7 @@ from vit.estimate.memory import step_memory
 from vit.model import VisionTransformer, create_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.report import inside, inside_plots
-from vit.report.attention import attention_distance, attention_maps, output_attention
+from vit.report.attention import attention_distance, attention_maps, even_reading, output_attention
 from vit.report.compare import Compared, _differing, compare
 from vit.report.components import filter_components, token_colors, token_features
 from vit.report.samples import Samples
@@ -102,21 +102,49 @@ def test_distances_are_a_mean_over_images():
     model = small_model()
     images = some_images(3)
     found = inside.mean_distances(model, lambda part: part, images)
-    maps, _ = attention_maps(model, images)
+    maps = attention_maps(model, images).blocks
     expected = attention_distance(maps, (4, 3), (8, 8), 1).mean(0)
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("global_pool", ["token", "avg"])
+@pytest.mark.parametrize("global_pool", ["token", "avg", "map"])
 def test_where_the_output_looks(global_pool):
     maps = some_maps(13)
-    found = output_attention(maps, 1, global_pool)
+    if global_pool == "map":
+        reading = some_maps(13)[0][:, :, 3]
+    else:
+        reading = even_reading(13, 1, global_pool)
+    found = output_attention(maps, reading, 1)
     assert found.shape == (2, 3, 4, 12)
     for image, layer, head, patch in np.ndindex(*found.shape):
         rows = maps[layer][image, head]
-        queries = [0] if global_pool == "token" else range(1, 13)
-        expected = np.mean([float(rows[query, patch + 1]) for query in queries])
+        if global_pool == "map":
+            of_query = [float(reading[image, :, query].mean()) for query in range(13)]
+            expected = sum(of_query[query] * float(rows[query, patch + 1]) for query in range(13))
+        else:
+            queries = [0] if global_pool == "token" else range(1, 13)
+            expected = np.mean([float(rows[query, patch + 1]) for query in queries])
         np.testing.assert_allclose(found[image, layer, head, patch], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("registers", [0, 2])
+def test_the_query_of_a_map_head_is_one_more_layer(registers):
+    """It looks at patches alone, with weights of sum 1; each block is that of the same rows."""
+    model = VisionTransformer((32, 24), **SMALL, global_pool="map", reg_tokens=registers).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+    image = torch.rand(3, 32, 24)
+    heads, rolled = inside.heads_and_rollout(model, lambda pixels: pixels, image)
+    assert heads.shape == (4, 4, 4, 3)
+    assert rolled.shape == (4, 3)
+    torch.testing.assert_close(heads[-1].sum((1, 2)), torch.ones(4))
+    inputs = []
+    with model.attn_pool.register_forward_pre_hook(lambda module, args: inputs.append(args[0])):
+        model(image[None])
+    q, k, _ = model.attn_pool.project(inputs[0])
+    expected = torch.stack([(k[0, h] @ q[0, h, 0] / 8**0.5).softmax(0) for h in range(4)])
+    torch.testing.assert_close(heads[-1].flatten(1), expected)
 
 
 # ---- principal components ------------------------------------------------------------------------

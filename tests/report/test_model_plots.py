@@ -25,7 +25,7 @@ from torch import nn
 
 from vit.model import VisionTransformer
 from vit.report import model_plots
-from vit.report.attention import attention_maps, attention_rollout
+from vit.report.attention import attention_maps, attention_rollout, even_reading, rollouts
 from vit.report.confusion import confusion_matrix, most_confused, plot_confusion, plot_most_confused
 from vit.report.style import BLUE, ORANGE, share_lines, shorten
 
@@ -65,7 +65,7 @@ def test_attention_of_our_model_is_that_of_timm_with_its_softmax_spelled_out(fie
     for block in theirs.blocks:
         block.attn.fused_attn = False
     expected = AttentionExtract(theirs, names=["blocks.*.attn.attn_drop"], method="hook")(images())
-    found, logits = attention_maps(ours, images())
+    found, _, logits = attention_maps(ours, images())
     torch.testing.assert_close(logits, theirs.eval()(images()))
     assert len(found) == len(expected) == 3
     for one, other in zip(found, expected.values(), strict=True):
@@ -79,7 +79,7 @@ def test_attention_of_our_model_is_that_of_timm_with_its_softmax_spelled_out(fie
 )
 def test_attention_of_timm_models(fields):
     theirs = randomised(TimmVisionTransformer((32, 24), **SMALL, **fields)).eval()
-    found, logits = attention_maps(theirs, images())
+    found, _, logits = attention_maps(theirs, images())
     for block in theirs.blocks:
         block.attn.fused_attn = False
     expected = AttentionExtract(theirs, names=["blocks.*.attn.attn_drop"], method="hook")(images())
@@ -126,7 +126,7 @@ def test_attention_applied_to_the_values_is_what_the_module_gives(fields):
         block.attn.register_forward_hook(
             lambda module, inputs, output: seen.append((module, inputs[0], output))
         )
-    maps, _ = attention_maps(model, images())
+    maps = attention_maps(model, images()).blocks
     assert all(map.dtype == torch.float32 and map.shape == (2, 4, 13, 13) for map in maps)
     assert not any(block.attn._forward_pre_hooks for block in model.blocks)
     for weights, (module, tokens, output) in zip(maps, seen, strict=True):
@@ -146,14 +146,21 @@ def random_maps(num_layers: int, batch: int, heads: int, tokens: int) -> list[to
 
 
 @pytest.mark.parametrize(
-    ("num_prefix_tokens", "global_pool"), [(1, "token"), (5, "token"), (0, "avg"), (1, "avg")]
+    ("num_prefix_tokens", "global_pool"),
+    [(1, "token"), (5, "token"), (0, "avg"), (1, "avg"), (0, "map"), (2, "map")],
 )
 def test_rollout_is_a_sum_over_all_paths(num_prefix_tokens, global_pool):
-    """Brute force: every path from an output token through one token of each layer to an input
+    """Brute force: every path from what the head reads through one token of each layer to an input
     token."""
     tokens = num_prefix_tokens + 3
     maps = random_maps(3, 2, 2, num_prefix_tokens + 3)
-    found = attention_rollout(maps, num_prefix_tokens, global_pool)
+    query = random_maps(4, 2, 2, tokens)[3][:, :, 0]
+    query[..., :num_prefix_tokens] = 0.0
+    query = query / query.sum(-1, keepdim=True)
+    reading = (
+        query if global_pool == "map" else even_reading(tokens, num_prefix_tokens, global_pool)
+    )
+    found = attention_rollout(maps, reading, num_prefix_tokens)
     for image in range(2):
         first, second, third = (
             0.5 * map[image].double().numpy().mean(0) + 0.5 * np.eye(tokens) for map in maps
@@ -161,9 +168,49 @@ def test_rollout_is_a_sum_over_all_paths(num_prefix_tokens, global_pool):
         reach = np.zeros((tokens, tokens))
         for end, b, a, begin in np.ndindex(*(tokens,) * 4):
             reach[end, begin] += third[end, b] * second[b, a] * first[a, begin]
-        read = reach[0] if global_pool == "token" else reach[num_prefix_tokens:].mean(0)
+        if global_pool == "map":
+            read = np.zeros(tokens)
+            for head, end in np.ndindex(2, tokens):
+                read += 0.5 * float(query[image, head, end]) * reach[end]
+        else:
+            read = reach[0] if global_pool == "token" else reach[num_prefix_tokens:].mean(0)
         expected = read[num_prefix_tokens:] / read[num_prefix_tokens:].max()
         np.testing.assert_allclose(found[image].numpy(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"global_pool": "map"},
+        {"global_pool": "map", "class_token": False, "reg_tokens": 2},
+        {"global_pool": "avg", "reg_tokens": 1},
+        {},
+    ],
+    ids=str,
+)
+def test_rollout_of_our_model_is_that_of_timm(fields):
+    """The reading of a MAP head against timm's softmax of it, spelled out."""
+    ours = randomised(VisionTransformer((32, 24), **SMALL, **fields)).eval()
+    theirs = TimmVisionTransformer((32, 24), **SMALL, **fields).eval()
+    theirs.load_state_dict(ours.state_dict())
+    relevance, logits = rollouts(ours, images())
+    torch.testing.assert_close(rollouts(theirs, images())[0], relevance, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, theirs(images()))
+    _, reading, _ = attention_maps(ours, images())
+    torch.testing.assert_close(reading.sum(-1), torch.ones(reading.shape[:2]))
+    if "map" in fields.values():
+        seen = []
+        theirs.attn_pool.fused_attn = False
+        softmax = torch.Tensor.softmax
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                torch.Tensor,
+                "softmax",
+                lambda *args, **kw: seen.append(softmax(*args, **kw)) or seen[-1],
+            )
+            theirs(images())
+        torch.testing.assert_close(reading[..., ours.num_prefix_tokens :], seen[-1][:, :, 0])
+        assert not reading[..., : ours.num_prefix_tokens].any()
 
 
 def one_hot_rows(*targets: int) -> torch.Tensor:
@@ -172,7 +219,11 @@ def one_hot_rows(*targets: int) -> torch.Tensor:
 
 def test_rollout_of_handmade_attention():
     identity = one_hot_rows(0, 1, 2, 3)
-    rollout = attention_rollout
+
+    def rollout(maps: list[torch.Tensor], num_prefix_tokens: int, global_pool: str) -> torch.Tensor:
+        reading = even_reading(maps[0].shape[-1], num_prefix_tokens, global_pool)
+        return attention_rollout(maps, reading, num_prefix_tokens)
+
     assert rollout([identity] * 3, 0, "avg").tolist() == [[1, 1, 1, 1]], (
         "everybody looks at himself: all count the same"
     )

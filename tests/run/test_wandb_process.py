@@ -52,8 +52,11 @@ def no_account(tmp_path_factory, monkeypatch):
 
 
 def test_an_offline_run_holds_config_numbers_pictures_and_tables_on_our_step_under_one_id(
-    tmp_path, capfd
+    tmp_path, capfd, monkeypatch
 ):
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     folder = tmp_path / "my run"
     folder.mkdir()
     Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
@@ -114,6 +117,8 @@ def test_an_offline_run_holds_config_numbers_pictures_and_tables_on_our_step_und
         }
     assert not list(folder.glob(".wandb-feed*"))
     wait_for(lambda: not ours())
+    assert [path.name for path in temporary.iterdir()] == []
+    assert not list((folder / "wandb").glob("tmp-*"))
 
 
 def test_online_all_steps_arrive_under_one_id_over_restarts(tmp_path, server, capfd):

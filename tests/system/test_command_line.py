@@ -106,3 +106,18 @@ def refusal(capsys):
 )
 def test_what_is_not_an_option_is_reported_with_what_was_meant(refusal, script, words, expected):
     assert refusal(script, *words) == expected
+
+
+def test_evaluating_and_predicting_refuse_the_same_numbers_in_the_same_words():
+    flags = ["--batch-size", "0", "--num-workers", "-1", "--image-size", "0"]
+    said = []
+    for words in (["launch/eval.py", "runs/none"], ["launch/predict.py", "none.jpg"]):
+        with pytest.raises(ValueError, match="give a number") as caught:
+            run_here(words[0], words[1], *flags)
+        said.append(str(caught.value).rpartition(" (python")[0] or str(caught.value))
+    assert said[0] == said[1]
+    assert said[0].split("; ") == [
+        "--batch-size 0: give a number from 1 on",
+        "--num-workers -1: give a number from 0 on",
+        "--image-size takes a side, or height and width, in pixels",
+    ]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from processes import run, train, write_config
 from safetensors.torch import save_file
+from torchvision.models._meta import _IMAGENET_CATEGORIES
 
 from vit.model import create_model
-from vit.weights.class_names import select_classes
+from vit.weights.class_names import imagenet_names, select_classes
 from vit.weights.files import LoadedWeights, load_weights, read_weights
 from vit.weights.formats import WeightsError, read_content
 
@@ -51,10 +52,61 @@ def test_names_beside_the_weights_of_another_program_serve(tmp_path):
     )
 
 
+def imagenet_weights(**more) -> LoadedWeights:
+    rows = torch.arange(1000.0)
+    weights = {"head.weight": rows[:, None].expand(-1, 4), "head.bias": rows}
+    return LoadedWeights(Path("vit_b_16.pth"), weights, **more)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rows", "kind"),
+    [
+        (["n02123045", "n01440764"], [281, 0], "WordNet ids"),
+        (["tabby, tabby cat", "goldfish, Carassius auratus"], [281, 1], "words"),
+        (["tench", "tabby", "great white shark"], [0, 281, 2], "first words"),
+    ],
+)
+def test_a_head_of_1000_unnamed_classes_is_that_of_imagenet(wanted, rows, kind):
+    """The numbers are those of ImageNet's published lists: 0 tench, 1 goldfish, 281 tabby."""
+    chosen = select_classes(imagenet_weights(), wanted)
+    assert chosen.weights["head.bias"].tolist() == rows
+    [note] = chosen.notes
+    assert note == (
+        f"{len(rows)} of 1,000 classes selected by name, taken for ImageNet-1k's ({kind})"
+    )
+
+
+def test_the_order_of_imagenet_is_that_of_its_sorted_ids_and_torchvisions_words():
+    found = imagenet_names()
+    ids = found["WordNet ids"]
+    assert ids == sorted(set(ids))
+    assert len(ids) == 1000
+    words = found["first words"]
+    same = sum(ours == theirs for ours, theirs in zip(words, _IMAGENET_CATEGORIES, strict=True))
+    assert same > 900, "torchvision has other words for some, and tells the two cranes apart"
+
+
+def test_names_that_imagenet_does_not_settle_are_refused():
+    with pytest.raises(WeightsError, match="several classes called crane"):
+        select_classes(imagenet_weights(), ["crane", "tench"])
+    with pytest.raises(WeightsError, match=r"\(fox news\), its own are n01440764, .* or tench, Ti"):
+        select_classes(imagenet_weights(), ["fox news"])
+    with pytest.raises(WeightsError, match="has no names of classes"):
+        select_classes(imagenet_weights(step=3, class_names=[]), ["tench"])
+    own = [f"mine {label}" for label in range(1000)]
+    chosen = select_classes(imagenet_weights(class_names=own), ["mine 7"])
+    assert chosen.weights["head.bias"].tolist() == [7]
+    assert chosen.notes == ("1 of 1,000 classes selected by name",)
+
+
 @pytest.mark.parametrize(
     ("known", "wanted", "message"),
     [
-        (NAMES, ["ant", "fox", "gnu"], r"does not know 2 of the data's 3 classes \(fox, gnu\)"),
+        (
+            NAMES,
+            ["ant", "fox", "gnu"],
+            r"does not know 2 of the data's 3 classes \(fox, gnu\), its own are ant, bee",
+        ),
         (None, ["ant"], r"w.pth has no names of classes"),
         (NAMES, [], r"the data have no names of classes"),
         (["ant", "ant", "bee", "cat", "dog"], ["ant"], "several classes called ant"),

@@ -72,6 +72,14 @@ def _training_rules(config: Config) -> Rules:
         "train.ema_warmup has no effect without train.ema_decay: give one": (
             config.train.ema_warmup and config.train.ema_decay is None
         ),
+        "model.init_head_bias has no effect with the head of init.checkpoint: remove it, or set"
+        " init.reset_head=true": config.model.init_head_bias is not None
+        and config.init.checkpoint is not None
+        and not config.init.reset_head,
+        f"train.activation_checkpointing={config.train.activation_checkpointing} has no effect with"
+        " init.freeze=backbone, where no block keeps anything for a backward pass: set none": (
+            config.train.activation_checkpointing != "none" and config.init.freeze == "backbone"
+        ),
         "init.reset_head has no effect without init.checkpoint: give one, or remove"
         " init.reset_head": config.init.reset_head and config.init.checkpoint is None,
         "init.select_classes has no effect without init.checkpoint: give one, or remove"

@@ -135,11 +135,7 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
     if plan.total_steps % plan.eval_every_steps:
         num_evaluations += plan.evaluates_at(plan.total_steps)  # once more, at the end
     num_models = 1 if config.train.ema_decay is None else 2
-    disk = disk_needs(
-        *(config.model, config.optim, config.train, config.checkpoint, plan),
-        data.num_classes,
-        config.init.freeze,
-    )
+    disk = disk_needs(config, plan, data.num_classes)
     trained_flops = train_flops_per_image(model, plan.micro_batch_size)
     return Forecast(
         gpu=gpu,

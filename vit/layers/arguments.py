@@ -58,6 +58,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             f" {given['mlp_ratio']} needs an even width, not {width}"
         )
     problems += _rope_problems(given)
+    problems += [problem for problem, holds in _without_effect(given).items() if holds]
     if problems:
         raise ValueError("; ".join(problems))
 
@@ -97,6 +98,31 @@ def _head_problems(given: Mapping[str, Any]) -> list[str]:
     return []
 
 
+def _without_effect(given: Mapping[str, Any]) -> dict[str, bool]:
+    """Arguments that change nothing beside the others, and whether they are given."""
+    has_prefix = given["class_token"] or given["reg_tokens"]
+    sizes = zip(*(height_width(given[n], n) for n in ("image_size", "patch_size")), strict=True)
+    is_one_patch = all(size == patch for size, patch in sizes)
+    head_dim = given["head_dim"] or given["embed_dim"] // given["num_heads"]
+    return {
+        "no_embed_class has no effect without positions (pos_embed 'none'): remove it": (
+            given["no_embed_class"] and given["pos_embed"] == "none"
+        ),
+        "no_embed_class has no effect without class token and registers: remove it": (
+            given["no_embed_class"] and not has_prefix
+        ),
+        "rope_temperature has no effect with heads of 4 channels, which have one frequency: remove"
+        " it": given["rope_type"] is not None
+        and given["rope_temperature"] is not None
+        and head_dim == 4,
+        f"rope_type {given['rope_type']!r} has no effect on an image of one patch: remove it": (
+            is_one_patch and given["rope_type"] is not None
+        ),
+        f"patch_drop_rate {given['patch_drop_rate']} has no effect on an image of one patch: remove"
+        " it": is_one_patch and given["patch_drop_rate"] > 0,
+    }
+
+
 def _rope_problems(given: Mapping[str, Any]) -> list[str]:
     """What is wrong with rotary positions, or with their settings without them."""
     needs_rope = ("rope_temperature", "ref_feat_shape", "rope_reg_temperature")
@@ -116,10 +142,11 @@ def _rope_problems(given: Mapping[str, Any]) -> list[str]:
         )
     if given["rope_reg_temperature"] is not None:
         side = math.isqrt(given["reg_tokens"])
-        if rope_type != "axial" or not side or side**2 != given["reg_tokens"]:
+        if rope_type != "axial" or side < 2 or side**2 != given["reg_tokens"]:
+            # The place of a single register is the origin, where nothing turns.
             problems.append(
                 "rope_reg_temperature turns registers as places of a square: it needs rope_type"
-                f" 'axial' and reg_tokens 1, 4, 9 and so on, not {rope_type!r} and"
+                f" 'axial' and reg_tokens 4, 9, 16 and so on, not {rope_type!r} and"
                 f" {given['reg_tokens']}"
             )
     if rope_type == "dinov3" and given["ref_feat_shape"] is not None:

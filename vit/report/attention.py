@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,25 @@ def check_rollout(model: nn.Module) -> tuple[int, int]:
     """Return the grid (h, w) of patches; ValueError if `attention_rollout` means nothing here."""
     grid = grid_size(model)
     global_pool = getattr(model, "global_pool", "avg")
-    if grid is None or global_pool not in ("token", "avg"):
+    if grid is None or not _is_read(model):
         raise ValueError(
-            f"Attention rollout needs a grid of patches (here {grid}), and a head that reads their"
-            f" mean or the class token (here {global_pool!r})"
+            f"Attention rollout needs a grid of patches (here {grid}), and a head that reads the"
+            " class token, the patches' mean or what a query finds in them (here"
+            f" {global_pool!r})"
         )
     attention_modules(model)
     return grid
+
+
+def _is_read(model: nn.Module) -> bool:
+    """Whether `attention_maps` knows with which weights the head reads the tokens."""
+    global_pool = getattr(model, "global_pool", "avg")
+    if global_pool != "map":
+        return global_pool in ("token", "avg")
+    pool: Any = getattr(model, "attn_pool", None)
+    if type(pool).__name__ == "AttentionPoolLatent":  # timm's, whose other forms ours has not
+        return pool.latent_len == 1 and pool.pos_embed is None
+    return hasattr(pool, "project")
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -42,13 +54,25 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-@torch.no_grad()
-def attention_maps(model: nn.Module, images: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return the attention of every block, one (B, heads, N, N) float32 each, and the logits.
+class AttentionMaps(NamedTuple):
+    """What looks where in one forward pass of B images; rows of weights have the sum 1."""
 
-    images: (B, C, H, W) float, normalised. Row i of a map is where token i looks; its sum is 1.
-    ViT-B/16 at 224 pixels takes 22 MB per image. Works for our VisionTransformer and timm's. Raises
-    ValueError for a model whose blocks have another kind of attention, or none.
+    blocks: list[Tensor]
+    """Of every block (B, heads, N, N) float32; row i is where token i looks."""
+    reading: Tensor | None
+    """With which weights the head reads the tokens of the last block, (B or 1, heads or 1, N)
+    float32: all of it the class token; each patch the same; or what the query of a MAP head attends
+    to. None for a head that reads something else."""
+    logits: Tensor
+
+
+@torch.no_grad()
+def attention_maps(model: nn.Module, images: Tensor) -> AttentionMaps:
+    """Return the attention of every block and of the head.
+
+    images: (B, C, H, W) float, normalised. ViT-B/16 at 224 pixels takes 22 MB per image. Works for
+    our VisionTransformer and timm's. Raises ValueError for a model whose blocks have another kind
+    of attention, or none.
     """
     maps = list[Tensor]()
 
@@ -57,22 +81,59 @@ def attention_maps(model: nn.Module, images: Tensor) -> tuple[list[Tensor], Tens
         q, k = _queries_and_keys(attention, *args, **options)
         maps.append((q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(-1))
 
+    attentions = attention_modules(model)
+    pool = getattr(model, "attn_pool", None)
+    if pool is not None and _is_read(model):
+        attentions.append(pool)  # called last
     handles = [
-        attention.register_forward_pre_hook(catch, with_kwargs=True)
-        for attention in attention_modules(model)
+        attention.register_forward_pre_hook(catch, with_kwargs=True) for attention in attentions
     ]
     try:
         logits = model(images)
     finally:
         for handle in handles:
             handle.remove()
-    return maps, logits
+    blocks = maps[: len(getattr(model, "blocks", ()))]
+    return AttentionMaps(blocks, _reading(model, blocks, maps[len(blocks) :]), logits)
+
+
+def _reading(model: Any, blocks: list[Tensor], pool: list[Tensor]) -> Tensor | None:
+    """Return `AttentionMaps.reading`; pool: a MAP head's own map, (B, heads, 1, what it sees)."""
+    if not _is_read(model):
+        return None
+    num_tokens = blocks[0].shape[-1]
+    if pool:
+        weights = pool[0][:, :, 0]
+        # It sees the patches alone, in timm also all tokens.
+        return nn.functional.pad(weights, (num_tokens - weights.shape[-1], 0))
+    # timm's option to count class token and registers into the mean
+    averages_all = getattr(model, "pool_include_prefix", False)
+    num_prefix_tokens = 0 if averages_all else model.num_prefix_tokens
+    return even_reading(num_tokens, num_prefix_tokens, model.global_pool).to(blocks[0].device)
+
+
+def even_reading(num_tokens: int, num_prefix_tokens: int, global_pool: str) -> Tensor:
+    """Return the weights of the class token ("token") or of each patch ("avg"): (1, 1, N)."""
+    weights = torch.zeros(1, 1, num_tokens)
+    if global_pool == "token":
+        weights[..., 0] = 1.0
+    else:
+        weights[..., num_prefix_tokens:] = 1.0 / (num_tokens - num_prefix_tokens)
+    return weights
 
 
 def _queries_and_keys(attention: Any, x: Tensor, *args: Any, **options: Any) -> list[Tensor]:
-    """Return queries and keys of a layer for its input, (B, heads, N, head_dim) float32 each."""
+    """Return queries and keys of a layer for its input, (B, heads, N, head_dim) float32 each.
+
+    Of a MAP head there is one query: (1, heads, 1, head_dim).
+    """
     if hasattr(attention, "project"):  # ours: with all that its forward pass does to them
         return [part.float() for part in attention.project(x, *args, **options)[:2]]
+    if hasattr(attention, "kv"):  # timm's MAP head
+        q = attention.q(attention.latent).unflatten(2, (attention.num_heads, -1)).transpose(1, 2)
+        kv = attention.kv(x).unflatten(2, (2, attention.num_heads, -1))
+        k = kv[:, :, 0].transpose(1, 2)
+        return [attention.q_norm(q).float(), attention.k_norm(k).float()]
     qkv = attention.qkv(x).unflatten(2, (3, attention.num_heads, -1)).float()
     q, k, _ = qkv.permute(2, 0, 3, 1, 4)
     # timm's option; normalised queries are scaled as all others are
@@ -81,20 +142,15 @@ def _queries_and_keys(attention: Any, x: Tensor, *args: Any, **options: Any) -> 
     return [q, k]
 
 
-def output_attention(maps: list[Tensor], num_prefix_tokens: int, global_pool: str) -> Tensor:
+def output_attention(maps: list[Tensor], reading: Tensor, num_prefix_tokens: int) -> Tensor:
     """Return where the output looks in each layer and head: (B, layers, heads, h*w) float32.
 
-    maps: (B, heads, N, N) for each block. Of the class token ("token") its own row; without one
-    ("avg") the mean over the patches' rows: how much attention a patch gets.
+    maps, reading: of `AttentionMaps`. The rows of the tokens that the head reads, by how much it
+    reads each: the class token's own row, or how much attention a patch gets.
     """
-    layers = []
-    for attention in maps:
-        if global_pool == "token":
-            rows = attention[:, :, 0]
-        else:
-            rows = attention[:, :, num_prefix_tokens:].mean(2)
-        layers.append(rows[:, :, num_prefix_tokens:])
-    return torch.stack(layers, 1)
+    read = reading.mean(1)
+    layers = [torch.einsum("bi,bhij->bhj", read.expand(len(map), -1), map) for map in maps]
+    return torch.stack(layers, 1)[..., num_prefix_tokens:]
 
 
 def attention_distance(
@@ -126,20 +182,40 @@ def patch_distances(grid: tuple[int, int], patch_size: tuple[int, int]) -> Tenso
     return torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist").float()
 
 
-def attention_rollout(maps: list[Tensor], num_prefix_tokens: int, global_pool: str) -> Tensor:
+def rollouts(model: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the attention rollout, (B, h, w) float32, and the logits of B inputs, on the CPU.
+
+    inputs: (B, C, H, W) float, normalised. Raises ValueError for a model that has none.
+    """
+    grid = check_rollout(model)
+    relevance = []
+    logits = []
+    # one by one: a ViT-H at 518 pixels holds 4 GB of attention for each image
+    for one in inputs.split(1):
+        seen = attention_maps(model, one)
+        assert seen.reading is not None, "check_rollout"
+        rolled = attention_rollout(seen.blocks, seen.reading, model.num_prefix_tokens)
+        relevance.append(rolled.unflatten(1, grid).cpu())
+        logits.append(seen.logits.float().cpu())
+    return torch.cat(relevance), torch.cat(logits)
+
+
+def attention_rollout(maps: list[Tensor], reading: Tensor, num_prefix_tokens: int) -> Tensor:
     """Return how much each patch of the input reaches the output: (B, h*w) float32, at most 1.
 
-    maps: (B, heads, N, N) for each block. Attention rollout, Abnar & Zuidema 2020 (arXiv
-    2005.00928): the residual branch counts as half of each layer, A = 0.5 W + 0.5 I with rows of
-    sum 1, and layers multiply; heads are averaged, as for figure 6 of the ViT paper. Read from the
-    class token's row, the first (`global_pool` "token"), or as the mean over the patches' rows
-    ("avg"). An image of which nothing reaches the class token gets zeros.
+    maps, reading: of `AttentionMaps`. Attention rollout, Abnar & Zuidema 2020 (arXiv 2005.00928):
+    the residual branch counts as half of each layer, A = 0.5 W + 0.5 I with rows of sum 1, and
+    layers multiply; heads are averaged, as for figure 6 of the ViT paper. What the head reads is
+    one more factor, in front: the row of the class token, the mean over the rows of patches, or
+    their sum by what the query of a MAP head gives each. That query has no residual branch: it is
+    the same for all images and brings nothing of them. An image of which nothing reaches the class
+    token gets zeros.
     """
     identity = torch.eye(maps[0].shape[-1], device=maps[0].device)
     rollout = identity
     for attention in maps:
         layer = 0.5 * attention.float().mean(1) + 0.5 * identity
         rollout = layer / layer.sum(-1, keepdim=True) @ rollout
-    rows = rollout[:, 0] if global_pool == "token" else rollout[:, num_prefix_tokens:].mean(1)
+    rows = (reading.mean(1, keepdim=True) @ rollout)[:, 0]
     relevance = rows[:, num_prefix_tokens:]
     return relevance / relevance.amax(1, keepdim=True).clamp(min=torch.finfo(relevance.dtype).tiny)

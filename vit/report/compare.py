@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vit.metrics import PairedDifference, paired_difference
+from vit.report.attention import rollouts
 from vit.report.model_plots import overlaid
-from vit.report.prediction_sheet import rollouts
 from vit.report.samples import Samples
 from vit.report.style import SMALL_PT, Cell, cell_width_in, display_name, plot_cells, shorten
 from vit.trained import Trained
@@ -114,7 +114,8 @@ def plot_comparison(
     looks = []
     for trained, pixels in zip(models, shown, strict=True):
         try:
-            looks.append(overlaid(pixels, rollouts(trained, pixels)))
+            relevance, _ = rollouts(trained.model, trained.preprocess.normalize(pixels))
+            looks.append(overlaid(pixels, relevance))
         except ValueError:  # a convolutional network
             looks.append(pixels.expand(-1, 3, -1, -1).float() / 255)
     size = shown[0].shape[2:]

@@ -95,7 +95,7 @@ def mean_distances(
     added = torch.zeros(())
     # one by one: a ViT-H at 518 pixels holds 4 GB of attention for each image
     for done, one in enumerate(pixels.split(1), 1):
-        maps, _ = attention_maps(model, normalize(one))
+        maps = attention_maps(model, normalize(one)).blocks
         added = added + attention_distance(maps, grid, patch_size, model.num_prefix_tokens).cpu()
         on_image(done)
     return added[0] / len(pixels)
@@ -120,10 +120,14 @@ def draw_tokens(
 def heads_and_rollout(model: Any, normalize: Normalize, image: Tensor) -> tuple[Tensor, Tensor]:
     """Return where the output looks, (layers, heads, h, w), and rollout (h, w), on the CPU.
 
-    image: (C, H, W) uint8. Raises ValueError for a model that has no such attention.
+    A MAP head is the last layer. image: (C, H, W) uint8. Raises ValueError for a model that has no
+    such attention.
     """
     grid = check_rollout(model)
-    maps, _ = attention_maps(model, normalize(image[None]))
-    heads = output_attention(maps, model.num_prefix_tokens, model.global_pool)
-    rolled = attention_rollout(maps, model.num_prefix_tokens, model.global_pool)
+    seen = attention_maps(model, normalize(image[None]))
+    assert seen.reading is not None, "check_rollout"
+    heads = output_attention(seen.blocks, seen.reading, model.num_prefix_tokens)
+    if model.global_pool == "map":  # its pool has as many heads as a block
+        heads = torch.cat((heads, seen.reading[:, None, :, model.num_prefix_tokens :]), 1)
+    rolled = attention_rollout(seen.blocks, seen.reading, model.num_prefix_tokens)
     return heads[0].unflatten(2, grid).cpu(), rolled[0].unflatten(0, grid).cpu()

@@ -89,11 +89,14 @@ def plot_filters(components: Tensor, shares: Tensor, picture: Path) -> Path:
     return plot_cells(cells, 7, heading, picture)
 
 
-def plot_heads(image: Tensor, heads: Tensor, rollout: Tensor, title: str, picture: Path) -> Path:
+def plot_heads(
+    image: Tensor, heads: Tensor, rollout: Tensor, title: str, picture: Path, has_pool: bool = False
+) -> Path:
     """Draw an image, its rollout, and where the output looks in each layer and head.
 
-    image: (1 or 3, H, W) uint8; heads: (layers, heads, h, w) float; rollout: (h, w). Each map is
-    scaled to its own highest value. Returns `picture`.
+    image: (1 or 3, H, W) uint8; heads: (layers, heads, h, w) float; rollout: (h, w); has_pool:
+    whether the last layer is not a block but a MAP head. Each map is scaled to its own highest
+    value. Returns `picture`.
     """
     num_layers, num_heads, height, width = heads.shape
     image_in = 1.6
@@ -111,7 +114,8 @@ def plot_heads(image: Tensor, heads: Tensor, rollout: Tensor, title: str, pictur
         place(sheet, to_pixels(over), 0.2 + image_in, 0.5, image_in, tall)
         notes = (
             "Left: what the model saw, and attention rollout over all blocks.",
-            "Below: a row for each block, a column for each head.",
+            "Below: a row for each block, a column for each head"
+            + ("; last, the query of the pool." if has_pool else "."),
             "Yellow patches get the most attention, violet ones none;",
             "each map is scaled to its highest value.",
         )
@@ -124,7 +128,8 @@ def plot_heads(image: Tensor, heads: Tensor, rollout: Tensor, title: str, pictur
         sheet.text(0.1, top - 0.1, "head", size=SMALL_PT, va="center")
         for layer in range(num_layers):
             y = top + (layer + 0.5) * row
-            sheet.text(0.1, y, f"block {layer + 1}", size=min(SMALL_PT, 72 * row), va="center")
+            name = "pool" if has_pool and layer == num_layers - 1 else f"block {layer + 1}"
+            sheet.text(0.1, y, name, size=min(SMALL_PT, 72 * row), va="center")
             for head in range(num_heads):
                 extent = (left + head * cell, left + (head + 0.94) * cell)
                 bottom = top + (layer + 0.94) * row

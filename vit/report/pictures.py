@@ -28,7 +28,7 @@ from vit.data.loader import Loader
 from vit.data.order import divisors
 from vit.metrics import predicted_classes
 from vit.report import inside, model_plots
-from vit.report.attention import attention_maps, attention_rollout, check_rollout
+from vit.report.attention import check_rollout, rollouts
 from vit.report.confusion import most_confused, plot_confusion, plot_most_confused
 from vit.report.curves import plot_curves
 from vit.report.samples import pick_images
@@ -152,7 +152,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
 
 def _paint_attention(source: ReportSource, picture: Path) -> str:
     model: Any = source.model
-    grid = check_rollout(model)
+    check_rollout(model)
     predictions = None
     with suppress(ValueError):
         source.check_same_images()
@@ -160,21 +160,14 @@ def _paint_attention(source: ReportSource, picture: Path) -> str:
     labels = source.val_split.index["label"].astype(np.int64)
     chosen = pick_images(labels, predictions, NUM_ATTENTION, NUM_ATTENTION_WRONG)
     images = torch.stack([source.eval_image(sample) for sample in chosen])
-    logits = []
-    relevance = []
-    # one by one: a ViT-H at 518 pixels holds 4 GB of attention for each image
-    for inputs in source.augment.normalize(images.to(source.device)).split(1):
-        maps, outputs = attention_maps(model, inputs)
-        rolled = attention_rollout(maps, model.num_prefix_tokens, model.global_pool)
-        relevance.append(rolled.unflatten(1, grid).cpu())
-        logits.append(outputs.float().cpu())
-    predicted = predicted_classes(torch.cat(logits))
+    relevance, logits = rollouts(model, source.augment.normalize(images.to(source.device)))
+    predicted = predicted_classes(logits)
     model_plots.plot_attention(
         images,
-        torch.cat(relevance),
+        relevance,
         labels[chosen].tolist(),
         predicted.tolist(),
-        torch.cat(logits).softmax(1).amax(1).tolist(),
+        logits.softmax(1).amax(1).tolist(),
         source.class_names[: source.num_classes],
         picture,
     )

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from vit.report.attention import attention_maps, attention_rollout, check_rollout
 from vit.report.style import SMALL_PT, Cell, cell_width_in, plot_cells, shorten
-from vit.trained import Trained
 
 NUM_COLUMNS = 6
 """Pictures in a row; with attention two for each image."""
@@ -44,19 +40,3 @@ def plot_predictions(
         if overlays is not None:
             cells.append(Cell(overlays[number], []))
     return plot_cells(cells, num_columns, heading, picture)
-
-
-def rollouts(trained: Trained, images: Tensor) -> Tensor:
-    """Return the attention rollout of (B, C, H, W) uint8 images: (B, h, w) float32 on the CPU.
-
-    Raises ValueError for a model that has none.
-    """
-    model: Any = trained.model
-    grid = check_rollout(model)
-    relevance = []
-    # one by one: a ViT-H at 518 pixels holds 4 GB of attention for each image
-    for one in images.split(1):
-        maps, _ = attention_maps(model, trained.preprocess.normalize(one))
-        rolled = attention_rollout(maps, model.num_prefix_tokens, model.global_pool)
-        relevance.append(rolled.unflatten(1, grid).cpu())
-    return torch.cat(relevance)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vit.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from vit.config.schema import Config, DataConfig
 from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.decode import native
 from vit.data.decode.images import decoder_name
@@ -34,14 +27,15 @@ from vit.data.slots import EVAL_READY_BATCHES, plan_ring
 from vit.data.storage.cached_tars import FETCH_BYTES, CachedTars, fetch_threads_per_process
 from vit.data.storage.local_tars import LocalTars
 from vit.data.stream import NOT_EXACT, StreamBatches
-from vit.freeze import freeze as freeze_parameters
+from vit.freeze import create_trained_model
 from vit.layers.drop_path import num_kept
-from vit.model import create_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.optim.optimizer import state_bytes
 from vit.plan import Plan
 from vit.precision import precision_note
 from vit.ranks.distributed import World, local_world_size
+from vit.run.folder import SAMPLES_FOLDER
+from vit.run.sample_losses import folder_bytes
 from vit.run.state import RunState
 from vit.step import TrainStep
 from vit.system.host import free_memory_bytes, num_cores, raise_open_files
@@ -58,7 +52,10 @@ TENSOR_HEADER_BYTES = 160
 """About what a tensor's name, type, shape and offset take in the header of a safetensors file."""
 DISK_MARGIN_BYTES = 2**20
 """For the record, predictions and `checkpoint.json`."""
-SAVED = ("checkpoints/step_*/*", "checkpoints/.tmp_*/*", "weights/*.safetensors")
+SAVED = (
+    *("checkpoints/step_*/*", "checkpoints/.tmp_*/*", "weights/*.safetensors"),
+    f"{SAMPLES_FOLDER}/*.npy",
+)
 """What a run has saved, and replaces or removes later."""
 MISSING_BYTES = 2**28
 """If the cache lacks more than this of the first batches, a line explains the wait."""
@@ -215,37 +212,39 @@ class DiskNeeds:
     num_checkpoints: int
     weights_bytes: int
     """Of all files in `weights/`."""
+    samples_bytes: int
+    """Of the losses of images, one file for each epoch."""
 
     @property
     def total_bytes(self) -> int:
-        return self.num_checkpoints * self.checkpoint_bytes + self.weights_bytes
+        checkpoints_bytes = self.num_checkpoints * self.checkpoint_bytes
+        return checkpoints_bytes + self.weights_bytes + self.samples_bytes
+
+    def in_words(self, size: Callable[[int], str]) -> str:
+        """Return the parts of the sum; size: how a number of bytes is written."""
+        losses = f", losses of images {size(self.samples_bytes)}" if self.samples_bytes else ""
+        return (
+            f"{self.num_checkpoints} checkpoint(s) of {size(self.checkpoint_bytes)}, weights"
+            f" {size(self.weights_bytes)}{losses}"
+        )
 
 
-def disk_needs(
-    model_config: ModelConfig,
-    optim: OptimConfig,
-    train: TrainConfig,
-    checkpoint: CheckpointConfig,
-    plan: Plan,
-    num_classes: int,
-    freeze: str | int = "none",
-) -> DiskNeeds:
-    """Compute the size of parameters, optimizer and average, without creating them.
-
-    freeze: `init.freeze`; what is frozen has no optimizer state.
-    """
+def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
+    """Compute the size of parameters, optimizer and average, without creating them."""
     with torch.device("meta"):
-        model = create_model(model_config, num_classes=num_classes)
-    freeze_parameters(model, freeze)
-    copies = 1 if train.ema_decay is None else 2
+        model = create_trained_model(config, num_classes)  # what is frozen has no optimizer state
+    copies = 1 if config.train.ema_decay is None else 2
     weights_bytes = _file_bytes([tensor.nbytes for tensor in model.state_dict().values()])
-    num_saves = -(-plan.total_steps // checkpoint.every_steps)
+    num_saves = -(-plan.total_steps // config.checkpoint.every_steps)
+    # A stream does not know which samples it shows.
+    keeps_losses = config.log.sample_losses if config.data.reader == "index" else 0
     num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # last; best once evaluated
     return DiskNeeds(
-        checkpoint_bytes=copies * weights_bytes + _file_bytes(state_bytes(optim, model)),
+        checkpoint_bytes=copies * weights_bytes + _file_bytes(state_bytes(config.optim, model)),
         # A checkpoint is written before the oldest is removed.
-        num_checkpoints=min(checkpoint.keep_last + 1, num_saves),
+        num_checkpoints=min(config.checkpoint.keep_last + 1, num_saves),
         weights_bytes=num_names * copies * weights_bytes,
+        samples_bytes=folder_bytes(plan, keeps_losses),
     )
 
 
@@ -260,10 +259,7 @@ def check_disk(checked: Preflight, needs: DiskNeeds, folder: Path, keep_last: in
     more_bytes = max(needs.total_bytes - saved_bytes, needs.checkpoint_bytes)
     parents = (folder.absolute(), *folder.absolute().parents)
     free_bytes = shutil.disk_usage(next(parent for parent in parents if parent.is_dir())).free
-    what = (
-        f"{needs.num_checkpoints} checkpoint(s) of {_size(needs.checkpoint_bytes)} and weights of"
-        f" {_size(needs.weights_bytes)}"
-    )
+    what = needs.in_words(_size)
     if free_bytes < more_bytes * 1.01 + DISK_MARGIN_BYTES:
         present = f", {_size(saved_bytes)} of it are there" if saved_bytes else ""
         raise ValueError(
@@ -390,6 +386,15 @@ def start_lines(
         )
     rate = config.model.drop_path_rate or 0.0
     in_subset = config.model.drop_path_form == "subset"
+    if (
+        rate
+        and len(getattr(model, "blocks", ())) == 1
+        and config.model.drop_path_schedule != "constant"
+    ):
+        yield (
+            f"note: model.drop_path_rate={rate} drops nothing: it grows from 0 at the first block,"
+            " and there is no other: model.drop_path_schedule=constant"
+        )
     if in_subset and num_kept(plan.micro_batch_size, rate) == plan.micro_batch_size:
         yield (
             "note: model.drop_path_form=subset drops whole samples, and of a micro-batch of"

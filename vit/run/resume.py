@@ -11,12 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from vit.config import io as config_io
 from vit.config.base import MAY_CHANGE
 from vit.config.schema import Config
 from vit.ranks.distributed import World
 from vit.run import checkpoint as checkpoints
-from vit.run.folder import CHECKPOINTS
+from vit.run.folder import CHECKPOINTS, weights_file
+from vit.run.state import RunState
 from vit.system.urls import bare
 
 BEFORE_IT_EXISTED = {("train", "ema_warmup"): True}
@@ -42,6 +45,33 @@ def find_checkpoint(
         return None
     name, info = found
     return folder / CHECKPOINTS / name, info
+
+
+def restart_best(folder: Path, state: RunState, world: World) -> None:
+    """Let the next evaluation count as the best if the best weights are not those of `state`.
+
+    Weights are written before the checkpoint that tells of them. If training was killed in between,
+    or its newest checkpoint is damaged, they are of a step that this run has yet to reach, and may
+    reach with another result: on another number of ranks, or with settings that may change. Every
+    rank calls it.
+    """
+    if state.best_top1 < 0:
+        return
+
+    def look() -> str:
+        path = weights_file(folder, "best")
+        try:
+            with safe_open(path, framework="pt") as file:
+                step = int(file.metadata()["step"])
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+            return f"{path} is gone or damaged"
+        return f"{path} is of step {step}, which the run has left" if step > state.step else ""
+
+    if reason := world.broadcast_from_main(look):
+        state.best_top1 = -1.0
+        state.best_loss = None
+        if world.is_main:
+            print(f"note: {reason}: the best from here on takes its place", file=sys.stderr)
 
 
 def may_change(key: str) -> bool:

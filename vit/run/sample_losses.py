@@ -31,6 +31,8 @@ from vit.system.files import remove_leftovers, replacing
 PIECE = 2**22
 """Rows that ranks add up at a time: 16 MiB on each device."""
 BYTES_OF_A_ROW = 4
+HEADER_BYTES = 128
+"""Of a file, before its values."""
 
 
 class Written(NamedTuple):
@@ -42,6 +44,15 @@ class Written(NamedTuple):
     """Step within the epoch, from 0."""
     values: NDArray[np.float16]
     """(steps, 2, global_batch_size)."""
+
+
+def folder_bytes(plan: Plan, every_epochs: int) -> int:
+    """Return what a whole run will have in `samples/`. every_epochs: `log.sample_losses`."""
+    if not every_epochs:
+        return 0
+    num_files = -(-plan.total_steps // plan.steps_per_epoch) // every_epochs
+    rows = plan.steps_per_epoch * plan.global_batch_size
+    return num_files * (rows * BYTES_OF_A_ROW + HEADER_BYTES)
 
 
 class SampleLosses:

@@ -12,6 +12,7 @@ killed, the process reads the feed to its end and finishes by itself.
     runs/<name>/wandb_id                   one id for all attempts
     runs/<name>/wandb/[offline-]run-*/     W&B's own folders, one for each attempt
     runs/<name>/wandb/console.log          what W&B prints
+    runs/<name>/wandb/tmp-*/               its temporary files, as long as its process runs
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +34,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NoReturn
 
 INIT_S = 30.0
 """For opening a run online. Training goes on meanwhile, so slow connections get time."""
@@ -202,6 +204,8 @@ class WandbProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            folder = _temporary_folder(self._console.parent, self._process.pid)
+            shutil.rmtree(folder, ignore_errors=True)
             self._process = None
 
     def close(self, failed: bool = False, stopped: bool = False) -> None:
@@ -230,6 +234,11 @@ class WandbProcess:
                 self._say("wandb: given up; metrics.jsonl has everything")
 
 
+def _temporary_folder(wandb_dir: Path, pid: int) -> Path:
+    """Return where the process `pid` has its temporary files."""
+    return wandb_dir / f"tmp-{pid}"
+
+
 def _plain(value: Any) -> Any:
     """Convert numpy's and torch's numbers and arrays to Python's, anything else to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
@@ -254,6 +263,11 @@ def _show(feed: Iterator[dict[str, Any]], why_offline: str, report: Callable[...
     start = next(feed).get("start")
     if start is None:  # training was killed in the same moment
         return
+    # W&B makes folders for temporary files when it is imported, which would stay: this process does
+    # not end as Python does (`_leave`).
+    temporary = _temporary_folder(Path(start["run_dir"], "wandb"), os.getpid())
+    temporary.mkdir(exist_ok=True)
+    tempfile.tempdir = str(temporary)
     try:
         import wandb
     except ImportError:
@@ -356,7 +370,14 @@ def _limit_upload(server_url: str, report: Callable[..., None]) -> None:
             break
         time.sleep(PROBE_EVERY_S)
     report(failed=reason)
-    os._exit(1)
+    _leave(1)
+
+
+def _leave(status: int) -> NoReturn:
+    """End this process at once, also with threads of W&B that hang."""
+    if tempfile.tempdir is not None:
+        shutil.rmtree(tempfile.tempdir, ignore_errors=True)
+    os._exit(status)
 
 
 def _one_line(error: BaseException) -> str:
@@ -381,8 +402,8 @@ def main() -> None:
         _show(_follow(feed, parent), sys.argv[3], report)
     except BaseException as error:  # whatever W&B raises, SystemExit included
         report(failed=_one_line(error))
-        os._exit(1)
-    os._exit(0)  # threads of W&B may hang
+        _leave(1)
+    _leave(0)
 
 
 if __name__ == "__main__":

@@ -93,6 +93,50 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
+def add_model_flags(
+    parser: argparse.ArgumentParser, batch_size: str, num_workers: str, device: str
+) -> None:
+    """Add how a trained model is used: size, batches, workers, format and device.
+
+    The three texts are what help says of a flag. What is not given is None.
+    """
+    parser.add_argument(
+        "--image-size",
+        type=int,
+        nargs="+",
+        metavar="PIXELS",
+        help="side, or height and width (default: as trained)",
+    )
+    parser.add_argument("--batch-size", type=int, metavar="N", help=batch_size)
+    parser.add_argument("--num-workers", type=int, metavar="N", help=num_workers)
+    parser.add_argument(
+        "--precision",
+        choices=["fp32", "bf16", "fp16"],
+        help="format of matrix products (default: the run's train.precision)",
+    )
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help=device)
+
+
+def model_flag_problems(args: argparse.Namespace) -> list[str]:
+    """Return what is wrong with the numbers of `add_model_flags`, a sentence each."""
+    problems = [
+        f"--{name.replace('_', '-')} {value}: give a number from {least} on"
+        for name, least in (("batch_size", 1), ("num_workers", 0))
+        if (value := getattr(args, name)) is not None and value < least
+    ]
+    if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
+        problems.append("--image-size takes a side, or height and width, in pixels")
+    return problems
+
+
+def model_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return those flags of `add_model_flags` that change a model: dotted key -> value or None."""
+    size = args.image_size
+    if size and len(size) == 1:
+        size = size[0]
+    return {"model.image_size": size, "train.precision": args.precision}
+
+
 def add_run_words(parser: argparse.ArgumentParser) -> None:
     """Add a run folder and settings that differ from the run's, for `run_and_settings`."""
     parser.add_argument(

@@ -1,6 +1,8 @@
-"""Compare the classes of a data set with those that a model was trained on.
+"""The classes that a model was trained on, by name: compared with those of a data set, or selected.
 
-`data_prep/read/class_names.py` reads the names when an index is made.
+`data_prep/read/class_names.py` reads the names of data when an index is made. Weights of this
+project carry theirs. Those of others have them in a `config.json` or nowhere: then 1,000 classes
+are taken for ImageNet-1k's, in the order of their WordNet ids, which all published weights have.
 """
 
 from __future__ import annotations
@@ -57,6 +59,43 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     )
 
 
+IMAGENET_CLASSES = 1000
+
+
+def imagenet_names() -> dict[str, list[str]]:
+    """Return the names of ImageNet-1k's classes in the order of published weights; {} without timm.
+
+    Three ways of naming: the WordNet ids that `data_prep.imagenet` takes ("n01440764"), timm's
+    words ("tench, Tinca tinca"), and the first of these ("tench"). Source: timm's `ImageNetInfo`.
+    """
+    try:
+        from timm.data import ImageNetInfo
+    except ImportError:
+        return {}
+    info = ImageNetInfo("imagenet-1k")
+    words = [info.index_to_description(label) for label in range(IMAGENET_CLASSES)]
+    return {
+        "WordNet ids": [info.index_to_label_name(label) for label in range(IMAGENET_CLASSES)],
+        "words": words,
+        "first words": [text.partition(",")[0] for text in words],
+    }
+
+
+def _namings(loaded: LoadedWeights, num_rows: int) -> dict[str, list[str]]:
+    """Return ways of naming the rows of the head: a remark about each -> the names."""
+    own = loaded.class_names or class_names_in(loaded.path.with_name("config.json"), num_rows)
+    found = {"": own} if own else {}
+    if loaded.step is not None or num_rows != IMAGENET_CLASSES:  # ours say what they know
+        return found
+    guessed = imagenet_names()
+    if not guessed and not own:
+        raise WeightsError(
+            f"{loaded.path} has no names of classes to select by; if its 1,000 classes are"
+            " ImageNet's, timm knows them: pip install timm"
+        )
+    return found | {f", taken for ImageNet-1k's ({kind})": names for kind, names in guessed.items()}
+
+
 _HEADS = ("head", "fc", "head.fc", "classifier")
 """Names of the layer with a row for each class, ours and those of timm's models."""
 
@@ -64,21 +103,26 @@ _HEADS = ("head", "fc", "head.fc", "classifier")
 def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights:
     """`loaded` with a head of the classes `names` only, in their order.
 
-    Logits of these classes stay what they were: probabilities are then among them.
+    Logits of these classes stay what they were: probabilities are then among them. Of weights from
+    elsewhere with 1,000 classes the names may also be ImageNet-1k's (`imagenet_names`): whichever
+    way of naming knows the most of `names`, their own first.
 
     Raises WeightsError if weights or data have no names, or the weights do not know some of them.
     """
     weights = dict(loaded.weights)
     heads = [name for name in _HEADS if f"{name}.weight" in weights]
     num_rows = len(weights[f"{heads[0]}.weight"]) if heads else 0
-    known = loaded.class_names or class_names_in(loaded.path.with_name("config.json"), num_rows)
-    if not known or not names:
-        whose = f"{loaded.path} has" if not known else "the data have"
+    namings = _namings(loaded, num_rows)
+    if not namings or not names:
+        whose = f"{loaded.path} has" if names else "the data have"
         raise WeightsError(f"{whose} no names of classes to select by: labels are only numbers")
+    whose, known = min(namings.items(), key=lambda item: len({*names} - {*item[1]}))
     if missing := [name for name in names if name not in known]:
+        others = " or ".join(few(found) for found in namings.values())
         raise WeightsError(
             f"{loaded.path} does not know {len(missing):,} of the data's {len(names):,} classes"
-            f" ({few(missing)}): for other classes start with a new head, init.reset_head=true"
+            f" ({few(missing)}), its own are {others}: for other classes start with a new head,"
+            " init.reset_head=true"
         )
     if doubled := sorted({name for name in names if known.count(name) > 1}):
         raise WeightsError(f"{loaded.path} has several classes called {few(doubled)}")
@@ -91,7 +135,7 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
     for name in (f"{heads[0]}.weight", f"{heads[0]}.bias"):
         if name in weights:
             weights[name] = weights[name][rows]
-    note = f"{len(names):,} of {len(known):,} classes selected by name"
+    note = f"{len(names):,} of {len(known):,} classes selected by name{whose}"
     return replace(
         loaded,
         weights=weights,
