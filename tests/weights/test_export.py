@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from vit.config.io import from_dict
 from vit.data.decode.views import decode_center
 from vit.model import create_model
 from vit.system.files import sha256_of
-from vit.weights.card import Origin
+from vit.weights.card import Origin, opening_code
 from vit.weights.export import export
 from vit.weights.files import load_weights, read_weights
 from vit.weights.formats import WeightsError
 from vit.weights.programs import LACKS, PROGRAMS, Subject, lacking
+from vit.weights.published import with_published_config
+from vit.weights.view import View
 
 NAMES = ["apple", "bee | wasp", "fig"]
 TINY = {"name": "vit_ti8", "image_size": 32, "embed_dim": 48, "depth": 1, "num_heads": 3}
@@ -199,6 +202,56 @@ def test_a_setting_that_the_tables_do_not_know_is_refused(monkeypatch):
     assert found == ["model.embed_dim", "model.depth", "model.num_heads"]
     assert lacking("onnx", config) == []
     assert LACKS["onnx"] == set()
+
+
+@pytest.mark.parametrize(
+    ("model", "view"),
+    [
+        ({}, {"crop_pct": 0.9}),  # 35 pixels, of which 32 are cut out: an odd margin
+        ({"image_size": [24, 40]}, {"crop_pct": 0.9}),
+        ({"image_size": [24, 40]}, {"crop_pct": 0.9, "crop_mode": "squash"}),
+    ],
+)
+def test_the_card_for_onnx_makes_the_pixels_of_evaluation(model, view, tmp_path, monkeypatch):
+    """Noise shows each pixel by which resizing or cutting is off."""
+    subject = subject_of(model, eval={**view, "resizer": "pillow"})
+    noise = np.random.default_rng(0).integers(0, 256, (61, 91, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "photo.png")
+    (tmp_path / "photo.jpg").symlink_to("photo.png")
+    monkeypatch.chdir(tmp_path)
+    code, session, _ = opening_code("onnx", subject).partition("session =")
+    assert session
+    found: dict[str, Any] = {}
+    exec(code, found)
+    config = subject.config
+    data = (tmp_path / "photo.png").read_bytes()
+    size = config.model.height_width()
+    expected = decode_center(data, size, config.eval, config.data.interpolation)
+    levels = found["images"][0].transpose(1, 2, 0) * config.data.std + config.data.mean
+    assert np.array_equal(np.round(255 * levels), expected.permute(1, 2, 0).numpy())
+
+
+def test_classes_that_the_data_did_not_have_are_named_for_the_others(tmp_path):
+    """Programs count classes by their names: a head of 5 with 3 names would not open."""
+    subject = replace(subject_of(), num_classes=5)
+    subject.model.head = torch.nn.Linear(48, 5)
+    export("huggingface", subject, ORIGIN, tmp_path / "theirs")
+    opened = AutoModelForImageClassification.from_pretrained(tmp_path / "theirs")
+    expected = [*NAMES, "class 3", "class 4"]
+    assert list(opened.config.id2label.values()) == expected
+    export("timm", subject, ORIGIN, tmp_path / "timm")
+    opened = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
+    assert opened.pretrained_cfg["label_names"] == expected
+
+
+@pytest.mark.parametrize("model", [{}, {"image_size": [24, 40]}])
+def test_a_view_returns_from_transformers_as_it_went(model, tmp_path):
+    """Squashed to 35x35, or 26x44, and the centre cut out."""
+    subject = subject_of(model, eval={"crop_pct": 0.9, "crop_mode": "squash", "resizer": "pillow"})
+    export("huggingface", subject, ORIGIN, tmp_path / "theirs")
+    loaded, _ = with_published_config(read_weights(tmp_path / "theirs"), None, "-")
+    again = View.from_config(from_dict(loaded.config, "test"))
+    assert (again.cover, again.squash) == (subject.view.cover, True)
 
 
 def test_a_folder_is_complete_or_absent(tmp_path, monkeypatch):

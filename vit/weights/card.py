@@ -318,11 +318,16 @@ from PIL import Image
 
 image = <PHOTO>
 cover, size, squash = <COVER>, <SIZE>, <SQUASH>
+short = min(image.size)
 scale = max(cover[0] / image.height, cover[1] / image.width)
-resized = (round(image.width * scale), round(image.height * scale))
-resized = (cover[1], cover[0]) if squash else resized  # Pillow: width first
+if squash:
+    resized = (cover[1], cover[0])  # Pillow: width first
+elif cover[0] == cover[1]:
+    resized = tuple(int(cover[0] * side / short) for side in image.size)
+else:
+    resized = tuple(round(side * scale) for side in image.size)
 image = image.resize(resized, Image.Resampling.<INTERPOLATION>)
-left, top = (image.width - size[1]) // 2, (image.height - size[0]) // 2
+left, top = round((image.width - size[1]) / 2), round((image.height - size[0]) / 2)
 image = image.crop((left, top, left + size[1], top + size[0]))
 pixels = np.asarray(image, np.float32).reshape(*size, -1) / 255
 pixels = (pixels - np.array(<MEAN>, np.float32)) / np.array(<STD>, np.float32)

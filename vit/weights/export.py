@@ -116,7 +116,7 @@ def _fill(program: str, subject: Subject, origin: Origin, folder: Path) -> list[
     write = _WRITERS[program]
     path, lines = write(subject, folder)
     if not (folder / "config.json").exists():
-        names = {"class_names": subject.class_names or None}
+        names = {"class_names": subject.labels or None}
         write_json(folder / "preprocessing.json", subject.view.to_dict() | names)
     sha256 = sha256_of(path)
     card = model_card(program, subject, origin, path.name, sha256)

@@ -66,7 +66,13 @@ class Subject:
     config: Config
     num_classes: int
     class_names: list[str]
-    """[] if there are none."""
+    """[] if there are none; fewer than `num_classes` if the data had fewer."""
+
+    @property
+    def labels(self) -> list[str]:
+        """A name for each class, as programs want it that count their classes by names; or []."""
+        known = self.class_names
+        return known and known + [f"class {n}" for n in range(len(known), self.num_classes)]
 
     @property
     def view(self) -> View:
@@ -144,7 +150,7 @@ def timm_config(subject: Subject) -> dict[str, Any] | None:
         "model_args": arguments,
         "pretrained_cfg": settings,
     }
-    return content | ({"label_names": subject.class_names} if subject.class_names else {})
+    return content | ({"label_names": subject.labels} if subject.labels else {})
 
 
 def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
@@ -193,7 +199,7 @@ def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:
     model = subject.model
     view = subject.view
     patch = model.patch_size
-    names = subject.class_names or [f"LABEL_{n}" for n in range(subject.num_classes)]
+    names = subject.labels or [f"LABEL_{n}" for n in range(subject.num_classes)]
     config = {
         "architectures": ["ViTForImageClassification"],
         "model_type": "vit",

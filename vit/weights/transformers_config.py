@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +71,30 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
         if resample not in _RESAMPLE:
             raise ValueError(f"{path}: resample is {resample}, here are {_RESAMPLE}")
         wanted = content.get("size") or {}
-        shortest = wanted.get("shortest_edge") if isinstance(wanted, dict) else None
+        if not isinstance(wanted, dict):
+            wanted = {}  # older files have the side, which the model has, too
+        shortest = wanted.get("shortest_edge")
+        cuts = content.get("do_center_crop") and {"height", "width"} <= {*wanted}
+        sides = (wanted["height"], wanted["width"]) if cuts else size
         return {
             "mean": tuple(map(float, content.get("image_mean", HALF[0]))),
             "std": tuple(map(float, content.get("image_std", HALF[1]))),
             "interpolation": _RESAMPLE[resample],
             "crop_mode": "center" if shortest else "squash",
-            "crop_pct": min(size[0] / shortest, 1.0) if shortest else 1.0,
+            "crop_pct": _crop_pct(size, (shortest, shortest) if shortest else sides),
         }
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise ValueError(
             f"{path}: a setting is of the wrong kind ({error}): copy it again"
         ) from None
+
+
+def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
+    """timm's number by which `size`, divided and cut off, gives `cover`; (height, width) each."""
+    crop_pct = min(*(side / covered for side, covered in zip(size, cover, strict=True)), 1.0)
+    while crop_pct < 1.0 and any(int(s / crop_pct) < c for s, c in zip(size, cover, strict=True)):
+        crop_pct = math.nextafter(crop_pct, 0)
+    return crop_pct
 
 
 def class_names_in(path: Path, num_classes: int) -> list[str]:
