@@ -20,7 +20,8 @@ from vit.data.augment.draw import draw_table, sample_keys
 from vit.data.batches import Batch
 from vit.model import create_model
 from vit.optim.ema import Ema
-from vit.optim.optimizer import create_optimizer, parameter_groups
+from vit.optim.groups import parameter_groups
+from vit.optim.optimizer import create_optimizer
 from vit.ranks.distributed import World
 from vit.run.checkpoint import named_tensors
 from vit.step import TrainStep
@@ -85,7 +86,11 @@ def test_three_updates_equal_a_plain_loop_of_torch():
     ours = make_step(clip_grad_norm=0.1, label_smoothing=0.1)
     model = copy.deepcopy(ours.model)
     optimizer = torch.optim.AdamW(
-        parameter_groups(model, 0.1), lr=1e-3, eps=EPS, fused=False, foreach=False
+        parameter_groups(model, AdamWConfig(weight_decay=0.1)),
+        lr=1e-3,
+        eps=EPS,
+        fused=False,
+        foreach=False,
     )
     for number in range(3):
         batch = make_batch(seed=number)

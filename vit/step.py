@@ -33,7 +33,7 @@ from vit.layers.blocks import Blocks
 from vit.loss import cross_entropy
 from vit.metrics import margins
 from vit.optim.ema import Ema
-from vit.optim.optimizer import set_lr
+from vit.optim.optimizer import set_rates
 from vit.precision import LossScale, autocast
 from vit.ranks.distributed import World, no_sync
 
@@ -213,7 +213,8 @@ class TrainStep:
     """Everything that an update changes: weights, optimizer, moving average (EMA), loss scale.
 
     `model` is the module itself, `wrapped` the same under DDP and `torch.compile`; `lr_at` maps a
-    step to its learning rate. `why_eager`: why it is not compiled although that was asked for.
+    step to its learning rate, `weight_decay_at` to its decay, None if that stays. `why_eager`: why
+    it is not compiled although that was asked for.
     """
 
     def __init__(
@@ -225,6 +226,7 @@ class TrainStep:
         world: World,
         *,
         lr_at: Callable[[int], float],
+        weight_decay_at: Callable[[int], float | None] = lambda step: None,
         micro_batch_size: int,
         precision: str = "fp32",
         label_smoothing: float = 0.0,
@@ -239,6 +241,7 @@ class TrainStep:
         self.augment = augment
         self.world = world
         self.lr_at = lr_at
+        self.weight_decay_at = weight_decay_at
         self.micro_batch_size = micro_batch_size
         self.precision = precision
         self.label_smoothing = label_smoothing
@@ -334,12 +337,12 @@ class TrainStep:
         if self.clip_grad_norm is not None or self.loss_scale.is_dynamic:
             torch._foreach_mul_(gradients, factor)
 
-        # torch.amp.GradScaler hands `found_inf` over in the same way. A fused optimizer reads it on
-        # the device and skips its update; any other would apply the NaN.
+        # torch.amp.GradScaler hands `found_inf` over in the same way. `vit.optim.optimizer` sees to
+        # it that the update is skipped on the device.
         found_inf = (~norm.isfinite()).float()
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        set_lr(self.optimizer, self.lr_at(step))
+        set_rates(self.optimizer, self.lr_at(step), self.weight_decay_at(step))
         self.optimizer.step()
         self.loss_scale.update(found_inf)
         if self.ema is not None:

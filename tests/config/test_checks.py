@@ -78,6 +78,28 @@ def test_settings_of_the_other_optimizer_are_refused(load, problems):
 
 
 @pytest.mark.parametrize(
+    ("optim", "problem"),
+    [
+        (
+            "weight_decay: 0, no_weight_decay: norms",
+            "optim.no_weight_decay has no effect with optim.weight_decay=0: remove it",
+        ),
+        (
+            "layer_decay_form: timm",
+            "optim.layer_decay_form has no effect without optim.layer_decay: give one, or remove"
+            " it",
+        ),
+        (
+            "name: muon, algo: adamuon, adjust_lr_fn: original",
+            "optim.adjust_lr_fn=original is of optim.algo=muon: use match_rms_adamw or rms_to_rms",
+        ),
+    ],
+)
+def test_settings_of_an_optimizer_that_have_no_effect_are_refused(problems, optim, problem):
+    assert problems(BASE + f"optim: {{{optim}}}\n") == [f"run.yaml:5: {problem}"]
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         (

@@ -6,12 +6,14 @@ import re
 import pytest
 import yaml
 
+from vit.config import optim_section
 from vit.config import schema as config_module
 from vit.config.base import Selection, SourceConfig
 from vit.config.hints import ADVICE, OTHER_NAMES, OTHER_VALUES, all_keys, setting_for
 from vit.config.hints import sections as classes_of_sections
 from vit.config.io import ConfigError, from_dict, load_config
-from vit.config.schema import AdamWConfig, Config, Section
+from vit.config.optim_section import AdamWConfig, OptimizerConfig
+from vit.config.schema import Config, Section
 
 BASE = """\
 data:
@@ -27,15 +29,16 @@ train:
 def sections() -> list[type[Section]]:
     return [
         c
-        for c in vars(config_module).values()
+        for c in {**vars(optim_section), **vars(config_module)}.values()
         if isinstance(c, type) and issubclass(c, Section) and c is not Section
     ]
 
 
 @pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
 def test_every_setting_is_a_field_with_a_sentence(section):
-    own = set(section.__annotations__) | (
-        set(Selection.model_fields) if issubclass(section, Selection) else set()
+    inherited = (base.model_fields for base in (Selection, OptimizerConfig))
+    own = set(section.__annotations__).union(
+        *(fields for fields in inherited if fields.keys() <= section.model_fields.keys())
     )
     assert own == set(section.model_fields)
     others = {
@@ -57,6 +60,7 @@ def test_every_section_can_be_reached_from_a_file():
     assert {type(getattr(config, name)) for name in Config.model_fields} == set(sections()) - {
         Config,
         *(cls for cls in of_optim if cls is not AdamWConfig),
+        OptimizerConfig,
         Selection,
         SourceConfig,
     }
@@ -201,8 +205,8 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
         ),
         ("loss:\n  name: bce\n", "run.yaml:6: unknown key 'loss.name'; there are: label_smoothing"),
         (
-            "optim:\n  layer_decay: 0.7\n",
-            "run.yaml:6: unknown key 'optim.layer_decay'; there are: name, lr, weight_decay, ",
+            "optim:\n  amsgrad: true\n",
+            "run.yaml:6: unknown key 'optim.amsgrad'; there are: name, lr, weight_decay, ",
         ),
         (
             "batch_size: 64\n",
@@ -293,7 +297,11 @@ def test_an_option_of_other_programs_is_the_setting_that_it_means(option, value,
         ("optim.lr", "fast", '"fast", expected number'),
         ("optim.lr", "0", "0, expected greater than 0"),
         ("optim.lr", "[1, 2]", "[1, 2], expected number"),
-        ("optim.name", "lamb", "\"lamb\", expected 'adamw' or 'sgd'"),
+        (
+            "optim.name",
+            "lion",
+            "\"lion\", expected 'adamw' or 'sgd' or 'lamb' or 'nadamw' or 'muon' or 'adafactorbv'",
+        ),
         ("optim.betas", "[0.9]", "[0.9], expected at least 2 values"),
         ("optim.betas", "[0.9, 0.9, 0.9]", "[0.9, 0.9, 0.9], expected at most 2 values"),
         ("model.qkv_bias", "yes", '"yes", expected boolean'),

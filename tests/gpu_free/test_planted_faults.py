@@ -37,7 +37,7 @@ PLACES = {
     "normalisation": (apply.Augment, "normalize"),
     "network": (Mlp, "forward"),
     "loss": (step_module, "cross_entropy"),
-    "update": (step_module, "set_lr"),
+    "update": (step_module, "set_rates"),
     "loss scale": (LossScale, "update"),
 }
 """Owner and name of a function that a step calls in this part."""

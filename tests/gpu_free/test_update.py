@@ -14,7 +14,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from vit.config.io import from_dict
-from vit.config.optim_section import AdamWConfig, OptimConfig, SgdConfig
+from vit.config.optim_section import (
+    AdafactorConfig,
+    AdamWConfig,
+    LambConfig,
+    MuonConfig,
+    NAdamWConfig,
+    OptimConfig,
+    SgdConfig,
+)
 from vit.data.augment.apply import create_augment
 from vit.data.batches import Batch, ImageFormat
 from vit.data.shards.data_set import open_split
@@ -34,6 +42,11 @@ OPTIMIZERS = {
     "sgd": SgdConfig(name="sgd"),
     "sgd with Nesterov": SgdConfig(name="sgd", nesterov=True),
     "sgd without momentum": SgdConfig(name="sgd", momentum=0.0),
+    "lamb": LambConfig(name="lamb"),
+    "nadamw": NAdamWConfig(name="nadamw"),
+    "muon": MuonConfig(name="muon", layer_decay=0.9),
+    "adamuon": MuonConfig(name="muon", algo="adamuon", nesterov=True),
+    "adafactorbv": AdafactorConfig(name="adafactorbv"),
 }
 FIELDS = {"embed_dim": 32, "depth": 2, "num_heads": 2, "drop_path_rate": 0.1}
 

@@ -322,13 +322,18 @@ def last_checkpoint(run_dir: Path) -> int:
     return max(steps, default=-1)
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Also of bfloat16, which numpy does not know."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 def final_state(run_dir: Path, step: int) -> dict[str, bytes]:
     """All tensors of the checkpoint at `step`, and the losses of all images, as bytes, for
     comparison bit by bit."""
     tensors = load_file(run_dir / "checkpoints" / f"step_{step:08d}" / "state.safetensors")
     losses = {path.name: path.read_bytes() for path in sorted(run_dir.glob("samples/epoch_*.npy"))}
     assert losses, "a run keeps them by default"
-    return {**{name: tensor.numpy().tobytes() for name, tensor in tensors.items()}, **losses}
+    return {**{name: bytes_of(tensor) for name, tensor in tensors.items()}, **losses}
 
 
 def metrics(run_dir: Path, kind: str) -> list[dict]:

@@ -13,6 +13,7 @@ from vit.data.row_filter import RowFilter
 from vit.data.shards.members import SETTINGS, SampleLayout
 
 if TYPE_CHECKING:
+    from vit.config.optim_section import OptimConfig
     from vit.config.schema import AugmentConfig, Config, DataConfig, EvalConfig, ModelConfig
 
 EXCLUSIVE = (
@@ -69,6 +70,7 @@ def _training_rules(config: Config) -> Rules:
         "optim.nesterov needs optim.momentum above 0": (
             optim.name == "sgd" and optim.nesterov and optim.momentum == 0
         ),
+        **_optimizer_rules(optim),
         "train.ema_warmup has no effect without train.ema_decay: give one": (
             config.train.ema_warmup and config.train.ema_decay is None
         ),
@@ -89,6 +91,20 @@ def _training_rules(config: Config) -> Rules:
         f"init.freeze={config.init.freeze} keeps weights as they are, but init.checkpoint gives"
         " none: give one, or remove init.freeze": config.init.freeze != "none"
         and config.init.checkpoint is None,
+    }
+
+
+def _optimizer_rules(optim: OptimConfig) -> Rules:
+    return {
+        "optim.no_weight_decay has no effect with optim.weight_decay=0: remove it": (
+            _is_given(optim, "no_weight_decay") and optim.weight_decay == 0
+        ),
+        "optim.layer_decay_form has no effect without optim.layer_decay: give one, or remove it": (
+            _is_given(optim, "layer_decay_form") and optim.layer_decay is None
+        ),
+        "optim.adjust_lr_fn=original is of optim.algo=muon: use match_rms_adamw or rms_to_rms": (
+            optim.name == "muon" and optim.algo == "adamuon" and optim.adjust_lr_fn == "original"
+        ),
     }
 
 

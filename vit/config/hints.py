@@ -65,6 +65,7 @@ OTHER_NAMES = {
     "optim.lr": "learning_rate max_lr peak_lr",
     "optim.weight_decay": "decay wd",
     "optim.betas": "opt_betas",
+    "optim.layer_decay": "layerwise_decay layer_wise_decay llrd",
     "optim.eps": "epsilon opt_eps",
     "optim.clip_grad_norm": (
         "clip_grad clip_norm grad_clip gradient_clip_val max_grad_norm max_norm"

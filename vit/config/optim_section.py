@@ -9,41 +9,137 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from vit.config.base import Rate, Section
+from vit.config.base import Positive, Rate, Section
+
+PositiveFloat = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 
 
-class AdamWConfig(Section):
+class OptimizerConfig(Section):
+    """What all optimizers have."""
+
+    name: str
+    """The optimizer."""
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate; nothing scales it."""
+    weight_decay: NotNegative = 0.05
+    """Decay of weight matrices; `no_weight_decay` says what has none."""
+    no_weight_decay: Literal["timm", "not_kernels", "norms", "nothing"] = "timm"
+    """What is not decayed. `timm`: biases, norms, scales, positions and tokens (timm, DeiT, MAE);
+    `not_kernels`: all but weights of linear maps and convolutions (big_vision); `norms`: norms only
+    (torchvision's --norm-weight-decay 0); `nothing`: all is decayed (torchvision, AlgoPerf)."""
+    layer_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Layer-wise decay of the learning rate, for fine-tuning (BEiT, MAE, timm): the head has `lr`,
+    each layer below it this factor of the one above; patch embedding, tokens and positions are
+    below the first block."""
+    layer_decay_form: Literal["beit", "timm"] = "beit"
+    """Where the norm behind the last block belongs: to the head (BEiT, MAE), or to that block
+    (timm). Models of timm without `blocks` know `timm` only."""
+    clip_grad_norm: PositiveFloat | None = 1.0
+    """Largest global norm of the gradient; `None`: no clipping."""
+
+
+class AdamWConfig(OptimizerConfig):
     """AdamW (Loshchilov & Hutter 2019) with the decay multiplied by the learning rate."""
 
     name: Literal["adamw"] = "adamw"
     """The optimizer."""
-    lr: Annotated[float, Field(gt=0)] = 1e-3
-    """Peak learning rate; nothing scales it."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.05
-    """Decay of weight matrices; biases, norms, positions and class token have none."""
     betas: tuple[Rate, Rate] = (0.9, 0.999)
     """Decay rates of the first and second moment."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: PositiveFloat = 1e-8
     """Added to the denominator."""
-    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global norm of the gradient; `None`: no clipping."""
 
 
-class SgdConfig(Section):
+class SgdConfig(OptimizerConfig):
     """SGD with momentum; the decay is added to the gradient (L2)."""
 
     name: Literal["sgd"]
     """The optimizer."""
-    lr: Annotated[float, Field(gt=0)] = 1e-2
+    lr: PositiveFloat = 1e-2
     """Peak learning rate; nothing scales it."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """L2 decay of weight matrices; biases, norms, positions and class token have none."""
+    weight_decay: NotNegative = 0.0
+    """L2 decay of weight matrices; `no_weight_decay` says what has none."""
     momentum: Rate = 0.9
     """Decay rate of the momentum."""
     nesterov: bool = False
     """Use Nesterov momentum."""
-    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global norm of the gradient; `None`: no clipping."""
+
+
+class LambConfig(OptimizerConfig):
+    """LAMB (You et al. 2020, arXiv 1904.00962) as timm has it, after apex's FusedLAMB: DeiT III."""
+
+    name: Literal["lamb"]
+    """The optimizer."""
+    lr: PositiveFloat = 3e-3
+    """Peak learning rate; nothing scales it. What is not decayed takes it without a trust ratio."""
+    betas: tuple[Rate, Rate] = (0.9, 0.999)
+    """Decay rates of the first and second moment."""
+    eps: PositiveFloat = 1e-6
+    """Added to the denominator (DeiT's scripts pass 1e-8)."""
+
+
+class NAdamWConfig(OptimizerConfig):
+    """AdamW with Nesterov's look-ahead (Dozat 2016) as timm and AlgoPerf have it."""
+
+    name: Literal["nadamw"]
+    """The optimizer."""
+    betas: tuple[Rate, Rate] = (0.9, 0.999)
+    """Decay rates of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
+
+
+class MuonConfig(OptimizerConfig):
+    """Muon (Jordan et al. 2024) or AdaMuon (arXiv 2507.11005) for matrices, as timm has them; for
+    all others AdamW, or NAdamW with `nesterov`."""
+
+    name: Literal["muon"]
+    """The optimizer."""
+    matrices: Literal["blocks", "timm"] = "blocks"
+    """What is a matrix: the linear maps of the blocks, as Jordan et al. have it; or, as in timm,
+    patch embedding and head as well."""
+    algo: Literal["muon", "adamuon"] = "muon"
+    """`adamuon` scales each element of the orthogonal update by its second moment."""
+    momentum: Rate = 0.95
+    """Decay rate of the matrices' momentum."""
+    nesterov: bool = False
+    """Use Nesterov momentum, for the others, too (timm's nmuon and nadamuon)."""
+    ns_steps: Positive = 5
+    """Newton-Schulz iterations."""
+    ns_coefficients: Literal["original", "quintic", "polar_express", "polar_express_safer"] = (
+        "quintic"
+    )
+    """Polynomials of the iterations: `original` is Jordan's first and torch's; `quintic`, timm's
+    default, has one for each of five."""
+    adjust_lr_fn: Literal["match_rms_adamw", "original", "rms_to_rms"] = "match_rms_adamw"
+    """Learning rate of an (out, in) matrix: 0.2 sqrt(max(out, in)) times `lr`, so that AdamW's
+    rates fit (arXiv 2502.16982); sqrt(max(1, out/in)), Jordan's; or sqrt(out/in)."""
+    fallback_lr_scale: PositiveFloat = 1.0
+    """Learning rate of what is no matrix, as a multiple of `lr`."""
+    betas: tuple[Rate, Rate] = (0.9, 0.95)
+    """Decay rates of the moments of what is no matrix; the second is AdaMuon's, too."""
+    eps: PositiveFloat = 1e-7
+    """Added to denominators, and the least norm of an update."""
+
+
+class AdafactorConfig(OptimizerConfig):
+    """big_vision's Adafactor (Zhai et al. 2021, arXiv 2106.04560, section 3.4) as timm has it:
+    factored second moments, momentum in half precision, 2 bytes a weight in all."""
+
+    name: Literal["adafactorbv"]
+    """The optimizer."""
+    min_dim_size_to_factor: Positive = 32
+    """Factor second moments of weights whose two longest sides have at least this length."""
+    decay_rate: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """The second moment's decay rate is 1 - t^-`decay_rate` at step t, a schedule."""
+    beta2_cap: Rate = 0.999
+    """Largest such rate."""
+    momentum: Rate = 0.9
+    """Decay rate of the momentum."""
+    momentum_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Number format of the momentum."""
+    clipping_threshold: PositiveFloat | None = None
+    """Largest root mean square of a weight's update; `None`: no such clipping."""
 
 
 def optimizer_name(value: Any) -> str:
@@ -53,6 +149,11 @@ def optimizer_name(value: Any) -> str:
 
 
 OptimConfig = Annotated[
-    Annotated[AdamWConfig, Tag("adamw")] | Annotated[SgdConfig, Tag("sgd")],
+    Annotated[AdamWConfig, Tag("adamw")]
+    | Annotated[SgdConfig, Tag("sgd")]
+    | Annotated[LambConfig, Tag("lamb")]
+    | Annotated[NAdamWConfig, Tag("nadamw")]
+    | Annotated[MuonConfig, Tag("muon")]
+    | Annotated[AdafactorConfig, Tag("adafactorbv")],
     Discriminator(optimizer_name),
 ]

@@ -1,100 +1,239 @@
-"""Optimizers over two parameter groups, with weight decay and without.
+"""Optimizers over the groups of `vit.optim.groups`.
 
-The step sets the learning rate of both from `vit.optim.schedule` before each update. The optimizers
-are torch's fused ones, which skip an update on the device when `found_inf` is set: a gradient that
-is not finite costs no host-device sync.
+The step sets the rates of all groups from `vit.optim.schedule` before each update. Each optimizer
+is a library's, torch's or timm's, and one entry of `_KINDS`: how it is made, what state it keeps,
+and whether it skips an update on the device when `found_inf` is set. What does not is undone
+(`vit.optim.skipping`): a gradient that is not finite never reaches weights or state, and costs no
+host-device sync.
 """
 
 from __future__ import annotations
 
-from typing import assert_never
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vit.config.optim_section import AdamWConfig, OptimConfig, SgdConfig
+from vit.config.optim_section import (
+    AdafactorConfig,
+    AdamWConfig,
+    LambConfig,
+    MuonConfig,
+    NAdamWConfig,
+    OptimConfig,
+    OptimizerConfig,
+    SgdConfig,
+)
+from vit.optim.groups import parameter_groups
+from vit.optim.skipping import Undo
+
+Groups = list[dict[str, Any]]
+State = dict[str, Tensor]
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups of the trainable parameters: weights of linear maps, and all others.
+@dataclass(frozen=True)
+class _Kind:
+    """What there is to know about an optimizer."""
 
-    The others, which are not decayed, are those of up to one dimension (biases, norms, scales) and
-    those that the model's `no_weight_decay()` names (positions, class token).
-    """
-    exempt: set[str] = set(getattr(model, "no_weight_decay", set)())
-    decayed: list[Tensor] = []
-    not_decayed: list[Tensor] = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.ndim <= 1 or name in exempt:
-            not_decayed.append(parameter)
-        else:
-            decayed.append(parameter)
-    return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": not_decayed, "weight_decay": 0.0},
-    ]
+    create: Callable[[Groups, Any], torch.optim.Optimizer]
+    """Makes it of the groups and its section of the config."""
+    new_state: Callable[[Tensor, Any, dict[str, Any]], State]
+    """State of a parameter of a group before the first update, under the library's names."""
+    skips: bool
+    """Whether its own step skips an update on the device when `found_inf` is set."""
+    counts_steps: bool = False
+    """Whether its `step` counts all steps, as schedules do, and not the updates made."""
 
 
 def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Create the optimizer of `config` over the parameters of a plain model (no DDP wrapper)."""
-    groups = parameter_groups(model, config.weight_decay)
-    optimizer: torch.optim.Optimizer
-    if isinstance(config, AdamWConfig):
-        optimizer = torch.optim.AdamW(
-            groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-        )
-    elif isinstance(config, SgdConfig):
-        optimizer = torch.optim.SGD(
-            groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
-        )
-    else:
-        assert_never(config)
-    # TrainStep sets `found_inf` on the device and calls step() without reading it back. torch's
-    # fused optimizers skip the update then, and mark themselves by this attribute, which GradScaler
-    # reads too. Any other optimizer would apply the NaN to the weights.
+    """Create the optimizer of `config` over the parameters of a plain model (no DDP wrapper).
+
+    Its state exists, as before the first update: a checkpoint can be read into it. Raises
+    ValueError as `parameter_groups`, and if timm, which has it, is not installed.
+    """
+    kind = _kind(config)
+    groups = parameter_groups(model, config)
+    try:
+        optimizer = kind.create(groups, config)
+    except ImportError as error:
+        raise ValueError(
+            f"optim.name={config.name} needs timm 1.0.31 or newer ({error}): pip install -U timm"
+        ) from error
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = kind.new_state(parameter, config, group)
+            if state:
+                optimizer.state[parameter].update(state)
+    if not kind.skips:
+        Undo(optimizer, ("step",) if kind.counts_steps else ())
+        # What GradScaler reads of torch's fused optimizers.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    # TrainStep sets `found_inf` on the device and calls step() without reading it back. Any other
+    # optimizer would apply the NaN to the weights.
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)
     assert skips, f"{type(optimizer).__name__} does not skip its update when found_inf is set"
-    _allocate_state(optimizer)
     return optimizer
 
 
 def state_bytes(config: OptimConfig, model: nn.Module) -> list[int]:
     """Bytes of each tensor that the optimizer of `config` would keep for `model`."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if isinstance(config, AdamWConfig):  # two moments, and a count of updates in float32
-        return [size for p in parameters for size in (p.nbytes, p.nbytes, 4)]
-    if isinstance(config, SgdConfig):
-        return [p.nbytes for p in parameters] if config.momentum else []
-    assert_never(config)
+    kind = _kind(config)
+    return [
+        value.nbytes
+        for group in parameter_groups(model, config)
+        for parameter in group["params"]
+        for value in kind.new_state(parameter.detach().to("meta"), config, group).values()
+    ]
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all groups, which is one: groups differ in weight decay only."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def set_rates(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float | None) -> None:
+    """Set the learning rate of all groups, times the `lr_scale` of each, and their weight decay.
 
-
-def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate the optimizer's state, all zeros, before the first update.
-
-    A checkpoint can then be read into it. And fused SGD allocates its momentum uninitialised, so
-    that a skipped first update would leave garbage in it.
+    weight_decay: of the groups that are decayed; None leaves it as it is.
     """
-    # torch allocates in step(): make one with zero gradients and learning rate 0, and undo its
-    # effects on the state. An optimizer whose state does not start at 0, such as a copy of the
-    # weights, needs its own start values here.
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    set_lr(optimizer, 0.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                value.zero_()
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+        if weight_decay is not None and group["is_decayed"]:
+            group["weight_decay"] = weight_decay
+
+
+def _kind(config: OptimizerConfig) -> _Kind:
+    assert type(config) in _KINDS, f"no optimizer for {type(config).__name__}"
+    return _KINDS[type(config)]
+
+
+# --- creation -------------------------------------------------------------------------------------
+
+
+def _adamw(groups: Groups, config: AdamWConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _sgd(groups: Groups, config: SgdConfig) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
+    )
+
+
+def _lamb(groups: Groups, config: LambConfig) -> torch.optim.Optimizer:
+    from vit.optim.lamb import Lamb  # imports timm: seconds
+
+    return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps, max_grad_norm=None)
+
+
+def _nadamw(groups: Groups, config: NAdamWConfig) -> torch.optim.Optimizer:
+    from timm.optim import NAdamW
+
+    return _counting_on_device(
+        NAdamW(
+            groups, lr=config.lr, betas=config.betas, eps=config.eps, capturable=_is_on_gpu(groups)
+        )
+    )
+
+
+def _muon(groups: Groups, config: MuonConfig) -> torch.optim.Optimizer:
+    from timm.optim import Muon
+
+    return _counting_on_device(
+        Muon(
+            groups,
+            lr=config.lr,
+            algo=config.algo,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            ns_steps=config.ns_steps,
+            ns_coefficients=config.ns_coefficients,
+            adjust_lr_fn=config.adjust_lr_fn,
+            fallback_lr_scale=config.fallback_lr_scale,
+            betas=config.betas,
+            eps=config.eps,
+            capturable=_is_on_gpu(groups),
+        )
+    )
+
+
+def _adafactor(groups: Groups, config: AdafactorConfig) -> torch.optim.Optimizer:
+    from timm.optim import AdafactorBigVision
+
+    return AdafactorBigVision(
+        groups,
+        lr=config.lr,
+        min_dim_size_to_factor=config.min_dim_size_to_factor,
+        decay_rate=config.decay_rate,
+        beta2_cap=config.beta2_cap,
+        momentum=config.momentum,
+        momentum_dtype=config.momentum_dtype,
+        clipping_threshold=config.clipping_threshold,
+    )
+
+
+def _is_on_gpu(groups: Groups) -> bool:
+    return any(p.is_cuda for group in groups for p in group["params"])
+
+
+def _counting_on_device(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer made `capturable`, which then counts on the GPU, without torch's advice.
+
+    torch warns that this is for CUDA graphs; here it is for updates that are skipped there.
+    """
+    optimizer._warned_capturable_if_run_uncaptured = True
+    return optimizer
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+def _zeros_like(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def _moments(parameter: Tensor, config: Any, group: dict[str, Any]) -> State:
+    return {
+        "step": torch.zeros((), device=parameter.device),
+        "exp_avg": _zeros_like(parameter),
+        "exp_avg_sq": _zeros_like(parameter),
+    }
+
+
+def _momentum(parameter: Tensor, config: SgdConfig, group: dict[str, Any]) -> State:
+    # Fused SGD would allocate its momentum uninitialised: a skipped first update would leave
+    # garbage in it.
+    return {"momentum_buffer": _zeros_like(parameter)} if config.momentum else {}
+
+
+def _muon_state(parameter: Tensor, config: MuonConfig, group: dict[str, Any]) -> State:
+    if not group["use_muon"]:
+        return _moments(parameter, config, group)
+    state = {"momentum_buffer": _zeros_like(parameter)}
+    if config.algo == "adamuon":
+        state["step"] = torch.zeros((), device=parameter.device)
+        state["exp_avg_sq"] = _zeros_like(parameter)
+    return state
+
+
+def _adafactor_state(parameter: Tensor, config: AdafactorConfig, group: dict[str, Any]) -> State:
+    shape = parameter.shape
+    # The two longest sides, as big_vision/optax.py and timm's _factored_dims find them.
+    longest = sorted(range(len(shape)), key=lambda side: (shape[side], side))[-2:]
+    # On the host, which computes the rate of its schedule.
+    state = {"step": torch.zeros((), device="meta" if parameter.is_meta else "cpu")}
+    if len(shape) >= 2 and shape[longest[0]] >= config.min_dim_size_to_factor:
+        column, row = longest
+        state["exp_avg_sq_r"] = _zeros_like(parameter.select(row, 0).unsqueeze(row))
+        state["exp_avg_sq_c"] = _zeros_like(parameter.select(column, 0).unsqueeze(column))
+    else:
+        state["exp_avg_sq"] = _zeros_like(parameter)
+    dtype = getattr(torch, config.momentum_dtype)
+    return {**state, "exp_avg": torch.zeros_like(parameter, dtype=dtype)}
+
+
+_KINDS = {
+    AdamWConfig: _Kind(_adamw, _moments, skips=True),
+    SgdConfig: _Kind(_sgd, _momentum, skips=True),
+    LambConfig: _Kind(_lamb, _moments, skips=False),
+    NAdamWConfig: _Kind(_nadamw, _moments, skips=False),
+    MuonConfig: _Kind(_muon, _muon_state, skips=False),
+    AdafactorConfig: _Kind(_adafactor, _adafactor_state, skips=False, counts_steps=True),
+}

@@ -1,0 +1,212 @@
+"""Groups of parameters against timm's and torchvision's; each parameter is in exactly one."""
+
+import itertools
+
+import pytest
+import timm
+import torch
+from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
+from torch import nn
+from torchvision.ops._utils import split_normalization_params
+
+from vit.config.optim_section import AdamWConfig, MuonConfig, NAdamWConfig
+from vit.model import VisionTransformer
+from vit.optim.groups import layer_numbers, parameter_groups
+from vit.optim.optimizer import create_optimizer, set_rates
+
+CONFIG = AdamWConfig(weight_decay=0.05)
+AVG = {"class_token": False, "global_pool": "avg", "pos_embed": "sincos2d", "init_values": 1e-4}
+
+
+def our_model(**fields) -> VisionTransformer:
+    return VisionTransformer(32, 16, embed_dim=32, depth=2, num_heads=2, num_classes=5, **fields)
+
+
+def names_of(model: nn.Module, parameters) -> set[str]:
+    ids = {id(p) for p in parameters}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
+
+
+def decayed_names(model: nn.Module, which: str) -> set[str]:
+    groups = parameter_groups(model, AdamWConfig(no_weight_decay=which))
+    assert {bool(g["weight_decay"]) for g in groups if g["is_decayed"]} == {True}
+    return names_of(model, [p for g in groups if g["is_decayed"] for p in g["params"]])
+
+
+# --- what is decayed ------------------------------------------------------------------------------
+
+
+def test_weights_of_linear_maps_decay_and_nothing_else():
+    model = our_model(init_values=0.1, class_token=True)
+    decayed, free = parameter_groups(model, CONFIG)
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.05, 0.0)
+    linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    assert {id(p) for p in decayed["params"]} == {id(p) for p in linear}
+    assert names_of(model, free["params"]) > {
+        "cls_token",
+        "pos_embed",
+        "blocks.0.ls1.gamma",
+        "blocks.1.norm2.weight",
+        "blocks.0.attn.qkv.bias",
+    }
+
+
+@pytest.mark.parametrize(
+    "create",
+    [our_model, lambda: our_model(**AVG)]
+    + [
+        lambda name=name: timm.create_model(name, num_classes=5)
+        for name in ("test_vit", "test_vit2", "test_resnet", "deit_tiny_distilled_patch16_224")
+    ],
+    ids=["ours", "ours, no token", "test_vit", "test_vit2", "test_resnet", "distilled"],
+)
+def test_each_parameter_is_in_the_group_that_timm_puts_it_in(create):
+    model = create()
+    exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    theirs = {
+        group["weight_decay"]: {id(p) for p in group["params"]}
+        for group in param_groups_weight_decay(model, 0.05, no_weight_decay_list=exempt)
+    }
+    ours = parameter_groups(model, CONFIG)
+    assert {group["weight_decay"]: {id(p) for p in group["params"]} for group in ours} == theirs
+    assert sum(len(group["params"]) for group in ours) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "create",
+    [
+        lambda: our_model(reg_tokens=2, init_values=0.1),
+        lambda: our_model(norm_layer="rmsnorm", qk_norm=True),
+        lambda: timm.create_model("test_resnet"),
+    ],
+    ids=["ours", "rmsnorm", "test_resnet"],
+)
+def test_norms_that_are_not_decayed_are_torchvisions(create):
+    model = create()
+    kinds = {type(m) for m in model.modules() if "Norm" in type(m).__name__}
+    norms, others = split_normalization_params(model, list(kinds))
+    assert decayed_names(model, "norms") == names_of(model, others)
+    assert names_of(model, norms)
+
+
+def test_kernels_are_what_flax_calls_so():
+    """A head that pools by attention has a query of two and more dimensions, which is no kernel."""
+    model = our_model(class_token=False, global_pool="map", reg_tokens=2)
+    kernels = {n for n, p in model.named_parameters() if n.endswith(".weight") and p.ndim > 1}
+    assert decayed_names(model, "not_kernels") == kernels
+    assert "attn_pool.latent" not in kernels
+
+
+def test_nothing_may_be_exempt():
+    model = our_model()
+    assert decayed_names(model, "nothing") == {name for name, _ in model.named_parameters()}
+
+
+def test_frozen_parameters_are_left_out():
+    model = our_model()
+    model.patch_embed.requires_grad_(False)
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    for config in (CONFIG, AdamWConfig(layer_decay=0.5), MuonConfig(name="muon")):
+        groups = parameter_groups(model, config)
+        grouped = [id(p) for group in groups for p in group["params"]]
+        assert set(grouped) == trained
+        assert len(grouped) == len(trained)
+
+
+# --- by depth -------------------------------------------------------------------------------------
+
+
+def scales(groups: list[dict], model: nn.Module) -> dict[str, tuple[float, float]]:
+    """Factor of the learning rate, and decay, of each parameter."""
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    pairs = [
+        (name_of[id(p)], (group["lr_scale"], group["weight_decay"]))
+        for group in groups
+        for p in group["params"]
+    ]
+    assert len(pairs) == len(dict(pairs)) == len(name_of), "each in exactly one"
+    return dict(pairs)
+
+
+@pytest.mark.parametrize("fields", [{}, AVG, {"reg_tokens": 2}], ids=["token", "avg", "registers"])
+def test_layers_are_timms(fields):
+    ours = our_model(**fields)
+    theirs = timm.models.VisionTransformer(
+        32, 16, embed_dim=32, depth=2, num_heads=2, num_classes=5, fc_norm="avg" in fields.values(),
+        **{name: value for name, value in fields.items() if name != "pos_embed"},
+    )  # fmt: skip
+    expected = scales(
+        param_groups_layer_decay(
+            theirs, 0.05, no_weight_decay_list=theirs.no_weight_decay(), layer_decay=0.7
+        ),
+        theirs,
+    )
+    for form in ("timm", "beit"):
+        config = AdamWConfig(weight_decay=0.05, layer_decay=0.7, layer_decay_form=form)
+        got = scales(parameter_groups(ours, config), ours)
+        assert got.keys() <= expected.keys()
+        differ = {name for name in got if got[name] != pytest.approx(expected[name])}
+        # BEiT and MAE count the last norm as part of the head; MAE's, behind the mean, is timm's.
+        has_norm = form == "beit" and "avg" not in fields.values()
+        assert differ == ({"norm.weight", "norm.bias"} if has_norm else set())
+        assert all(got[name][0] == 1 for name in differ)
+
+
+def test_networks_of_stages_have_timms_layers():
+    model = timm.create_model("test_resnet", num_classes=5)
+    config = AdamWConfig(weight_decay=0.05, layer_decay=0.7, layer_decay_form="timm")
+    expected = scales(param_groups_layer_decay(model, 0.05, layer_decay=0.7), model)
+    assert scales(parameter_groups(model, config), model) == expected
+    with pytest.raises(ValueError, match=r"has no blocks to count: set optim\.layer"):
+        parameter_groups(model, AdamWConfig(layer_decay=0.7))
+
+
+def test_each_block_below_learns_slower_by_the_factor():
+    """BEiT's numbers: 0 for the embedding, n for block n, depth + 1 for the head."""
+    model = our_model()
+    numbers = layer_numbers(model, "beit")
+    assert {numbers[n] for n in ("cls_token", "pos_embed", "patch_embed.proj.weight")} == {0}
+    assert [numbers[f"blocks.{i}.attn.qkv.weight"] for i in range(2)] == [1, 2]
+    assert {numbers[name] for name in ("norm.weight", "head.weight")} == {3}
+    optimizer = create_optimizer(model, AdamWConfig(layer_decay=0.5))
+    set_rates(optimizer, 0.8, 0.3)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    found = [rates[id(p)] for p in (model.cls_token, model.blocks[1].norm1.bias, model.head.bias)]
+    assert found == pytest.approx([0.1, 0.4, 0.8])
+    decays = {g["is_decayed"]: g["weight_decay"] for g in optimizer.param_groups}
+    assert decays == {True: 0.3, False: 0.0}
+
+
+# --- what Muon takes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_vit2", "test_resnet"])
+def test_matrices_are_timms(name):
+    model = timm.create_model(name, num_classes=5)
+    theirs = create_optimizer_v2(model, opt="muon", lr=1e-3, weight_decay=0.05)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    theirs.step()
+    expected = {id(p) for p in model.parameters() if theirs.state[p]["use_muon"]}
+    groups = parameter_groups(model, MuonConfig(name="muon", matrices="timm"))
+    assert {id(p) for g in groups if g["use_muon"] for p in g["params"]} == expected
+
+
+def test_matrices_of_the_blocks_are_their_linear_maps():
+    model = our_model(reg_tokens=2, qk_norm=True, init_values=0.1)
+    groups = parameter_groups(model, MuonConfig(name="muon", layer_decay=0.9))
+    taken = names_of(model, itertools.chain(*(g["params"] for g in groups if g["use_muon"])))
+    parts = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    assert taken == {f"blocks.{i}.{part}.weight" for i in range(2) for part in parts}
+
+
+def test_a_network_without_matrices_is_an_error():
+    with pytest.raises(ValueError, match=r"set optim\.matrices=timm, or another optim\.name"):
+        parameter_groups(timm.create_model("test_resnet"), MuonConfig(name="muon"))
+
+
+def test_a_depth_that_is_not_there_is_an_error():
+    with pytest.raises(ValueError, match="Sequential has no blocks to count: remove it"):
+        parameter_groups(
+            nn.Sequential(nn.Linear(2, 2)), NAdamWConfig(name="nadamw", layer_decay=0.5)
+        )
