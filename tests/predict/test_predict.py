@@ -18,7 +18,7 @@ from processes import run, run_here
 
 import vit
 from vit.predict.inputs import Place, find_inputs
-from vit.predict.output import csv_file
+from vit.predict.output import csv_file, printable
 from vit.predict.predict import predict
 
 IN_ORDER = [
@@ -165,3 +165,33 @@ def test_many_images_are_shown_as_numbers_of_each_class(tiny_run, shards, tmp_pa
         line = next(line for line in printed.splitlines() if line.startswith(name))
         share = 100 * counts.count(name) / 23
         assert line.split()[1:4] == [str(counts.count(name)), f"{share:.1f}", "%"]
+
+
+def test_what_is_damaged_below_a_folder_or_in_a_list_is_passed_over(odd_files, tmp_path):
+    """A tar that is cut off, a link to itself: one problem each, and all others are found."""
+    image = (odd_files / "a" / "cmyk.jpg").read_bytes()
+    (tmp_path / "z").mkdir()
+    for name in ("a.jpg", "z/b.jpg"):
+        (tmp_path / name).write_bytes(image)
+    (tmp_path / "loop.jpg").symlink_to("loop.jpg")
+    (tmp_path / "cut.tar").write_bytes((odd_files / "c.tar").read_bytes()[:700])
+    names = ["a.jpg", "cut.tar", "loop.jpg", "z/b.jpg"]
+    listed = "".join(f"{tmp_path / name}\n" for name in names)
+    for found in (find_inputs([str(tmp_path)]), find_inputs("-", io.BytesIO(listed.encode()))):
+        assert [place.name for place in found.places] == [str(tmp_path / name) for name in names]
+        for place, message in zip(
+            found.places, ("", "cut off: ", "Too many levels", ""), strict=True
+        ):
+            if message:
+                with pytest.raises(ValueError, match=message):
+                    place.read()
+            else:
+                assert place.read() == image
+    with pytest.raises(ValueError, match=r"cut.tar: cut off"):
+        find_inputs([str(tmp_path / "cut.tar")])
+
+
+def test_names_of_files_cannot_speak_to_the_terminal():
+    """Nor break its lines; letters of all languages stay as they are."""
+    assert printable("a\x1b[31m\n\r\udcff\u202e.jpg") == r"a\x1b[31m\n\r\udcff\u202e.jpg"
+    assert printable("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from matplotlib import colormaps
 from pictures import pixels, places
+from PIL import Image
 from sklearn.decomposition import PCA
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +22,7 @@ from vit.estimate.layers import layer_costs, memory_needs
 from vit.estimate.memory import step_memory
 from vit.model import VisionTransformer, create_model
 from vit.model_summary import count_parameters, flops_per_image
-from vit.report import inside, inside_plots
+from vit.report import inside, inside_plots, style
 from vit.report.attention import attention_distance, attention_maps, even_reading, output_attention
 from vit.report.compare import Compared, _differing, compare
 from vit.report.components import filter_components, token_colors, token_features
@@ -288,3 +290,28 @@ def test_models_of_other_classes_and_files_are_not_compared():
         compare((one, other), Samples([], []))
     with pytest.raises(ValueError, match="files have no classes"):
         compare((one, one), Samples([], []))
+
+
+def test_letters_without_a_font_are_named_once(tmp_path, capsys, recwarn, monkeypatch):
+    """matplotlib warns twice at each place; a class may be called so on a hundred pictures."""
+    monkeypatch.setattr(style, "_missing_letters", set())
+    for name in ("a.png", "b.png"):
+        with style.drawing(tmp_path / name, 1.0) as figure:
+            style.new_sheet(figure, style.shorten("\ue123 \ue124", 3.0))
+    assert capsys.readouterr().err.count("no font here has \ue123 \ue124") == 1
+    assert not recwarn.list
+
+
+def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
+    """Patches of 8x16 pixels: a grid of 4x3 is as wide as an image of 32x48."""
+    image = torch.zeros(3, 32, 48, dtype=torch.uint8)
+    heads = torch.rand(1, 1, 4, 3)
+    inside_plots.plot_heads(image, heads, heads[0, 0], "x", tmp_path / "x.png")
+    drawn = np.array(Image.open(tmp_path / "x.png").convert("RGB")).astype(int)
+    colours = (colormaps["viridis"]((heads[0, 0] / heads.max()).numpy())[..., :3] * 255).round()
+    sizes = []
+    for colour in colours.reshape(-1, 3):
+        at = np.argwhere(np.abs(drawn - colour).max(2) <= 1)
+        sizes.append(np.ptp(at, axis=0) + 1)
+    height, width = np.median(sizes, axis=0)
+    assert abs(width / height - 2) < 0.1

@@ -28,6 +28,8 @@ class Place(NamedTuple):
     member: str = ""
     offset: int = 0
     size: int = -1
+    problem: str = ""
+    """Why there is nothing to read: a folder that cannot be listed, a damaged tar."""
 
     @property
     def name(self) -> str:
@@ -36,6 +38,8 @@ class Place(NamedTuple):
 
     def read(self) -> bytes:
         """Return the encoded image. Raises ValueError with the reason, without the name."""
+        if self.problem:
+            raise ValueError(self.problem)
         try:
             if not self.member:
                 return read_image(self.path)
@@ -85,7 +89,7 @@ def find_inputs(words: Iterable[str], stdin: IO[bytes] | None = None) -> Inputs:
         try:
             if word == FROM_STDIN and stdin is not None:
                 for name in _listed_names(stdin):
-                    _add(name, inputs)
+                    _add(name, inputs, is_named=False)
             elif not os.path.lexists(word):
                 raise ValueError(f"{word}: no such file or folder")
             else:
@@ -120,14 +124,27 @@ def _listed_names(stdin: IO[bytes]) -> Iterator[str]:
             yield name
 
 
-def _add(path: str, inputs: Inputs) -> None:
-    """Append all images of a file, folder or tar; of a file that is neither, the file itself."""
-    if os.path.isdir(path):
-        _add_folder(path, inputs)
-    elif path.lower().endswith(".tar"):
-        _add_tar(path, inputs)
-    else:
-        inputs.places.append(Place(path))
+def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:
+    """Append all images of a file, folder or tar; of a file that is neither, the file itself.
+
+    A folder that cannot be listed, or a damaged tar, is an error if the user named it. Below what
+    was named, or in a list, it is one place with a problem: it keeps nothing else from being
+    predicted.
+    """
+    try:
+        if os.path.isdir(path):
+            _add_folder(path, inputs)
+        elif path.lower().endswith(".tar"):
+            _add_tar(path, inputs)
+        else:
+            inputs.places.append(Place(path))
+    except (OSError, ValueError) as error:
+        if is_named:
+            raise
+        reason = str(error).removeprefix(f"{path}: ")
+        if isinstance(error, OSError):
+            reason = f"cannot be read ({error.strerror})"
+        inputs.places.append(Place(path, problem=reason))
 
 
 def _add_folder(folder: str, inputs: Inputs) -> None:
@@ -137,21 +154,34 @@ def _add_folder(folder: str, inputs: Inputs) -> None:
         place = os.path.realpath(here)
         if place in above:  # a link back to a folder above it
             continue
-        with os.scandir(here) as entries:
-            visible = sorted(
-                (entry.name, entry.is_dir())
-                for entry in entries
-                if not entry.name.startswith(".") and entry.name != "__MACOSX"
-            )
+        try:
+            with os.scandir(here) as entries:
+                visible = sorted(
+                    (entry.name, _is_folder(entry))
+                    for entry in entries
+                    if not entry.name.startswith(".") and entry.name != "__MACOSX"
+                )
+        except OSError as error:
+            if here == folder:
+                raise
+            inputs.places.append(Place(here, problem=f"cannot be read ({error.strerror})"))
+            continue
         below = [os.path.join(here, name) for name, is_folder in visible if is_folder]
-        waiting += [(path, above | {place}) for path in reversed(below)]
         for path in (os.path.join(here, name) for name, is_folder in visible if not is_folder):
             if is_image(path):
                 inputs.places.append(Place(path))
             elif path.lower().endswith(".tar"):
-                _add_tar(path, inputs)
+                _add(path, inputs, is_named=False)
             else:
                 inputs.left_out[os.path.splitext(path)[1] or "without a suffix"] += 1
+        waiting += [(path, above | {place}) for path in reversed(below)]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def _add_tar(path: str, inputs: Inputs) -> None:

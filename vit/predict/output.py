@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from vit.predict.inputs import Place
 from vit.predict.predict import Predictions
 from vit.system.files import replacing
 
+_UNPRINTED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Unicode's categories of control and format characters, lone surrogates and line ends."""
 BAR_CELLS = 20
 """Width of a probability of 1 in the table."""
 
@@ -151,5 +154,10 @@ class Summary:
 
 
 def printable(name: str) -> str:
-    """Return a name of a file without what a terminal cannot show."""
-    return name.encode("utf-8", "backslashreplace").decode()
+    """Return a name of a file on one line, without what a terminal cannot show or would obey."""
+    return "".join(
+        letter.encode("unicode_escape").decode()
+        if unicodedata.category(letter) in _UNPRINTED
+        else letter
+        for letter in name
+    )

@@ -74,7 +74,7 @@ def draw_distance(
     grid = grid_size(model)
     assert grid is not None, "otherwise there are no distances"
     uniform_px = float(patch_distances(grid, patch_size_of(model)).mean())
-    inside_plots.plot_distance(distances.numpy(), uniform_px, max(model.image_size), picture)
+    inside_plots.plot_distance(distances.numpy(), uniform_px, tuple(model.image_size), picture)
     return (
         f"Mean distance between a patch and those that it attends to, over {len(pixels)} images"
         " (Dosovitskiy et al. 2021, Figure 7 right): heads with small distances look like"

@@ -98,13 +98,14 @@ def plot_heads(
     whether the last layer is not a block but a MAP head. Each map is scaled to its own highest
     value. Returns `picture`.
     """
-    num_layers, num_heads, height, width = heads.shape
+    num_layers, num_heads = heads.shape[:2]
+    aspect = image.shape[1] / image.shape[2]  # of a map, too, whose patches need not be square
     image_in = 1.6
-    tall = image_in * image.shape[1] / image.shape[2]
+    tall = image_in * aspect
     top = 0.5 + tall + 0.45
     left = 0.75
     cell = min((WIDTH_IN - left - 0.1) / num_heads, 1.2)
-    row = cell * height / width
+    row = cell * aspect
     values = heads.detach().float().cpu()
     values = values / values.amax((2, 3), keepdim=True).clamp(min=1e-12)
     with drawing(picture, top + num_layers * row + 0.1) as figure:
@@ -166,12 +167,12 @@ def save_heads(image: Tensor, heads: Tensor, folder: Path, suffix: str = ".png")
 
 
 def plot_distance(
-    distances: NDArray[np.float32], uniform_px: float, image_px: int, picture: Path
+    distances: NDArray[np.float32], uniform_px: float, image_size: tuple[int, int], picture: Path
 ) -> Path:
     """Draw the mean attention distance of each head over the depth. Returns `picture`.
 
     distances: (layers, heads) in pixels; uniform_px: that of equal attention to all patches;
-    image_px: the longer side of an image.
+    image_size: (height, width) in pixels.
     """
     num_layers, num_heads = distances.shape
     with drawing(picture, 4.2, layout="constrained") as figure:
@@ -188,9 +189,8 @@ def plot_distance(
         axes.set_xticks(blocks if num_layers <= 16 else blocks[:: num_layers // 8])
         axes.grid(True, axis="y")
         axes.legend(loc="best")
-        axes.set_title(
-            f"images of {image_px} pixels", size=SMALL_PT, weight="normal", color=GREY, loc="right"
-        )
+        size = f"images of {image_size[1]} × {image_size[0]} pixels"
+        axes.set_title(size, size=SMALL_PT, weight="normal", color=GREY, loc="right")
     return picture
 
 

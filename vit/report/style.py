@@ -7,8 +7,12 @@ a class without a name is "class 7".
 
 from __future__ import annotations
 
+import re
+import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,8 +39,9 @@ BLUE = "#0072B2"
 ORANGE = "#D55E00"
 GREEN = "#009E73"
 GREY = "#666666"
-STYLE = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters everywhere
+FONT = "DejaVu Sans"
+"""It comes with matplotlib: the same letters everywhere."""
+STYLE: dict[str, Any] = {
     "font.size": TEXT_PT,
     "axes.titlesize": TITLE_PT,
     "axes.titleweight": "bold",
@@ -55,6 +60,15 @@ STYLE = {
     "svg.hashsalt": "vit",
     "text.parse_math": False,  # a class may be called "US$"
 }
+OTHER_LETTERS = (
+    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Micro Hei"),
+    *("WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo"),
+    *("Microsoft YaHei", "Malgun Gothic", "Noto Sans Devanagari", "Noto Sans Bengali"),
+    *("Noto Sans Thai", "Noto Sans Tamil", "Arial Unicode MS"),
+)
+"""Fonts with letters that DejaVu Sans lacks; those that are installed are used for these."""
+_missing_letters = set[str]()
+"""That have been reported."""
 
 
 @contextmanager
@@ -94,8 +108,43 @@ def report_style() -> Iterator[None]:
     """Apply our settings over matplotlib's defaults, whatever the user's are."""
     import matplotlib.style
 
-    with matplotlib.style.context(["default", STYLE]):
+    fonts = [FONT, *_installed(OTHER_LETTERS)]
+    with (
+        matplotlib.style.context(["default", STYLE | {"font.family": fonts}]),
+        _missing_letters_once(),
+    ):
         yield
+
+
+@lru_cache
+def _installed(fonts: tuple[str, ...]) -> list[str]:
+    """Return those of `fonts` that this machine has."""
+    from matplotlib.font_manager import fontManager
+
+    present = {font.name for font in fontManager.ttflist}
+    return [name for name in fonts if name in present]
+
+
+@contextmanager
+def _missing_letters_once() -> Iterator[None]:
+    """Name letters that no font has in a line, instead of two for each place where they stand."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    numbers = [re.match(r"Glyph (\d+) .*missing from", str(w.message)) for w in caught]
+    letters = {chr(int(match[1])) for match in numbers if match} - _missing_letters
+    for warning, match in zip(caught, numbers, strict=True):
+        if not match:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+    if letters:
+        _missing_letters.update(letters)
+        print(
+            f"note: no font here has {' '.join(sorted(letters)[:20])}, drawn as boxes: install"
+            f" one that has, such as {OTHER_LETTERS[0]}",
+            file=sys.stderr,
+        )
 
 
 def new_sheet(figure: Figure, heading: str) -> Axes:
@@ -199,15 +248,17 @@ def shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "no
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
-    font = FontProperties(family="DejaVu Sans", size=size, weight=weight)
+    fonts = [FONT, *_installed(OTHER_LETTERS)]
+    font = FontProperties(family=fonts, size=size, weight=weight)
     kept = len(text)
     shown = text
-    while (
-        kept > 1
-        and text_to_path.get_text_width_height_descent(shown, font, False)[0] > width_in * 72
-    ):
-        kept -= 1
-        shown = text[: (kept + 1) // 2].rstrip() + "…" + text[len(text) - kept // 2 :].lstrip()
+    with _missing_letters_once():
+        while (
+            kept > 1
+            and text_to_path.get_text_width_height_descent(shown, font, False)[0] > width_in * 72
+        ):
+            kept -= 1
+            shown = text[: (kept + 1) // 2].rstrip() + "…" + text[len(text) - kept // 2 :].lstrip()
     return shown
 
 
