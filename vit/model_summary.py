@@ -102,12 +102,13 @@ def print_shapes(model: Any, name: str) -> None:
     print(f"{'stage':<20} {'module':<18} {'in':<20}    {'out':<20} {'parameters':>12}")
     handles = _print_shapes_in_forward(model)
     gflop = flops_per_image(model) / 1e9
+    digits = ".2f" if gflop >= 1 else ".2g"  # a demo's model has less than a hundredth
     for handle in handles:
         handle.remove()
     print(
         f"{name} at {model.image_size[0]}x{model.image_size[1]}: {count_parameters(model):,}"
-        f" parameters, {gflop:.2f} GFLOP per image forward (2 for each multiply-add; papers often"
-        " count 1)"
+        f" parameters, {gflop:{digits}} GFLOP per image forward (2 for each multiply-add; papers"
+        " often count 1)"
     )
 
 

@@ -11,6 +11,7 @@ import runpy
 import shlex
 import tarfile
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -158,11 +159,16 @@ def test_a_command_of_a_page_is_one_that_works(line, understand):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_python_of_a_page_runs(page):
-    """What needs data has a test of its own."""
-    for block in blocks(page, "python"):
-        if "__main__" not in block:
-            exec(compile(block, page.name, "exec"), {})
+def test_the_python_of_a_page_prints_what_stands_below_it(page):
+    """From top to bottom in one namespace, as a reader pastes it. What needs data has a test of its
+    own."""
+    names: dict[str, object] = {}
+    shown = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page.read_text(), re.S)
+    for code, output in shown:
+        if "__main__" not in code:
+            with redirect_stdout(io.StringIO()) as printed:
+                exec(compile(code, page.name, "exec"), names)
+            assert printed.getvalue() == output, code
 
 
 def write_digits(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -85,3 +86,27 @@ def test_the_tests_of_the_commands_pass_on_it(place):
     line += ["-o", f"pythonpath={helpers}", *(str(REPOSITORY / "tests" / name) for name in folders)]
     done = call(line, installed(place), place, timeout_s=600)
     assert done.returncode == 0, done.stdout[-5000:]
+
+
+def test_the_notebook_installs_the_wheel_that_a_person_chooses_in_colab(place, tmp_path):
+    """Its first cell, where `google.colab` has been imported: there that is how a notebook starts.
+
+    Colab's module has been replaced by one whose dialogue returns the wheel, as Colab's does: name
+    and content, with the file in the working directory.
+    """
+    [wheel] = place.glob("vitline-*.whl")
+    shutil.copy(wheel, tmp_path)
+    colab = tmp_path / "google" / "colab"
+    colab.mkdir(parents=True)
+    upload = f"def upload():\n    return {{{wheel.name!r}: open({wheel.name!r}, 'rb').read()}}\n"
+    (colab / "files.py").write_text(upload)
+    (colab / "__init__.py").touch()
+    notebook = json.loads((REPOSITORY / "notebooks" / "walkthrough.ipynb").read_text())
+    first = next(cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+    (tmp_path / "cell.py").write_text("import google.colab\n" + "".join(first["source"]))
+    into = {"PIP_TARGET": str(tmp_path / "site"), "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1"}
+    env = {**environment(), **into, "PYTHONPATH": str(tmp_path)}
+    done = call([sys.executable, str(tmp_path / "cell.py")], env, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Choose a wheel" in done.stdout
+    assert (tmp_path / "site" / "vit" / "model.py").is_file()

@@ -1,0 +1,87 @@
+"""notebooks/walkthrough.ipynb: the code of docs/model.md, a training, and a look inside."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+from processes import run
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "model.md"
+NOTEBOOK = ROOT / "notebooks" / "walkthrough.ipynb"
+
+
+@pytest.fixture
+def notebook() -> nbformat.NotebookNode:
+    return nbformat.read(NOTEBOOK, as_version=nbformat.NO_CONVERT)
+
+
+def code_of(notebook: nbformat.NotebookNode) -> list[str]:
+    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_the_page_and_the_notebook_have_the_same_code_in_the_same_order(notebook):
+    cells = code_of(notebook)
+    on_page = re.findall(r"```python\n(.*?)\n```", PAGE.read_text(), re.S)
+    assert len(on_page) > 10
+    assert [cell for cell in cells if cell in on_page] == on_page
+
+
+def test_it_is_a_notebook_without_outputs(notebook):
+    """What would change with each execution is not in the repository."""
+    nbformat.validate(notebook)
+    assert notebook.nbformat == 4
+    for cell in notebook.cells:
+        assert cell.cell_type == "markdown" or (not cell.outputs and cell.execution_count is None)
+    written = json.loads(NOTEBOOK.read_text())
+    assert NOTEBOOK.read_text() == json.dumps(written, indent=1, ensure_ascii=False) + "\n"
+
+
+def test_its_links_lead_somewhere(notebook):
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    targets = re.findall(r"\]\(([^)#]+)", text)
+    assert targets
+    assert all((NOTEBOOK.parent / target).exists() for target in targets)
+
+
+def test_in_colab_it_takes_the_address_of_the_project(notebook):
+    """An address in pyproject.toml belongs into the first cell, too, and into the page's link."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    address = project.get("urls", {}).get("Repository", "")
+    assert f'REPOSITORY = "{address}"' in code_of(notebook)[0]
+    link = address.replace("https://github.com/", "https://colab.research.google.com/github/")
+    in_colab = f"{link}/blob/main/notebooks/walkthrough.ipynb" if address else ""
+    assert f"]({in_colab or 'https://colab.research.google.com/'})" in PAGE.read_text()
+
+
+def test_all_cells_run(notebook, tmp_path):
+    """As a script, and with a training of three steps: how well it learns is shown below."""
+    script = "\n\n".join(code_of(notebook))
+    assert script.count("steps = 1000\n") == 1
+    (tmp_path / "cells.py").write_text(script.replace("steps = 1000\n", "steps = 3\n"))
+    done = run(tmp_path / "cells.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^right: \d+ of 360 ", done.stdout, re.M)
+    assert list(tmp_path.iterdir()) == [tmp_path / "cells.py"], "pictures go elsewhere"
+
+
+@pytest.mark.full
+def test_a_kernel_runs_it_as_it_stands(notebook, monkeypatch, tmp_path):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    nbclient.NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    printed = "".join(output.get("text", "") for output in outputs)
+    (right,) = re.findall(r"^right: (\d+) of 360 ", printed, re.M)
+    assert int(right) > 300, "chance is 36"
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) >= 12
+    page = PAGE.read_text()
+    for code, shown in re.findall(r"```python\n(.*?)\n```\n+```text\n(.*?)```", page, re.S):
+        (cell,) = (cell for cell in notebook.cells if cell.source == code)
+        assert "".join(output.text for output in cell.outputs) == shown
