@@ -24,6 +24,7 @@ from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
 from vit.report.replay import Replay, ReplayedRow, plot_step, write_csv
 from vit.report.source import ReportSource
+from vit.report.style import picture_format
 from vit.run.folder import METRICS_FILE, REPORT_FOLDER, newest_run
 from vit.system.command_line import Parser, add_run_words, run_and_settings
 
@@ -108,6 +109,8 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     args.run, args.overrides = run_and_settings(args.words)
     if not 1 <= args.images <= 256:
         raise ValueError(f"--images {args.images}: give a number from 1 to 256")
+    if args.sheet is not None:
+        picture_format(args.sheet)
     return args
 
 

@@ -87,3 +87,20 @@ def test_the_row_is_what_happens(row: Row, finished, tmp_path):
 
 def test_every_scenario_has_a_row():
     assert {row.what for row in ROWS} == SCENARIOS.keys()
+
+
+def test_places_that_cannot_be_written_are_one_line(finished, tmp_path):
+    """A file where a folder was meant, which root cannot write to either."""
+    taken = tmp_path / "taken"
+    taken.touch()
+    asked = [REPLAY, finished / "run", "--step", 3]
+    for words, message in (
+        ([*asked, "--csv", taken / "a.csv"], "a.csv: cannot be written"),
+        ([*asked, "--sheet", taken / "a.png"], "a.png: cannot be written"),
+        ([SAMPLES, finished / "run", "--worst", 1, "--exclude", taken / "a"], "cannot be written"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_here(*words)
+    with pytest.raises(ValueError, match="the suffix says in which format"):
+        run_here(*asked, "--csv", tmp_path / "a.csv", "--sheet", "a.bmp")
+    assert list(tmp_path.iterdir()) == [taken]

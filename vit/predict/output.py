@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vit.predict.inputs import Place
 from vit.predict.predict import Predictions
-from vit.system.files import replacing
+from vit.system.files import replacing, told
 
 _UNPRINTED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode's categories of control and format characters, lone surrogates and line ends."""
@@ -38,22 +38,16 @@ def csv_file(path: Path, num_classes: int) -> Iterator[Any]:
     It has its name when the block ends: of a command that was killed nothing is left that looks
     complete. Raises ValueError if it cannot be written.
     """
-    try:
-        with replacing(path) as file:
-            # Names that are not UTF-8 go out as the bytes that they are.
-            text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
-            writer = csv.writer(text, lineterminator="\n")
-            ranks = range(1, num_classes + 1)
-            columns = [f"{what}_{rank}" for rank in ranks for what in ("class", "probability")]
-            writer.writerow(["file", "problem", *columns])
-            yield writer
-            text.flush()
-            text.detach()
-    except OSError as error:
-        raise ValueError(
-            f"--csv {path}: cannot be written ({error.strerror}): choose another place, or free"
-            " some space"
-        ) from None
+    with told(path, "--csv "), replacing(path) as file:
+        # Names that are not UTF-8 go out as the bytes that they are.
+        text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        ranks = range(1, num_classes + 1)
+        columns = [f"{what}_{rank}" for rank in ranks for what in ("class", "probability")]
+        writer.writerow(["file", "problem", *columns])
+        yield writer
+        text.flush()
+        text.detach()
 
 
 def write_rows(

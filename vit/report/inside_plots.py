@@ -27,6 +27,7 @@ from vit.report.style import (
     plot_cells,
     to_pixels,
 )
+from vit.system.files import told
 
 MAX_SHOWN = 28
 """Filters, as in the paper's figure."""
@@ -155,14 +156,15 @@ def save_heads(image: Tensor, heads: Tensor, folder: Path, suffix: str = ".png")
     """
     from matplotlib.image import imsave
 
-    folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"input{suffix}"]
-    imsave(written[0], to_pixels(image))
-    for layer, head in np.ndindex(*heads.shape[:2]):
-        over = overlaid(image[None], heads[layer, head][None])[0]
-        path = folder / f"layer{layer + 1:02d}_head{head + 1:02d}{suffix}"
-        imsave(path, to_pixels(over))
-        written.append(path)
+    with told(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        imsave(written[0], to_pixels(image))
+        for layer, head in np.ndindex(*heads.shape[:2]):
+            over = overlaid(image[None], heads[layer, head][None])[0]
+            path = folder / f"layer{layer + 1:02d}_head{head + 1:02d}{suffix}"
+            imsave(path, to_pixels(over))
+            written.append(path)
     return written
 
 

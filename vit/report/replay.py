@@ -44,7 +44,7 @@ from vit.report.style import (
 from vit.run.folder import METRICS_FILE
 from vit.run.record import read_metrics
 from vit.run.sample_losses import epoch_files, read_epoch
-from vit.system.files import replacing
+from vit.system.files import replacing, told
 
 ROWS_AT_ONCE = 64
 STORED_PX = 160
@@ -276,7 +276,7 @@ def _number(value: np.float16) -> float | None:
 def write_csv(replay: Replay, path: Path) -> Path:
     """Write a line for each row of the step; returns `path`."""
     columns = [field.name for field in fields(ReplayedRow)]
-    with replacing(path) as file:
+    with told(path), replacing(path) as file:
         # A name that is not UTF-8 has its bytes again.
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
         writer = csv.writer(text)

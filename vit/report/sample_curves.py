@@ -30,7 +30,7 @@ from vit.data.shards.split import Split
 from vit.data.sources import Sources
 from vit.report.source import ReportSource
 from vit.run.sample_losses import epoch_files, read_epoch
-from vit.system.files import replacing
+from vit.system.files import replacing, told
 
 MAX_CURVE_VALUES = 2**28
 """Margins that are held, 512 MiB; of longer runs every n-th epoch."""
@@ -86,12 +86,12 @@ def read_curves(
     Raises ValueError if none were kept or their files are damaged.
     """
     files = epoch_files(source.run_dir)
+    num_samples = source.train_set.split.num_samples  # streams have none, and say so
     if not files:
         raise ValueError(
             f"{source.run_dir}: no losses of its images were kept (log.sample_losses=0, a run that"
             " has not saved yet, or one of an earlier version): train with log.sample_losses=1"
         )
-    num_samples = source.train_set.split.num_samples
     every = -(-len(files) * num_samples // MAX_CURVE_VALUES)
     margins = []
     num_seen = np.zeros(num_samples, np.int64)
@@ -227,7 +227,7 @@ def write_table(
     labels = split.index["label"]
     twin_of = {other: same[0] for same in duplicates.groups for other in same[1:]}
     columns = ("key", "shard", "label", "class_name", "mean_margin", "mean_loss", "epochs_seen")
-    with replacing(path) as file:
+    with told(path), replacing(path) as file:
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
         writer = csv.writer(text)
         writer.writerow([*columns, "first_right_epoch", "times_forgotten", "same_bytes_as"])
@@ -255,7 +255,7 @@ def write_table(
 def write_keys(source: ReportSource, samples: Sequence[int], path: Path) -> Path:
     """Write the keys of `samples`, a line each, as `data.exclude` takes them."""
     split = source.train_set.split
-    with replacing(path) as file:
+    with told(path), replacing(path) as file:
         for sample in samples:
             file.write(split.key(sample).encode("utf-8", "surrogateescape") + b"\n")
     return path

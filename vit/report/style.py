@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vit.system.files import replacing
+from vit.system.files import replacing, told
 
 # matplotlib is imported only where something is drawn: training starts without it.
 if TYPE_CHECKING:
@@ -84,15 +84,10 @@ def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]
 
         figure = Figure((WIDTH_IN, height_in), **options)
         yield figure
-        try:
+        with told(picture):
             picture.parent.mkdir(parents=True, exist_ok=True)
             with replacing(picture) as file:
                 figure.savefig(file, format=form)
-        except OSError as error:
-            raise ValueError(
-                f"{picture}: cannot be written ({error.strerror}): choose another place, or free"
-                " some space"
-            ) from None
 
 
 def picture_format(picture: Path) -> str:

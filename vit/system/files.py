@@ -159,6 +159,21 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+@contextmanager
+def told(path: Path, flag: str = "") -> Iterator[None]:
+    """Turn what the system says about writing the user's `path` into a ValueError of one line.
+
+    flag: of the command line, by which the path was given, with a space behind it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{flag}{path}: cannot be written ({error.strerror}): choose another place, or free"
+            " some space"
+        ) from None
+
+
 def link_to(name: str, path: Path) -> None:
     """Make `path` a symbolic link to `name` in its folder, in place of what was there."""
     if not os.path.lexists(path):
