@@ -37,6 +37,7 @@ from vit.report.prediction_sheet import plot_predictions
 from vit.report.style import picture_format
 from vit.run.folder import LATEST_FILE, newest_run
 from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
+from vit.system.files import check_place
 from vit.system.meter import Meter
 from vit.trained import Trained, load
 
@@ -63,6 +64,8 @@ def main() -> World:
     for note in (*trained.notes, inputs.summary()):
         if note:
             print(f"note: {note}", file=sys.stderr)
+    if args.sheet:
+        check_place(args.sheet, "--sheet ")  # it is drawn when all are predicted
     summary = predict_all(trained, inputs, args)
     show(summary, trained, args)
     if summary.num_problems:

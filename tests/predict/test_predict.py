@@ -195,3 +195,14 @@ def test_names_of_files_cannot_speak_to_the_terminal():
     """Nor break its lines; letters of all languages stay as they are."""
     assert printable("a\x1b[31m\n\r\udcff\u202e.jpg") == r"a\x1b[31m\n\r\udcff\u202e.jpg"
     assert printable("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"
+
+
+def test_a_sheet_without_a_place_is_said_before_anything_is_predicted(
+    tiny_run, odd_files, tmp_path
+):
+    (tmp_path / "taken").touch()
+    flags = ["--csv", tmp_path / "out.csv", "--sheet", tmp_path / "taken" / "sheet.png"]
+    image = odd_files / "a" / "alpha.png"
+    with pytest.raises(ValueError, match=r"--sheet .*sheet.png: cannot be written"):
+        run_here("launch/predict.py", "--checkpoint", tiny_run, image, *flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]

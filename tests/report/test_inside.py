@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,8 +27,9 @@ from vit.report import inside, inside_plots, style
 from vit.report.attention import attention_distance, attention_maps, even_reading, output_attention
 from vit.report.compare import Compared, _differing, compare
 from vit.report.components import filter_components, token_colors, token_features
-from vit.report.samples import Samples
+from vit.report.samples import Samples, samples_of_split
 from vit.report.style import drawing
+from vit.weights.files import LoadedWeights
 
 SMALL = {"patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
 
@@ -315,3 +317,10 @@ def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
         sizes.append(np.ptp(at, axis=0) + 1)
     height, width = np.median(sizes, axis=0)
     assert abs(width / height - 2) < 0.1
+
+
+def test_weights_from_elsewhere_have_no_images_of_their_own():
+    """Their config names no data, and the folder that one works in is not meant."""
+    foreign = SimpleNamespace(weights=LoadedWeights(Path("w.pth"), {}), config=None)
+    with pytest.raises(ValueError, match=r"w.pth was trained elsewhere, on images .*--data"):
+        samples_of_split(foreign, 4)

@@ -170,6 +170,7 @@ def test_by_the_settings_next_to_it(tmp_path):
             "vgg99",
             "vgg99 is in neither the table of vit/weights/published_models.py nor timm 1",
         ),
+        ("model.npz", None, r"which model it is: give --model NAME, a name of timm's\Z"),
         ("x.pth", "vit_medium_patch16_gap_384.sw_in12k_ft_in1k", None),
     ],
 )

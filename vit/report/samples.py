@@ -58,6 +58,11 @@ def samples_of_split(
 
     By default of the validation split of the run. Raises ValueError if it cannot be opened.
     """
+    if root is None and trained.weights.step is None:
+        raise ValueError(
+            f"{trained.weights.path} was trained elsewhere, on images that are not known here: give"
+            " a folder of shards with --data, or images with --image (compare takes only the first)"
+        )
     data = trained.config.data
     opened = open_split(data, split or data.val_split, root=root)
     labels = opened.index["label"].astype(np.int64)

@@ -5,6 +5,7 @@ A file gets its name when it is complete and on the disk: a reader sees the old 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import hashlib
@@ -172,6 +173,16 @@ def told(path: Path, flag: str = "") -> Iterator[None]:
             f"{flag}{path}: cannot be written ({error.strerror}): choose another place, or free"
             " some space"
         ) from None
+
+
+def check_place(path: Path, flag: str = "") -> None:
+    """Raise ValueError as `told` if `path` cannot be written, before the work that it is for."""
+    with told(path, flag):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with temporary_file(path):
+            pass
 
 
 def link_to(name: str, path: Path) -> None:

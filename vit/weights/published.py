@@ -145,9 +145,11 @@ def _by_file_name(file: Path) -> KnownModel:
                 return found
         if architecture := _longest_prefix(text, architectures):
             return _by_name(architecture)
+    generic = file.name in HUB_FILES or file.stem == "model"  # near to nothing that is meant
+    nearest = "" if generic else _nearest(file.stem)
     raise ValueError(
         f"{file}: neither its name nor a config.json next to it says which model it is: give"
-        f" --model NAME, a name of timm's{_nearest(file.stem)}"
+        f" --model NAME, a name of timm's{nearest}"
     )
 
 
