@@ -99,7 +99,7 @@ def serve() -> None:
         config = AugmentConfig(**POLICIES[policy])
         widths = np.full(num, 500)
         table = draw_table(config, sample_keys(0, 0, np.arange(num)), widths, widths, SIZE)
-        draw_mix(config, table, np.ones(num, np.float32), 0, 0, 0, SIZE)
+        draw_mix(config, table, np.ones(num, np.float32), 0, 0, 0, SIZE, epoch=0)
         noise = torch.Generator().manual_seed(0)
         images = torch.randint(0, 256, (num, *SIZE, 3), dtype=torch.uint8, generator=noise)
         augment = apply.Augment(config, 10, (0.5,) * 3, (0.25,) * 3, device)

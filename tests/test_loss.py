@@ -1,10 +1,13 @@
-"""The loss against torch's own cross-entropy."""
+"""Losses against torch's and timm's own."""
 
 import pytest
+import timm.loss
 import torch
 import torch.nn.functional as F
+from timm.data.mixup import mixup_target
 
-from vit.loss import cross_entropy
+from vit.config.loss_section import LossConfig
+from vit.loss import binary_cross_entropy, create_loss, cross_entropy
 
 
 def soft_targets(num_rows: int, num_classes: int) -> torch.Tensor:
@@ -55,3 +58,81 @@ def test_large_logits_do_not_overflow():
     torch.testing.assert_close(
         cross_entropy(logits, torch.tensor([[0.0, 1.0, 0.0]])), torch.tensor([2e4])
     )
+
+
+def test_classes_are_weighted_as_by_torch():
+    torch.manual_seed(0)
+    logits = torch.randn(7, 4)
+    targets = soft_targets(7, 4)
+    weights = (0.5, 2.0, 0.0, 1.0)
+    for fields in ({}, {"label_smoothing": 0.2}):
+        loss = create_loss(LossConfig(class_weights=weights, **fields), 4, logits.device)
+        expected = F.cross_entropy(
+            logits, targets, torch.tensor(weights), reduction="none", **fields
+        )
+        torch.testing.assert_close(loss(logits, targets), expected)
+    binary = create_loss(LossConfig(name="bce", class_weights=weights), 4, logits.device)
+    expected = F.binary_cross_entropy_with_logits(logits, targets, torch.tensor(weights))
+    torch.testing.assert_close(binary(logits, targets).mean(), expected)
+    with pytest.raises(ValueError, match=r"has 4 numbers, the model has 5 classes: give one for"):
+        create_loss(LossConfig(class_weights=weights), 5, logits.device)
+
+
+@pytest.mark.parametrize("sum_classes", [False, True])
+@pytest.mark.parametrize("threshold", [None, 0.0, 0.2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_binary_cross_entropy_of_labels_is_timms(smoothing, threshold, sum_classes):
+    torch.manual_seed(0)
+    logits = torch.randn(6, 9).requires_grad_()
+    other = logits.detach().clone().requires_grad_()
+    labels = torch.randint(9, (6,))
+    theirs = timm.loss.BinaryCrossEntropy(smoothing, threshold, sum_classes=sum_classes)
+    ours = binary_cross_entropy(
+        logits, F.one_hot(labels, 9).float(), smoothing, threshold, sum_classes
+    ).mean()
+    torch.testing.assert_close(ours, theirs(other, labels))
+    ours.backward()
+    theirs(other, labels).backward()
+    torch.testing.assert_close(logits.grad, other.grad)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_binary_cross_entropy_of_mixed_targets_is_timms(smoothing):
+    """timm smooths where it mixes; its loss then takes the targets as they are."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, 9)
+    labels = torch.randint(9, (6,))
+    hot = F.one_hot(labels, 9).float()
+    mixed = 0.3 * hot + 0.7 * hot.flip(0)
+    theirs = mixup_target(labels, 9, 0.3, smoothing)
+    for threshold in (None, 0.2):
+        expected = timm.loss.BinaryCrossEntropy(target_threshold=threshold)(logits, theirs)
+        ours = binary_cross_entropy(logits, mixed, smoothing, threshold).mean()
+        torch.testing.assert_close(ours, expected)
+
+
+def test_deit_iii_has_each_class_of_a_mixture_in_full():
+    """Its engine.py: `targets.gt(0.0)`, then torch's BCEWithLogitsLoss."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, 9)
+    targets = soft_targets(6, 9)
+    loss = create_loss(LossConfig(name="bce", bce_target_thresh=0.0), 9, logits.device)
+    expected = torch.nn.BCEWithLogitsLoss()(logits, targets.gt(0.0).type(targets.dtype))
+    torch.testing.assert_close(loss(logits, targets).mean(), expected)
+
+
+def test_a_sum_over_classes_is_big_visions_sigmoid_loss():
+    """big_vision/utils.py, sigmoid_xent: -sum(labels log p + (1 - labels) log(1 - p))."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, 9, dtype=torch.float64)
+    targets = soft_targets(6, 9).double()
+    loss = create_loss(LossConfig(name="bce", bce_sum=True), 9, logits.device)(logits, targets)
+    p = logits.sigmoid()
+    expected = -(targets * p.log() + (1 - targets) * (1 - p).log()).sum(-1)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_give_a_loss_in_fp32(dtype):
+    loss = binary_cross_entropy(torch.zeros(3, 4, dtype=dtype), torch.zeros(3, 4))
+    torch.testing.assert_close(loss, torch.full((3,), 2.0).log())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.draw import draw_table, sample_keys
 from vit.data.batches import Batch
+from vit.loss import cross_entropy
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.groups import parameter_groups
@@ -83,7 +85,7 @@ def weights_of(step: TrainStep) -> torch.Tensor:
 
 
 def test_three_updates_equal_a_plain_loop_of_torch():
-    ours = make_step(clip_grad_norm=0.1, label_smoothing=0.1)
+    ours = make_step(clip_grad_norm=0.1, loss=partial(cross_entropy, label_smoothing=0.1))
     model = copy.deepcopy(ours.model)
     optimizer = torch.optim.AdamW(
         parameter_groups(model, AdamWConfig(weight_decay=0.1)),

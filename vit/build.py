@@ -29,13 +29,13 @@ from vit.data.sources import TrainSet, content_sha256
 from vit.data.stream import StreamBatches
 from vit.evaluate import Evaluator
 from vit.freeze import create_trained_model
+from vit.loss import create_loss
 from vit.mfu import find_peak
 from vit.one_reader import load_initial_weights
 from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
-from vit.optim.schedule import lr_at
-from vit.plan import Plan, make_plan
+from vit.plan import Plan, make_plan, rates
 from vit.ranks.distributed import World, wrap
 from vit.ranks.exit import Interrupted, StopSignals
 from vit.run import checkpoint as checkpoints
@@ -279,6 +279,7 @@ def create_train_step(
     if config.train.ema_decay is not None:
         ema = Ema(model, config.train.ema_decay, config.train.ema_warmup)
     with world.fail_together():
+        loss = create_loss(config.loss, num_classes, world.device)
         checkpoint_activations(model, config.train.activation_checkpointing)
     why_eager = ""
     if config.train.compile:
@@ -287,6 +288,7 @@ def create_train_step(
         why_eager = compile_where_it_works(models, world)
     is_compiled = config.train.compile and not why_eager
     wrapped = wrap(model, world)
+    learning_rate, weight_decay = rates(config, plan)
     return TrainStep(
         model,
         wrapped,
@@ -295,17 +297,11 @@ def create_train_step(
             config.augment, config.data, num_classes, world.device, compiled=is_compiled
         ),
         world,
-        lr_at=partial(
-            lr_at,
-            peak_lr=config.optim.lr,
-            total_steps=plan.total_steps,
-            warmup_steps=plan.warmup_steps,
-            name=config.schedule.name,
-            min_lr=config.schedule.min_lr,
-        ),
+        lr_at=learning_rate,
+        weight_decay_at=weight_decay,
         micro_batch_size=plan.micro_batch_size,
         precision=config.train.precision,
-        label_smoothing=config.loss.label_smoothing,
+        loss=loss,
         clip_grad_norm=config.optim.clip_grad_norm,
         ema=ema,
         seed=config.train.seed,

@@ -7,6 +7,7 @@ work. `--print-config` prints it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -23,6 +24,7 @@ from vit.freeze import create_trained_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
 from vit.optim.optimizer import state_bytes
+from vit.optim.schedule import lr_at, weight_decay_at
 from vit.system.files import ShardError
 
 
@@ -42,6 +44,10 @@ class Plan:
     warmup_steps: int
     eval_every_steps: int
     log_every_steps: int
+    decay_steps: int = 0
+    """Of `schedule.name: wsd`."""
+    cooldown_steps: int = 0
+    """Part of `total_steps`, as the warm-up is."""
 
     def evaluates_at(self, step: int) -> bool:
         """Each `eval_every_steps`, and at the end of a run that is at least that long: two steps of
@@ -158,6 +164,7 @@ def make_plan(
         return default if epochs is None else round(epochs * order.steps_per_epoch)
 
     total = max(steps(config.train.steps, config.train.epochs, 0), 1)
+    schedule = config.schedule
     plan = Plan(
         world_size=world_size,
         global_batch_size=data.global_batch_size,
@@ -167,11 +174,54 @@ def make_plan(
         dropped_per_epoch=order.dropped_per_epoch,
         distinct_images_per_epoch=order.distinct_per_epoch,
         total_steps=total,
-        warmup_steps=steps(config.schedule.warmup_steps, config.schedule.warmup_epochs, 0),
+        warmup_steps=steps(schedule.warmup_steps, schedule.warmup_epochs, 0),
         eval_every_steps=max(steps(config.eval.every_steps, config.eval.every_epochs, total), 1),
         log_every_steps=config.log.every_steps or max(min(50, total // 20), 1),
+        decay_steps=steps(schedule.decay_steps, schedule.decay_epochs, 0),
+        cooldown_steps=steps(None, schedule.cooldown_epochs, 0),
     )
+    parts = {
+        "warm-up": plan.warmup_steps,
+        "decay": plan.decay_steps,
+        "cool-down": plan.cooldown_steps,
+    }
+    # A warm-up that is longer than the run is only noted: what it does is as it is written.
+    if plan.decay_steps + plan.cooldown_steps and sum(parts.values()) > total:
+        listed = ", ".join(f"{name} {length:,}" for name, length in parts.items() if length)
+        raise ValueError(
+            f"the parts of the schedule ({listed} steps) exceed the run's {total:,}: shorten them,"
+            " or lengthen the run"
+        )
     return plan, order
+
+
+def rates(
+    config: Config, plan: Plan
+) -> tuple[Callable[[int], float], Callable[[int], float | None]]:
+    """Return what maps a step to its learning rate, and to its weight decay, None if that stays."""
+    schedule = config.schedule
+    learning_rate = partial(
+        lr_at,
+        peak_lr=config.optim.lr,
+        total_steps=plan.total_steps,
+        warmup_steps=plan.warmup_steps,
+        name=schedule.name,
+        min_lr=schedule.min_lr,
+        warmup_lr=schedule.warmup_lr,
+        warmup_prefix=schedule.warmup_prefix,
+        decay_steps=plan.decay_steps,
+        decay_form=schedule.decay_form,
+        cooldown_steps=plan.cooldown_steps,
+        interval_steps=plan.steps_per_epoch if schedule.interval == "epoch" else 1,
+    )
+    if schedule.final_weight_decay is None:
+        return learning_rate, lambda step: None
+    return learning_rate, partial(
+        weight_decay_at,
+        first=config.optim.weight_decay,
+        final=schedule.final_weight_decay,
+        total_steps=plan.total_steps,
+    )
 
 
 IMAGENET_IMAGES = 1_281_167

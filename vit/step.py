@@ -30,7 +30,7 @@ from vit.data.augment.apply import Augment
 from vit.data.batches import Batch
 from vit.data.hashing import fold
 from vit.layers.blocks import Blocks
-from vit.loss import cross_entropy
+from vit.loss import Loss, cross_entropy
 from vit.metrics import margins
 from vit.optim.ema import Ema
 from vit.optim.optimizer import set_rates
@@ -214,7 +214,7 @@ class TrainStep:
 
     `model` is the module itself, `wrapped` the same under DDP and `torch.compile`; `lr_at` maps a
     step to its learning rate, `weight_decay_at` to its decay, None if that stays. `why_eager`: why
-    it is not compiled although that was asked for.
+    it is not compiled although that was asked for. `loss`: cross-entropy, if none is given.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class TrainStep:
         weight_decay_at: Callable[[int], float | None] = lambda step: None,
         micro_batch_size: int,
         precision: str = "fp32",
-        label_smoothing: float = 0.0,
+        loss: Loss | None = None,
         clip_grad_norm: float | None = None,
         ema: Ema | None = None,
         seed: int = 0,
@@ -244,7 +244,7 @@ class TrainStep:
         self.weight_decay_at = weight_decay_at
         self.micro_batch_size = micro_batch_size
         self.precision = precision
-        self.label_smoothing = label_smoothing
+        self.loss = loss or cross_entropy
         self.clip_grad_norm = clip_grad_norm
         self.ema = ema
         self.seed = seed
@@ -319,7 +319,7 @@ class TrainStep:
         self.mark(Part.FORWARD)
         with autocast(self.precision, self.world.device):
             logits = self.wrapped(inputs)
-        return cross_entropy(logits, targets, self.label_smoothing), logits
+        return self.loss(logits, targets), logits
 
     @torch.no_grad()
     def _update(self, step: int) -> Tensor:

@@ -78,6 +78,71 @@ def test_settings_of_the_other_optimizer_are_refused(load, problems):
 
 
 @pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        (
+            "schedule: {decay_form: linear}",
+            "schedule.decay_form has no effect with schedule.name=cosine: remove it",
+        ),
+        (
+            "schedule: {name: wsd}",
+            "schedule.name=wsd needs a length of its decay: give schedule.decay_epochs or"
+            " decay_steps",
+        ),
+        (
+            "schedule: {warmup_lr: 0}",
+            "schedule.warmup_lr has no effect without a warm-up: give schedule.warmup_epochs, or"
+            " remove it",
+        ),
+        (
+            "schedule: {warmup_lr: 1, warmup_steps: 3}",
+            "schedule.warmup_lr=1.0 exceeds optim.lr=0.001: the rate rises from it",
+        ),
+        (
+            "schedule: {warmup_prefix: false}",
+            "schedule.warmup_prefix=false has no effect without a warm-up before a cosine or a"
+            " line: remove it",
+        ),
+        (
+            "schedule: {name: constant, interval: epoch}",
+            "schedule.interval=epoch has no effect on a rate that never changes: remove it",
+        ),
+        (
+            "schedule: {cooldown_epochs: 1}",
+            "schedule.cooldown_epochs trains with schedule.min_lr, which is 0: set one above, or"
+            " remove it",
+        ),
+        (
+            "schedule: {final_weight_decay: 0.05}",
+            "schedule.final_weight_decay=0.05 is optim.weight_decay: remove it",
+        ),
+        (
+            "loss: {bce_sum: true}",
+            "loss.bce_sum has no effect with loss.name=cross_entropy: remove it",
+        ),
+        (
+            "loss: {name: bce, bce_target_thresh: 0, label_smoothing: 0.1}",
+            "loss.bce_target_thresh=0.0 makes each class a target, as loss.label_smoothing gives"
+            " each a part: raise it, or set loss.label_smoothing=0",
+        ),
+        (
+            "augment: {mixup_off_epoch: 2}",
+            "augment.mixup_off_epoch has no effect without MixUp or CutMix: give"
+            " augment.mixup_alpha or cutmix_alpha, or remove it",
+        ),
+        (
+            "augment: {mixup_alpha: 0.8, mixup_off_epoch: 3}",
+            "augment.mixup_off_epoch=3 has no effect at train.epochs=3.0: give less, or remove it",
+        ),
+        ("loss: {class_weights: [0, 0]}", "loss.class_weights are all 0: nothing would be trained"),
+    ],
+)
+def test_settings_of_schedule_and_loss_that_have_no_effect_are_refused(problems, section, problem):
+    found = problems(BASE + section + "\n")
+    assert [line.partition(": ")[2] for line in found] == [problem]
+
+
+@pytest.mark.parametrize(
     ("optim", "problem"),
     [
         (

@@ -198,12 +198,18 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
         ("modle:\n  depth: 3\n", "run.yaml:5: unknown key 'modle'; did you mean model?"),
         ("lr: 0.1\n", "run.yaml:5: unknown key 'lr'; did you mean optim.lr?"),
         ("model:\n  lr: 0.1\n", "run.yaml:6: unknown key 'model.lr'; did you mean optim.lr?"),
-        ("loss:\n  zzz: 1\n", "run.yaml:6: unknown key 'loss.zzz'; there are: label_smoothing"),
+        (
+            "loss:\n  zzz: 1\n",
+            "run.yaml:6: unknown key 'loss.zzz'; there are: name, label_smoothing",
+        ),
         (
             "optim:\n  learning_rate: 1\n",
             "run.yaml:6: unknown key 'optim.learning_rate'; did you mean optim.lr?",
         ),
-        ("loss:\n  name: bce\n", "run.yaml:6: unknown key 'loss.name'; there are: label_smoothing"),
+        (
+            "loss:\n  kind: bce\n",
+            "run.yaml:6: unknown key 'loss.kind'; there are: name, label_smooth",
+        ),
         (
             "optim:\n  amsgrad: true\n",
             "run.yaml:6: unknown key 'optim.amsgrad'; there are: name, lr, weight_decay, ",

@@ -13,6 +13,7 @@ from servers import WebServer
 
 from vit.config.schema import AugmentConfig, EvalConfig
 from vit.data import slots
+from vit.data.augment.table import FIRST_OP, FLIP, LAMBDA
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.loader import Loader
 from vit.data.order import make_order
@@ -166,3 +167,21 @@ def test_a_skipped_image_keeps_its_row_with_weight_0_and_is_nobodys_partner(shar
     assert batch.table[row ^ 1, 1] == 1.0, (
         "its partner in the group of two keeps its own image and label"
     )
+
+
+def test_mixing_ends_after_its_last_epoch_and_nothing_else_changes(shards):
+    """Images and crops stay those of the run that mixes until its end."""
+    split = open_split(shards, "train")
+    order = make_order(split.num_samples, BATCH, seed=3)
+    steps = order.steps_per_epoch
+    tables = []
+    for end in (None, 1):
+        augment = AUGMENT.model_copy(update={"mixup_off_epoch": end})
+        with Loader(TrainBatches(split, order, augment, FORMAT), steps - 1, steps + 1) as loader:
+            tables.append([batch.table.clone() for batch in loader])
+    (last, first), (same, unmixed) = tables
+    assert torch.equal(last, same), "the last batch of epoch 1"
+    assert (first[:, LAMBDA] < 1).any()
+    assert (unmixed[:, LAMBDA] == 1).all()
+    drawn = [FLIP, *range(FIRST_OP, first.shape[1])]
+    assert torch.equal(first[:, drawn], unmixed[:, drawn])

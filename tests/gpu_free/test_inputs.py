@@ -23,8 +23,8 @@ SETTINGS = {
     "erasing": AugmentConfig(
         erasing_prob=1.0, erasing_area=(0.1, 0.2), erasing_aspect=(1.0, 2.0), erasing_mode="rand"
     ),
-    "mixing": AugmentConfig(**MIXED, mix_prob=0.5, cutmix_switch_prob=0.3, mix_group_size=8),
-    "mixing pairs": AugmentConfig(**MIXED, mixup_mode="pair"),
+    "mixing": AugmentConfig(**MIXED, mix_prob=0.5, cutmix_switch_prob=0.3, mixup_off_epoch=9),
+    "mixing pairs": AugmentConfig(**MIXED, mixup_mode="pair", mix_group_size=8),
     "mixing images": AugmentConfig(**MIXED, mixup_mode="elem"),
     "all of deit3": DEIT3.model_copy(update={"erasing_prob": 0.5, **MIXED}),
 }

@@ -7,6 +7,8 @@ augmentation are held by tests/data/augment/test_rounds.py.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from fake_gpu import Launches
@@ -15,6 +17,7 @@ from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
+from vit.loss import cross_entropy
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
@@ -45,7 +48,7 @@ def make_step() -> TrainStep:
         lr_at=lambda step: 1e-3,
         micro_batch_size=8,
         precision="bf16",
-        label_smoothing=0.1,
+        loss=partial(cross_entropy, label_smoothing=0.1),
         clip_grad_norm=1.0,
         ema=Ema(model, 0.99),
     )

@@ -51,7 +51,7 @@ def mixed_table(
     config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), seed: int = 0
 ) -> np.ndarray:
     table = table_of(config, num, size)
-    draw_mix(config, table, np.ones(num, np.float32), seed, 0, 0, size)
+    draw_mix(config, table, np.ones(num, np.float32), seed, 0, 0, size, 0)
     return table
 
 

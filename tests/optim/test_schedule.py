@@ -1,4 +1,4 @@
-"""The learning rate against torch's schedulers and at its corners."""
+"""Learning rate and weight decay against torch's and timm's schedulers, and at their corners."""
 
 import math
 
@@ -6,9 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
+from timm.scheduler import CosineLRScheduler
+from timm.scheduler.scheduler import Scheduler
+from timm.scheduler.wsd_lr import WSDLRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from vit.optim.schedule import lr_at
+from vit.config.io import from_dict
+from vit.optim.schedule import lr_at, weight_decay_at
+from vit.plan import make_plan, rates
 
 PEAK = 0.3
 
@@ -99,3 +104,138 @@ def test_half_way_is_half_way(name):
     assert lr_at(
         15, peak_lr=1.0, total_steps=25, warmup_steps=5, name=name, min_lr=0.2
     ) == pytest.approx(0.6)
+
+
+# --- schedules of other programs ------------------------------------------------------------------
+
+
+def timm_rates(num_steps: int, scheduler: type[Scheduler], in_epochs: int = 0, **options):
+    """As timm's train.py calls it: per update, or at the end of each epoch of `in_epochs` steps."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
+    schedule = scheduler(optimizer, t_in_epochs=bool(in_epochs), **options)
+    rates = []
+    for step in range(num_steps):
+        if in_epochs and step and step % in_epochs == 0:
+            schedule.step(step // in_epochs)
+        if not in_epochs and step:
+            schedule.step_update(step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def our_rates(num_steps: int, **options) -> list[float]:
+    return [lr_at(s, peak_lr=PEAK, total_steps=num_steps, **options) for s in range(num_steps)]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("cooldown", [0, 2])
+@pytest.mark.parametrize("per_epoch", [True, False])
+def test_cosine_with_warm_up_and_cool_down_is_timms(per_epoch, cooldown, prefix):
+    """DeiT's is per epoch, from 1e-6, without a prefix."""
+    epochs, length, warmup = 12, 5, 3
+    unit = 1 if per_epoch else length
+    theirs = timm_rates(
+        epochs * length,
+        CosineLRScheduler,
+        in_epochs=length if per_epoch else 0,
+        # With a prefix timm counts the epochs behind the warm-up.
+        t_initial=(epochs - cooldown - (warmup if prefix else 0)) * unit,
+        warmup_t=warmup * unit,
+        warmup_lr_init=1e-6,
+        warmup_prefix=prefix,
+        lr_min=0.01,
+    )
+    ours = our_rates(
+        epochs * length,
+        warmup_steps=warmup * length,
+        warmup_lr=1e-6,
+        warmup_prefix=prefix,
+        min_lr=0.01,
+        cooldown_steps=cooldown * length,
+        interval_steps=length if per_epoch else 1,
+    )
+    assert ours == pytest.approx(theirs)
+    assert ours[-1] == pytest.approx(0.01) or not cooldown
+
+
+@pytest.mark.parametrize("form", ["linear", "1-sqrt"])
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_warm_up_stable_decay_is_timms(warmup, form):
+    theirs = timm_rates(
+        40,
+        WSDLRScheduler,
+        t_initial=38 - warmup,
+        decay_t=10,
+        decay_fn=form,
+        lr_min=0.02,
+        warmup_t=warmup,
+        warmup_lr_init=0.001,
+    )
+    ours = our_rates(
+        40,
+        name="wsd",
+        decay_steps=10,
+        decay_form=form,
+        min_lr=0.02,
+        warmup_steps=warmup,
+        warmup_lr=0.001,
+        cooldown_steps=2,
+    )
+    assert ours == pytest.approx(theirs)
+
+
+def test_warm_up_of_a_part_per_epoch_is_torchvisions():
+    """references/classification/train.py: LinearLR, then CosineAnnealingLR, stepped each epoch."""
+    epochs, warmup, length = 12, 4, 3
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
+    linear = LinearLR(optimizer, start_factor=0.033, total_iters=warmup)
+    cosine = CosineAnnealingLR(optimizer, T_max=epochs - warmup)
+    schedule = SequentialLR(optimizer, [linear, cosine], milestones=[warmup])
+    theirs = []
+    for _ in range(epochs):
+        theirs += [optimizer.param_groups[0]["lr"]] * length
+        optimizer.step()
+        schedule.step()
+    ours = our_rates(
+        epochs * length, warmup_steps=warmup * length, warmup_lr=0.033 * PEAK, interval_steps=length
+    )
+    assert ours == pytest.approx(theirs)
+
+
+def test_weight_decay_follows_a_cosine_as_torchs():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.04)
+    schedule = CosineAnnealingLR(optimizer, T_max=30, eta_min=0.4)
+    theirs = []
+    for _ in range(30):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    ours = [weight_decay_at(s, first=0.04, final=0.4, total_steps=30) for s in range(30)]
+    assert ours == pytest.approx(theirs)
+
+
+def test_a_config_and_its_plan_give_the_rates(tmp_path):
+    values = {
+        "data": {"root": "shards", "global_batch_size": 10},
+        "train": {"epochs": 8},
+        "optim": {"lr": PEAK, "weight_decay": 0.04},
+        "schedule": {
+            "interval": "epoch",
+            "warmup_epochs": 2,
+            "warmup_lr": 1e-6,
+            "warmup_prefix": False,
+            "cooldown_epochs": 1,
+            "min_lr": 0.01,
+            "final_weight_decay": 0.4,
+        },
+    }
+    config = from_dict(values, "test")
+    plan, _ = make_plan(config, num_samples=50, world_size=1)
+    learning_rate, weight_decay = rates(config, plan)
+    options = {"t_initial": 7, "warmup_t": 2, "warmup_lr_init": 1e-6, "lr_min": 0.01}
+    expected = timm_rates(40, CosineLRScheduler, in_epochs=5, **options)
+    assert [learning_rate(step) for step in range(40)] == pytest.approx(expected)
+    assert (weight_decay(0), weight_decay(20)) == pytest.approx((0.04, 0.22))
+    values["schedule"]["cooldown_epochs"] = 7
+    with pytest.raises(ValueError, match=r"\(warm-up 10, cool-down 35 steps\) exceed the run's 40"):
+        make_plan(from_dict(values, "test"), num_samples=50, world_size=1)

@@ -13,12 +13,15 @@ from vit.data.row_filter import RowFilter
 from vit.data.shards.members import SETTINGS, SampleLayout
 
 if TYPE_CHECKING:
+    from vit.config.loss_section import LossConfig
     from vit.config.optim_section import OptimConfig
+    from vit.config.schedule_section import ScheduleConfig
     from vit.config.schema import AugmentConfig, Config, DataConfig, EvalConfig, ModelConfig
 
 EXCLUSIVE = (
     ("train", "epochs", "steps"),
     ("schedule", "warmup_epochs", "warmup_steps"),
+    ("schedule", "decay_epochs", "decay_steps"),
     ("eval", "every_epochs", "every_steps"),
 )
 """Sections with two settings of which one at most is given."""
@@ -42,6 +45,7 @@ def find_problems(config: Config) -> list[str]:
     rules |= _selection_rules(config.data, "data.")
     rules |= _source_rules(config.data)
     rules |= _augment_rules(config.augment)
+    rules |= _mixing_rules(config.augment, config.train.epochs)
     rules |= _grey_rules(config.augment, config.model.in_chans)
     return [problem for problem, holds in rules.items() if holds]
 
@@ -62,11 +66,8 @@ def _training_rules(config: Config) -> Rules:
     schedule = config.schedule
     optim = config.optim
     return rules | {
-        "schedule.min_lr has no effect with schedule.name=constant: remove it": (
-            schedule.name == "constant" and schedule.min_lr > 0
-        ),
-        f"schedule.min_lr={schedule.min_lr} exceeds optim.lr={optim.lr}: the rate falls towards"
-        " it": schedule.min_lr > optim.lr,
+        **_schedule_rules(schedule, optim),
+        **_loss_rules(config.loss, config.model.num_classes),
         "optim.nesterov needs optim.momentum above 0": (
             optim.name == "sgd" and optim.nesterov and optim.momentum == 0
         ),
@@ -94,11 +95,71 @@ def _training_rules(config: Config) -> Rules:
     }
 
 
+def _loss_rules(loss: LossConfig, num_classes: int | None) -> Rules:
+    weights = loss.class_weights
+    # Smoothing gives each class at least this much.
+    least = loss.label_smoothing / (num_classes or 1000)
+    threshold = loss.bce_target_thresh
+    return {
+        f"loss.{key} has no effect with loss.name={loss.name}: remove it": (
+            loss.name != "bce" and _is_given(loss, key)
+        )
+        for key in ("bce_target_thresh", "bce_sum")
+    } | {
+        f"loss.bce_target_thresh={threshold} makes each class a target, as loss.label_smoothing"
+        " gives each a part: raise it, or set loss.label_smoothing=0": (
+            threshold is not None and threshold < least
+        ),
+        "loss.class_weights are all 0: nothing would be trained": weights is not None
+        and not any(weights),
+    }
+
+
+def _schedule_rules(schedule: ScheduleConfig, optim: OptimConfig) -> Rules:
+    name = schedule.name
+    has_warmup = bool(schedule.warmup_steps or schedule.warmup_epochs)
+    has_decay = schedule.decay_steps is not None or schedule.decay_epochs is not None
+    moves = name in ("cosine", "linear")
+    rules = {
+        f"schedule.{key} has no effect with schedule.name={name}: remove it": (
+            name != "wsd" and _is_given(schedule, key)
+        )
+        for key in ("decay_steps", "decay_epochs", "decay_form")
+    }
+    return rules | {
+        "schedule.min_lr has no effect with schedule.name=constant: remove it": (
+            name == "constant" and schedule.min_lr > 0
+        ),
+        f"schedule.min_lr={schedule.min_lr} exceeds optim.lr={optim.lr}: the rate falls towards"
+        " it": schedule.min_lr > optim.lr,
+        "schedule.name=wsd needs a length of its decay: give schedule.decay_epochs or"
+        " decay_steps": name == "wsd" and not has_decay,
+        "schedule.warmup_lr has no effect without a warm-up: give schedule.warmup_epochs, or remove"
+        " it": schedule.warmup_lr is not None and not has_warmup,
+        f"schedule.warmup_lr={schedule.warmup_lr} exceeds optim.lr={optim.lr}: the rate rises from"
+        " it": schedule.warmup_lr is not None and schedule.warmup_lr > optim.lr,
+        "schedule.warmup_prefix=false has no effect without a warm-up before a cosine or a line:"
+        " remove it": not schedule.warmup_prefix and not (has_warmup and moves),
+        "schedule.interval=epoch has no effect on a rate that never changes: remove it": (
+            schedule.interval == "epoch" and name == "constant" and not has_warmup
+        ),
+        "schedule.cooldown_epochs has no effect with schedule.name=constant: remove it": (
+            name == "constant" and schedule.cooldown_epochs is not None
+        ),
+        "schedule.cooldown_epochs trains with schedule.min_lr, which is 0: set one above, or remove"
+        " it": schedule.cooldown_epochs is not None and schedule.min_lr == 0,
+        f"schedule.final_weight_decay={schedule.final_weight_decay} is optim.weight_decay: remove"
+        " it": schedule.final_weight_decay == optim.weight_decay,
+        "optim.no_weight_decay has no effect with optim.weight_decay=0: remove it": (
+            _is_given(optim, "no_weight_decay")
+            and optim.weight_decay == 0
+            and schedule.final_weight_decay is None
+        ),
+    }
+
+
 def _optimizer_rules(optim: OptimConfig) -> Rules:
     return {
-        "optim.no_weight_decay has no effect with optim.weight_decay=0: remove it": (
-            _is_given(optim, "no_weight_decay") and optim.weight_decay == 0
-        ),
         "optim.layer_decay_form has no effect without optim.layer_decay: give one, or remove it": (
             _is_given(optim, "layer_decay_form") and optim.layer_decay is None
         ),
@@ -253,6 +314,17 @@ def _augment_rules(augment: AugmentConfig) -> Rules:
         " pairs: use an even number": (
             augment.mixup_mode == "pair" and augment.mix_group_size % 2 == 1
         ),
+    }
+
+
+def _mixing_rules(augment: AugmentConfig, epochs: float | None) -> Rules:
+    end = augment.mixup_off_epoch
+    mixes = augment.mixup_alpha > 0 or augment.cutmix_alpha > 0
+    return {
+        "augment.mixup_off_epoch has no effect without MixUp or CutMix: give"
+        " augment.mixup_alpha or cutmix_alpha, or remove it": end is not None and not mixes,
+        f"augment.mixup_off_epoch={end} has no effect at train.epochs={epochs}: give less, or"
+        " remove it": end is not None and epochs is not None and end >= epochs,
     }
 
 

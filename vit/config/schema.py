@@ -168,12 +168,15 @@ class AugmentConfig(Section):
     mixup_alpha: Annotated[float, Field(ge=0, le=2)] = 0.0
     """MixUp: lambda ~ Beta(alpha, alpha); 0: off."""
     cutmix_alpha: Annotated[float, Field(ge=0, le=2)] = 0.0
-    """CutMix: area of the pasted box ~ Beta(alpha, alpha); 0: off. With both off the next four
+    """CutMix: area of the pasted box ~ Beta(alpha, alpha); 0: off. With both off the next five
     have no effect."""
     mix_prob: Probability = 1.0
     """Probability that a group, a pair or an image is mixed at all."""
     cutmix_switch_prob: Probability = 0.5
     """With both on: probability of CutMix rather than MixUp."""
+    mixup_off_epoch: Positive | None = None
+    """MixUp and CutMix end after so many epochs of the run (timm's --mixup-off-epoch); `None`:
+    never."""
     mixup_mode: Literal["batch", "pair", "elem"] = "batch"
     """What shares lambda and box, as in timm: the group; two images, which mix with each other;
     or nothing, so that each image has its own."""

@@ -272,7 +272,7 @@ class AugmentedBatches(Batches):
         stages.current.enter(Stage.DRAW)
         table = draw_table(self.augment, keys, widths, heights, size)
         # After decoding: a row whose partner could not be decoded stays unmixed.
-        draw_mix(self.augment, table, weights, self.order.seed, position, first_row, size)
+        draw_mix(self.augment, table, weights, self.order.seed, position, first_row, size, epoch)
         write_rows(rows, samples.entries["label"], weights, table, samples.ids)
         return tuple(bad_keys)
 

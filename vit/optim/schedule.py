@@ -1,6 +1,6 @@
-"""Learning rate as a pure function of the step.
+"""Learning rate and weight decay as pure functions of the step.
 
-Without state a resumed run has the learning rates of the uninterrupted one.
+Without state a resumed run has the rates of the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -16,19 +16,43 @@ def lr_at(
     warmup_steps: int = 0,
     name: str = "cosine",
     min_lr: float = 0.0,
+    warmup_lr: float | None = None,
+    warmup_prefix: bool = True,
+    decay_steps: int = 0,
+    decay_form: str = "1-sqrt",
+    cooldown_steps: int = 0,
+    interval_steps: int = 1,
 ) -> float:
-    """Learning rate of the update at `step` in [0, total_steps).
+    """Learning rate of the update at `step` in [0, total_steps), constant for `interval_steps`.
 
-    Linear warm-up: the update at step s has (s + 1) / warmup_steps of the peak. Then `cosine`
+    Linear warm-up: the update at step s has (s + 1) / warmup_steps of the peak; with `warmup_lr`
+    it begins there and has come to the peak one step behind the warm-up, as in timm. Then `cosine`
     (Loshchilov & Hutter 2017, equation 5, without restarts) or `linear` from the peak towards
-    `min_lr`, which would be reached at `total_steps`, or `constant`. No update has a rate of 0.
+    `min_lr`, which would be reached where the cool-down begins; `constant`; or `wsd`, constant
+    until `decay_steps` before that (timm:timm/scheduler/wsd_lr.py). The cool-down, the last steps,
+    has `min_lr`. Unless `warmup_lr` or `min_lr` with a cool-down is 0, no update has a rate of 0.
     """
-    if step < warmup_steps:
-        return peak_lr * (step + 1) / warmup_steps
+    time = step - step % interval_steps
+    end = total_steps - cooldown_steps
+    if time < warmup_steps:
+        if warmup_lr is not None:
+            return warmup_lr + (peak_lr - warmup_lr) * time / warmup_steps
+        return peak_lr * min(time + interval_steps, warmup_steps) / warmup_steps
     if name == "constant":
         return peak_lr
-    progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
+    begin = warmup_steps if warmup_prefix else 0
+    if name == "wsd":
+        begin = end - decay_steps
+    progress = min(max(time - begin, 0) / max(end - begin, 1), 1.0)
     fraction = 1.0 - progress
     if name == "cosine":
         fraction = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif name == "wsd" and decay_form == "1-sqrt":
+        fraction = 1.0 - math.sqrt(progress)
     return min_lr + (peak_lr - min_lr) * fraction
+
+
+def weight_decay_at(step: int, *, first: float, final: float, total_steps: int) -> float:
+    """Weight decay of the update at `step`: a cosine from `first` towards `final`, which would be
+    reached at `total_steps` (facebookresearch/dino:utils.py, cosine_scheduler)."""
+    return final + 0.5 * (first - final) * (1.0 + math.cos(math.pi * step / total_steps))

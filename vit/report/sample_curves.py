@@ -149,7 +149,8 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
         position = (epoch - 1) * steps + step
         if mixes(augment):
             table = np.zeros((len(losses), width), np.float32)
-            draw_mix(augment, table, readable, order.seed, position, 0, source.image_format.size)
+            size = source.image_format.size
+            draw_mix(augment, table, readable, order.seed, position, 0, size, epoch - 1)
             weights *= np.maximum(2 * table[:, LAMBDA] - 1, 0)
         ids.append(order.batch(position))
         rows.append([weights, *(np.nan_to_num(each) * weights for each in (losses, margins))])

@@ -338,7 +338,7 @@ def test_a_row_that_could_not_be_read_is_nobodys_partner():
     labels[bad] = 1
     table = table_of(config, 32)
     table[:, FLIP] = 0
-    draw_mix(config, table, weights, 0, 0, 0, (24, 20))
+    draw_mix(config, table, weights, 0, 0, 0, (24, 20), 0)
     inputs, targets = on_pixels(config)(images, labels, torch.from_numpy(table))
     assert targets[weights > 0, 1].sum() == 0
     # the rows that would have mixed with rows 3, 8 and 21; groups have four rows

@@ -37,7 +37,7 @@ def test_a_recipe_draws_what_it_always_drew(name):
     keys = sample_keys(7, 3, ids, 0)
     size = (config.model.image_size,) * 2
     table = draw_table(config.augment, keys, widths, heights, size)
-    draw_mix(config.augment, table, np.ones(8, np.float32), 7, 11, 16, size)
+    draw_mix(config.augment, table, np.ones(8, np.float32), 7, 11, 16, size, 0)
     assert draw_crops(config.augment, keys, widths, heights, size).tolist() == golden["crops"]
     np.testing.assert_allclose(table, golden["table"], rtol=2e-6)
 

@@ -134,11 +134,11 @@ def test_mixing_does_not_depend_on_how_the_batch_is_split(
     weights = np.ones(48, np.float32)
     weights[bad_rows] = 0
     whole = table_of(config, 48)
-    draw_mix(config, whole, weights, 3, position, 0, (24, 20))
+    draw_mix(config, whole, weights, 3, position, 0, (24, 20), 0)
     for start in range(0, 48, micro_batch):
         rows = slice(start, start + micro_batch)
         part = table_of(config, micro_batch, first=start)
-        draw_mix(config, part, weights[rows], 3, position, start, (24, 20))
+        draw_mix(config, part, weights[rows], 3, position, start, (24, 20), 0)
         np.testing.assert_array_equal(part, whole[rows])
 
 
@@ -147,7 +147,7 @@ def test_groups_share_a_lambda_and_groups_and_batches_differ():
     tables = []
     for position in (0, 1):
         tables.append(table_of(config, 40))
-        draw_mix(config, tables[-1], np.ones(40, np.float32), 0, position, 0, (24, 20))
+        draw_mix(config, tables[-1], np.ones(40, np.float32), 0, position, 0, (24, 20), 0)
     lambdas = np.concatenate(tables)[:, LAMBDA].reshape(20, 4)
     np.testing.assert_array_equal(lambdas, lambdas[:, :1].repeat(4, 1))
     assert len(np.unique(lambdas)) == 20

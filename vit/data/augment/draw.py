@@ -291,15 +291,17 @@ def draw_mix(
     position: int,
     first_row: int,
     size: tuple[int, int],
+    epoch: int,
 ) -> None:
     """Fill the mixing columns of `table` (B, K).
 
-    Its rows are [first_row, first_row + B) of the global batch at `position`; `size` = (height,
-    width) of the images. MixUp (Zhang et al. 2018) and CutMix (Yun et al. 2019). Lambda, box and
-    the choice between the two belong to a group, a pair, or each row (`mixup_mode`). A row whose
-    partner has weight 0 (it could not be read) stays unmixed.
+    Its rows are [first_row, first_row + B) of the global batch at `position`, in `epoch`, from 0;
+    `size` = (height, width) of the images. MixUp (Zhang et al. 2018) and CutMix (Yun et al. 2019).
+    Lambda, box and the choice between the two belong to a group, a pair, or each row
+    (`mixup_mode`). A row whose partner has weight 0 (it could not be read) stays unmixed.
     """
-    if not mixes(config):
+    is_over = config.mixup_off_epoch is not None and epoch >= config.mixup_off_epoch
+    if not mixes(config) or is_over:
         return
     assert first_row % config.mix_group_size == 0 == len(table) % config.mix_group_size, (
         "a group must not be divided"
