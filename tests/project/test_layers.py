@@ -23,6 +23,7 @@ BELOW = {
     "vit.weights": ("vit!", "vit.layers", "vit.run.folder", "vit.config", "vit.system"),
     "vit.run": ("vit!", "vit.weights", *ENGINE),
     "vit.report": ("vit!", "vit.predict", "vit.run", "vit.weights", *ENGINE),
+    "vit.recipes": ("vit!", "vit.report", "vit.run", *ENGINE),
     "vit.predict": ("vit!", "vit.data", "vit.config", "vit.system"),
     "vit": ("vit.run", "vit.weights", *ENGINE),
     "vit.estimate": (

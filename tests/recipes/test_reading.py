@@ -1,0 +1,122 @@
+"""Commands and configs as data: how they are divided, and what is not run."""
+
+from __future__ import annotations
+
+import pytest
+
+from vit.recipes.command import split_command
+from vit.recipes.python_config import Opaque, PythonConfig, flattened
+
+
+@pytest.mark.parametrize(
+    ("text", "script", "num_gpus", "words"),
+    [
+        ("python main.py --lr 1", "main.py", 1, ["--lr", "1"]),
+        ("torchrun --nproc_per_node=8 train.py -b 2", "train.py", 8, ["-b", "2"]),
+        ("torchrun --nproc-per-node 4 --nnodes 2 --standalone a/main.py x", "a/main.py", 8, ["x"]),
+        (
+            "OMP_NUM_THREADS=1 python -m torch.distributed.launch --nproc_per_node=8 --nnodes=8"
+            " --use_env main.py",
+            "main.py",
+            64,
+            [],
+        ),
+        ("./distributed_train.sh 4 --model m", "distributed_train.sh", 4, ["--model", "m"]),
+        ("bash tools/dist_train.sh configs/a.py 8 --amp", "dist_train.sh", 8,
+         ["configs/a.py", "--amp"]),
+        ("python -m big_vision.train --config c.py:v=B/16", "big_vision.train", 1,
+         ["--config", "c.py:v=B/16"]),
+        ("$ python main.py \\\n   --warmup $((1281167 * 5 / 2048)) \\ \n --name $(basename $0)",
+         "main.py", 1, ["--warmup", "3127", "--name", "SUBSTITUTED"]),
+        ("# a comment\npython main.py --path 'a b'", "main.py", 1, ["--path", "a b"]),
+    ],
+)  # fmt: skip
+def test_a_command_is_divided_as_a_shell_and_torchrun_do(text, script, num_gpus, words):
+    command = split_command(text)
+    assert (command.script, command.num_gpus, command.words) == (script, num_gpus, words)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("--model x --lr 1", "no script is named"),
+        ("python a.py\npython b.py", "2 commands are given"),
+        ("torchrun --nproc_per_node=gpu main.py", "give the number of GPUs with --gpus"),
+        ("python main.py 'half", "cannot be divided into words"),
+        ("python main.py $((2 ** 99999999))", "expected integers"),
+        ("./distributed_train.sh --model x", "is given no number of GPUs"),
+    ],
+)
+def test_what_is_no_command_says_why(text, said):
+    with pytest.raises(ValueError, match=said):
+        split_command(text)
+
+
+def test_a_python_config_is_evaluated():
+    config = PythonConfig(
+        """
+import somewhere as sw
+mean = [123.675, 116.28]
+lr = 5e-4 * 1024 / 512
+pipeline = [dict(type='Crop', size=2**5), dict(pad=[round(x) for x in mean[::-1] if x > 0])]
+def get(split, name='val'):
+    if split.startswith('t'):
+        return {'split': f'{split}[:{90 + 9}%]', 'pp': 'a({n})|b'.format(n=3), 'name': name}
+    return None
+tree = dict(a=dict(b=get('train')), **{'c': not None})
+tree.a.b.name = 'other'
+tree.made = sw.helper(1).field
+""",
+        "a.py",
+    ).names
+    assert config["lr"] == 1e-3
+    assert config["pipeline"] == [{"type": "Crop", "size": 32}, {"pad": [116, 124]}]
+    assert isinstance(config["tree"].pop("made"), Opaque)
+    assert config["tree"] == {
+        "a": {"b": {"split": "train[:99%]", "pp": "a(3)|b", "name": "other"}},
+        "c": True,
+    }
+    assert flattened({"a": {"b": [1, 2]}, "c": [{"d": 1}], "e": {}}) == {
+        "a.b": [1, 2],
+        "c.0.d": 1,
+        "e": {},
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nx = os.system('touch made')\nopen('made', 'w')",
+        "x = ().__class__",
+        "x = [c for c in 'a'.__class__.__mro__]",
+        "x = '{0.__class__}'.format(1)",
+        "x = '%1000000000d' % 1",
+        "x = 'a' * 10**9",
+        "x = 'a' * 100000\nx = x * 100000",
+        "x = 9**99999999",
+        "def f():\n    return f()\nx = f()",
+        "while True:\n    pass",
+        "x = lambda: 1",
+        "with open('made') as f:\n    pass",
+        "x = __import__('os')",
+        "x = eval('1')",
+        "x = y",
+        "x = [1][3]",
+        "x = (",
+    ],
+)
+def test_what_is_no_setting_is_refused_with_its_line_and_nothing_is_run(
+    text, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^a\.py:\d+: "):
+        PythonConfig(text, "a.py")
+    assert not list(tmp_path.iterdir())
+
+
+def test_long_numbers_and_lists_cannot_fill_the_memory():
+    grown = "x = 7\n" + "x = x * x\n" * 60
+    with pytest.raises(ValueError, match="too long"):
+        PythonConfig(grown, "a.py")
+    with pytest.raises(ValueError, match="too long"):
+        PythonConfig("x = [1]\n" + "x = x + x\n" * 60, "a.py")

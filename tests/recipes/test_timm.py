@@ -1,0 +1,96 @@
+"""Recipes of timm's train.py: its own meanings, and its files of arguments."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from vit.config.io import to_dict
+from vit.recipes.importing import import_recipe
+from vit.recipes.words import account, yaml_text
+
+VIT = "--model vit_base_patch16_224 --batch-size 128"
+
+
+def settings(command, **options):
+    return import_recipe(command, **options).settings
+
+
+def finding(imported, name):
+    (found,) = (f for f in imported.reading.findings if name in f.theirs)
+    return found
+
+
+def test_a_vit_is_our_size_and_has_the_views_of_timms_weights():
+    found = settings(f"torchrun --nproc_per_node=8 train.py {VIT} --opt adamw --lr 1e-3")
+    assert found["model.name"] == "vit_b16"
+    assert found["data.global_batch_size"] == 1024
+    assert found["data.mean"] == [0.5, 0.5, 0.5]  # augreg's, which timm trains with
+    assert found["eval.crop_pct"] == 0.9
+    assert found["augment.color_jitter"] == [0.4, 0.4, 0.4, 0]  # without a policy
+    assert found["optim.weight_decay"] == 2e-5
+    assert found["train.seed"] == 42
+    convolutional = settings("python train.py --model resnet50d --lr 0.1")
+    assert convolutional["model.name"] == "timm/resnet50d"
+    assert convolutional["optim.name"] == "sgd"
+    assert convolutional["optim.nesterov"] is True
+
+
+@pytest.mark.parametrize(
+    ("flags", "lr"),
+    [
+        ("--opt sgd --lr-base 0.1", 0.1 * 1024 / 256),
+        ("--opt adamw --lr-base 1e-3 --lr-base-size 256", 1e-3 * 2),  # the root of 4
+        ("--opt adamw --lr-base 1e-3 --lr-base-scale linear", 4e-3),
+        ("--opt sgd --lr-base 0.1 --lr-base-scale sqrt --grad-accum-steps 4", 0.1 * 4),
+        ("--opt adamw --lr-base 1e-3 --lr 5e-4", 5e-4),
+    ],
+)
+def test_the_rate_follows_from_the_batch_as_timm_scales_it(flags, lr):
+    found = settings(f"./distributed_train.sh 8 {VIT} {flags}")
+    assert found["optim.lr"] == pytest.approx(lr)
+
+
+def test_cooldown_and_prefix_add_epochs_and_a_policy_stops_colours():
+    imported = import_recipe(
+        f"python train.py {VIT} --opt adamw --lr 1e-3 --epochs 20 --warmup-epochs 5 --warmup-prefix"
+        " --aa rand-m9-mstd101-inc1-n3 --aug-repeats 3 --clip-grad 5 --clip-mode agc"
+    )
+    assert imported.settings["train.epochs"] == 25
+    assert imported.settings["augment.randaugment_layers"] == 3
+    assert "mstd" in finding(imported, "aa").text
+    assert finding(imported, "color_jitter").verdict == "inert"
+    assert finding(imported, "aug_repeats").verdict == "inert", "one process has no such sampler"
+    assert finding(imported, "clip_grad").verdict == "cannot"
+
+
+def test_a_file_of_arguments_is_read_and_another_programs_is_refused(tmp_path):
+    file = tmp_path / "train_hparams.yaml"
+    arguments = {
+        "model": "vit_base_patch16_rope_reg1_gap_256",
+        "model_kwargs": {"img_size": 256},
+        "batch_size": 256,
+        "amp": True,
+        "amp_dtype": "bfloat16",
+        "amp_impl": "native",  # of earlier versions
+        "lr": None,
+        "lr_base": 8e-4,
+        "lr_base_size": 512,
+        "opt": "adamw",
+        "crop_pct": 0.95,
+        "data_dir": "/data/imagenet/",
+    }
+    file.write_text(yaml.safe_dump(arguments))
+    imported = import_recipe(str(file), num_gpus=4)
+    assert imported.settings["model.name"] == "timm/vit_base_patch16_rope_reg1_gap_256"
+    assert imported.settings["model.image_size"] == 256
+    assert imported.settings["eval.crop_pct"] == 0.95
+    assert imported.settings["optim.lr"] == pytest.approx(8e-4 * 2**0.5)
+    assert to_dict(imported.config())["train"]["precision"] == "bf16"
+    assert "--data-dir /data/imagenet/" in account(imported)
+    assert "0.0008 x sqrt(1024 / 512)" in yaml_text(imported, None)
+    file.write_text("optimizer: adamw\nlearning_rate: 1\n")
+    with pytest.raises(ValueError, match=r"timm's train\.py has no argument optimizer"):
+        import_recipe(str(file))
+    with pytest.raises(ValueError, match=r"no such model.*vit_base_patch16_224"):
+        import_recipe("python train.py --model vit_base_patch16_2244 --lr 1 --opt adamw --aa x")

@@ -1,0 +1,123 @@
+"""A command line as people paste it: launcher, script and arguments.
+
+Lines are joined as a shell joins them, integer arithmetic `$((...))` is computed, other
+substitutions stay as they are written. What starts a command on several GPUs says how many there
+are: torchrun, torch.distributed.launch, timm's and OpenMMLab's shell scripts. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Callable
+from typing import NamedTuple
+
+_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,  # a shell's / of integers
+    ast.Mod: operator.mod,
+}
+_GPUS_OF_A_NODE = ("nproc_per_node", "nproc")
+_NODES = ("nnodes", "n_nodes")
+_WITHOUT_VALUE = {"standalone", "use_env", "no_python", "module"}
+"""Options of torchrun that have no value."""
+
+
+class Command(NamedTuple):
+    """What is run, with what, on how many GPUs."""
+
+    script: str
+    """`main.py`, or a module as `big_vision.train`."""
+    words: list[str]
+    """Its arguments."""
+    num_gpus: int
+    """As the launcher says; 1 without one, as such a command means it."""
+    is_distributed: bool
+    """Whether a launcher starts it."""
+
+
+def split_command(text: str) -> Command:
+    """Divide `text`, one command.
+
+    Raises ValueError if it names no script, more than one command, or cannot be split.
+    """
+    joined = re.sub(r"\\[ \t]*\r?\n", " ", text)
+    lines = [line.strip() for line in joined.splitlines()]
+    lines = [line.removeprefix("$ ") for line in lines if line and not line.startswith("#")]
+    if len(lines) != 1:
+        raise ValueError(
+            f"{len(lines)} commands are given, one is expected: lines of one command end with \\"
+        )
+    line = re.sub(r"\$\(\((.*?)\)\)", lambda found: str(_compute(found[1])), lines[0])
+    line = re.sub(r"\$\(([^()]*)\)|`([^`]*)`", "SUBSTITUTED", line)
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise ValueError(f"the command cannot be divided into words ({error}): {line}") from None
+    while words and re.match(r"[A-Za-z_]\w*=", words[0]):
+        del words[0]
+    return _find_script(words, line)
+
+
+def _compute(text: str) -> int:
+    """The value of an arithmetic substitution of integers."""
+
+    def value(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+            return _ARITHMETIC[type(node.op)](value(node.left), value(node.right))
+        raise ValueError
+
+    try:
+        return value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        raise ValueError(f"$(({text})): expected integers with + - * / %") from None
+
+
+def _find_script(words: list[str], line: str) -> Command:
+    """The script, and what stands before it."""
+    for at, word in enumerate(words):
+        name = word.rpartition("/")[2]
+        if name.endswith("_train.sh"):
+            return _shell_script(name, words[at + 1 :])
+        is_module = at > 0 and words[at - 1] in ("-m", "--module")
+        if is_module and word.startswith("torch.distributed."):
+            continue
+        if name.endswith(".py") or word == "big_vision.train" or is_module:
+            launcher = words[:at]
+            starts_ranks = any("torchrun" in w or "torch.distributed." in w for w in launcher)
+            gpus, nodes = _counts(launcher) if starts_ranks else (1, 1)
+            return Command(word, words[at + 1 :], gpus * nodes, starts_ranks)
+    raise ValueError(f"no script is named (main.py, train.py, ...) in: {line}")
+
+
+def _shell_script(name: str, words: list[str]) -> Command:
+    """timm's `distributed_train.sh GPUS ...` or OpenMMLab's `dist_train.sh CONFIG GPUS ...`."""
+    at = 0 if name.startswith("distributed") else 1
+    if len(words) <= at or not words[at].isdigit():
+        raise ValueError(f"{name} is given no number of GPUs")
+    return Command(name, words[:at] + words[at + 1 :], int(words[at]), True)
+
+
+def _counts(launcher: list[str]) -> tuple[int, int]:
+    """GPUs of a node and nodes, from the options of torchrun."""
+    options = {}
+    for at, word in enumerate(launcher):
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        if word.startswith("-") and name not in _WITHOUT_VALUE:
+            following = launcher[at + 1] if at + 1 < len(launcher) else ""
+            options[name] = value if equals else following
+
+    def number(names: tuple[str, ...]) -> int:
+        given = next((options[name] for name in names if name in options), "1")
+        if not given.isdigit():
+            raise ValueError(f"--{names[0]} {given}: give the number of GPUs with --gpus")
+        return int(given)
+
+    return number(_GPUS_OF_A_NODE), number(_NODES)

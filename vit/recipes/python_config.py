@@ -1,0 +1,377 @@
+"""Config files that are Python, evaluated without running them.
+
+Only what such files consist of is known: assignments, dictionaries, lists, numbers, texts,
+arithmetic, `if`, functions of the file itself, and a few of Python's. Imported names are opaque:
+calling one gives an opaque value, which may be stored but not computed with. Everything else is an
+error with its line. No attribute of a Python object is ever reached but the methods listed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "round": round,
+    "int": int,
+    "float": float,
+    "str": str,
+    "len": len,
+    "list": list,
+    "tuple": tuple,
+    "min": min,
+    "max": max,
+}
+_METHODS = {
+    str: ("split", "lower", "upper", "startswith", "endswith"),
+    dict: ("get", "keys", "values", "items"),
+}
+_MOST_STEPS = 100_000
+_LARGEST = 1_000_000
+"""Longest text or list, and largest number of bits, so that no file can fill the memory."""
+
+
+class Opaque:
+    """A value that only the program itself could compute. What is set on it is forgotten."""
+
+    def __repr__(self) -> str:
+        return "<not known without running it>"
+
+
+class Returned(Exception):
+    """A function has returned."""
+
+    def __init__(self, value: Any):
+        super().__init__()
+        self.value = value
+
+
+class _Function:
+    """A function of the file."""
+
+    def __init__(self, node: ast.FunctionDef, scopes: list[dict[str, Any]]):
+        self.node = node
+        self.scopes = scopes
+
+
+class PythonConfig:
+    """The names of a config file, and its functions to call.
+
+    known: dotted name -> what to call for an imported function, such as `bvcc.parse_arg`.
+
+    Raises ValueError, with file and line, for what is not known here.
+    """
+
+    def __init__(
+        self, text: str, source: str, known: Mapping[str, Callable[..., Any]] | None = None
+    ):
+        self.source = source
+        self.names: dict[str, Any] = {}
+        self._known = known or {}
+        self._steps = 0
+        self._depth = 0
+        try:
+            tree = ast.parse(text)
+        except SyntaxError as error:
+            raise ValueError(f"{source}:{error.lineno}: not valid Python: {error.msg}") from None
+        except (RecursionError, MemoryError):
+            raise ValueError(f"{source}:1: nested too deep for a config") from None
+        self._run(tree.body, [self.names])
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Evaluate the file's function `name`."""
+        function = self.names.get(name)
+        if not isinstance(function, _Function):
+            raise ValueError(f"{self.source}: there is no function {name}()")
+        return self._apply(function, list(arguments), {}, function.node)
+
+    # ---- statements ------------------------------------------------------------------------------
+
+    def _run(self, body: list[ast.stmt], scopes: list[dict[str, Any]]) -> None:
+        for statement in body:
+            self._count(statement)
+            if isinstance(statement, ast.Assign):
+                value = self._value(statement.value, scopes)
+                for target in statement.targets:
+                    self._assign(target, value, scopes)
+            elif isinstance(statement, ast.AugAssign):
+                both = ast.BinOp(_loaded(statement.target), statement.op, statement.value)
+                value = self._value(ast.copy_location(both, statement), scopes)
+                self._assign(statement.target, value, scopes)
+            elif isinstance(statement, ast.Expr):
+                self._value(statement.value, scopes)
+            elif isinstance(statement, ast.If):
+                holds = self._value(statement.test, scopes)
+                self._run(statement.body if holds else statement.orelse, scopes)
+            elif isinstance(statement, ast.FunctionDef):
+                scopes[-1][statement.name] = _Function(statement, scopes)
+            elif isinstance(statement, ast.Return):
+                raise Returned(
+                    None if statement.value is None else self._value(statement.value, scopes)
+                )
+            elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+                for alias in statement.names:
+                    scopes[-1][(alias.asname or alias.name).partition(".")[0]] = Opaque()
+            elif isinstance(statement, ast.Raise):
+                text = ast.unparse(statement.exc) if statement.exc else ""
+                raise self._error(statement, f"the config refuses: {text}")
+            elif not isinstance(statement, ast.Pass):
+                raise self._error(statement, "only settings can be read")
+
+    def _assign(self, target: ast.expr, value: Any, scopes: list[dict[str, Any]]) -> None:
+        if isinstance(target, ast.Name):
+            scopes[-1][target.id] = value
+        elif isinstance(target, (ast.Attribute, ast.Subscript)):
+            owner = self._value(target.value, scopes)
+            if isinstance(target, ast.Attribute):
+                key: Any = target.attr
+            else:
+                key = self._value(target.slice, scopes)
+            if isinstance(owner, (dict, list)):
+                owner[key] = value
+            elif not isinstance(owner, Opaque):
+                raise self._error(target, "only settings can be assigned to")
+        elif isinstance(target, ast.Tuple):
+            for part, item in zip(target.elts, value, strict=True):
+                self._assign(part, item, scopes)
+        else:
+            raise self._error(target, "only settings can be assigned to")
+
+    # ---- values ----------------------------------------------------------------------------------
+
+    def _value(self, node: ast.expr, scopes: list[dict[str, Any]]) -> Any:
+        self._count(node)
+        method = getattr(self, f"_{type(node).__name__.lower()}", None)
+        if method is None:
+            raise self._error(node, "only settings can be read")
+        try:
+            value = method(node, scopes)
+        except (TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
+            raise self._error(node, f"{type(error).__name__}: {error}") from None
+        too_long = isinstance(value, (str, list, tuple)) and len(value) > _LARGEST
+        if too_long or (isinstance(value, int) and value.bit_length() > _LARGEST):
+            raise self._error(node, "too long")
+        return value
+
+    def _constant(self, node: ast.Constant, scopes: list[dict[str, Any]]) -> Any:
+        return node.value
+
+    def _name(self, node: ast.Name, scopes: list[dict[str, Any]]) -> Any:
+        for scope in reversed(scopes):
+            if node.id in scope:
+                return scope[node.id]
+        if node.id in _FUNCTIONS:
+            return _FUNCTIONS[node.id]
+        raise self._error(node, f"{node.id} is not defined here")
+
+    def _list(self, node: ast.List, scopes: list[dict[str, Any]]) -> list[Any]:
+        return [self._value(item, scopes) for item in node.elts]
+
+    def _tuple(self, node: ast.Tuple, scopes: list[dict[str, Any]]) -> tuple[Any, ...]:
+        return tuple(self._value(item, scopes) for item in node.elts)
+
+    def _dict(self, node: ast.Dict, scopes: list[dict[str, Any]]) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for key, value in zip(node.keys, node.values, strict=True):
+            if key is None:
+                found |= self._value(value, scopes)
+            else:
+                found[self._value(key, scopes)] = self._value(value, scopes)
+        return found
+
+    def _binop(self, node: ast.BinOp, scopes: list[dict[str, Any]]) -> Any:
+        left = self._value(node.left, scopes)
+        right = self._value(node.right, scopes)
+        if isinstance(node.op, ast.Pow) and _is_small(left) and _is_small(right):
+            return left**right
+        if type(node.op) not in _BINARY or (isinstance(node.op, ast.Mod) and isinstance(left, str)):
+            raise self._error(node, "only + - * / // and % of numbers are known")
+        lists = [v for v in (left, right) if isinstance(v, (str, list, tuple))]
+        counts = [v for v in (left, right) if isinstance(v, int)]
+        if (
+            isinstance(node.op, ast.Mult)
+            and lists
+            and counts
+            and len(lists[0]) * counts[0] > _LARGEST
+        ):
+            raise self._error(node, "too long")
+        return _BINARY[type(node.op)](left, right)
+
+    def _unaryop(self, node: ast.UnaryOp, scopes: list[dict[str, Any]]) -> Any:
+        value = self._value(node.operand, scopes)
+        if isinstance(node.op, ast.Not):
+            return not value
+        return -value if isinstance(node.op, ast.USub) else value
+
+    def _boolop(self, node: ast.BoolOp, scopes: list[dict[str, Any]]) -> Any:
+        value: Any = None
+        for part in node.values:
+            value = self._value(part, scopes)
+            if bool(value) is isinstance(node.op, ast.Or):
+                break
+        return value
+
+    def _compare(self, node: ast.Compare, scopes: list[dict[str, Any]]) -> bool:
+        left = self._value(node.left, scopes)
+        for operation, part in zip(node.ops, node.comparators, strict=True):
+            right = self._value(part, scopes)
+            if not _COMPARE[type(operation)](left, right):
+                return False
+            left = right
+        return True
+
+    def _ifexp(self, node: ast.IfExp, scopes: list[dict[str, Any]]) -> Any:
+        return self._value(node.body if self._value(node.test, scopes) else node.orelse, scopes)
+
+    def _subscript(self, node: ast.Subscript, scopes: list[dict[str, Any]]) -> Any:
+        owner = self._value(node.value, scopes)
+        if isinstance(owner, Opaque):
+            return Opaque()
+        if isinstance(node.slice, ast.Slice):
+            parts = (node.slice.lower, node.slice.upper, node.slice.step)
+            return owner[slice(*(p and self._value(p, scopes) for p in parts))]
+        return owner[self._value(node.slice, scopes)]
+
+    def _attribute(self, node: ast.Attribute, scopes: list[dict[str, Any]]) -> Any:
+        owner = self._value(node.value, scopes)
+        if isinstance(owner, Opaque):
+            return Opaque()
+        if isinstance(owner, dict) and node.attr in owner:
+            return owner[node.attr]
+        for kind, methods in _METHODS.items():
+            if isinstance(owner, kind) and node.attr in methods:
+                return getattr(owner, node.attr)
+        raise self._error(node, f"there is no {node.attr}")
+
+    def _joinedstr(self, node: ast.JoinedStr, scopes: list[dict[str, Any]]) -> str:
+        parts = []
+        for part in node.values:
+            inner = part.value if isinstance(part, ast.FormattedValue) else part
+            if getattr(part, "format_spec", None) is not None:
+                raise self._error(node, "only plain {fields} are known")
+            parts.append(str(self._value(inner, scopes)))
+        return "".join(parts)
+
+    def _listcomp(self, node: ast.ListComp, scopes: list[dict[str, Any]]) -> list[Any]:
+        (loop,) = node.generators
+        found = []
+        for item in self._value(loop.iter, scopes):
+            inner: dict[str, Any] = {}
+            self._assign(loop.target, item, [inner])
+            within = [*scopes, inner]
+            if all(self._value(test, within) for test in loop.ifs):
+                found.append(self._value(node.elt, within))
+        return found
+
+    def _call(self, node: ast.Call, scopes: list[dict[str, Any]]) -> Any:
+        arguments = [self._value(item, scopes) for item in node.args]
+        named: dict[str, Any] = {}
+        for keyword in node.keywords:
+            value = self._value(keyword.value, scopes)
+            named |= value if keyword.arg is None else {keyword.arg: value}
+        name = ast.unparse(node.func)
+        if name == "dict" or name.endswith(".ConfigDict"):
+            return dict(*arguments, **named)
+        if name in self._known:
+            return self._known[name](*arguments, **named)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+            return _format(self._value(node.func.value, scopes), arguments, named)
+        function = self._value(node.func, scopes)
+        if isinstance(function, _Function):
+            return self._apply(function, arguments, named, node)
+        if isinstance(function, Opaque):
+            return Opaque()
+        return function(*arguments, **named)
+
+    def _apply(
+        self, function: _Function, arguments: list[Any], named: dict[str, Any], node: ast.AST
+    ) -> Any:
+        """Evaluate a function of the file."""
+        parameters = function.node.args
+        if self._depth > 20:
+            raise self._error(node, "functions that call each other, too deep")
+        names = [argument.arg for argument in parameters.args]
+        defaults = dict(zip(names[::-1], parameters.defaults[::-1], strict=False))
+        local = {name: self._value(value, function.scopes) for name, value in defaults.items()}
+        local |= dict(zip(names, arguments, strict=False)) | named
+        if missing := [name for name in names if name not in local]:
+            raise self._error(node, f"{function.node.name}() lacks {', '.join(missing)}")
+        self._depth += 1
+        try:
+            self._run(function.node.body, [*function.scopes, local])
+        except Returned as returned:
+            return returned.value
+        finally:
+            self._depth -= 1
+        return None
+
+    def _count(self, node: ast.AST) -> None:
+        self._steps += 1
+        if self._steps > _MOST_STEPS:
+            raise self._error(node, "too long for a config")
+
+    def _error(self, node: ast.AST, what: str) -> ValueError:
+        line = getattr(node, "lineno", 1)
+        text = ast.unparse(node).splitlines()[0][:60]
+        return ValueError(f"{self.source}:{line}: {text}: {what}")
+
+
+def _loaded(target: ast.expr) -> ast.expr:
+    """The target of `x += 1` as a value."""
+    return ast.parse(ast.unparse(target), mode="eval").body
+
+
+def _is_small(number: float) -> bool:
+    return abs(number) <= 1000
+
+
+def _format(text: str, arguments: list[Any], named: dict[str, Any]) -> str:
+    """`text.format(...)` with plain fields only: a field's format could fill the memory."""
+    numbers = iter(range(len(arguments)))
+
+    def field(found: re.Match[str]) -> str:
+        name = found[1] or str(next(numbers))
+        return str(arguments[int(name)] if name.isdigit() else named[name])
+
+    filled = re.sub(r"\{(\w*)\}", field, text)
+    if set("{}") & set(re.sub(r"\{\w*\}", "", text)):
+        raise TypeError("only plain {fields} are known")
+    return filled
+
+
+def flattened(value: Any, path: str = "") -> dict[str, Any]:
+    """The leaves of nested dictionaries and lists of dictionaries: dotted path -> value."""
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, dict) and value:
+        items = list(value.items())
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, dict) for item in value):
+        items = list(enumerate(value))
+    if not items:
+        return {path: value}
+    found: dict[str, Any] = {}
+    for key, inner in items:
+        found |= flattened(inner, f"{path}.{key}" if path else str(key))
+    return found

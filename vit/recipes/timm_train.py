@@ -1,0 +1,373 @@
+"""timm's train.py: its flags, and the YAML files of arguments that it writes and that are published
+as train_hparams.yaml and args.yaml.
+
+Its own meanings: the batch is that of a GPU; without --lr the rate follows from --lr-base by the
+batch, by its square root for Adam and LAMB; size, crop and mean are the model's unless given;
+colours change only without a policy; the schedule moves once an epoch and starts at --warmup-lr;
+cool-down and, with --warmup-prefix, warm-up add epochs.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from vit.recipes.arguments import Given, Table
+from vit.recipes.rates import say_rate, timm_cosine, timm_step
+from vit.recipes.reading import Reading
+from vit.recipes.timm_table import TABLE
+from vit.recipes.timm_words import (
+    say_average,
+    say_color_jitter,
+    say_erasing,
+    say_initial_weights,
+    say_layer_decay,
+    say_mixing,
+    say_optimizer,
+    say_precision,
+    say_randaugment,
+)
+from vit.system.spelling import did_you_mean
+
+__all__ = ["TABLE", "read"]
+_SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
+_PLAIN = r"(?:vit|deit|deit3)_(tiny|small|base|large|huge)_patch(\d+)_(\d+)"
+"""Models of timm that are sizes of ours."""
+_OFF = {
+    "aug_splits": "several augmentations of each image in a batch",
+    "jsd_loss": "a loss between them",
+    "vflip": "vertical flips",
+    "grayscale_prob": "images made grey",
+    "gaussian_blur_prob": "images blurred",
+    "no_aug": "no augmentation but a resize",
+    "epoch_repeats": "epochs that see the data several times",
+    "head_init_scale": "a factor of the head's first weights",
+    "drop_connect": "drop path under its old name",
+    "drop_block": "DropBlock",
+    "bn_momentum": "momentum of batch norm",
+    "bn_eps": "epsilon of batch norm",
+    "sync_bn": "batch norm over all GPUs",
+    "split_bn": "batch norm by augmentation",
+    "layer_decay_min_scale": "a floor of the rates by depth",
+    "layer_decay_no_opt_scale": "layers below a rate that are not trained",
+    "opt_kwargs": "further arguments of the optimizer",
+    "train_img_sizes": "training images of several sizes in turn",
+    "naflex_loader": "images of any aspect",
+    "kd_model_name": "distillation from another model",
+    "train_batches_per_epoch": "epochs of a given length",
+    "lr_noise": "noise on the learning rate",
+}
+_ONLY_WITH = {
+    "train_batch_sizes train_size_probs train_size_schedule train_size_schedule_spread"
+    " train_size_random_mix variable_batch_loss_scale": "all images have one size",
+    "naflex_train_seq_lens naflex_max_seq_len naflex_patch_sizes naflex_patch_size_probs"
+    " naflex_loss_scale naflex_patchify_channels_first": "images are square",
+    "kd_distill_type kd_loss_type distill_loss_weight task_loss_weight kd_temperature"
+    " kd_student_feature_dim kd_teacher_feature_dim kd_token_distill_type": "there is no teacher",
+    "lr_noise_pct lr_noise_std": "there is no --lr-noise",
+    "lr_cycle_mul lr_cycle_decay": "there are no restarts",
+}
+
+
+def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Reading:
+    """Account for a command or a YAML file of timm's train.py."""
+    reading = Reading(table, given)
+    args = reading.args
+    _say_batch(reading, num_gpus)
+    batch = reading.settings["data.global_batch_size"]
+    reading.expect_off(_OFF)
+    for names, why in _ONLY_WITH.items():
+        reading.inert(names, why)
+    _say_model(reading)
+    _say_images(reading, is_distributed)
+    say_mixing(reading, args["batch_size"])
+    _say_end_of_mixing(reading)
+    _say_loss(reading)
+    lr, how = _rate(args, batch)
+    say_optimizer(reading, lr, how, "lr lr_base lr_base_size lr_base_scale")
+    _say_clipping(reading)
+    say_layer_decay(reading, "layer_decay", args["layer_decay"], "timm")
+    _say_schedule(reading, lr)
+    reading.same("model_ema")
+    say_average(reading, args["model_ema_decay"] if args["model_ema"] else None)
+    if not args["model_ema_warmup"]:
+        reading.same("model_ema_warmup")
+    elif args["model_ema"]:
+        text = "the decay grows over (1 + t / 1)^(2 / 3) there, as (1 + t) / (10 + t) here"
+        reading.differs("model_ema_warmup", text, {"train.ema_warmup": True})
+    else:
+        reading.inert("model_ema_warmup", "no average is kept")
+    reading.same("seed", {"train.seed": args["seed"]})
+    reading.same("val_interval", {"eval.every_epochs": args["val_interval"]})
+    _say_numbers(reading)
+    if not reading.settings["model.name"].startswith("timm/"):
+        say_initial_weights(reading, "a head of zeros, patches normal")
+    reading.finish()
+    return reading
+
+
+def _say_batch(reading: Reading, num_gpus: int) -> None:
+    args = reading.args
+    steps = max(1, args["grad_accum_steps"])
+    how = f"{args['batch_size']} x {num_gpus} GPU{'s' * (num_gpus > 1)}"
+    how += f" x {steps}" * (steps > 1)
+    size = {"data.global_batch_size": args["batch_size"] * num_gpus * steps}
+    reading.same("batch_size grad_accum_steps", size, how)
+
+
+def _say_model(reading: Reading) -> None:
+    """The model, its size, and the views that its weights would ask for."""
+    args = reading.args
+    name = args["model"].removeprefix("timm/")
+    config = _published(name)
+    settings: dict[str, Any] = {"model.name": f"timm/{name}"}
+    plain = re.fullmatch(_PLAIN, name.partition(".")[0])
+    if plain:
+        settings = {"model.name": f"vit_{_SIZES[plain[1]]}{plain[2]}"}
+        if name.startswith("deit3_"):
+            settings |= {"model.init_values": 1e-6, "model.no_embed_class": True}
+    reading.same("model", settings)
+    _say_size(reading, config["input_size"])
+    if args["gp"] is None:
+        reading.same("gp")
+    elif plain and args["gp"] in ("avg", "token", "map"):
+        reading.same("gp", {"model.global_pool": args["gp"]})
+    else:
+        reading.cannot("gp", f"pooling {args['gp']} of this model")
+    _say_fields(reading, is_plain=bool(plain))
+    rate = args["drop_path"]
+    reading.same("drop_path", {"model.drop_path_rate": rate} if rate else {})
+    reading.expect_off({"drop": "dropout of the head's input"})
+    for key, value in (("crop_pct", config["crop_pct"]),):
+        reading.same(key, {"eval.crop_pct": args[key] or value}, "" if args[key] else "the model's")
+    for key in ("mean", "std"):
+        given = list(args[key] or config[key])
+        reading.same(key, {f"data.{key}": given}, "" if args[key] else "the model's")
+    classes = {"model.num_classes": args["num_classes"]} if args["num_classes"] else {}
+    reading.same("num_classes", classes)
+    reading.inert("dist_bn", "the model has no batch norm" if plain else "of batch norm: as it is")
+    weights = args["pretrained_path"] or args["initial_checkpoint"]
+    if args["pretrained"] and not weights:
+        text = f"weights of timm's hub: give the file of {name} as init.checkpoint"
+        start: dict[str, Any] = {"init.checkpoint": f"{name}.safetensors"}
+        if args["num_classes"]:
+            start["init.reset_head"] = True
+        reading.differs("pretrained", text, start)
+    else:
+        reading.same("pretrained")
+    reading.same(
+        "pretrained_path initial_checkpoint", {"init.checkpoint": weights} if weights else {}
+    )
+
+
+def _published(name: str) -> dict[str, Any]:
+    """Size, crop and mean that timm knows of a model. Raises ValueError for an unknown one."""
+    try:
+        import timm
+    except ImportError as error:
+        raise ValueError(
+            "recipes of timm's train.py take the model's settings from timm, which is not"
+            " installed: pip install timm"
+        ) from error
+    if not timm.is_model(name):
+        hint = did_you_mean(name, timm.list_models())
+        raise ValueError(f"--model {name}: timm {timm.__version__} has no such model{hint}")
+    config = timm.models.get_pretrained_cfg(name)
+    assert config is not None, "every model of timm has one"
+    return {
+        "input_size": config.input_size,
+        "crop_pct": config.crop_pct or 0.875,
+        "mean": config.mean,
+        "std": config.std,
+    }
+
+
+def _say_size(reading: Reading, published: tuple[int, int, int]) -> None:
+    args = reading.args
+    channels, height, width = published
+    in_kwargs = args["model_kwargs"].get("img_size")
+    if args["input_size"]:
+        channels, height, width = args["input_size"]
+    elif args["img_size"]:
+        height = width = args["img_size"]
+    elif in_kwargs:
+        height = width = in_kwargs
+    channels = args["in_chans"] or channels
+    size = {"model.image_size": height if height == width else [height, width]}
+    if channels != 3:
+        size["model.in_chans"] = channels
+    reading.same("input_size img_size in_chans", size)
+
+
+def _say_fields(reading: Reading, is_plain: bool) -> None:
+    """`--model-kwargs` and `--head-init-bias`: arguments of the model."""
+    fields = {k: v for k, v in reading.args["model_kwargs"].items() if k != "img_size"}
+    ours = {f"model.{key}": value for key, value in fields.items()}
+    lacking = [key for key in ours if not reading.can_say(key)]
+    if lacking:
+        text = "arguments of the model: " + ", ".join(key.partition(".")[2] for key in lacking)
+        reading.cannot("model_kwargs", text, {k: v for k, v in ours.items() if k not in lacking})
+    else:
+        reading.same("model_kwargs", ours)
+    bias = reading.args["head_init_bias"]
+    if bias is None or not is_plain:
+        reading.expect_off({"head_init_bias": "the first bias of the head"})
+    else:
+        reading.same("head_init_bias", {"model.init_head_bias": bias})
+
+
+def _say_images(reading: Reading, is_distributed: bool) -> None:
+    args = reading.args
+    mode = args["train_crop_mode"] or "rrc"
+    if mode == "rrc":
+        reading.same("train_crop_mode")
+    else:
+        reading.cannot("train_crop_mode", f"crops {mode}, which keep the aspect")
+    reading.same("scale", {"augment.crop_scale": list(args["scale"])})
+    reading.same("ratio", {"augment.crop_ratio": list(args["ratio"])})
+    reading.same("hflip", {"augment.hflip_prob": args["hflip"]})
+    _say_interpolation(reading)
+    say_randaugment(reading, args["train_interpolation"])
+    jitters = not args["aa"]
+    say_color_jitter(reading, applies=jitters)
+    if args["color_jitter_prob"] is None or not (jitters and args["color_jitter"]):
+        reading.inert("color_jitter_prob", "--color-jitter-prob is not given, or colours stay")
+    else:
+        reading.cannot("color_jitter_prob", "colours that change in some images only")
+    say_erasing(reading)
+    repeats = int(args["aug_repeats"])
+    if repeats > 1 and is_distributed:
+        settings = {"data.aug_repeats": repeats, "data.aug_repeats_form": "sampler"}
+        reading.same("aug_repeats", settings)
+    elif repeats > 1:
+        reading.inert("aug_repeats", "one process takes no distributed sampler")
+    else:
+        reading.same("aug_repeats")
+
+
+def _say_interpolation(reading: Reading) -> None:
+    args = reading.args
+    training = args["train_interpolation"]
+    if training in ("bicubic", "bilinear"):
+        reading.same("train_interpolation", {"data.interpolation": training})
+    else:
+        text = "bilinear or bicubic for each training image there, bicubic here"
+        reading.differs("train_interpolation", text, {"data.interpolation": "bicubic"})
+    ours = training if training in ("bicubic", "bilinear") else "bicubic"
+    theirs = args["interpolation"] or "bicubic"
+    if theirs == ours:
+        reading.same("interpolation")
+    else:
+        text = f"images of evaluation are resized by {theirs} there, by {ours} here, as in training"
+        reading.differs("interpolation", text)
+
+
+def _say_end_of_mixing(reading: Reading) -> None:
+    last = reading.args["mixup_off_epoch"]
+    if last:
+        reading.cannot("mixup_off_epoch", f"no mixing after epoch {last}")
+    else:
+        reading.same("mixup_off_epoch")
+
+
+def _say_loss(reading: Reading) -> None:
+    args = reading.args
+    if not args["bce_loss"]:
+        reading.same("bce_loss")
+        reading.inert("bce_sum bce_target_thresh bce_pos_weight", "there is no --bce-loss")
+        return
+    form = "sum" if args["bce_sum"] else "mean"
+    text = f"binary cross-entropy, {form} over classes"
+    if args["bce_target_thresh"] is not None:
+        text += f", of targets above {args['bce_target_thresh']}"
+    reading.cannot("bce_loss bce_sum bce_target_thresh bce_pos_weight", text)
+
+
+def _rate(args: dict[str, Any], batch: int) -> tuple[float, str]:
+    """The peak rate, and how it follows (train.py, `if not args.lr`)."""
+    if args["lr"]:
+        return args["lr"], ""
+    ratio = batch / args["lr_base_size"]
+    name = args["opt"].lower()
+    scale = args["lr_base_scale"] or ("sqrt" if "ada" in name or "lamb" in name else "linear")
+    how = f"{args['lr_base']:g} x {batch} / {args['lr_base_size']}"
+    if scale == "sqrt":
+        return args["lr_base"] * ratio**0.5, how.replace("x ", "x sqrt(") + ")"
+    return args["lr_base"] * ratio, how
+
+
+def _say_clipping(reading: Reading) -> None:
+    args = reading.args
+    if args["clip_grad"] is None:
+        own = 1.0 if "lamb" in args["opt"].lower() else None
+        note = "LAMB's own (max_grad_norm)" if own else ""
+        reading.same("clip_grad", {"optim.clip_grad_norm": own}, note)
+        reading.inert("clip_mode", "nothing is clipped by --clip-grad")
+    elif args["clip_mode"] == "norm":
+        reading.same("clip_grad clip_mode", {"optim.clip_grad_norm": args["clip_grad"]})
+    else:
+        text = f"gradients are clipped by {args['clip_mode']}: not clipped here"
+        reading.cannot("clip_grad clip_mode", text, {"optim.clip_grad_norm": None})
+
+
+def _say_schedule(reading: Reading, lr: float) -> None:
+    args = reading.args
+    epochs = args["epochs"]
+    warmup = args["warmup_epochs"]
+    prefix = warmup if args["warmup_prefix"] else 0
+    length = {"train.epochs": epochs + prefix}
+    note = f"{prefix} of warm-up and {epochs}" if prefix else ""
+    reading.same("epochs warmup_prefix", length, note)
+    if args["lr_cycle_limit"] == 1:
+        reading.same("lr_cycle_limit")
+    else:
+        reading.cannot("lr_cycle_limit", f"{args['lr_cycle_limit']} cycles of the schedule")
+    settings = {
+        "schedule.name": "cosine",
+        "schedule.warmup_epochs": warmup,
+        "schedule.min_lr": min(args["min_lr"], lr),
+    }
+    names = "sched sched_on_updates min_lr warmup_lr warmup_epochs lr_k_decay"
+    if args["sched"] != "cosine":
+        text = f"the schedule {args['sched']}: a cosine here"
+        if args["sched"] == "step":
+            theirs = timm_step(lr, args["decay_epochs"], args["decay_rate"])
+            text += f"; theirs ends at {theirs(epochs - 0.5):.2g}"
+        names += " decay_epochs decay_rate decay_milestones patience_epochs cooldown_epochs"
+        reading.cannot(names, text, settings)
+        return
+    reading.inert(
+        "decay_epochs decay_rate decay_milestones patience_epochs", "the schedule is a cosine"
+    )
+    if args["cooldown_epochs"]:
+        text = f"{args['cooldown_epochs']} epochs at --min-lr after the cosine"
+        reading.cannot("cooldown_epochs", text)
+    else:
+        reading.same("cooldown_epochs")
+    theirs = timm_cosine(
+        lr,
+        epochs,
+        warmup_epochs=warmup,
+        warmup_lr=args["warmup_lr"],
+        min_lr=args["min_lr"],
+        warmup_prefix=args["warmup_prefix"],
+        k_decay=args["lr_k_decay"],
+        per_step=args["sched_on_updates"],
+    )
+    reasons = f"theirs starts at {args['warmup_lr']:g}"
+    if not args["sched_on_updates"]:
+        reasons += " and moves once an epoch"
+    if not args["warmup_prefix"]:
+        reasons += "; its cosine began with the warm-up"
+    say_rate(reading, names, theirs, settings, reasons)
+
+
+def _say_numbers(reading: Reading) -> None:
+    args = reading.args
+    theirs = "bf16" if args["amp_dtype"] == "bfloat16" else "fp16 with a scaled loss"
+    reading.same("amp amp_dtype")
+    say_precision(reading, theirs if args["amp"] else "fp32")
+    if args["model_dtype"] in (None, "float32"):
+        reading.same("model_dtype")
+    else:
+        reading.cannot("model_dtype", f"weights in {args['model_dtype']}")

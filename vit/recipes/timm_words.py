@@ -1,0 +1,197 @@
+"""Arguments that timm's train.py, DeiT and MAE share: augmentation, mixing, optimizer, average."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from vit.config.hints import union_tags
+from vit.recipes.reading import Reading
+
+_OPTIMIZERS = {
+    "adamw": "adamw",
+    "lamb": "lamb",
+    "fusedlamb": "lamb",
+    "nadamw": "nadamw",
+    "adafactorbv": "adafactorbv",
+}
+"""Names of timm's factory -> ours."""
+_BILINEAR_WARPS = "operations that warp are bilinear here, {} there: no known effect on accuracy"
+
+
+def say_randaugment(reading: Reading, interpolation: str) -> None:
+    """`--aa`, where it applies: timm's RandAugment.
+
+    interpolation: that of the warps there (huggingface/pytorch-image-models@aa4b5850:
+    timm/data/auto_augment.py, rand_augment_transform).
+    """
+    policy = reading.args["aa"]
+    if not policy or policy == "None":
+        reading.same("aa")
+        return
+    first, *parts = policy.split("-")
+    if first != "rand":
+        reading.cannot("aa", f"the policy {policy}: AutoAugment and AugMix are not available")
+        return
+    layers = 2
+    magnitude = 10.0
+    std = 0.0
+    increasing = False
+    problems = []
+    for part in parts:
+        name, number = re.fullmatch(r"([a-z]+)([\d.]*)", part).groups() if part else ("", "")  # type: ignore[union-attr]
+        if name == "m":
+            magnitude = float(number)
+        elif name == "n":
+            layers = int(number)
+        elif name == "mstd":
+            std = float(number)
+        elif name == "inc":
+            increasing = True  # also inc0: timm asks whether the text is empty
+        else:
+            problems.append(f"{part} of the policy")
+    if std > 100:
+        problems.append("a strength drawn evenly between 0 and its value (mstd above 100)")
+        std = 0.0
+    if not increasing:
+        problems.append("operations of which some are weaker at a larger strength (no inc1)")
+    settings = {
+        "augment.randaugment_layers": layers,
+        "augment.randaugment_magnitude": magnitude,
+        "augment.randaugment_magnitude_std": std,
+    }
+    if problems:
+        reading.cannot("aa", f"{policy} has {' and '.join(problems)}", settings)
+    else:
+        reading.differs("aa", _BILINEAR_WARPS.format(interpolation), settings)
+
+
+def say_color_jitter(reading: Reading, applies: bool) -> None:
+    """`--color-jitter`; `applies`: no policy of RandAugment replaces it (transforms_factory)."""
+    strength = reading.args["color_jitter"] or 0.0
+    if strength and not applies:
+        reading.inert("color_jitter", "timm leaves it out where --aa gives RandAugment")
+    elif strength:
+        reading.same("color_jitter", {"augment.color_jitter": [strength, strength, strength, 0]})
+    else:
+        reading.same("color_jitter")
+
+
+def say_erasing(reading: Reading) -> None:
+    """`--reprob`, `--remode`, `--recount`, `--resplit`."""
+    args = reading.args
+    prob = args["reprob"] or 0.0
+    if not prob:
+        reading.same("reprob")
+        reading.inert("remode recount resplit", "nothing is erased")
+        return
+    reading.same("reprob", {"augment.erasing_prob": prob})
+    reading.same("remode", {"augment.erasing_mode": args["remode"]})
+    if args["recount"] == 1:
+        reading.same("recount")
+    else:
+        reading.cannot("recount", f"up to {args['recount']} boxes are erased; here one")
+    reading.expect_off({"resplit": "no erasing in the first split of a batch"})
+
+
+def say_mixing(reading: Reading, rank_batch_size: int) -> bool:
+    """`--mixup` and its companions, and `--smoothing`. Return whether images mix."""
+    args = reading.args
+    mixes = bool(args["mixup"] > 0 or args["cutmix"] > 0 or args["cutmix_minmax"])
+    if args["cutmix_minmax"]:
+        reading.cannot("cutmix_minmax", "boxes of CutMix between two shares of the side")
+    else:
+        reading.same("cutmix_minmax")
+    reading.same("mixup", {"augment.mixup_alpha": args["mixup"]})
+    reading.same("cutmix", {"augment.cutmix_alpha": args["cutmix"]})
+    reading.same("smoothing", {"loss.label_smoothing": args["smoothing"]})
+    if not mixes:
+        reading.inert("mixup_prob mixup_switch_prob mixup_mode", "nothing is mixed")
+        return False
+    reading.same("mixup_prob", {"augment.mix_prob": args["mixup_prob"]})
+    if args["mixup"] > 0 and args["cutmix"] > 0:
+        switch = {"augment.cutmix_switch_prob": args["mixup_switch_prob"]}
+        reading.same("mixup_switch_prob", switch)
+    else:
+        reading.inert("mixup_switch_prob", "only one of MixUp and CutMix is on")
+    mode = {"augment.mixup_mode": args["mixup_mode"]}
+    if args["mixup_mode"] == "batch":
+        text = (
+            f"one draw of lambda and box for the {rank_batch_size} images of a GPU there, for each"
+            " augment.mix_group_size images here, so that batches do not depend on the GPUs"
+        )
+        reading.differs("mixup_mode", text, mode)
+    else:
+        reading.same("mixup_mode", mode)
+    return True
+
+
+def say_optimizer(reading: Reading, lr: float, how: str, lr_names: str) -> None:
+    """`--opt` with `--opt-eps`, `--opt-betas`, `--momentum`, `--weight-decay`.
+
+    lr: the peak rate; how: how it follows, in words; lr_names: the arguments that it follows from.
+    Groups are timm's: no decay of what has one dimension, nor of positions and tokens.
+    """
+    args = reading.args
+    name = args["opt"].lower()
+    rate = {"optim.lr": lr}
+    decay = {"optim.weight_decay": args["weight_decay"] or 0.0}
+    if name in ("sgd", "nesterov", "momentum"):
+        sgd: dict[str, Any] = {"optim.name": "sgd", "optim.nesterov": name != "momentum"}
+        reading.same("opt", sgd)
+        reading.same("momentum", {"optim.momentum": args["momentum"]})
+        reading.inert("opt_eps opt_betas", f"{name} has none")
+    else:
+        betas = list(args["opt_betas"] or (0.9, 0.999))
+        say_optimizer_name(reading, "opt", name)
+        reading.same("opt_betas", {"optim.betas": betas})
+        reading.same("opt_eps", {"optim.eps": args["opt_eps"] or 1e-8})
+        reading.inert("momentum", f"{name} has betas")
+    reading.same(lr_names, rate, how)
+    reading.same("weight_decay", decay)
+
+
+def say_optimizer_name(reading: Reading, argument: str, name: str) -> None:
+    """Which optimizer `argument` means; AdamW stands in the place of one that is not available."""
+    ours = _OPTIMIZERS.get(name, "")
+    if ours in union_tags("optim"):
+        reading.same(argument, {"optim.name": ours})
+    else:
+        text = f"the optimizer {name}: AdamW stands in its place, at its rate and decay"
+        reading.cannot(argument, text, {"optim.name": "adamw"})
+
+
+def say_layer_decay(reading: Reading, argument: str, factor: float | None, form: str) -> None:
+    """Rates by depth. form: whether the last norm goes with the head (`beit`) or the last block."""
+    if factor is None or factor == 1:
+        reading.same(argument)
+    else:
+        reading.same(argument, {"optim.layer_decay": factor, "optim.layer_decay_form": form})
+
+
+def say_average(reading: Reading, decay: float | None, *, note: str = "") -> None:
+    """`--model-ema-decay`, where an average is kept; note: what differs in its use."""
+    if decay is None:
+        reading.inert("model_ema_decay", "no average is kept")
+    elif note:
+        reading.differs("model_ema_decay", note, {"train.ema_decay": decay})
+    else:
+        reading.same("model_ema_decay", {"train.ema_decay": decay})
+
+
+def say_initial_weights(reading: Reading, head: str) -> None:
+    """What no argument says: how weights are drawn. head: theirs."""
+    reading.differs(
+        "",
+        f"first weights: normal, std 0.02 (patches LeCun's), and a head of zeros here; {head}"
+        " there",
+    )
+
+
+def say_precision(reading: Reading, theirs: str) -> None:
+    """What no argument says: the number format. theirs: in words."""
+    if theirs == "bf16":
+        reading.same("", {"train.precision": "bf16"})
+        return
+    text = f"{theirs} there, bf16 here (train.precision: fp16 and fp32 are available)"
+    reading.differs("", text, {"train.precision": "bf16"})
