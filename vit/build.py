@@ -277,7 +277,14 @@ def create_train_step(
     # `fully_shard`, which replaces them, the average would have to be made after `wrap`, too.
     ema = None
     if config.train.ema_decay is not None:
-        ema = Ema(model, config.train.ema_decay, config.train.ema_warmup)
+        ema = Ema(
+            model,
+            config.train.ema_decay,
+            config.train.ema_warmup,
+            every_steps=config.train.ema_every_steps,
+            after_steps=round((config.train.ema_after_epochs or 0) * plan.steps_per_epoch),
+            steps_per_epoch=plan.steps_per_epoch,
+        )
     with world.fail_together():
         loss = create_loss(config.loss, num_classes, world.device)
         checkpoint_activations(model, config.train.activation_checkpointing)

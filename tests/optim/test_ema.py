@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from timm.utils import ModelEmaV2
+from timm.utils import ModelEmaV2, ModelEmaV3
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from vit.layers.drop_path import DropPath
 from vit.optim.ema import Ema
@@ -123,3 +124,33 @@ def test_average_goes_on_from_a_checkpoint_as_if_never_interrupted():
         resumed.update(step)
     for name, value in ema.module.state_dict().items():
         assert torch.equal(resumed.module.state_dict()[name], value), name
+
+
+def test_average_of_each_few_steps_behind_the_warm_up_is_torchvisions():
+    """Its train.py: at i % 3 == 0 of each epoch; in two epochs of warm-up the count is reset."""
+    model = model_with_buffers()
+    ours = Ema(model, 0.9, every_steps=3, after_steps=2 * 8, steps_per_epoch=8)
+    theirs = AveragedModel(model, avg_fn=lambda average, value, _: 0.9 * average + 0.1 * value)
+    for step in range(5 * 8):
+        train(model, step)
+        ours.update(step)
+        if step % 8 % 3 == 0:
+            theirs.update_parameters(model)
+            if step < 2 * 8:
+                theirs.n_averaged.fill_(0)
+        pairs = zip(ours.module.parameters(), theirs.module.parameters(), strict=True)
+        for averaged, expected in pairs:
+            torch.testing.assert_close(averaged, expected)
+
+
+def test_average_that_begins_later_is_timms():
+    model = model_with_buffers()
+    ours = Ema(model, 0.9, after_steps=7)
+    theirs = ModelEmaV3(model, decay=0.9, update_after_step=7)
+    for step in range(20):
+        train(model, step)
+        ours.update(step)
+        theirs.update(model, step + 1)  # timm counts updates that were made
+        pairs = zip(ours.module.parameters(), theirs.module.parameters(), strict=True)
+        for averaged, expected in pairs:
+            torch.testing.assert_close(averaged, expected)

@@ -72,9 +72,12 @@ def _training_rules(config: Config) -> Rules:
             optim.name == "sgd" and optim.nesterov and optim.momentum == 0
         ),
         **_optimizer_rules(optim),
-        "train.ema_warmup has no effect without train.ema_decay: give one": (
-            config.train.ema_warmup and config.train.ema_decay is None
-        ),
+        **{
+            f"train.{key} has no effect without train.ema_decay: give one": (
+                _is_given(config.train, key) and config.train.ema_decay is None
+            )
+            for key in ("ema_warmup", "ema_every_steps", "ema_after_epochs")
+        },
         "model.init_head_bias has no effect with the head of init.checkpoint: remove it, or set"
         " init.reset_head=true": config.model.init_head_bias is not None
         and config.init.checkpoint is not None

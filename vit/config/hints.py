@@ -82,6 +82,7 @@ OTHER_NAMES = {
         "checkpoint_activations grad_checkpointing gradient_checkpointing recompute"
     ),
     "train.ema_decay": "ema model_ema model_ema_decay",
+    "train.ema_every_steps": "ema_steps model_ema_steps",
     "eval.every_epochs": "eval_freq eval_interval val_every val_interval",
     "checkpoint.every_steps": "ckpt_every save_every save_freq save_interval save_steps",
     "init.checkpoint": "ckpt finetune from_checkpoint init_from pretrained weights",

@@ -212,10 +212,17 @@ class TrainConfig(Section):
     third more work for a fraction of the memory, the same numbers. 2 or more: one of so many blocks
     does."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay per step of the exponential moving average (EMA) of the weights; `None`: no average."""
+    """Decay per update of the exponential moving average (EMA) of the weights; `None`: no
+    average."""
     ema_warmup: bool = False
     """Let the decay grow as (1 + t) / (10 + t) over steps t until it reaches `ema_decay`, so
     that the average of a short run is not mostly the initial weights; off: a constant decay."""
+    ema_every_steps: Positive = 1
+    """Steps between two updates of the average, counted in each epoch (torchvision's
+    --model-ema-steps: 32); `ema_decay` is that of an update."""
+    ema_after_epochs: Annotated[float, Field(gt=0)] | None = None
+    """Epochs in which the average is a copy of the weights (torchvision: the warm-up's; timm's
+    update_after_step); `None`: it begins with the run."""
     max_skipped_steps: Annotated[Positive, MAY_CHANGE] = 10
     """Stop after this many consecutive updates whose gradient was not finite."""
 

@@ -17,12 +17,26 @@ class Ema:
     """`module`, a copy of `model` in fp32, whose weights follow the model's.
 
     `decay` is per update, as in DeiT and timm. With `warmup` it starts lower, as in TensorFlow's
-    ExponentialMovingAverage with `num_updates`: an average over the run so far.
+    ExponentialMovingAverage with `num_updates`: an average over the run so far. It is updated at
+    each `every_steps`-th step of an epoch, and is a copy of the weights until `after_steps`
+    (pytorch/vision:references/classification/train.py; timm's update_after_step).
     """
 
-    def __init__(self, model: nn.Module, decay: float, warmup: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float,
+        warmup: bool = False,
+        *,
+        every_steps: int = 1,
+        after_steps: int = 0,
+        steps_per_epoch: int = 1,
+    ):
         self.decay = decay
         self.warmup = warmup
+        self.every_steps = every_steps
+        self.after_steps = after_steps
+        self.steps_per_epoch = steps_per_epoch
         self.module = copy.deepcopy(model).float().eval().requires_grad_(False)
         # A frozen parameter stays what its copy is.
         pairs = zip(self.module.parameters(), model.parameters(), strict=True)
@@ -43,13 +57,18 @@ class Ema:
 
         The warm-up is long: a decay of 0.9999 is reached after 89,989 steps.
         """
+        # Also the first update behind it: what it would average with is older than `after_steps`.
+        if self.after_steps and step - self.every_steps < self.after_steps:
+            return 0.0
         if not self.warmup:
             return self.decay
         return min(self.decay, (2.0 + step) / (11.0 + step))
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move towards the model, after its update at `step`."""
+        """Move towards the model, after its update at `step`, if one is due."""
+        if self.every_steps > 1 and step % self.steps_per_epoch % self.every_steps:
+            return
         followed = [parameter.detach() for parameter in self._followed]
         # A few kernels for all parameters, in place of one for each of some 150.
         torch._foreach_lerp_(self._averaged, followed, 1.0 - self.decay_at(step))

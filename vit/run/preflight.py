@@ -407,8 +407,9 @@ def start_lines(
             " the peak learning rate is not reached"
         )
     decay = config.train.ema_decay
-    if decay is not None and not config.train.ema_warmup and config.init.checkpoint is None:
-        share = decay**plan.total_steps
+    forgets = config.train.ema_warmup or config.train.ema_after_epochs is not None
+    if decay is not None and not forgets and config.init.checkpoint is None:
+        share = decay ** (plan.total_steps / config.train.ema_every_steps)
         if share > NOTABLE_INITIAL_SHARE:
             yield (
                 f"note: train.ema_decay={decay} over {plan.total_steps} steps leaves {share:.0%} of"
