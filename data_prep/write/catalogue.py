@@ -22,10 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from data_prep.write.catalogue_builder import Builder
-from data_prep.write.samples import Sample, Table
+from data_prep.write.samples import Sample, Table, close_descriptors
 from vit.system.files import locked_folder, remove_leftovers
 
 FORMAT = 1
@@ -63,7 +63,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """A finished catalogue; its tables are mapped where they are used."""
+    """A finished catalogue; its tables are mapped where they are used. The end of its block removes
+    it from the disk."""
 
     folder: Path
     class_names: list[str]
@@ -80,9 +81,12 @@ class Catalogue:
         """The samples of a split."""
         return _open_table(self.folder, split, self.files)
 
-    def remove(self) -> None:
-        """Remove it from the disk."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         _open_table.cache_clear()  # it maps the files
+        close_descriptors(self.folder)
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self.lock)
 

@@ -176,10 +176,10 @@ def make_plan(
         root = _catalogue_root(output, dry)
         if root != output.local:
             stack.callback(_remove_if_empty, root)
-        catalogue = open_catalogue(
+        opened = open_catalogue(
             source, root, settings.seed, settings.workers, _minival(settings), dry
         )
-        stack.callback(catalogue.remove)
+        catalogue = stack.enter_context(opened)
         mean_bytes, seconds = _measured(source, catalogue, settings.policy)
         counts = choose_num_shards(catalogue.splits, settings, mean_bytes)
         if there and settings.num_shards is None and settings.shard_bytes is None:

@@ -160,6 +160,12 @@ def descriptor(file: str) -> int:
     return _descriptors[file]
 
 
+def close_descriptors(folder: Path) -> None:
+    """Close what `descriptor` holds open below `folder`, whose disk space it keeps taken."""
+    for file in [file for file in _descriptors if Path(file).is_relative_to(folder)]:
+        os.close(_descriptors.pop(file))
+
+
 def read_range(sample: Sample) -> bytes:
     """The bytes at (offset, size) of the sample's file. Raises OSError."""
     data = os.pread(descriptor(sample.file), sample.size, sample.offset)

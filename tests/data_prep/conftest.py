@@ -1,14 +1,30 @@
 """Folders of images, and shards of ours and of other tools."""
 
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import webdataset
+from prep_place import close_catalogues
 from small_shards import add, jpeg
 from verifying import PER_CLASS, image_bytes
 
 from data_prep import imagefolder
+
+
+@pytest.fixture(autouse=True)
+def no_catalogue_is_left_open() -> Iterator[None]:
+    """Each holds a descriptor of the process that runs the tests."""
+    yield
+    close_catalogues()
+    held = []
+    for link in Path("/proc/self/fd").glob("*"):  # none but on Linux
+        with suppress(OSError):  # it was that of the listing
+            held.append(os.readlink(link))
+    assert not [path for path in held if "._catalogue." in path]
 
 
 @pytest.fixture

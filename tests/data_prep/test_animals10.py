@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from prep_place import new_catalogue
 from processes import metrics, run
 
 from data_prep import animals10
-from data_prep.write.catalogue import open_catalogue
 from vit.data.shards.data_set import open_split
 
 # Typed from the data set's page on Kaggle, in its order.
@@ -148,7 +148,7 @@ def test_every_layout_gives_the_same_shards(root, files, tmp_path):
     wanted = catalogue_of(root)
     for number, source in enumerate(sources):
         assert (
-            open_catalogue(animals10.source(source), tmp_path / f"c{number}", seed=0).sha256
+            new_catalogue(animals10.source(source), tmp_path / f"c{number}", seed=0).sha256
             == wanted
         ), source
     out = tmp_path / "out"
@@ -168,7 +168,7 @@ def test_the_split(files, tmp_path):
     source = put(tmp_path / "raw-img", files)
 
     def splits(name: str, *arguments) -> dict[str, set[str]]:
-        catalogue = open_catalogue(animals10.source(source, *arguments), tmp_path / name, seed=0)
+        catalogue = new_catalogue(animals10.source(source, *arguments), tmp_path / name, seed=0)
         return {
             split: {sample.key for sample in catalogue.table(split).samples(range(n))}
             for split, n in catalogue.splits.items()

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
+from prep_place import new_catalogue
 from servers import WebServer
 
 from data_prep import cifar
 from data_prep.errors import PrepError
-from data_prep.write.catalogue import Source, open_catalogue
+from data_prep.write.catalogue import Source
 from vit.data.shards.data_set import open_split
 
 CLASSES = {
@@ -83,7 +84,7 @@ def pack(path: Path, files: dict[str, bytes], prefix: str = "cifar/", mode: str 
 
 def test_all_records_are_there_with_their_labels(full10, tmp_path):
     found = cifar.source(put(tmp_path / "cifar-10-batches-bin", full10).parent)
-    catalogue = open_catalogue(found, tmp_path, seed=0)
+    catalogue = new_catalogue(found, tmp_path, seed=0)
     assert catalogue.splits == {"train": 50_000, "val": 10_000}
     assert catalogue.class_names == CLASSES[10]
     for split in ("train", "val"):
@@ -148,7 +149,7 @@ def test_every_layout_gives_the_same_shards(small, classes, tmp_path, capsys):
 
 def images_of(found: Source, folder: Path) -> tuple[str, dict[str, bytes]]:
     """The catalogue's hash, of keys and labels, and the images by key."""
-    catalogue = open_catalogue(found, folder, seed=0)
+    catalogue = new_catalogue(found, folder, seed=0)
     tables = [
         catalogue.table(split).samples(range(total)) for split, total in catalogue.splits.items()
     ]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prep_place import new_catalogue
 from small_shards import add
 
 from data_prep.errors import PrepError
 from data_prep.imagefolder import Asked, main, source
-from data_prep.write.catalogue import open_catalogue
 from data_prep.write.samples import Sample, safe_key
 from vit.data.shards.data_set import open_split
 
@@ -36,7 +36,7 @@ HELD_OUT = [
 def listed(folder: Path, val_fraction: float | None = None) -> dict[str, list[Sample]]:
     """The samples of each split."""
     with tempfile.TemporaryDirectory() as temporary:
-        found = open_catalogue(source(folder, Asked(val_fraction)), Path(temporary), seed=0)
+        found = new_catalogue(source(folder, Asked(val_fraction)), Path(temporary), seed=0)
         return {
             split: found.table(split).samples(range(total)) for split, total in found.splits.items()
         }

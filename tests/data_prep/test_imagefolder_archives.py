@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from prep_place import new_catalogue
 from servers import WebServer
 from small_shards import jpeg
 
@@ -19,7 +20,6 @@ from data_prep import animals10, imagefolder
 from data_prep.errors import PrepError
 from data_prep.read.archives import inflate_tar
 from data_prep.read.class_tree import open_archive
-from data_prep.write.catalogue import open_catalogue
 from vit.data.shards.data_set import open_split
 from vit.data.storage.retry import RetryPolicy
 
@@ -96,7 +96,7 @@ def test_classes_alone_and_what_is_not_an_image(tmp_path):
     files |= {"pizza/notes/names.txt": b"x", "pizza/a.txt": b"x", "pizza/deep/1.JPG": jpeg(1)}
     archive = as_zip(tmp_path / "flat.zip", files, "images/")
     asked = imagefolder.Asked(val_fraction=0.5)
-    found = open_catalogue(imagefolder.source(archive, asked), tmp_path / "c", seed=0)
+    found = new_catalogue(imagefolder.source(archive, asked), tmp_path / "c", seed=0)
     keys = {
         s.key for split, n in found.splits.items() for s in found.table(split).samples(range(n))
     }

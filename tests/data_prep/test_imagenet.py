@@ -29,11 +29,12 @@ from fake_imagenet import (
     write_train_tar,
     write_zip,
 )
+from prep_place import new_catalogue
 
 from data_prep import imagenet
 from data_prep.errors import PrepError
 from data_prep.imagenet import differences, main, source
-from data_prep.write.catalogue import Catalogue, open_catalogue
+from data_prep.write.catalogue import Catalogue
 from vit.data.shards.data_set import open_split
 
 
@@ -43,7 +44,7 @@ def fake() -> Fake:
 
 
 def catalogue(folder: Path, *paths: Path) -> Catalogue:
-    return open_catalogue(source(paths, allow_partial=True), folder, seed=0, workers=2)
+    return new_catalogue(source(paths, allow_partial=True), folder, seed=0, workers=2)
 
 
 def contents(found: Catalogue, split: str) -> dict[str, tuple[int, str, int, bytes]]:
@@ -316,7 +317,7 @@ def test_parquets_are_copied_once_and_again_when_they_change(tmp_path, fake, cap
 
 
 def _spooled(folder: Path, parquets: Path, seed: int) -> list[Path]:
-    found = open_catalogue(source([parquets], allow_partial=True), folder, seed=seed, workers=2)
+    found = new_catalogue(source([parquets], allow_partial=True), folder, seed=seed, workers=2)
     assert found.splits == {"train": 67, "val": 36}
     return sorted((folder / "_spool").iterdir())
 

@@ -26,10 +26,10 @@ from fake_imagenet import (
     write_torchvision_tree,
     write_train_tar,
 )
+from prep_place import new_catalogue
 
 from data_prep.errors import PrepError
 from data_prep.imagenet import main, source
-from data_prep.write.catalogue import open_catalogue
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +313,7 @@ def test_what_is_wrong_is_one_clear_error(tmp_path, fake, wrong):
     paths = make(fake, tmp_path / "s")
     partial = wrong not in ("table with an unknown class", "other folders", "no class is a WNID")
     with pytest.raises(PrepError, match=message):
-        open_catalogue(source(paths, allow_partial=partial), tmp_path / "out", seed=0)
+        new_catalogue(source(paths, allow_partial=partial), tmp_path / "out", seed=0)
 
 
 def test_source_and_out_must_differ(tmp_path, fake, capsys):
@@ -329,4 +329,4 @@ def test_a_listed_parquet_that_is_missing(tmp_path, fake):
     folder = as_parquet(fake, tmp_path)[0]
     (folder / "data" / "train-00001-of-00003.parquet").unlink()
     with pytest.raises(PrepError, match="1 of 3 parquet files of train are missing"):
-        open_catalogue(source([folder]), tmp_path / "out", seed=0)
+        new_catalogue(source([folder]), tmp_path / "out", seed=0)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torchvision
 from PIL import Image
+from prep_place import new_catalogue
 from processes import metrics, run
 from servers import WebServer
 
 from data_prep import mnist
 from data_prep.errors import PrepError
-from data_prep.write.catalogue import open_catalogue
 from vit.data.shards.data_set import open_split
 
 COUNTS = {"train": 60_000, "t10k": 10_000}
@@ -75,7 +75,7 @@ def put(folder: Path, files: dict[str, bytes], compressed: bool = False) -> Path
 
 def test_all_images_and_labels_are_torchvisions(torchvision_root, tmp_path):
     found = mnist.source(torchvision_root)
-    catalogue = open_catalogue(found, tmp_path, seed=0)
+    catalogue = new_catalogue(found, tmp_path, seed=0)
     assert catalogue.splits == {"train": 60_000, "val": 10_000}
     assert catalogue.class_names == list("0123456789")
     for split, train in (("train", True), ("val", False)):
@@ -117,7 +117,7 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
     everything = []
     for number, source in enumerate(sources):
         found = mnist.source(source, "fashion")
-        catalogue = open_catalogue(found, tmp_path / f"c{number}", seed=0)
+        catalogue = new_catalogue(found, tmp_path / f"c{number}", seed=0)
         tables = [
             catalogue.table(split).samples(range(total))
             for split, total in catalogue.splits.items()

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from error_rows import snapshot
 from fake_imagenet import Fake, as_official, make_fake
 from processes import REPOSITORY, environment, jpeg
 
+from data_prep.write.catalogue import Catalogue, open_catalogue
 from vit.data.shards.index_file import left_out
 from vit.data.shards.info_file import read_sidecar
 from vit.data.shards.tar import scan_tar
@@ -26,6 +28,19 @@ from vit.data.shards.tar import scan_tar
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
 KIT = "ILSVRC2012_devkit_t12.tar.gz"
+
+
+_catalogues = ExitStack()
+
+
+def new_catalogue(*arguments: Any, **options: Any) -> Catalogue:
+    """`open_catalogue`, whose folder and descriptor are there until the end of the test."""
+    return _catalogues.enter_context(open_catalogue(*arguments, **options))
+
+
+def close_catalogues() -> None:
+    """Remove what `new_catalogue` has opened."""
+    _catalogues.close()
 
 
 class Place:

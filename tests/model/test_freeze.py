@@ -8,9 +8,11 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import final_state, metrics, train, write_config
 from test_step import WORLD, make_batch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit.config.io import from_dict
@@ -32,12 +34,20 @@ from vit.model_summary import flops_per_image
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer, state_bytes
 from vit.plan import Plan
-from vit.step import TrainStep, checkpoint_activations
+from vit.step import TrainStep, checkpoint_activations, compile_blocks
 from vit.weights.files import read_weights
 
 SHAPE = {"embed_dim": 32, "depth": 3, "num_heads": 2}
 OPTIM = AdamWConfig(lr=0.1, weight_decay=0.5)
 HEAD = {"head.weight", "head.bias"}
+
+
+@pytest.fixture
+def process_group():
+    """A group of this process alone, so that DDP can wrap a model."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def model_of(**fields) -> nn.Module:
@@ -122,6 +132,49 @@ def test_a_step_changes_what_is_trained_as_a_plain_loop_does(which, recomputed):
             assert parameter.grad is None, name
             assert torch.equal(parameter, old[name]), name
             assert torch.equal(average[name], old[name]), name
+
+
+def gradients_of(
+    which: str | int, compiled: bool, recomputed: bool, wrapped: bool
+) -> dict[str, torch.Tensor | None]:
+    """Of two micro-steps, as `TrainStep` does them, with what a config can put together."""
+    torch._dynamo.reset()
+    model = model_of(drop_path_rate=0.0, proj_drop_rate=0.0).train()
+    freeze(model, which)
+    checkpoint_activations(model, "block" if recomputed else "none")
+    if compiled:
+        compile_blocks(model, backend="aot_eager")
+    outer = DistributedDataParallel(model) if wrapped else model
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        images = torch.randn(4, 3, 16, 16, generator=generator)
+        outer(images).square().mean().backward()
+    torch._dynamo.reset()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("which", ["backbone", 2])
+@pytest.mark.parametrize(
+    ("compiled", "recomputed", "wrapped"),
+    [
+        pytest.param(True, False, False, id="compiled", marks=pytest.mark.full),
+        pytest.param(False, True, True, id="checkpointed under DDP"),
+        pytest.param(True, True, True, id="all three"),
+    ],
+)
+def test_frozen_together_with_what_else_changes_a_step(
+    which, compiled, recomputed, wrapped, process_group
+):
+    """The gradients are those of the plain step, and what is frozen has none."""
+    plain = gradients_of(which, False, False, False)
+    found = gradients_of(which, compiled, recomputed, wrapped)
+    assert {name for name, gradient in found.items() if gradient is not None} == trained_names(
+        which
+    )
+    for name, gradient in found.items():
+        assert (gradient is None) == (plain[name] is None), name
+        if gradient is not None:
+            torch.testing.assert_close(gradient, plain[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("which", ["none", "backbone", 0, 1, 3])

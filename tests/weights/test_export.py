@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import timm
 import torch
@@ -106,6 +108,7 @@ def test_the_cards_code_opens_the_folder_and_gives_our_logits(
     lines = export(program, subject, ORIGIN, folder)
     weights = next(folder.glob("model.*"))
     assert lines[-1] == f"sha256 of {weights.name}: {sha256_of(weights)}"
+    assert not list(folder.glob("*.data")), "one file"
     card = (folder / "README.md").read_text()
     assert sha256_of(weights) in card
     library = {"huggingface": "transformers", "npz": "timm"}.get(program, program)
@@ -129,6 +132,31 @@ def test_the_cards_code_opens_the_folder_and_gives_our_logits(
     again = read_weights(folder) if program != "onnx" else None
     if again is not None:
         assert all(torch.equal(again.weights[n], v) for n, v in subject.model.state_dict().items())
+
+
+@pytest.mark.full
+def test_an_onnx_model_above_2_gib_has_its_weights_in_a_file_beside_it(tmp_path):
+    """Three blocks of 4,096 channels: 2.3 GiB, which a protobuf cannot hold."""
+    subject = subject_of({**TINY, "embed_dim": 4096, "depth": 3, "num_heads": 32})
+    num_bytes = sum(tensor.nbytes for tensor in subject.model.state_dict().values())
+    assert num_bytes > 2**31
+    lines = export("onnx", subject, ORIGIN, tmp_path / "out")
+    folder = (tmp_path / "out").rename(tmp_path / "moved")
+    path = folder / "model.onnx"
+    beside = folder / "model.onnx.data"
+    assert path.stat().st_size < 2**22
+    assert beside.stat().st_size >= num_bytes
+    assert lines[-2:] == [f"sha256 of {file.name}: {sha256_of(file)}" for file in (path, beside)]
+    card = (folder / "README.md").read_text()
+    assert sha256_of(path) in card
+    assert sha256_of(beside) in card
+    onnx.checker.check_model(str(path))
+    images = torch.randn(2, 3, 32, 32)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    with torch.inference_mode():
+        own = subject.model(images)
+    torch.testing.assert_close(found, own, rtol=0, atol=float(own.abs().max()) * 1e-3)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,18 @@ written whole."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
 
 from vit.layers.posemb import resample_posemb
 from vit.model import VisionTransformer, create_model
 from vit.weights.class_names import class_mismatch
-from vit.weights.files import LoadedWeights, load_weights
+from vit.weights.files import LoadedWeights, load_weights, read_weights
 from vit.weights.formats import WeightsError
+from vit.weights.layouts import LAYOUTS, from_ours
 
 TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
 
@@ -93,6 +96,42 @@ def test_a_class_token_without_position_gets_zeros():
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(model(images), guest(images))
+
+
+@pytest.mark.parametrize(
+    ("form", "registers"),
+    [("ours", 0), ("ours", 2), ("npz", 0), ("huggingface", 0), ("another size", 2)],
+)
+def test_positions_of_prefix_tokens_are_folded_into_tokens_that_have_none(
+    form, registers, tmp_path
+):
+    """What is added to a learned token is part of it: the same tokens to the bit."""
+    source = tiny(0, reg_tokens=registers)
+    size = 96 if form == "another size" else 64
+    model = VisionTransformer(
+        num_classes=10, reg_tokens=registers, no_embed_class=True, **{**TINY, "image_size": size}
+    )
+    with_position = tiny(1, reg_tokens=registers, image_size=size)
+    weights = source.state_dict()
+    if form in LAYOUTS:
+        written, _ = from_ours(LAYOUTS[form], weights, num_heads=2)
+        if form == "npz":
+            np.savez(tmp_path / "w.npz", **{n: value.numpy() for n, value in written.items()})
+            weights = read_weights(tmp_path / "w.npz").weights
+        else:
+            save_file(written, tmp_path / "w.safetensors")
+            weights = read_weights(tmp_path / "w.safetensors").weights
+    load_weights(with_position, weights)
+    notes = load_weights(model, weights)
+    tokens = "class token" if not registers else f"{1 + registers} prefix tokens"
+    assert notes[0] == (
+        f"the model has no positions for the {tokens}: the source's are added to the tokens"
+    )
+    assert len(notes) == (2 if form == "another size" else 1)
+    images = torch.randn(2, 3, size, size)
+    with torch.no_grad():
+        assert torch.equal(model(images), with_position(images))
+    assert not torch.equal(model.cls_token, source.cls_token)
 
 
 def test_half_precision_sources_become_float32():

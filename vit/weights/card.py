@@ -8,6 +8,7 @@ opening it        code, run by `tests/weights/test_export.py` as it is printed
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +56,8 @@ class Origin:
     """What is known about weights that were trained elsewhere."""
 
 
-def model_card(program: str, subject: Subject, origin: Origin, file: str, sha256: str) -> str:
-    """The text of README.md; file, sha256: of the weights in the folder."""
+def model_card(program: str, subject: Subject, origin: Origin, hashes: Mapping[str, str]) -> str:
+    """The text of README.md; hashes: file of weights in the folder -> its sha256."""
     config = subject.config
     height, width = config.model.height_width()
     parameters = count_parameters(subject.model)
@@ -66,7 +67,7 @@ def model_card(program: str, subject: Subject, origin: Origin, file: str, sha256
         "Data": _data(subject, origin),
         "Accuracy": _accuracy(origin),
         "Weights": _weights(origin),
-        f"sha256 of `{file}`": f"`{sha256}`",
+        **{f"sha256 of `{file}`": f"`{sha256}`" for file, sha256 in hashes.items()},
         "sha256 of the file it was made of": f"`{origin.sha256}`",
         "Exported by": f"`{origin.export_command}`",
     }

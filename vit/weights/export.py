@@ -118,13 +118,14 @@ def _fill(program: str, subject: Subject, origin: Origin, folder: Path) -> list[
     if not (folder / "config.json").exists():
         names = {"class_names": subject.labels or None}
         write_json(folder / "preprocessing.json", subject.view.to_dict() | names)
-    sha256 = sha256_of(path)
-    card = model_card(program, subject, origin, path.name, sha256)
+    weights = [path, *folder.glob(f"{path.name}.data")]  # ONNX has a second file above 2 GiB
+    hashes = {file.name: sha256_of(file) for file in weights}
+    card = model_card(program, subject, origin, hashes)
     (folder / "README.md").write_text(card, encoding="utf-8")
     for file in folder.iterdir():
         flush(file)
     flush(folder)
-    return [*lines, f"sha256 of {path.name}: {sha256}"]
+    return [*lines, *(f"sha256 of {name}: {sha256}" for name, sha256 in hashes.items())]
 
 
 def _write_timm(subject: Subject, folder: Path) -> tuple[Path, list[str]]:

@@ -45,8 +45,9 @@ def load_weights(
     """Copy weights into a model that is not wrapped or compiled yet.
 
     Positions are resampled to the model's grid. A source without positions for its prefix tokens
-    (DeiT III) gets zeros there, which computes the same. DeiT III's own names of LayerScale become
-    timm's. Values are cast to the model's dtype; `state_dict` does not change.
+    (DeiT III) gets zeros there, which computes the same; a model without them (`no_embed_class`)
+    gets the source's as part of the tokens, which does so, too. DeiT III's own names of LayerScale
+    become timm's. Values are cast to the model's dtype; `state_dict` does not change.
 
     Args:
         grid: (h, w) of the source's positions; None: a square.
@@ -80,6 +81,7 @@ def load_weights(
             source = {name: value for name, value in source.items() if name not in dropped}
             notes.append(f"fc_norm is new, too: dropped {few(dropped) if dropped else 'nothing'}")
     if "pos_embed" in source and "pos_embed" in target:
+        notes += _fold_prefix_positions(source, target, grid_size(model), grid)
         source["pos_embed"], posemb_notes = _fit_posemb(
             source["pos_embed"], target["pos_embed"], grid_size(model), grid
         )
@@ -135,6 +137,42 @@ def _rounded(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> list
         return []
     texts = [f"{name} {kind}" for name, kind in kinds.items()]
     return [f"{len(kinds)} are no floating-point numbers ({few(texts)}): save them as such"]
+
+
+def _fold_prefix_positions(
+    source: dict[str, Tensor],
+    target: Mapping[str, Tensor],
+    new_grid: tuple[int, int] | None,
+    grid: tuple[int, int] | None,
+) -> list[str]:
+    """In `source` add the positions of class token and registers to these tokens, if the model has
+    none for them; a note if that was done."""
+    positions = source["pos_embed"]
+    names = [name for name in ("cls_token", "reg_token") if name in source and name in target]
+    tokens = {name: source[name].to(target[name].dtype) for name in names}
+    widths = {(value.ndim, value.shape[0], value.shape[-1]) for value in tokens.values()}
+    if (
+        new_grid is None
+        or math.prod(new_grid) != target["pos_embed"].shape[1]
+        or widths != {(positions.ndim, 1, positions.shape[-1])}
+    ):
+        return []
+    number = sum(value.shape[1] for value in tokens.values())
+    length = positions.shape[1]
+    # As in `_fit_posemb`: a grid is given, a square, or the model's own.
+    squares = [(math.isqrt(n),) * 2 for n in (length, length - number) if n > 0]
+    candidates = [*squares, new_grid] if grid is None else [grid]
+    fitting = [math.prod(hw) for hw in candidates if math.prod(hw) in (length, length - number)]
+    if not fitting or fitting[0] == length:
+        return []
+    first = 0
+    for name, token in tokens.items():
+        own = positions[:, first : first + token.shape[1]]
+        source[name] = token + own.to(token.dtype)
+        first += token.shape[1]
+    source["pos_embed"] = positions[:, number:]
+    which = "class token" if number == 1 else f"{number} prefix tokens"
+    return [f"the model has no positions for the {which}: the source's are added to the tokens"]
 
 
 def _fit_posemb(

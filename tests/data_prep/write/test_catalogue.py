@@ -10,10 +10,11 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prep_place import new_catalogue
 
 from data_prep.errors import PrepError
 from data_prep.write import catalogue_builder, samples
-from data_prep.write.catalogue import Catalogue, Source, open_catalogue
+from data_prep.write.catalogue import Catalogue, Source
 from data_prep.write.catalogue_builder import Builder
 from data_prep.write.samples import Sample, read_range, safe_key, stable_hash
 
@@ -54,7 +55,7 @@ def test_every_sample_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_
     monkeypatch.setattr(catalogue_builder, "ROWS_IN_MEMORY", rows_in_memory)  # several parts
     names = [f"k{n}.JPEG" for n in range(101)]
     samples = samples_of(
-        open_catalogue(listed(names, [n % 3 for n in range(101)]), tmp_path / "c", seed=1)
+        new_catalogue(listed(names, [n % 3 for n in range(101)]), tmp_path / "c", seed=1)
     )
     assert [sample.key for sample in samples] == dealt([f"k{n}" for n in range(101)], 1)
     for sample in samples:
@@ -72,9 +73,9 @@ def test_every_sample_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_
 def test_the_order_of_listing_leaves_no_trace(tmp_path_factory, order, batch, seed):
     names = [f"class{n % 3}/image {n}.png" for n in range(40)]
     folder = tmp_path_factory.mktemp("order")
-    one = open_catalogue(listed(names, [n % 3 for n in range(40)]), folder / "a", seed)
+    one = new_catalogue(listed(names, [n % 3 for n in range(40)]), folder / "a", seed)
     shuffled = [names[n] for n in order]
-    other = open_catalogue(listed(shuffled, [n % 3 for n in order], batch), folder / "b", seed)
+    other = new_catalogue(listed(shuffled, [n % 3 for n in order], batch), folder / "b", seed)
     assert [(s.key, s.label) for s in samples_of(one)] == [
         (s.key, s.label) for s in samples_of(other)
     ]
@@ -84,10 +85,10 @@ def test_the_order_of_listing_leaves_no_trace(tmp_path_factory, order, batch, se
 def test_labels_keys_and_classes_are_in_the_fingerprint(tmp_path):
     names = ["x.jpg", "y.jpg"]
     prints = {
-        open_catalogue(listed(names, [0, 1]), tmp_path / "a", 0).sha256,
-        open_catalogue(listed(names, [1, 0]), tmp_path / "b", 0).sha256,
-        open_catalogue(listed(["x.jpg", "z.jpg"], [0, 1]), tmp_path / "c", 0).sha256,
-        open_catalogue(listed(names, [0, 1], splits=("val",)), tmp_path / "d", 0).sha256,
+        new_catalogue(listed(names, [0, 1]), tmp_path / "a", 0).sha256,
+        new_catalogue(listed(names, [1, 0]), tmp_path / "b", 0).sha256,
+        new_catalogue(listed(["x.jpg", "z.jpg"], [0, 1]), tmp_path / "c", 0).sha256,
+        new_catalogue(listed(names, [0, 1], splits=("val",)), tmp_path / "d", 0).sha256,
     }
     assert len(prints) == 4
 
@@ -98,7 +99,7 @@ def test_held_out_by_class_and_by_hash_of_the_key(tmp_path, monkeypatch, rows_in
     monkeypatch.setattr(catalogue_builder, "ROWS_IN_MEMORY", rows_in_memory)
     labels = [0] * 50 + [1] * 7 + [2]
     names = [f"n{n}.jpg" for n in range(58)]
-    found = open_catalogue(
+    found = new_catalogue(
         listed(names, labels),
         tmp_path / "c",
         5,
@@ -120,7 +121,7 @@ def test_held_out_by_class_and_by_hash_of_the_key(tmp_path, monkeypatch, rows_in
 
 
 def test_nothing_to_hold_out(tmp_path):
-    found = open_catalogue(
+    found = new_catalogue(
         listed(["a.jpg", "b.jpg"], [0, 1]),
         tmp_path / "c",
         0,
@@ -142,7 +143,7 @@ def test_what_a_killed_process_left_goes(tmp_path):
     an_hour_ago = time.time() - 3600
     # a slow shard on another host
     os.utime(live / "rows" / "train-00000.npy", (an_hour_ago, an_hour_ago))
-    open_catalogue(listed(["a.jpg"], [0]), tmp_path, 0)
+    new_catalogue(listed(["a.jpg"], [0]), tmp_path, 0)
     assert [folder.exists() for folder in (left, live, old)] == [False, True, False]
 
 
@@ -162,7 +163,7 @@ def test_what_a_killed_process_left_goes(tmp_path):
 )
 def test_errors(tmp_path, names, labels, message):
     with pytest.raises(PrepError, match=message):
-        open_catalogue(listed(names, labels), tmp_path, 0)
+        new_catalogue(listed(names, labels), tmp_path, 0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -170,7 +171,7 @@ def test_errors(tmp_path, names, labels, message):
     "name", ["a.b/c d.jpg", "x" * 300 + ".png", "größe\n.jpg", "日本.jpg", "a\\b.jpg", "\udcff.jpg"]
 )
 def test_any_name_becomes_a_key(tmp_path, name):
-    (sample,) = samples_of(open_catalogue(listed([name], [1]), tmp_path / "c", 0))
+    (sample,) = samples_of(new_catalogue(listed([name], [1]), tmp_path / "c", 0))
     assert sample.key == safe_key(os.path.splitext(name)[0])
     assert sample.name == name
     assert not set(sample.key) & set("./\\ \n")
