@@ -38,7 +38,9 @@ def config(tmp_path: Path, shards: Path) -> Path:
 LONGEST = (
     "test_train.py",
     "test_writer_processes.py",
-    "test_errors.py",
+    "test_data_errors.py",
+    "test_run_folder_errors.py",
+    "test_machine_errors.py",
     "test_page.py",
     "test_imagenet_whole.py",
     "test_wandb_servers.py",

@@ -7,13 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
-from processes import REPOSITORY
+import warm_python
+from processes import REPOSITORY, TINY, call, command, environment, write_config
+
+from vit.run.checkpoint import complete_checkpoints, read_info
 
 DOCUMENT = REPOSITORY / "docs" / "errors.md"
 NEEDS_MOUNT = "needs Linux and the right to mount a file system"
@@ -99,3 +102,134 @@ def leave_free(disk: Path, free_kib: int) -> Path:
     filler = disk / "filler"
     filler.write_bytes(bytes(shutil.disk_usage(disk).free - free_kib * 1024))
     return filler
+
+
+# ---- training and evaluation ---------------------------------------------------------------------
+
+
+TRAINING_ROWS = rows("Training and evaluation")
+
+
+class Place:
+    """A folder with a config of its own; runs commands there and remembers the last one and what it
+    changed."""
+
+    def __init__(self, folder: Path, shards: Path, finished: Path):
+        self.folder = folder
+        self.shards = shards
+        self.finished = finished
+        self.run_dir = folder / "run"
+        self.config = write_config(folder, shards)
+
+    def run(self, *line: object, **variables: str) -> None:
+        self.before = snapshot(self.folder)
+        env = {**environment(), "CUDA_VISIBLE_DEVICES": "", **variables}
+        self.done = call([str(part) for part in line], env)
+        self.after = snapshot(self.folder)
+
+    def train(
+        self,
+        *overrides: object,
+        prefix: tuple[object, ...] = (),
+        config: Path | None = None,
+        **variables: str,
+    ) -> None:
+        """`launch/train.py` on one rank. With a prefix, which changes what a process may do, or
+        variables a real interpreter starts."""
+        arguments = [
+            "--config",
+            config or self.config,
+            f"run.dir={self.run_dir}",
+            *TINY,
+            *overrides,
+        ]
+        python = sys.executable if prefix or variables else warm_python.python(environment())
+        self.run(
+            *prefix, *command("launch/train.py", *arguments, ranks=0, python=python), **variables
+        )
+
+    def evaluate(self, checkpoint: Path, *flags: object) -> None:
+        python = warm_python.python(environment())
+        self.run(
+            *command(
+                "launch/eval.py",
+                "--checkpoint",
+                checkpoint,
+                "--num-workers",
+                0,
+                *flags,
+                ranks=0,
+                python=python,
+            )
+        )
+
+    def own_shards(self) -> Path:
+        """A copy of the shards that may be spoilt."""
+        root = shutil.copytree(self.shards, self.folder / "shards")
+        self.config.write_text(self.config.read_text().replace(str(self.shards), str(root)))
+        return root
+
+
+class Scenarios:
+    """What provokes rows of "Training and evaluation": `@scenario("first cell of the row")`
+    registers a function of a `Place`.
+
+    Besides text and exit status each row is checked for what was left behind: nothing for a mistake
+    that is found before the start; for one that shows later, only whole files.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[str, Callable[[Place], None]] = {}
+        self.begun: set[str] = set()
+        """Rows about a training that was under way."""
+        self.slow: set[str] = set()
+        """Rows that take over five seconds."""
+
+    def __call__(
+        self, what: str, *, begun: bool = False, slow: bool = False
+    ) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
+        """Register the scenario of the row `what`."""
+
+        def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
+            assert what not in self.of, f"{what}: twice"
+            self.of[what] = function
+            self.begun.update([what] if begun else [])
+            self.slow.update([what] if slow else [])
+            return function
+
+        return register
+
+    def rows(self) -> list[Any]:
+        """The rows that are registered, for `parametrize`."""
+        return [
+            pytest.param(
+                row, id=row.what, marks=[pytest.mark.slow] if row.what in self.slow else []
+            )
+            for row in TRAINING_ROWS
+            if row.what in self.of
+        ]
+
+    def check(self, row: Row, place: Place) -> None:
+        """Compare what has happened with the row."""
+        output = place.done.stderr
+        assert place.done.returncode == row.status, output
+        assert re.search(f"^{pattern_of(row.printed)}$", output, re.MULTILINE), (
+            f"expected\n{row.printed}\nbut this was printed:\n{output}"
+        )
+        if row.printed.startswith("error: "):
+            assert "Traceback" not in output
+            assert len(re.findall(r"^(rank \d+: )?error: ", output, re.MULTILINE)) == 1, output
+            assert re.search(f"^{pattern_of(row.printed)}\\s*\\Z", output, re.MULTILINE), (
+                f"more was printed behind it:\n{output}"
+            )
+        if row.what not in self.begun:
+            assert place.after == place.before, "files were written or changed"
+            return
+        changed = {name for name in place.before if place.after.get(name) != place.before[name]}
+        assert {Path(name).name for name in changed} <= {"metrics.jsonl", "config.yaml"}, (
+            "what was there before has changed"
+        )
+        left_over = [name for name in place.after if name.endswith(".tmp") or "/.tmp_" in name]
+        assert not left_over, "half-written files were left"
+        for checkpoint in complete_checkpoints(place.run_dir):
+            read_info(checkpoint, verify=True)

@@ -1,5 +1,5 @@
 """The training command's small promises; what it says to mistakes is in
-tests/project/test_errors.py."""
+tests/project/errors."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ LARGER = {
     "tests/helpers/fake_imagenet.py": 460,
     "tests/helpers/servers.py": 482,
     "tests/helpers/servers.py:_answer": 84,
-    "tests/project/test_errors.py": 914,
     "tests/report/test_page.py": 619,
     "tests/slurm/conftest.py:cluster": 89,
     "vit/data/shards/data_set.py:open_split": 90,

@@ -145,7 +145,7 @@ def test_an_onnx_model_above_2_gib_has_its_weights_in_a_file_beside_it(tmp_path)
     path = folder / "model.onnx"
     beside = folder / "model.onnx.data"
     assert path.stat().st_size < 2**22
-    assert beside.stat().st_size >= num_bytes
+    assert beside.stat().st_size > num_bytes - 2**10, "but for the smallest ones"
     assert lines[-2:] == [f"sha256 of {file.name}: {sha256_of(file)}" for file in (path, beside)]
     card = (folder / "README.md").read_text()
     assert sha256_of(path) in card
@@ -157,6 +157,7 @@ def test_an_onnx_model_above_2_gib_has_its_weights_in_a_file_beside_it(tmp_path)
     with torch.inference_mode():
         own = subject.model(images)
     torch.testing.assert_close(found, own, rtol=0, atol=float(own.abs().max()) * 1e-3)
+    beside.unlink()  # pytest keeps folders
 
 
 @pytest.mark.parametrize(

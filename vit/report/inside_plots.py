@@ -116,8 +116,8 @@ def plot_heads(
         place(sheet, to_pixels(over), 0.2 + image_in, 0.5, image_in, tall)
         notes = (
             "Left: what the model saw, and attention rollout over all blocks.",
-            "Below: a row for each block, a column for each head"
-            + ("; last, the query of the pool." if has_pool else "."),
+            "Below: a row for each block, a column for each head.",
+            *(["The last row is what the pool's query attends to."] if has_pool else []),
             "Yellow patches get the most attention, violet ones none;",
             "each map is scaled to its highest value.",
         )

@@ -1,0 +1,110 @@
+"""Mistakes in a config, provoked row by row (docs/errors.md)."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+import warm_python
+from error_rows import Place, Row, Scenarios
+from processes import command, environment
+
+scenario = Scenarios()
+
+
+@scenario("an unknown or misspelt key")
+def _(place):
+    place.config.write_text(place.config.read_text() + "optim: {weight_dekay: 0.1}\n")
+    place.train()
+
+
+@scenario("an option of another program")
+def _(place):
+    place.train("--lr", "1e-3")
+
+
+@scenario("a value of the wrong type")
+def _(place):
+    place.train("data.global_batch_size=many")
+
+
+@scenario("a value out of range")
+def _(place):
+    place.config.write_text(place.config.read_text() + "optim: {lr: -1}\n")
+    place.train()
+
+
+@scenario("several of these at once")
+def _(place):
+    place.train("optim.lr=fast", "data.num_worker=3")
+
+
+@scenario("a key given twice")
+def _(place):
+    place.config.write_text(place.config.read_text() + "loss: {label_smoothing: 0.2}\n")
+    place.train()
+
+
+@scenario("both `epochs` and `steps`")
+def _(place):
+    place.config.write_text(place.config.read_text().replace("steps: 12,", "steps: 12, epochs: 3,"))
+    place.train()
+
+
+@scenario("no such config file")
+def _(place):
+    place.train(config=place.folder / "other.yaml")
+
+
+OF_GUEST = ["model.embed_dim=null", "model.depth=null", "model.num_heads=null"]
+OF_GUEST += ["model.proj_drop_rate=null", "model.drop_path_rate=null"]
+ALONE = {
+    "an unknown model name": ["model.name=vit_base16"],
+    "an unknown model of timm": ["model.name=timm/resnet5"],
+    "a model of timm with settings of ours that it has not": [
+        *("model.name=timm/resnet18", "model.proj_drop_rate=null")
+    ],
+    "activations of every second block of a model of timm": [
+        *("model.name=timm/resnet10t", *OF_GUEST, "train.activation_checkpointing=2")
+    ],
+    "activations of a model of timm that must keep them": [
+        *("model.name=timm/dla34", *OF_GUEST, "train.activation_checkpointing=block")
+    ],
+    "a global batch that cannot be divided": ["data.global_batch_size=7"],
+    "a batch larger than the data": ["data.global_batch_size=64"],
+    "no such dataset folder": ["data.root=data/nowhere"],
+    "an unknown split": ["data.train_split=trian"],
+    "a filter with a column that is not there": ["data.filter=widht >= 64"],
+    "a URL of a misspelt kind": ["data.root=htps://example.org/shards"],
+    "a variable of the environment that is not set": ["data.root=https://host/shards?${SAS}"],
+    "more classes in the data than `model.num_classes`": ["model.num_classes=2"],
+    "an image size that the patch does not divide": ["model.image_size=30"],
+    "augmentations that exclude each other": [
+        *("augment.three_augment=true", "augment.randaugment_layers=2")
+    ],
+}
+"""Settings that are the scenario."""
+for what, settings in ALONE.items():
+    scenario.of[what] = lambda place, settings=settings: place.train(*settings)
+
+
+@scenario("a contact sheet of more images than there are")
+def _(place):
+    python = warm_python.python(environment())
+    place.run(
+        *command(
+            "launch/visualize.py",
+            "augment",
+            "--config",
+            place.config,
+            "--images",
+            "64",
+            ranks=0,
+            python=python,
+        )
+    )
+
+
+@pytest.mark.parametrize("row", scenario.rows())
+def test_the_row_is_what_happens(row: Row, happened: dict[str, Future[Place]]):
+    scenario.check(row, happened[row.what].result())
