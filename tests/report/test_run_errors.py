@@ -15,6 +15,9 @@ import pytest
 from error_rows import Row, pattern_of, rows, snapshot
 from processes import TINY, run, run_here, write_config
 
+from vit.weights.files import read_weights
+from vit.weights.formats import WeightsError
+
 ROWS = rows("Asking a run")
 REPLAY = "launch/replay.py"
 SAMPLES = "launch/samples.py"
@@ -104,3 +107,18 @@ def test_places_that_cannot_be_written_are_one_line(finished, tmp_path):
     with pytest.raises(ValueError, match="the suffix says in which format"):
         run_here(*asked, "--csv", tmp_path / "a.csv", "--sheet", "a.bmp")
     assert list(tmp_path.iterdir()) == [taken]
+
+
+def test_a_run_without_weights_is_replayed_and_says_what_it_lacks(finished, tmp_path):
+    """A batch needs the config and the data alone; predictions.npz are no weights."""
+    folder = shutil.copytree(finished, tmp_path / "copy")
+    ask = ["--step", 3, "--csv", tmp_path / "with.csv"]
+    run_here(REPLAY, folder / "run", *ask)
+    for name in ("weights", "checkpoints"):
+        shutil.rmtree(folder / "run" / name)
+    assert (folder / "run" / "predictions.npz").exists()
+    ask[-1] = tmp_path / "without.csv"
+    run_here(REPLAY, folder / "run", *ask)
+    assert (tmp_path / "with.csv").read_text() == (tmp_path / "without.csv").read_text()
+    with pytest.raises(WeightsError, match="run has no weights: the run has not saved any yet"):
+        read_weights(folder / "run")

@@ -25,7 +25,7 @@ from vit.data.order import Order
 from vit.data.shards.split import Split
 from vit.data.sources import Sources, TrainSet
 from vit.model import create_model
-from vit.open_data import open_split, open_train_set
+from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.plan import create_order
 from vit.report.confusion import confusion_matrix
 from vit.run.folder import CONFIG_FILE, PREDICTIONS_FILE
@@ -152,7 +152,13 @@ class ReportSource:
 
     @property
     def num_classes(self) -> int:
-        """The size of the model's head."""
+        """The size of the model's head: of the weights, or before there are any as in training."""
+        try:
+            find_weights(self.run_dir)
+        except WeightsError:
+            config = self.config
+            splits = self.train_set.split, self.val_split
+            return choose_num_classes(config.model, config.data, *splits)
         if self.weights.num_classes is None:
             raise ValueError(f"{self.weights.path} does not contain its number of classes")
         return self.weights.num_classes

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from vit.layers.posemb import resample_posemb
-from vit.run.folder import INFO_FILE, complete_checkpoints, weights_file
+from vit.run.folder import INFO_FILE, METRICS_FILE, complete_checkpoints, weights_file
 from vit.weights.formats import HUB_FILES, PARTS_FILES, WeightsError, few, read_content, readable
 from vit.weights.layouts import family_of, layout_of, to_ours
 
@@ -290,6 +290,11 @@ def _find(path: Path) -> Path:
         is_newer = not candidates or _step_of(folder) > _step_of(candidates[0])
         candidates.insert(0 if is_newer else len(candidates), folder)
     candidates += [path / name for name in (*HUB_FILES, *PARTS_FILES) if (path / name).exists()]
+    if not candidates and (path / METRICS_FILE).exists():
+        raise WeightsError(
+            f"{path} has no weights: the run has not saved any yet, or weights/ and checkpoints/"
+            " were removed"
+        )
     if not candidates:
         # As `launch/export.py` writes Google's layout, and as timm takes folders.
         candidates = [file for file in path.glob("*") if file.name.endswith(SUFFIXES)]
