@@ -92,6 +92,10 @@ STATED: dict[str, dict] = {
         "model.drop_path_rate": 0.2,
         "model.drop_path_schedule": "constant",
         "optim.name": "lamb",
+        "loss.name": "bce",
+        "loss.bce_target_thresh": 0.0,
+        "schedule.interval": "epoch",
+        "schedule.warmup_lr": 1e-6,
         "optim.eps": 1e-8,
         "optim.clip_grad_norm": 1.0,
         "augment.three_augment": True,
@@ -160,7 +164,12 @@ STATED: dict[str, dict] = {
         "data.mean": [0.5, 0.5, 0.5],
     },
     "bv_s16_300ep": {"train.epochs": 300},
-    "bv_augreg_b16": {"model.init_head_bias": -6.9, "augment.randaugment_magnitude": 15.0},
+    "bv_augreg_b16": {
+        "loss.name": "bce",
+        "loss.bce_sum": True,
+        "model.init_head_bias": -6.9,
+        "augment.randaugment_magnitude": 15.0,
+    },
     "bv_augreg_b32_light1": {"model.name": "vit_b32", "augment.randaugment_magnitude": 0.0},
     # deit3-jax's table: 0.02, 0.1, 5 of 400 epochs at 2048
     "jax_deit3_b16_400ep": {
@@ -212,6 +221,7 @@ def test_maes_supervised_recipe_is_the_one_of_our_config(imported):
         "augment.erasing_prob": (0.25, 0.0),  # MMPretrain's own
         "augment.erasing_mode": ("rand", "pixel"),
         "schedule.min_lr": (1e-5, 0.0),
+        "schedule.warmup_lr": (pytest.approx(1.6e-6), None),
         "eval.every_epochs": (1.0, 5.0),
     }
 
@@ -255,3 +265,24 @@ def test_counts_of_the_account_are_those_of_the_findings(imported):
     no_argument = sum(not f.theirs for f in found.reading.findings)
     assert sum(counts.values()) - counts["place"] - no_argument == len(arguments)
     assert f"cannot be said here: {counts['cannot']}" in account(found)
+
+
+@pytest.mark.parametrize("name", ["mae_b16_ft", "torchvision_b16", "bv_s16_90ep", "jax_deit_b16"])
+def test_its_learning_rate_is_ours(name, imported):
+    """Theirs is computed as tests/recipes/test_rates.py compares it with timm's and torch's."""
+    names = {f for finding in imported(name).reading.findings for f in finding.theirs}
+    (schedule,) = {
+        "warmup_epochs",
+        "lr_warmup_epochs",
+        "schedule.warmup_steps",
+        "warmup_steps",
+    } & names
+    found = verdict_of(imported(name), schedule)
+    assert (found.verdict, found.settings["schedule.name"]) == ("same", "cosine")
+
+
+def test_deits_schedule_is_an_epoch_late_and_no_more(imported):
+    found = verdict_of(imported("deit3_b16_800ep"), "warmup_epochs")
+    assert found.verdict == "differs"
+    assert "at most 20 % of its peak" in found.text, "one of five epochs of warm-up"
+    assert "an epoch late" in found.text

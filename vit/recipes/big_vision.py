@@ -17,7 +17,7 @@ import yaml
 from vit.recipes.arguments import Argument, Given, Table
 from vit.recipes.command import Command
 from vit.recipes.python_config import Opaque, PythonConfig, flattened
-from vit.recipes.rates import IMAGENET, after_warmup, say_rate
+from vit.recipes.rates import IMAGENET, after_warmup, say_rate, with_effect
 from vit.recipes.reading import Reading
 from vit.recipes.timm_words import say_initial_weights, say_precision
 
@@ -236,9 +236,10 @@ def _say_mixing(reading: _Config) -> None:
     loss = reading.get("loss", "sigmoid_xent")
     if loss == "softmax_xent":
         reading.same(reading.there("loss"))
+    elif loss == "sigmoid_xent":
+        reading.same(reading.there("loss"), {"loss.name": "bce", "loss.bce_sum": True})
     else:
-        text = f"{loss}, a sigmoid for each class, summed over classes: cross-entropy here"
-        reading.cannot(reading.there("loss"), text)
+        reading.cannot(reading.there("loss"), f"the loss {loss}: cross-entropy here")
 
 
 def _say_optimizer(reading: _Config) -> None:
@@ -283,12 +284,13 @@ def _say_schedule(reading: _Config, lr: float) -> None:
     steps = known.get("train.steps") or round(known["train.epochs"] * per_epoch)
     warmup = reading.get("schedule.warmup_steps", 0)
     kind = reading.get("schedule.decay_type", "stair")
-    settings = {"schedule.name": "cosine", "schedule.warmup_steps": warmup}
+    settings: dict[str, Any] = {"schedule.name": "cosine", "schedule.warmup_steps": warmup}
+    settings["schedule.warmup_lr"] = 0.0
     names = reading.there("schedule.warmup_steps schedule.decay_type")
     if kind == "linear":
         settings["schedule.name"] = "linear"
     elif kind != "cosine":
-        reading.cannot(names, f"the schedule {kind}: a cosine here", settings)
+        reading.cannot(names, f"the schedule {kind}: a cosine here", with_effect(settings))
         return
     theirs = after_warmup(
         lr, steps / per_epoch, warmup_epochs=warmup / per_epoch, linear=kind == "linear"

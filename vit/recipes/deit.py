@@ -12,7 +12,7 @@ from typing import Any
 
 from vit.recipes.arguments import Given, Table, make_table
 from vit.recipes.command import Command
-from vit.recipes.rates import Rate, say_rate, timm_cosine
+from vit.recipes.rates import Rate, say_rate, timm_cosine, with_effect
 from vit.recipes.reading import Reading
 from vit.recipes.timm_words import (
     say_average,
@@ -360,10 +360,11 @@ def _say_loss(reading: Reading) -> None:
     if not args["bce_loss"]:
         reading.same("bce_loss")
         return
-    text = "binary cross-entropy, mean over classes, of targets above 0: cross-entropy here"
     if args["smoothing"]:
-        text += "; with --smoothing above 0 all their targets become 1"
-    reading.cannot("bce_loss", text)
+        text = "with --smoothing above 0 all targets of --bce-loss become 1: cross-entropy here"
+        reading.cannot("bce_loss", text)
+    else:
+        reading.same("bce_loss", {"loss.name": "bce", "loss.bce_target_thresh": 0.0})
 
 
 def _say_clipping(reading: Reading) -> None:
@@ -382,12 +383,15 @@ def _say_schedule(reading: Reading, lr: float) -> None:
     reading.inert("cooldown_epochs", "the loop ends at --epochs")
     settings = {
         "schedule.name": "cosine",
+        "schedule.interval": "epoch",
         "schedule.warmup_epochs": args["warmup_epochs"],
+        "schedule.warmup_lr": min(args["warmup_lr"], lr),
+        "schedule.warmup_prefix": False,
         "schedule.min_lr": min(args["min_lr"], lr),
     }
     if args["sched"] != "cosine":
         names = "sched min_lr warmup_lr warmup_epochs decay_epochs decay_rate patience_epochs"
-        reading.cannot(names, f"the schedule {args['sched']}: a cosine here", settings)
+        reading.cannot(names, f"the schedule {args['sched']}: a cosine here", with_effect(settings))
         return
     reading.inert("decay_epochs decay_rate patience_epochs", "the schedule is a cosine")
     reading.same("sched")
@@ -399,8 +403,5 @@ def _say_schedule(reading: Reading, lr: float) -> None:
         min_lr=args["min_lr"],
         late=1,
     )
-    reasons = (
-        f"theirs starts at {args['warmup_lr']:g} and moves once an epoch, an epoch late; its cosine"
-        " began with the warm-up"
-    )
+    reasons = "theirs is an epoch late: its first two have --warmup-lr"
     say_rate(reading, "min_lr warmup_lr warmup_epochs", theirs, settings, reasons)

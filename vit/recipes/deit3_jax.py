@@ -185,8 +185,7 @@ def _say_mixing(reading: Reading) -> None:
         reading.same("criterion")
         reading.same("label_smoothing", {"loss.label_smoothing": args["label_smoothing"]})
     else:
-        text = "binary cross-entropy, mean over classes, of targets above 0: cross-entropy here"
-        reading.cannot("criterion", text)
+        reading.same("criterion", {"loss.name": "bce", "loss.bce_target_thresh": 0.0})
         reading.inert("label_smoothing", "only with --criterion ce")
 
 
@@ -211,6 +210,7 @@ def _say_optimizer(reading: Reading) -> None:
     settings = {
         "schedule.name": "cosine",
         "schedule.warmup_steps": args["warmup_steps"],
+        "schedule.warmup_lr": min(1e-6, lr),
         "schedule.min_lr": 1e-5 if lr >= 1e-5 else lr,
     }
     theirs = after_warmup(
@@ -220,4 +220,4 @@ def _say_optimizer(reading: Reading) -> None:
         warmup_lr=1e-6,
         min_lr=1e-5,
     )
-    say_rate(reading, "warmup_steps", theirs, settings, "theirs starts at 1e-6")
+    say_rate(reading, "warmup_steps", theirs, settings, "")

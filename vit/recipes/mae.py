@@ -172,6 +172,7 @@ def _say_optimizer(reading: Reading, batch: int) -> None:
     settings = {
         "schedule.name": "cosine",
         "schedule.warmup_epochs": args["warmup_epochs"],
+        "schedule.warmup_lr": 0.0,
         "schedule.min_lr": min(args["min_lr"], lr),
     }
     theirs = after_warmup(

@@ -15,7 +15,7 @@ from typing import Any
 from vit.recipes.arguments import Argument, Given, Table
 from vit.recipes.command import Command
 from vit.recipes.python_config import Opaque, PythonConfig, flattened
-from vit.recipes.rates import after_warmup, say_rate
+from vit.recipes.rates import after_warmup, say_rate, with_effect
 from vit.recipes.reading import Reading
 from vit.recipes.timm_words import say_initial_weights, say_layer_decay, say_precision
 
@@ -407,16 +407,19 @@ def _say_schedule(reading: _Config) -> None:
     settings = {
         "schedule.name": "cosine",
         "schedule.warmup_epochs": warmup,
+        "schedule.warmup_lr": start,
         "schedule.min_lr": min(floor, lr),
     }
     names = reading.there("param_scheduler")
     if unknown:
-        reading.cannot(names, f"the schedule {', '.join(unknown)}: a cosine here", settings)
+        reading.cannot(
+            names, f"the schedule {', '.join(unknown)}: a cosine here", with_effect(settings)
+        )
         return
     theirs = after_warmup(
         lr, epochs, warmup_epochs=warmup, warmup_lr=start, min_lr=floor, per_epoch=per_epoch
     )
-    reasons = f"theirs starts at {start:.2g}" + ", and its cosine moves once an epoch" * per_epoch
+    reasons = "its cosine moves once an epoch, its warm-up each step" if per_epoch else ""
     say_rate(reading, names, theirs, settings, reasons)
 
 

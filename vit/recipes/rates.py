@@ -126,9 +126,12 @@ def our_rate(settings: Mapping[str, Any], steps_per_epoch: int) -> Rate:
     """The rate of a config with `settings` (dotted key -> value)."""
     total = _num_steps(settings, steps_per_epoch)
     if "schedule.warmup_steps" in settings:
-        warmup = settings["schedule.warmup_steps"]
+        warmup = settings["schedule.warmup_steps"] or 0
     else:
-        warmup = round(settings.get("schedule.warmup_epochs", 0) * steps_per_epoch)
+        warmup = round((settings.get("schedule.warmup_epochs") or 0) * steps_per_epoch)
+
+    per_epoch = settings.get("schedule.interval") == "epoch"
+    cooldown = settings.get("schedule.cooldown_epochs") or 0
 
     def rate(time: float) -> float:
         return lr_at(
@@ -138,13 +141,17 @@ def our_rate(settings: Mapping[str, Any], steps_per_epoch: int) -> Rate:
             warmup_steps=warmup,
             name=settings.get("schedule.name", "cosine"),
             min_lr=settings.get("schedule.min_lr", 0.0),
+            warmup_lr=settings.get("schedule.warmup_lr"),
+            warmup_prefix=settings.get("schedule.warmup_prefix", True),
+            cooldown_steps=round(cooldown * steps_per_epoch),
+            interval_steps=steps_per_epoch if per_epoch else 1,
         )
 
     return rate
 
 
 def _num_steps(settings: Mapping[str, Any], steps_per_epoch: int) -> int:
-    if "train.steps" in settings:
+    if settings.get("train.steps"):
         return int(settings["train.steps"])
     return round(settings["train.epochs"] * steps_per_epoch)
 
@@ -167,6 +174,14 @@ def distance(theirs: Rate, ours: Rate, peak: float, epochs: float) -> Distance:
     return Distance(largest, times[apart.index(largest)], sum(apart) / count)
 
 
+def with_effect(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what has no effect without a warm-up."""
+    if settings.get("schedule.warmup_epochs") or settings.get("schedule.warmup_steps"):
+        return dict(settings)
+    without = ("schedule.warmup_lr", "schedule.warmup_prefix")
+    return {key: value for key, value in settings.items() if key not in without}
+
+
 def say_rate(
     reading: Reading, names: str, theirs: Rate, settings: Mapping[str, Any], reasons: str
 ) -> None:
@@ -174,6 +189,7 @@ def say_rate(
 
     The rate, the epochs and the batch must have been said before. reasons: what differs, in words.
     """
+    settings = with_effect(settings)
     known = {**reading.settings, **settings}
     steps_per_epoch = max(IMAGENET // known["data.global_batch_size"], 1)
     epochs = _num_steps(known, steps_per_epoch) / steps_per_epoch
@@ -184,6 +200,7 @@ def say_rate(
     reading.differs(
         names,
         f"the rate is at most {100 * found.largest:.2g} % of its peak from theirs (epoch"
-        f" {found.at_epoch:.3g}), {100 * found.mean:.2g} % on average: {reasons}",
+        f" {found.at_epoch:.3g}), {100 * found.mean:.2g} % on average"
+        + (reasons and f": {reasons}"),
         settings,
     )

@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from vit.recipes.arguments import Given, Table
-from vit.recipes.rates import say_rate, timm_cosine, timm_step
+from vit.recipes.rates import say_rate, timm_cosine, timm_step, with_effect
 from vit.recipes.reading import Reading
 from vit.recipes.timm_table import TABLE
 from vit.recipes.timm_words import (
@@ -263,11 +263,11 @@ def _say_interpolation(reading: Reading) -> None:
 
 
 def _say_end_of_mixing(reading: Reading) -> None:
-    last = reading.args["mixup_off_epoch"]
-    if last:
-        reading.cannot("mixup_off_epoch", f"no mixing after epoch {last}")
-    else:
-        reading.same("mixup_off_epoch")
+    args = reading.args
+    last = args["mixup_off_epoch"]
+    mixes = args["mixup"] > 0 or args["cutmix"] > 0
+    off = {"augment.mixup_off_epoch": last} if last and mixes and last < args["epochs"] else {}
+    reading.same("mixup_off_epoch", off)
 
 
 def _say_loss(reading: Reading) -> None:
@@ -276,11 +276,15 @@ def _say_loss(reading: Reading) -> None:
         reading.same("bce_loss")
         reading.inert("bce_sum bce_target_thresh bce_pos_weight", "there is no --bce-loss")
         return
-    form = "sum" if args["bce_sum"] else "mean"
-    text = f"binary cross-entropy, {form} over classes"
-    if args["bce_target_thresh"] is not None:
-        text += f", of targets above {args['bce_target_thresh']}"
-    reading.cannot("bce_loss bce_sum bce_target_thresh bce_pos_weight", text)
+    reading.expect_off({"bce_pos_weight": "a weight of positive targets"})
+    threshold = args["bce_target_thresh"]
+    names = "bce_loss bce_sum bce_target_thresh"
+    if threshold is not None and threshold < args["smoothing"] / 1000:
+        text = "with such a threshold smoothing makes all targets 1: cross-entropy here"
+        reading.cannot(names, text)
+        return
+    bce = {"loss.name": "bce", "loss.bce_sum": args["bce_sum"], "loss.bce_target_thresh": threshold}
+    reading.same(names, bce)
 
 
 def _rate(args: dict[str, Any], batch: int) -> tuple[float, str]:
@@ -315,33 +319,38 @@ def _say_schedule(reading: Reading, lr: float) -> None:
     epochs = args["epochs"]
     warmup = args["warmup_epochs"]
     prefix = warmup if args["warmup_prefix"] else 0
-    length = {"train.epochs": epochs + prefix}
-    note = f"{prefix} of warm-up and {epochs}" if prefix else ""
-    reading.same("epochs warmup_prefix", length, note)
+    cooldown = args["cooldown_epochs"] if args["sched"] == "cosine" else 0
+    parts = [f"{prefix} of warm-up"] * bool(prefix) + [f"{epochs}"]
+    parts += [f"{cooldown} of cool-down"] * bool(cooldown)
+    length = {"train.epochs": prefix + epochs + cooldown}
+    reading.same("epochs warmup_prefix", length, " + ".join(parts) if len(parts) > 1 else "")
     if args["lr_cycle_limit"] == 1:
         reading.same("lr_cycle_limit")
     else:
         reading.cannot("lr_cycle_limit", f"{args['lr_cycle_limit']} cycles of the schedule")
     settings = {
         "schedule.name": "cosine",
+        "schedule.interval": "step" if args["sched_on_updates"] else "epoch",
         "schedule.warmup_epochs": warmup,
+        "schedule.warmup_lr": min(args["warmup_lr"], lr),
+        "schedule.warmup_prefix": args["warmup_prefix"],
         "schedule.min_lr": min(args["min_lr"], lr),
     }
     names = "sched sched_on_updates min_lr warmup_lr warmup_epochs lr_k_decay"
+    steps = "decay_epochs decay_rate decay_milestones patience_epochs"
     if args["sched"] != "cosine":
         text = f"the schedule {args['sched']}: a cosine here"
         if args["sched"] == "step":
-            theirs = timm_step(lr, args["decay_epochs"], args["decay_rate"])
-            text += f"; theirs ends at {theirs(epochs - 0.5):.2g}"
-        names += " decay_epochs decay_rate decay_milestones patience_epochs cooldown_epochs"
-        reading.cannot(names, text, settings)
+            at_end = timm_step(lr, args["decay_epochs"], args["decay_rate"])(epochs - 0.5)
+            text += f"; theirs ends at {at_end:.2g}"
+        reading.cannot(f"{names} {steps} cooldown_epochs", text, with_effect(settings))
         return
-    reading.inert(
-        "decay_epochs decay_rate decay_milestones patience_epochs", "the schedule is a cosine"
-    )
-    if args["cooldown_epochs"]:
-        text = f"{args['cooldown_epochs']} epochs at --min-lr after the cosine"
-        reading.cannot("cooldown_epochs", text)
+    reading.inert(steps, "the schedule is a cosine")
+    if cooldown and settings["schedule.min_lr"]:
+        reading.same("cooldown_epochs", {"schedule.cooldown_epochs": cooldown})
+    elif cooldown:
+        text = f"{cooldown} epochs at a rate of 0 there; the cosine takes them, too, here"
+        reading.differs("cooldown_epochs", text)
     else:
         reading.same("cooldown_epochs")
     theirs = timm_cosine(
@@ -354,11 +363,7 @@ def _say_schedule(reading: Reading, lr: float) -> None:
         k_decay=args["lr_k_decay"],
         per_step=args["sched_on_updates"],
     )
-    reasons = f"theirs starts at {args['warmup_lr']:g}"
-    if not args["sched_on_updates"]:
-        reasons += " and moves once an epoch"
-    if not args["warmup_prefix"]:
-        reasons += "; its cosine began with the warm-up"
+    reasons = "--lr-k-decay bends the cosine" if args["lr_k_decay"] != 1 else ""
     say_rate(reading, names, theirs, settings, reasons)
 
 

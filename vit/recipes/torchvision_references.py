@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from vit.recipes.arguments import Given, Table, make_table
-from vit.recipes.rates import say_rate, torchvision_cosine
+from vit.recipes.rates import say_rate, torchvision_cosine, with_effect
 from vit.recipes.reading import Reading
 from vit.recipes.timm_words import say_initial_weights, say_precision
 
@@ -237,13 +237,15 @@ def _say_schedule(reading: Reading) -> None:
     warmup = args["lr_warmup_epochs"]
     settings = {
         "schedule.name": "cosine",
+        "schedule.interval": "epoch",
         "schedule.warmup_epochs": warmup,
+        "schedule.warmup_lr": lr * args["lr_warmup_decay"],
         "schedule.min_lr": min(args["lr_min"], lr),
     }
     names = "lr_scheduler lr_warmup_epochs lr_warmup_method lr_warmup_decay lr_min"
     if args["lr_scheduler"].lower() != "cosineannealinglr":
         text = f"the schedule {args['lr_scheduler']}: a cosine here"
-        reading.cannot(f"{names} lr_step_size lr_gamma", text, settings)
+        reading.cannot(f"{names} lr_step_size lr_gamma", text, with_effect(settings))
         return
     reading.inert("lr_step_size lr_gamma", "the schedule is a cosine")
     theirs = torchvision_cosine(
@@ -254,8 +256,8 @@ def _say_schedule(reading: Reading) -> None:
         min_lr=args["lr_min"],
         linear=args["lr_warmup_method"] == "linear",
     )
-    start = lr * args["lr_warmup_decay"]
-    reasons = f"theirs starts at {start:.2g} and moves once an epoch"
+    is_linear = args["lr_warmup_method"] == "linear"
+    reasons = "" if is_linear else "the warm-up is a line here, one value there"
     say_rate(reading, names, theirs, settings, reasons)
 
 
