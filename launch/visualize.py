@@ -5,9 +5,10 @@
     python launch/visualize.py attention runs/demo --image photo.jpg --separate attention/
     python launch/visualize.py distance runs/demo --samples 128 --out distance.pdf
     python launch/visualize.py compare runs/demo runs/demo_finetune
+    python launch/visualize.py curves runs/demo runs/demo_finetune --out curves.pdf
 
-Where no run is given it is the newest. Images are some of the run's validation split (--samples),
-or files, folders and tars (--image). The suffix of --out says the format: png, pdf or svg; pdf and
+Without a run it is the newest. Images are some of its validation split (--samples), or files,
+folders and tars (--image). The suffix of --out says the format: png, pdf or svg; pdf and
 svg are sharp at any size. Exit status: 0 done, 2 a mistake to correct.
 """
 
@@ -38,11 +39,12 @@ from vit.report import inside
 from vit.report.compare import compare, plot_comparison
 from vit.report.confusion import plot_confusion
 from vit.report.contact_sheet import make_contact_sheet
+from vit.report.curves import plot_learning_curves
 from vit.report.inside_plots import plot_heads, plot_patches, save_heads
 from vit.report.samples import Samples, samples_of_files, samples_of_split
 from vit.report.source import ReportSource
 from vit.report.style import picture_format
-from vit.run.folder import LATEST_FILE, newest_run
+from vit.run.folder import LATEST_FILE, METRICS_FILE, newest_run
 from vit.system.command_line import Parser
 from vit.system.meter import Meter
 from vit.trained import Trained, load
@@ -72,6 +74,11 @@ def main() -> World:
         print(make_contact_sheet(config, args.images, args.draws, out, world.device))
         return world
     world = distributed.join_world(args.device, "--device ")
+    if args.command == "curves":
+        runs = args.runs or [newest_run("RUN", METRICS_FILE)]
+        names = "_".join(run.resolve().name for run in runs)
+        print(plot_learning_curves(runs, args.out or Path(f"curves_{names}.png"), args.smooth))
+        return world
     COMMANDS[args.command].run(args, world)
     return world
 
@@ -273,7 +280,6 @@ def _out(args: Namespace, trained: Trained) -> Path:
 
 
 def _name_of(trained: Trained) -> str:
-    """The run's folder, or the name of the file."""
     path = trained.weights.path.absolute()
     in_run = path.parent.name in ("weights", "checkpoints")
     return path.parents[1].name if in_run else path.name.partition(".")[0]
@@ -305,22 +311,18 @@ def settings_of(args: Namespace) -> dict[str, Any]:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command and its flags; of augment the settings are `overrides`.
-
-    Raises ValueError for mistakes.
-    """
+    """Parse the command and its flags (of augment also settings). Raises ValueError."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     listed = {"augment": "contact sheet of the augmentation"}
+    listed |= {"curves": "loss and accuracy of one or more runs over their epochs"}
     listed |= {name: command.what for name, command in COMMANDS.items()}
     parser = Parser("python launch/visualize.py", _with_commands(listed), setting_for)
     parser.add_argument("command", choices=list(listed))
     if not words or words[0].startswith("-") or words[0] not in listed:
         parser.parse_args(words[:1] or ["--help"])
     command = words.pop(0)
-    if command == "augment":
-        args = _read_augment(words)
-    else:
-        args = _read_flags(command, words)
+    readers = {"augment": _read_augment, "curves": _read_curves}
+    args = readers[command](words) if command in readers else _read_flags(command, words)
     args.command = command
     return args
 
@@ -358,9 +360,22 @@ def _read_augment(words: Sequence[str]) -> Namespace:
         "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
     )
     args = parser.parse_intermixed_args(words)
-    for name in ("images", "draws"):
-        if not 1 <= getattr(args, name) <= 64:
-            raise ValueError(f"--{name} {getattr(args, name)}: give a number from 1 to 64")
+    for name, given in (("images", args.images), ("draws", args.draws)):
+        if not 1 <= given <= 64:
+            raise ValueError(f"--{name} {given}: give a number from 1 to 64")
+    return args
+
+
+def _read_curves(words: Sequence[str]) -> Namespace:
+    parser = Parser("python launch/visualize.py curves", "Loss and accuracy over the epochs.")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="(default: the newest)")
+    what = "mean of training over this width; 0: none (default: 1, less of short runs)"
+    parser.add_argument("--smooth", type=float, metavar="EPOCHS", help=what)
+    _add_out(parser, "curves_<runs>")
+    args = parser.parse_intermixed_args(words)
+    if not (args.smooth or 0) >= 0:
+        raise ValueError(f"--smooth {args.smooth}: give a number of epochs, or 0")
+    args.device = "cpu"
     return args
 
 

@@ -435,5 +435,6 @@ def _start_record(
     for line in start_lines(config, data.plan, train_step, data.batches, shuffle, state):
         record.say(line)
     if not state.is_finished(data.plan):  # the same command again on a finished run adds nothing
+        record.start_tensorboard()
         record.start_wandb({**values, "provenance": made_by})
     return record

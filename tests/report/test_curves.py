@@ -171,3 +171,75 @@ def test_a_users_settings_change_nothing(tmp_path):
         found = pixels(curves.plot_curves(path, tmp_path / "curves.png"))
         assert dict(matplotlib.rcParams) == before, "and ours do not stay behind"
     np.testing.assert_array_equal(found, expected)
+
+
+# --- accuracy in training, and several runs -------------------------------------------------------
+
+
+def run_with_margins(folder: Path, mixup: float = 0.0) -> tuple[Path, np.ndarray]:
+    """A run of 2 epochs of 10 steps with 4 images a step; some were not read."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(
+        f"data: {{root: x, global_batch_size: 4}}\ntrain: {{epochs: 2}}\n"
+        f"augment: {{mixup_alpha: {mixup}}}\n"
+    )
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(2, 10, 2, 4)).astype(np.float16)
+    values[0, 3, :, 1] = np.nan
+    (folder / "samples").mkdir()
+    for epoch in (1, 2):
+        np.save(folder / "samples" / f"epoch_{epoch:04d}.npy", values[epoch - 1])
+    plan = {**PLAN, "steps_per_epoch": 10, "global_batch_size": 4}
+    lines = [train_line(step, epoch=step / 10) for step in (4, 8, 12, 16, 20)]
+    evals = [{"kind": "eval", "num_images": 9, "step": 20, "top1": 40.0, "loss": 2.0}]
+    record(folder, {"kind": "start", "step": 0, "plan": plan}, *lines, *evals)
+    return folder, values.transpose(0, 1, 3, 2)[..., 1].reshape(20, 4)
+
+
+def test_accuracy_in_training_is_counted_from_the_margins(tmp_path):
+    folder, margins = run_with_margins(tmp_path / "run")
+    lines = curves._read_curves(folder / "metrics.jsonl").of_kind("train")
+    for line in lines:
+        rows = margins[line["step"] - 4 : line["step"]].ravel()
+        rows = rows[~np.isnan(rows)]
+        assert line["top1"] == pytest.approx(100 * np.mean(rows > 0))
+    assert len({line["top1"] for line in lines}) > 2
+    (folder / "samples" / "epoch_0002.npy").write_bytes(b"damaged")
+    lines = curves._read_curves(folder / "metrics.jsonl").of_kind("train")
+    assert ["top1" in line for line in lines] == [True, True, True, False, False]
+
+
+def test_mixed_images_have_no_accuracy(tmp_path):
+    folder, _ = run_with_margins(tmp_path / "run", mixup=0.2)
+    lines = curves._read_curves(folder / "metrics.jsonl").of_kind("train")
+    assert not any("top1" in line for line in lines)
+
+
+def test_a_smoothed_curve_is_the_mean_of_a_symmetric_window():
+    rng = np.random.default_rng(0)
+    x = np.cumsum(rng.uniform(0.1, 1, 40))
+    y = rng.normal(size=40)
+    y[7] = np.nan
+    for width in (0.0, 1.5, 8.0):
+        half = [min(width / 2, at - x[0], x[-1] - at) for at in x]
+        near = [np.abs(x - at) <= h + 1e-9 for at, h in zip(x, half, strict=True)]
+        expected = [np.nanmean(y[rows]) if np.any(~np.isnan(y[rows])) else np.nan for rows in near]
+        np.testing.assert_allclose(curves.smoothed(x, y, width), expected, atol=1e-12)
+    even = np.arange(40.0)
+    np.testing.assert_allclose(curves.smoothed(even, 3 * even, 8.0), 3 * even, err_msg="a line")
+
+
+def test_several_runs_are_drawn_over_their_epochs(tmp_path, monkeypatch):
+    runs = [run_with_margins(tmp_path / name)[0] for name in ("one", "two")]
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
+    curves.plot_learning_curves(runs, tmp_path / "a.png")
+    loss, accuracy = drawn[0].axes
+    labels = [text.get_text() for text in accuracy.get_legend().get_texts()]
+    assert labels == [f"{run}: {what}" for run in ("one", "two") for what in WHAT]
+    assert [line.get_xdata()[-1] for line in loss.lines] == [2.0] * 6, "epochs, not steps"
+    with pytest.raises(ValueError, match=r"nowhere: no metrics\.jsonl"):
+        curves.plot_learning_curves([tmp_path / "nowhere"], tmp_path / "b.png")
+
+
+WHAT = ("training, augmented", "validation")

@@ -122,12 +122,14 @@ def test_a_second_restart_from_an_older_checkpoint_replaces_more(tmp_path):
 
 
 def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
-    record = record_in(tmp_path, LogConfig(wandb="offline"), is_main=False)
+    config = LogConfig(wandb="offline", tensorboard=True)
+    record = record_in(tmp_path, config, is_main=False)
     record.say("hello")
     record.write("train", 1, loss=1.0)
     record.progress(1, "x")
     record.train_line(1, "x")
     record.start_wandb({})
+    record.start_tensorboard()
     record.log_pictures({"curves": tmp_path / "curves.png"})
     record.log_table("classes", ["class"], [["one"]])
     record.close()

@@ -294,6 +294,9 @@ class LogConfig(Section):
     complete without it."""
     wandb_project: str = "vit"
     """Project of the run on Weights & Biases."""
+    tensorboard: bool = False
+    """Event files for TensorBoard in `tensorboard/` of the run's folder. Needs `pip install
+    tensorboard`; without it one line says so, and the record is complete."""
     report: bool = True
     """Write `report/index.html` and its pictures when the run is finished."""
     sample_losses: Annotated[int, Field(ge=0)] = 1

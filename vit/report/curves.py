@@ -1,14 +1,19 @@
 """Curves of a run: loss, accuracy, learning rate and throughput over the steps.
 
 The lines of a `metrics.jsonl` that count are sorted by kind, averaged where there are more than a
-picture can show, and drawn as four panels: together as a PNG, or each as SVG for a page.
+picture can show, and drawn as four panels: together as a PNG, or each as SVG for a page. Loss and
+accuracy of several runs are drawn over their epochs.
+
+Accuracy in training is counted from the margins that were kept of each image
+(`vit.run.sample_losses`), as it was augmented. Where images are mixed, an input has no one class
+that would be right, so there is none.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +21,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vit.config.io import load_config
+from vit.data.augment.draw import mixes
 from vit.report.history import History, read_history
-from vit.report.style import BLUE, GREEN, GREY, ORANGE, drawing, report_style
+from vit.report.style import BLUE, GREEN, GREY, ORANGE, SMALL_PT, drawing, report_style
+from vit.run.folder import CONFIG_FILE, METRICS_FILE
+from vit.run.sample_losses import epoch_files, read_epoch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +42,44 @@ def _read_curves(metrics: Path) -> History:
         raise ValueError("Nothing is in the record yet")
     for line, _, spent_s in history.intervals():
         line["data_wait_percent"] = min(100.0 * line["data_wait_s"] / spent_s, 100.0)
+    _add_training_accuracy(metrics.parent, history)
     return history
+
+
+def _add_training_accuracy(run_dir: Path, history: History) -> None:
+    """Give train lines `top1`, in percent of the images since the line before, where it is known.
+
+    It is not without the losses of images (log.sample_losses), nor where images are mixed.
+    """
+    plan = next((line["plan"] for line in reversed(history.lines) if line.get("plan")), None)
+    files = epoch_files(run_dir)
+    if plan is None or not files or _mixes(run_dir):
+        return
+    per_epoch = plan["steps_per_epoch"]
+    right = np.zeros(max(files) * per_epoch + 1)
+    seen = np.zeros_like(right)
+    for epoch, path in files.items():
+        try:
+            margins = read_epoch(path, per_epoch, plan["global_batch_size"])[:, 1]
+        except ValueError:
+            continue
+        steps = slice((epoch - 1) * per_epoch + 1, epoch * per_epoch + 1)
+        right[steps] = (margins > 0).sum(1)
+        seen[steps] = (~np.isnan(margins)).sum(1)
+    before = 0
+    for line in history.of_kind("train"):
+        steps = slice(before + 1, line["step"] + 1)
+        before = line["step"]
+        if num_seen := seen[steps].sum():
+            line["top1"] = 100.0 * float(right[steps].sum() / num_seen)
+
+
+def _mixes(run_dir: Path) -> bool:
+    """Whether the run mixes images; True if that is not known."""
+    try:
+        return mixes(load_config(run_dir / CONFIG_FILE).config.augment)
+    except ValueError:
+        return True
 
 
 def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArray[np.float64]:
@@ -87,7 +133,8 @@ def _draw_loss(axes: Axes, history: History) -> None:
 
 def _draw_accuracy(axes: Axes, history: History) -> None:
     evals = history.of_kind("eval")
-    _line(axes, evals, "top1", "o-", ORANGE, "weights")
+    _line(axes, history.of_kind("train"), "top1", "-", BLUE, "training, augmented")
+    _line(axes, evals, "top1", "o-", ORANGE, "validation")
     _line(axes, evals, "top1_ema", "s--", GREEN, "averaged weights")
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(bottom, 0), min(top, 100))
@@ -171,6 +218,85 @@ def plot_curves(metrics: Path, picture: Path) -> Path:
         for axes, name in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
             _draw_panel(axes, history, name)
     return picture
+
+
+# --- several runs over their epochs ---------------------------------------------------------------
+
+
+def plot_learning_curves(
+    run_dirs: Sequence[Path], picture: Path, smooth_epochs: float | None = None
+) -> Path:
+    """Draw loss and top-1 accuracy of runs over their epochs, each in a colour. Returns `picture`.
+
+    Training is a line, smoothed over `smooth_epochs` (None: one, or a twentieth of a shorter run;
+    0: not) with the values of the record behind it; evaluations are points. Averaged weights count
+    where a run has them. Raises ValueError for a folder without a record.
+    """
+    histories = []
+    for run_dir in run_dirs:
+        if not (run_dir / METRICS_FILE).is_file():
+            raise ValueError(
+                f"{run_dir}: no {METRICS_FILE}: name the folder of a run, such as runs/demo"
+            )
+        histories.append(_read_curves(run_dir / METRICS_FILE))
+    names = [run_dir.resolve().name for run_dir in run_dirs]
+    from matplotlib.ticker import MaxNLocator
+
+    with drawing(picture, 3.6, layout="constrained") as figure:
+        loss, accuracy = figure.subplots(1, 2)
+        for number, (name, history) in enumerate(zip(names, histories, strict=True)):
+            for axes, key in ((loss, "loss"), (accuracy, "top1")):
+                _draw_run(axes, history, key, name, f"C{number}", smooth_epochs)
+        loss.set(title="Cross-entropy", ylim=(0, None))
+        accuracy.set(title="Top-1 accuracy, %", ylim=(None, 100))
+        for axes in (loss, accuracy):
+            axes.set_xlabel("epoch")
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            axes.set_xlim(0, None)
+            axes.grid(True)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=SMALL_PT)
+    return picture
+
+
+def _draw_run(
+    axes: Axes, history: History, key: str, name: str, color: str, smooth_epochs: float | None
+) -> None:
+    """Draw `key` of training, as a dotted line, and of validation, as points."""
+    per_epoch = next(
+        (line["step"] / line["epoch"] for line in history.of_kind("train") if line.get("epoch")), 1
+    )
+    steps, values = _points(history.of_kind("train"), key)
+    if len(steps):
+        epochs = steps / per_epoch
+        width = min(1.0, epochs[-1] / 20) if smooth_epochs is None else smooth_epochs
+        if width:
+            axes.plot(epochs, values, "-", color=color, alpha=0.25, linewidth=0.8)
+        label = f"{name}: training, augmented"
+        axes.plot(epochs, smoothed(epochs, values, width), ":", color=color, label=label)
+    evals = history.of_kind("eval")
+    averaged = f"{key}_ema" if any(f"{key}_ema" in line for line in evals) else key
+    steps, values = _points(evals, averaged)
+    if len(steps):
+        label = f"{name}: validation"
+        axes.plot(steps / per_epoch, values, "o-", color=color, markersize=4, label=label)
+
+
+def smoothed(x: NDArray[np.float64], y: NDArray[np.float64], width: float) -> NDArray[np.float64]:
+    """Return the mean of `y` within `width` / 2 of each `x`, ascending; NaN are passed over.
+
+    At both ends the window is narrower, so that it stays in the middle and shifts no curve.
+    """
+    half = np.minimum(width / 2, np.minimum(x - x[0], x[-1] - x)) * (1 + 1e-9)
+    first = np.searchsorted(x, x - half, "left")
+    last = np.searchsorted(x, x + half, "right")
+    known = ~np.isnan(y)
+    sums, counts = (np.cumsum([0.0, *each]) for each in (np.where(known, y, 0), known))
+    with np.errstate(invalid="ignore"):
+        return (sums[last] - sums[first]) / (counts[last] - counts[first])
+
+
+# --- for a page -----------------------------------------------------------------------------------
 
 
 def curve_panels(metrics: Path) -> dict[str, str]:

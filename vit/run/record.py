@@ -1,5 +1,5 @@
-"""The record of a run: `metrics.jsonl` is the truth, console and Weights & Biases
-(`vit.run.wandb_process`) are views of it.
+"""The record of a run: `metrics.jsonl` is the truth, console, Weights & Biases
+(`vit.run.wandb_process`) and TensorBoard (`vit.run.tensorboard`) are views of it.
 
 The loop hands over numbers that were read from the device one step late; rank 0 appends each set as
 one JSON object per line, and shows it. A restarted run appends, too: a `start` line says from which
@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from vit.config.schema import LogConfig
 from vit.run.folder import METRICS_FILE, RunLock
+from vit.run.tensorboard import TensorboardView
 from vit.run.wandb_process import WandbProcess, wanted_mode
 from vit.system.redact import shown, shown_values
 
@@ -65,6 +66,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return without_redone(read_lines(path)[0])
 
 
+def numbers_of(line: dict[str, Any]) -> dict[str, float]:
+    """Return what the views show of a line of the record, as `train/loss`; {} of other kinds."""
+    if line["kind"] not in ("train", "eval"):
+        return {}
+    numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
+    return {f"{line['kind']}/{key}": numbers[key] for key in numbers.keys() - {"step", "time"}}
+
+
 class Record:
     """Writes and shows on rank 0; on other ranks every call does nothing.
 
@@ -85,6 +94,7 @@ class Record:
     ):
         self.is_main = is_main
         self._wandb: WandbProcess | None = None
+        self._tensorboard: TensorboardView | None = None
         self._live: Progress | None = None
         self._step = first_step
         self._restarts = 0
@@ -138,14 +148,13 @@ class Record:
         self._step = step
         self._restarts = values.get("restarts", self._restarts)
         self._outcome = values.get("outcome", self._outcome)
+        numbers = numbers_of(line)
+        if self._tensorboard is not None:
+            self._tensorboard.send(step, line["time"], numbers)
         if self._wandb is None:
             return
-        if kind in ("train", "eval"):
-            numbers = {
-                key: value for key, value in values.items() if isinstance(value, int | float)
-            }
-            named = {f"{kind}/{key}": value for key, value in numbers.items()}
-            self._wandb.send(step=step, numbers={"restarts": self._restarts, **named})
+        if numbers:
+            self._wandb.send(step=step, numbers={"restarts": self._restarts, **numbers})
         self._wandb.poll_messages()
 
     def _append(self, line: str) -> None:
@@ -195,10 +204,20 @@ class Record:
                 self.say,
             )
 
+    def start_tensorboard(self) -> None:
+        """Show this run in TensorBoard, with all that the record holds so far."""
+        if self.is_main and self._config.tensorboard:
+            lines = read_metrics(self._run_dir / METRICS_FILE)
+            shown_lines = ((line["step"], line["time"], numbers_of(line)) for line in lines)
+            self._tensorboard = TensorboardView(self._run_dir, shown_lines, self.say)
+
     def log_pictures(self, pictures: dict[str, Path]) -> None:
-        """Show PNG files on W&B as `report/<name>`."""
+        """Show PNG files on W&B and in TensorBoard as `report/<name>`."""
+        named = {f"report/{name}": path for name, path in pictures.items()}
+        if self._tensorboard is not None:
+            self._tensorboard.send_pictures(self._step, named)
         if self._wandb is not None:
-            paths = {f"report/{name}": str(path) for name, path in pictures.items()}
+            paths = {name: str(path) for name, path in named.items()}
             self._wandb.send(step=self._step, pictures=paths)
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
@@ -207,7 +226,7 @@ class Record:
             self._wandb.send(step=self._step, table=f"report/{name}", columns=columns, rows=rows)
 
     def close(self) -> None:
-        """Close the live line, the file and the W&B run.
+        """Close the live line, the file, the event file and the W&B run.
 
         The latter may take a while: `vit.run.wandb_process` says how long.
         """
@@ -217,6 +236,9 @@ class Record:
             self._live.stop()
         self._file.close()
         self.lock.release()  # the next attempt does not wait for W&B
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
         if self._wandb is not None:
             self._wandb.close(self._outcome == "error", self._outcome == "stopped")
             self._wandb = None
